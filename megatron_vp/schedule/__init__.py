@@ -1,0 +1,55 @@
+"""What runs when: schedules as data, generated, proven, timed, drawn and lowered to programs. Imports no torch."""
+
+from megatron_vp.schedule.costs import PassCosts
+from megatron_vp.schedule.formats import from_csv, from_json, to_csv, to_json
+from megatron_vp.schedule.generators import GENERATORS, generate
+from megatron_vp.schedule.instructions import (
+    Channel,
+    Collective,
+    CollectiveKind,
+    Instruction,
+    Loss,
+    Message,
+    Operation,
+    Post,
+    Program,
+    Run,
+    Wait,
+)
+from megatron_vp.schedule.lowering import lower
+from megatron_vp.schedule.passes import Pass, PassKind, Schedule, ScheduleError, VocabMethod
+from megatron_vp.schedule.placement import Placement
+from megatron_vp.schedule.timeline import Timeline, simulate
+from megatron_vp.schedule.validate import validate, validate_programs
+
+__all__ = [
+    "GENERATORS",
+    "Channel",
+    "Collective",
+    "CollectiveKind",
+    "Instruction",
+    "Loss",
+    "Message",
+    "Operation",
+    "Pass",
+    "PassCosts",
+    "PassKind",
+    "Placement",
+    "Post",
+    "Program",
+    "Run",
+    "Schedule",
+    "ScheduleError",
+    "Timeline",
+    "VocabMethod",
+    "Wait",
+    "from_csv",
+    "from_json",
+    "generate",
+    "lower",
+    "simulate",
+    "to_csv",
+    "to_json",
+    "validate",
+    "validate_programs",
+]

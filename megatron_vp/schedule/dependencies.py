@@ -1,0 +1,165 @@
+"""What waits for what: the passes of a schedule and the communication between them as one graph.
+
+The rules are those of the table in the design: F of a stage waits for the stage before, S for the last stage's output
+(C0), T for the statistics of all ranks (C1), B of the last stage for its method's last barrier, W for its B.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_vp.errors import UserError
+from megatron_vp.schedule.instructions import Channel, Collective, CollectiveKind, Loss, Message, Operation
+from megatron_vp.schedule.passes import Pass, PassKind, Schedule, ScheduleError, VocabMethod
+
+
+class Step(NamedTuple):
+    """Computation on a rank: a pass, or the loss function."""
+
+    rank: int
+    action: Pass | Loss
+
+    def __str__(self) -> str:
+        return f"{self.action} on rank {self.rank}"
+
+
+class Graph:
+    """Nodes are steps and operations, numbered as they are added; an edge means that the second waits for the first."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Step | Operation] = []
+        self.index: dict[Step | Operation, int] = {}
+        self.successors: list[list[int]] = []
+        self.predecessors: list[list[int]] = []
+
+    def add(self, node: Step | Operation, after: Sequence[int] = ()) -> int:
+        """Number of the new `node`, which waits for the nodes `after`."""
+        number = self.index[node] = len(self.nodes)
+        self.nodes.append(node)
+        self.successors.append([])
+        self.predecessors.append([])
+        for before in after:
+            self.link(before, number)
+        return number
+
+    def link(self, before: int, after: int) -> None:
+        """Make node `after` wait for node `before`."""
+        self.successors[before].append(after)
+        self.predecessors[after].append(before)
+
+
+def expected_passes(schedule: Schedule, rank: int) -> list[Pass]:
+    """The passes that `rank` must run once each."""
+    chunked = [PassKind.F]
+    whole = [PassKind.IF, PassKind.S] if schedule.vocab.is_sharded else []
+    if schedule.has_backward:
+        chunked += [PassKind.B, PassKind.W] if schedule.split_backward else [PassKind.B]
+        whole += [PassKind.T, PassKind.IB] if schedule.vocab.is_sharded else []
+    return [
+        Pass(kind, microbatch, chunk)
+        for microbatch in range(schedule.microbatches)
+        for kind, chunks in [(k, schedule.chunks) for k in chunked] + [(k, 1) for k in whole]
+        for chunk in range(chunks)
+    ]
+
+
+def check_passes(schedule: Schedule) -> None:
+    """Raise ScheduleError unless every rank lists each of its passes exactly once and no other.
+
+    Raises UserError for the interlaced method.
+    """
+    if schedule.vocab is VocabMethod.INTERLACED:
+        raise UserError("vocab method interlaced has no dependency rules yet; use none, vocab-1 or vocab-2")
+    if len(schedule.ranks) != schedule.pipeline_size:
+        raise ScheduleError(
+            f"schedule lists {len(schedule.ranks)} ranks, but its placement has {schedule.pipeline_size}"
+        )
+    for rank, order in enumerate(schedule.ranks):
+        found, expected = Counter(order), Counter(expected_passes(schedule, rank))
+        if found == expected:
+            continue
+        for words, which in (("lacks", expected - found), ("should not have or repeats", found - expected)):
+            if which:
+                listed = " ".join(map(str, list(which)[:8])) + (" ..." if len(which) > 8 else "")
+                raise ScheduleError(f"rank {rank} {words} {listed} ({schedule.name}, {schedule.vocab})")
+
+
+def build_graph(schedule: Schedule, with_loss: bool = False) -> Graph:
+    """The dependencies among the passes that `schedule` must contain; the order it lists them in plays no part.
+
+    `with_loss` adds the loss function on rank p-1 and the row gradient that it sends. The bare graph is the published
+    table, in which T follows the statistics at once.
+    """
+    graph = Graph()
+    for microbatch in range(schedule.microbatches):
+        _Microbatch(graph, schedule, microbatch, with_loss).add()
+    return graph
+
+
+@dataclass(frozen=True, slots=True)
+class _Microbatch:
+    """Adds the nodes of one microbatch; methods take and return node numbers."""
+
+    graph: Graph
+    schedule: Schedule
+    microbatch: int
+    with_loss: bool
+
+    def add(self) -> None:
+        placement, sharded = self.schedule.placement, self.schedule.vocab.is_sharded
+        arrived = []
+        if sharded:
+            arrived = [self.collective(CollectiveKind.EMBED, placement.first_rank, self.shards(PassKind.IF))]
+        for stage in range(placement.stages):
+            done = self.chunk(PassKind.F, stage, arrived)
+            if stage < placement.stages - 1:
+                arrived = [self.hand_over(Channel.ACTIVATION, done, stage, stage + 1)]
+        arrived = self.output_layer(done) if sharded else [done]
+        if not self.schedule.has_backward:
+            return
+        for stage in reversed(range(placement.stages)):
+            done = self.chunk(PassKind.B, stage, arrived)
+            if self.schedule.split_backward:
+                self.chunk(PassKind.W, stage, [done])
+            if stage:
+                arrived = [self.hand_over(Channel.GRADIENT, done, stage, stage - 1)]
+        if sharded:
+            self.shards(PassKind.IB, [self.collective(CollectiveKind.EMBED_GRAD, placement.first_rank, [done])])
+
+    def output_layer(self, last_forward: int) -> list[int]:
+        """S, T, their collectives and the loss; returns what B of the last stage waits for."""
+        loss_rank, root = self.schedule.pipeline_size - 1, self.schedule.placement.last_rank
+        scores = self.shards(PassKind.S, [self.collective(CollectiveKind.C0, root, [last_forward])])
+        gates = [self.collective(CollectiveKind.C1, root, scores)]
+        if self.with_loss:
+            loss = self.graph.add(Step(loss_rank, Loss(self.microbatch)), gates)
+        if not self.schedule.has_backward:
+            return []
+        if self.with_loss:
+            gates.append(self.collective(CollectiveKind.ROW_GRADIENT, loss_rank, [loss]))
+        gradients = self.shards(PassKind.T, gates)
+        if self.schedule.vocab is VocabMethod.VOCAB_1:
+            gates.append(self.collective(CollectiveKind.C2, root, gradients))
+        return gates
+
+    def chunk(self, kind: PassKind, stage: int, after: list[int]) -> int:
+        placement = self.schedule.placement
+        return self.graph.add(
+            Step(placement.rank_of(stage), Pass(kind, self.microbatch, placement.chunk_of(stage))), after
+        )
+
+    def shards(self, kind: PassKind, after: Sequence[int] = ()) -> list[int]:
+        return [self.graph.add(Step(r, Pass(kind, self.microbatch)), after) for r in range(self.schedule.pipeline_size)]
+
+    def collective(self, kind: CollectiveKind, root: int, after: list[int]) -> int:
+        return self.graph.add(Collective(kind, self.microbatch, root), after)
+
+    def hand_over(self, channel: Channel, before: int, source_stage: int, target_stage: int) -> int:
+        """What the target waits for: a message, or the source's own step where both stages share a rank."""
+        source, target = (self.schedule.placement.rank_of(stage) for stage in (source_stage, target_stage))
+        if source == target:
+            return before
+        return self.graph.add(Message(channel, self.microbatch, source_stage, target_stage, source, target), [before])

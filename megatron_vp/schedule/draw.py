@@ -1,0 +1,190 @@
+"""Shows a timeline: as text, as a picture (SVG, PNG), as a trace for Perfetto."""
+
+from __future__ import annotations
+
+import io
+import json
+from bisect import bisect_right
+from collections import defaultdict
+
+from megatron_vp.schedule.instructions import Collective
+from megatron_vp.schedule.passes import PassKind
+from megatron_vp.schedule.timeline import Timeline
+
+LETTERS = {kind: kind.value for kind in PassKind} | {PassKind.IF: "i", PassKind.IB: "b"}
+COLOURS = {
+    PassKind.F: "#4C78A8",
+    PassKind.B: "#59A14F",
+    PassKind.W: "#B6C95B",
+    PassKind.S: "#F28E2B",
+    PassKind.T: "#EDC948",
+    PassKind.V: "#E15759",
+    PassKind.IF: "#B07AA1",
+    PassKind.IB: "#D37295",
+}
+MEANINGS = {
+    PassKind.IF: "IF embedding",
+    PassKind.F: "F forward",
+    PassKind.S: "S output layer, first pass",
+    PassKind.T: "T output layer, second pass",
+    PassKind.V: "V vocabulary",
+    PassKind.B: "B backward",
+    PassKind.W: "W weight gradient",
+    PassKind.IB: "IB embedding gradient",
+}
+
+
+def to_text(timeline: Timeline, width: int = 100) -> str:
+    """Metrics, one line a rank, and the ranks over time in `width` columns."""
+    schedule, costs = timeline.schedule, timeline.costs
+    sizes = f"{schedule.pipeline_size} ranks, {schedule.chunks} chunks a rank, {schedule.microbatches} microbatches"
+    lines = [
+        f"schedule {schedule.name}, vocabulary {schedule.vocab}: {sizes}",
+        f"makespan {timeline.makespan:.6g}   bubble {100 * timeline.bubble_fraction:.2f} %   "
+        f"costs F={costs.F:g} B={costs.B:g} W={costs.W:g} S={costs.S:g} T={costs.T:g} IF={costs.IF:g} IB={costs.IB:g} "
+        f"comm={costs.comm:g}",
+        "",
+        "rank   busy   bubble %   peak activation   between S and T",
+    ]
+    for rank, busy in enumerate(timeline.busy):
+        idle = 100 * (1 - busy / timeline.makespan) if timeline.makespan else 0.0
+        lines.append(
+            f"{rank:4d} {busy:6.6g} {idle:10.2f} {timeline.peak_activation[rank]:17g} "
+            f"{timeline.between_s_and_t[rank]:17d}"
+        )
+    column = timeline.makespan / width
+    lines += ["", f"one column is {column:.4g}; i is IF, b is IB, a dot is idle; passes much shorter may not show"]
+    lines += [f"{rank:4d} {_row(timeline, rank, width)}" for rank in range(schedule.pipeline_size)]
+    return "\n".join(lines) + "\n"
+
+
+def _row(timeline: Timeline, rank: int, width: int) -> str:
+    spans, order = timeline.spans[rank], timeline.schedule.ranks[rank]
+    starts = [start for start, _ in spans]
+    cells = []
+    for column in range(width):
+        middle = (column + 0.5) * timeline.makespan / width
+        place = bisect_right(starts, middle) - 1
+        busy = place >= 0 and spans[place][1] > middle
+        cells.append(LETTERS[order[place].kind] if busy else ".")
+    return "".join(cells)
+
+
+def to_picture(timeline: Timeline, file_format: str) -> bytes:
+    """A picture as `svg` or `png`: one row a rank, microbatch numbers in the passes, held activations below each."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    schedule = timeline.schedule
+    ranks, makespan = schedule.pipeline_size, timeline.makespan or 1.0
+    width = min(48.0, max(9.0, 0.13 * makespan / _typical_duration(timeline) + 2))
+    # The file must be the same for the same schedule: no date, no random identifiers, and text as text.
+    with rc_context({"svg.hashsalt": "megatron-vp", "svg.fonttype": "none", "font.size": 8}):
+        figure = Figure(figsize=(width, 1.1 + 0.55 * ranks), layout="constrained")
+        axes = figure.add_subplot()
+        peak = max(timeline.peak_activation)
+        for rank in range(ranks):
+            _draw_passes(axes, timeline, rank, points_per_unit=72 * (width - 1) / makespan)
+            _draw_memory(axes, timeline, rank, peak)
+        axes.set_xlim(0, makespan)
+        axes.set_ylim(ranks, -0.12)
+        axes.set_yticks([rank + 0.28 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
+        axes.tick_params(axis="y", length=0)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.set_xlabel(f"time; grey below each rank: activations held, of a peak of {peak:g} microbatches")
+        axes.set_title(
+            f"{schedule.name}, vocabulary {schedule.vocab}, {ranks} ranks, {schedule.microbatches} microbatches: "
+            f"makespan {timeline.makespan:.6g}, bubble {100 * timeline.bubble_fraction:.2f} %",
+            loc="left",
+            fontsize=9,
+        )
+        _add_legend(figure, timeline)
+        out = io.BytesIO()
+        figure.savefig(out, format=file_format, dpi=160, metadata={"Date": None} if file_format == "svg" else None)
+    return out.getvalue()
+
+
+def _typical_duration(timeline: Timeline) -> float:
+    """Mean duration of a pass of the first rank that takes time; 1 where none does."""
+    taken = [end - start for start, end in timeline.spans[0] if end > start]
+    return sum(taken) / len(taken) if taken else 1.0
+
+
+def _shade(kind: PassKind, chunk: int) -> tuple[float, ...]:
+    from matplotlib.colors import to_rgb
+
+    return tuple(1 - (1 - channel) * 0.6**chunk for channel in to_rgb(COLOURS[kind]))
+
+
+def _draw_passes(axes, timeline: Timeline, rank: int, points_per_unit: float) -> None:
+    boxes = defaultdict(list)
+    for step, (start, end) in zip(timeline.schedule.ranks[rank], timeline.spans[rank], strict=True):
+        boxes[step.kind, step.chunk].append((start, end - start))
+        label = str(step.microbatch)
+        # 3.6 points a digit is what the smallest legible size takes.
+        if (end - start) * points_per_unit >= 3.6 * len(label) + 1:
+            middle = (start + end) / 2
+            axes.text(middle, rank + 0.28, label, ha="center", va="center", fontsize=5.5, color="black", clip_on=True)
+    for (kind, chunk), spans in boxes.items():
+        line = 0.4 if points_per_unit > 4 else 0.0
+        axes.broken_barh(spans, (rank, 0.56), facecolor=_shade(kind, chunk), edgecolor="white", linewidth=line)
+
+
+def _draw_memory(axes, timeline: Timeline, rank: int, peak: float) -> None:
+    times, levels = [0.0], [0.0]
+    for (start, end), (during, after) in zip(timeline.spans[rank], timeline.activation_levels(rank), strict=True):
+        times += [start, end]
+        levels += [during, after]
+    times.append(timeline.makespan)
+    levels.append(levels[-1])
+    base, height = rank + 0.92, 0.28
+    tops = [base - height * level / (peak or 1.0) for level in levels]
+    axes.fill_between(times, base, tops, step="post", color="#9A9A9A", linewidth=0)
+    axes.axhline(base, color="#9A9A9A", linewidth=0.4)
+
+
+def _add_legend(figure, timeline: Timeline) -> None:
+    from matplotlib.patches import Patch
+
+    used = {(step.kind, step.chunk) for order in timeline.schedule.ranks for step in order}
+    chunked = timeline.schedule.chunks > 1
+    patches = []
+    for kind, chunk in sorted(used, key=lambda item: (list(MEANINGS).index(item[0]), item[1])):
+        suffix = f", chunk {chunk}" if chunked and kind in (PassKind.F, PassKind.B, PassKind.W) else ""
+        patches.append(Patch(facecolor=_shade(kind, chunk), label=MEANINGS[kind] + suffix))
+    figure.legend(handles=patches, loc="outside lower center", ncols=min(len(patches), 8), frameon=False, fontsize=7)
+
+
+def to_perfetto(timeline: Timeline) -> str:
+    """Chrome trace events, which Perfetto opens: one process a rank; a unit of cost is shown as a millisecond.
+
+    Passes are on the thread `compute`, communication is asynchronous beside it, held activations are a counter.
+    """
+    events: list[dict[str, object]] = []
+    for rank, (order, spans) in enumerate(zip(timeline.schedule.ranks, timeline.spans, strict=True)):
+        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
+        events.append({"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}})
+        events.append({"ph": "M", "pid": rank, "tid": 0, "name": "thread_name", "args": {"name": "compute"}})
+        for step, (start, end), (during, after) in zip(order, spans, timeline.activation_levels(rank), strict=True):
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": rank,
+                    "tid": 0,
+                    "name": str(step),
+                    "cat": step.kind.value,
+                    "ts": 1e3 * start,
+                    "dur": 1e3 * (end - start),
+                    "args": {"microbatch": step.microbatch, "chunk": step.chunk},
+                }
+            )
+            for time, level in ((start, during), (end, after)):
+                counter = {"ph": "C", "pid": rank, "name": "activations", "ts": 1e3 * time}
+                events.append(counter | {"args": {"microbatches": level}})
+    for number, (operation, span) in enumerate(timeline.operations.items()):
+        rank = operation.root if isinstance(operation, Collective) else operation.source
+        category = "collective" if isinstance(operation, Collective) else "message"
+        for phase, time in zip("be", span, strict=True):
+            event = {"ph": phase, "pid": rank, "tid": 1, "id": number, "cat": category, "name": str(operation)}
+            events.append(event | {"ts": 1e3 * time})
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})

@@ -1,0 +1,134 @@
+"""Schedules as files: JSON with times and metrics, CSV with one line a pass. Both read back."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from itertools import repeat
+
+from megatron_vp.errors import UserError
+from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
+from megatron_vp.schedule.placement import Placement
+from megatron_vp.schedule.timeline import Timeline
+
+CSV_COLUMNS = ["rank", "pass", "chunk", "microbatch", "stage", "start", "end"]
+_HEADER = "# schedule="
+
+
+def to_json(schedule: Schedule, timeline: Timeline | None = None) -> str:
+    """The schedule as JSON; with a timeline of it, each pass has start and end, and there are metrics."""
+    spans = timeline.spans if timeline else [repeat(None)] * schedule.pipeline_size
+    document = {
+        "schedule": schedule.name,
+        "vocab": schedule.vocab.value,
+        "pipeline_size": schedule.pipeline_size,
+        "chunks": schedule.chunks,
+        "microbatches": schedule.microbatches,
+        "placement": schedule.placement.stage_of,
+        "ranks": [
+            [_entry(step, span) for step, span in zip(order, times, strict=False)]
+            for order, times in zip(schedule.ranks, spans, strict=True)
+        ],
+    }
+    if timeline:
+        document["metrics"] = {
+            "makespan": timeline.makespan,
+            "bubble_fraction": timeline.bubble_fraction,
+            "peak_activation": timeline.peak_activation,
+        }
+    return json.dumps(document)
+
+
+def _entry(step: Pass, span: tuple[float, float] | None) -> dict[str, object]:
+    entry: dict[str, object] = {"pass": step.kind.value, "chunk": step.chunk, "microbatch": step.microbatch}
+    return entry | {"start": span[0], "end": span[1]} if span else entry
+
+
+def from_json(text: str) -> Schedule:
+    """Read what `to_json` wrote, or a file without times and metrics. Raises UserError naming what does not fit.
+
+    The backward is split where the file has W passes. Whether the passes make a schedule is for `validate` to say.
+    """
+    try:
+        document = json.loads(text)
+        placement = Placement(tuple(tuple(map(_whole, row)) for row in document["placement"]))
+        schedule = _assemble(
+            document["schedule"],
+            document["vocab"],
+            placement,
+            _whole(document["microbatches"]),
+            [
+                [Pass(PassKind(e["pass"]), _whole(e["microbatch"]), _whole(e.get("chunk", 0))) for e in order]
+                for order in document["ranks"]
+            ],
+        )
+    except KeyError as error:
+        raise UserError(f"schedule file has no {error}; the keys of the JSON format must all be there") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"schedule file is not in the JSON format: {error}") from None
+    for key, actual in (("pipeline_size", schedule.pipeline_size), ("chunks", schedule.chunks)):
+        if document.get(key, actual) != actual:
+            raise UserError(f"schedule file says {key} {document[key]}, but its placement has {actual}")
+    return schedule
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{value!r} is not a whole number")
+    return value
+
+
+def _assemble(
+    name: str, vocab: str, placement: Placement, microbatches: int, orders: Sequence[Sequence[Pass]]
+) -> Schedule:
+    if microbatches < 1:
+        raise ValueError(f"{microbatches} microbatches make no schedule")
+    split = any(step.kind is PassKind.W for order in orders for step in order)
+    return Schedule(str(name), VocabMethod(vocab), placement, microbatches, tuple(map(tuple, orders)), split)
+
+
+def to_csv(schedule: Schedule, timeline: Timeline | None = None) -> str:
+    """A comment line with name and vocabulary method, then one line a pass in execution order of each rank.
+
+    Start and end are empty without a timeline.
+    """
+    out = io.StringIO()
+    out.write(f"{_HEADER}{schedule.name} vocab={schedule.vocab} microbatches={schedule.microbatches}\n")
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    for rank, order in enumerate(schedule.ranks):
+        spans = timeline.spans[rank] if timeline else repeat(("", ""))
+        for step, span in zip(order, spans, strict=False):
+            stage = schedule.placement.stage_of[rank][step.chunk]
+            writer.writerow([rank, step.kind, step.chunk, step.microbatch, stage, *span])
+    return out.getvalue()
+
+
+def from_csv(text: str) -> Schedule:
+    """Read what `to_csv` wrote; start and end may be missing. The placement is that of the F passes.
+
+    Raises UserError naming what does not fit.
+    """
+    header, _, body = text.partition("\n")
+    if not header.startswith(_HEADER):
+        raise UserError(f"schedule file does not begin with '{_HEADER}NAME vocab=METHOD microbatches=M'")
+    try:
+        words = dict(word.split("=", 1) for word in header.removeprefix("# ").split())
+        orders: dict[int, list[Pass]] = {}
+        stages: dict[int, dict[int, int]] = {}
+        for row in csv.DictReader(io.StringIO(body)):
+            step = Pass(PassKind(row["pass"]), int(row["microbatch"]), int(row["chunk"]))
+            orders.setdefault(int(row["rank"]), []).append(step)
+            if step.kind is PassKind.F:
+                stages.setdefault(int(row["rank"]), {})[step.chunk] = int(row["stage"])
+        ranks = range(len(orders))
+        placement = Placement(tuple(tuple(stages[rank][chunk] for chunk in sorted(stages[rank])) for rank in ranks))
+        return _assemble(
+            words["schedule"], words["vocab"], placement, int(words["microbatches"]), [orders[rank] for rank in ranks]
+        )
+    except KeyError as error:
+        raise UserError(f"schedule file is not in the CSV format: {error} is missing") from None
+    except (ValueError, TypeError) as error:
+        raise UserError(f"schedule file is not in the CSV format: {error}") from None

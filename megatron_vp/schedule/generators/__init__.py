@@ -1,0 +1,53 @@
+"""The schedule families by name. A family is one file with one function that returns its building block."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from functools import partial
+
+from megatron_vp.errors import UserError
+from megatron_vp.schedule.blocks import BuildingBlock
+from megatron_vp.schedule.costs import PassCosts
+from megatron_vp.schedule.generators.one_f_one_b import one_f_one_b
+from megatron_vp.schedule.passes import Schedule, VocabMethod
+from megatron_vp.schedule.squeeze import squeeze
+from megatron_vp.schedule.vocab_passes import nominal_schedule
+
+Generator = Callable[[int, int | None, PassCosts], BuildingBlock]
+"""(pipeline size, chunks or None for the family's own number, costs) -> building block. Raises UserError for chunks."""
+
+GENERATORS: dict[str, Generator] = {"1f1b": one_f_one_b}
+
+
+def generate(
+    name: str,
+    pipeline_size: int,
+    microbatches: int,
+    *,
+    vocab: VocabMethod | str = VocabMethod.NONE,
+    chunks: int | None = None,
+    costs: PassCosts | None = None,
+) -> Schedule:
+    """A complete schedule of family `name`, vocabulary passes included, ordered for `costs`.
+
+    Raises UserError for an unknown family or vocabulary method, fewer than one rank or microbatch, vocabulary passes
+    on fewer than two ranks, and chunks that the family cannot have.
+    """
+    if name not in GENERATORS:
+        near = difflib.get_close_matches(name, GENERATORS, 1, 0)
+        raise UserError(f"schedule {name!r} is unknown; nearest is {near[0]!r}, known are {', '.join(GENERATORS)}")
+    try:
+        vocab = VocabMethod(vocab)
+    except ValueError:
+        raise UserError(f"vocab method {vocab!r} is unknown; use one of {', '.join(VocabMethod)}") from None
+    if vocab is VocabMethod.INTERLACED:
+        raise UserError(f"vocab method interlaced is not available with schedule {name}; use none, vocab-1 or vocab-2")
+    least = 2 if vocab.is_sharded else 1
+    if pipeline_size < least:
+        raise UserError(f"pipeline size {pipeline_size} is too small for vocab method {vocab}; give at least {least}")
+    if microbatches < 1:
+        raise UserError(f"{microbatches} microbatches make no schedule; give at least 1")
+    costs = costs or PassCosts()
+    nominal, caps = nominal_schedule(name, partial(GENERATORS[name], pipeline_size, chunks), microbatches, vocab, costs)
+    return squeeze(nominal, costs, caps)

@@ -1,0 +1,116 @@
+"""The instructions a rank executes: run a pass, run the loss, start a communication, wait for one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_vp.schedule.passes import Pass
+
+
+class Channel(StrEnum):
+    """Point-to-point traffic; each (source, target, channel) is a communicator of its own."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+
+
+class CollectiveKind(StrEnum):
+    """Operations of all ranks on the vocabulary communicator."""
+
+    TOKENS = "TOKENS"
+    """tokens and labels of a microbatch to every rank"""
+    EMBED = "EMBED"
+    """embedded rows from their owners to the first stage"""
+    C0 = "C0"
+    """the last stage's output to every rank"""
+    C1 = "C1"
+    """softmax statistics of all ranks; vocab-2 also reduces the input gradient to the last stage"""
+    C2 = "C2"
+    """vocab-1 only: the input gradient, reduced to the last stage"""
+    ROW_GRADIENT = "ROW_GRADIENT"
+    """the loss function's gradient by token, from rank p-1 to every rank"""
+    EMBED_GRAD = "EMBED_GRAD"
+    """the first stage's input gradient, rows to their owners"""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A tensor from one stage to its neighbour on another rank; `source` and `target` are ranks."""
+
+    channel: Channel
+    microbatch: int
+    source_stage: int
+    target_stage: int
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        return f"{self.channel}:{self.microbatch}[{self.source_stage}>{self.target_stage}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One operation of all ranks; `root` is the rank it starts from or ends at."""
+
+    kind: CollectiveKind
+    microbatch: int
+    root: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.microbatch}"
+
+
+Operation = Message | Collective
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Compute a pass."""
+
+    action: Pass
+
+    def __str__(self) -> str:
+        return str(self.action)
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Call the loss function of a microbatch (rank p-1, vocabulary methods only) and keep its gradient by token."""
+
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"LOSS:{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Start this rank's part of an operation; returns at once."""
+
+    operation: Operation
+
+    def __str__(self) -> str:
+        return f"+{self.operation}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Block until the operation's result is on this rank."""
+
+    operation: Operation
+
+    def __str__(self) -> str:
+        return f"?{self.operation}"
+
+
+Instruction = Run | Loss | Post | Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one rank executes, and the order in which all ranks post the collectives."""
+
+    rank: int
+    instructions: tuple[Instruction, ...]
+    collectives: tuple[Collective, ...]

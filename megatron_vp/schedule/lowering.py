@@ -1,0 +1,179 @@
+"""Compute schedule -> each rank's program, communication included.
+
+All events are laid on one line, by their times in the timeline: a pass and the loss function where they end, a
+communication where its last input is ready. On that line everything comes after what it waits for, so ranks that post
+and wait in its order cannot block each other. Posts then move forward as far as the order of their communicator allows,
+which blocks nobody: a post only starts what others may wait for.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from megatron_vp.schedule.costs import PassCosts
+from megatron_vp.schedule.dependencies import Graph, Step, build_graph, check_passes
+from megatron_vp.schedule.instructions import (
+    Collective,
+    CollectiveKind,
+    Instruction,
+    Loss,
+    Message,
+    Operation,
+    Post,
+    Program,
+    Run,
+    Wait,
+)
+from megatron_vp.schedule.passes import Pass, PassKind, Schedule
+from megatron_vp.schedule.timeline import Moment, Playback, durations, play
+
+
+def lower(schedule: Schedule, costs: PassCosts | None = None) -> tuple[Program, ...]:
+    """Programs of all ranks. `costs` steer only where losses and collectives go; any costs give programs that end.
+
+    Raises ScheduleError for a schedule that cannot run, UserError for the interlaced method.
+    """
+    costs = costs or PassCosts()
+    check_passes(schedule)
+    line = _lay_out(schedule, costs)
+    return tuple(_RankLowering(line, rank).program() for rank in range(schedule.pipeline_size))
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """The schedule with its losses: each rank's steps in order, when each is over, and the collectives in order."""
+
+    graph: Graph
+    orders: list[list[int]]
+    over: list[Moment]
+    collectives: list[tuple[Moment, Collective]]
+
+
+def _lay_out(schedule: Schedule, costs: PassCosts) -> _Line:
+    graph = build_graph(schedule, with_loss=True)
+    orders = [[graph.index[Step(rank, step)] for step in order] for rank, order in enumerate(schedule.ranks)]
+    if schedule.vocab.is_sharded:
+        orders[-1] = _with_losses(schedule, costs, graph, orders)
+    times = play(graph, orders, durations(graph, schedule, costs))
+    starts = times.moments(times.start)
+    collectives = [(starts[number], node) for number, node in enumerate(graph.nodes) if isinstance(node, Collective)]
+    collectives += _token_moments(schedule, graph, times)
+    return _Line(graph, orders, times.moments(times.end), sorted(collectives, key=lambda item: item[0]))
+
+
+def _with_losses(schedule: Schedule, costs: PassCosts, graph: Graph, orders: list[list[int]]) -> list[int]:
+    """Rank p-1's steps with each loss before the first pass that starts once its statistics are there.
+
+    The times are those of the bare schedule, in which T does not wait for the loss: no pass that started earlier can
+    then depend on one that waits for it.
+    """
+    bare = build_graph(schedule)
+    took = durations(bare, schedule, costs)
+    times = play(bare, [[bare.index[graph.nodes[number]] for number in order] for order in orders], took)
+    moment = times.moments(times.start)
+    starts = [moment[bare.index[graph.nodes[number]]] for number in orders[-1]]
+    arrived = times.moments(times.end)
+    inserted: dict[int, list[int]] = {}
+    for microbatch in range(schedule.microbatches):
+        statistics = bare.index[Collective(CollectiveKind.C1, microbatch, schedule.placement.last_rank)]
+        loss = graph.index[Step(schedule.pipeline_size - 1, Loss(microbatch))]
+        inserted.setdefault(bisect_left(starts, arrived[statistics]), []).append(loss)
+    return [
+        number
+        for place in range(len(starts) + 1)
+        for number in (*inserted.get(place, ()), *orders[-1][place : place + 1])
+    ]
+
+
+def _token_moments(schedule: Schedule, graph: Graph, times: Playback) -> list[tuple[Moment, Collective]]:
+    """The tokens of a microbatch travel before any rank starts to embed the microbatch before it."""
+    if not schedule.vocab.is_sharded:
+        return []
+    moments = []
+    for microbatch in range(schedule.microbatches):
+        first = min(
+            times.start[graph.index[Step(rank, Pass(PassKind.IF, either))]]
+            for rank in range(schedule.pipeline_size)
+            for either in (microbatch, max(0, microbatch - 1))
+        )
+        moments.append(((first, microbatch - schedule.microbatches), Collective(CollectiveKind.TOKENS, microbatch, 0)))
+    return moments
+
+
+class _RankLowering:
+    """One rank's steps, and what it posts before each of them: `posts[k]` before step k, the last after all steps."""
+
+    def __init__(self, line: _Line, rank: int) -> None:
+        self.line, self.rank = line, rank
+        self.order = line.orders[rank]
+        self.place = {number: place for place, number in enumerate(self.order)}
+        self.posts: list[list[Operation]] = [[] for _ in range(len(self.order) + 1)]
+
+    def program(self) -> Program:
+        self.post_received_messages()
+        self.post_sent_messages()
+        self.post_collectives()
+        waited: set[Operation] = set()
+        instructions: list[Instruction] = []
+        for number, posts in zip(self.order, self.posts, strict=False):
+            instructions += map(Post, posts)
+            needed = [operation for operation in self.inputs(number) if operation not in waited]
+            waited.update(needed)
+            instructions += map(Wait, needed)
+            action = self.line.graph.nodes[number].action
+            instructions.append(action if isinstance(action, Loss) else Run(action))
+        instructions += map(Post, self.posts[-1])
+        return Program(self.rank, tuple(instructions), tuple(operation for _, operation in self.line.collectives))
+
+    def inputs(self, number: int) -> list[Operation]:
+        """The operations whose result a step uses."""
+        graph = self.line.graph
+        found = [graph.nodes[before] for before in graph.predecessors[number]]
+        operations = [node for node in found if not isinstance(node, Step)]
+        action = graph.nodes[number].action
+        if isinstance(action, Pass) and action.kind is PassKind.IF:
+            operations.append(Collective(CollectiveKind.TOKENS, action.microbatch, 0))
+        return operations
+
+    def own_input(self, operation: Operation) -> int | None:
+        """Place of the step of this rank that makes its part of the operation; None for a receiver."""
+        number = self.line.graph.index.get(operation)
+        before = self.line.graph.predecessors[number] if number is not None else ()
+        return next((self.place[step] for step in before if step in self.place), None)
+
+    def post_sent_messages(self) -> None:
+        """Right after the step that made the tensor."""
+        graph = self.line.graph
+        for place, number in enumerate(self.order):
+            sent = (graph.nodes[after] for after in graph.successors[number])
+            self.posts[place + 1][:0] = [node for node in sent if isinstance(node, Message)]
+
+    def post_collectives(self) -> None:
+        """In the line's order: what this rank has a part in as soon as the part is there, the rest one step ahead."""
+        over = [self.line.over[number] for number in self.order]
+        place = 0
+        for moment, operation in self.line.collectives:
+            latest = bisect_left(over, moment)
+            made = self.own_input(operation)
+            place = max(place, latest - 1 if made is None else made + 1)
+            self.posts[place].append(operation)
+
+    def post_received_messages(self) -> None:
+        """Before the step ahead of the consumer, or earlier where the sender's order asks for it."""
+        consumer = {
+            operation: place
+            for place, number in enumerate(self.order)
+            for operation in self.inputs(number)
+            if isinstance(operation, Message)
+        }
+        arriving: dict[tuple, list[tuple[Moment, Message]]] = {}
+        for message in consumer:
+            sender = self.line.graph.predecessors[self.line.graph.index[message]][0]
+            key = (message.source, message.channel)
+            arriving.setdefault(key, []).append((self.line.over[sender], message))
+        for messages in arriving.values():
+            place = len(self.order)
+            for _, message in sorted(messages, key=lambda item: item[0], reverse=True):
+                place = min(place, max(0, consumer[message] - 1))
+                self.posts[place].insert(0, message)

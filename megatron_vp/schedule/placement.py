@@ -1,0 +1,77 @@
+"""Which virtual stage sits on which rank and chunk: a table, read in both directions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`stage_of[rank][chunk]` is a virtual stage; every stage 0 .. p*v-1 appears once.
+
+    Raises ValueError where the table is ragged or not a permutation of the stages.
+    """
+
+    stage_of: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        widths = {len(row) for row in self.stage_of}
+        if len(widths) != 1 or 0 in widths:
+            raise ValueError(
+                f"placement rows hold {sorted(widths)} chunks; every rank needs the same number, at least 1"
+            )
+        if sorted(stage for row in self.stage_of for stage in row) != list(range(self.stages)):
+            raise ValueError(f"placement must name each virtual stage 0..{self.stages - 1} once, got {self.stage_of}")
+
+    @classmethod
+    def linear(cls, ranks: int) -> Placement:
+        """One chunk a rank: stage s on rank s."""
+        return cls.round_robin(ranks, 1)
+
+    @classmethod
+    def round_robin(cls, ranks: int, chunks: int) -> Placement:
+        """Chunk c of rank r is stage c*p + r, as in Megatron's interleaved schedule."""
+        return cls(tuple(tuple(chunk * ranks + rank for chunk in range(chunks)) for rank in range(ranks)))
+
+    @classmethod
+    def v_shape(cls, ranks: int) -> Placement:
+        """Chunk 0 of rank r is stage r, chunk 1 is stage 2p-1-r: first and last stage meet on rank 0."""
+        return cls(tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
+
+    @property
+    def ranks(self) -> int:
+        """Pipeline ranks p."""
+        return len(self.stage_of)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks a rank v."""
+        return len(self.stage_of[0])
+
+    @property
+    def stages(self) -> int:
+        """Virtual stages p*v."""
+        return self.ranks * self.chunks
+
+    @cached_property
+    def _seat(self) -> dict[int, tuple[int, int]]:
+        return {stage: (r, c) for r, row in enumerate(self.stage_of) for c, stage in enumerate(row)}
+
+    def rank_of(self, stage: int) -> int:
+        """Rank that holds `stage`."""
+        return self._seat[stage][0]
+
+    def chunk_of(self, stage: int) -> int:
+        """Chunk of `stage` on its rank."""
+        return self._seat[stage][1]
+
+    @property
+    def first_rank(self) -> int:
+        """Rank of stage 0, where the embedding's output goes."""
+        return self.rank_of(0)
+
+    @property
+    def last_rank(self) -> int:
+        """Rank of the last stage, where the output layer's input comes from."""
+        return self.rank_of(self.stages - 1)

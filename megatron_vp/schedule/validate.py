@@ -1,0 +1,137 @@
+"""Proves a schedule and its programs: every pass once, dependencies, memory bound, and no deadlock."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from megatron_vp.schedule.costs import PassCosts
+from megatron_vp.schedule.instructions import Collective, Instruction, Operation, Post, Program, Wait
+from megatron_vp.schedule.lowering import lower
+from megatron_vp.schedule.passes import Schedule, ScheduleError
+from megatron_vp.schedule.timeline import Timeline, simulate
+
+
+def validate(
+    schedule: Schedule, costs: PassCosts | None = None, memory_bound: Sequence[float] | None = None
+) -> Timeline:
+    """The timeline of a schedule that is proven to run, alone and lowered to programs.
+
+    `memory_bound[r]` is the most activation rank r may hold, in microbatches of a whole rank. Raises ScheduleError for
+    a missing, repeated or foreign pass, an order that cannot proceed, and a bound that is passed.
+    """
+    timeline = simulate(schedule, costs)
+    for rank, bound in enumerate(memory_bound or ()):
+        for place, (level, _) in enumerate(timeline.activation_levels(rank)):
+            if level > bound + 1e-9:
+                step = schedule.ranks[rank][place]
+                raise ScheduleError(
+                    f"rank {rank} holds {level:g} microbatches at {step}, more than its bound of {bound:g}\n"
+                    + around(rank, schedule.ranks[rank], place)
+                )
+    validate_programs(lower(schedule, costs))
+    return timeline
+
+
+def around(rank: int, steps: Sequence[object], place: int) -> str:
+    """Line that shows the steps of a rank near `place`, which it marks."""
+    first = max(0, place - 6)
+    shown = [f">{step}<" if first + k == place else str(step) for k, step in enumerate(steps[first : place + 7])]
+    return f"  rank {rank}: {'... ' if first else ''}{' '.join(shown)}{' ...' if place + 7 < len(steps) else ''}"
+
+
+def communicator(operation: Operation) -> tuple:
+    """The channel an operation travels on: one for all collectives, one for each directed edge and kind of message."""
+    if isinstance(operation, Collective):
+        return ("collectives",)
+    return (operation.source, operation.target, operation.channel)
+
+
+def members(operation: Operation, ranks: int) -> Sequence[int]:
+    """The ranks that post an operation."""
+    return range(ranks) if isinstance(operation, Collective) else (operation.source, operation.target)
+
+
+def validate_programs(programs: Sequence[Program]) -> None:
+    """Play the programs as the ranks would.
+
+    Ranks block only at a wait. An operation is complete when all its members have posted it and all earlier operations
+    of its communicator are complete.
+
+    Raises ScheduleError where members post different operations as their i-th of a communicator, where an operation is
+    never posted by a member, and where ranks wait for each other.
+    """
+    ranks = len(programs)
+    _check_posts(programs)
+    places = [0] * ranks
+    posted: dict[Operation, int] = defaultdict(int)
+    queues: dict[tuple, list[Operation]] = defaultdict(list)
+    heads: dict[tuple, int] = defaultdict(int)
+    complete: set[Operation] = set()
+    blocked: dict[Operation, list[int]] = defaultdict(list)
+    runnable = list(range(ranks))
+    while runnable:
+        rank = runnable.pop()
+        instructions = programs[rank].instructions
+        while places[rank] < len(instructions):
+            instruction = instructions[places[rank]]
+            if isinstance(instruction, Wait) and instruction.operation not in complete:
+                blocked[instruction.operation].append(rank)
+                break
+            places[rank] += 1
+            if not isinstance(instruction, Post):
+                continue
+            operation = instruction.operation
+            channel = communicator(operation)
+            if not posted[operation]:
+                queues[channel].append(operation)
+            posted[operation] += 1
+            queue = queues[channel]
+            while heads[channel] < len(queue):
+                head = queue[heads[channel]]
+                if posted[head] < len(members(head, ranks)):
+                    break
+                complete.add(head)
+                heads[channel] += 1
+                runnable += blocked.pop(head, ())
+    stuck = [rank for rank in range(ranks) if places[rank] < len(programs[rank].instructions)]
+    if stuck:
+        named = ", ".join(f"rank {rank} at {programs[rank].instructions[places[rank]]}" for rank in stuck)
+        lines = [around(rank, programs[rank].instructions, places[rank]) for rank in stuck]
+        raise ScheduleError("\n".join([f"deadlock: {named} wait for each other", *lines]))
+
+
+def _check_posts(programs: Sequence[Program]) -> None:
+    """Every member posts the same operations in the same order on each communicator, and waits only for posted ones."""
+    sequences: dict[tuple, dict[int, list[tuple[int, Operation]]]] = defaultdict(lambda: defaultdict(list))
+    for program in programs:
+        mine: set[Operation] = set()
+        for place, instruction in enumerate(program.instructions):
+            if isinstance(instruction, Post):
+                operation = instruction.operation
+                if program.rank not in members(operation, len(programs)):
+                    raise _error(program, place, f"posts {operation}, of which it is no member")
+                if operation in mine:
+                    raise _error(program, place, f"posts {operation} twice")
+                mine.add(operation)
+                sequences[communicator(operation)][program.rank].append((place, operation))
+            elif isinstance(instruction, Wait) and instruction.operation not in mine:
+                raise _error(program, place, f"waits for {instruction.operation}, which it has not posted")
+    for by_rank in sequences.values():
+        some = next(iter(by_rank.values()))[0][1]
+        ranks = members(some, len(programs))
+        longest = max(ranks, key=lambda rank: len(by_rank[rank]))
+        for rank in ranks:
+            for position, (place, operation) in enumerate(by_rank[longest]):
+                mine = by_rank[rank][position : position + 1]
+                if not mine:
+                    raise _error(programs[longest], place, f"posts {operation}, which rank {rank} never posts")
+                if mine[0][1] != operation:
+                    raise _error(
+                        programs[rank], mine[0][0], f"posts {mine[0][1]} where rank {longest} posts {operation}"
+                    )
+
+
+def _error(program: Program, place: int, words: str) -> ScheduleError:
+    instructions: Sequence[Instruction] = program.instructions
+    return ScheduleError(f"rank {program.rank} {words}\n{around(program.rank, instructions, place)}")

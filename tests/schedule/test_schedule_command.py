@@ -1,0 +1,81 @@
+"""`megatron-vp schedule`: every format, reading back, and one line for what cannot work."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from megatron_vp.cli import schedule as command
+from megatron_vp.errors import UserError
+
+app = typer.Typer()
+app.callback()(lambda: None)
+command.register(app)
+FAMILY = ["1f1b", "-p", "3", "-m", "4", "--vocab", "vocab-2"]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["schedule", *map(str, arguments)])
+
+
+def test_table_shows_metrics_and_every_rank():
+    lines = run(*FAMILY, "--cost", "comm=0.5").stdout.splitlines()
+    assert lines[0] == "schedule 1f1b, vocabulary vocab-2: 3 ranks, 1 chunks a rank, 4 microbatches"
+    assert "comm=0.5" in lines[1]
+    rows = [line.split() for line in lines[-3:]]
+    assert [row[0] for row in rows] == ["0", "1", "2"]
+    assert all({"F", "S", "T", "B", "."} <= set(row[1]) for row in rows)
+
+
+def test_json_and_csv_read_back_from_files(tmp_path):
+    for kind in ("json", "csv"):
+        path = tmp_path / f"schedule.{kind}"
+        assert run(*FAMILY, "--format", kind, "-o", path).exit_code == 0
+        assert run("--from", path, "--format", kind).stdout == path.read_text()
+
+
+def test_pictures_are_pictures(tmp_path):
+    svg, png = tmp_path / "s.svg", tmp_path / "s.png"
+    assert run(*FAMILY, "--format", "svg", "-o", svg).exit_code == 0
+    assert run(*FAMILY, "--format", "png", "-o", png).exit_code == 0
+    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+    assert "rank 2" in svg.read_text() and "S output layer" in svg.read_text()
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_perfetto_trace_has_every_pass_on_its_rank():
+    events = json.loads(run(*FAMILY, "--format", "perfetto").stdout)["traceEvents"]
+    passes = [event for event in events if event["ph"] == "X"]
+    assert len(passes) == 3 * 4 * 6
+    assert {event["pid"] for event in passes} == {0, 1, 2}
+    assert {event["cat"] for event in events if event["ph"] == "b"} == {"collective", "message"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "-p RANKS"),
+        (["1f1b", "-p", 2], "-m MICROBATCHES"),
+        (["1f1c", "-p", 2, "-m", 2], "nearest"),
+        ([*FAMILY, "--cost", "F=fast"], "'fast' is not a number"),
+        ([*FAMILY, "--format", "png"], "-o"),
+        ([*FAMILY, "-o", "/no/such/folder/file"], "cannot write"),
+        (["--from", "no such file"], "cannot read"),
+        (["1f1b", "--from", "file"], "leave out NAME"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, words):
+    result = run(*arguments)
+    assert isinstance(result.exception, UserError)
+    assert words in str(result.exception) and "\n" not in str(result.exception)
+
+
+def test_a_file_with_a_schedule_that_cannot_run_is_one_line(tmp_path):
+    path = tmp_path / "schedule.csv"
+    lines = run(*FAMILY, "--format", "csv").stdout.splitlines()
+    path.write_text("\n".join(line for line in lines if not line.startswith("1,S,0,2,")))
+    result = run("--from", path)
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception) == "rank 1 lacks S2 (1f1b, vocab-2)"

@@ -1,0 +1,167 @@
+"""Passes, placements, costs and files: what is written reads back, what cannot be is refused with its reason."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import (
+    Pass,
+    PassCosts,
+    PassKind,
+    Placement,
+    Schedule,
+    VocabMethod,
+    from_csv,
+    from_json,
+    generate,
+    simulate,
+    to_csv,
+    to_json,
+)
+
+
+@given(st.sampled_from(PassKind), st.integers(0, 10**6), st.integers(0, 64))
+def test_a_pass_prints_and_parses_back(kind, microbatch, chunk):
+    step = Pass(kind, microbatch, chunk)
+    assert Pass.parse(str(step)) == step
+
+
+def test_a_pass_prints_compactly():
+    assert [str(Pass(PassKind.F, 12)), str(Pass(PassKind.IB, 3, 1))] == ["F12", "IB3.1"]
+
+
+@pytest.mark.parametrize("text", ["", "X1", "F", "F-1", "F1.", "F1.2.3", "f1"])
+def test_other_text_is_not_a_pass(text):
+    with pytest.raises(ValueError, match="is not a pass"):
+        Pass.parse(text)
+
+
+def test_barriers_of_the_methods():
+    assert {method.value: method.barriers for method in VocabMethod} == {
+        "none": 0,
+        "vocab-1": 2,
+        "vocab-2": 1,
+        "interlaced": 1,
+    }
+
+
+def test_placements_read_in_both_directions():
+    v_shape = Placement.v_shape(3)
+    assert v_shape.stage_of == ((0, 5), (1, 4), (2, 3))
+    assert (v_shape.first_rank, v_shape.last_rank, v_shape.stages) == (0, 0, 6)
+    assert [v_shape.rank_of(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+    assert Placement.round_robin(2, 3).stage_of == ((0, 2, 4), (1, 3, 5))
+    assert Placement.linear(4).last_rank == 3
+
+
+@pytest.mark.parametrize("table", [((0, 1), (2,)), ((0,), (2,)), ((0, 1), (1, 2)), ((),)])
+def test_a_placement_names_every_stage_once(table):
+    with pytest.raises(ValueError, match="placement"):
+        Placement(table)
+
+
+def test_costs_parse_and_keep_defaults():
+    assert PassCosts.parse("F=2, W=0,comm=1e-3") == PassCosts(F=2.0, W=0.0, comm=1e-3)
+    assert PassCosts.parse("") == PassCosts()
+
+
+@pytest.mark.parametrize("text", ["G=1", "F", "F=x", "F=1,F=2", "F=-1", "F=nan", "B=inf"])
+def test_bad_costs_are_refused_with_the_item(text):
+    with pytest.raises(UserError, match="cost"):
+        PassCosts.parse(text)
+
+
+def test_an_unsplit_backward_takes_both_gradients_and_chunks_share_a_rank():
+    costs = PassCosts(F=2, B=3, W=4)
+    assert costs.duration(PassKind.B, chunks=1, split_backward=False) == 7
+    assert costs.duration(PassKind.B, chunks=2, split_backward=True) == 1.5
+    assert costs.duration(PassKind.F, chunks=2, split_backward=True) == 1
+
+
+@pytest.mark.parametrize("vocab", ["none", "vocab-1", "vocab-2"])
+def test_files_read_back(vocab):
+    schedule = generate("1f1b", 3, 5, vocab=vocab)
+    timeline = simulate(schedule)
+    for write, read in ((to_json, from_json), (to_csv, from_csv)):
+        assert read(write(schedule)) == schedule
+        assert read(write(schedule, timeline)) == schedule
+
+
+def test_files_of_chunked_split_schedules_read_back():
+    steps = [
+        [Pass(PassKind(kind), 0, chunk) for kind, chunk in [("F", 0), ("F", 1), ("B", 1), ("W", 1), ("B", 0), ("W", 0)]]
+    ]
+    schedule = Schedule("by hand", VocabMethod.NONE, Placement(((0, 1),)), 1, (tuple(steps[0]),), split_backward=True)
+    assert from_json(to_json(schedule)) == schedule
+
+
+def test_json_has_the_agreed_layout():
+    schedule = generate("1f1b", 2, 3, vocab="vocab-1")
+    timeline = simulate(schedule)
+    document = json.loads(to_json(schedule, timeline))
+    assert list(document) == [
+        "schedule",
+        "vocab",
+        "pipeline_size",
+        "chunks",
+        "microbatches",
+        "placement",
+        "ranks",
+        "metrics",
+    ]
+    assert document["placement"] == [[0], [1]]
+    assert document["ranks"][0][0] == {"pass": "IF", "chunk": 0, "microbatch": 0, "start": 0.0, "end": 0.05}
+    assert document["metrics"]["makespan"] == timeline.makespan
+    assert document["metrics"]["peak_activation"] == list(timeline.peak_activation)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d.pop("ranks"), "ranks"),
+        (lambda d: d.update(vocab="vocab-3"), "vocab-3"),
+        (lambda d: d.update(pipeline_size=7), "pipeline_size 7"),
+        (lambda d: d.update(placement=[[0], [0]]), "placement"),
+        (lambda d: d["ranks"][0][0].update({"pass": "Q"}), "'Q'"),
+        (lambda d: d["ranks"][0][0].update(microbatch="one"), "'one'"),
+        (lambda d: d.update(ranks=3), "JSON format"),
+        (lambda d: d.update(microbatches=0), "0 microbatches"),
+    ],
+)
+def test_a_file_that_is_not_a_schedule_is_refused(change, words):
+    document = json.loads(to_json(generate("1f1b", 2, 1)))
+    change(document)
+    with pytest.raises(UserError, match=words):
+        from_json(json.dumps(document))
+
+
+def test_the_room_imports_the_standard_library_only():
+    code = "import sys, megatron_vp.schedule as s; s.generate('1f1b', 2, 2); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "megatron.core", "numpy", "matplotlib"} & set(loaded)
+
+
+@pytest.mark.parametrize("text", ["", "no json", "[1]", '"x"'])
+def test_no_json_object_is_refused(text):
+    with pytest.raises(UserError, match="JSON format"):
+        from_json(text)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.split("\n", 1)[1],
+        lambda text: text.replace("stage", "floor"),
+        lambda text: text.replace("0,F,0,0,0", "0,F,0,zero,0"),
+        lambda text: "\n".join(text.splitlines()[:2]),
+        lambda text: text.replace("vocab=none", ""),
+    ],
+)
+def test_a_damaged_csv_is_refused(damage):
+    with pytest.raises(UserError, match="schedule file"):
+        from_csv(damage(to_csv(generate("1f1b", 2, 2))))

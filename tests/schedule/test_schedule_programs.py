@@ -1,0 +1,286 @@
+"""Lowered programs say what the executor relies on; the validator refuses each way to break schedule or program."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import (
+    Collective,
+    Loss,
+    Message,
+    Pass,
+    PassCosts,
+    PassKind,
+    Placement,
+    Post,
+    Run,
+    Schedule,
+    ScheduleError,
+    VocabMethod,
+    Wait,
+    generate,
+    lower,
+    simulate,
+    validate,
+    validate_programs,
+)
+from megatron_vp.schedule.dependencies import Step, build_graph
+
+
+def texts(program):
+    return [str(instruction) for instruction in program.instructions]
+
+
+def assert_in_order(words, *expected):
+    places = [words.index(word) for word in expected]
+    assert places == sorted(places), list(zip(expected, places, strict=True))
+
+
+SIZES = [(2, 1), (2, 5), (4, 3), (4, 9)]
+
+
+@pytest.mark.parametrize("vocab", ["vocab-1", "vocab-2"])
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_every_rank_waits_for_what_its_passes_need(p, m, vocab):
+    for program in lower(generate("1f1b", p, m, vocab=vocab)):
+        words, last = texts(program), program.rank == p - 1
+        for i in range(m):
+            assert_in_order(words, f"+TOKENS:{i}", f"?TOKENS:{i}", f"IF{i}", f"+EMBED:{i}")
+            assert_in_order(words, f"+C0:{i}", f"?C0:{i}", f"S{i}", f"+C1:{i}", f"?C1:{i}", f"T{i}")
+            assert_in_order(words, f"+ROW_GRADIENT:{i}", f"?ROW_GRADIENT:{i}", f"T{i}")
+            assert_in_order(words, f"+EMBED_GRAD:{i}", f"?EMBED_GRAD:{i}", f"IB{i}")
+            assert (f"?EMBED:{i}" in words) == (program.rank == 0)
+            if program.rank == 0:
+                assert_in_order(words, f"?EMBED:{i}", f"F{i}")
+                assert_in_order(words, f"B{i}", f"+EMBED_GRAD:{i}")
+            if last:
+                assert_in_order(words, f"F{i}", f"+C0:{i}")
+                assert_in_order(words, f"?C1:{i}", f"LOSS:{i}", f"+ROW_GRADIENT:{i}", f"?ROW_GRADIENT:{i}", f"B{i}")
+            assert (f"LOSS:{i}" in words) == last
+            assert (f"+C2:{i}" in words) == (vocab == "vocab-1")
+            assert (f"?C2:{i}" in words) == (vocab == "vocab-1" and last)
+            if vocab == "vocab-1":
+                assert_in_order(words, f"T{i}", f"+C2:{i}")
+                if last:
+                    assert_in_order(words, f"?C2:{i}", f"B{i}")
+
+
+@pytest.mark.parametrize("vocab", ["none", "vocab-1", "vocab-2"])
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_messages_follow_their_pass_and_precede_their_reader(p, m, vocab):
+    for program in lower(generate("1f1b", p, m, vocab=vocab)):
+        words, r = texts(program), program.rank
+        for i in range(m):
+            if r < p - 1:
+                sent, received = f"activation:{i}[{r}>{r + 1}]", f"gradient:{i}[{r + 1}>{r}]"
+                assert_in_order(words, f"F{i}", f"+{sent}")
+                assert words.index(f"+{sent}") == words.index(f"F{i}") + 1
+                assert f"?{sent}" not in words
+                assert_in_order(words, f"+{received}", f"?{received}", f"B{i}")
+
+
+@pytest.mark.parametrize("vocab", ["none", "vocab-1", "vocab-2"])
+def test_evaluation_has_no_gradients(vocab):
+    for program in lower(generate("1f1b", 3, 5, vocab=vocab).forward_only()):
+        kinds = {str(i.operation) for i in program.instructions if isinstance(i, Post)}
+        messages = {kind for kind in kinds if kind.startswith(("activation", "gradient"))}
+        assert all(kind.startswith("activation") for kind in messages)
+        collectives = {
+            i.operation.kind
+            for i in program.instructions
+            if isinstance(i, Post | Wait) and isinstance(i.operation, Collective)
+        }
+        assert collectives == (set() if vocab == "none" else {"TOKENS", "EMBED", "C0", "C1"})
+        losses = sum(isinstance(instruction, Loss) for instruction in program.instructions)
+        assert losses == (5 if vocab != "none" and program.rank == 2 else 0)
+
+
+@pytest.mark.parametrize("vocab", ["vocab-1", "vocab-2"])
+def test_all_ranks_post_the_collectives_in_the_one_order_and_wait_once(vocab):
+    programs = lower(generate("1f1b", 4, 10, vocab=vocab))
+    for program in programs:
+        posted = [
+            i.operation for i in program.instructions if isinstance(i, Post) and isinstance(i.operation, Collective)
+        ]
+        assert tuple(posted) == program.collectives == programs[0].collectives
+        assert max(Counter(i.operation for i in program.instructions if isinstance(i, Wait)).values()) == 1
+
+
+@pytest.mark.parametrize("vocab", ["vocab-1", "vocab-2"])
+def test_receivers_hold_at_most_two_outputs_of_the_last_stage(vocab):
+    for program in lower(generate("1f1b", 6, 24, vocab=vocab))[:-1]:
+        held = 0
+        for instruction in program.instructions:
+            held += isinstance(instruction, Post) and str(instruction).startswith("+C0")
+            assert held <= 2
+            held -= isinstance(instruction, Run) and instruction.action.kind is PassKind.S
+
+
+def v_shaped() -> Schedule:
+    """Two ranks, first and last stage on rank 0, one microbatch, split backward, vocab-1."""
+    ranks = (
+        "IF0 F0 F0.1 S0 T0 B0.1 W0.1 B0 W0 IB0",
+        "IF0 F0 F0.1 S0 T0 B0.1 W0.1 B0 W0 IB0",
+    )
+    orders = tuple(tuple(map(Pass.parse, line.split())) for line in ranks)
+    return Schedule("by hand", VocabMethod.VOCAB_1, Placement.v_shape(2), 1, orders, split_backward=True)
+
+
+def test_v_shape_hands_over_locally_and_runs_the_loss_on_the_last_rank():
+    first, last = map(texts, lower(v_shaped()))
+    assert "LOSS:0" in last and "LOSS:0" not in first
+    assert_in_order(first, "?C1:0", "B0.1")
+    assert_in_order(first, "?ROW_GRADIENT:0", "?C2:0", "B0.1")
+    edges = [word for word in first + last if word.startswith("+activation")]
+    assert sorted(edges) == ["+activation:0[0>1]", "+activation:0[0>1]", "+activation:0[2>3]", "+activation:0[2>3]"]
+    validate(v_shaped(), memory_bound=[1, 1])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(2, 4),
+    st.integers(1, 5),
+    st.sampled_from(["none", "vocab-1", "vocab-2"]),
+    st.sampled_from([Placement.linear, Placement.v_shape, lambda ranks: Placement.round_robin(ranks, 3)]),
+    st.booleans(),
+    st.builds(PassCosts, *[st.sampled_from([0.0, 0.5, 2.0])] * 7, comm=st.sampled_from([0.0, 1.0])),
+    st.randoms(use_true_random=False),
+)
+def test_any_valid_order_on_any_placement_lowers_to_programs_that_end(p, m, vocab, place, split, costs, random):
+    a_backward = ((Pass(PassKind.B, 0),),)
+    schedule = Schedule("random", VocabMethod(vocab), place(p), m, a_backward, split_backward=split)
+    graph = build_graph(schedule)
+    waits = [len(before) for before in graph.predecessors]
+    ready = [number for number, count in enumerate(waits) if not count]
+    orders = [[] for _ in range(p)]
+    while ready:
+        number = ready.pop(random.randrange(len(ready)))
+        if isinstance(graph.nodes[number], Step):
+            orders[graph.nodes[number].rank].append(graph.nodes[number].action)
+        for after in graph.successors[number]:
+            waits[after] -= 1
+            if not waits[after]:
+                ready.append(after)
+    schedule = replace(schedule, ranks=tuple(map(tuple, orders)))
+    validate(schedule, costs)
+    validate(schedule.forward_only(), costs)
+
+
+def test_interlaced_schedules_are_refused():
+    schedule = replace(generate("1f1b", 2, 2), vocab=VocabMethod.INTERLACED)
+    with pytest.raises(UserError, match="interlaced"):
+        lower(schedule)
+
+
+def edited(schedule, rank, edit):
+    orders = [list(order) for order in schedule.ranks]
+    edit(orders[rank])
+    return replace(schedule, ranks=tuple(map(tuple, orders)))
+
+
+def swap(first, second):
+    def edit(order):
+        a, b = order.index(Pass.parse(first)), order.index(Pass.parse(second))
+        order[a], order[b] = order[b], order[a]
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda order: order.remove(Pass.parse("S2")), "rank 1 lacks S2"),
+        (lambda order: order.append(Pass.parse("B0")), "repeats B0"),
+        (lambda order: order.append(Pass.parse("F9")), "should not have or repeats F9"),
+        (lambda order: order.append(Pass.parse("F0.1")), "F0.1"),
+        (swap("F1", "B1"), r"deadlock(.|\n)*>B1<"),
+        (swap("S0", "T0"), r"deadlock(.|\n)*>T0<"),
+    ],
+)
+def test_a_broken_schedule_is_refused_where_it_breaks(edit, words):
+    schedule = edited(generate("1f1b", 3, 4, vocab="vocab-1"), 1, edit)
+    with pytest.raises(ScheduleError, match=words) as caught:
+        validate(schedule)
+    assert len(str(caught.value)) < 2000
+
+
+def test_a_deadlock_across_ranks_names_what_each_rank_waits_for():
+    schedule = edited(generate("1f1b", 2, 2), 0, swap("F1", "B1"))
+    with pytest.raises(ScheduleError) as caught:
+        simulate(schedule)
+    first, *around = str(caught.value).splitlines()
+    assert first == "deadlock: no rank can go on; stuck are B1 on rank 0, F1 on rank 1"
+    assert around[0].endswith("waits for gradient:1[1>0]")
+    assert around[1].endswith("waits for activation:1[0>1]")
+
+
+def test_a_rank_too_few_is_refused():
+    schedule = generate("1f1b", 3, 2)
+    with pytest.raises(ScheduleError, match="lists 2 ranks"):
+        validate(replace(schedule, ranks=schedule.ranks[:2]))
+
+
+def test_a_passed_memory_bound_is_refused_at_its_step():
+    with pytest.raises(ScheduleError, match=r"rank 0 holds 3 microbatches at F2, more than its bound of 2(.|\n)*>F2<"):
+        validate(generate("1f1b", 3, 5), memory_bound=[2, 2, 1])
+
+
+def with_program(programs, rank, edit):
+    instructions = list(programs[rank].instructions)
+    edit(instructions)
+    return [replace(p, instructions=tuple(instructions)) if p.rank == rank else p for p in programs]
+
+
+def place_of(instructions, text):
+    return list(map(str, instructions)).index(text)
+
+
+def drop(text):
+    return lambda instructions: instructions.pop(place_of(instructions, text))
+
+
+def move_after(text, target):
+    def edit(instructions):
+        moved = instructions.pop(place_of(instructions, text))
+        instructions.insert(place_of(instructions, target) + 1, moved)
+
+    return edit
+
+
+def exchange(first, second):
+    def edit(instructions):
+        a, b = place_of(instructions, first), place_of(instructions, second)
+        instructions[a], instructions[b] = instructions[b], instructions[a]
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (exchange("+C2:0", "+C1:1"), "rank 1 posts C2:0 where rank 0 posts C1:1"),
+        (exchange("+activation:0[1>2]", "+activation:1[1>2]"), "where rank 1 posts activation:1|posts activation:1"),
+        (drop("+C1:1"), "C1:1, which it has not posted"),
+        (drop("+EMBED:3"), "where rank 0 posts EMBED:3"),
+        (drop("+activation:3[1>2]"), "which rank 1 never posts"),
+        (lambda i: i.append(i[place_of(i, "+C0:0")]), "posts C0:0 twice"),
+        (lambda i: i.append(Post(Message("activation", 0, 0, 3, 0, 3))), "is no member"),
+    ],
+)
+def test_a_broken_program_is_refused_where_it_breaks(edit, words):
+    programs = lower(generate("1f1b", 3, 4, vocab="vocab-1"))
+    validate_programs(programs)
+    with pytest.raises(ScheduleError, match=words) as caught:
+        validate_programs(with_program(programs, 1, edit))
+    assert len(str(caught.value)) < 2000
+
+
+def test_programs_that_wait_for_each_other_are_refused():
+    programs = lower(generate("1f1b", 3, 1, vocab="vocab-2"))
+    late = with_program(programs, 1, move_after("+activation:0[1>2]", "B0"))
+    with pytest.raises(ScheduleError, match=r"rank 2 at \?activation:0\[1>2\](.|\n)*>\?activation:0\[1>2\]<"):
+        validate_programs(late)
