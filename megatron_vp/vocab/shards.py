@@ -1,0 +1,48 @@
+"""Which rows of the vocabulary each rank owns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_vp.errors import UserError
+
+
+@dataclass(frozen=True)
+class VocabShards:
+    """A vocabulary of `vocab_size` rows cut into `count` contiguous shards.
+
+    Every shard holds ceil(vocab_size / count) rows but for the last ones, which may be shorter or empty: the padded
+    size stays the one that plain Megatron uses, because padding rows take part in the softmax and another padding
+    would be another loss.
+
+    Raises:
+        UserError: a size that is not positive.
+    """
+
+    vocab_size: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 1 or self.count < 1:
+            raise UserError(
+                f"cannot cut a vocabulary of {self.vocab_size} rows into {self.count} shards: both must be positive"
+            )
+
+    @property
+    def rows_per_shard(self) -> int:
+        """Rows of a full shard."""
+        return -(-self.vocab_size // self.count)
+
+    def start(self, index: int) -> int:
+        """First global row of shard `index`."""
+        return min(index * self.rows_per_shard, self.vocab_size)
+
+    def rows(self, index: int) -> int:
+        """Number of rows of shard `index`; zero is possible."""
+        return self.start(index + 1) - self.start(index)
+
+    def owner(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Shard index of every token id; same shape and dtype as `tokens`."""
+        return torch.div(tokens, self.rows_per_shard, rounding_mode="floor")

@@ -1,0 +1,59 @@
+"""Softmax statistics: what barrier C1 carries and what every rank makes of it (design, section 4).
+
+A shard contributes three floats a token: the largest logit a, the sum l of exp(logit - a), and the target's logit z
+(zero where the target belongs to another shard). They travel packed, as one [3, n] tensor, and every rank folds the
+gathered [shards, 3, n] in the same order, so all ranks hold the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MAX, SUM, TARGET = 0, 1, 2
+"""Rows of a packed statistics tensor."""
+
+
+@dataclass(frozen=True)
+class GlobalStatistics:
+    """Softmax over the whole vocabulary, folded from all shards. All fp32 [n] (fp64 where the model is fp64)."""
+
+    max_n: torch.Tensor
+    """A, the largest logit."""
+    sum_n: torch.Tensor
+    """L, the sum of exp(logit - A)."""
+    target_n: torch.Tensor
+    """z, the target's logit; zero where no shard owns the target."""
+
+    @property
+    def token_loss_n(self) -> torch.Tensor:
+        """Cross entropy of every token."""
+        return self.sum_n.log() - (self.target_n - self.max_n)
+
+    def probability(self, logit_n: torch.Tensor) -> torch.Tensor:
+        """Softmax entry of one logit a token.
+
+        Not exp(logit - LSE): a log-sum-exp of 10 rounds at 5e-7, and the whole row of the softmax would be off by it.
+        """
+        return torch.exp(logit_n - self.max_n) / self.sum_n
+
+
+def statistics_dtype(model_dtype: torch.dtype) -> torch.dtype:
+    """Dtype of statistics and loss: fp32, or fp64 where the model itself is."""
+    return torch.promote_types(model_dtype, torch.float32)
+
+
+def fold(gathered_r3n: torch.Tensor) -> GlobalStatistics:
+    """Fold the packed statistics [shards, 3, n] of all shards, in shard order, into those of the whole vocabulary.
+
+    An empty shard contributes a = -inf, l = 0, z = 0 and leaves no trace.
+    """
+    max_rn, sum_rn, target_rn = gathered_r3n.unbind(1)
+    max_n = max_rn.amax(0)
+    sum_n = torch.zeros_like(max_n)
+    target_n = torch.zeros_like(max_n)
+    for shard_max_n, shard_sum_n, shard_target_n in zip(max_rn, sum_rn, target_rn, strict=True):
+        sum_n += shard_sum_n * torch.exp(shard_max_n - max_n)
+        target_n += shard_target_n
+    return GlobalStatistics(max_n, sum_n, target_n)

@@ -1,0 +1,58 @@
+"""The exchange of owned embedding rows, all shards in one process."""
+
+import pytest
+import torch
+
+from megatron_vp.errors import UserError
+from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
+from megatron_vp.vocab.shards import VocabShards
+
+HIDDEN = 4
+
+
+@pytest.mark.parametrize(("vocab", "count"), [(50, 3), (9, 4), (5, 4), (64, 8)])
+def test_rows_arrive_in_token_order_and_gradients_return_to_their_owners(vocab, count):
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(vocab, HIDDEN, generator=generator, dtype=torch.float64, requires_grad=True)
+    tokens = torch.randint(vocab, (70,), generator=generator)  # with repetitions
+    gradient = torch.randn(70, HIDDEN, generator=generator, dtype=torch.float64)
+    expected = torch.nn.functional.embedding(tokens, table)
+    expected.backward(gradient)
+
+    shards = VocabShards(vocab, count)
+    exchange = RowExchange.plan(tokens, shards)
+    layers = []
+    for index in range(count):
+        weight = torch.nn.Parameter(table[shards.start(index) : shards.start(index + 1)].detach().clone())
+        weight.main_grad = torch.zeros_like(weight)
+        layers.append(EmbeddingLayer(weight, shards, index))
+
+    sent = [layer(exchange) for layer in layers]
+    assert [len(rows) for rows in sent] == list(exchange.counts)
+    assert torch.equal(exchange.assemble(torch.cat(sent)), expected)
+
+    returned = exchange.sort_by_owner(gradient).split(exchange.counts)
+    for layer, rows in zip(layers, returned, strict=True):
+        layer.backward_pass(exchange, rows)
+    torch.testing.assert_close(torch.cat([layer.weight.main_grad for layer in layers]), table.grad)
+
+
+def test_shards_cover_every_row_once_and_know_their_rows():
+    for vocab in range(1, 40):
+        for count in range(1, 9):
+            shards = VocabShards(vocab, count)
+            owners = shards.owner(torch.arange(vocab))
+            for index in range(count):
+                assert (owners == index).sum() == shards.rows(index)
+                assert shards.start(index) + shards.rows(index) == shards.start(index + 1)
+            assert shards.start(count) == vocab
+
+
+def test_a_token_outside_the_vocabulary_is_refused():
+    with pytest.raises(UserError, match="token id 50 is outside the vocabulary of 50"):
+        RowExchange.plan(torch.tensor([3, 50]), VocabShards(50, 3))
+
+
+def test_no_shards_are_refused():
+    with pytest.raises(UserError, match="must be positive"):
+        VocabShards(50, 0)

@@ -1,0 +1,120 @@
+"""Passes S and T of all shards of a vocabulary, against autograd in fp64."""
+
+import pytest
+import torch
+
+from megatron_vp.vocab.output import OutputLayer
+from megatron_vp.vocab.shards import VocabShards
+from megatron_vp.vocab.statistics import fold
+
+TOKENS, HIDDEN = 37, 16
+# Uneven, with an empty last shard, one shard alone, and even.
+CUTS = [(50, 3), (9, 4), (5, 4), (64, 1), (64, 8)]
+
+
+def _problem(vocab, dtype, seed=0, logit_scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64) * logit_scale
+    weight = torch.randn(vocab, HIDDEN, generator=generator, dtype=torch.float64) / HIDDEN**0.5
+    labels = torch.randint(vocab, (TOKENS,), generator=generator)
+    row_gradient = torch.rand(TOKENS, generator=generator, dtype=torch.float64) / TOKENS
+    row_gradient[::5] = 0  # masked tokens
+    return x.to(dtype), weight.to(dtype), labels, row_gradient.float()
+
+
+def _reference(x, weight, labels, row_gradient):
+    x, weight = (tensor.double().requires_grad_() for tensor in (x, weight))
+    losses = torch.nn.functional.cross_entropy(x @ weight.t(), labels, reduction="none")
+    (losses * row_gradient.double()).sum().backward()
+    return losses.detach(), x.grad, weight.grad
+
+
+def _sharded(x, weight, labels, row_gradient, count, algorithm):
+    """The passes of all shards in one process; barriers become sums and stacks."""
+    shards = VocabShards(len(weight), count)
+    layers = []
+    for index in range(count):
+        rows = weight[shards.start(index) : shards.start(index) + shards.rows(index)].clone()
+        parameter = torch.nn.Parameter(rows)
+        parameter.main_grad = torch.zeros_like(rows, dtype=torch.promote_types(rows.dtype, torch.float32))
+        layers.append(OutputLayer(parameter, shards, index))
+    pending = [layer(x, labels) for layer in layers]
+    unscaled = [layer.unscaled_input_gradient(state) for layer, state in zip(layers, pending, strict=True)]
+    total = fold(torch.stack([state.statistics_3n for state in pending]))
+    if algorithm == "vocab-2":
+        parts = [
+            layer.rescaled_input_gradient(early, state, total)
+            for layer, early, state in zip(layers, unscaled, pending, strict=True)
+        ]
+    t_parts = [
+        layer.t_pass(state, total, row_gradient, input_gradient=algorithm == "vocab-1")
+        for layer, state in zip(layers, pending, strict=True)
+    ]
+    if algorithm == "vocab-1":
+        parts = t_parts
+    input_gradient = sum(parts) * row_gradient[:, None]
+    return total.token_loss_n, input_gradient, torch.cat([layer.weight.main_grad for layer in layers])
+
+
+def _distance(found, expected):
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("algorithm", ["vocab-1", "vocab-2"])
+@pytest.mark.parametrize(("vocab", "count"), CUTS)
+@pytest.mark.parametrize(
+    ("dtype", "loss_bound", "gradient_bound"),
+    [
+        (torch.float64, 1e-14, 1e-14),
+        (torch.float32, 1e-6, 1e-6),
+        (torch.bfloat16, 3e-3, 6e-3),
+        (torch.float16, 4e-4, 8e-4),
+    ],
+)
+def test_loss_and_gradients(algorithm, vocab, count, dtype, loss_bound, gradient_bound):
+    problem = _problem(vocab, dtype)
+    expected = _reference(*problem)
+    found = _sharded(*problem, count, algorithm)
+    bounds = (loss_bound, gradient_bound, gradient_bound)
+    for name, value, reference, bound in zip(("loss", "dX", "dW"), found, expected, bounds, strict=True):
+        assert _distance(value, reference) <= bound, name
+
+
+@pytest.mark.parametrize("algorithm", ["vocab-1", "vocab-2"])
+def test_sure_model_keeps_its_small_gradient(algorithm):
+    # The target's probability is within 1e-3 of one: c E - 1 from a bf16 E would be rounding noise, or zero.
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(24, HIDDEN, generator=generator).bfloat16()
+    labels = torch.randint(24, (TOKENS,), generator=generator)
+    x = (weight[labels].float() * 0.75).bfloat16()
+    row_gradient = torch.ones(TOKENS)
+    # The fp64 reference starts from the logits as the bf16 GEMM rounds them.
+    logits = (x @ weight.t()).double().requires_grad_()
+    torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+    _, input_gradient, weight_gradient = _sharded(x, weight, labels, row_gradient, 3, algorithm)
+    assert _distance(input_gradient, logits.grad @ weight.double()) < 1e-2
+    assert _distance(weight_gradient, logits.grad.t() @ x.double()) < 1e-2
+
+
+def test_label_outside_the_vocabulary_has_no_target():
+    x, weight, labels, row_gradient = _problem(50, torch.float64)
+    labels[3] = 50
+    losses, _, _ = _sharded(x, weight, labels, row_gradient, 3, "vocab-2")
+    torch.testing.assert_close(losses[3], torch.logsumexp(x[3] @ weight.t(), 0))
+
+
+def test_statistics_are_the_same_bits_on_every_rank():
+    x, weight, labels, row_gradient = _problem(50, torch.float32)
+    first = _sharded(x, weight, labels, row_gradient, 3, "vocab-1")
+    second = _sharded(x, weight, labels, row_gradient, 3, "vocab-1")
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_logits_far_from_zero_do_not_overflow():
+    x, weight, labels, row_gradient = _problem(50, torch.float32, logit_scale=200.0)
+    losses, input_gradient, weight_gradient = _sharded(x, weight, labels, row_gradient, 3, "vocab-2")
+    expected = _reference(x, weight, labels, row_gradient)
+    for value, reference in zip((losses, input_gradient, weight_gradient), expected, strict=True):
+        assert torch.isfinite(value).all()
+        assert _distance(value, reference) < 1e-5
