@@ -1,0 +1,1 @@
+"""The only room that knows Megatron: patches, arguments, model surgery, data capture, checkpoints, the CPU platform."""

@@ -1,0 +1,266 @@
+"""The plug-in's arguments inside Megatron's own parser: added, expanded from the configuration, checked, refused.
+
+Two functions of `megatron.training.arguments` are wrapped, so a script that knows nothing of the plug-in gets them too.
+Everything here runs before a process group exists, and on every rank alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore import patches
+from megatron_vp.mcore.config_file import arguments_from_config, write_resolved
+from megatron_vp.mcore.dataset import check_inputs
+from megatron_vp.mcore.platform import platform_arguments, wants_cpu
+
+ALGORITHMS = ("vocab-1", "vocab-2")
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "v-min", "interlaced")
+RESOLVED_NAME = "resolved_config.yaml"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A combination that cannot work: `applies(args)`, and the line that says what, why and what works instead."""
+
+    applies: Callable[[argparse.Namespace], Any]
+    message: str
+
+
+# The order is the order of the checks; {names} are filled from the arguments.
+REFUSALS = (
+    Refusal(
+        lambda a: a.pipeline_schedule != "1f1b",
+        "--pipeline-schedule {pipeline_schedule} cannot be run yet: only 1f1b can; use --pipeline-schedule 1f1b",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.pipeline_model_parallel_size < 2,
+        "--vocab-parallel with one pipeline stage has nothing to split: use --pipeline-model-parallel-size 2 or more, "
+        "or leave --vocab-parallel out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.tensor_model_parallel_size > 1,
+        "--vocab-parallel with --tensor-model-parallel-size {tensor_model_parallel_size} is not supported yet: the "
+        "vocabulary is split over pipeline ranks only; use --tensor-model-parallel-size 1",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.virtual_pipeline_model_parallel_size is not None,
+        "--vocab-parallel with virtual pipeline stages is not supported yet: use one chunk a rank (leave out "
+        "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank and layouts with more "
+        "segments than ranks)",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.context_parallel_size > 1,
+        "--vocab-parallel with --context-parallel-size {context_parallel_size} is not supported: the vocabulary passes "
+        "take whole sequences; use --context-parallel-size 1",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.mtp_num_layers,
+        "--vocab-parallel with --mtp-num-layers is not supported: multi-token prediction adds a second output layer on "
+        "the last stage; leave --mtp-num-layers out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.num_experts,
+        "--vocab-parallel with --num-experts is not tested: use a dense model, or leave --vocab-parallel out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and (a.hybrid_layer_pattern or a.is_hybrid_model),
+        "--vocab-parallel with a hybrid model is not supported yet: use a GPT model",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and (a.use_megatron_fsdp or a.use_torch_fsdp2),
+        "--vocab-parallel with FSDP is not supported: vocabulary gradients go to the buffers of Megatron's own data "
+        "parallelism; use --use-distributed-optimizer instead",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.cuda_graph_impl != "none",
+        "--vocab-parallel with --cuda-graph-impl {cuda_graph_impl} is not supported: the schedule interleaves streams "
+        "that no graph records; use --cuda-graph-impl none",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.overlap_moe_expert_parallel_comm,
+        "--vocab-parallel with --overlap-moe-expert-parallel-comm is not supported: both replace the pipeline "
+        "schedule; leave one of them out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.delay_wgrad_compute,
+        "--vocab-parallel with --delay-wgrad-compute is not supported: the schedule decides when weight gradients run; "
+        "leave --delay-wgrad-compute out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.defer_embedding_wgrad_compute,
+        "--vocab-parallel with --defer-embedding-wgrad-compute is not supported: the output layer's weight gradient is "
+        "already a pass of its own; leave --defer-embedding-wgrad-compute out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.init_model_with_meta_device,
+        "--vocab-parallel with --init-model-with-meta-device is not supported: the vocabulary shards are cut from real "
+        "weights; leave --init-model-with-meta-device out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and (a.sft or a.dataloader_inter_document_masking),
+        "--vocab-parallel with packed sequences (--sft, --dataloader-inter-document-masking) is not supported: every "
+        "microbatch must have the same shape; leave these options out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.perform_rl_step,
+        "--vocab-parallel with --perform-rl-step is not supported: it is for pretraining; leave --vocab-parallel out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and (a.logits_save_dir or a.logits_load_dir),
+        "--vocab-parallel with --logits-save-dir or --logits-load-dir is not supported: no rank holds whole logits; "
+        "leave --vocab-parallel out for distillation",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.fp16_lm_cross_entropy,
+        "--vocab-parallel with --fp16-lm-cross-entropy is not supported: softmax statistics are kept in fp32; leave "
+        "--fp16-lm-cross-entropy out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and (a.fp8 or a.fp4),
+        "--vocab-parallel with fp8 or fp4 is not tested: use --bf16",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.use_mup,
+        "--vocab-parallel with --use-mup is not supported: logits would miss their scale; leave one of them out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.optimizer not in ("adam", "sgd"),
+        "--vocab-parallel with --optimizer {optimizer} is not tested on vocabulary shards: use --optimizer adam",
+    ),
+)
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Shows help texts as they stand where argparse cannot fill them in: several of Megatron's have a bare `%`."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        try:
+            return super()._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            return action.help or ""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Megatron's parser with the configuration file and the platform's flags put before the command line's flags."""
+
+    def error(self, message: str) -> Any:
+        raise UserError(f"{message}; `--help` lists all options")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
+        given = list(sys.argv[1:] if args is None else args)
+        given = _from_config(given, self) + given
+        chosen = platform_arguments(given, wants_cpu([]))
+        if chosen and os.environ.get("RANK", "0") == "0":
+            print(f"megatron_vp: chosen for this machine: {' '.join(chosen)}", flush=True)
+        # Parts of Megatron parse the command line once more, with a parser that lacks the script's own options.
+        sys.argv[1:] = chosen + given
+        parsed = super().parse_args(sys.argv[1:], namespace)
+        if parsed.yaml_cfg is not None:
+            raise UserError(f"--yaml-cfg {parsed.yaml_cfg} bypasses Megatron's checks: use --config FILE.yaml instead")
+        return parsed
+
+
+def _from_config(given: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    only_config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    only_config.error = parser.error
+    only_config.add_argument("--config")
+    path = only_config.parse_known_args(given)[0].config
+    return [] if path is None else arguments_from_config(path, parser)
+
+
+def _with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[..., argparse.ArgumentParser]:
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = original(parser)
+        parser.__class__, parser.formatter_class = _Parser, _HelpFormatter
+        ours = parser.add_argument_group("vocabulary parallelism and schedules (megatron_vp)")
+        ours.add_argument("--config", metavar="FILE", help="YAML file of long argument names; the command line wins.")
+        ours.add_argument(
+            "--vocab-parallel", action="store_true", help="Split embedding and output layer over the pipeline ranks."
+        )
+        ours.add_argument(
+            "--vocab-parallel-algorithm",
+            choices=ALGORITHMS,
+            default="vocab-2",
+            help="vocab-2: one barrier a microbatch, one more microbatch in flight; vocab-1: two.",
+        )
+        ours.add_argument(
+            "--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="Order of the passes on the pipeline ranks."
+        )
+        ours.add_argument(
+            "--rank-report",
+            metavar="DIR",
+            help="Write each pipeline rank's parameters, microbatches in flight and pass times to DIR; plain runs too.",
+        )
+        return parser
+
+    return add_megatron_arguments
+
+
+def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Any:
+        with refused_by_megatron():
+            validated = original(args, defaults or {})
+        refuse(args)
+        check_inputs(args)
+        if args.vocab_parallel:
+            patches.apply(patches.group("vocabulary parallelism"))
+        elif args.rank_report is not None:
+            patches.apply(patches.group("rank report"))
+        _write_resolved(args)
+        return validated
+
+    return validate_args
+
+
+@contextmanager
+def refused_by_megatron() -> Iterator[None]:
+    """Turn the assertions and errors by which Megatron rejects arguments into a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (AssertionError, ValueError, RuntimeError) as error:
+        # Megatron states some conditions without a message; the condition itself is the next best thing.
+        said = " ".join(str(error).split()) or f"it requires {traceback.extract_tb(error.__traceback__)[-1].line}"
+        raise UserError(f"Megatron refuses these arguments: {said}") from error
+
+
+def refuse(args: argparse.Namespace) -> None:
+    """Raise UserError for the first combination in REFUSALS that `args` (validated by Megatron) asks for."""
+    for refusal in REFUSALS:
+        if refusal.applies(args):
+            raise UserError(refusal.message.format_map(vars(args)))
+
+
+def _write_resolved(args: argparse.Namespace) -> None:
+    folder = args.save or args.tensorboard_dir
+    if folder is not None and args.rank == 0:
+        write_resolved(args, Path(folder) / RESOLVED_NAME)
+
+
+PATCHES = (
+    patches.Patch(
+        "megatron.training.arguments:add_megatron_arguments",
+        _with_ours,
+        "adds --config, --vocab-parallel and --pipeline-schedule, and the flags that the platform needs",
+        "(parser)",
+    ),
+    patches.Patch(
+        "megatron.training.arguments:validate_args",
+        _with_checks,
+        "refuses combinations that cannot work, checks the input files, writes the resolved configuration",
+        "(args, defaults={})",
+    ),
+)

@@ -1,0 +1,104 @@
+"""Puts the plug-in under a Megatron script: versions, patches and environment first, one line per rank on bad input."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+from megatron_vp.errors import UserError
+
+_LINES_WITHIN_SECONDS = 10.0
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn a UserError into one line on standard error, with the rank, and exit status 2."""
+    try:
+        yield
+    except UserError as error:
+        who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        print(f"{who}error: {error}", file=sys.stderr, flush=True)
+        _wait_for_other_lines()
+        sys.exit(2)
+
+
+def prepare() -> None:
+    """Make this process ready for a Megatron script (arguments in `sys.argv`); call it before importing Megatron.
+
+    Removes `--cpu` from `sys.argv`. Exits with status 2 and one line if the process was not started by a launcher, if
+    Megatron's version is not supported or if a patch does not fit; nothing is patched then. Patches that depend on
+    arguments are checked here and applied once those are known.
+    """
+    with one_line_errors():
+        _require_launcher(sys.argv[0])
+        _patch(sys.argv)
+
+
+def run_script(script: str, arguments: list[str]) -> None:
+    """Run somebody's Megatron script as `__main__` under the plug-in. Raises UserError if there is no such file."""
+    with one_line_errors():
+        sys.argv = [script, *arguments]
+        _require_launcher(f"--no-python megatron-vp run {script}")
+        if not Path(script).is_file():
+            raise UserError(f"{script} is no file: give the path of a Megatron training script")
+        # The script finds its own neighbours, as if Python had started it.
+        sys.path.insert(0, str(Path(script).resolve().parent))
+        prepare()
+        runpy.run_path(script, run_name="__main__")
+
+
+def _wait_for_other_lines() -> None:
+    """Let every rank print its line: torchrun ends all processes as soon as one has exited.
+
+    The ranks count themselves in torchrun's own store. A rank that has nothing to say is waited for a few seconds only.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    from torch.distributed import TCPStore
+
+    key = f"megatron_vp/refused/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    deadline = time.monotonic() + _LINES_WITHIN_SECONDS
+    with suppress(RuntimeError):  # the store is gone: torchrun is ending the processes already
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=_LINES_WITHIN_SECONDS))
+        spoken = store.add(key, 1)
+        while spoken < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            spoken = store.add(key, 0)
+
+
+def _require_launcher(command: str) -> None:
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing and not {"-h", "--help"} & set(sys.argv):
+        raise UserError(
+            f"{', '.join(missing)} not set: start one process a rank, for instance with "
+            f"`torchrun --nproc-per-node 4 {command} ...`"
+        )
+
+
+def _patch(argv: list[str]) -> None:
+    # Torch is imported here and Megatron after the environment is set; a launcher's mistake was reported before either.
+    from megatron_vp.mcore import patches, platform
+
+    cpu = platform.wants_cpu(argv)
+    if "--cpu" in argv:
+        argv[:] = [word for word in argv if word != "--cpu"]
+        os.environ["MEGATRON_VP_CPU"] = "1"
+    platform.prepare_environment(cpu)
+    platform.quiet_fallback_warnings()
+    patches.installed_version()
+    names = ["wheel", "arguments"]
+    names += [] if platform.has_transformer_engine() else ["no transformer engine"]
+    names += ["cpu platform"] if cpu else []
+    active = [patch for name in names for patch in patches.group(name)]
+    later = [patch for name in ("vocabulary parallelism", "rank report") for patch in patches.group(name)]
+    problems = patches.check([*active, *later])
+    if problems:
+        raise UserError(f"{problems[0]}; nothing was patched, see `megatron-vp patches`")
+    patches.apply(active)

@@ -1,0 +1,93 @@
+"""Which platform this process runs on, and what Megatron must be told there: environment and flags."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import warnings
+
+import torch
+
+from megatron_vp.errors import UserError
+
+_FALLBACK_WARNINGS = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "Only transformer-engine",
+)
+
+# (option, value; None for a bare flag)
+_LOCAL_CHOICES = (
+    ("--transformer-impl", "local"),
+    ("--no-masked-softmax-fusion", None),
+    ("--no-bias-gelu-fusion", None),
+    ("--no-bias-swiglu-fusion", None),
+    ("--no-bias-dropout-fusion", None),
+    ("--no-rope-fusion", None),
+    ("--no-gradient-accumulation-fusion", None),
+    ("--no-persist-layer-norm", None),
+)
+_CPU_CHOICES = (("--distributed-backend", "gloo"), *_LOCAL_CHOICES)
+
+
+def wants_cpu(arguments: list[str]) -> bool:
+    """Whether this run uses no CUDA device: `--cpu`, MEGATRON_VP_CPU=1, or none is there."""
+    return "--cpu" in arguments or os.environ.get("MEGATRON_VP_CPU") == "1" or not torch.cuda.is_available()
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine, whose layers are Megatron's default, is installed."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def quiet_fallback_warnings() -> None:
+    """Silence Megatron's import-time warnings that Transformer Engine or Apex is missing: one line says it once.
+
+    In child processes too: the checkpoint writers of an asynchronous save import the script again.
+    """
+    for start in _FALLBACK_WARNINGS:
+        warnings.filterwarnings("ignore", message=start, category=UserWarning)
+    filters = [word for word in os.environ.get("PYTHONWARNINGS", "").split(",") if word]
+    filters += [f"ignore:{start}:UserWarning" for start in _FALLBACK_WARNINGS]
+    os.environ["PYTHONWARNINGS"] = ",".join(dict.fromkeys(filters))
+
+
+def prepare_environment(cpu: bool) -> None:
+    """Set what must stand before Megatron is imported (variables, a logger's level); the user's variables stay."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if cpu:
+        # Devices that exist must not be found half-way by a part that asks torch itself.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        # It warns of every draw that moved the CPU's generator; here that generator is the device's.
+        logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+
+
+def platform_arguments(given: list[str], cpu: bool) -> list[str]:
+    """Megatron flags that this platform needs and `given` (flags of the user and of the configuration) leaves open.
+
+    On CPU: gloo, local layers, no fused kernels. On GPUs without Transformer Engine: local layers and no fused kernels
+    (chosen by reading Megatron; no GPU run stands behind it). Raises UserError where a given flag cannot work here.
+    """
+    choices = _CPU_CHOICES if cpu else () if has_transformer_engine() else _LOCAL_CHOICES
+    chosen: list[str] = []
+    for option, value in choices:
+        stated = _stated(given, option)
+        if stated is None:
+            chosen += [option] if value is None else [option, value]
+        elif value is not None and stated != value:
+            where = "without a CUDA device" if cpu else "without Transformer Engine"
+            raise UserError(f"{option} {stated} cannot work {where}: use {option} {value}, or leave the option out")
+    return chosen
+
+
+def _stated(given: list[str], option: str) -> str | None:
+    """The last value given to an option ("" for a bare flag), or None."""
+    stated = None
+    for index, word in enumerate(given):
+        name, equals, value = word.partition("=")
+        if name == option:
+            follower = given[index + 1] if index + 1 < len(given) else "--"
+            stated = value if equals else "" if follower.startswith("--") else follower
+    return stated

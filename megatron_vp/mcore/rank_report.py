@@ -1,0 +1,166 @@
+"""`--rank-report DIR`: what each rank held and how long it computed, for plain Megatron and for our schedules alike.
+
+Every rank writes DIR/rank_<pipeline rank>.json after every iteration of training. Times are those of the rank's own
+passes: device time between CUDA events, or CPU time of the computing thread, which does not count waiting for a core.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.training import get_args
+
+from megatron_vp.mcore.patches import Patch
+from megatron_vp.runtime.groups import pipeline_device
+from megatron_vp.runtime.store import Occupancy
+from megatron_vp.schedule.passes import Pass
+
+
+class RankReport:
+    """Collects the passes of this rank; an `Observer` of the runtime, and a stopwatch for Megatron's own schedules."""
+
+    def __init__(self) -> None:
+        self._on_device = pipeline_device().type == "cuda"
+        self._spans: list[tuple[str, Any, Any]] = []
+        self._milliseconds: dict[str, float] = defaultdict(float)
+        self._iteration_milliseconds: list[float] = []
+        self._microbatches = 0
+        self._parameters = 0
+        self._peak_in_flight = 0.0
+        self._peak_between_s_and_t = 0
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time one pass."""
+        start = self._mark()
+        yield
+        self._spans.append((name, start, self._mark()))
+
+    def watch(self, action: Pass) -> Any:
+        """Time one pass of the runtime."""
+        return self.span(action.kind)
+
+    @contextmanager
+    def iteration(self, model: torch.nn.Module | list[torch.nn.Module], microbatches: int) -> Iterator[None]:
+        """Time one run of the schedule, and write the report after it."""
+        if self._on_device:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        yield
+        if self._on_device:
+            torch.cuda.synchronize()
+        self._iteration_milliseconds.append(1000 * (time.perf_counter() - start))
+        for name, begin, end in self._spans:
+            self._milliseconds[name] += begin.elapsed_time(end) if self._on_device else 1000 * (end - begin)
+        self._spans.clear()
+        chunks = model if isinstance(model, list) else [model]
+        self._microbatches = microbatches
+        self._parameters = sum(p.numel() for chunk in chunks for p in chunk.parameters())
+        self._write()
+
+    def held(self, in_flight: float, between_s_and_t: int = 0) -> None:
+        """Note the peaks counted so far."""
+        self._peak_in_flight = max(self._peak_in_flight, in_flight)
+        self._peak_between_s_and_t = max(self._peak_between_s_and_t, between_s_and_t)
+
+    def _mark(self) -> Any:
+        if not self._on_device:
+            return time.thread_time()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _write(self) -> None:
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        path = Path(get_args().rank_report) / f"rank_{rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            "pipeline_rank": rank,
+            "parameters": self._parameters,
+            "microbatches": self._microbatches,
+            "peak_microbatches_in_flight": self._peak_in_flight,
+            "peak_microbatches_between_s_and_t": self._peak_between_s_and_t,
+            "iterations": len(self._iteration_milliseconds),
+            "iteration_milliseconds": self._iteration_milliseconds,
+            "pass_milliseconds": dict(self._milliseconds),
+        }
+        path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+_current: RankReport | None = None
+
+
+def rank_report() -> RankReport | None:
+    """The report of this process; None without --rank-report, and on data-parallel replicas but the first."""
+    global _current
+    if get_args().rank_report is None or parallel_state.get_data_parallel_rank(with_context_parallel=True):
+        return None
+    if _current is None:
+        _current = RankReport()
+    return _current
+
+
+def _timed_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward_backward(**arguments: Any) -> Any:
+        report = rank_report()
+        if report is None or arguments["forward_only"]:
+            return original(**arguments)
+        with report.iteration(arguments["model"], arguments["num_microbatches"]):
+            return original(**arguments)
+
+    return forward_backward
+
+
+def _counted_step(name: str, in_flight: Occupancy, move: Callable[[Occupancy], None]) -> Callable[..., Any]:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            report = rank_report()
+            if report is None or not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            with report.span(name):
+                result = original(*args, **kwargs)
+            move(in_flight)
+            report.held(in_flight.peak)
+            return result
+
+        return step
+
+    return wrap
+
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_in_flight = Occupancy()
+
+PLAIN_PATCHES = (
+    Patch(
+        f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving",
+        _timed_schedule,
+        "time the iterations of Megatron's own 1F1B schedule",
+        "(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
+        "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
+        "adjust_tensor_shapes_fn=None, p2p_communicator=None, pg_collection=None, force_all_reduce=False)",
+    ),
+    Patch(
+        f"{_SCHEDULES}:forward_step",
+        _counted_step("F", _in_flight, Occupancy.enter),
+        "time and count the forward passes of Megatron's own schedules",
+        "(forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, config, "
+        "cp_group_size, collect_non_loss_data=False, checkpoint_activations_microbatch=None, "
+        "is_first_microbatch=False, current_microbatch=None, vp_stage=None, is_last_stage=True)",
+    ),
+    Patch(
+        f"{_SCHEDULES}:backward_step",
+        _counted_step("B", _in_flight, Occupancy.leave),
+        "time and count the backward passes of Megatron's own schedules",
+        "(input_tensor, output_tensor, output_tensor_grad, config)",
+    ),
+)
+"""Applied with --rank-report and without --vocab-parallel, whose own runtime reports by itself."""

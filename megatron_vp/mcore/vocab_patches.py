@@ -1,0 +1,66 @@
+"""Patches of vocabulary parallelism, applied when a run has --vocab-parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_vp.mcore.patches import Patch
+
+
+def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_forward_backward_func(
+        pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None
+    ) -> Callable[..., Any]:
+        from megatron_vp.mcore.training_schedule import forward_backward
+
+        return forward_backward
+
+    return get_forward_backward_func
+
+
+def _get_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron_vp.mcore.model import sharding_get_model
+
+    return sharding_get_model(original)
+
+
+def _theoretical_memory(original: Callable[..., Any]) -> Callable[..., Any]:
+    def report_theoretical_memory(args: Any, num_microbatches: int | None = None, verbose: bool = False) -> None:
+        from megatron.training import print_rank_0
+
+        print_rank_0(
+            "theoretical memory footprints are not printed: Megatron's formula places the whole vocabulary layers on "
+            "the first and last pipeline rank"
+        )
+
+    return report_theoretical_memory
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        "megatron.training.training:get_forward_backward_func",
+        _schedule,
+        "run the pipeline schedule with vocabulary passes, in training and in evaluation",
+        "(pp_size=None, vp_size=None, schedule_pg_collection=None)",
+    ),
+    Patch(
+        "megatron.training.models.gpt:GPTModelConfig.builder",
+        lambda original: "megatron_vp.mcore.model.VocabularyParallelGPTBuilder",
+        "shard the vocabulary layers of models that Megatron's GPT builder makes",
+        "value",
+    ),
+    Patch(
+        "megatron.training.training:get_model",
+        _get_model,
+        "shard the vocabulary layers of models that a script's own model_provider makes",
+        "(model_provider_func, model_type=<ModelType.encoder_or_decoder: 1>, wrap_with_ddp=True, config=None, "
+        "pg_collection=None)",
+    ),
+    Patch(
+        "megatron.training.training:report_theoretical_memory",
+        _theoretical_memory,
+        "Megatron's estimate places both vocabulary layers whole on single ranks",
+        "(args, num_microbatches=None, verbose=False)",
+    ),
+)

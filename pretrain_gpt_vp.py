@@ -1,0 +1,162 @@
+"""Pretrain a GPT model with Megatron-Core under the megatron_vp plug-in.
+
+    torchrun --nproc-per-node N pretrain_gpt_vp.py --config FILE.yaml [--vocab-parallel] [any Megatron flag]
+
+Without --vocab-parallel this is plain Megatron. The functions below are what Megatron asks of a training script;
+copy the file to change one of them.
+"""
+# ruff: noqa: E402 (Megatron reads its environment when it is imported: the plug-in has to be first)
+
+from __future__ import annotations
+
+import time
+
+STARTED = time.time()
+
+from megatron_vp.mcore.launch import one_line_errors, prepare
+
+if __name__ == "__main__":
+    prepare()
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
+from megatron.training import get_args, get_timers, get_tokenizer, pretrain, set_startup_timestamps
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+from megatron_vp.mcore.arguments import refused_by_megatron
+
+BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+
+def get_batch(data_iterator: Any, vp_stage: int | None) -> tuple[torch.Tensor | None, ...]:
+    """The next microbatch in the order of BATCH_KEYS: int64 [b, s] (loss mask fp32, attention mask bool [b, 1, s, s]).
+
+    Middle pipeline stages get None for everything and leave the iterator alone; the first stage has no labels, the last
+    no tokens. Tensor-parallel rank 0 reads and broadcasts.
+    """
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return (None,) * len(BATCH_KEYS)
+    args = get_args()
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    batch: dict[str, torch.Tensor | None] = {}
+    if tp_rank == 0:
+        sample = next(data_iterator)
+        batch = {key: sample[key].cuda(non_blocking=True) if key in sample else None for key in BATCH_KEYS}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=1,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    return tuple(batch[key] for key in BATCH_KEYS)
+
+
+def loss_func(loss_mask: torch.Tensor, token_loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """Masked sum of the token losses (fp32), the number of tokens that count, and both as the report."""
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(token_loss.view(-1).float() * mask)
+    tokens = mask.sum().detach().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad:
+        for is_bad, name in ((torch.isnan, "NaN"), (torch.isinf, "infinity")):
+            get_rerun_state_machine().validate_result(
+                result=loss,
+                rejection_func=is_bad,
+                message=f"{name} in the loss of a microbatch",
+                tolerance=0.0,
+                fatal=True,
+            )
+    # A clone, because the schedule divides the loss in place.
+    return loss, tokens, {"lm loss": torch.cat([loss.detach().clone().view(1), tokens.view(1)])}
+
+
+def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, partial]:
+    """Run one microbatch; returns the model's output and the loss function that the last stage applies to it."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    tokens, labels, loss_mask, attention_mask, position_ids = batch
+    timers("batch-generator").stop()
+    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+    return output, partial(loss_func, loss_mask)
+
+
+def is_dataset_built_on_rank(vp_stage: int | None = None) -> bool:
+    """Whether this rank reads data: the first and the last pipeline stage, tensor-parallel rank 0."""
+    return is_first_or_last_pipeline_stage(vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
+
+
+def datasets_provider(samples: list[int], vp_stage: int | None = None) -> list[Any]:
+    """The training, validation and test datasets with `samples` samples each, from --data-path or --mock-data."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        full_validation=args.full_validation,
+        multiple_validation_sets=args.multiple_validation_sets,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+    )
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    built_here = partial(is_dataset_built_on_rank, vp_stage=vp_stage)
+    return BlendedMegatronDatasetBuilder(kind, samples, built_here, config).build()
+
+
+# Megatron calls the provider on every tensor-parallel rank only where it carries this mark.
+datasets_provider.is_distributed = True
+
+
+def get_embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
+    """The ranks of a pipeline that hold word embeddings: the first, and with tied weights the last."""
+    tied = not get_args().untie_embeddings_and_output_weights
+    return sorted({pipeline_ranks[0], pipeline_ranks[-1] if tied else pipeline_ranks[0]})
+
+
+def main() -> None:
+    """Parse, check and train. Raises UserError for arguments and inputs that cannot work, before any process group."""
+    set_startup_timestamps(program_start=STARTED, main_entry=time.time())
+    args = parse_and_validate_args()
+    with refused_by_megatron():
+        config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(
+        config,
+        datasets_provider,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+        get_embedding_ranks=get_embedding_ranks,
+    )
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

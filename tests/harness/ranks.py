@@ -1,0 +1,140 @@
+"""Run a function on N ranks: forked from a warm server, with a time limit, and with the failing rank named."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_TAIL = 3000
+_GRACE_SECONDS = 1.0
+
+
+class RankError(AssertionError):
+    """A rank raised, died or did not finish in time; the message holds its traceback and the end of its output."""
+
+
+@cache
+def _server() -> multiprocessing.context.ForkServerContext:
+    # The server is started with the environment of this moment and serves the whole test session.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.harness.preload"])
+    return context
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> list:
+    """Call `function(rank, world_size, *args, **kwargs)` in `world_size` fresh processes; return the results by rank.
+
+    `function` must be importable, arguments and results picklable. The processes find a store under MASTER_ADDR and
+    MASTER_PORT as a launcher's processes do, and no process group (see `process_group`). Raises RankError.
+    """
+    from torch.distributed import TCPStore
+
+    context = _server()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    call = pickle.dumps((function, args, kwargs))
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / f"rank{rank}.txt" for rank in range(world_size)]
+        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+        processes = [
+            context.Process(target=_rank_main, args=(rank, world_size, store.port, call, pipes[rank][1], outputs[rank]))
+            for rank in range(world_size)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            for _, writer in pipes:
+                writer.close()
+            return _collect([reader for reader, _ in pipes], outputs, time.monotonic() + timeout, timeout)
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+            for reader, _ in pipes:
+                reader.close()
+
+
+@contextmanager
+def process_group(rank: int, world_size: int) -> Iterator[None]:
+    """The default gloo group of this case's ranks, with a short timeout; destroyed where nothing was raised.
+
+    A rank that raises keeps its connections until it has reported, so that it is the first to do so.
+    """
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    yield
+    dist.destroy_process_group()
+
+
+def _collect(readers: list[Connection], outputs: list[Path], deadline: float, timeout: float) -> list:
+    pending = dict(zip(readers, range(len(readers)), strict=True))
+    results: list[Any] = [None] * len(readers)
+    failures: dict[int, str] = {}
+    while pending:
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for reader in ready:
+            rank = pending.pop(reader)
+            try:
+                good, results[rank] = pickle.loads(reader.recv_bytes())
+            except EOFError:
+                good, results[rank] = False, "the process died without a report"
+            if not good:
+                failures[rank] = f"rank {rank} failed:\n{results[rank]}{_tail(outputs[rank], rank)}"
+                # The cause may report after a peer that it took along.
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+    if failures:
+        raise RankError("\n".join(failures[rank] for rank in sorted(failures)))
+    if pending:
+        late = sorted(pending.values())
+        tails = "".join(_tail(outputs[rank], rank) for rank in late)
+        raise RankError(f"ranks {late} did not finish within {timeout:g} s{tails}")
+    return results
+
+
+def _tail(output: Path, rank: int) -> str:
+    text = output.read_text(errors="replace") if output.exists() else ""
+    return f"\n--- end of rank {rank}'s output ---\n{text[-_TAIL:]}"
+
+
+def _rank_main(rank: int, world_size: int, port: int, call: bytes, writer: Connection, output: Path) -> None:
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    try:
+        function, args, kwargs = pickle.loads(call)
+        report = pickle.dumps((True, function(rank, world_size, *args, **kwargs)))
+    except BaseException:
+        report = pickle.dumps((False, traceback.format_exc()))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    writer.send_bytes(report)
+    writer.close()
+    # Leaving the normal way would run exit handlers that wait for peers which may be gone.
+    os._exit(0)

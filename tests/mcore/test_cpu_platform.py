@@ -1,0 +1,117 @@
+"""Unmodified Megatron on CPU processes: what the patches do to torch, and the runs that need them."""
+
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore import platform
+from tests.harness import run_ranks, train
+from tests.harness.training import tiny_model
+
+
+def torch_under_the_patches(_rank, _world_size):
+    import torch
+
+    from megatron_vp.mcore import cpu_platform, patches
+
+    before = dict(vars(torch)), dict(vars(torch.cuda)), dict(vars(torch.Tensor))
+    seen = {}
+    with patches.patched(cpu_platform.PATCHES):
+        like = torch.ones(2, dtype=torch.bfloat16, device="cuda:0")
+        seen["devices"] = {
+            str(made.device)
+            for made in (
+                torch.zeros(2, device=torch.cuda.current_device()),
+                torch.full((2,), 1.0, device=torch.device("cuda")),
+                torch.tensor([1], device=0),
+                torch.empty_like(like, device="cuda"),
+                like.cuda(non_blocking=True),
+            )
+        }
+        seen["meta"] = torch.empty(2, device="meta").device.type
+        seen["types"] = (like.type(), like.type(torch.float32).dtype == torch.float32)
+        torch.cuda.manual_seed(5)
+        state = torch.cuda.get_rng_state()
+        first = torch.rand(3)
+        torch.cuda.set_rng_state(state)
+        seen["random"] = torch.equal(first, torch.rand(3))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.Event().record(torch.cuda.current_stream())
+        seen["available"] = torch.cuda.is_available()
+    seen["restored"] = (dict(vars(torch)), dict(vars(torch.cuda)), dict(vars(torch.Tensor))) == before
+    return seen
+
+
+def test_tensors_asked_for_on_cuda_are_on_the_cpu_and_torch_is_restored_afterwards():
+    assert run_ranks(1, torch_under_the_patches) == [
+        {
+            "devices": {"cpu"},
+            "meta": "meta",
+            "types": ("torch.cuda.BFloat16Tensor", True),
+            "random": True,
+            "available": False,
+            "restored": True,
+        }
+    ]
+
+
+def environment_of_a_start(_rank, _world_size):
+    import torch
+
+    import pretrain_gpt_vp
+
+    sys.argv = ["pretrain_gpt_vp.py", "--cpu", "--bf16"]
+    pretrain_gpt_vp.prepare()
+    variables = {name: os.environ[name] for name in ("TORCHDYNAMO_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS")}
+    return sys.argv, set(variables.values()), torch.cuda.is_available()
+
+
+def test_a_start_takes_its_own_flag_away_and_sets_the_environment():
+    assert run_ranks(1, environment_of_a_start) == [(["pretrain_gpt_vp.py", "--bf16"], {"1"}, False)]
+
+
+def test_flags_are_chosen_only_where_the_user_left_them_open():
+    chosen = platform.platform_arguments([], cpu=True)
+    assert chosen[:4] == ["--distributed-backend", "gloo", "--transformer-impl", "local"]
+    assert "--no-persist-layer-norm" in chosen and "--no-rope-fusion" in chosen
+    given = ["--distributed-backend=gloo", "--no-rope-fusion", "--transformer-impl", "local", "--bf16"]
+    left = platform.platform_arguments(given, cpu=True)
+    assert not {"--distributed-backend", "--transformer-impl", "--no-rope-fusion"} & set(left)
+    assert "--no-bias-gelu-fusion" in left
+
+
+@pytest.mark.parametrize(
+    "given", [["--distributed-backend", "nccl"], ["--bf16", "--transformer-impl=transformer_engine"]]
+)
+def test_a_flag_that_cannot_work_here_is_refused(given):
+    with pytest.raises(UserError, match="cannot work without a CUDA device: use --"):
+        platform.platform_arguments(given, cpu=True)
+
+
+def test_sequence_parallel_training_equals_pipeline_training():
+    # Only this initialisation draws whole weights and cuts them, so that both start from the same model.
+    shared = {"pipeline_model_parallel_size": 2, "train_iters": 2, "use_cpu_initialization": True}
+    pipeline = train(2, tiny_model(**shared), same_weights=False)
+    split = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    sequence = train(4, tiny_model(**shared, **split), same_weights=False)
+    assert sequence.losses == pytest.approx(pipeline.losses, rel=2e-6)
+    assert sequence.grad_norms == pytest.approx(pipeline.grad_norms, rel=2e-6)
+
+
+def test_the_distributed_optimizer_resumes_exactly(tmp_path):
+    case = {
+        "pipeline_model_parallel_size": 1,
+        "use_distributed_optimizer": True,
+        "dist_ckpt_optim_fully_reshardable": True,
+        "train_iters": 6,
+    }
+    whole = train(2, tiny_model(**case))
+    half = train(2, tiny_model(**case, save=tmp_path, save_interval=3, exit_interval=3))
+    rest = train(2, tiny_model(**case, load=tmp_path), same_weights=False)
+    assert len(half.losses) == len(rest.losses) == 3
+    assert half.losses + rest.losses == whole.losses
+    for name, parameter in whole.parameters.items():
+        assert np.array_equal(rest.parameters[name], parameter), name

@@ -1,0 +1,199 @@
+"""Starting a run: what is refused, in which words, on every rank; and somebody's own script under the plug-in."""
+
+import contextlib
+import io
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from megatron_vp.cli import run as run_command
+from megatron_vp.errors import UserError
+from megatron_vp.mcore import launch
+from megatron_vp.mcore.arguments import REFUSALS
+from tests.harness import run_ranks
+from tests.harness.training import tiny_model
+
+TWO_STAGES = {"pipeline_model_parallel_size": 2}
+VP = {**TWO_STAGES, "vocab_parallel": True}
+
+REFUSED = [
+    ({"pipeline_model_parallel_size": 1, "vocab_parallel": True}, "one pipeline stage"),
+    ({**VP, "tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2 is not supported yet"),
+    ({**VP, "num_layers_per_virtual_pipeline_stage": 1}, "virtual pipeline stages"),
+    ({**VP, "context_parallel_size": 2}, "--context-parallel-size 2"),
+    ({**VP, "mtp_num_layers": 1, "position_embedding_type": "rope"}, "--mtp-num-layers"),
+    ({**VP, "num_experts": 4}, "--num-experts"),
+    ({**VP, "fp16_lm_cross_entropy": True, "fp16": True}, "--fp16-lm-cross-entropy"),
+    ({**VP, "dataloader_inter_document_masking": True}, "packed sequences"),
+    ({**VP, "logits_load_dir": "there"}, "--logits-load-dir"),
+    ({**VP, "optimizer": "lion"}, "--optimizer lion"),
+    ({**TWO_STAGES, "pipeline_schedule": "v-half"}, "--pipeline-schedule v-half cannot be run yet"),
+    ({**TWO_STAGES, "pipeline_schedule": "zigzag"}, "invalid choice: 'zigzag'"),
+    ({**VP, "vocab_parallel_algorithm": "vocab-3"}, "invalid choice: 'vocab-3'"),
+    ({**TWO_STAGES, "no_such_option": True}, "unrecognized arguments: --no-such-option"),
+    ({**TWO_STAGES, "hidden_size": "many"}, "invalid int value: 'many'"),
+    ({"pipeline_model_parallel_size": 3}, "world size (4) is not divisible"),
+    ({**TWO_STAGES, "distributed_backend": "nccl"}, "--distributed-backend nccl cannot work without a CUDA device"),
+    ({**TWO_STAGES, "yaml_cfg": "x.yaml"}, "use --config"),
+    ({**TWO_STAGES, "config": "no_such.yaml"}, "no_such.yaml"),
+    ({**TWO_STAGES, "mock_data": None, "data_path": "no/such/data", "split": "1,0,0"}, "no/such/data"),
+    (
+        {**TWO_STAGES, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "no/such/tokenizer"},
+        "no/such/tokenizer",
+    ),
+]
+
+
+def refusals(_rank, _world_size, cases):
+    """The message of each case's refusal, or None where the arguments were accepted."""
+    import torch
+
+    import pretrain_gpt_vp as script
+
+    os.environ["WORLD_SIZE"] = "4"
+    script.prepare()
+    messages = []
+    for arguments in cases:
+        sys.argv = ["pretrain_gpt_vp.py", *arguments]
+        try:
+            script.parse_and_validate_args()
+            messages.append(None)
+        except UserError as error:
+            messages.append(str(error))
+        assert not torch.distributed.is_initialized()
+    return messages
+
+
+@pytest.fixture(scope="module")
+def messages():
+    return run_ranks(1, refusals, [tiny_model(**changes) for changes, _ in REFUSED])[0]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)), ids=[said for _, said in REFUSED])
+def test_what_cannot_work_is_refused_in_one_line(messages, case):
+    assert messages[case] is not None and REFUSED[case][1] in messages[case]
+    assert "\n" not in messages[case]
+
+
+def test_every_refusal_says_what_works_instead():
+    for refusal in REFUSALS:
+        assert re.search(r"\b(use|leave)\b", refusal.message), refusal.message
+
+
+def start(rank, _world_size, arguments, environment):
+    """Exit status and standard error of a start of the training job."""
+    import pretrain_gpt_vp as script
+
+    os.environ.update(environment)
+    for name in [name for name, value in environment.items() if value == ""]:
+        del os.environ[name]
+    sys.argv = ["pretrain_gpt_vp.py", *arguments]
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as stop:
+        script.prepare()
+        with script.one_line_errors():
+            script.main()
+    return stop.value.code, errors.getvalue()
+
+
+def test_every_rank_says_it_once_and_exits_with_status_2():
+    arguments = tiny_model(pipeline_model_parallel_size=1, vocab_parallel=True)
+    for rank, (code, text) in enumerate(run_ranks(2, start, arguments, {})):
+        assert code == 2 and text.count("\n") == 1
+        assert text.startswith(f"rank {rank}: error: --vocab-parallel with one pipeline stage")
+
+
+def test_a_start_without_a_launcher_says_how_to_launch():
+    ((code, text),) = run_ranks(1, start, tiny_model(), {"RANK": ""})
+    assert (
+        code == 2
+        and text.startswith("error: RANK not set")
+        and "torchrun --nproc-per-node" in text
+        and text.count("\n") == 1
+    )
+
+
+def help_text(_rank, _world_size):
+    import pretrain_gpt_vp as script
+
+    del os.environ["RANK"]
+    sys.argv = ["pretrain_gpt_vp.py", "--help"]
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), pytest.raises(SystemExit) as stop:
+        script.prepare()
+        script.main()
+    return stop.value.code, output.getvalue()
+
+
+def test_help_needs_no_launcher_and_lists_our_options_among_megatrons():
+    ((code, text),) = run_ranks(1, help_text)
+    assert code == 0
+    assert all(option in text for option in ("--vocab-parallel-algorithm {vocab-1,vocab-2}", "--config FILE", "--bf16"))
+
+
+def resolved(_rank, _world_size, arguments):
+    import pretrain_gpt_vp as script
+
+    script.prepare()
+    sys.argv = ["pretrain_gpt_vp.py", *arguments]
+    args = script.parse_and_validate_args()
+    return args.num_layers, args.hidden_size, args.lr, args.transformer_impl, args.vocab_parallel_algorithm
+
+
+def test_the_command_line_wins_over_the_file_and_the_result_is_written_beside_the_checkpoints(tmp_path):
+    words = tiny_model(num_layers=None, hidden_size=None, lr=3e-4, config=tmp_path / "run.yaml", save=tmp_path / "out")
+    model = {"num_layers": 6, "hidden_size": 48, "vocab_parallel_algorithm": "vocab-1"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"model": model, "optimizer": {"lr": 9.0}}))
+    assert run_ranks(1, resolved, [*words, "--save-interval", "5"]) == [(6, 48, 3e-4, "local", "vocab-1")]
+    written = yaml.safe_load((tmp_path / "out" / "resolved_config.yaml").read_text())
+    assert (written["num_layers"], written["lr"], written["vocab_parallel_algorithm"]) == (6, 3e-4, "vocab-1")
+
+
+def run_own_script(_rank, _world_size, arguments):
+    from megatron_vp.mcore.launch import run_script
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        run_script(str(Path(__file__).parent / "own_script.py"), arguments)
+    return output.getvalue()
+
+
+def test_somebodys_own_script_trains_unchanged_with_and_without_vocabulary_parallelism(tmp_path):
+    (tmp_path / "own.yaml").write_text("data: {stride: 3}")  # an option of the script's own
+    case = {"pipeline_model_parallel_size": 3, "num_layers": 3, "train_iters": 8, "lr": 1e-2, "mock_data": None}
+    words = tiny_model(**case, cpu=True, config=tmp_path / "own.yaml")
+    outputs = run_ranks(3, run_own_script, words), run_ranks(3, run_own_script, [*words, "--vocab-parallel"])
+    plain, split = ([float(loss) for loss in re.findall(r"lm loss: (\S+)", ranks[-1])] for ranks in outputs)
+    assert all("building the user's model" in ranks[0] for ranks in outputs)
+    assert len(plain) == 8 and plain[-1] < plain[0] - 0.5
+    assert split == pytest.approx(plain, rel=1e-5)
+
+
+def test_the_run_command_passes_everything_after_the_script_on(monkeypatch):
+    started = []
+    monkeypatch.setattr(launch, "run_script", lambda script, arguments: started.append((script, arguments)))
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    run_command.register(app)
+    result = CliRunner().invoke(app, ["run", "own.py", "--bf16", "--help", "--lr=1", "--", "x"])
+    assert result.exit_code == 0 and started == [("own.py", ["--bf16", "--help", "--lr=1", "--", "x"])]
+
+
+def test_a_script_that_is_not_there_is_named():
+    ((code, text),) = run_ranks(1, missing_script)
+    assert code == 2 and "no_such_script.py is no file" in text
+
+
+def missing_script(_rank, _world_size):
+    from megatron_vp.mcore.launch import run_script
+
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as stop:
+        run_script("no_such_script.py", [])
+    return stop.value.code, errors.getvalue()

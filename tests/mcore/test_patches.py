@@ -1,0 +1,212 @@
+"""The patch registry on a small module of its own, and the declared patches on the installed Megatron."""
+
+import contextlib
+import importlib.metadata
+import io
+import sys
+import types
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from megatron_vp.cli import patches as command
+from megatron_vp.errors import UserError
+from megatron_vp.mcore import patches
+from megatron_vp.mcore.patches import Patch
+from tests.harness import run_ranks
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A module `library` with one symbol of every kind that can be patched."""
+    module = types.ModuleType("library")
+
+    def plain(a, b=1):
+        return a + b
+
+    class Base:
+        def inherited(self):
+            return "base"
+
+    class Thing(Base):
+        builder = "their.Builder"
+
+        def method(self, x):
+            return x
+
+        @staticmethod
+        def static(x):
+            return x
+
+        @classmethod
+        def constructor(cls, x):
+            return cls, x
+
+    module.plain, module.Base, module.Thing = plain, Base, Thing
+    monkeypatch.setitem(sys.modules, "library", module)
+    yield module
+    patches.undo(patches.in_force())
+
+
+def double(original):
+    return lambda *args, **kwargs: 2 * original(*args, **kwargs)
+
+
+PLAIN = Patch("library:plain", double, "doubles", "(a, b=1)")
+METHOD = Patch("library:Thing.method", double, "doubles", "(self, x)")
+
+
+def test_every_kind_of_symbol_is_replaced_and_restored_exactly(library):
+    declared = (
+        PLAIN,
+        METHOD,
+        Patch("library:Thing.static", double, "doubles", "(x)"),
+        Patch("library:Thing.constructor", lambda f: lambda cls, x: (f(cls, x), "new"), "marks", "(x)"),
+        Patch("library:Thing.inherited", double, "doubles", "(self)"),
+        Patch("library:Thing.builder", lambda _: "our.Builder", "ours", "value"),
+    )
+    before = [dict(vars(owner)) for owner in (library, library.Base, library.Thing)]
+    with patches.patched(declared):
+        thing = library.Thing()
+        assert library.plain(1) == 4
+        assert thing.method(3) == 6
+        assert library.Thing.static(3) == thing.static(3) == 6
+        assert library.Thing.constructor(1) == ((library.Thing, 1), "new")
+        assert thing.inherited() == "basebase" and library.Base().inherited() == "base"
+        assert library.Thing.builder == "our.Builder"
+    assert [dict(vars(owner)) for owner in (library, library.Base, library.Thing)] == before
+
+
+def test_applying_twice_wraps_once_and_undoes_once(library):
+    assert patches.apply((PLAIN,)) == (PLAIN,)
+    assert patches.apply((PLAIN, METHOD)) == (METHOD,)
+    with patches.patched((PLAIN,)):
+        assert library.plain(1) == 4
+    assert library.plain(1) == 4, "a patch that was in force before stays in force"
+    patches.undo((PLAIN, METHOD))
+    patches.undo((PLAIN, METHOD))
+    assert library.plain(1) == 2 and patches.in_force() == ()
+
+
+@pytest.mark.parametrize(
+    ("bad", "found"),
+    [
+        (Patch("library:Thing.method", double, "doubles", "(self, y)"), "(self, x)"),
+        (Patch("library:Thing.gone", double, "doubles", "(self)"), "no attribute 'gone'"),
+        (Patch("no_such_library:f", double, "doubles", "()"), "No module named 'no_such_library'"),
+        (Patch("library:Thing.builder", double, "doubles", "()"), "value"),
+        (Patch("library:Thing.method", double, "doubles", "(self, x)", series=("0.18",)), "megatron-core 0.19"),
+    ],
+)
+def test_nothing_is_patched_unless_everything_fits(library, bad, found):
+    with pytest.raises(UserError) as error:
+        patches.apply((PLAIN, bad))
+    message = str(error.value)
+    assert bad.target in message and found in message and "0.19.2" in message and "\n" not in message
+    assert library.plain(1) == 2 and patches.in_force() == ()
+
+
+def test_a_patch_that_was_overwritten_or_claimed_twice_is_reported(library):
+    patches.apply((PLAIN,))
+    assert "another patch in force" in str(patches.check((Patch("library:plain", double, "other", "(a, b=1)"),))[0])
+    library.plain = lambda a, b=1: 0
+    assert "put in its place later" in str(patches.check((PLAIN,))[0])
+
+
+def test_signatures_leave_annotations_out():
+    def annotated(a: int, *rest: str, b: float = 1.0) -> None: ...
+
+    assert patches.signature_of(annotated) == "(a, *rest, b=1.0)"
+    assert patches.signature_of(3) == "value"
+
+
+def test_a_version_with_the_commit_of_a_surrounding_repository_is_the_same_version(monkeypatch):
+    import megatron.core
+
+    monkeypatch.setattr(megatron.core, "__version__", "0.19.2+1a2b3c4")
+    assert patches.installed_version() == "0.19.2"
+
+
+def test_every_declared_patch_fits_the_installed_megatron_and_names_its_reason():
+    declared = patches.all_patches()
+    assert {name for name, _ in declared} == set(patches.GROUPS) == set(patches.WHEN)
+    assert patches.check(patch for _, patch in declared) == []
+    assert len({patch.target for _, patch in declared}) == len(declared)
+    assert all(patch.reason and "\n" not in patch.reason for _, patch in declared)
+
+
+def invoke(*arguments):
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    command.register(app)
+    return CliRunner().invoke(app, ["patches", *arguments])
+
+
+@pytest.mark.parametrize("arguments", [(), ("--dry-run",)])
+def test_the_command_lists_everything_and_leaves_nothing_patched(arguments):
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    for name, patch in patches.all_patches():
+        assert name in result.output and patch.target in result.output and patch.reason in result.output
+    assert "all patches fit megatron-core 0.19.2" in result.output and patches.in_force() == ()
+
+
+def fake_metadata(monkeypatch):
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.18.2" if name == "megatron-core" else real(name))
+
+
+def fake_module(monkeypatch):
+    import megatron.core
+
+    monkeypatch.setattr(megatron.core, "__version__", "0.18.2")
+
+
+def change_signature(monkeypatch):
+    from megatron.training import arguments
+
+    monkeypatch.setattr(arguments, "validate_args", lambda args: None)
+
+
+def remove_symbol(monkeypatch):
+    from megatron.training import training
+
+    monkeypatch.delattr(training, "get_forward_backward_func")
+
+
+TAMPERED = [
+    (fake_metadata, "0.18.2"),
+    (fake_module, "0.18.2"),
+    (change_signature, "megatron.training.arguments:validate_args"),
+    (remove_symbol, "megatron.training.training:get_forward_backward_func"),
+]
+
+
+@pytest.mark.parametrize(("tamper", "named"), TAMPERED)
+def test_the_command_fails_and_names_what_does_not_fit(monkeypatch, tamper, named):
+    tamper(monkeypatch)
+    result = invoke("--dry-run")
+    assert result.exit_code == 1 and named in result.output and "0.19.2" in result.output
+
+
+def start_with(_rank, _world_size, tamper):
+    """What a training start on a tampered Megatron writes and returns, and whether it came to a process group."""
+    import torch
+
+    import pretrain_gpt_vp
+
+    sys.argv = ["pretrain_gpt_vp.py"]
+    tamper(pytest.MonkeyPatch())
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as stop:
+        pretrain_gpt_vp.prepare()
+    return stop.value.code, errors.getvalue(), torch.distributed.is_initialized(), patches.in_force()
+
+
+@pytest.mark.parametrize(("tamper", "named"), TAMPERED)
+def test_a_training_start_fails_the_same_way_on_every_rank(tamper, named):
+    for rank, (code, text, initialized, in_force) in enumerate(run_ranks(2, start_with, tamper)):
+        assert code == 2 and text.startswith(f"rank {rank}: error: ") and text.count("\n") == 1
+        assert named in text and "0.19.2" in text
+        assert not initialized and in_force == ()
