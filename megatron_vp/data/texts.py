@@ -1,0 +1,135 @@
+"""Documents from files: plain text, JSON lines, whole directories, and the text that every Python installation has."""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_vp.errors import UserError
+
+_NO_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """Documents of `files`, which may be iterated any number of times. `.jsonl` files hold one JSON object a line.
+
+    Iterating yields (name, text) pairs: a text file is one document, or one a line with `split_lines`; a JSON line's
+    text is under `json_key`. Empty lines are no documents. Raises UserError, naming file and line, for bytes that
+    are not UTF-8, lines that are not JSON, and objects without the key.
+    """
+
+    files: tuple[Path, ...]
+    json_key: str = "text"
+    split_lines: bool = False
+
+    @classmethod
+    def find(
+        cls, inputs: Sequence[str | os.PathLike[str]], json_key: str = "text", split_lines: bool = False
+    ) -> TextFiles:
+        """Collect `inputs`; a directory stands for all files below it except hidden ones, in the order of their paths.
+
+        Raises UserError for an input that does not exist and for a directory without files.
+        """
+        files: list[Path] = []
+        for path in map(Path, inputs):
+            if path.is_dir():
+                below = sorted(
+                    file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path))
+                )
+                if not below:
+                    raise UserError(f"the directory {path} holds no files; name text or .jsonl files")
+                files += below
+            elif path.exists():
+                files.append(path)
+            else:
+                raise UserError(f"there is no file or directory {path}")
+        return cls(tuple(files), json_key, split_lines)
+
+    def size(self) -> int:
+        """Size of all files in bytes."""
+        return sum(file.stat().st_size for file in self.files)
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """Yield (name, text) of every document."""
+        for file in self.files:
+            if file.suffix == ".jsonl":
+                for where, line in _lines(file):
+                    yield where, self._text_of(line, where)
+            elif self.split_lines:
+                yield from _lines(file)
+            else:
+                yield str(file), _decode(_read(file), str(file))
+
+    def _text_of(self, line: str, where: str) -> str:
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{where}: not a JSON object: {error}") from error
+        text = record.get(self.json_key) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            keys = ", ".join(map(str, record)) if isinstance(record, dict) else f"a {type(record).__name__}"
+            raise UserError(f"{where}: no text under the key '{self.json_key}' (found: {keys}); see --json-key")
+        return text
+
+
+@dataclass(frozen=True)
+class SourceTexts:
+    """(relative path, text) of the Python sources below `root`, in the order of their paths, any number of times.
+
+    Tests and installed packages are left out, and so are the few files that are not UTF-8.
+    """
+
+    root: Path
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """Yield (relative path, text) of every source."""
+        for path in sorted(self.root.rglob("*.py")):
+            name = path.relative_to(self.root)
+            if _NO_SOURCES.isdisjoint(name.parts):
+                try:
+                    yield name.as_posix(), path.read_text(encoding="utf-8")
+                except (UnicodeDecodeError, OSError):
+                    continue
+
+
+def standard_library_texts() -> SourceTexts:
+    """The running Python's standard library: about 11 million characters that every machine has."""
+    return SourceTexts(Path(sysconfig.get_paths()["stdlib"]))
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _lines(file: Path) -> Iterator[tuple[str, str]]:
+    try:
+        with file.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                where = f"{file}:{number}"
+                text = _decode(line, where).rstrip("\r\n")
+                if text.strip():
+                    yield where, text
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from error
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from error
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = data[error.start]
+        raise UserError(
+            f"{where}: byte 0x{byte:02x} at offset {error.start} is not UTF-8; convert the text first"
+        ) from error

@@ -1,0 +1,140 @@
+"""A byte-level BPE tokenizer of a wanted size, in the directory layout that Megatron's HuggingFaceTokenizer loads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_vp.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+PADDING = "<|padding|>"
+# 256 bytes, the two special tokens, and at least one merge: anything smaller learns nothing.
+SMALLEST_VOCABULARY = 256 + 2 + 1
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE on `texts` with exactly `vocab_size` tokens, the two special ones included.
+
+    Any text can be encoded, because every byte is a token. The same texts give the same tokenizer.
+    Raises UserError if `vocab_size` is too small, or too large for what the texts can teach.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise UserError(
+            f"a vocabulary of {vocab_size} is too small: the bytes and special tokens alone need "
+            f"{SMALLEST_VOCABULARY - 1}; ask for {SMALLEST_VOCABULARY} or more"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, PADDING],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    learned = tokenizer.get_vocab_size()
+    if learned < vocab_size:
+        raise UserError(
+            f"the text teaches only {learned} different tokens, fewer than the vocabulary of {vocab_size}; "
+            f"ask for --vocab-size {learned} or less, or give more text"
+        )
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json` into `directory`, which is made if needed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "pad_token": PADDING,
+        "clean_up_tokenization_spaces": False,
+        # Documents are cut into training sequences later: no length is too long for the tokenizer itself.
+        "model_max_length": 10**30,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_tokenizer(directory: str | os.PathLike[str]) -> tuple[Tokenizer, int]:
+    """Load a tokenizer directory; returns the tokenizer and the id of its end-of-text token.
+
+    Raises UserError if the directory, a file of it, or the end-of-text token is missing or cannot be read.
+    """
+    from tokenizers import Tokenizer
+
+    directory = Path(directory)
+    check_tokenizer(directory)
+    if not (directory / "tokenizer.json").is_file():
+        raise UserError(f"{directory} holds no tokenizer.json, the only tokenizer format that can be read here")
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    end = _config(directory).get("eos_token")
+    end = end.get("content") if isinstance(end, dict) else end
+    end_id = tokenizer.token_to_id(end) if isinstance(end, str) else None
+    if end_id is None:
+        raise UserError(
+            f"{directory}/tokenizer_config.json names no eos_token of the vocabulary; documents need an end"
+        )
+    return tokenizer, end_id
+
+
+def check_tokenizer(directory: str | os.PathLike[str]) -> None:
+    """Check, without loading torch or transformers, that a Hugging Face tokenizer is there and whole.
+
+    `directory` may also be the name of a model in the local Hugging Face cache. Raises UserError otherwise.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        if path.exists():
+            raise UserError(f"the tokenizer {path} is a file; give the directory that holds tokenizer.json")
+        if _cached(str(directory)):
+            return
+        raise UserError(
+            f"there is no tokenizer directory {path} (and no model of that name in the Hugging Face cache); "
+            "make one with 'megatron-vp data'"
+        )
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
+        raise UserError(f"{path} holds no tokenizer (no tokenizer.json); make one with 'megatron-vp data'")
+    if not any((path / name).is_file() for name in ("tokenizer_config.json", "config.json")):
+        raise UserError(f"{path} holds no tokenizer_config.json, so nothing tells which tokenizer class to load")
+    _config(path)
+    if (path / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer
+
+        try:
+            Tokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # the library raises bare Exception for every defect of the file
+            raise UserError(f"{path}/tokenizer.json cannot be read: {error}; write it again") from error
+
+
+def _config(directory: Path) -> dict:
+    path = directory / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}; write it again") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds no JSON object; write it again")
+    return config
+
+
+def _cached(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "tokenizer_config.json"), str)
+    except HFValidationError:
+        return False

@@ -1,0 +1,164 @@
+"""Configuration files: YAML whose leaves are long argument names becomes an argument vector, and back.
+
+The file is grouped in sections for its reader; the names and the nesting of sections mean nothing. A leaf's key is an
+option of the parser without its leading dashes and with underscores (`--no-rope-fusion` is `no_rope_fusion: true`).
+The vector goes *before* the command line's own flags: argparse keeps the last value, so the command line wins. A
+switch that the file turned on stays on, because most of Megatron's switches have no opposite; an overlay file can
+turn it off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_vp.errors import UserError
+
+_BASE = "base"
+
+
+def arguments_from_config(path: str | os.PathLike[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Translate a YAML file into arguments for `parser`, in the order of the file.
+
+    `null` leaves an option at its default, and so does `false` for a switch. Lists serve options that take several
+    values. Interpolations (`${section.key}`, `${oc.env:NAME}`) are OmegaConf's. A top-level `base: other.yaml`
+    (relative to the file) is read first and overlaid by the rest.
+
+    Raises UserError for a missing or malformed file, an unknown key, a key given twice, or a value of the wrong type.
+    """
+    path = Path(path)
+    options = {
+        option.lstrip("-").replace("-", "_"): action for action in parser._actions for option in action.option_strings
+    }
+    seen: dict[argparse.Action, str] = {}
+    arguments: list[str] = []
+    for section, key, value in _leaves(_container(path)):
+        where = f"{path}: '{key}' in {section}"
+        action = options.get(key)
+        if action is None or isinstance(action, argparse._HelpAction):
+            nearest = difflib.get_close_matches(key, options, n=1, cutoff=0.0)
+            raise UserError(f"{where} is no known argument; the nearest known one is '{nearest[0]}'")
+        if action in seen:
+            raise UserError(f"{where} was already set in {seen[action]}; keep one of them")
+        seen[action] = section
+        if value is not None:
+            arguments += _argument(action, key, value, where)
+    return arguments
+
+
+def write_resolved(args: argparse.Namespace, path: str | os.PathLike[str]) -> None:
+    """Write every argument of `args` as plain YAML, sorted by name; the file appears complete or not at all.
+
+    Values that YAML does not know (enums, data types, functions) are written as their text. Call it on one rank.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plain = {name: _plain(value) for name, value in vars(args).items() if not name.startswith("_")}
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(yaml.safe_dump(plain, sort_keys=True, default_flow_style=None, width=120), encoding="utf-8")
+    partial.replace(path)
+
+
+def _container(path: Path) -> Mapping[str, Any]:
+    """The file with its bases merged in and its interpolations resolved."""
+    try:
+        return OmegaConf.to_container(_load(path, ()), resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {_one_line(error)}") from error
+
+
+def _load(path: Path, overlaid_by: tuple[Path, ...]) -> DictConfig:
+    if path.resolve() in overlaid_by:
+        raise UserError(f"{path}: '{_BASE}' leads back to the file itself; remove one of the '{_BASE}' lines")
+    try:
+        config = OmegaConf.load(path)
+    except OSError as error:
+        raise UserError(f"cannot read configuration file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {_one_line(error)}") from error
+    if not isinstance(config, DictConfig):
+        raise UserError(f"{path} holds no mapping; write 'argument_name: value' lines, grouped in sections")
+    base = config.pop(_BASE, None)
+    if base is None:
+        return config
+    if not isinstance(base, str):
+        raise UserError(f"{path}: '{_BASE}' must be the path of one YAML file, not {base!r}")
+    return OmegaConf.merge(_load(path.parent / base, (*overlaid_by, path.resolve())), config)
+
+
+def _leaves(node: Mapping[str, Any], sections: tuple[str, ...] = ()) -> Iterator[tuple[str, str, Any]]:
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*sections, str(key)))
+        else:
+            yield f"section '{'.'.join(sections)}'" if sections else "the top level", str(key), value
+
+
+def _argument(action: argparse.Action, key: str, value: Any, where: str) -> list[str]:
+    option = next(o for o in action.option_strings if o.lstrip("-").replace("-", "_") == key)
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise UserError(f"{where} is a switch: write true or false, not {value!r}")
+        if value:
+            return [option]
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return [next(o for o in action.option_strings if o.startswith("--no-") != option.startswith("--no-"))]
+        return []
+    several = action.nargs is not None
+    if isinstance(value, list) and not several:
+        raise UserError(f"{where} takes one value, not the list {value!r}")
+    values = value if isinstance(value, list) else [value]
+    if isinstance(action.nargs, int) and len(values) != action.nargs:
+        raise UserError(f"{where} takes {action.nargs} values, not {len(values)}")
+    if action.nargs == "+" and not values:
+        raise UserError(f"{where} takes at least one value, not an empty list")
+    texts = [_text(action, item, where) for item in values]
+    return [option, *texts] if several else [f"{option}={texts[0]}"]
+
+
+def _text(action: argparse.Action, value: Any, where: str) -> str:
+    """The command line's spelling of `value`, after the option's own type and choices have accepted it."""
+    if isinstance(value, bool) and action.type is bool:
+        return "True" if value else ""  # bool("False") is true
+    if isinstance(value, bool | list | Mapping) or value is None:
+        raise UserError(f"{where} must be {_expected(action)}, not {value!r}; quote it if the text is meant")
+    text = str(value)
+    try:
+        converted = action.type(text) if action.type is not None else text
+    except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
+        raise UserError(f"{where} must be {_expected(action)}, not {value!r}") from error
+    if action.choices is not None and converted not in action.choices:
+        raise UserError(f"{where} must be {_expected(action)}, not {value!r}")
+    return text
+
+
+def _expected(action: argparse.Action) -> str:
+    if action.choices is not None:
+        return "one of " + ", ".join(str(getattr(choice, "name", choice)) for choice in action.choices)
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", None: "a string"}
+    return names.get(action.type, "a value that the option accepts")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.name
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, list | tuple | set):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return getattr(value, "__qualname__", None) or str(value)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

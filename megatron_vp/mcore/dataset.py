@@ -1,0 +1,207 @@
+"""Megatron's indexed dataset: written from documents, and checked before a training run opens it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_vp.data.tokenizer import check_tokenizer, load_tokenizer, save_tokenizer, train_tokenizer
+from megatron_vp.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Documents = Iterable[tuple[str, str]]
+# (stage, characters done, characters in all or None while nobody knows)
+Progress = Callable[[str, int, int | None], None]
+
+# Documents are encoded in batches of about this many characters: enough to keep all threads of the tokenizer busy.
+_BATCH_CHARACTERS = 4_000_000
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `prepare` wrote."""
+
+    dataset: Path  # the prefix of its .bin and .idx
+    tokenizer: Path
+    vocab_size: int
+    documents: int
+    tokens: int
+
+    def flags(self) -> list[str]:
+        """The flags that make Megatron train on it."""
+        return [
+            *("--data-path", str(self.dataset)),
+            *("--tokenizer-type", "HuggingFaceTokenizer"),
+            *("--tokenizer-model", str(self.tokenizer)),
+        ]
+
+
+def prepare(
+    documents: Documents,
+    output: str | os.PathLike[str],
+    *,
+    name: str = "corpus",
+    vocab_size: int | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> Prepared:
+    """Write `NAME_text_document.{bin,idx}` into `output`, each document closed by the end-of-text token.
+
+    `documents` are (name, text) pairs, read twice where a tokenizer is to be trained (a collection, not a generator),
+    which then goes to `NAME_tokenizer` with exactly `vocab_size` tokens. Exactly one of `vocab_size` and `tokenizer`
+    (the directory of an existing one) is given. Token ids are stored as uint16 below 65500 tokens, else as int32.
+    Files get their names when they are complete, the index last, so an interrupted run leaves no dataset that looks
+    whole. `progress` hears of every document.
+    Raises UserError if there is no text, or the vocabulary and the text do not fit.
+    """
+    assert iter(documents) is not documents, "documents are read twice: give a collection, not a generator"
+    if (vocab_size is None) == (tokenizer is None):
+        raise UserError(
+            "give either a vocabulary size to train a tokenizer (--vocab-size) or an existing one (--tokenizer)"
+        )
+    if Path(name).name != name:
+        raise UserError(f"--name {name!r} is no plain file name; choose the directory with --output")
+    output = Path(output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the output directory {output}: {error.strerror}") from error
+    prefix = output / f"{name}_text_document"
+    with tempfile.TemporaryDirectory(dir=output, prefix=f".{name}-") as temporary:
+        partial = Path(temporary)
+        total = None
+        if vocab_size is not None:
+            counter = _Counter(documents, "training the tokenizer", None, progress)
+            trained = train_tokenizer(counter, vocab_size)
+            total = counter.characters
+            save_tokenizer(trained, partial / "tokenizer")
+        model, end_id = load_tokenizer(partial / "tokenizer" if tokenizer is None else tokenizer)
+        counter = _Counter(documents, "encoding", total, progress)
+        counts = _write(counter, model, end_id, partial / "data")
+        directory = output / f"{name}_tokenizer" if tokenizer is None else Path(tokenizer)
+        prefix.with_name(prefix.name + ".idx").unlink(missing_ok=True)
+        if tokenizer is None:
+            shutil.rmtree(directory, ignore_errors=True)
+            (partial / "tokenizer").rename(directory)
+        for suffix in (".bin", ".idx"):
+            (partial / f"data{suffix}").replace(prefix.with_name(prefix.name + suffix))
+    return Prepared(prefix, directory, model.get_vocab_size(), *counts)
+
+
+class _Counter:
+    """Iterates over the texts of documents that hold any, and reports how many characters have passed."""
+
+    def __init__(self, documents: Documents, stage: str, total: int | None, progress: Progress) -> None:
+        self._documents, self._stage, self._total, self._progress = documents, stage, total, progress
+        self.characters = 0
+        progress(stage, 0, total)
+
+    def __iter__(self):
+        for _, text in self._documents:
+            if text:
+                self.characters += len(text)
+                yield text
+                self._progress(self._stage, self.characters, self._total)
+        if not self.characters:
+            raise UserError("the input holds no text")
+
+
+def _write(texts: Iterable[str], tokenizer: Tokenizer, end_id: int, prefix: Path) -> tuple[int, int]:
+    """Encode `texts` into `prefix`.{bin,idx}; returns the numbers of documents and tokens."""
+    import numpy
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    # A document that spells a special token out must not end there.
+    tokenizer.encode_special_tokens = True
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.get_vocab_size()))
+    documents = tokens = 0
+    with builder.data_file:
+        for batch in _batches(texts):
+            for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                ids = numpy.array([*encoding.ids, end_id], dtype=builder.dtype)
+                builder.add_document(ids, [len(ids)])
+                documents += 1
+                tokens += len(ids)
+        builder.finalize(f"{prefix}.idx")
+    return documents, tokens
+
+
+def _batches(texts: Iterable[str]) -> Iterable[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def check_dataset(prefix: str | os.PathLike[str]) -> None:
+    """Check that `prefix`.{bin,idx} are there and belong together; reads the index only, through Megatron's reader.
+
+    Prefixes on object storage are left to Megatron. Raises UserError naming the file, what is wrong and what to do.
+    """
+    from megatron.core.datasets.indexed_dataset import _IndexReader
+    from megatron.core.datasets.object_storage_utils import is_object_storage_path
+
+    prefix = os.fspath(prefix)
+    if is_object_storage_path(prefix):
+        return
+    index, data = f"{prefix}.idx", f"{prefix}.bin"
+    remedy = "write the dataset again with 'megatron-vp data'"
+    missing = [path for path in (data, index) if not os.path.isfile(path)]
+    if missing:
+        raise UserError(
+            f"the dataset {prefix} has no file {' and no file '.join(missing)}; check --data-path, or {remedy}"
+        )
+    try:
+        reader = _IndexReader(index, multimodal=False)
+    except (AssertionError, ValueError, OverflowError, OSError, struct.error) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"the index {index} is corrupt or cut short ({reason}); {remedy}") from error
+    lengths, ends = reader.sequence_lengths, reader.document_indices
+    if len(lengths) == 0:
+        raise UserError(f"the index {index} lists no documents; {remedy}")
+    if ends.size == 0 or ends[0] != 0 or ends[-1] != len(lengths):
+        raise UserError(f"the index {index} is corrupt: its documents do not end at its last sequence; {remedy}")
+    expected = int(lengths.sum(dtype="int64")) * reader.dtype_size
+    if reader.sequence_pointers[-1] + int(lengths[-1]) * reader.dtype_size != expected:
+        raise UserError(f"the index {index} is corrupt: its lengths and positions disagree; {remedy}")
+    actual = os.path.getsize(data)
+    if actual != expected:
+        raise UserError(f"{data} holds {actual} bytes where its index lists {expected}; {remedy}")
+
+
+def check_inputs(args: argparse.Namespace) -> None:
+    """Check every dataset and the tokenizer that parsed Megatron arguments name, before Megatron opens any of them.
+
+    Raises UserError for the first that cannot be used.
+    """
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    if not args.mock_data:
+        try:
+            blend, blend_per_split = get_blend_and_blend_per_split(args)
+        except OSError as error:
+            raise UserError(f"cannot read the list of datasets {error.filename}: {error.strerror}") from error
+        except AssertionError as error:
+            raise UserError("give --data-path either as prefixes or as pairs of a weight and a prefix") from error
+        for part in (blend, *(blend_per_split or ())):
+            for prefix in part[0] if part else ():
+                check_dataset(prefix)
+    if args.tokenizer_type == "HuggingFaceTokenizer":
+        if args.tokenizer_model is None:
+            raise UserError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model DIRECTORY")
+        check_tokenizer(args.tokenizer_model)

@@ -1,0 +1,133 @@
+"""YAML configuration files: what becomes of each kind of leaf, what wins, and what is refused."""
+
+import argparse
+
+import pytest
+import yaml
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.config_file import arguments_from_config, write_resolved
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(allow_abbrev=False)
+    p.add_argument("--num-layers", type=int)
+    p.add_argument("--lr", type=float, default=0.5)
+    p.add_argument("--bf16", action="store_true")
+    p.add_argument("--no-rope-fusion", action="store_false", dest="rope_fusion")
+    p.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument("--data-path", nargs="*")
+    p.add_argument("--window", nargs=2, type=int)
+    p.add_argument("--activation", choices=["gelu", "relu"], default="gelu")
+    p.add_argument("--save-interval", "--persistent-save-interval", type=int)
+    p.add_argument("--override-opt_param-scheduler", "--override-opt-param-scheduler", action="store_true")
+    return p
+
+
+def parse(tmp_path, text: str, *flags: str) -> argparse.Namespace:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    return parser().parse_args([*arguments_from_config(path, parser()), *flags])
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("num_layers: 4", "num_layers", 4),
+        ("a: {b: {c: {num_layers: 4}}}", "num_layers", 4),
+        ("lr: 1e-4", "lr", 1e-4),
+        ("lr: 1", "lr", 1.0),
+        ("lr: -1e-4", "lr", -1e-4),
+        ("lr: null", "lr", 0.5),
+        ("bf16: true", "bf16", True),
+        ("bf16: false", "bf16", False),
+        ("no_rope_fusion: true", "rope_fusion", False),
+        ("no_rope_fusion: false", "rope_fusion", True),
+        ("prefix_caching: false", "prefix_caching", False),
+        ("no_prefix_caching: true", "prefix_caching", False),
+        ("no_prefix_caching: false", "prefix_caching", True),
+        ("data_path: [0.3, a, 0.7, b]", "data_path", ["0.3", "a", "0.7", "b"]),
+        ("data_path: a", "data_path", ["a"]),
+        ("data_path: []", "data_path", []),
+        ("window: [1, -2]", "window", [1, -2]),
+        ("activation: relu", "activation", "relu"),
+        ("persistent_save_interval: 5", "save_interval", 5),
+        ("override_opt_param_scheduler: true", "override_opt_param_scheduler", True),
+        ("x: {num_layers: 6}\ny: {window: ['${x.num_layers}', 1]}", "window", [6, 1]),
+    ],
+)
+def test_leaf(tmp_path, text, name, value):
+    assert getattr(parse(tmp_path, text), name) == value
+
+
+def test_command_line_wins(tmp_path):
+    text = "lr: 1\nbf16: false\ndata_path: [a, b]\nprefix_caching: true"
+    args = parse(tmp_path, text, "--bf16", "--lr", "2", "--data-path", "c", "--no-prefix-caching")
+    assert (args.lr, args.bf16, args.data_path, args.prefix_caching) == (2.0, True, ["c"], False)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("model: {size: {num_layer: 4}}", ["job.yaml", "num_layer", "model.size", "nearest", "'num_layers'"]),
+        ("rope_fusion: false", ["rope_fusion", "top level", "'no_rope_fusion'"]),
+        ("qqqq: 1", ["qqqq", "nearest"]),
+        ("help: true", ["help"]),
+        ("num_layers: four", ["num_layers", "an integer", "'four'"]),
+        ("num_layers: 4.5", ["num_layers", "an integer"]),
+        ("num_layers: true", ["num_layers", "an integer"]),
+        ("num_layers: [1, 2]", ["one value"]),
+        ("lr: high", ["lr", "a number"]),
+        ("bf16: 1", ["bf16", "true or false"]),
+        ("bf16: 'false'", ["bf16", "true or false"]),
+        ("activation: tanh", ["activation", "gelu, relu"]),
+        ("activation: true", ["activation", "gelu, relu"]),
+        ("window: [1]", ["window", "2 values"]),
+        ("data_path: [true]", ["data_path", "a string"]),
+        ("a: {lr: 1}\nb: {lr: 2}", ["'lr' in section 'b'", "section 'a'"]),
+        ("save_interval: 1\npersistent_save_interval: 2", ["persistent_save_interval", "already"]),
+        ("lr: 1\nlr: 2", ["not valid YAML", "duplicate"]),
+        ("lr: [1", ["not valid YAML"]),
+        ("- lr", ["mapping"]),
+        ("lr: ${nowhere}", ["nowhere"]),
+        ("base: job.yaml", ["base", "itself"]),
+        ("base: other.yaml", ["cannot read", "other.yaml"]),
+        ("base: 3", ["base", "path"]),
+    ],
+)
+def test_refused_with_one_clear_line(tmp_path, text, parts):
+    with pytest.raises(UserError) as error:
+        parse(tmp_path, text)
+    message = str(error.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(UserError, match=r"cannot read .*none\.yaml"):
+        arguments_from_config(tmp_path / "none.yaml", parser())
+
+
+def test_empty_file_is_no_arguments(tmp_path):
+    (tmp_path / "job.yaml").write_text("# nothing yet\n")
+    assert arguments_from_config(tmp_path / "job.yaml", parser()) == []
+
+
+def test_base_is_overlaid(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "base.yaml").write_text("m: {num_layers: 4, lr: 1}\nd: {bf16: true, data_path: [a, b]}")
+    args = parse(tmp_path, "base: deep/base.yaml\nm: {lr: 2}\nd: {bf16: false, data_path: [c]}")
+    assert (args.num_layers, args.lr, args.bf16, args.data_path) == (4, 2.0, False, ["c"])
+
+
+def test_write_resolved_is_plain_sorted_yaml(tmp_path):
+    def function(): ...
+
+    args = argparse.Namespace(b=(1, 2), a={"x": None}, kind=type("Kind", (), {}), f=function, _private=1, text="yes")
+    path = tmp_path / "new" / "resolved.yaml"
+    write_resolved(args, path)
+    loaded = yaml.safe_load(path.read_text())
+    assert list(loaded) == ["a", "b", "f", "kind", "text"]
+    assert loaded["b"] == [1, 2] and loaded["a"] == {"x": None} and loaded["text"] == "yes"
+    assert [p.name for p in path.parent.iterdir()] == ["resolved.yaml"]

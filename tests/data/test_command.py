@@ -1,0 +1,44 @@
+"""`megatron-vp data` as a user calls it."""
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from megatron_vp.cli import data
+from megatron_vp.data.tokenizer import check_tokenizer
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.dataset import check_dataset
+
+
+@pytest.fixture
+def run(monkeypatch):
+    monkeypatch.setenv("RAYON_NUM_THREADS", "1")  # the command sets it for its own process
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    data.register(app)
+    return lambda *arguments: CliRunner().invoke(app, ["data", *map(str, arguments)])
+
+
+def test_prints_flags_that_train(run, tmp_path):
+    (tmp_path / "in").mkdir()
+    for number in range(30):
+        (tmp_path / "in" / f"{number}.txt").write_text(f"Sample text {number}, with words and more words.\n" * 5)
+    result = run(tmp_path / "in", "-o", tmp_path / "out", "--vocab-size", 280, "--name", "mine", "--workers", 1)
+    assert result.exit_code == 0, result.output
+    assert "30 documents" in result.stdout and "vocabulary 280" in result.stdout
+    flags = result.stdout.splitlines()[-1].split()
+    assert flags[::2] == ["--data-path", "--tokenizer-type", "--tokenizer-model"]
+    assert flags[3] == "HuggingFaceTokenizer"
+    check_dataset(flags[1])
+    check_tokenizer(flags[5])
+
+
+def test_bad_input_is_a_user_error(run, tmp_path):
+    result = run(tmp_path / "gone.txt", "-o", tmp_path / "out", "--vocab-size", 280)
+    assert isinstance(result.exception, UserError) and "gone.txt" in str(result.exception)
+
+
+def test_help_names_every_option(run):
+    result = run("--help")
+    for option in ("--output", "--vocab-size", "--tokenizer", "--json-key", "--name", "--split-lines", "--workers"):
+        assert option in result.stdout

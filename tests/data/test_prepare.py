@@ -1,0 +1,213 @@
+"""Tokenizer and dataset: Megatron reads back the text that went in; half-written and damaged data is refused."""
+
+import argparse
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_vp.data.tokenizer import END_OF_TEXT, check_tokenizer, load_tokenizer, train_tokenizer
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.dataset import check_dataset, check_inputs, prepare
+
+TEXTS = [
+    "def area(radius):\n    return 3.14159 * radius ** 2\n",
+    "",
+    f"The token {END_OF_TEXT} in a text ends no document.  Grüße, 世界!\n" * 3,
+    *(f"The quick brown fox number {i} jumps over the lazy dog {i * i}.\r\n" for i in range(50)),
+]
+DOCUMENTS = [text for text in TEXTS if text]
+NAMED = [(str(number), text) for number, text in enumerate(TEXTS)]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    return prepare(NAMED, tmp_path_factory.mktemp("data"), name="fox", vocab_size=320)
+
+
+@pytest.fixture
+def copy(prepared, tmp_path):
+    """A copy of the dataset to damage: its prefix."""
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{prepared.dataset}{suffix}", tmp_path / f"copy{suffix}")
+    return tmp_path / "copy"
+
+
+def megatron_args(*flags):
+    from megatron.training.arguments import add_megatron_arguments
+
+    args = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(flags)
+    args.rank = 0
+    return args
+
+
+def test_megatron_reads_the_text_back(prepared, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    args = megatron_args(*prepared.flags())
+    tokenizer = build_tokenizer(args)
+    assert (tokenizer.vocab_size, args.padded_vocab_size) == (320, 384)
+    assert tokenizer.detokenize([tokenizer.eod]) == END_OF_TEXT
+    assert tokenizer.pad not in (None, tokenizer.eod)
+
+    dataset = IndexedDataset(str(prepared.dataset))
+    assert len(dataset) == prepared.documents == len(DOCUMENTS)
+    assert sum(len(ids) for ids in dataset) == prepared.tokens
+    for ids, text in zip(dataset, DOCUMENTS, strict=True):
+        assert ids[-1] == tokenizer.eod and tokenizer.eod not in ids[:-1]
+        assert tokenizer.detokenize(ids[:-1].tolist()) == text
+    check_inputs(args)
+
+
+def test_same_text_gives_the_same_files(prepared, tmp_path):
+    again = prepare(NAMED, tmp_path, name="fox", vocab_size=320)
+    for file in ("fox_text_document.bin", "fox_text_document.idx", "fox_tokenizer/tokenizer.json"):
+        assert (prepared.dataset.parent / file).read_bytes() == (tmp_path / file).read_bytes()
+    assert again.tokens == prepared.tokens
+
+
+def test_existing_tokenizer_is_used_and_left_alone(prepared, tmp_path):
+    before = {path.name: path.stat().st_mtime_ns for path in prepared.tokenizer.iterdir()}
+    other = prepare([("x", "The quick dog")], tmp_path, tokenizer=prepared.tokenizer)
+    assert (other.tokenizer, other.vocab_size, other.documents) == (prepared.tokenizer, 320, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus_text_document.bin", "corpus_text_document.idx"]
+    assert before == {path.name: path.stat().st_mtime_ns for path in prepared.tokenizer.iterdir()}
+
+
+def test_interrupted_run_leaves_nothing(tmp_path):
+    def interrupt(stage, done, total):
+        if stage == "encoding" and done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(NAMED, tmp_path, vocab_size=300, progress=interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_counts_characters(tmp_path):
+    seen = []
+    prepare(NAMED, tmp_path, vocab_size=300, progress=lambda *step: seen.append(step))
+    total = sum(map(len, TEXTS))
+    stages = {stage: [(done, whole) for name, done, whole in seen if name == stage] for stage, _, _ in seen}
+    assert list(stages) == ["training the tokenizer", "encoding"]
+    assert stages["training the tokenizer"][-1] == (total, None)
+    assert stages["encoding"][-1] == (total, total)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 258}, "258 is too small.*259"),
+        ({"vocab_size": 100_000}, r"teaches only \d+ different tokens, fewer than the vocabulary of 100000"),
+        ({"vocab_size": 300, "name": "a/b"}, "'a/b' is no plain file name"),
+        ({}, "either a vocabulary size"),
+        ({"vocab_size": 300, "tokenizer": "x"}, "either a vocabulary size"),
+        ({"tokenizer": "no/such"}, "no tokenizer directory no/such"),
+    ],
+)
+def test_what_cannot_be_prepared(tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        prepare(NAMED, tmp_path, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("empty", [[], [("a", "")]])
+def test_no_text(prepared, tmp_path, empty):
+    for options in ({"vocab_size": 300}, {"tokenizer": prepared.tokenizer}):
+        with pytest.raises(UserError, match="holds no text"):
+            prepare(empty, tmp_path, **options)
+
+
+def test_suggested_vocabulary_can_be_learned():
+    with pytest.raises(UserError) as error:
+        train_tokenizer(DOCUMENTS, 100_000)
+    suggested = int(str(error.value).split("--vocab-size ")[1].split()[0])
+    assert train_tokenizer(DOCUMENTS, suggested).get_vocab_size() == suggested
+
+
+def edit(path: Path, change) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change", "message"),
+    [
+        (".idx", lambda b: b"", "corrupt or cut short"),
+        (".idx", lambda b: b"X" + b[1:], "bad header"),
+        (".idx", lambda b: b[:9] + b"\x02" + b[10:], "bad version"),
+        (".idx", lambda b: b[:17] + b"\x63" + b[18:], "99"),
+        (".idx", lambda b: b[:20], "corrupt or cut short"),
+        (".idx", lambda b: b[:18] + b"\xff" * 8 + b[26:], "corrupt or cut short"),
+        (".idx", lambda b: b[:-1], "corrupt or cut short"),
+        (".idx", lambda b: b[:-8] + bytes(8), "do not end at its last sequence"),
+        (".idx", lambda b: b[:18] + bytes(16), "no documents"),
+        (".idx", lambda b: b[:34] + b"\xff" + b[35:], "disagree"),
+        (".bin", lambda b: b[:-2], "holds .* bytes where its index lists"),
+        (".bin", lambda b: b + b"\0", "holds .* bytes where its index lists"),
+        (".bin", lambda b: b"", "holds 0 bytes"),
+    ],
+)
+def test_damaged_dataset(copy, suffix, change, message):
+    check_dataset(copy)
+    edit(Path(f"{copy}{suffix}"), change)
+    with pytest.raises(UserError, match=message) as error:
+        check_dataset(copy)
+    assert str(copy) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_missing_half(copy, suffix):
+    Path(f"{copy}{suffix}").unlink()
+    with pytest.raises(UserError, match=rf"no file .*copy\{suffix};"):
+        check_dataset(copy)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: shutil.rmtree(d), "no tokenizer directory"),
+        (lambda d: (d / "tokenizer.json").unlink(), "no tokenizer.json"),
+        (lambda d: (d / "tokenizer_config.json").unlink(), "no tokenizer_config.json"),
+        (lambda d: edit(d / "tokenizer.json", lambda b: b[:1000]), "tokenizer.json cannot be read"),
+        (lambda d: edit(d / "tokenizer_config.json", lambda b: b[:20]), "not valid JSON"),
+    ],
+)
+def test_damaged_tokenizer(prepared, tmp_path, damage, message):
+    directory = Path(shutil.copytree(prepared.tokenizer, tmp_path / "tokenizer"))
+    check_tokenizer(directory)
+    damage(directory)
+    with pytest.raises(UserError, match=message) as error:
+        check_tokenizer(directory)
+    assert "\n" not in str(error.value)
+
+
+def test_tokenizer_without_end_of_text(prepared, tmp_path):
+    directory = Path(shutil.copytree(prepared.tokenizer, tmp_path / "tokenizer"))
+    (directory / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UserError, match="eos_token"):
+        load_tokenizer(directory)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data-path", "0.5", "GOOD", "0.5", "gone"], "gone"),
+        (["--data-path", "gone"], "gone"),
+        (["--data-path", "GOOD", "0.5", "0.5", "GOOD"], "pairs of a weight and a prefix"),
+        (["--data-args-path", "gone.txt"], "list of datasets gone.txt"),
+        (["--train-data-path", "GOOD", "--valid-data-path", "gone"], "gone"),
+        (["--mock-data", "--tokenizer-type", "HuggingFaceTokenizer"], "needs --tokenizer-model"),
+        (["--mock-data", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "gone"], "gone"),
+        (["--mock-data", "--tokenizer-type", "NullTokenizer"], None),
+        (["--data-path", "s3://bucket/gone"], None),
+    ],
+)
+def test_inputs_of_a_run(prepared, flags, message):
+    args = megatron_args(*(str(prepared.dataset) if flag == "GOOD" else flag for flag in flags))
+    if message is None:
+        check_inputs(args)
+    else:
+        with pytest.raises(UserError, match=message):
+            check_inputs(args)

@@ -1,0 +1,76 @@
+"""Documents from files: what counts as one, and what is refused by name."""
+
+import json
+
+import pytest
+
+from megatron_vp.data.texts import TextFiles, standard_library_texts
+from megatron_vp.errors import UserError
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def texts(inputs, **options):
+    return [text for _, text in TextFiles.find(inputs, **options)]
+
+
+def test_each_file_is_a_document_and_text_is_untouched(tmp_path):
+    file = write(tmp_path / "a.txt", "one\r\n\n  two ü\n")
+    assert texts([file]) == ["one\r\n\n  two ü\n"]
+
+
+def test_split_lines(tmp_path):
+    file = write(tmp_path / "a.txt", "one\n\n  two\r\nthree")
+    assert texts([file], split_lines=True) == ["one", "  two", "three"]
+
+
+def test_directory_is_read_recursively_in_path_order_without_hidden_files(tmp_path):
+    for name in ("b.txt", "a/z.txt", "a/b/c.md", ".git/x", "a/.hidden"):
+        write(tmp_path / name, name)
+    assert texts([tmp_path]) == ["a/b/c.md", "a/z.txt", "b.txt"]
+
+
+def test_json_lines(tmp_path):
+    lines = [json.dumps({"text": "one\ntwo", "content": "x"}), "", json.dumps({"text": "three", "content": "y"})]
+    file = write(tmp_path / "a.jsonl", "\n".join(lines))
+    assert texts([file]) == ["one\ntwo", "three"]
+    assert texts([file], json_key="content") == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("a.txt", b"abc\x93d", ["a.txt", "0x93", "offset 3", "UTF-8"]),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', ["a.jsonl:2", "0xff"]),
+        ("a.jsonl", '{"text": "a"}\n{"body": "b", "id": 1}', ["a.jsonl:2", "'text'", "body, id", "--json-key"]),
+        ("a.jsonl", '{"text": 3}', ["a.jsonl:1", "'text'"]),
+        ("a.jsonl", "[1]", ["a.jsonl:1", "list"]),
+        ("a.jsonl", "\n{text", ["a.jsonl:2", "not a JSON object"]),
+    ],
+)
+def test_bad_content_is_named(tmp_path, name, content, parts):
+    with pytest.raises(UserError) as error:
+        texts([write(tmp_path / name, content)])
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_bad_inputs_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"no file or directory .*nowhere\.txt"):
+        TextFiles.find([tmp_path / "nowhere.txt"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="empty holds no files"):
+        TextFiles.find([tmp_path / "empty"])
+
+
+def test_standard_library_is_large_sorted_and_without_tests():
+    found = list(standard_library_texts())
+    names = [name for name, _ in found]
+    assert names == sorted(names, key=lambda name: name.split("/"))
+    assert "json/decoder.py" in names
+    assert not [name for name in names if "test" in name.split("/")]
+    assert sum(len(text) for _, text in found) > 5_000_000
