@@ -1,0 +1,229 @@
+"""The vocabulary collectives of one iteration: what each moves, from which pass and to which.
+
+All run on the second stream, in the one order that lowering decided, on one communicator. `post` hands buffers over,
+`wait` hands results to the passes through the store. Buffers are allocated here, on the compute side; a function on
+the second stream only fills them (see `megatron_vp.runtime.streams` for why).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_vp.runtime.groups import PipelineGroups
+from megatron_vp.runtime.model import Model, Shapes
+from megatron_vp.runtime.store import Store
+from megatron_vp.runtime.streams import Event, Stream
+from megatron_vp.schedule.instructions import Collective, CollectiveKind
+from megatron_vp.schedule.passes import VocabMethod
+from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
+from megatron_vp.vocab.output import OutputLayer, PendingOutput
+from megatron_vp.vocab.statistics import fold
+
+Action = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class VocabularyLayers:
+    """The shards of this rank; tied layers share one weight."""
+
+    embedding: EmbeddingLayer
+    output: OutputLayer
+
+
+class VocabularyCollectives:
+    """Posts and completes the collectives of one iteration on one rank.
+
+    Args:
+        groups: communicators of the pipeline.
+        stream: the second stream.
+        store: what the passes exchange with the collectives.
+        shapes: sizes of a microbatch.
+        layers: the vocabulary shards of this rank.
+        model: asked for tokens and labels.
+        method: vocab-1 or vocab-2.
+        gradients: False in evaluation.
+        first_rank, last_rank: pipeline ranks of the first and of the last virtual stage.
+        awaited: the collectives whose result this rank uses.
+    """
+
+    def __init__(
+        self,
+        groups: PipelineGroups,
+        stream: Stream,
+        store: Store,
+        shapes: Shapes,
+        layers: VocabularyLayers,
+        model: Model,
+        method: VocabMethod,
+        gradients: bool,
+        first_rank: int,
+        last_rank: int,
+        awaited: frozenset[Collective],
+    ) -> None:
+        self._groups = groups
+        self._group = groups.vocabulary
+        self._stream = stream
+        self._store = store
+        self._shapes = shapes
+        self._layers = layers
+        self._model = model
+        self._gradients = gradients
+        self._reduces_in_c1 = gradients and method is VocabMethod.VOCAB_2
+        self._holds_first = groups.rank == first_rank
+        self._holds_last = groups.rank == last_rank
+        self._runs_loss = groups.rank == len(groups.members) - 1
+        self._awaited = awaited
+        self._posted: dict[Collective, tuple[Event, Action]] = {}
+        self._unawaited: list[Event] = []
+        self._prepare: dict[CollectiveKind, Callable[[int, int], tuple[Action, Action]]] = {
+            CollectiveKind.TOKENS: self._tokens,
+            CollectiveKind.EMBED: self._embed,
+            CollectiveKind.C0: self._c0,
+            CollectiveKind.C1: self._c1,
+            CollectiveKind.C2: self._c2,
+            CollectiveKind.ROW_GRADIENT: self._row_gradient,
+            CollectiveKind.EMBED_GRAD: self._embed_gradient,
+        }
+
+    def post(self, collective: Collective) -> None:
+        """Start a collective on the second stream."""
+        communicate, complete = self._prepare[collective.kind](collective.microbatch, collective.root)
+        event = self._stream.submit(communicate)
+        if collective in self._awaited:
+            self._posted[collective] = (event, complete)
+        else:
+            self._unawaited = [earlier for earlier in self._unawaited if not earlier.done()] + [event]
+
+    def wait(self, collective: Collective) -> None:
+        """Order the passes that follow after a collective, and hand its result to them."""
+        event, complete = self._posted.pop(collective)
+        event.wait()
+        complete()
+
+    def finish(self) -> None:
+        """The end of an iteration: everything has been communicated and used."""
+        self._stream.synchronise()
+        self._unawaited.clear()
+        assert not self._posted, f"communicated but never used: {[str(collective) for collective in self._posted]}"
+
+    def _tokens(self, microbatch: int, root: int) -> tuple[Action, Action]:
+        """Token ids from the first pipeline rank and labels from the last, which hold the data, to all others."""
+        last = len(self._groups.members) - 1
+        rank, shapes = self._groups.rank, self._shapes
+        tokens_bs = self._model.tokens(microbatch) if rank == 0 else shapes.token_ids()
+        labels_bs = self._model.labels(microbatch) if rank == last else shapes.token_ids()
+
+        def communicate() -> None:
+            self._broadcast(tokens_bs, 0)
+            self._broadcast(labels_bs, last)
+
+        def complete() -> None:
+            exchange = RowExchange.plan(tokens_bs.flatten(), self._layers.embedding.shards)
+            # IF, EMBED and, on the receiving rank, the assembly; then the same way back.
+            forward_uses = 2 + self._holds_first
+            backward_uses = 2 if self._gradients else 0
+            self._store.put(("exchange", microbatch), exchange, forward_uses + backward_uses)
+            self._store.put(("labels", microbatch), labels_bs.t().flatten())
+
+        return communicate, complete
+
+    def _embed(self, microbatch: int, root: int) -> tuple[Action, Action]:
+        """The embedding rows that every rank owns to virtual stage 0."""
+        exchange: RowExchange = self._store.take(("exchange", microbatch))
+        own_kh = self._store.take(("embedded rows", microbatch))
+        received_nh = self._shapes.rows(self._shapes.tokens if self._holds_first else 0)
+
+        def communicate() -> None:
+            incoming = exchange.counts if self._holds_first else self._nothing()
+            dist.all_to_all_single(received_nh, own_kh, list(incoming), self._only(root, len(own_kh)), self._group)
+
+        def complete() -> None:
+            words_nh = self._store.take(("exchange", microbatch)).assemble(received_nh)
+            self._store.put(("words", microbatch), words_nh.view(self._shapes.batch, self._shapes.sequence, -1))
+
+        return communicate, complete
+
+    def _c0(self, microbatch: int, root: int) -> tuple[Action, Action]:
+        """X, the output of the last virtual stage, in the model's dtype, to all ranks."""
+        if self._holds_last:
+            x_nh = self._store.take(("last output", microbatch))
+        else:
+            x_nh = self._shapes.rows(self._shapes.tokens)
+        return lambda: self._broadcast(x_nh, root), lambda: self._store.put(("x", microbatch), x_nh)
+
+    def _c1(self, microbatch: int, root: int) -> tuple[Action, Action]:
+        """The packed statistics to all ranks; with vocab-2 then also the input gradient to the last virtual stage."""
+        pending: PendingOutput = self._store.take(("pending", microbatch))
+        statistics_3n = pending.statistics_3n
+        gathered_r3n = statistics_3n.new_empty((len(self._groups.members), *statistics_3n.shape))
+        unscaled_nh = gradient_nh = None
+        if self._reduces_in_c1:
+            unscaled_nh = self._store.take(("unscaled gradient", microbatch))
+            gradient_nh = self._shapes.rows(self._shapes.tokens)
+
+        def communicate() -> None:
+            dist.all_gather(list(gathered_r3n.unbind()), statistics_3n, self._group)
+            if unscaled_nh is not None:
+                total = fold(gathered_r3n)
+                gradient_nh.copy_(self._layers.output.rescaled_input_gradient(unscaled_nh, pending, total))
+                self._reduce(gradient_nh, root)
+
+        def complete() -> None:
+            uses = int(self._runs_loss) + int(self._gradients)
+            self._store.put(("statistics", microbatch), fold(gathered_r3n), uses)
+            if gradient_nh is not None and self._holds_last:
+                self._store.put(("input gradient", microbatch), gradient_nh)
+
+        return communicate, complete
+
+    def _c2(self, microbatch: int, root: int) -> tuple[Action, Action]:
+        """vocab-1: the input gradient of T to the last virtual stage."""
+        gradient_nh = self._store.take(("gradient part", microbatch))
+        return (
+            lambda: self._reduce(gradient_nh, root),
+            lambda: self._store.put(("input gradient", microbatch), gradient_nh),
+        )
+
+    def _row_gradient(self, microbatch: int, root: int) -> tuple[Action, Action]:
+        """g, one number a token, from the rank that runs the loss function to all others."""
+        if self._runs_loss:
+            row_gradient_n = self._store.take(("loss gradient", microbatch))
+        else:
+            row_gradient_n = torch.empty(self._shapes.tokens, dtype=torch.float32, device=self._shapes.device)
+        uses = 1 + self._holds_last
+        return (
+            lambda: self._broadcast(row_gradient_n, root),
+            lambda: self._store.put(("row gradient", microbatch), row_gradient_n, uses),
+        )
+
+    def _embed_gradient(self, microbatch: int, root: int) -> tuple[Action, Action]:
+        """Gradients of the embedding rows from virtual stage 0 back to the rows' owners."""
+        exchange: RowExchange = self._store.take(("exchange", microbatch))
+        if self._holds_first:
+            outgoing_nh = exchange.sort_by_owner(self._store.take(("word gradient", microbatch)))
+        else:
+            outgoing_nh = self._shapes.rows(0)
+        received_kh = self._shapes.rows(exchange.counts[self._layers.embedding.index])
+
+        def communicate() -> None:
+            outgoing = exchange.counts if self._holds_first else self._nothing()
+            incoming = self._only(root, len(received_kh))
+            dist.all_to_all_single(received_kh, outgoing_nh, incoming, list(outgoing), self._group)
+
+        return communicate, lambda: self._store.put(("row gradients", microbatch), received_kh)
+
+    def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        dist.broadcast(tensor, self._groups.members[root], self._group)
+
+    def _reduce(self, tensor: torch.Tensor, root: int) -> None:
+        dist.reduce(tensor, self._groups.members[root], group=self._group)
+
+    def _nothing(self) -> list[int]:
+        return [0] * len(self._groups.members)
+
+    def _only(self, root: int, count: int) -> list[int]:
+        return [count if rank == root else 0 for rank in range(len(self._groups.members))]

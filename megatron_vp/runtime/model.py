@@ -1,0 +1,67 @@
+"""What the runtime asks of the model it drives. `megatron_vp.mcore` implements it with Megatron's modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of one microbatch: s tokens a sequence, b sequences, h hidden; n = s * b tokens in s-major order."""
+
+    sequence: int
+    batch: int
+    hidden: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def tokens(self) -> int:
+        """n."""
+        return self.sequence * self.batch
+
+    def activation(self) -> torch.Tensor:
+        """An empty activation [s, b, h] in the model's dtype."""
+        return torch.empty(self.sequence, self.batch, self.hidden, dtype=self.dtype, device=self.device)
+
+    def rows(self, count: int) -> torch.Tensor:
+        """`count` empty rows [count, h] in the model's dtype."""
+        return torch.empty(count, self.hidden, dtype=self.dtype, device=self.device)
+
+    def token_ids(self) -> torch.Tensor:
+        """An empty int64 [b, s]."""
+        return torch.empty(self.batch, self.sequence, dtype=torch.int64, device=self.device)
+
+
+class Model(Protocol):
+    """The transformer part of one rank, and the user's data and loss function."""
+
+    def tokens(self, microbatch: int) -> torch.Tensor:
+        """Token ids of a microbatch, int64 [b, s]; asked on the first pipeline rank only."""
+
+    def labels(self, microbatch: int) -> torch.Tensor:
+        """Labels of a microbatch, int64 [b, s]; asked on the last pipeline rank only."""
+
+    def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
+        """Everything between the word embedding and the first layer: [b, s, h] to [s, b, h]. Virtual stage 0 only."""
+
+    def forward(self, chunk: int, microbatch: int, input_sbh: torch.Tensor) -> torch.Tensor:
+        """Forward of one chunk; the output may be emptied by `release_output`."""
+
+    def release_output(self, output_sbh: torch.Tensor) -> None:
+        """The output's data is not needed for the backward any more."""
+
+    def backward(self, chunk: int, microbatch: int, output_sbh: torch.Tensor, gradient_sbh: torch.Tensor) -> None:
+        """Backward from a chunk's output; gradients end in the leaves and in the parameters' `main_grad`."""
+
+    def loss(self, microbatch: int, token_loss_bs: torch.Tensor) -> torch.Tensor | None:
+        """Run the user's loss function on token losses fp32 [b, s]; returns g fp32 [b, s], None without gradients.
+
+        Asked on the last pipeline rank only, in microbatch order.
+        """
+
+    def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
+        """A vocabulary weight has received its last contribution of this iteration."""

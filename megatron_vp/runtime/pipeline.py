@@ -1,0 +1,116 @@
+"""One pipeline rank: runs the lowered program of an iteration on a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_vp.runtime.collectives import VocabularyCollectives, VocabularyLayers
+from megatron_vp.runtime.executor import Observer, Unobserved, execute
+from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
+from megatron_vp.runtime.links import Links
+from megatron_vp.runtime.model import Model, Shapes
+from megatron_vp.runtime.passes import VocabularyPasses
+from megatron_vp.runtime.store import Store
+from megatron_vp.runtime.streams import second_stream
+from megatron_vp.schedule.instructions import Collective, Loss, Message, Post, Program, Run, Wait
+from megatron_vp.schedule.passes import Schedule
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the runtime counted in one iteration of one rank."""
+
+    peak_in_flight: float
+    """Most microbatches of a whole rank whose activations were held at once."""
+    peak_between_s_and_t: int
+    """Most microbatches whose E and X were held at once."""
+
+
+class Pipeline:
+    """A pipeline rank with its communicators and its second stream; lives as long as the training job."""
+
+    def __init__(self, groups: PipelineGroups) -> None:
+        self.groups = groups
+        self._stream = second_stream(pipeline_device())
+
+    def run(
+        self,
+        schedule: Schedule,
+        program: Program,
+        model: Model,
+        layers: VocabularyLayers,
+        shapes: Shapes,
+        *,
+        gradients: bool,
+        observer: Observer | None = None,
+    ) -> Report:
+        """Run one iteration.
+
+        Args:
+            schedule: the schedule that `program` was lowered from, with vocab-1 or vocab-2 passes.
+            program: of this rank.
+            model: transformer part, data and loss function of this rank.
+            layers: vocabulary shards of this rank.
+            shapes: sizes of a microbatch, equal on all ranks.
+            gradients: False for evaluation (a schedule made by `Schedule.forward_only`).
+            observer: watches the passes.
+        """
+        placement, rank = schedule.placement, self.groups.rank
+        store, links = Store(), Links(self.groups)
+        passes = VocabularyPasses(
+            store, shapes, layers, model, rank, placement, schedule.vocab, schedule.microbatches, gradients
+        )
+        collectives = VocabularyCollectives(
+            self.groups,
+            self._stream,
+            store,
+            shapes,
+            layers,
+            model,
+            schedule.vocab,
+            gradients,
+            placement.first_rank,
+            placement.last_rank,
+            awaited=_awaited_collectives(program.instructions),
+        )
+
+        def post(instruction: Post) -> None:
+            operation = instruction.operation
+            if isinstance(operation, Collective):
+                collectives.post(operation)
+            elif operation.source == rank:
+                links.send(operation, store.take(_content(operation)))
+            else:
+                links.receive(operation, shapes.activation())
+
+        def wait(instruction: Wait) -> None:
+            operation = instruction.operation
+            if isinstance(operation, Collective):
+                collectives.wait(operation)
+            else:
+                store.put(_content(operation), links.wait(operation))
+
+        handlers = {
+            Run: lambda instruction: passes.run(instruction.action),
+            Loss: lambda instruction: passes.loss(instruction.microbatch),
+            Post: post,
+            Wait: wait,
+        }
+        execute(program, handlers, observer or Unobserved())
+        collectives.finish()
+        links.finish()
+        store.assert_empty()
+        return Report(passes.in_flight.peak / schedule.chunks, passes.between_s_and_t.peak)
+
+
+def _content(message: Message) -> tuple[object, int, int]:
+    return (message.channel, message.target_stage, message.microbatch)
+
+
+def _awaited_collectives(instructions: Sequence[object]) -> frozenset[Collective]:
+    return frozenset(
+        instruction.operation
+        for instruction in instructions
+        if isinstance(instruction, Wait) and isinstance(instruction.operation, Collective)
+    )

@@ -1,0 +1,137 @@
+"""A second stream for the vocabulary collectives, with one face for CUDA and for CPU.
+
+`submit` starts a function after everything submitted before it and after the compute work issued so far; the returned
+event's `wait` orders later compute work after it. On CUDA both orderings are device events and the host goes on. On
+CPU the stream is one worker thread, because gloo's blocking collectives then run beside the passes.
+
+Lifetime: a submitted function writes only into buffers that the compute side allocated, and the event keeps the
+function, and with it those buffers, until the compute side has waited for it or the work is known to be finished.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """Completion of one submitted function."""
+
+    def wait(self) -> None:
+        """Order all later compute work after the function; raises what the function raised."""
+
+    def done(self) -> bool:
+        """Whether the function has finished; never blocks."""
+
+
+class Stream(Protocol):
+    """An ordered queue of functions beside the compute stream."""
+
+    def submit(self, function: Callable[[], None]) -> Event:
+        """Queue `function`."""
+
+    def synchronise(self) -> None:
+        """Order all later compute work after everything submitted; raises the first error."""
+
+
+class CudaEvent:
+    """A device event, with the function whose buffers must outlive it."""
+
+    def __init__(self, event: torch.cuda.Event, function: Callable[[], None]) -> None:
+        self._event = event
+        self._function: Callable[[], None] | None = function
+
+    def wait(self) -> None:
+        """Make the current stream wait for the event; the host goes on."""
+        torch.cuda.current_stream().wait_event(self._event)
+        self._function = None
+
+    def done(self) -> bool:
+        """Whether the device has passed the event."""
+        return self._event.query()
+
+
+class CudaStream:
+    """A CUDA stream of normal priority; point-to-point communicators are the urgent ones."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def submit(self, function: Callable[[], None]) -> CudaEvent:
+        """Enqueue the function's device work behind the compute work issued so far."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            function()
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return CudaEvent(event, function)
+
+    def synchronise(self) -> None:
+        """Make the current stream wait for the second stream."""
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+
+class ThreadEvent:
+    """A future of the worker thread."""
+
+    def __init__(self) -> None:
+        self._future: Future[None] = Future()
+
+    def settle(self, error: BaseException | None) -> None:
+        """Called once by the worker thread."""
+        if error is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(error)
+
+    def wait(self) -> None:
+        """Block until the function has returned; raises what it raised."""
+        self._future.result()
+
+    def done(self) -> bool:
+        """Whether the function has returned."""
+        return self._future.done()
+
+
+class ThreadStream:
+    """One worker thread; the first error fails everything behind it, because the order of collectives is lost.
+
+    The thread is a daemon: a process that fails must be able to end while a collective still waits for its peers.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Callable[[], None], ThreadEvent]] = SimpleQueue()
+        threading.Thread(target=self._work, name="vocabulary-collectives", daemon=True).start()
+
+    def submit(self, function: Callable[[], None]) -> ThreadEvent:
+        """Queue the function on the worker thread."""
+        event = ThreadEvent()
+        self._queue.put((function, event))
+        return event
+
+    def synchronise(self) -> None:
+        """Block until the queue is empty; raises the first error."""
+        self.submit(lambda: None).wait()
+
+    def _work(self) -> None:
+        error: BaseException | None = None
+        torch.set_grad_enabled(False)  # a property of the thread
+        while True:
+            function, event = self._queue.get()
+            if error is None:
+                try:
+                    function()
+                except BaseException as caught:
+                    error = caught
+            event.settle(error)
+            del function, event  # else the buffers of the last collective would live until the next one
+
+
+def second_stream(device: torch.device) -> Stream:
+    """The second stream of `device`."""
+    return CudaStream() if device.type == "cuda" else ThreadStream()

@@ -1,0 +1,35 @@
+"""The runtime on real processes over gloo, against one process with autograd, in fp64."""
+
+import pytest
+import torch
+
+from tests.harness.ranks import run_ranks
+from tests.runtime.toy import reference, run_pipeline
+
+EXTRA = {"vocab-2": 1, "vocab-1": 2}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_losses_and_gradients_equal_one_process(world, method, tied):
+    # Iterations of every length in one life of the processes, evaluation in between: nothing may be left over.
+    steps = [(1, True), (world - 1, True), (3, False), (world, True), (world + 1, True), (1, False), (4 * world, True)]
+    results = run_ranks(world, run_pipeline, method, steps, tied, timeout=120)
+    for iteration, (microbatches, gradients) in enumerate(steps):
+        losses, expected = reference(world, microbatches, iteration, tied)
+        assert results[-1][iteration][0] == pytest.approx(losses, rel=1e-12)
+        assert all(not ranks[iteration][0] for ranks in results[:-1]), "losses belong to the last rank"
+        if not gradients:
+            continue
+        found = {f"layer{rank}": results[rank][iteration][1][f"layer{rank}"] for rank in range(world)}
+        for name in ("embedding",) if tied else ("embedding", "output"):
+            found[name] = torch.cat([ranks[iteration][1][name] for ranks in results])
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert (found[name] - gradient).norm() <= 1e-12 * gradient.norm(), (name, iteration)
+        for rank in range(world):
+            in_flight, between = results[rank][iteration][2]
+            assert in_flight <= min(microbatches, world - rank + EXTRA[method])
+            assert between <= 2
+            assert results[rank][iteration][3] == (1 if tied else 2), "every weight is reported complete once"

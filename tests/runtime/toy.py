@@ -1,0 +1,135 @@
+"""A pipeline without Megatron: one tanh layer a rank between the vocabulary layers, in fp64, and its reference."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_vp.runtime.collectives import VocabularyLayers
+from megatron_vp.runtime.groups import PipelineGroups
+from megatron_vp.runtime.model import Shapes
+from megatron_vp.runtime.pipeline import Pipeline
+from megatron_vp.schedule.generators import generate
+from megatron_vp.schedule.instructions import Channel
+from megatron_vp.schedule.lowering import lower
+from megatron_vp.schedule.passes import VocabMethod
+from megatron_vp.vocab.embedding import EmbeddingLayer
+from megatron_vp.vocab.output import OutputLayer
+from megatron_vp.vocab.shards import VocabShards
+from tests.harness.ranks import process_group
+
+VOCAB, HIDDEN, SEQUENCE, BATCH = 23, 6, 5, 2
+
+
+def parameters(stages: int) -> dict[str, torch.Tensor]:
+    """Initial weights by name, fp64, the same on every call."""
+    generator = torch.Generator().manual_seed(7)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) / HIDDEN**0.5
+
+    layers = {f"layer{stage}": random(HIDDEN, HIDDEN) for stage in range(stages)}
+    return {"embedding": random(VOCAB, HIDDEN), **layers, "output": random(VOCAB, HIDDEN)}
+
+
+def batch(iteration: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, labels [b, s] and loss weights [b, s] of a microbatch."""
+    generator = torch.Generator().manual_seed(100 * iteration + microbatch)
+    tokens, labels = torch.randint(VOCAB, (2, BATCH, SEQUENCE), generator=generator)
+    return tokens, labels, torch.rand(BATCH, SEQUENCE, generator=generator)
+
+
+def reference(
+    stages: int, microbatches: int, iteration: int, tied: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses by microbatch and gradients by name, from autograd in one process."""
+    weights = {name: weight.requires_grad_() for name, weight in parameters(stages).items()}
+    output = weights["embedding"] if tied else weights["output"]
+    losses = []
+    for microbatch in range(microbatches):
+        tokens, labels, loss_weights = batch(iteration, microbatch)
+        hidden = weights["embedding"][tokens]
+        for stage in range(stages):
+            hidden = torch.tanh(hidden @ weights[f"layer{stage}"]) + hidden
+        token_loss = torch.nn.functional.cross_entropy(
+            (hidden @ output.t()).flatten(0, 1), labels.flatten(), reduction="none"
+        )
+        loss = (token_loss * loss_weights.flatten()).sum()
+        loss.backward()
+        losses.append(loss.item())
+    return losses, {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+
+
+class ToyModel:
+    """Implements the runtime's `Model` for one rank and iteration."""
+
+    def __init__(self, weight: torch.nn.Parameter, iteration: int, gradients: bool) -> None:
+        self.weight = weight
+        self.iteration = iteration
+        self.gradients = gradients
+        self.losses: list[float] = []
+        self.completed: list[torch.nn.Parameter] = []
+
+    def tokens(self, microbatch: int) -> torch.Tensor:
+        return batch(self.iteration, microbatch)[0]
+
+    def labels(self, microbatch: int) -> torch.Tensor:
+        return batch(self.iteration, microbatch)[1]
+
+    def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
+        return words_bsh.transpose(0, 1).contiguous()
+
+    def forward(self, chunk: int, microbatch: int, input_sbh: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(self.gradients):
+            return torch.tanh(input_sbh @ self.weight) + input_sbh
+
+    def release_output(self, output_sbh: torch.Tensor) -> None:
+        pass
+
+    def backward(self, chunk: int, microbatch: int, output_sbh: torch.Tensor, gradient_sbh: torch.Tensor) -> None:
+        output_sbh.backward(gradient_sbh)
+
+    def loss(self, microbatch: int, token_loss_bs: torch.Tensor) -> torch.Tensor | None:
+        assert microbatch == len(self.losses)
+        loss_weights = batch(self.iteration, microbatch)[2]
+        self.losses.append((token_loss_bs * loss_weights).sum().item())
+        return loss_weights if self.gradients else None
+
+    def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
+        self.completed.append(parameter)
+
+
+def run_pipeline(
+    rank: int, world: int, method: str, steps: list[tuple[int, bool]], tied: bool
+) -> list[tuple[list[float], dict[str, torch.Tensor], tuple[float, int], int]]:
+    """Run iterations (microbatches, gradients) on one rank; of each: losses, own gradients, peaks, completions."""
+    with process_group(rank, world):
+        weights = parameters(world)
+        shards = VocabShards(VOCAB, world)
+
+        def shard(name: str) -> torch.nn.Parameter:
+            return torch.nn.Parameter(weights[name][shards.start(rank) : shards.start(rank + 1)].clone())
+
+        embedding, layer = shard("embedding"), torch.nn.Parameter(weights[f"layer{rank}"])
+        output = embedding if tied else shard("output")
+        layers = VocabularyLayers(EmbeddingLayer(embedding, shards, rank), OutputLayer(output, shards, rank))
+        forward_edges = [(stage, stage + 1, Channel.ACTIVATION) for stage in range(world - 1)]
+        backward_edges = [(stage + 1, stage, Channel.GRADIENT) for stage in range(world - 1)]
+        pipeline = Pipeline(PipelineGroups.create([range(world)], forward_edges + backward_edges))
+        shapes = Shapes(SEQUENCE, BATCH, HIDDEN, torch.float64, torch.device("cpu"))
+        results = []
+        for iteration, (microbatches, gradients) in enumerate(steps):
+            schedule = generate("1f1b", world, microbatches, vocab=VocabMethod(method))
+            schedule = schedule if gradients else schedule.forward_only()
+            for weight in {embedding, output}:
+                weight.main_grad = torch.zeros_like(weight)
+            layer.grad = None
+            model = ToyModel(layer, iteration, gradients)
+            report = pipeline.run(schedule, lower(schedule)[rank], model, layers, shapes, gradients=gradients)
+            found = {"embedding": embedding.main_grad, f"layer{rank}": layer.grad}
+            if not tied:
+                found["output"] = output.main_grad
+            peaks = (report.peak_in_flight, report.peak_between_s_and_t)
+            results.append((model.losses, found, peaks, len(model.completed)))
+        dist.barrier()
+        return results
