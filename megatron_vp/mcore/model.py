@@ -1,0 +1,216 @@
+"""Model surgery: every chunk becomes a middle chunk, and the vocabulary layers become shards on all pipeline ranks.
+
+Megatron builds its chunks as always, the whole word embedding on the first pipeline rank and the whole output layer on
+the last. Their rows are then scattered over the pipeline, so that training starts from the very weights that plain
+Megatron would start from, and both layers are replaced by their shards under Megatron's own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_pg_rank
+from megatron.training import get_args
+from megatron.training.models.gpt import GPTModelBuilder
+from torch import nn
+
+from megatron_vp.errors import UserError
+from megatron_vp.runtime.collectives import VocabularyLayers
+from megatron_vp.runtime.groups import Edge, PipelineGroups, pipeline_device
+from megatron_vp.runtime.pipeline import Pipeline
+from megatron_vp.schedule.instructions import Channel
+from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
+from megatron_vp.vocab.output import OutputLayer
+from megatron_vp.vocab.shards import VocabShards
+
+PIPELINE_ATTRIBUTE = "vocabulary_parallel_pipeline"
+"""Where a chunk keeps its `Pipeline`."""
+
+
+class ShardedWordEmbedding(EmbeddingLayer):
+    """A shard of the word embedding in the place of Megatron's `word_embeddings`."""
+
+    def forward(self, words: RowExchange | torch.Tensor) -> torch.Tensor:
+        """Pass IF, or nothing.
+
+        Megatron's `LanguageModelEmbedding` on virtual stage 0 calls its `word_embeddings` to look tokens up. There it
+        is given the words themselves, [b, s, h], assembled from all ranks; they pass through, and everything after
+        the look-up (positions, dropout, layout) stays Megatron's.
+        """
+        return words if isinstance(words, torch.Tensor) else super().forward(words)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, ShardedTensor]:
+        """The shard as rows of one global tensor, under plain Megatron's key."""
+        return _sharded_weight(self, prefix, sharded_offsets, metadata)
+
+
+class ShardedOutputLayer(OutputLayer):
+    """A shard of the output layer in the place of Megatron's `output_layer`."""
+
+    def __init__(self, weight: nn.Parameter, shards: VocabShards, index: int, tied: bool) -> None:
+        super().__init__(weight, shards, index)
+        self.tied = tied
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, ShardedTensor]:
+        """The shard as rows of one global tensor; a tied weight is saved with the embedding, as in plain Megatron."""
+        return {} if self.tied else _sharded_weight(self, prefix, sharded_offsets, metadata)
+
+
+class WordEmbeddingHolder(MegatronModule):
+    """Gives a rank without virtual stage 0 the module path `embedding.word_embeddings`."""
+
+    def __init__(self, config: Any, word_embeddings: ShardedWordEmbedding) -> None:
+        super().__init__(config)
+        self.word_embeddings = word_embeddings
+
+
+class VocabularyParallelGPTBuilder(GPTModelBuilder):
+    """Megatron's builder of GPT models, followed by the surgery."""
+
+    def build_model(
+        self,
+        pg_collection: Any,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+        vp_stage: int | None = None,
+    ) -> nn.Module:
+        """Build one chunk."""
+        chunk = super().build_model(pg_collection, pre_process, post_process, vp_stage)
+        return shard_vocabulary(chunk, pg_collection.pp)
+
+
+def sharding_get_model(original: Callable[..., list[nn.Module]]) -> Callable[..., list[nn.Module]]:
+    """Megatron's `get_model`, which builds models through a script's own `model_provider`, with the surgery."""
+
+    def get_model(
+        model_provider_func: Callable[..., nn.Module],
+        model_type: Any = None,
+        wrap_with_ddp: bool = True,
+        config: Any = None,
+        pg_collection: Any = None,
+    ) -> list[nn.Module]:
+        from megatron.core import parallel_state
+
+        def provider(*args: Any, **kwargs: Any) -> nn.Module:
+            pipeline = pg_collection.pp if pg_collection else parallel_state.get_pipeline_model_parallel_group()
+            return shard_vocabulary(model_provider_func(*args, **kwargs), pipeline)
+
+        optional = {} if model_type is None else {"model_type": model_type}
+        return original(provider, wrap_with_ddp=wrap_with_ddp, config=config, pg_collection=pg_collection, **optional)
+
+    return get_model
+
+
+def shard_vocabulary(chunk: nn.Module, pipeline_group: dist.ProcessGroup) -> nn.Module:
+    """Turn a freshly built chunk of this rank, the only one, into a middle chunk with vocabulary shards.
+
+    Collective over the pipeline. Raises UserError for a model without Megatron's vocabulary layers.
+    """
+    if not hasattr(chunk, "share_embeddings_and_output_weights"):
+        raise UserError(
+            f"vocabulary parallelism needs a language model with Megatron's embedding and output_layer, the script "
+            f"built a {type(chunk).__name__}; build a GPTModel or run without --vocab-parallel"
+        )
+    size, rank = dist.get_world_size(pipeline_group), dist.get_rank(pipeline_group)
+    shards = VocabShards(chunk.vocab_size, size)
+    tied = chunk.share_embeddings_and_output_weights
+
+    full = chunk.embedding.word_embeddings.weight if chunk.pre_process else None
+    embedding_weight = _shard(full, shards, rank, 0, pipeline_group, chunk.config)
+    if tied:
+        output_weight = embedding_weight
+    else:
+        full = chunk.output_layer.weight if chunk.post_process else None
+        output_weight = _shard(full, shards, rank, size - 1, pipeline_group, chunk.config)
+
+    word_embeddings = ShardedWordEmbedding(embedding_weight, shards, rank)
+    if chunk.pre_process:
+        chunk.embedding.word_embeddings = word_embeddings
+    else:
+        chunk.embedding = WordEmbeddingHolder(chunk.config, word_embeddings)
+    chunk.output_layer = ShardedOutputLayer(output_weight, shards, rank, tied)
+    # The decoder keeps its own post_process: the final norm belongs to the last stage and is applied there.
+    chunk.pre_process = chunk.post_process = chunk.decoder.pre_process = False
+    # Else Megatron would all-reduce the tied weight over first and last rank, which hold different rows now.
+    chunk.share_embeddings_and_output_weights = False
+    timeout = timedelta(minutes=get_args().distributed_timeout_minutes)
+    groups = PipelineGroups.create(_all_pipelines(pipeline_group), _linear_edges(size), timeout)
+    setattr(chunk, PIPELINE_ATTRIBUTE, Pipeline(groups))
+    return chunk
+
+
+def vocabulary_layers(chunk: nn.Module) -> VocabularyLayers:
+    """The shards of a chunk that `shard_vocabulary` made."""
+    return VocabularyLayers(chunk.embedding.word_embeddings, chunk.output_layer)
+
+
+def _all_pipelines(own: dist.ProcessGroup) -> list[list[int]]:
+    """The global ranks of every pipeline of the job, in pipeline order."""
+    members: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(members, dist.get_process_group_ranks(own))
+    return [list(ranks) for ranks in sorted(set(map(tuple, members)))]
+
+
+def _linear_edges(size: int) -> list[Edge]:
+    neighbours = [(rank, rank + 1) for rank in range(size - 1)]
+    return [(a, b, Channel.ACTIVATION) for a, b in neighbours] + [(b, a, Channel.GRADIENT) for a, b in neighbours]
+
+
+@torch.no_grad()
+def _shard(
+    full_vh: nn.Parameter | None,
+    shards: VocabShards,
+    rank: int,
+    owner: int,
+    group: dist.ProcessGroup,
+    config: Any,
+) -> nn.Parameter:
+    """Scatter the rows of the owner's weight [V, h]; returns this rank's shard, with Megatron's attributes on it."""
+    device = pipeline_device()
+    rows = torch.empty(shards.rows_per_shard, config.hidden_size, dtype=config.params_dtype, device=device)
+    pieces = None
+    if rank == owner:
+        missing = shards.rows_per_shard * shards.count - shards.vocab_size
+        padded_vh = nn.functional.pad(full_vh.detach().to(device), (0, 0, 0, missing))
+        pieces = list(padded_vh.chunk(shards.count))
+    dist.scatter(rows, pieces, src=dist.get_global_rank(group, owner), group=group)
+    home = torch.device("cpu") if config.use_cpu_initialization else device
+    weight = nn.Parameter(rows[: shards.rows(rank)].clone().to(home))
+    # Counted once by gradient norm and zero count, as a row block that no other rank holds.
+    tensor_parallel.set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
+    weight.is_embedding_or_output_parameter = True
+    return weight
+
+
+def _sharded_weight(
+    layer: EmbeddingLayer | OutputLayer, prefix: str, sharded_offsets: tuple, metadata: dict | None
+) -> dict[str, ShardedTensor]:
+    assert not sharded_offsets, "the vocabulary layers belong to no repeated block"
+    shards, weight = layer.shards, layer.weight
+    even = shards.vocab_size == shards.rows_per_shard * shards.count
+    key = f"{prefix}weight"
+    return {
+        key: ShardedTensor(
+            key=key,
+            # The optimizer finds its own state by the identity of this parameter.
+            data=weight,
+            dtype=weight.dtype,
+            local_shape=tuple(weight.shape),
+            global_shape=(shards.vocab_size, weight.shape[1]),
+            global_offset=(shards.start(layer.index), 0),
+            axis_fragmentations=(shards.count, 1) if even else None,
+            replica_id=(0, 0, get_pg_rank(metadata["dp_cp_group"])),
+            allow_shape_mismatch=True,
+        )
+    }

@@ -1,0 +1,112 @@
+"""The function that Megatron's training loop calls in place of its own pipeline schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.training import get_args
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.driver import MegatronModel
+from megatron_vp.mcore.model import PIPELINE_ATTRIBUTE, vocabulary_layers
+from megatron_vp.mcore.rank_report import rank_report
+from megatron_vp.runtime.groups import pipeline_device
+from megatron_vp.runtime.model import Shapes
+from megatron_vp.runtime.pipeline import Pipeline
+from megatron_vp.schedule.generators import generate
+from megatron_vp.schedule.instructions import Program
+from megatron_vp.schedule.lowering import lower
+from megatron_vp.schedule.passes import Schedule, VocabMethod
+
+
+def forward_backward(
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Iterator[Any] | list[Iterator[Any]],
+    model: torch.nn.Module | list[torch.nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    p2p_communicator: Any = None,
+    pg_collection: Any = None,
+    force_all_reduce: bool | None = False,
+) -> list[Any]:
+    """Run one iteration with vocabulary passes; Megatron's contract for a `forward_backward_func`.
+
+    Returns:
+        What the user's loss function reported, one entry a microbatch, on the last pipeline rank; empty elsewhere.
+
+    Raises:
+        UserError: for what this schedule cannot do.
+    """
+    if collect_non_loss_data:
+        raise UserError("collecting non-loss data is not supported with --vocab-parallel; run it without the flag")
+    if adjust_tensor_shapes_fn is not None:
+        raise UserError("adjusted tensor shapes (distillation) are not supported with --vocab-parallel")
+    (chunk,) = model if isinstance(model, list) else [model]
+    (iterator,) = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    core = get_attr_wrapped_model(chunk, PIPELINE_ATTRIBUTE, return_model_obj=True)
+    pipeline: Pipeline = getattr(core, PIPELINE_ATTRIBUTE)
+    config = get_model_config(chunk)
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    shapes = Shapes(seq_length, micro_batch_size, config.hidden_size, config.params_dtype, pipeline_device())
+    gradients = not forward_only
+
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    schedule, programs = _programs(
+        get_args().pipeline_schedule,
+        get_args().vocab_parallel_algorithm,
+        len(pipeline.groups.members),
+        num_microbatches,
+        forward_only,
+    )
+    rank = pipeline.groups.rank
+    megatron = MegatronModel(
+        chunk, forward_step_func, iterator, num_microbatches, shapes, gradients, rank == 0, groups.cp.size()
+    )
+    observer = rank_report() if gradients else None
+    with observer.iteration(model, num_microbatches) if observer else nullcontext():
+        counted = pipeline.run(
+            schedule,
+            programs[rank],
+            megatron,
+            vocabulary_layers(core),
+            shapes,
+            gradients=gradients,
+            observer=observer,
+        )
+        if observer:
+            observer.held(counted.peak_in_flight, counted.peak_between_s_and_t)
+    megatron.finish()
+    if gradients and config.finalize_model_grads_func is not None:
+        config.finalize_model_grads_func(
+            [chunk],
+            megatron.tokens_seen if config.calculate_per_token_loss else None,
+            pg_collection=groups,
+            force_all_reduce=force_all_reduce,
+        )
+    if config.timers is not None:
+        config.timers("forward-backward").stop()
+    return megatron.losses
+
+
+@lru_cache(maxsize=8)
+def _programs(
+    name: str, method: str, pipeline_size: int, microbatches: int, forward_only: bool
+) -> tuple[Schedule, tuple[Program, ...]]:
+    schedule = generate(name, pipeline_size, microbatches, vocab=VocabMethod(method))
+    if forward_only:
+        schedule = schedule.forward_only()
+    return schedule, lower(schedule)
