@@ -1,0 +1,48 @@
+"""Entry point of `megatron-vp`: collects the subcommands and turns bad input into one line and exit status 2."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from megatron_vp import __version__
+from megatron_vp.cli import data, patches, run, schedule
+from megatron_vp.errors import UserError
+
+app = typer.Typer(
+    name="megatron-vp",
+    help="Vocabulary parallelism and balanced pipeline schedules for Megatron-Core.",
+    add_completion=False,
+    rich_markup_mode=None,
+)
+for command in (schedule, data, patches, run):
+    command.register(app)
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version and exit.")
+) -> None:
+    if version or context.invoked_subcommand is None:
+        typer.echo(__version__ if version else context.get_help())
+        raise typer.Exit
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command; never returns. Exit status 2 and one line for bad input, a traceback only for a defect."""
+    try:
+        status = app(arguments, standalone_mode=False)
+    except typer.Abort:
+        status = 130
+    except typer.TyperException as error:
+        print(f"megatron-vp: error: {error.format_message()}", file=sys.stderr)
+        status = 2
+    except UserError as error:
+        print(f"megatron-vp: error: {error}", file=sys.stderr)
+        status = 2
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""`megatron-vp data`: text in, tokenizer and Megatron dataset out."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("data")(data)
+
+
+def data(
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(metavar="INPUT", show_default=False, help="Text files, .jsonl files, or directories of them."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write to; made if needed.")],
+    vocab_size: Annotated[
+        int | None, typer.Option("--vocab-size", help="Train a byte-level BPE tokenizer with this many tokens.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", help="Use the tokenizer of this directory instead of training one.")
+    ] = None,
+    name: Annotated[
+        str, typer.Option("--name", help="Files are named NAME_text_document and NAME_tokenizer.")
+    ] = "corpus",
+    json_key: Annotated[str, typer.Option("--json-key", help="Key of the text in .jsonl files.")] = "text",
+    split_lines: Annotated[
+        bool, typer.Option("--split-lines", help="Every line of a text file is a document, not every file.")
+    ] = False,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Threads that train and encode (default: all cores).")
+    ] = None,
+) -> None:
+    """Turn text into a dataset that Megatron trains on.
+
+    Trains a tokenizer on the text (or takes an existing one), writes one document per file, line or JSON object, each
+    closed by the end-of-text token, and prints the flags to train with.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from megatron_vp.data.texts import TextFiles
+    from megatron_vp.mcore.dataset import prepare
+
+    if workers is not None:
+        os.environ["RAYON_NUM_THREADS"] = str(workers)
+    texts = TextFiles.find(inputs, json_key, split_lines)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bars:
+        tasks: dict[str, int] = {}
+
+        def show(stage: str, done: int, total: int | None) -> None:
+            if stage not in tasks:
+                for earlier in tasks.values():
+                    bars.stop_task(earlier)
+                tasks[stage] = bars.add_task(stage, total=total, done="")
+            bars.update(tasks[stage], completed=done, done=f"{done / 1e6:.1f} M characters")
+
+        prepared = prepare(texts, output, name=name, vocab_size=vocab_size, tokenizer=tokenizer, progress=show)
+    counts = f"{prepared.documents} documents, {prepared.tokens} tokens, vocabulary {prepared.vocab_size}"
+    typer.echo(f"{counts}. Train on them with:")
+    typer.echo("  " + shlex.join(prepared.flags()))

@@ -1,0 +1,50 @@
+"""`megatron-vp patches`: what is replaced in Megatron, why, and whether it fits the installed one."""
+
+from __future__ import annotations
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command("patches")
+    def patches_command(
+        dry_run: bool = typer.Option(
+            False, "--dry-run", help="Compare signatures only; without it every group is also applied and taken back."
+        ),
+    ) -> None:
+        """List what is patched in Megatron-Core, why, and whether it fits the installed version.
+
+        Exit status 1 if anything does not fit, with the symbol or the version named.
+        """
+        from megatron_vp.errors import UserError
+        from megatron_vp.mcore import patches
+        from megatron_vp.mcore.platform import quiet_fallback_warnings
+
+        quiet_fallback_warnings()
+        try:
+            version = patches.installed_version()
+        except UserError as error:
+            typer.echo(f"does not fit: {error}")
+            raise typer.Exit(1) from None
+        problems: list[patches.Problem] = []
+        for name in patches.GROUPS:
+            declared = patches.group(name)
+            found = patches.check(declared)
+            problems += found
+            if not found and not dry_run:
+                with patches.patched(declared):
+                    pass
+            unfit = {problem.target for problem in found}
+            typer.echo(f"{name}: {patches.WHEN[name]}")
+            for patch in declared:
+                typer.echo(f"  {'DOES NOT FIT' if patch.target in unfit else 'fits'}  {patch.target}  ({patch.reason})")
+            if not declared:
+                typer.echo("  nothing is patched")
+        for problem in problems:
+            typer.echo(str(problem))
+        verdict = f"{len(problems)} do not fit" if problems else "all patches fit"
+        typer.echo(f"{verdict} megatron-core {version} (tested: {', '.join(patches.TESTED_VERSIONS)})")
+        if problems:
+            raise typer.Exit(1)

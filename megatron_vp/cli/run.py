@@ -1,0 +1,30 @@
+"""`megatron-vp run`: somebody's own Megatron script under the plug-in."""
+
+from __future__ import annotations
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command(
+        "run",
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+    )
+    def run_command(
+        context: typer.Context,
+        script: str = typer.Argument(help="Path of a Megatron training script, unchanged."),
+    ) -> None:
+        """Run a Megatron training script under the plug-in, in every process of a launcher.
+
+        Everything after SCRIPT goes to the script; the plug-in's own flags (--vocab-parallel, --config FILE, --cpu) are
+        understood among them. Start it with a launcher, one process a rank:
+
+        \b
+        torchrun --nproc-per-node 4 --no-python \\
+            megatron-vp run pretrain_gpt.py --vocab-parallel ...
+        """
+        from megatron_vp.mcore.launch import run_script
+
+        run_script(script, context.args)

@@ -1,0 +1,123 @@
+"""`megatron-vp schedule`: generate a schedule or read one, prove it, and show it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_vp.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_vp.schedule import PassCosts, Schedule, Timeline
+
+
+class Format(StrEnum):
+    """What to print or write."""
+
+    TABLE = "table"
+    JSON = "json"
+    CSV = "csv"
+    SVG = "svg"
+    PNG = "png"
+    PERFETTO = "perfetto"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("schedule")(schedule)
+
+
+def schedule(
+    name: Annotated[str | None, typer.Argument(help="Schedule family, such as 1f1b. Leave out with --from.")] = None,
+    pipeline_size: Annotated[int | None, typer.Option("-p", "--pipeline-size", help="Pipeline ranks.")] = None,
+    microbatches: Annotated[int | None, typer.Option("-m", "--microbatches", help="Microbatches a step.")] = None,
+    vocab: Annotated[str, typer.Option(help="Vocabulary passes: none, vocab-1 or vocab-2.")] = "none",
+    chunks: Annotated[int | None, typer.Option(help="Model chunks a rank, where the family has a choice.")] = None,
+    cost: Annotated[
+        str,
+        typer.Option(
+            help="Durations of the passes, in any unit, as F=1,B=1,W=1,S=0.25,T=0.25,IF=0.05,IB=0.05,comm=0 (these are "
+            "the defaults). F, B (input gradient) and W (weight gradient) are those of all chunks of a rank."
+        ),
+    ] = "",
+    output_format: Annotated[Format, typer.Option("--format", help="What to show.")] = Format.TABLE,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write instead of the screen.")] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="JSON or CSV file with a schedule to prove and show.")
+    ] = None,
+) -> None:
+    """Generate a pipeline schedule (or read one with --from), prove that it runs, and show it.
+
+    Example: megatron-vp schedule 1f1b -p 8 -m 32 --vocab vocab-2 --format png -o schedule.png
+    """
+    from megatron_vp.schedule import PassCosts, ScheduleError, simulate, validate
+
+    costs = PassCosts.parse(cost)
+    try:
+        if source is not None:
+            given = {"NAME": name, "-p": pipeline_size, "-m": microbatches, "--chunks": chunks}
+            clash = [option for option, value in given.items() if value is not None] + ["--vocab"] * (vocab != "none")
+            if clash:
+                raise UserError(f"--from names a whole schedule; leave out {', '.join(clash)}")
+            timeline = validate(_read(source), costs)
+        else:
+            timeline = simulate(_generate(name, pipeline_size, microbatches, vocab, chunks, costs), costs)
+    except ScheduleError as error:
+        raise UserError(str(error).splitlines()[0]) from error
+    _write(_render(timeline, output_format), output, output_format)
+
+
+def _generate(
+    name: str | None,
+    pipeline_size: int | None,
+    microbatches: int | None,
+    vocab: str,
+    chunks: int | None,
+    costs: PassCosts,
+) -> Schedule:
+    from megatron_vp.schedule import GENERATORS, generate
+
+    if name is None or pipeline_size is None or microbatches is None:
+        raise UserError(f"give NAME (one of {', '.join(GENERATORS)}), -p RANKS and -m MICROBATCHES, or --from FILE")
+    return generate(name, pipeline_size, microbatches, vocab=vocab, chunks=chunks, costs=costs)
+
+
+def _read(source: Path) -> Schedule:
+    from megatron_vp.schedule import from_csv, from_json
+
+    try:
+        text = source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UserError(f"cannot read schedule file {source}: {reason}") from None
+    return from_json(text) if text.lstrip().startswith("{") else from_csv(text)
+
+
+def _render(timeline: Timeline, output_format: Format) -> str | bytes:
+    from megatron_vp.schedule import draw, to_csv, to_json
+
+    match output_format:
+        case Format.TABLE:
+            return draw.to_text(timeline)
+        case Format.JSON:
+            return to_json(timeline.schedule, timeline) + "\n"
+        case Format.CSV:
+            return to_csv(timeline.schedule, timeline)
+        case Format.PERFETTO:
+            return draw.to_perfetto(timeline) + "\n"
+    return draw.to_picture(timeline, output_format.value)
+
+
+def _write(content: str | bytes, output: Path | None, output_format: Format) -> None:
+    if output is None:
+        if output_format is Format.PNG:
+            raise UserError("a PNG does not go to the screen; name a file with -o")
+        typer.echo(content, nl=False)
+        return
+    try:
+        output.write_bytes(content if isinstance(content, bytes) else content.encode())
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}") from None
