@@ -58,10 +58,15 @@ class Run:
         times = self.reports[0]["iteration_milliseconds"][1:]
         return sum(times) / len(times) / 1000
 
-    def share(self, rank: int) -> float:
-        """Part of the iteration time that a rank computes."""
+    def seconds(self, rank: int) -> float:
+        """Time that a rank computes in an iteration."""
         report = self.reports[rank]
-        return sum(report["pass_milliseconds"].values()) / sum(report["iteration_milliseconds"])
+        return sum(report["pass_milliseconds"].values()) / report["iterations"] / 1000
+
+    def share(self, rank: int) -> float:
+        """The same as a part of the iteration time."""
+        report = self.reports[rank]
+        return 1000 * self.seconds(rank) * report["iterations"] / sum(report["iteration_milliseconds"])
 
     def milliseconds(self, rank: int, name: str) -> float:
         """Mean time of one kind of pass on a rank, per iteration."""
@@ -71,7 +76,8 @@ class Run:
 def main() -> None:
     """Prepare the data, train twice, report."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=ROOT / "quickstart", help="folder for data, logs and pictures")
+    default = ROOT / "runs" / "quickstart"
+    parser.add_argument("--output", type=Path, default=default, help="folder for data, logs and pictures")
     parser.add_argument("--iterations", type=int, help="instead of the configured number")
     options = parser.parse_args()
     started = time.monotonic()
@@ -157,7 +163,7 @@ def _losses(folder: Path) -> list[float]:
 def _print_comparison(plain: Run, split: Run, on_gpus: bool) -> None:
     table = Table(title=f"plain Megatron | {split.title} ({ALGORITHM}), measured")
     table.add_column("rank")
-    for column in ("parameters", "microbatches in flight", "part of the iteration that it computes"):
+    for column in ("parameters", "microbatches in flight", "computes in an iteration"):
         table.add_column(column, justify="right")
     for rank in range(RANKS):
         before, after = plain.reports[rank], split.reports[rank]
@@ -165,7 +171,7 @@ def _print_comparison(plain: Run, split: Run, on_gpus: bool) -> None:
             str(rank),
             f"{before['parameters']:,} | {after['parameters']:,}",
             f"{before['peak_microbatches_in_flight']:g} | {after['peak_microbatches_in_flight']:g}",
-            f"{plain.share(rank):.0%} | {split.share(rank):.0%}",
+            " | ".join(f"{run.seconds(rank):.2f} s, {run.share(rank):.0%}" for run in (plain, split)),
         )
     console.print(table)
     difference = max(abs(a - b) for a, b in zip(plain.losses, split.losses, strict=True))
@@ -176,10 +182,12 @@ def _print_comparison(plain: Run, split: Run, on_gpus: bool) -> None:
         f"seconds an iteration: {plain.seconds_per_iteration:.2f} | {split.seconds_per_iteration:.2f} "
         f"(plain takes {ratio:.2f} times as long)"
     )
+    busiest = [max(map(run.seconds, range(RANKS))) for run in (plain, split)]
+    console.print(f"of that the busiest rank computes: {busiest[0]:.2f} | {busiest[1]:.2f}")
     if not on_gpus and (os.cpu_count() or 1) < RANKS:
         console.print(
-            f"{RANKS} ranks share {os.cpu_count()} cores here: the balance is real, the gain in speed is not that of "
-            f"{RANKS} devices"
+            f"{RANKS} ranks share {os.cpu_count()} cores here, so an iteration takes as long as all the work together; "
+            f"with a device for every rank it takes as long as the busiest one"
         )
 
 

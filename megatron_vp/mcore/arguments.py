@@ -126,6 +126,11 @@ REFUSALS = (
         "--fp16-lm-cross-entropy out",
     ),
     Refusal(
+        lambda a: a.vocab_parallel and a.fp32_residual_connection,
+        "--vocab-parallel with --fp32-residual-connection is not supported: the last stage's output travels in the "
+        "model's dtype; leave --fp32-residual-connection out",
+    ),
+    Refusal(
         lambda a: a.vocab_parallel and (a.fp8 or a.fp4),
         "--vocab-parallel with fp8 or fp4 is not tested: use --bf16",
     ),

@@ -101,6 +101,10 @@ class VocabularyCollectives:
     def wait(self, collective: Collective) -> None:
         """Order the passes that follow after a collective, and hand its result to them."""
         event, complete = self._posted.pop(collective)
+        if collective.kind is CollectiveKind.TOKENS:
+            # The exchange's sizes are needed on the host. This was posted at least a microbatch ago, so the host falls
+            # back to where the second stream was then, and never waits for the compute stream to drain.
+            event.host_wait()
         event.wait()
         complete()
 
@@ -117,12 +121,14 @@ class VocabularyCollectives:
         tokens_bs = self._model.tokens(microbatch) if rank == 0 else shapes.token_ids()
         labels_bs = self._model.labels(microbatch) if rank == last else shapes.token_ids()
 
+        exchange = RowExchange(tokens_bs.view(-1), self._layers.embedding.shards)
+
         def communicate() -> None:
             self._broadcast(tokens_bs, 0)
             self._broadcast(labels_bs, last)
+            exchange.plan()
 
         def complete() -> None:
-            exchange = RowExchange.plan(tokens_bs.flatten(), self._layers.embedding.shards)
             # IF, EMBED and, on the receiving rank, the assembly; then the same way back.
             forward_uses = 2 + self._holds_first
             backward_uses = 2 if self._gradients else 0

@@ -25,6 +25,9 @@ class Event(Protocol):
     def wait(self) -> None:
         """Order all later compute work after the function; raises what the function raised."""
 
+    def host_wait(self) -> None:
+        """Block the host until the function has finished."""
+
     def done(self) -> bool:
         """Whether the function has finished; never blocks."""
 
@@ -50,6 +53,10 @@ class CudaEvent:
         """Make the current stream wait for the event; the host goes on."""
         torch.cuda.current_stream().wait_event(self._event)
         self._function = None
+
+    def host_wait(self) -> None:
+        """Block until the device has passed the event."""
+        self._event.synchronize()
 
     def done(self) -> bool:
         """Whether the device has passed the event."""
@@ -92,6 +99,10 @@ class ThreadEvent:
     def wait(self) -> None:
         """Block until the function has returned; raises what it raised."""
         self._future.result()
+
+    def host_wait(self) -> None:
+        """Block until the function has returned."""
+        self.wait()
 
     def done(self) -> bool:
         """Whether the function has returned."""

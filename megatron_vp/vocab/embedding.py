@@ -7,7 +7,7 @@ reduction would grow with the number of ranks instead.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -16,35 +16,49 @@ from megatron_vp.errors import UserError
 from megatron_vp.vocab.shards import VocabShards
 
 
-@dataclass(frozen=True)
 class RowExchange:
     """Who owns which position of a microbatch's flattened tokens [n].
 
-    `order_n` lists the positions sorted by owner, in ascending position within an owner: the layout of the [n, h]
-    buffer that stage 0 receives and of the gradients it sends. `counts` are the owners' shares of it, on the host.
+    The object is made first and filled later, by `plan`, which may run on another stream: its buffers belong to the
+    stream that made it, and nothing in `plan` waits for the device.
+
+    Args:
+        tokens_n: int64 token ids; may still be on their way until `plan` runs.
+        shards: the cut of the vocabulary.
     """
 
-    tokens_n: torch.Tensor
-    order_n: torch.Tensor
-    counts: tuple[int, ...]
+    def __init__(self, tokens_n: torch.Tensor, shards: VocabShards) -> None:
+        self.tokens_n = tokens_n
+        self.shards = shards
+        self.order_n = torch.empty_like(tokens_n)
+        """Positions sorted by owner, in ascending position within an owner: the layout of the [n, h] buffer that
+        stage 0 receives and of the gradients that it sends."""
+        self._counts = torch.empty(shards.count + 1, dtype=torch.int64, pin_memory=tokens_n.is_cuda)
 
-    @classmethod
-    def plan(cls, tokens_n: torch.Tensor, shards: VocabShards) -> RowExchange:
-        """Plan the exchange of int64 tokens [n]. Reads the counts back to the host.
+    def plan(self) -> None:
+        """Find the owners; asynchronous on a GPU."""
+        outside_n = (self.tokens_n < 0) | (self.tokens_n >= self.shards.vocab_size)
+        owner_n = torch.where(outside_n, self.shards.count, self.shards.owner(self.tokens_n))
+        sorted_n, order_n = owner_n.sort(stable=True)
+        self.order_n.copy_(order_n)
+        owners = torch.arange(self.shards.count + 2, device=sorted_n.device)
+        self._counts.copy_(torch.searchsorted(sorted_n, owners).diff(), non_blocking=True)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many positions every shard owns; to be asked when `plan` is known to be finished.
 
         Raises:
-            UserError: a token id outside the vocabulary, which no rank owns.
+            UserError: a token id outside the vocabulary, which no shard owns.
         """
-        outside_n = (tokens_n < 0) | (tokens_n >= shards.vocab_size)
-        owner_n = torch.where(outside_n, shards.count, shards.owner(tokens_n))
-        order_n = torch.argsort(owner_n, stable=True)
-        *counts, outside = torch.bincount(owner_n, minlength=shards.count + 1).tolist()
+        *counts, outside = self._counts.tolist()
         if outside:
+            token = self.tokens_n[self.order_n[-1]].item()
             raise UserError(
-                f"token id {tokens_n[outside_n][0].item()} is outside the vocabulary of {shards.vocab_size}: the data "
-                f"was made with another tokenizer, or the padded vocabulary size is too small"
+                f"token id {token} is outside the vocabulary of {self.shards.vocab_size}: the data was made with "
+                f"another tokenizer, or the padded vocabulary size is too small"
             )
-        return cls(tokens_n, order_n, tuple(counts))
+        return tuple(counts)
 
     def owned_by(self, index: int) -> torch.Tensor:
         """Token ids that shard `index` owns, in the order in which its rows travel, [counts[index]]."""

@@ -30,6 +30,7 @@ REFUSED = [
     ({**VP, "mtp_num_layers": 1, "position_embedding_type": "rope"}, "--mtp-num-layers"),
     ({**VP, "num_experts": 4}, "--num-experts"),
     ({**VP, "fp16_lm_cross_entropy": True, "fp16": True}, "--fp16-lm-cross-entropy"),
+    ({**VP, "fp32_residual_connection": True, "bf16": True}, "--fp32-residual-connection"),
     ({**VP, "dataloader_inter_document_masking": True}, "packed sequences"),
     ({**VP, "logits_load_dir": "there"}, "--logits-load-dir"),
     ({**VP, "optimizer": "lion"}, "--optimizer lion"),

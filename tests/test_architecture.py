@@ -1,0 +1,61 @@
+"""Imports point one way, and only one room knows Megatron."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "megatron_vp"
+
+ROOMS = {
+    "schedule": set(),
+    "vocab": set(),
+    "data": set(),
+    "runtime": {"vocab", "schedule"},
+    "mcore": {"runtime", "vocab", "schedule", "data"},
+    "cli": {"mcore", "schedule", "data"},
+}
+LIBRARIES = {
+    "schedule": {"matplotlib"},
+    "vocab": {"torch"},
+    "data": {"tokenizers", "transformers", "huggingface_hub"},
+    "runtime": {"torch"},
+    "mcore": {"torch", "megatron", "omegaconf", "yaml", "numpy"},
+    "cli": {"typer", "rich"},
+}
+
+
+def _imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module
+
+
+def test_every_folder_is_a_known_room():
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_of_a_room(room):
+    for path in sorted((PACKAGE / room).rglob("*.py")):
+        for name in _imports(path):
+            first, _, rest = name.partition(".")
+            if first == "megatron_vp":
+                target = rest.partition(".")[0]
+                assert target in ROOMS[room] | {room, "errors", ""}, f"{path} imports {name}"
+            elif first not in sys.stdlib_module_names:
+                assert first in LIBRARIES[room], f"{path} imports {name}"
+
+
+def test_schedules_and_help_need_neither_torch_nor_megatron():
+    code = (
+        "import sys, megatron_vp.cli.app, megatron_vp.schedule.lowering, megatron_vp.schedule.generators;"
+        "print(sorted({'torch', 'megatron', 'numpy', 'matplotlib', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
