@@ -22,7 +22,7 @@ LIBRARIES = {
     "vocab": {"torch"},
     "data": {"tokenizers", "transformers", "huggingface_hub"},
     "runtime": {"torch"},
-    "mcore": {"torch", "megatron", "omegaconf", "yaml", "numpy"},
+    "mcore": {"torch", "megatron", "omegaconf", "yaml", "numpy", "tokenizers"},
     "cli": {"typer", "rich"},
 }
 
