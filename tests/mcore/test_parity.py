@@ -64,7 +64,7 @@ def _arguments(size: int, microbatches: int, tied: bool, positions: str, **chang
         eval_interval=2,  # evaluation between the steps, on the same processes
         untie_embeddings_and_output_weights=not tied,
         position_embedding_type=positions,
-        # Many tokens and few words: a sum over 128 positions, and dot products over 40 logits, keep plain Megatron's own
+        # Many tokens and few words: sums over 128 positions, and dot products over 40 logits, keep plain Megatron's own
         # rounding at half of the bound. 39 tokens and the end of document make 40 rows, uneven on three ranks.
         seq_length=128,
         max_position_embeddings=128,
