@@ -5,12 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
@@ -63,7 +64,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         finally:
             for process in processes:
                 if process.pid is not None:
-                    process.kill()
+                    _kill_with_children(process.pid)
                     process.join()
             for reader, _ in pipes:
                 reader.close()
@@ -80,6 +81,16 @@ def process_group(rank: int, world_size: int) -> Iterator[None]:
     dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     yield
     dist.destroy_process_group()
+
+
+def _kill_with_children(pid: int) -> None:
+    """End a rank and what it started: checkpoint writers outlive the rank that spawned them."""
+    with suppress(ProcessLookupError):
+        # Until the rank leads its own session, its group is that of the whole test run.
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _collect(readers: list[Connection], outputs: list[Path], deadline: float, timeout: float) -> list:
@@ -115,6 +126,7 @@ def _tail(output: Path, rank: int) -> str:
 
 
 def _rank_main(rank: int, world_size: int, port: int, call: bytes, writer: Connection, output: Path) -> None:
+    os.setsid()
     with open(output, "w") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
