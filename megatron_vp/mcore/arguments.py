@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -220,6 +221,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         refuse(args)
         check_inputs(args)
         if args.vocab_parallel:
+            _warn_of_one_queue(args)
             patches.apply(patches.group("vocabulary parallelism"))
         elif args.rank_report is not None:
             patches.apply(patches.group("rank report"))
@@ -247,6 +249,15 @@ def refuse(args: argparse.Namespace) -> None:
     for refusal in REFUSALS:
         if refusal.applies(args):
             raise UserError(refusal.message.format_map(vars(args)))
+
+
+def _warn_of_one_queue(args: argparse.Namespace) -> None:
+    if args.distributed_backend == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and args.rank == 0:
+        warnings.warn(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one hardware queue: a vocabulary collective that "
+            "waits for its peers holds up the passes behind it; unset it, tensor parallelism alone needs it",
+            stacklevel=2,
+        )
 
 
 def _write_resolved(args: argparse.Namespace) -> None:

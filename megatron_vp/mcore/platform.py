@@ -55,8 +55,9 @@ def quiet_fallback_warnings() -> None:
 
 def prepare_environment(cpu: bool) -> None:
     """Set what must stand before Megatron is imported (variables, a logger's level); the user's variables stay."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if cpu:
+        # Megatron asks for it under tensor parallelism, without a device too.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         # Devices that exist must not be found half-way by a part that asks torch itself.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
