@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
+from megatron_vp.errors import UserError
 from megatron_vp.schedule.placement import Placement
 
 
 @dataclass(frozen=True)
 class BuildingBlock:
-    """Nominal start times of microbatch 0 by virtual stage; microbatch i follows i intervals later.
+    """Nominal start times of microbatch 0 by virtual stage.
 
+    Microbatches come in groups of `group`. Groups follow each other as fast as their work allows, `group` intervals
+    apart; those of a larger group `interval` / chunks, as the group goes through one chunk after the other.
     `weight` is None where B includes the weight gradient. `held[r]` is the most chunk activations rank r may hold.
     Times need only respect the dependencies: they say which pass goes first, not when it runs.
     """
@@ -21,3 +26,46 @@ class BuildingBlock:
     backward: tuple[float, ...]
     weight: tuple[float, ...] | None
     held: tuple[int, ...]
+    group: int = 1
+
+    @property
+    def step(self) -> float:
+        """Time between two microbatches of a group."""
+        return self.interval if self.group == 1 else self.interval / self.placement.chunks
+
+    def arrival(self, microbatch: int) -> float:
+        """How much later than microbatch 0 everything of `microbatch` happens."""
+        groups, place = divmod(microbatch, self.group)
+        return groups * self.group * self.interval + place * self.step
+
+
+def weights_in_free_slots(
+    placement: Placement, slots: int, forward: Sequence[int], backward: Sequence[int]
+) -> list[int]:
+    """Slot of each stage's W, where all passes take one of the `slots` of an interval: the first free one after B."""
+    weight = [0] * placement.stages
+    for stages in placement.stage_of:
+        taken = {slot % slots for stage in stages for slot in (forward[stage], backward[stage])}
+        for stage in sorted(stages, key=lambda stage: backward[stage]):
+            weight[stage] = next(slot for slot in count(backward[stage] + 1) if slot % slots not in taken)
+            taken.add(weight[stage] % slots)
+    return weight
+
+
+def v_shaped_block(
+    pipeline_size: int, interval: float, forward: Sequence[int], backward: Sequence[int], held: int
+) -> BuildingBlock:
+    """Two chunks a rank in V shape, B and W split, all passes on a grid of six slots an interval.
+
+    `forward` and `backward` are slots by virtual stage; no two passes of a rank may share a slot modulo six.
+    """
+    placement = Placement.v_shape(pipeline_size)
+    weight = weights_in_free_slots(placement, 6, forward, backward)
+    times = [tuple(slot * interval / 6 for slot in slots) for slots in (forward, backward, weight)]
+    return BuildingBlock(placement, interval, *times, held=(held,) * pipeline_size)
+
+
+def refuse_chunks(name: str, chunks: int | None, own: int) -> None:
+    """Raise UserError where a family that has `own` chunks a rank is asked for another number."""
+    if chunks not in (None, own):
+        raise UserError(f"schedule {name} has {own} chunk{'s' * (own > 1)} a rank, got {chunks}; leave the chunks out")

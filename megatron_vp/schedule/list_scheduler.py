@@ -1,13 +1,15 @@
-"""A list scheduler: every rank, whenever it is free, takes the first pass of its order that can run without harm.
+"""A list scheduler: every rank, whenever it is free, runs the first pass of its given order that is ready and fits.
 
-Harmless is a pass that is ready, fits into memory, and is the first one left or ends before the first one left must
-start. Passes that take memory (F, S) keep their order among themselves; so, as the given order is within the caps, the
-earliest pass that is left can always run, whatever the costs.
+It works in either direction of time: from the first pass on, or from the last pass back, where a pass is ready once
+all that waits for it is placed. Passes that nothing waits for (W, IB, T of vocab-2) only fill gaps.
+
+A pass fits out of its turn if what is left of the given order can still follow it, in that order, within the caps. The
+given order is within the caps, so some rank can always go on, whatever the costs.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,48 +27,87 @@ class Caps:
     scores: int = 2
 
 
-class _Rank:
-    """What a rank has left; passes are named by their place in its given order."""
+def list_schedule(
+    graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[float], caps: Caps, backwards: bool
+) -> tuple[float, list[list[int]]]:
+    """Makespan and the numbers of each rank's passes in the order found, which keeps the caps if the given `orders` do.
 
-    def __init__(self, order: Sequence[int], kinds: Sequence[PassKind], room: dict[PassKind, int]) -> None:
-        self.order, self.kinds, self.room = order, kinds, room
-        self.queues = {kind: deque(k for k, found in enumerate(kinds) if found is kind) for kind in room}
-        release = PassKind.W if PassKind.W in kinds else PassKind.B
-        self.frees = {release: PassKind.F, PassKind.T: PassKind.S}
-        self.left = [True] * len(order)
-        self.first_left = 0
-        self.ready: list[int] = []
+    `orders[r]` are the numbers of rank r's passes, `took` the duration of every node; `backwards` begins at the end.
+    """
+    if backwards:
+        makespan, found = _ListScheduler(graph, orders, took, caps, graph.successors, graph.predecessors).run()
+        return makespan, [order[::-1] for order in found]
+    reverse = [order[::-1] for order in orders]
+    return _ListScheduler(graph, reverse, took, caps, graph.predecessors, graph.successors).run()
+
+
+class _Store:
+    """One kind of memory of a rank; `held` says what it holds during each pass that is left, the next one last."""
+
+    def __init__(self, kinds: Sequence[PassKind], taker: PassKind, giver: PassKind, cap: int) -> None:
+        self.taker, self.cap = taker, cap
+        self.change = {taker: 1, giver: -1}
+        self.held = []
+        level = 0
+        for kind in reversed(kinds):
+            self.held.append(level + (kind is taker))
+            level += self.change.get(kind, 0)
+        self.held.reverse()
+
+    def fits(self, place: int) -> bool:
+        """Whether a taker may go ahead of all that were to run before it."""
+        return max(self.held[place + 1 :], default=0) < self.cap
+
+    def remove(self, place: int, kind: PassKind) -> None:
+        """Run a pass ahead of all that were to run before it."""
+        change = self.change.get(kind)
+        if change and place + 1 < len(self.held):
+            self.held[place + 1 :] = [level + change for level in self.held[place + 1 :]]
+        del self.held[place]
+
+
+class _Rank:
+    """What a rank has left. Passes are known by their place in `order`, which names the pass to run first last."""
+
+    def __init__(self, order: Sequence[int], kinds: Sequence[PassKind], stores: Sequence[_Store]) -> None:
+        self.order, self.kinds, self.stores = order, kinds, stores
+        self.left = list(range(len(order)))
+        # Of the ready passes that take from one store, the first in order fits or none does.
+        self.takers: dict[PassKind, tuple[_Store, list[int]]] = {store.taker: (store, []) for store in stores}
+        self.others: list[int] = []
+        self.fillers: list[int] = []
         self.result: list[int] = []
         self.free_at = 0.0
 
-    def take(self, now: float, took: Sequence[float], latest: Sequence[float]) -> int | None:
+    def arrive(self, place: int, fills_gaps: bool) -> None:
+        """The pass at `place` is ready."""
+        if self.kinds[place] in self.takers:
+            heappush(self.takers[self.kinds[place]][1], -place)
+        else:
+            heappush(self.fillers if fills_gaps else self.others, -place)
+
+    def take(self) -> int | None:
         """Number of the pass to run now, or None where no ready pass fits."""
-        due = latest[self.order[self.first_left]] + 1e-9 if self.ready else 0.0
-        for place in self.ready:
-            if place != self.first_left and now + took[self.order[place]] > due:
-                continue
-            kind = self.kinds[place]
-            if kind not in self.room or (self.queues[kind][0] == place and self.room[kind]):
-                self._account(place, kind)
-                return self.order[place]
-        return None
+        best, chosen = (self.others[0], self.others) if self.others else (1, self.fillers)
+        for store, ready in self.takers.values():
+            if ready and ready[0] < best:
+                if store.fits(bisect_left(self.left, -ready[0])):
+                    best, chosen = ready[0], ready
+                elif self.fillers and self.fillers[0] < ready[0]:
+                    best, chosen = self.fillers[0], self.fillers
+        return self._run(-heappop(chosen)) if chosen else None
 
-    def _account(self, place: int, kind: PassKind) -> None:
-        if kind in self.room:
-            self.queues[kind].popleft()
-            self.room[kind] -= 1
-        elif kind in self.frees:
-            self.room[self.frees[kind]] += 1
-        self.ready.remove(place)
+    def _run(self, place: int) -> int:
+        index = bisect_left(self.left, place)
+        for store in self.stores:
+            store.remove(index, self.kinds[place])
+        del self.left[index]
         self.result.append(self.order[place])
-        self.left[place] = False
-        while self.first_left < len(self.left) and not self.left[self.first_left]:
-            self.first_left += 1
+        return self.order[place]
 
 
-class ListScheduler:
-    """Plays a graph from its start. `orders[r]` are the numbers of rank r's passes in the order that is preferred,
-    `took` and `latest` the duration and latest start of every node.
+class _ListScheduler:
+    """Plays a graph whose node n waits for `before[n]` and is waited for by `after[n]`; time runs along them.
 
     The loss function takes no time, but waits for the end of a pass of the last rank.
     """
@@ -76,60 +117,68 @@ class ListScheduler:
         graph: Graph,
         orders: Sequence[Sequence[int]],
         took: Sequence[float],
-        latest: Sequence[float],
         caps: Caps,
+        before: Sequence[Sequence[int]],
+        after: Sequence[Sequence[int]],
     ) -> None:
-        self.graph, self.took, self.latest = graph, took, latest
-        self.ranks = [
-            _Rank(order, [graph.nodes[n].action.kind for n in order], {PassKind.F: most, PassKind.S: caps.scores})
-            for order, most in zip(orders, caps.activations, strict=True)
-        ]
+        self.graph, self.took, self.after = graph, took, after
+        self.ranks = []
+        for order, most in zip(orders, caps.activations, strict=True):
+            kinds = [graph.nodes[number].action.kind for number in order]
+            release = PassKind.W if PassKind.W in kinds else PassKind.B
+            ends = [(PassKind.F, release), (PassKind.S, PassKind.T)]
+            if after is graph.predecessors:
+                ends = [(giver, taker) for taker, giver in ends]
+            stores = [_Store(kinds, *pair, cap) for pair, cap in zip(ends, (most, caps.scores), strict=True)]
+            self.ranks.append(_Rank(order, kinds, stores))
         self.seat = {number: (rank, place) for rank, order in enumerate(orders) for place, number in enumerate(order)}
-        self.waits = [len(before) for before in graph.predecessors]
+        self.waits = [len(numbers) for numbers in before]
         self.losses: deque[int] = deque()
         self.events: list[tuple[float, int]] = []
         self.stirred: set[int] = set()
+        # The same durations summed in another order are the same moment.
+        self.tolerance = 1e-7 * max(took, default=0.0)
 
-    def run(self) -> list[list[int]]:
-        """The numbers of each rank's passes in the order found."""
+    def run(self) -> tuple[float, list[list[int]]]:
+        """When all is done, and the numbers of each rank's passes in the order found."""
         for number in [number for number, count in enumerate(self.waits) if not count]:
             self._arrive(number, 0.0)
         self._start_passes(0.0)
         while self.events:
             now = self.events[0][0]
-            while self.events and self.events[0][0] == now:
+            while self.events and self.events[0][0] <= now + self.tolerance:
                 number = heappop(self.events)[1]
                 if number in self.seat:
                     self.stirred.add(self.seat[number][0])
                 self._finish(number, now)
             self._start_passes(now)
-        assert all(len(rank.result) == len(rank.order) for rank in self.ranks), "the given order exceeds the caps"
-        return [rank.result for rank in self.ranks]
+        assert not any(rank.left for rank in self.ranks), "the given order exceeds the caps"
+        return max(rank.free_at for rank in self.ranks), [rank.result for rank in self.ranks]
 
     def _start_passes(self, now: float) -> None:
         while self.stirred:
             index = self.stirred.pop()
             rank = self.ranks[index]
-            if rank.free_at > now:
+            if rank.free_at > now + self.tolerance:
                 continue
             while self.losses and index == len(self.ranks) - 1:
                 self._finish(self.losses.popleft(), now)
-            number = rank.take(now, self.took, self.latest)
+            number = rank.take()
             if number is not None:
                 rank.free_at = now + self.took[number]
                 heappush(self.events, (rank.free_at, number))
 
     def _finish(self, number: int, now: float) -> None:
-        for successor in self.graph.successors[number]:
-            self.waits[successor] -= 1
-            if not self.waits[successor]:
-                self._arrive(successor, now)
+        for waiting in self.after[number]:
+            self.waits[waiting] -= 1
+            if not self.waits[waiting]:
+                self._arrive(waiting, now)
 
     def _arrive(self, number: int, now: float) -> None:
-        """All that `number` waits for has ended."""
+        """All that `number` waits for is done."""
         if number in self.seat:
             rank, place = self.seat[number]
-            insort(self.ranks[rank].ready, place)
+            self.ranks[rank].arrive(place, fills_gaps=not self.after[number])
             self.stirred.add(rank)
         elif isinstance(self.graph.nodes[number], Step):
             self.losses.append(number)

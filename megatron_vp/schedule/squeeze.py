@@ -1,58 +1,48 @@
 """Orders the passes of a schedule by their real costs, within its memory caps, so that gaps at both ends close.
 
-The given order, played as it is, says when each pass must start at the latest if the whole is not to take longer. A
-list scheduler then runs passes ahead of their turn wherever that delays none beyond its latest start. So the result
-keeps the steady state of the given order and gains at its ends: F and IF move ahead in the warm-up, T and IB into the
-gaps of the cool-down.
+Working forwards, a list scheduler packs the warm-up and finds the cool-down as it comes; working backwards, the other
+way round. Which is better depends on the schedule and its costs: the shorter result counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_vp.schedule.costs import PassCosts
 from megatron_vp.schedule.dependencies import Graph, Step, build_graph
-from megatron_vp.schedule.list_scheduler import Caps, ListScheduler
+from megatron_vp.schedule.list_scheduler import Caps, list_schedule
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule
-from megatron_vp.schedule.timeline import Playback, durations, next_on_rank, play
+from megatron_vp.schedule.timeline import durations
 
 EMBEDDED_AHEAD = 2
 """Microbatches whose embedding may be computed before the first stage has used it."""
 
+EMBEDDING_GRADIENTS = 4
+"""Microbatches whose embedding gradient may wait for its IB."""
+
 
 def squeeze(schedule: Schedule, costs: PassCosts, caps: Caps) -> Schedule:
-    """The same passes, ordered for `costs` within `caps`, which the given order must respect.
-
-    Raises ScheduleError where the given order cannot proceed.
-    """
+    """The same passes, ordered for `costs` within `caps`, which the given order must respect."""
     graph = build_graph(schedule, with_loss=True)
     if schedule.vocab.is_sharded:
         _limit_embedding(graph, schedule)
     took = durations(graph, schedule, costs)
     orders = [[graph.index[Step(rank, step)] for step in order] for rank, order in enumerate(schedule.ranks)]
-    latest = _latest_starts(graph, orders, took, play(graph, orders, took))
-    squeezed = ListScheduler(graph, orders, took, latest, caps).run()
-    return replace(schedule, ranks=tuple(tuple(graph.nodes[number].action for number in order) for order in squeezed))
+    found = [list_schedule(graph, orders, took, caps, backwards) for backwards in (False, True)]
+    _, best = min(found, key=lambda item: item[0])
+    return replace(schedule, ranks=tuple(tuple(graph.nodes[number].action for number in order) for order in best))
 
 
 def _limit_embedding(graph: Graph, schedule: Schedule) -> None:
     first, chunk = schedule.placement.first_rank, schedule.placement.chunk_of(0)
-    for microbatch in range(EMBEDDED_AHEAD, schedule.microbatches):
-        used = graph.index[Step(first, Pass(PassKind.F, microbatch - EMBEDDED_AHEAD, chunk))]
-        for rank in range(schedule.pipeline_size):
-            graph.link(used, graph.index[Step(rank, Pass(PassKind.IF, microbatch))])
 
+    def on_first_stage(kind: PassKind, microbatch: int) -> int:
+        return graph.index[Step(first, Pass(kind, microbatch, chunk))]
 
-def _latest_starts(
-    graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[float], times: Playback
-) -> list[float]:
-    """When each node must start for all to end within the makespan of `times`, every rank in its order."""
-    makespan = max(times.end)
-    following = next_on_rank(graph, orders)
-    latest = [makespan] * len(took)
-    for number in reversed(times.order):
-        due = min((latest[successor] for successor in graph.successors[number]), default=makespan)
-        after = following[number]
-        latest[number] = (due if after is None else min(due, latest[after])) - took[number]
-    return latest
+    for rank in range(schedule.pipeline_size):
+        for later in range(EMBEDDED_AHEAD, schedule.microbatches):
+            used = on_first_stage(PassKind.F, later - EMBEDDED_AHEAD)
+            graph.link(used, graph.index[Step(rank, Pass(PassKind.IF, later))])
+        for later in range(EMBEDDING_GRADIENTS, schedule.microbatches):
+            added = graph.index[Step(rank, Pass(PassKind.IB, later - EMBEDDING_GRADIENTS))]
+            graph.link(added, on_first_stage(PassKind.B, later))

@@ -30,7 +30,7 @@ def nominal_schedule(
     costs = _without_zeros(costs)
     work = costs.S + costs.T + costs.IF + costs.IB if vocab.is_sharded else 0.0
     block = build(replace(costs, F=costs.F + work))
-    delay = vocab.barriers * block.interval
+    delay = vocab.barriers * block.step
     rooms = _Rooms(block, costs, delay)
     ranks = []
     for rank, stages in enumerate(block.placement.stage_of):
@@ -40,8 +40,7 @@ def nominal_schedule(
             timed.append((block.backward[stage] + delay, Pass(PassKind.B, 0, chunk)))
             if block.weight is not None:
                 timed.append((block.weight[stage] + delay, Pass(PassKind.W, 0, chunk)))
-        order = _repeat(timed, block.interval, microbatches)
-        ranks.append(_defer_last(order, microbatches) if vocab is VocabMethod.VOCAB_2 else order)
+        ranks.append(_repeat(timed, block, microbatches))
     schedule = Schedule(name, vocab, block.placement, microbatches, tuple(map(tuple, ranks)), block.weight is not None)
     return schedule, Caps(tuple(held + vocab.barriers * block.placement.chunks for held in block.held))
 
@@ -66,36 +65,29 @@ class _Rooms:
 
     def passes(self, rank: int) -> list[TimedPass]:
         block, costs = self.block, self.costs
-        interval, chunks = block.interval, block.placement.chunks
+        step, chunks = block.step, block.placement.chunks
         opens = block.forward[block.placement.stage_of[rank][0]] + costs.F / chunks
         output = block.forward[-1] + costs.F / chunks
         # The loss function runs on rank p-1 between two passes: at the latest, where that rank has run its own S.
-        loss = output + interval + costs.S
+        loss = output + step + costs.S
         backward = block.backward[0] + self.delay + (costs.B + costs.W) / chunks
         embedding = opens + costs.S + costs.T
         return [
-            (self.first(embedding, -interval - costs.IF), Pass(PassKind.IF, 0)),
+            (self.first(embedding, -step - costs.IF), Pass(PassKind.IF, 0)),
             (self.first(opens, output), Pass(PassKind.S, 0)),
             (self.first(opens + costs.S, loss), Pass(PassKind.T, 0)),
             # Nothing waits for IB. Two intervals later it is out of the way when the last backwards run.
-            (self.first(embedding + costs.IF, backward + 2 * interval), Pass(PassKind.IB, 0)),
+            (self.first(embedding + costs.IF, backward + 2 * step), Pass(PassKind.IB, 0)),
         ]
 
     def first(self, opens: float, after: float) -> float:
         """First time not before `after` that is a whole number of intervals from `opens`."""
-        return opens + math.ceil((after - opens) / self.block.interval - 1e-6) * self.block.interval
+        return opens + math.ceil((after - opens) / self.block.step - 1e-6) * self.block.step
 
 
-def _repeat(timed: list[TimedPass], interval: float, microbatches: int) -> list[Pass]:
-    repeated = [
-        (start + microbatch * interval, Pass(first.kind, microbatch, first.chunk))
-        for microbatch in range(microbatches)
-        for start, first in timed
-    ]
+def _repeat(timed: list[TimedPass], block: BuildingBlock, microbatches: int) -> list[Pass]:
+    repeated = []
+    for microbatch in range(microbatches):
+        arrival = block.arrival(microbatch)
+        repeated += [(start + arrival, Pass(first.kind, microbatch, first.chunk)) for start, first in timed]
     return [step for _, step in sorted(repeated, key=lambda item: item[0])]
-
-
-def _defer_last(order: list[Pass], microbatches: int) -> list[Pass]:
-    """The last two T of vocab-2, which make room for no further S, at the end, from where they fill any gap."""
-    last = {Pass(PassKind.T, microbatch) for microbatch in range(max(0, microbatches - 2), microbatches)}
-    return [step for step in order if step not in last] + sorted(last)

@@ -9,7 +9,12 @@ from functools import partial
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.blocks import BuildingBlock
 from megatron_vp.schedule.costs import PassCosts
+from megatron_vp.schedule.generators.interleaved import interleaved
 from megatron_vp.schedule.generators.one_f_one_b import one_f_one_b
+from megatron_vp.schedule.generators.v_half import v_half
+from megatron_vp.schedule.generators.v_min import v_min
+from megatron_vp.schedule.generators.zb_h1 import zb_h1
+from megatron_vp.schedule.generators.zb_v import zb_v
 from megatron_vp.schedule.passes import Schedule, VocabMethod
 from megatron_vp.schedule.squeeze import squeeze
 from megatron_vp.schedule.vocab_passes import nominal_schedule
@@ -17,7 +22,14 @@ from megatron_vp.schedule.vocab_passes import nominal_schedule
 Generator = Callable[[int, int | None, PassCosts], BuildingBlock]
 """(pipeline size, chunks or None for the family's own number, costs) -> building block. Raises UserError for chunks."""
 
-GENERATORS: dict[str, Generator] = {"1f1b": one_f_one_b}
+GENERATORS: dict[str, Generator] = {
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+}
 
 
 def generate(

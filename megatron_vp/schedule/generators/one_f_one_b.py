@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_vp.errors import UserError
-from megatron_vp.schedule.blocks import BuildingBlock
+from megatron_vp.schedule.blocks import BuildingBlock, refuse_chunks
 from megatron_vp.schedule.costs import PassCosts
 from megatron_vp.schedule.placement import Placement
 
 
 def one_f_one_b(pipeline_size: int, chunks: int | None, costs: PassCosts) -> BuildingBlock:
     """Rank r holds at most p - r microbatches. Raises UserError for more than one chunk."""
-    if chunks not in (None, 1):
-        raise UserError(f"schedule 1f1b has 1 chunk a rank, got {chunks}; leave the chunks out")
+    refuse_chunks("1f1b", chunks, 1)
     backward = costs.B + costs.W
     return BuildingBlock(
         placement=Placement.linear(pipeline_size),
