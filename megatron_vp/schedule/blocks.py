@@ -17,11 +17,14 @@ class BuildingBlock:
     Microbatches come in groups of `group`. Groups follow each other as fast as their work allows, `group` intervals
     apart; those of a larger group `interval` / chunks, as the group goes through one chunk after the other.
     `weight` is None where B includes the weight gradient. `held[r]` is the most chunk activations rank r may hold.
-    Times need only respect the dependencies: they say which pass goes first, not when it runs.
+    Times need only respect the dependencies: they say which pass goes first, not when it runs. `forward_time` and
+    `backward_time` are the durations of F and B (with W where it is included) that they allow for.
     """
 
     placement: Placement
     interval: float
+    forward_time: float
+    backward_time: float
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     weight: tuple[float, ...] | None
@@ -61,8 +64,9 @@ def v_shaped_block(
     """
     placement = Placement.v_shape(pipeline_size)
     weight = weights_in_free_slots(placement, 6, forward, backward)
-    times = [tuple(slot * interval / 6 for slot in slots) for slots in (forward, backward, weight)]
-    return BuildingBlock(placement, interval, *times, held=(held,) * pipeline_size)
+    slot = interval / 6
+    times = [tuple(place * slot for place in places) for places in (forward, backward, weight)]
+    return BuildingBlock(placement, interval, slot, slot, *times, held=(held,) * pipeline_size)
 
 
 def refuse_chunks(name: str, chunks: int | None, own: int) -> None:

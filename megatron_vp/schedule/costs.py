@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.passes import PassKind
@@ -58,3 +58,8 @@ class PassCosts:
             case PassKind.W:
                 return self.W / chunks
         return getattr(self, kind)
+
+    def without_zeros(self) -> PassCosts:
+        """The same with at least a thousandth of the whole for F, B and W: what nominal times are built from."""
+        floor = 1e-3 * (self.F + self.B + self.W) or 1.0
+        return replace(self, F=max(self.F, floor), B=max(self.B, floor), W=max(self.W, floor))

@@ -1,18 +1,16 @@
 """Puts the vocabulary passes into any base schedule.
 
-The base block is built with forwards that are longer by the vocabulary work, so that every rank has room for one S, T,
-IF and IB a microbatch behind its forward of chunk 0. Between F and B of the last stage as many intervals open as the
-method has barriers. Each vocabulary pass then takes the first of its rank's rooms that its dependencies allow.
+Every rank gets a room for one S, T, IF and IB a microbatch behind its forwards of chunk 0. Between F and B of the last
+stage as many intervals open as the method has barriers. Each vocabulary pass then takes the first of its rank's rooms
+that its dependencies allow. Rooms are narrow, for nominal times only order the passes: real costs come in `squeeze`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 from megatron_vp.schedule.blocks import BuildingBlock
-from megatron_vp.schedule.costs import PassCosts
 from megatron_vp.schedule.list_scheduler import Caps
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 
@@ -20,18 +18,13 @@ TimedPass = tuple[float, Pass]
 """Nominal start of a pass of microbatch 0."""
 
 
-def nominal_schedule(
-    name: str, build: Callable[[PassCosts], BuildingBlock], microbatches: int, vocab: VocabMethod, costs: PassCosts
-) -> tuple[Schedule, Caps]:
+def nominal_schedule(name: str, block: BuildingBlock, microbatches: int, vocab: VocabMethod) -> tuple[Schedule, Caps]:
     """Every rank's passes in nominal order, and the memory each rank may use: the block's plus a microbatch a barrier.
 
-    The order is valid and repeats with the work of one microbatch; `squeeze` then makes use of what real times leave.
+    The order is valid and within this memory.
     """
-    costs = _without_zeros(costs)
-    work = costs.S + costs.T + costs.IF + costs.IB if vocab.is_sharded else 0.0
-    block = build(replace(costs, F=costs.F + work))
     delay = vocab.barriers * block.step
-    rooms = _Rooms(block, costs, delay)
+    rooms = _Rooms(block, delay, width=0.01 * block.forward_time)
     ranks = []
     for rank, stages in enumerate(block.placement.stage_of):
         timed = rooms.passes(rank) if vocab.is_sharded else []
@@ -45,43 +38,35 @@ def nominal_schedule(
     return schedule, Caps(tuple(held + vocab.barriers * block.placement.chunks for held in block.held))
 
 
-def _without_zeros(costs: PassCosts) -> PassCosts:
-    """Nominal times only order the passes: a floor keeps those that depend on each other apart, rounding included."""
-    floor = 1e-3 * max(costs.F + costs.B + costs.W, costs.S + costs.T, 1e-9)
-    return replace(costs, **{f.name: max(getattr(costs, f.name), floor) for f in fields(costs) if f.name != "comm"})
-
-
 @dataclass(frozen=True, slots=True)
 class _Rooms:
-    """A rank's room opens at the end of its forward of chunk 0, once an interval, and holds S, T, IF and IB in turn.
+    """A rank's room is the end of its forward of chunk 0; each of S, T, IF and IB takes `width` of it, in turn.
 
-    S comes within one interval of the last stage's forward and T within the next, wherever in the interval a rank's
-    room is: that is what an interval a barrier buys. So two microbatches at most are between S and T.
+    S comes within one step of the last stage's forward and T within the next, wherever in the step a rank's room is:
+    that is what a step a barrier buys. So two microbatches at most are between S and T.
     """
 
     block: BuildingBlock
-    costs: PassCosts
     delay: float
+    width: float
 
     def passes(self, rank: int) -> list[TimedPass]:
-        block, costs = self.block, self.costs
-        step, chunks = block.step, block.placement.chunks
-        opens = block.forward[block.placement.stage_of[rank][0]] + costs.F / chunks
-        output = block.forward[-1] + costs.F / chunks
+        block, width = self.block, self.width
+        end = block.forward_time - 4 * width
+        opens, output = (block.forward[stage] + end for stage in (block.placement.stage_of[rank][0], -1))
         # The loss function runs on rank p-1 between two passes: at the latest, where that rank has run its own S.
-        loss = output + step + costs.S
-        backward = block.backward[0] + self.delay + (costs.B + costs.W) / chunks
-        embedding = opens + costs.S + costs.T
+        loss = output + block.step + width
+        backward = block.backward[0] + self.delay + block.backward_time
         return [
-            (self.first(embedding, -step - costs.IF), Pass(PassKind.IF, 0)),
+            (self.first(opens + 2 * width, -block.step - width), Pass(PassKind.IF, 0)),
             (self.first(opens, output), Pass(PassKind.S, 0)),
-            (self.first(opens + costs.S, loss), Pass(PassKind.T, 0)),
-            # Nothing waits for IB. Two intervals later it is out of the way when the last backwards run.
-            (self.first(embedding + costs.IF, backward + 2 * step), Pass(PassKind.IB, 0)),
+            (self.first(opens + width, loss), Pass(PassKind.T, 0)),
+            # Nothing waits for IB. Two steps later it is out of the way when the last backwards run.
+            (self.first(opens + 3 * width, backward + 2 * block.step), Pass(PassKind.IB, 0)),
         ]
 
     def first(self, opens: float, after: float) -> float:
-        """First time not before `after` that is a whole number of intervals from `opens`."""
+        """First time not before `after` that is a whole number of steps from `opens`."""
         return opens + math.ceil((after - opens) / self.block.step - 1e-6) * self.block.step
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.blocks import BuildingBlock
@@ -61,5 +61,7 @@ def generate(
     if microbatches < 1:
         raise UserError(f"{microbatches} microbatches make no schedule; give at least 1")
     costs = costs or PassCosts()
-    nominal, caps = nominal_schedule(name, partial(GENERATORS[name], pipeline_size, chunks), microbatches, vocab, costs)
+    work = costs.S + costs.T + costs.IF + costs.IB if vocab.is_sharded else 0.0
+    block = GENERATORS[name](pipeline_size, chunks, replace(costs, F=costs.F + work).without_zeros())
+    nominal, caps = nominal_schedule(name, block, microbatches, vocab)
     return squeeze(nominal, costs, caps)

@@ -22,6 +22,8 @@ def interleaved(pipeline_size: int, chunks: int | None, costs: PassCosts) -> Bui
     return BuildingBlock(
         placement=Placement.round_robin(p, v),
         interval=interval,
+        forward_time=costs.F / v,
+        backward_time=step - costs.F / v,
         forward=tuple(stage * step for stage in range(stages)),
         backward=tuple((2 * stages - 2 - stage) * step + costs.F / v for stage in range(stages)),
         weight=None,

@@ -14,6 +14,8 @@ def one_f_one_b(pipeline_size: int, chunks: int | None, costs: PassCosts) -> Bui
     return BuildingBlock(
         placement=Placement.linear(pipeline_size),
         interval=costs.F + backward,
+        forward_time=costs.F,
+        backward_time=backward,
         forward=tuple(stage * costs.F for stage in range(pipeline_size)),
         backward=tuple(pipeline_size * costs.F + (pipeline_size - 1 - s) * backward for s in range(pipeline_size)),
         weight=None,

@@ -18,6 +18,8 @@ def zb_h1(pipeline_size: int, chunks: int | None, costs: PassCosts) -> BuildingB
     return BuildingBlock(
         placement=Placement.linear(p),
         interval=costs.F + backward,
+        forward_time=costs.F,
+        backward_time=costs.B,
         forward=tuple(stage * costs.F for stage in range(p)),
         backward=tuple(starts),
         weight=tuple(start + costs.B for start in starts),
