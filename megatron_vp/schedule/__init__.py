@@ -20,6 +20,7 @@ from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, ScheduleError, VocabMethod
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.timeline import Timeline, simulate
+from megatron_vp.schedule.unfold import unfold
 from megatron_vp.schedule.validate import validate, validate_programs
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "simulate",
     "to_csv",
     "to_json",
+    "unfold",
     "validate",
     "validate_programs",
 ]

@@ -22,7 +22,6 @@ class PassCosts:
     T: float = 0.25
     IF: float = 0.05
     IB: float = 0.05
-    V: float = 0.6
     comm: float = 0.0
 
     def __post_init__(self) -> None:
@@ -49,7 +48,7 @@ class PassCosts:
         return cls(**given)
 
     def duration(self, kind: PassKind, chunks: int, split_backward: bool) -> float:
-        """Duration of one pass of one chunk; an unsplit B takes B + W."""
+        """Duration of one pass of one chunk; an unsplit B takes B + W, a V what S, T, IF and IB take."""
         match kind:
             case PassKind.F:
                 return self.F / chunks
@@ -57,6 +56,8 @@ class PassCosts:
                 return (self.B if split_backward else self.B + self.W) / chunks
             case PassKind.W:
                 return self.W / chunks
+            case PassKind.V:
+                return self.S + self.T + self.IF + self.IB
         return getattr(self, kind)
 
     def without_zeros(self) -> PassCosts:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
-from megatron_vp.errors import UserError
 from megatron_vp.schedule.instructions import Channel, Collective, CollectiveKind, Loss, Message, Operation
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, ScheduleError, VocabMethod
 
@@ -55,6 +55,7 @@ def expected_passes(schedule: Schedule, rank: int) -> list[Pass]:
     """The passes that `rank` must run once each."""
     chunked = [PassKind.F]
     whole = [PassKind.IF, PassKind.S] if schedule.vocab.is_sharded else []
+    whole += [PassKind.V] if schedule.vocab is VocabMethod.INTERLACED else []
     if schedule.has_backward:
         chunked += [PassKind.B, PassKind.W] if schedule.split_backward else [PassKind.B]
         whole += [PassKind.T, PassKind.IB] if schedule.vocab.is_sharded else []
@@ -67,12 +68,7 @@ def expected_passes(schedule: Schedule, rank: int) -> list[Pass]:
 
 
 def check_passes(schedule: Schedule) -> None:
-    """Raise ScheduleError unless every rank lists each of its passes exactly once and no other.
-
-    Raises UserError for the interlaced method.
-    """
-    if schedule.vocab is VocabMethod.INTERLACED:
-        raise UserError("vocab method interlaced has no dependency rules yet; use none, vocab-1 or vocab-2")
+    """Raise ScheduleError unless every rank lists each of its passes exactly once and no other."""
     if len(schedule.ranks) != schedule.pipeline_size:
         raise ScheduleError(
             f"schedule lists {len(schedule.ranks)} ranks, but its placement has {schedule.pipeline_size}"
@@ -99,6 +95,17 @@ def build_graph(schedule: Schedule, with_loss: bool = False) -> Graph:
     return graph
 
 
+def join_vocabulary_passes(graph: Graph, orders: Sequence[Sequence[int]]) -> None:
+    """Make the Vs of a microbatch start together: their broadcast waits until every rank has come to its V.
+
+    `orders[r]` are the numbers of rank r's steps.
+    """
+    for order in orders:
+        for before, after in pairwise(order):
+            if graph.nodes[after].action.kind is PassKind.V:
+                graph.link(before, graph.predecessors[after][0])
+
+
 @dataclass(frozen=True, slots=True)
 class _Microbatch:
     """Adds the nodes of one microbatch; methods take and return node numbers."""
@@ -117,7 +124,7 @@ class _Microbatch:
             done = self.chunk(PassKind.F, stage, arrived)
             if stage < placement.stages - 1:
                 arrived = [self.hand_over(Channel.ACTIVATION, done, stage, stage + 1)]
-        arrived = self.output_layer(done) if sharded else [done]
+        arrived = [done] if self.schedule.vocab is VocabMethod.NONE else self.output_layer(done)
         if not self.schedule.has_backward:
             return
         for stage in reversed(range(placement.stages)):
@@ -130,9 +137,12 @@ class _Microbatch:
             self.shards(PassKind.IB, [self.collective(CollectiveKind.EMBED_GRAD, placement.first_rank, [done])])
 
     def output_layer(self, last_forward: int) -> list[int]:
-        """S, T, their collectives and the loss; returns what B of the last stage waits for."""
+        """S, T, their collectives and the loss, or V; returns what B of the last stage waits for."""
         loss_rank, root = self.schedule.pipeline_size - 1, self.schedule.placement.last_rank
-        scores = self.shards(PassKind.S, [self.collective(CollectiveKind.C0, root, [last_forward])])
+        broadcast = self.collective(CollectiveKind.C0, root, [last_forward])
+        if self.schedule.vocab is VocabMethod.INTERLACED:
+            return self.shards(PassKind.V, [broadcast])
+        scores = self.shards(PassKind.S, [broadcast])
         gates = [self.collective(CollectiveKind.C1, root, scores)]
         if self.with_loss:
             loss = self.graph.add(Step(loss_rank, Loss(self.microbatch)), gates)

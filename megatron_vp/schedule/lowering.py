@@ -27,16 +27,18 @@ from megatron_vp.schedule.instructions import (
 )
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule
 from megatron_vp.schedule.timeline import Moment, Playback, durations, play
+from megatron_vp.schedule.unfold import unfold
 
 
 def lower(schedule: Schedule, costs: PassCosts | None = None) -> tuple[Program, ...]:
     """Programs of all ranks. `costs` steer only where losses and collectives go; any costs give programs that end.
 
-    Raises ScheduleError for a schedule that cannot run, UserError for the interlaced method.
+    The programs of an interlaced schedule are those of `unfold(schedule)`. Raises ScheduleError for a schedule that
+    cannot run.
     """
     costs = costs or PassCosts()
     check_passes(schedule)
-    line = _lay_out(schedule, costs)
+    line = _lay_out(unfold(schedule), costs)
     return tuple(_RankLowering(line, rank).program() for rank in range(schedule.pipeline_size))
 
 

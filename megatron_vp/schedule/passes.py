@@ -80,7 +80,7 @@ class Pass:
         return cls(PassKind(kind), int(microbatch), int(chunk or 0))
 
 
-FORWARD_KINDS = (PassKind.IF, PassKind.F, PassKind.S)
+FORWARD_KINDS = (PassKind.IF, PassKind.F, PassKind.S, PassKind.V)
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,6 @@ class Schedule:
         return any(step.kind is PassKind.B for order in self.ranks for step in order)
 
     def forward_only(self) -> Schedule:
-        """The same order with only IF, F and S: what evaluation runs."""
+        """The same order with only IF, F and S, or F and V: what evaluation runs."""
         kept = tuple(tuple(step for step in order if step.kind in FORWARD_KINDS) for order in self.ranks)
         return replace(self, ranks=kept, split_backward=False)

@@ -21,7 +21,7 @@ EMBEDDING_GRADIENTS = 4
 """Microbatches whose embedding gradient may wait for its IB."""
 
 
-def squeeze(schedule: Schedule, costs: PassCosts, caps: Caps) -> Schedule:
+def squeeze(schedule: Schedule, caps: Caps, costs: PassCosts) -> Schedule:
     """The same passes, ordered for `costs` within `caps`, which the given order must respect."""
     graph = build_graph(schedule, with_loss=True)
     if schedule.vocab.is_sharded:

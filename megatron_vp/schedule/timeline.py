@@ -9,9 +9,9 @@ from functools import cached_property
 from itertools import pairwise
 
 from megatron_vp.schedule.costs import PassCosts
-from megatron_vp.schedule.dependencies import Graph, Step, build_graph, check_passes
+from megatron_vp.schedule.dependencies import Graph, Step, build_graph, check_passes, join_vocabulary_passes
 from megatron_vp.schedule.instructions import Loss, Operation
-from megatron_vp.schedule.passes import PassKind, Schedule, ScheduleError
+from megatron_vp.schedule.passes import PassKind, Schedule, ScheduleError, VocabMethod
 
 Span = tuple[float, float]
 """Start and end."""
@@ -164,13 +164,16 @@ def _deadlock_message(graph: Graph, orders: Sequence[Sequence[int]], done: set[i
 def simulate(schedule: Schedule, costs: PassCosts | None = None) -> Timeline:
     """Times of every pass in the given order, each as early as its rank and its dependencies allow.
 
-    Communication does not occupy a rank: an operation starts when its last input is ready and takes `costs.comm`.
+    Communication does not occupy a rank: an operation starts when its last input is ready and takes `costs.comm`. The
+    Vs of a microbatch start together.
     Raises ScheduleError for a missing, repeated or foreign pass and for an order that cannot proceed.
     """
     costs = costs or PassCosts()
     check_passes(schedule)
     graph = build_graph(schedule)
     orders = [[graph.index[Step(rank, step)] for step in order] for rank, order in enumerate(schedule.ranks)]
+    if schedule.vocab is VocabMethod.INTERLACED:
+        join_vocabulary_passes(graph, orders)
     times = play(graph, orders, durations(graph, schedule, costs))
     spans = tuple(tuple((times.start[number], times.end[number]) for number in order) for order in orders)
     operations = {

@@ -1,4 +1,7 @@
-"""The schedule families by name. A family is one file with one function that returns its building block."""
+"""The schedules by name. A family is one file with one function that returns its building block.
+
+`interlaced` alone is ordered by hand: a pass that all ranks run at the same time leaves nothing to reorder.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from megatron_vp.errors import UserError
-from megatron_vp.schedule.blocks import BuildingBlock
+from megatron_vp.schedule.blocks import BuildingBlock, refuse_chunks
 from megatron_vp.schedule.costs import PassCosts
+from megatron_vp.schedule.generators.interlaced import interlaced
 from megatron_vp.schedule.generators.interleaved import interleaved
 from megatron_vp.schedule.generators.one_f_one_b import one_f_one_b
 from megatron_vp.schedule.generators.v_half import v_half
@@ -19,10 +23,10 @@ from megatron_vp.schedule.passes import Schedule, VocabMethod
 from megatron_vp.schedule.squeeze import squeeze
 from megatron_vp.schedule.vocab_passes import nominal_schedule
 
-Generator = Callable[[int, int | None, PassCosts], BuildingBlock]
+Family = Callable[[int, int | None, PassCosts], BuildingBlock]
 """(pipeline size, chunks or None for the family's own number, costs) -> building block. Raises UserError for chunks."""
 
-GENERATORS: dict[str, Generator] = {
+FAMILIES: dict[str, Family] = {
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
     "zb-h1": zb_h1,
@@ -30,6 +34,9 @@ GENERATORS: dict[str, Generator] = {
     "v-half": v_half,
     "v-min": v_min,
 }
+
+GENERATORS = (*FAMILIES, "interlaced")
+"""Names that `generate` knows."""
 
 
 def generate(
@@ -53,15 +60,23 @@ def generate(
         vocab = VocabMethod(vocab)
     except ValueError:
         raise UserError(f"vocab method {vocab!r} is unknown; use one of {', '.join(VocabMethod)}") from None
-    if vocab is VocabMethod.INTERLACED:
-        raise UserError(f"vocab method interlaced is not available with schedule {name}; use none, vocab-1 or vocab-2")
-    least = 2 if vocab.is_sharded else 1
+    if (name == "interlaced" and vocab.is_sharded) or (name != "interlaced" and vocab is VocabMethod.INTERLACED):
+        raise UserError(
+            f"vocab method {vocab} does not go with schedule {name}; interlaced has its own, the others none, vocab-1 "
+            "or vocab-2"
+        )
+    least = 1 if name != "interlaced" and vocab is VocabMethod.NONE else 2
     if pipeline_size < least:
-        raise UserError(f"pipeline size {pipeline_size} is too small for vocab method {vocab}; give at least {least}")
+        raise UserError(
+            f"pipeline size {pipeline_size} is too small for {name}, vocab method {vocab}; give at least {least}"
+        )
     if microbatches < 1:
         raise UserError(f"{microbatches} microbatches make no schedule; give at least 1")
+    if name == "interlaced":
+        refuse_chunks(name, chunks, 1)
+        return interlaced(pipeline_size, microbatches)
     costs = costs or PassCosts()
+    # The block's forwards are longer by the vocabulary work, so that its nominal times leave room for it.
     work = costs.S + costs.T + costs.IF + costs.IB if vocab.is_sharded else 0.0
-    block = GENERATORS[name](pipeline_size, chunks, replace(costs, F=costs.F + work).without_zeros())
-    nominal, caps = nominal_schedule(name, block, microbatches, vocab)
-    return squeeze(nominal, costs, caps)
+    block = FAMILIES[name](pipeline_size, chunks, replace(costs, F=costs.F + work).without_zeros())
+    return squeeze(*nominal_schedule(name, block, microbatches, vocab), costs)
