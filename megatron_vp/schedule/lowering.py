@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
+from megatron_vp.schedule.collector import collector_paused
 from megatron_vp.schedule.costs import PassCosts
 from megatron_vp.schedule.dependencies import Graph, Step, build_graph, check_passes
 from megatron_vp.schedule.instructions import (
@@ -30,6 +31,7 @@ from megatron_vp.schedule.timeline import Moment, Playback, durations, play
 from megatron_vp.schedule.unfold import unfold
 
 
+@collector_paused()
 def lower(schedule: Schedule, costs: PassCosts | None = None) -> tuple[Program, ...]:
     """Programs of all ranks. `costs` steer only where losses and collectives go; any costs give programs that end.
 

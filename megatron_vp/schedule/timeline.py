@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from megatron_vp.schedule.collector import collector_paused
 from megatron_vp.schedule.costs import PassCosts
 from megatron_vp.schedule.dependencies import Graph, Step, build_graph, check_passes, join_vocabulary_passes
 from megatron_vp.schedule.instructions import Loss, Operation
@@ -161,6 +162,7 @@ def _deadlock_message(graph: Graph, orders: Sequence[Sequence[int]], done: set[i
     return "\n".join([f"deadlock: no rank can go on; stuck are {', '.join(stuck)}", *around])
 
 
+@collector_paused()
 def simulate(schedule: Schedule, costs: PassCosts | None = None) -> Timeline:
     """Times of every pass in the given order, each as early as its rank and its dependencies allow.
 

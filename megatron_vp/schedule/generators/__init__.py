@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.blocks import BuildingBlock, refuse_chunks
+from megatron_vp.schedule.collector import collector_paused
 from megatron_vp.schedule.costs import PassCosts
 from megatron_vp.schedule.generators.interlaced import interlaced
 from megatron_vp.schedule.generators.interleaved import interleaved
@@ -39,6 +40,7 @@ GENERATORS = (*FAMILIES, "interlaced")
 """Names that `generate` knows."""
 
 
+@collector_paused()
 def generate(
     name: str,
     pipeline_size: int,
