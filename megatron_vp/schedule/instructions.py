@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from megatron_vp.schedule.passes import Pass
 
@@ -34,8 +35,7 @@ class CollectiveKind(StrEnum):
     """the first stage's input gradient, rows to their owners"""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """A tensor from one stage to its neighbour on another rank; `source` and `target` are ranks."""
 
     channel: Channel
@@ -49,8 +49,7 @@ class Message:
         return f"{self.channel}:{self.microbatch}[{self.source_stage}>{self.target_stage}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
+class Collective(NamedTuple):
     """One operation of all ranks; `root` is the rank it starts from or ends at."""
 
     kind: CollectiveKind

@@ -131,7 +131,10 @@ class _ListScheduler:
                 ends = [(giver, taker) for taker, giver in ends]
             stores = [_Store(kinds, *pair, cap) for pair, cap in zip(ends, (most, caps.scores), strict=True)]
             self.ranks.append(_Rank(order, kinds, stores))
-        self.seat = {number: (rank, place) for rank, order in enumerate(orders) for place, number in enumerate(order)}
+        self.seat: list[tuple[int, int] | None] = [None] * len(took)
+        for rank, order in enumerate(orders):
+            for place, number in enumerate(order):
+                self.seat[number] = rank, place
         self.waits = [len(numbers) for numbers in before]
         self.losses: deque[int] = deque()
         self.events: list[tuple[float, int]] = []
@@ -148,8 +151,9 @@ class _ListScheduler:
             now = self.events[0][0]
             while self.events and self.events[0][0] <= now + self.tolerance:
                 number = heappop(self.events)[1]
-                if number in self.seat:
-                    self.stirred.add(self.seat[number][0])
+                seat = self.seat[number]
+                if seat:
+                    self.stirred.add(seat[0])
                 self._finish(number, now)
             self._start_passes(now)
         assert not any(rank.left for rank in self.ranks), "the given order exceeds the caps"
@@ -176,8 +180,9 @@ class _ListScheduler:
 
     def _arrive(self, number: int, now: float) -> None:
         """All that `number` waits for is done."""
-        if number in self.seat:
-            rank, place = self.seat[number]
+        seat = self.seat[number]
+        if seat:
+            rank, place = seat
             self.ranks[rank].arrive(place, fills_gaps=not self.after[number])
             self.stirred.add(rank)
         elif isinstance(self.graph.nodes[number], Step):

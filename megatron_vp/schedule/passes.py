@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron_vp.schedule.placement import Placement
 
@@ -57,8 +58,7 @@ class VocabMethod(StrEnum):
 _PASS = re.compile(r"(IF|IB|F|S|T|V|B|W)(\d+)(?:\.(\d+))?")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Pass:
+class Pass(NamedTuple):
     """One step of computation of one microbatch; prints as `F12` (chunk 0) or `F12.1` (chunk 1)."""
 
     kind: PassKind

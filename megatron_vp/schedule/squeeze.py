@@ -1,7 +1,8 @@
 """Orders the passes of a schedule by their real costs, within its memory caps, so that gaps at both ends close.
 
 Working forwards, a list scheduler packs the warm-up and finds the cool-down as it comes; working backwards, the other
-way round. Which is better depends on the schedule and its costs: the shorter result counts.
+way round. Which is better depends on the schedule and its costs: the shorter result counts, and the given order where
+neither is shorter.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from megatron_vp.schedule.costs import PassCosts
 from megatron_vp.schedule.dependencies import Graph, Step, build_graph
 from megatron_vp.schedule.list_scheduler import Caps, list_schedule
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule
-from megatron_vp.schedule.timeline import durations
+from megatron_vp.schedule.timeline import durations, play
 
 EMBEDDED_AHEAD = 2
 """Microbatches whose embedding may be computed before the first stage has used it."""
@@ -28,8 +29,10 @@ def squeeze(schedule: Schedule, caps: Caps, costs: PassCosts) -> Schedule:
         _limit_embedding(graph, schedule)
     took = durations(graph, schedule, costs)
     orders = [[graph.index[Step(rank, step)] for step in order] for rank, order in enumerate(schedule.ranks)]
-    found = [list_schedule(graph, orders, took, caps, backwards) for backwards in (False, True)]
-    _, best = min(found, key=lambda item: item[0])
+    found = [(max(play(graph, orders, took).end), orders)]
+    found += [list_schedule(graph, orders, took, caps, backwards) for backwards in (False, True)]
+    shortest = min(makespan for makespan, _ in found)
+    best = next(orders for makespan, orders in found if makespan <= shortest * (1 + 1e-9))
     return replace(schedule, ranks=tuple(tuple(graph.nodes[number].action for number in order) for order in best))
 
 
