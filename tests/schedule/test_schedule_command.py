@@ -36,6 +36,38 @@ def test_json_and_csv_read_back_from_files(tmp_path):
         assert run("--from", path, "--format", kind).stdout == path.read_text()
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        ["v-half", "-p", "3", "-m", "4", "--vocab", "vocab-1"],
+        ["zb-h1", "-p", "2", "-m", "3"],
+        ["interleaved", "-p", "2", "-m", "3", "--chunks", "3"],
+        ["interlaced", "-p", "3", "-m", "4"],
+    ],
+    ids=lambda family: family[0],
+)
+def test_schedules_with_chunks_and_w_and_v_passes_read_back_and_draw(family, tmp_path):
+    for kind in ("json", "csv"):
+        path = tmp_path / f"schedule.{kind}"
+        assert run(*family, "--format", kind, "-o", path).exit_code == 0
+        assert run("--from", path, "--format", kind).stdout == path.read_text()
+    drawn = run("--from", path, "--format", "svg").stdout
+    passes = [e for e in json.loads(run(*family, "--format", "perfetto").stdout)["traceEvents"] if e["ph"] == "X"]
+    assert len(passes) == sum(len(order) for order in json.loads((tmp_path / "schedule.json").read_text())["ranks"])
+    assert ("W weight gradient" in drawn) == any(event["cat"] == "W" for event in passes)
+    assert ("chunk 1" in drawn) == any(event["args"]["chunk"] == 1 for event in passes)
+    assert ("V vocabulary" in drawn) == (family[0] == "interlaced")
+
+
+def test_json_of_a_v_shaped_schedule_has_the_documented_content():
+    document = json.loads(run("v-half", "-p", "4", "-m", "8", "--vocab", "vocab-1", "--format", "json").stdout)
+    assert document["schedule"] == "v-half" and document["vocab"] == "vocab-1"
+    assert (document["pipeline_size"], document["chunks"], document["microbatches"]) == (4, 2, 8)
+    assert document["placement"] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert {e["pass"] for order in document["ranks"] for e in order} == {"IF", "F", "S", "T", "B", "W", "IB"}
+    assert len(document["metrics"]["peak_activation"]) == 4
+
+
 def test_pictures_are_pictures(tmp_path):
     svg, png = tmp_path / "s.svg", tmp_path / "s.png"
     assert run(*FAMILY, "--format", "svg", "-o", svg).exit_code == 0

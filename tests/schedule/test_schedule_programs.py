@@ -2,12 +2,12 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vp.errors import UserError
 from megatron_vp.schedule import (
     Collective,
     Loss,
@@ -25,6 +25,7 @@ from megatron_vp.schedule import (
     generate,
     lower,
     simulate,
+    unfold,
     validate,
     validate_programs,
 )
@@ -170,10 +171,59 @@ def test_any_valid_order_on_any_placement_lowers_to_programs_that_end(p, m, voca
     validate(schedule.forward_only(), costs)
 
 
-def test_interlaced_schedules_are_refused():
-    schedule = replace(generate("1f1b", 2, 2), vocab=VocabMethod.INTERLACED)
-    with pytest.raises(UserError, match="interlaced"):
-        lower(schedule)
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "v-half", "v-min", "interleaved"])
+@pytest.mark.parametrize("vocab", ["none", "vocab-1", "vocab-2"])
+def test_messages_join_neighbouring_stages_of_different_ranks_and_none_waits_for_w(name, vocab):
+    schedule = generate(name, 3, 5, vocab=vocab)
+    stages, rank_of = schedule.placement.stages, schedule.placement.rank_of
+    expected = Counter()
+    for stage in range(stages - 1):
+        if rank_of(stage) != rank_of(stage + 1):
+            expected.update({("activation", stage, stage + 1): 5, ("gradient", stage + 1, stage): 5})
+    sent = Counter()
+    for program in lower(schedule):
+        for before, instruction in pairwise(program.instructions):
+            if isinstance(instruction, Post) and isinstance(instruction.operation, Message):
+                message = instruction.operation
+                if message.source == program.rank:
+                    sent[message.channel.value, message.source_stage, message.target_stage] += 1
+                    assert isinstance(before, Run) and before.action.kind in (PassKind.F, PassKind.B)
+            if isinstance(instruction, Run) and instruction.action.kind is PassKind.W:
+                assert not isinstance(before, Wait)
+    assert sent == expected
+
+
+def test_interlaced_programs_run_the_parts_of_a_v_in_one_go():
+    schedule = generate("interlaced", 3, 5)
+    vocabulary = ("S", "LOSS", "T", "IF", "IB")
+    for program, order in zip(lower(schedule), schedule.ranks, strict=True):
+        words = texts(program)
+        for i in range(5):
+            assert_in_order(words, f"+C0:{i}", f"?C0:{i}", f"S{i}", f"+C1:{i}", f"?C1:{i}", f"T{i}", f"+C2:{i}")
+            if program.rank == 2:
+                assert_in_order(words, f"T{i}", f"?C2:{i}", f"B{i}")
+        steps = [word for word in words if word[0] not in "+?"]
+        assert [word for word in steps if not word.startswith(vocabulary)] == [str(s) for s in order if s.kind != "V"]
+        for i in range(5):
+            between = steps[steps.index(f"S{i}") + 1 : steps.index(f"T{i}")]
+            assert between == ([f"LOSS:{i}"] if program.rank == 2 else [])
+    evaluation = lower(schedule.forward_only())
+    assert not any(word.startswith(("T", "B", "IB")) for program in evaluation for word in texts(program))
+
+
+def test_an_unfolded_interlaced_schedule_takes_the_same_time():
+    schedule = generate("interlaced", 8, 24)
+    unfolded = unfold(schedule)
+    assert simulate(unfolded).makespan == pytest.approx(simulate(schedule).makespan)
+    assert simulate(unfolded).peak_activation == simulate(schedule).peak_activation
+    assert max(simulate(unfolded).between_s_and_t) == 1
+    assert unfold(unfolded) is unfolded
+
+
+def test_interlaced_ranks_that_come_to_different_vs_are_refused():
+    schedule = edited(generate("interlaced", 2, 3), 1, swap("V1", "V2"))
+    with pytest.raises(ScheduleError, match="deadlock"):
+        validate(schedule)
 
 
 def edited(schedule, rank, edit):

@@ -1,0 +1,16 @@
+"""The slow marker: `pytest -m slow` runs the large sweep, which is left out otherwise."""
+
+import pytest
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: minutes of random cases; runs with -m slow only")
+
+
+def pytest_collection_modifyitems(config, items):
+    if "slow" in config.getoption("markexpr"):
+        return
+    skip = pytest.mark.skip(reason="slow: runs with -m slow")
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(skip)

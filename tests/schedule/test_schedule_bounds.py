@@ -1,0 +1,88 @@
+"""How long schedules take at the command's default costs: closed forms, published makespans, steady state."""
+
+import pytest
+
+from megatron_vp.schedule import GENERATORS, PassCosts, generate, simulate
+
+SHARDED = ["vocab-1", "vocab-2"]
+FAMILIES = [name for name in GENERATORS if name != "interlaced"]
+WORK, BASE_WORK = 3.6, 3.0
+
+
+def makespan(name, p, m, **options):
+    return simulate(generate(name, p, m, **options), options.get("costs")).makespan
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 5, 8, 13, 16])
+@pytest.mark.parametrize("vocab", SHARDED)
+def test_1f1b_pays_its_fill_and_drain_without_vocabulary_work(p, vocab):
+    fill = (p - 1) * BASE_WORK + 0.25 + (1 if vocab == "vocab-1" else 0)
+    for m in sorted({1, 2, p - 1, p, p + 1, 2 * p + 1, 4 * p}):
+        assert makespan("1f1b", p, m, vocab=vocab) <= m * WORK + fill + 1e-9, m
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "vocab", "published"),
+    [
+        ("1f1b", 8, 32, "vocab-1", 135.6),
+        ("1f1b", 8, 32, "vocab-2", 135.6),
+        ("v-half", 8, 32, "vocab-1", 129.1),
+        ("v-half", 8, 32, "vocab-2", 128.15),
+        ("v-half", 16, 128, "vocab-1", 488.45),
+        ("v-half", 16, 128, "vocab-2", 487.5),
+        ("v-half", 16, 128, "none", 404.5),
+    ],
+)
+def test_published_sizes_take_no_longer_than_the_authors_orders(name, p, m, vocab, published):
+    assert makespan(name, p, m, vocab=vocab) <= published + 1e-9
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 7, 8, 16])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_plain_schedules_take_the_known_times(p, groups):
+    m = groups * p
+    fill = {
+        "1f1b": 3 * (p - 1),  # F + B + W
+        "zb-h1": p - 1,  # F + B - W
+        "zb-v": (p - 1) / 2,  # F of a chunk
+        "interleaved": 3 * (p - 1) / 2,  # F + B + W of a chunk
+    }
+    for name, expected in fill.items():
+        assert makespan(name, p, m) == pytest.approx(m * BASE_WORK + expected), name
+
+
+def test_plain_1f1b_has_the_published_bubble():
+    assert simulate(generate("1f1b", 7, 20)).bubble_fraction == pytest.approx(6 / 26)
+
+
+def test_interlaced_pays_its_fill_and_drain_without_vocabulary_work():
+    for p in (2, 3, 8, 9):
+        for m in (1, p, 4 * p):
+            assert makespan("interlaced", p, m) <= m * WORK + (p - 1) * BASE_WORK + 1e-9, (p, m)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("p", [4, 8, 16])
+def test_vocabulary_passes_cost_at_most_an_interval_a_barrier_beyond_their_work(name, p):
+    m = 4 * p
+    plain = makespan(name, p, m) - m * BASE_WORK
+    for vocab, barriers in (("vocab-2", 1), ("vocab-1", 2)):
+        assert makespan(name, p, m, vocab=vocab) - m * WORK <= plain + barriers * WORK, vocab
+        # In fact, they fill more gaps than they open.
+        assert makespan(name, p, m, vocab=vocab) - m * WORK <= plain + 0.5, vocab
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize(
+    "costs", [PassCosts(), PassCosts(S=1.3, T=0.7), PassCosts(F=0.9, B=1.1, W=0.7, S=0.1)], ids=["unit", "V", "uneven"]
+)
+def test_one_more_microbatch_costs_its_work_and_no_more(name, costs):
+    if name == "v-min" and costs.F != costs.B:
+        pytest.skip("V-Min has no slack for passes that differ")
+    p = 6
+    for vocab in ["none"] if name == "interlaced" else ["none", *SHARDED]:
+        work = costs.F + costs.B + costs.W
+        if vocab != "none" or name == "interlaced":
+            work += costs.S + costs.T + costs.IF + costs.IB
+        times = [makespan(name, p, m, vocab=vocab, costs=costs) for m in (48, 72)]
+        assert times[1] - times[0] == pytest.approx(24 * work, rel=1e-3), vocab
