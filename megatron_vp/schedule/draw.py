@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from bisect import bisect_right
 from collections import defaultdict
 
@@ -98,7 +99,7 @@ def to_picture(timeline: Timeline, file_format: str) -> bytes:
             loc="left",
             fontsize=9,
         )
-        _add_legend(figure, timeline)
+        _add_legend(figure, timeline, width)
         out = io.BytesIO()
         figure.savefig(out, format=file_format, dpi=160, metadata={"Date": None} if file_format == "svg" else None)
     return out.getvalue()
@@ -143,7 +144,7 @@ def _draw_memory(axes, timeline: Timeline, rank: int, peak: float) -> None:
     axes.axhline(base, color="#9A9A9A", linewidth=0.4)
 
 
-def _add_legend(figure, timeline: Timeline) -> None:
+def _add_legend(figure, timeline: Timeline, width: float) -> None:
     from matplotlib.patches import Patch
 
     used = {(step.kind, step.chunk) for order in timeline.schedule.ranks for step in order}
@@ -152,7 +153,9 @@ def _add_legend(figure, timeline: Timeline) -> None:
     for kind, chunk in sorted(used, key=lambda item: (list(MEANINGS).index(item[0]), item[1])):
         suffix = f", chunk {chunk}" if chunked and kind in (PassKind.F, PassKind.B, PassKind.W) else ""
         patches.append(Patch(facecolor=_shade(kind, chunk), label=MEANINGS[kind] + suffix))
-    figure.legend(handles=patches, loc="outside lower center", ncols=min(len(patches), 8), frameon=False, fontsize=7)
+    rows = math.ceil(1.7 * len(patches) / width)  # the widest entry takes 1.7 inches
+    columns = math.ceil(len(patches) / rows)
+    figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False, fontsize=7)
 
 
 def to_perfetto(timeline: Timeline) -> str:

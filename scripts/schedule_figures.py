@@ -1,0 +1,111 @@
+"""Write the figures and pictures of `docs/schedules.md`: every schedule at the default costs.
+
+    python scripts/schedule_figures.py [--check]
+
+`--check` writes nothing and exits with status 1 where the page's figures are not those of the present code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron_vp.schedule import GENERATORS, Timeline, generate, simulate
+from megatron_vp.schedule.draw import to_picture
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "schedules.md"
+PICTURES = ROOT / "docs" / "images" / "schedules"
+BEGIN, END = "<!-- begin figures -->\n", "<!-- end figures -->\n"
+
+SIZES = (4, 8, 16, 32)
+MICROBATCHES = 128
+CHART_SIZE = 16
+METHODS = ("none", "vocab-2", "vocab-1")
+MARKERS = {"none": "o", "vocab-2": "s", "vocab-1": "^", "interlaced": "D"}
+
+
+def rows() -> list[tuple[str, str]]:
+    """Every schedule with every vocabulary method it has."""
+    return [(name, vocab) for name in GENERATORS if name != "interlaced" for vocab in METHODS] + [
+        ("interlaced", "interlaced")
+    ]
+
+
+def timeline(name: str, vocab: str, ranks: int, microbatches: int = MICROBATCHES) -> Timeline:
+    """The schedule played at the costs it was generated for, the default ones."""
+    return simulate(generate(name, ranks, microbatches, vocab=vocab))
+
+
+def cell(played: Timeline) -> str:
+    """Makespan, bubble and peak of the busiest rank, as the table shows them."""
+    return f"{played.makespan:.2f}, {100 * played.bubble_fraction:.2f} %, {max(played.peak_activation):g}"
+
+
+def table(played: dict[tuple[str, str, int], Timeline]) -> str:
+    """The table of all figures in Markdown."""
+    lines = [
+        "| schedule | vocabulary | " + " | ".join(f"p = {ranks}" for ranks in SIZES) + " |",
+        "|---" * (2 + len(SIZES)) + "|",
+    ]
+    for name, vocab in rows():
+        cells = " | ".join(cell(played[name, vocab, ranks]) for ranks in SIZES)
+        lines.append(f"| `{name}` | {vocab} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw_chart(played: dict[tuple[str, str, int], Timeline]) -> None:
+    """Bubble against memory: one colour a schedule, one marker a vocabulary method."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    figure = Figure(figsize=(7.5, 4.4), layout="constrained")
+    axes = figure.add_subplot()
+    colours = {name: f"C{number}" for number, name in enumerate(GENERATORS)}
+    for name, vocab in rows():
+        shown = played[name, vocab, CHART_SIZE]
+        axes.plot(max(shown.peak_activation), 100 * shown.bubble_fraction, MARKERS[vocab], color=colours[name])
+    axes.set_xlabel("peak activations of the busiest rank, microbatches")
+    axes.set_ylabel("bubble, %")
+    axes.set_title(f"{CHART_SIZE} ranks, {MICROBATCHES} microbatches, default costs", loc="left", fontsize=10)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    handles = [Line2D([], [], marker="o", linestyle="", color=colours[name], label=name) for name in GENERATORS]
+    handles += [Line2D([], [], marker=m, linestyle="", color="grey", label=vocab) for vocab, m in MARKERS.items()]
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
+    figure.savefig(PICTURES / "bubble_and_memory.png", dpi=160)
+
+
+def draw_schedules() -> None:
+    """One small picture a schedule."""
+    for name in GENERATORS:
+        vocab = "interlaced" if name == "interlaced" else "vocab-2"
+        (PICTURES / f"{name}.png").write_bytes(to_picture(timeline(name, vocab, 4, 8), "png"))
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where figures have changed")
+    check = parser.parse_args().check
+    played = {}
+    for name, vocab in rows():
+        print(f"{name}, {vocab}", flush=True)
+        played |= {(name, vocab, ranks): timeline(name, vocab, ranks) for ranks in SIZES}
+    page = PAGE.read_text(encoding="utf-8")
+    before, rest = page.split(BEGIN)
+    fresh = before + BEGIN + table(played) + END + rest.split(END)[1]
+    if check:
+        print("up to date" if fresh == page else f"{PAGE.name} has other figures; run this without --check")
+        return int(fresh != page)
+    PAGE.write_text(fresh, encoding="utf-8")
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    draw_chart(played)
+    draw_schedules()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

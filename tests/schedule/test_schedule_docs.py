@@ -1,0 +1,29 @@
+"""The figures in the documentation are those of the code."""
+
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("schedule_figures", ROOT / "scripts" / "schedule_figures.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def test_the_page_shows_the_present_figures():
+    script = load_script()
+    page = script.PAGE.read_text(encoding="utf-8").splitlines()
+    for name, vocab in script.rows():
+        (line,) = [line for line in page if line.startswith(f"| `{name}` | {vocab} |")]
+        ranks = script.SIZES[0]
+        assert line.split(" | ")[2] == script.cell(script.timeline(name, vocab, ranks)), (name, vocab)
+
+
+def test_every_picture_of_the_page_exists():
+    page = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+    pictures = [line.split("](")[1].rstrip(")") for line in page.splitlines() if line.startswith("![")]
+    assert len(pictures) == 8
+    assert all((ROOT / "docs" / picture).is_file() for picture in pictures)
