@@ -31,16 +31,24 @@ def register(app: typer.Typer) -> None:
 
 
 def schedule(
-    name: Annotated[str | None, typer.Argument(help="Schedule family, such as 1f1b. Leave out with --from.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="1f1b, interleaved, zb-h1, zb-v, v-half, v-min or interlaced. Leave out with --from.",
+        ),
+    ] = None,
     pipeline_size: Annotated[int | None, typer.Option("-p", "--pipeline-size", help="Pipeline ranks.")] = None,
     microbatches: Annotated[int | None, typer.Option("-m", "--microbatches", help="Microbatches a step.")] = None,
-    vocab: Annotated[str, typer.Option(help="Vocabulary passes: none, vocab-1 or vocab-2.")] = "none",
-    chunks: Annotated[int | None, typer.Option(help="Model chunks a rank, where the family has a choice.")] = None,
+    vocab: Annotated[
+        str, typer.Option(help="Vocabulary passes: none, vocab-1 or vocab-2; interlaced has its own.")
+    ] = "none",
+    chunks: Annotated[int | None, typer.Option(help="Model chunks a rank, for interleaved (default 2).")] = None,
     cost: Annotated[
         str,
         typer.Option(
             help="Durations of the passes, in any unit, as F=1,B=1,W=1,S=0.25,T=0.25,IF=0.05,IB=0.05,comm=0 (these are "
-            "the defaults). F, B (input gradient) and W (weight gradient) are those of all chunks of a rank."
+            "the defaults). F, B (input gradient) and W (weight gradient) are those of all chunks of a rank; comm is "
+            "that of a message or collective."
         ),
     ] = "",
     output_format: Annotated[Format, typer.Option("--format", help="What to show.")] = Format.TABLE,
@@ -51,7 +59,7 @@ def schedule(
 ) -> None:
     """Generate a pipeline schedule (or read one with --from), prove that it runs, and show it.
 
-    Example: megatron-vp schedule 1f1b -p 8 -m 32 --vocab vocab-2 --format png -o schedule.png
+    Example: megatron-vp schedule v-half -p 8 -m 32 --vocab vocab-2 --format png -o schedule.png
     """
     from megatron_vp.schedule import PassCosts, ScheduleError, simulate, validate
 

@@ -19,6 +19,7 @@ from megatron_vp.schedule.instructions import (
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, ScheduleError, VocabMethod
 from megatron_vp.schedule.placement import Placement
+from megatron_vp.schedule.squeeze import evaluation
 from megatron_vp.schedule.timeline import Timeline, simulate
 from megatron_vp.schedule.unfold import unfold
 from megatron_vp.schedule.validate import validate, validate_programs
@@ -44,6 +45,7 @@ __all__ = [
     "Timeline",
     "VocabMethod",
     "Wait",
+    "evaluation",
     "from_csv",
     "from_json",
     "generate",

@@ -1,7 +1,7 @@
 """A list scheduler: every rank, whenever it is free, runs the first pass of its given order that is ready and fits.
 
 It works in either direction of time: from the first pass on, or from the last pass back, where a pass is ready once
-all that waits for it is placed. Passes that nothing waits for (W, IB, T of vocab-2) only fill gaps.
+all that waits for it is placed. Passes that nothing waits for (W, IB, T of vocab-2) fill gaps and make room in memory.
 
 A pass fits out of its turn if what is left of the given order can still follow it, in that order, within the caps. The
 given order is within the caps, so some rank can always go on, whatever the costs.
@@ -94,6 +94,7 @@ class _Rank:
                 if store.fits(bisect_left(self.left, -ready[0])):
                     best, chosen = ready[0], ready
                 elif self.fillers and self.fillers[0] < ready[0]:
+                    # What waits for room goes first in the order: the fillers ahead of it make that room.
                     best, chosen = self.fillers[0], self.fillers
         return self._run(-heappop(chosen)) if chosen else None
 
@@ -126,10 +127,11 @@ class _ListScheduler:
         for order, most in zip(orders, caps.activations, strict=True):
             kinds = [graph.nodes[number].action.kind for number in order]
             release = PassKind.W if PassKind.W in kinds else PassKind.B
-            ends = [(PassKind.F, release), (PassKind.S, PassKind.T)]
+            kept = [(PassKind.F, release, most), (PassKind.S, PassKind.T, caps.scores)]
             if after is graph.predecessors:
-                ends = [(giver, taker) for taker, giver in ends]
-            stores = [_Store(kinds, *pair, cap) for pair, cap in zip(ends, (most, caps.scores), strict=True)]
+                kept = [(giver, taker, cap) for taker, giver, cap in kept]
+            # Without a backward there is neither B nor T, and nothing is kept.
+            stores = [_Store(kinds, *entry) for entry in kept if entry[0] in kinds and entry[1] in kinds]
             self.ranks.append(_Rank(order, kinds, stores))
         self.seat: list[tuple[int, int] | None] = [None] * len(took)
         for rank, order in enumerate(orders):

