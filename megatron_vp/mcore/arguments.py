@@ -26,6 +26,8 @@ from megatron_vp.mcore.platform import platform_arguments, wants_cpu
 
 ALGORITHMS = ("vocab-1", "vocab-2")
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "v-min", "interlaced")
+RUNNABLE_SCHEDULES = ("1f1b", "zb-h1")
+SPLIT_SCHEDULES = ("zb-h1", "zb-v", "v-half", "v-min")
 RESOLVED_NAME = "resolved_config.yaml"
 
 
@@ -40,8 +42,17 @@ class Refusal:
 # The order is the order of the checks; {names} are filled from the arguments.
 REFUSALS = (
     Refusal(
-        lambda a: a.pipeline_schedule != "1f1b",
-        "--pipeline-schedule {pipeline_schedule} cannot be run yet: only 1f1b can; use --pipeline-schedule 1f1b",
+        lambda a: a.pipeline_schedule not in RUNNABLE_SCHEDULES,
+        "--pipeline-schedule {pipeline_schedule} cannot be run yet: 1f1b and zb-h1 can; use one of them",
+    ),
+    Refusal(
+        lambda a: a.pipeline_schedule != "1f1b" and not a.vocab_parallel,
+        "--pipeline-schedule {pipeline_schedule} runs with --vocab-parallel only so far: add it, or use 1f1b",
+    ),
+    Refusal(
+        lambda a: a.pipeline_schedule in SPLIT_SCHEDULES and a.transformer_impl != "local",
+        "--pipeline-schedule {pipeline_schedule} with --transformer-impl {transformer_impl} is not supported yet: "
+        "weight gradients are split off Megatron's local layers only; add --transformer-impl local, or use 1f1b",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.pipeline_model_parallel_size < 2,
@@ -223,6 +234,8 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         if args.vocab_parallel:
             _warn_of_one_queue(args)
             patches.apply(patches.group("vocabulary parallelism"))
+            if args.pipeline_schedule in SPLIT_SCHEDULES:
+                patches.apply(patches.group("split backward"))
         elif args.rank_report is not None:
             patches.apply(patches.group("rank report"))
         _write_resolved(args)

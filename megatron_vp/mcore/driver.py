@@ -12,6 +12,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.capture import Capture, capture
+from megatron_vp.mcore.split_backward import PendingWeightGradient, backward_without_weights
 from megatron_vp.runtime.model import Shapes
 
 
@@ -27,6 +28,7 @@ class MegatronModel:
         is_first_rank: this is pipeline rank 0, whose gradients may be synchronised during the last backward even when
             Megatron aligns the synchronisation of the ranks.
         context_parallel_size: for Megatron's loss scaling.
+        split_backward: pass B leaves weight gradients to a pass W.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class MegatronModel:
         gradients: bool,
         is_first_rank: bool,
         context_parallel_size: int,
+        split_backward: bool,
     ) -> None:
         self._chunk = chunk
         self._core = get_attr_wrapped_model(chunk, "embedding", return_model_obj=True)
@@ -52,6 +55,9 @@ class MegatronModel:
         self._captures: dict[int, Capture] = {}
         self._captured = 0
         self._backwards = 0
+        self._split_backward = split_backward
+        self._pending_weights: dict[tuple[int, int], list[PendingWeightGradient]] = {}
+        self._weight_passes = 0
         self.losses: list[Any] = []
         """What the user's loss function reported, one entry a microbatch; on the last pipeline rank only."""
         self.tokens_seen = torch.zeros([], dtype=torch.int, device=shapes.device)
@@ -99,7 +105,22 @@ class MegatronModel:
         self._backwards += 1
         if self._backwards == self._microbatches and self._synchronises_in_schedule:
             self._start_synchronising()
-        schedules.backward_step(None, output_sbh, gradient_sbh, self._config)
+        if self._split_backward:
+            self._pending_weights[chunk, microbatch] = backward_without_weights(
+                lambda: schedules.backward_step(None, output_sbh, gradient_sbh, self._config)
+            )
+        else:
+            schedules.backward_step(None, output_sbh, gradient_sbh, self._config)
+
+    def weight_gradient(self, chunk: int, microbatch: int) -> None:
+        """Pass W: the weight gradients that the backward left; after the last one they are complete."""
+        pending = self._pending_weights.pop((chunk, microbatch))
+        for each in pending:
+            each.accumulate()
+        self._weight_passes += 1
+        if self._weight_passes == self._microbatches:
+            for weight in dict.fromkeys(each.weight for each in pending):
+                self.gradient_complete(weight)
 
     def loss(self, microbatch: int, token_loss_bs: torch.Tensor) -> torch.Tensor | None:
         """The user's loss function, averaged and scaled as Megatron's schedules do it; returns g, fp32 [b, s]."""
@@ -126,7 +147,7 @@ class MegatronModel:
         return token_loss_bs.grad
 
     def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
-        """Report a vocabulary weight to Megatron's gradient buckets, as autograd's hook would."""
+        """Report a weight whose gradient autograd never saw to Megatron's buckets, as autograd's hook would."""
         if self._synchronising:
             self._register(parameter)
         else:

@@ -26,6 +26,7 @@ GROUPS = {
     "arguments": "megatron_vp.mcore.arguments:PATCHES",
     "cpu platform": "megatron_vp.mcore.cpu_platform:PATCHES",
     "vocabulary parallelism": "megatron_vp.mcore.vocab_patches:PATCHES",
+    "split backward": "megatron_vp.mcore.split_backward:PATCHES",
     "rank report": "megatron_vp.mcore.rank_report:PLAIN_PATCHES",
 }
 WHEN = {
@@ -34,6 +35,7 @@ WHEN = {
     "arguments": "always",
     "cpu platform": "only where no CUDA device is used",
     "vocabulary parallelism": "only with --vocab-parallel",
+    "split backward": "only with a --pipeline-schedule that has W passes",
     "rank report": "only with --rank-report and without --vocab-parallel",
 }
 

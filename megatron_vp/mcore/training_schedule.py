@@ -74,7 +74,15 @@ def forward_backward(
     )
     rank = pipeline.groups.rank
     megatron = MegatronModel(
-        chunk, forward_step_func, iterator, num_microbatches, shapes, gradients, rank == 0, groups.cp.size()
+        chunk,
+        forward_step_func,
+        iterator,
+        num_microbatches,
+        shapes,
+        gradients,
+        rank == 0,
+        groups.cp.size(),
+        schedule.split_backward,
     )
     observer = rank_report() if gradients else None
     with observer.iteration(model, num_microbatches) if observer else nullcontext():

@@ -55,7 +55,13 @@ class Model(Protocol):
         """The output's data is not needed for the backward any more."""
 
     def backward(self, chunk: int, microbatch: int, output_sbh: torch.Tensor, gradient_sbh: torch.Tensor) -> None:
-        """Backward from a chunk's output; gradients end in the leaves and in the parameters' `main_grad`."""
+        """Backward from a chunk's output; gradients end in the leaves and in the parameters' `main_grad`.
+
+        In a schedule with W passes the weights' part is left to `weight_gradient`.
+        """
+
+    def weight_gradient(self, chunk: int, microbatch: int) -> None:
+        """What the backward of the chunk and microbatch left to do."""
 
     def loss(self, microbatch: int, token_loss_bs: torch.Tensor) -> torch.Tensor | None:
         """Run the user's loss function on token losses fp32 [b, s]; returns g fp32 [b, s], None without gradients.

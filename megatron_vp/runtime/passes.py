@@ -15,7 +15,7 @@ from megatron_vp.schedule.placement import Placement
 
 
 class VocabularyPasses:
-    """Passes of a schedule with vocabulary passes (vocab-1 or vocab-2) and unsplit backward.
+    """Passes of a schedule with vocabulary passes (vocab-1 or vocab-2).
 
     Args:
         rank: this pipeline rank.
@@ -23,6 +23,7 @@ class VocabularyPasses:
         method: vocab-1 or vocab-2.
         microbatches: m, to know the last contribution to a weight.
         gradients: False in evaluation.
+        split_backward: B is the input gradient alone and a W follows.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class VocabularyPasses:
         method: VocabMethod,
         microbatches: int,
         gradients: bool,
+        split_backward: bool,
     ) -> None:
         self._store = store
         self._shapes = shapes
@@ -45,11 +47,12 @@ class VocabularyPasses:
         self._placement = placement
         self._method = method
         self._gradients = gradients
+        self._split_backward = split_backward
         self._contributions = {layers.embedding.weight: 0, layers.output.weight: 0}
         for layer in (layers.embedding, layers.output):
             self._contributions[layer.weight] += microbatches
         self.in_flight = Occupancy()
-        """Passes F whose activations are held for a B, in chunks."""
+        """Passes F whose activations are held for a B, or for a W where there is one, in chunks."""
         self.between_s_and_t = Occupancy()
         """Microbatches whose E and X are held for T."""
         self._passes: dict[PassKind, Callable[[int, int], None]] = {
@@ -58,6 +61,7 @@ class VocabularyPasses:
             PassKind.S: self._output_s,
             PassKind.T: self._output_t,
             PassKind.B: self._backward,
+            PassKind.W: self._weight_gradient,
             PassKind.IB: self._embed_backward,
         }
 
@@ -106,11 +110,16 @@ class VocabularyPasses:
             gradient = self._store.take((Channel.GRADIENT, stage, microbatch))
         leaf, output = self._store.take(("saved", chunk, microbatch))
         self._model.backward(chunk, microbatch, output, gradient)
-        self.in_flight.leave()
+        if not self._split_backward:
+            self.in_flight.leave()
         if stage == 0:
             self._store.put(("word gradient", microbatch), leaf.grad.reshape(self._shapes.tokens, -1))
         else:
             self._store.put((Channel.GRADIENT, stage - 1, microbatch), leaf.grad.contiguous())
+
+    def _weight_gradient(self, microbatch: int, chunk: int) -> None:
+        self._model.weight_gradient(chunk, microbatch)
+        self.in_flight.leave()
 
     def _output_s(self, microbatch: int, chunk: int) -> None:
         output = self._layers.output

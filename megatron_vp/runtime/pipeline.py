@@ -59,7 +59,16 @@ class Pipeline:
         placement, rank = schedule.placement, self.groups.rank
         store, links = Store(), Links(self.groups)
         passes = VocabularyPasses(
-            store, shapes, layers, model, rank, placement, schedule.vocab, schedule.microbatches, gradients
+            store,
+            shapes,
+            layers,
+            model,
+            rank,
+            placement,
+            schedule.vocab,
+            schedule.microbatches,
+            gradients,
+            schedule.split_backward,
         )
         collectives = VocabularyCollectives(
             self.groups,

@@ -11,11 +11,11 @@ EXTRA = {"vocab-2": 1, "vocab-1": 2}
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_losses_and_gradients_equal_one_process(world, method, tied):
+@pytest.mark.parametrize(("name", "world"), [("1f1b", 2), ("1f1b", 3), ("1f1b", 4), ("zb-h1", 2), ("zb-h1", 4)])
+def test_losses_and_gradients_equal_one_process(name, world, method, tied):
     # Iterations of every length in one life of the processes, evaluation in between: nothing may be left over.
     steps = [(1, True), (world - 1, True), (3, False), (world, True), (world + 1, True), (1, False), (4 * world, True)]
-    results = run_ranks(world, run_pipeline, method, steps, tied, timeout=120)
+    results = run_ranks(world, run_pipeline, name, method, steps, tied, timeout=120)
     for iteration, (microbatches, gradients) in enumerate(steps):
         losses, expected = reference(world, microbatches, iteration, tied)
         assert results[-1][iteration][0] == pytest.approx(losses, rel=1e-12)
@@ -30,7 +30,8 @@ def test_losses_and_gradients_equal_one_process(world, method, tied):
             assert (found[name] - gradient).norm() <= 1e-12 * gradient.norm(), (name, iteration)
         for rank in range(world):
             in_flight, between = results[rank][iteration][2]
-            promised = world - rank + EXTRA[method]
-            assert in_flight == promised if microbatches == 4 * world else in_flight <= min(microbatches, promised)
+            promised = (world - rank if name == "1f1b" else world) + EXTRA[method]
+            assert in_flight <= min(microbatches, promised)
+            assert in_flight == promised or name != "1f1b" or microbatches < 4 * world
             assert between <= 2
             assert results[rank][iteration][3] == (1 if tied else 2), "every weight is reported complete once"

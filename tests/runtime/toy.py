@@ -63,10 +63,12 @@ def reference(
 class ToyModel:
     """Implements the runtime's `Model` for one rank and iteration."""
 
-    def __init__(self, weight: torch.nn.Parameter, iteration: int, gradients: bool) -> None:
+    def __init__(self, weight: torch.nn.Parameter, iteration: int, gradients: bool, split: bool) -> None:
         self.weight = weight
         self.iteration = iteration
         self.gradients = gradients
+        self.split = split
+        self.left_for_w: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.losses: list[float] = []
         self.completed: list[torch.nn.Parameter] = []
 
@@ -81,13 +83,22 @@ class ToyModel:
 
     def forward(self, chunk: int, microbatch: int, input_sbh: torch.Tensor) -> torch.Tensor:
         with torch.set_grad_enabled(self.gradients):
-            return torch.tanh(input_sbh @ self.weight) + input_sbh
+            product = input_sbh @ (self.weight.detach() if self.split else self.weight)
+            if self.split and self.gradients:
+                product.retain_grad()
+                self.left_for_w[microbatch] = (input_sbh.detach(), product)
+            return torch.tanh(product) + input_sbh
 
     def release_output(self, output_sbh: torch.Tensor) -> None:
         pass
 
     def backward(self, chunk: int, microbatch: int, output_sbh: torch.Tensor, gradient_sbh: torch.Tensor) -> None:
         output_sbh.backward(gradient_sbh)
+
+    def weight_gradient(self, chunk: int, microbatch: int) -> None:
+        layer_input, product = self.left_for_w.pop(microbatch)
+        gradient = layer_input.flatten(0, 1).t() @ product.grad.flatten(0, 1)
+        self.weight.grad = gradient if self.weight.grad is None else self.weight.grad + gradient
 
     def loss(self, microbatch: int, token_loss_bs: torch.Tensor) -> torch.Tensor | None:
         assert microbatch == len(self.losses)
@@ -100,7 +111,7 @@ class ToyModel:
 
 
 def run_pipeline(
-    rank: int, world: int, method: str, steps: list[tuple[int, bool]], tied: bool
+    rank: int, world: int, name: str, method: str, steps: list[tuple[int, bool]], tied: bool
 ) -> list[tuple[list[float], dict[str, torch.Tensor], tuple[float, int], int]]:
     """Run iterations (microbatches, gradients) on one rank; of each: losses, own gradients, peaks, completions."""
     with process_group(rank, world):
@@ -119,12 +130,12 @@ def run_pipeline(
         shapes = Shapes(SEQUENCE, BATCH, HIDDEN, torch.float64, torch.device("cpu"))
         results = []
         for iteration, (microbatches, gradients) in enumerate(steps):
-            schedule = generate("1f1b", world, microbatches, vocab=VocabMethod(method))
+            schedule = generate(name, world, microbatches, vocab=VocabMethod(method))
             schedule = schedule if gradients else schedule.forward_only()
             for weight in {embedding, output}:
                 weight.main_grad = torch.zeros_like(weight)
             layer.grad = None
-            model = ToyModel(layer, iteration, gradients)
+            model = ToyModel(layer, iteration, gradients, schedule.split_backward)
             report = pipeline.run(schedule, lower(schedule)[rank], model, layers, shapes, gradients=gradients)
             found = {"embedding": embedding.main_grad, f"layer{rank}": layer.grad}
             if not tied:

@@ -1,0 +1,107 @@
+"""B and W apart, for Megatron's local layers: the backward makes input gradients and leaves weight gradients for later.
+
+Megatron's column- and row-parallel layers all compute through one function. Under a schedule with W passes it is
+replaced by a product whose weight has no edge in autograd's graph: pass B yields the gradients of inputs, biases and
+norms, and puts every weight's (input, output gradient) aside; pass W multiplies them into `main_grad`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.patches import Patch
+
+
+@dataclass(frozen=True)
+class PendingWeightGradient:
+    """What pass W needs of one linear layer and microbatch: weight [o, i], input [..., i], output gradient [..., o]."""
+
+    weight: torch.nn.Parameter
+    layer_input: torch.Tensor
+    output_gradient: torch.Tensor
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add the weight's gradient to its `main_grad`; the GEMM runs in the model's dtype, as Megatron's does."""
+        gradient_oi = self.output_gradient.flatten(0, -2).t() @ self.layer_input.flatten(0, -2)
+        self.weight.main_grad.add_(gradient_oi)
+
+
+_collected: list[PendingWeightGradient] | None = None
+
+
+def backward_without_weights(backward: Callable[[], Any]) -> list[PendingWeightGradient]:
+    """Run a backward; returns the weight gradients that it left for pass W."""
+    global _collected
+    assert _collected is None, "a backward inside a backward"
+    _collected = pending = []
+    try:
+        backward()
+    finally:
+        _collected = None
+    return pending
+
+
+class _InputGradientLinear(torch.autograd.Function):
+    """Y = X W^T + b. The backward returns dX and db, and puts (W, X, dY) aside; W is no input of the graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer_input: torch.Tensor, bias: torch.Tensor | None, weight: torch.nn.Parameter
+    ) -> torch.Tensor:
+        ctx.save_for_backward(layer_input)
+        ctx.weight = weight
+        ctx.has_bias = bias is not None
+        output = layer_input @ weight.detach().t()
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def backward(ctx: Any, output_gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        (layer_input,) = ctx.saved_tensors
+        assert _collected is not None, "a backward of a split schedule outside its pass B"
+        _collected.append(PendingWeightGradient(ctx.weight, layer_input, output_gradient))
+        bias_gradient = output_gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
+        return output_gradient @ ctx.weight.detach(), bias_gradient, None
+
+
+def _split_linear(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def linear(
+        input: torch.Tensor,  # Megatron calls it by this name
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if allreduce_dgrad or sequence_parallel:
+            raise UserError("a schedule with W passes cannot run tensor-parallel layers yet: use 1f1b")
+        if not isinstance(weight, torch.nn.Parameter) or not weight.requires_grad:
+            settings = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel)
+            return original(input, weight, bias, *settings, *args, **kwargs)
+        # An input without gradient would end the graph here, and with it the weight's gradient.
+        if torch.is_grad_enabled() and not input.requires_grad:
+            input = input.detach().requires_grad_()
+        return _InputGradientLinear.apply(input, bias, weight)
+
+    return linear
+
+
+PATCHES = (
+    Patch(
+        "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce",
+        _split_linear,
+        "leave weight gradients of local layers to pass W",
+        "(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, "
+        "grad_output_buffer=None, wgrad_deferral_limit=0, tp_group=None, gtp_remat_size=1)",
+    ),
+)
+"""Applied with a --pipeline-schedule whose backward is split."""
