@@ -28,6 +28,7 @@ from rich.table import Table
 
 from megatron_vp.data.texts import standard_library_texts
 from megatron_vp.mcore.dataset import prepare
+from megatron_vp.mcore.platform import quiet_fallback_warnings
 from megatron_vp.schedule.costs import PassCosts
 from megatron_vp.schedule.draw import to_picture
 from megatron_vp.schedule.generators import generate
@@ -84,6 +85,7 @@ def main() -> None:
     output: Path = options.output.resolve()
     on_gpus = _gpus() >= RANKS
     console.print(f"[bold]1/3 text[/]: the standard library of Python {sys.version.split()[0]}")
+    quiet_fallback_warnings()
     tokenizer, dataset = _data(output / "data")
     extra = [
         f"--data-path={dataset}",
@@ -161,17 +163,17 @@ def _losses(folder: Path) -> list[float]:
 
 
 def _print_comparison(plain: Run, split: Run, on_gpus: bool) -> None:
-    table = Table(title=f"plain Megatron | {split.title} ({ALGORITHM}), measured")
+    table = Table(title=f"measured: plain Megatron | {split.title} ({ALGORITHM})")
     table.add_column("rank")
-    for column in ("parameters", "microbatches in flight", "computes in an iteration"):
-        table.add_column(column, justify="right")
+    for column in ("parameters", "microbatches\nin flight", "computes, of an\niteration's time"):
+        table.add_column(column, justify="right", no_wrap=True)
     for rank in range(RANKS):
         before, after = plain.reports[rank], split.reports[rank]
         table.add_row(
             str(rank),
             f"{before['parameters']:,} | {after['parameters']:,}",
             f"{before['peak_microbatches_in_flight']:g} | {after['peak_microbatches_in_flight']:g}",
-            " | ".join(f"{run.seconds(rank):.2f} s, {run.share(rank):.0%}" for run in (plain, split)),
+            " | ".join(f"{run.seconds(rank):.2f} s {run.share(rank):3.0%}" for run in (plain, split)),
         )
     console.print(table)
     difference = max(abs(a - b) for a, b in zip(plain.losses, split.losses, strict=True))

@@ -15,10 +15,12 @@ from megatron.training import get_args
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.driver import MegatronModel
 from megatron_vp.mcore.model import PIPELINE_ATTRIBUTE, vocabulary_layers
+from megatron_vp.mcore.pass_costs import pass_costs
 from megatron_vp.mcore.rank_report import rank_report
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
+from megatron_vp.schedule.costs import PassCosts
 from megatron_vp.schedule.generators import generate
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.lowering import lower
@@ -65,11 +67,14 @@ def forward_backward(
 
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    args = get_args()
+    method = VocabMethod(args.vocab_parallel_algorithm)
     schedule, programs = _programs(
-        get_args().pipeline_schedule,
-        get_args().vocab_parallel_algorithm,
+        args.pipeline_schedule,
         len(pipeline.groups.members),
         num_microbatches,
+        method,
+        pass_costs(args, method),
         forward_only,
     )
     rank = pipeline.groups.rank
@@ -112,9 +117,9 @@ def forward_backward(
 
 @lru_cache(maxsize=8)
 def _programs(
-    name: str, method: str, pipeline_size: int, microbatches: int, forward_only: bool
+    name: str, pipeline_size: int, microbatches: int, method: VocabMethod, costs: PassCosts, forward_only: bool
 ) -> tuple[Schedule, tuple[Program, ...]]:
-    schedule = generate(name, pipeline_size, microbatches, vocab=VocabMethod(method))
+    schedule = generate(name, pipeline_size, microbatches, vocab=method, costs=costs)
     if forward_only:
         schedule = schedule.forward_only()
-    return schedule, lower(schedule)
+    return schedule, lower(schedule, costs)

@@ -17,7 +17,7 @@ MICRO_BATCH = 2
 BOUND = 1e-6
 
 # p, algorithm, m, tied, positions, loss mask. Every p, algorithm and m in {1, p-1, p, p+1, 4p}; the rest takes turns.
-CASES = [
+CASES_1F1B = [
     (2, "vocab-1", 1, False, "rope", False),
     (2, "vocab-1", 2, True, "learned_absolute", True),
     (2, "vocab-1", 3, False, "learned_absolute", True),
@@ -46,6 +46,12 @@ CASES = [
     (4, "vocab-2", 4, True, "learned_absolute", True),
     (4, "vocab-2", 5, False, "rope", False),
     (4, "vocab-2", 16, True, "rope", False),
+]
+CASES = [("1f1b", *case) for case in CASES_1F1B] + [
+    ("zb-h1", 2, "vocab-1", 1, False, "rope", False),
+    ("zb-h1", 2, "vocab-2", 5, True, "learned_absolute", True),
+    ("zb-h1", 4, "vocab-1", 6, True, "rope", False),
+    ("zb-h1", 4, "vocab-2", 16, False, "learned_absolute", False),
 ]
 
 
@@ -79,8 +85,8 @@ def _plain(size: int, microbatches: int, tied: bool, positions: str, masked: boo
     return train(1, _arguments(size, microbatches, tied, positions), masked=masked)
 
 
-@pytest.mark.parametrize(("size", "algorithm", "microbatches", "tied", "positions", "masked"), CASES)
-def test_parity(size, algorithm, microbatches, tied, positions, masked):
+@pytest.mark.parametrize(("schedule", "size", "algorithm", "microbatches", "tied", "positions", "masked"), CASES)
+def test_parity(schedule, size, algorithm, microbatches, tied, positions, masked):
     split = train(
         size,
         _arguments(
@@ -91,6 +97,7 @@ def test_parity(size, algorithm, microbatches, tied, positions, masked):
             pipeline_model_parallel_size=size,
             vocab_parallel=True,
             vocab_parallel_algorithm=algorithm,
+            pipeline_schedule=schedule,
         ),
         masked=masked,
     )
