@@ -25,6 +25,7 @@ from megatron_vp.schedule.generators import generate
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import Schedule, VocabMethod
+from megatron_vp.schedule.squeeze import evaluation
 
 
 def forward_backward(
@@ -121,5 +122,5 @@ def _programs(
 ) -> tuple[Schedule, tuple[Program, ...]]:
     schedule = generate(name, pipeline_size, microbatches, vocab=method, costs=costs)
     if forward_only:
-        schedule = schedule.forward_only()
+        schedule = evaluation(schedule, costs)
     return schedule, lower(schedule, costs)
