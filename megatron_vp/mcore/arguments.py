@@ -26,7 +26,7 @@ from megatron_vp.mcore.platform import platform_arguments, wants_cpu
 
 ALGORITHMS = ("vocab-1", "vocab-2")
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "v-min", "interlaced")
-RUNNABLE_SCHEDULES = ("1f1b", "zb-h1")
+RUNNABLE_SCHEDULES = ("1f1b", "interleaved", "zb-h1")
 SPLIT_SCHEDULES = ("zb-h1", "zb-v", "v-half", "v-min")
 RESOLVED_NAME = "resolved_config.yaml"
 
@@ -43,7 +43,7 @@ class Refusal:
 REFUSALS = (
     Refusal(
         lambda a: a.pipeline_schedule not in RUNNABLE_SCHEDULES,
-        "--pipeline-schedule {pipeline_schedule} cannot be run yet: 1f1b and zb-h1 can; use one of them",
+        "--pipeline-schedule {pipeline_schedule} cannot be run yet: 1f1b, interleaved and zb-h1 can; use one of them",
     ),
     Refusal(
         lambda a: a.pipeline_schedule != "1f1b" and not a.vocab_parallel,
@@ -65,10 +65,23 @@ REFUSALS = (
         "vocabulary is split over pipeline ranks only; use --tensor-model-parallel-size 1",
     ),
     Refusal(
-        lambda a: a.vocab_parallel and a.virtual_pipeline_model_parallel_size is not None,
-        "--vocab-parallel with virtual pipeline stages is not supported yet: use one chunk a rank (leave out "
-        "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank and layouts with more "
-        "segments than ranks)",
+        lambda a: (
+            a.vocab_parallel
+            and a.virtual_pipeline_model_parallel_size is not None
+            and a.pipeline_schedule != "interleaved"
+        ),
+        "--pipeline-schedule {pipeline_schedule} has one chunk a rank: use --pipeline-schedule interleaved for virtual "
+        "pipeline stages, or leave them out (--num-layers-per-virtual-pipeline-stage, "
+        "--num-virtual-stages-per-pipeline-rank, layouts with more segments than ranks)",
+    ),
+    Refusal(
+        lambda a: a.pipeline_schedule == "interleaved" and (a.virtual_pipeline_model_parallel_size or 1) < 2,
+        "--pipeline-schedule interleaved needs several chunks a rank: add --num-virtual-stages-per-pipeline-rank 2",
+    ),
+    Refusal(
+        lambda a: a.pipeline_schedule == "interleaved" and not a.untie_embeddings_and_output_weights,
+        "--pipeline-schedule interleaved with tied embeddings is not supported yet: the weight would belong to two "
+        "chunks; add --untie-embeddings-and-output-weights, or use 1f1b",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.context_parallel_size > 1,

@@ -7,7 +7,7 @@ Megatron would start from, and both layers are replaced by their shards under Me
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +26,7 @@ from megatron_vp.runtime.collectives import VocabularyLayers
 from megatron_vp.runtime.groups import Edge, PipelineGroups, pipeline_device
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.schedule.instructions import Channel
+from megatron_vp.schedule.placement import Placement
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
 from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards
@@ -87,7 +88,7 @@ class VocabularyParallelGPTBuilder(GPTModelBuilder):
     ) -> nn.Module:
         """Build one chunk."""
         chunk = super().build_model(pg_collection, pre_process, post_process, vp_stage)
-        return shard_vocabulary(chunk, pg_collection.pp)
+        return shard_vocabulary(chunk, pg_collection.pp, vp_stage or 0)
 
 
 def sharding_get_model(original: Callable[..., list[nn.Module]]) -> Callable[..., list[nn.Module]]:
@@ -104,7 +105,7 @@ def sharding_get_model(original: Callable[..., list[nn.Module]]) -> Callable[...
 
         def provider(*args: Any, **kwargs: Any) -> nn.Module:
             pipeline = pg_collection.pp if pg_collection else parallel_state.get_pipeline_model_parallel_group()
-            return shard_vocabulary(model_provider_func(*args, **kwargs), pipeline)
+            return shard_vocabulary(model_provider_func(*args, **kwargs), pipeline, kwargs.get("vp_stage") or 0)
 
         optional = {} if model_type is None else {"model_type": model_type}
         return original(provider, wrap_with_ddp=wrap_with_ddp, config=config, pg_collection=pg_collection, **optional)
@@ -112,47 +113,58 @@ def sharding_get_model(original: Callable[..., list[nn.Module]]) -> Callable[...
     return get_model
 
 
-def shard_vocabulary(chunk: nn.Module, pipeline_group: dist.ProcessGroup) -> nn.Module:
-    """Turn a freshly built chunk of this rank, the only one, into a middle chunk with vocabulary shards.
+def shard_vocabulary(chunk: nn.Module, pipeline_group: dist.ProcessGroup, index: int) -> nn.Module:
+    """Turn a freshly built chunk of this rank into a middle chunk.
 
-    Collective over the pipeline. Raises UserError for a model without Megatron's vocabulary layers.
+    The rank's first chunk gets a shard of the embedding and the rank's communicators, its last one a shard of the
+    output layer. Collective over all ranks; every rank builds its chunks in order. Raises UserError for a model without
+    Megatron's vocabulary layers.
     """
     if not hasattr(chunk, "share_embeddings_and_output_weights"):
         raise UserError(
             f"vocabulary parallelism needs a language model with Megatron's embedding and output_layer, the script "
             f"built a {type(chunk).__name__}; build a GPTModel or run without --vocab-parallel"
         )
-    size, rank = dist.get_world_size(pipeline_group), dist.get_rank(pipeline_group)
-    shards = VocabShards(chunk.vocab_size, size)
+    placement = pipeline_placement(get_args())
+    rank = dist.get_rank(pipeline_group)
+    shards = VocabShards(chunk.vocab_size, placement.ranks)
     tied = chunk.share_embeddings_and_output_weights
-
-    full = chunk.embedding.word_embeddings.weight if chunk.pre_process else None
-    embedding_weight = _shard(full, shards, rank, 0, pipeline_group, chunk.config)
-    if tied:
-        output_weight = embedding_weight
-    else:
-        full = chunk.output_layer.weight if chunk.post_process else None
-        output_weight = _shard(full, shards, rank, size - 1, pipeline_group, chunk.config)
-
-    word_embeddings = ShardedWordEmbedding(embedding_weight, shards, rank)
-    if chunk.pre_process:
-        chunk.embedding.word_embeddings = word_embeddings
-    else:
-        chunk.embedding = WordEmbeddingHolder(chunk.config, word_embeddings)
-    chunk.output_layer = ShardedOutputLayer(output_weight, shards, rank, tied)
+    if index == 0:
+        full = chunk.embedding.word_embeddings.weight if chunk.pre_process else None
+        weight = _shard(full, shards, rank, placement.first_rank, pipeline_group, chunk.config)
+        word_embeddings = ShardedWordEmbedding(weight, shards, rank)
+        if chunk.pre_process:
+            chunk.embedding.word_embeddings = word_embeddings
+        else:
+            chunk.embedding = WordEmbeddingHolder(chunk.config, word_embeddings)
+        setattr(chunk, PIPELINE_ATTRIBUTE, _pipeline(placement, pipeline_group))
+    if index == placement.chunks - 1:
+        if tied:
+            assert placement.chunks == 1, "refused with the arguments"
+        else:
+            full = chunk.output_layer.weight if chunk.post_process else None
+            weight = _shard(full, shards, rank, placement.last_rank, pipeline_group, chunk.config)
+        chunk.output_layer = ShardedOutputLayer(weight, shards, rank, tied)
     # The decoder keeps its own post_process: the final norm belongs to the last stage and is applied there.
     chunk.pre_process = chunk.post_process = chunk.decoder.pre_process = False
     # Else Megatron would all-reduce the tied weight over first and last rank, which hold different rows now.
     chunk.share_embeddings_and_output_weights = False
-    timeout = timedelta(minutes=get_args().distributed_timeout_minutes)
-    groups = PipelineGroups.create(_all_pipelines(pipeline_group), _linear_edges(size), timeout)
-    setattr(chunk, PIPELINE_ATTRIBUTE, Pipeline(groups))
     return chunk
 
 
-def vocabulary_layers(chunk: nn.Module) -> VocabularyLayers:
-    """The shards of a chunk that `shard_vocabulary` made."""
-    return VocabularyLayers(chunk.embedding.word_embeddings, chunk.output_layer)
+def pipeline_placement(args: Any) -> Placement:
+    """Which virtual stage each chunk of each pipeline rank is, under the chosen schedule."""
+    return Placement.round_robin(args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1)
+
+
+def vocabulary_layers(chunks: Sequence[nn.Module]) -> VocabularyLayers:
+    """The shards of a rank's chunks that `shard_vocabulary` made."""
+    return VocabularyLayers(chunks[0].embedding.word_embeddings, chunks[-1].output_layer)
+
+
+def _pipeline(placement: Placement, pipeline_group: dist.ProcessGroup) -> Pipeline:
+    timeout = timedelta(minutes=get_args().distributed_timeout_minutes)
+    return Pipeline(PipelineGroups.create(_all_pipelines(pipeline_group), _edges(placement), timeout))
 
 
 def _all_pipelines(own: dist.ProcessGroup) -> list[list[int]]:
@@ -162,9 +174,14 @@ def _all_pipelines(own: dist.ProcessGroup) -> list[list[int]]:
     return [list(ranks) for ranks in sorted(set(map(tuple, members)))]
 
 
-def _linear_edges(size: int) -> list[Edge]:
-    neighbours = [(rank, rank + 1) for rank in range(size - 1)]
-    return [(a, b, Channel.ACTIVATION) for a, b in neighbours] + [(b, a, Channel.GRADIENT) for a, b in neighbours]
+def _edges(placement: Placement) -> set[Edge]:
+    seats = [(placement.rank_of(stage), placement.rank_of(stage + 1)) for stage in range(placement.stages - 1)]
+    return {
+        edge
+        for here, there in seats
+        if here != there
+        for edge in ((here, there, Channel.ACTIVATION), (there, here, Channel.GRADIENT))
+    }
 
 
 @torch.no_grad()

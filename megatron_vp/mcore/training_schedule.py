@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training import get_args
 
 from megatron_vp.errors import UserError
@@ -57,11 +57,11 @@ def forward_backward(
         raise UserError("collecting non-loss data is not supported with --vocab-parallel; run it without the flag")
     if adjust_tensor_shapes_fn is not None:
         raise UserError("adjusted tensor shapes (distillation) are not supported with --vocab-parallel")
-    (chunk,) = model if isinstance(model, list) else [model]
-    (iterator,) = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-    core = get_attr_wrapped_model(chunk, PIPELINE_ATTRIBUTE, return_model_obj=True)
-    pipeline: Pipeline = getattr(core, PIPELINE_ATTRIBUTE)
-    config = get_model_config(chunk)
+    chunks = model if isinstance(model, list) else [model]
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    cores = unwrap_model(chunks)
+    pipeline: Pipeline = getattr(cores[0], PIPELINE_ATTRIBUTE)
+    config = get_model_config(chunks[0])
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     shapes = Shapes(seq_length, micro_batch_size, config.hidden_size, config.params_dtype, pipeline_device())
     gradients = not forward_only
@@ -73,6 +73,7 @@ def forward_backward(
     schedule, programs = _programs(
         args.pipeline_schedule,
         len(pipeline.groups.members),
+        len(chunks),
         num_microbatches,
         method,
         pass_costs(args, method),
@@ -80,9 +81,9 @@ def forward_backward(
     )
     rank = pipeline.groups.rank
     megatron = MegatronModel(
-        chunk,
+        chunks,
         forward_step_func,
-        iterator,
+        iterators,
         num_microbatches,
         shapes,
         gradients,
@@ -96,7 +97,7 @@ def forward_backward(
             schedule,
             programs[rank],
             megatron,
-            vocabulary_layers(core),
+            vocabulary_layers(cores),
             shapes,
             gradients=gradients,
             observer=observer,
@@ -106,7 +107,7 @@ def forward_backward(
     megatron.finish()
     if gradients and config.finalize_model_grads_func is not None:
         config.finalize_model_grads_func(
-            [chunk],
+            chunks,
             megatron.tokens_seen if config.calculate_per_token_loss else None,
             pg_collection=groups,
             force_all_reduce=force_all_reduce,
@@ -118,9 +119,15 @@ def forward_backward(
 
 @lru_cache(maxsize=8)
 def _programs(
-    name: str, pipeline_size: int, microbatches: int, method: VocabMethod, costs: PassCosts, forward_only: bool
+    name: str,
+    pipeline_size: int,
+    chunks: int,
+    microbatches: int,
+    method: VocabMethod,
+    costs: PassCosts,
+    forward_only: bool,
 ) -> tuple[Schedule, tuple[Program, ...]]:
-    schedule = generate(name, pipeline_size, microbatches, vocab=method, costs=costs)
+    schedule = generate(name, pipeline_size, microbatches, vocab=method, chunks=chunks, costs=costs)
     if forward_only:
         schedule = evaluation(schedule, costs)
     return schedule, lower(schedule, costs)
