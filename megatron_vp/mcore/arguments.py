@@ -26,8 +26,8 @@ from megatron_vp.mcore.platform import platform_arguments, wants_cpu
 
 ALGORITHMS = ("vocab-1", "vocab-2")
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "v-min", "interlaced")
-RUNNABLE_SCHEDULES = ("1f1b", "interleaved", "zb-h1")
-SPLIT_SCHEDULES = ("zb-h1", "zb-v", "v-half", "v-min")
+V_SHAPED_SCHEDULES = ("zb-v", "v-half", "v-min")
+SPLIT_SCHEDULES = ("zb-h1", *V_SHAPED_SCHEDULES)
 RESOLVED_NAME = "resolved_config.yaml"
 
 
@@ -41,10 +41,6 @@ class Refusal:
 
 # The order is the order of the checks; {names} are filled from the arguments.
 REFUSALS = (
-    Refusal(
-        lambda a: a.pipeline_schedule not in RUNNABLE_SCHEDULES,
-        "--pipeline-schedule {pipeline_schedule} cannot be run yet: 1f1b, interleaved and zb-h1 can; use one of them",
-    ),
     Refusal(
         lambda a: a.pipeline_schedule != "1f1b" and not a.vocab_parallel,
         "--pipeline-schedule {pipeline_schedule} runs with --vocab-parallel only so far: add it, or use 1f1b",
@@ -68,7 +64,7 @@ REFUSALS = (
         lambda a: (
             a.vocab_parallel
             and a.virtual_pipeline_model_parallel_size is not None
-            and a.pipeline_schedule != "interleaved"
+            and a.pipeline_schedule not in ("interleaved", *V_SHAPED_SCHEDULES)
         ),
         "--pipeline-schedule {pipeline_schedule} has one chunk a rank: use --pipeline-schedule interleaved for virtual "
         "pipeline stages, or leave them out (--num-layers-per-virtual-pipeline-stage, "
@@ -79,9 +75,18 @@ REFUSALS = (
         "--pipeline-schedule interleaved needs several chunks a rank: add --num-virtual-stages-per-pipeline-rank 2",
     ),
     Refusal(
-        lambda a: a.pipeline_schedule == "interleaved" and not a.untie_embeddings_and_output_weights,
-        "--pipeline-schedule interleaved with tied embeddings is not supported yet: the weight would belong to two "
-        "chunks; add --untie-embeddings-and-output-weights, or use 1f1b",
+        lambda a: a.pipeline_schedule in V_SHAPED_SCHEDULES and a.virtual_pipeline_model_parallel_size != 2,
+        "--pipeline-schedule {pipeline_schedule} has two chunks a rank: leave --pipeline-model-parallel-layout out, or "
+        "give it two segments a rank",
+    ),
+    Refusal(
+        lambda a: (
+            a.virtual_pipeline_model_parallel_size is not None
+            and a.vocab_parallel
+            and not a.untie_embeddings_and_output_weights
+        ),
+        "--pipeline-schedule {pipeline_schedule} with tied embeddings is not supported yet: the weight would belong to "
+        "two chunks; add --untie-embeddings-and-output-weights, or use 1f1b",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.context_parallel_size > 1,
@@ -240,6 +245,8 @@ def _with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...
 def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Any:
+        if args.pipeline_schedule in V_SHAPED_SCHEDULES:
+            _lay_out_in_a_v(args)
         with refused_by_megatron():
             validated = original(args, defaults or {})
         refuse(args)
@@ -249,6 +256,8 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
             patches.apply(patches.group("vocabulary parallelism"))
             if args.pipeline_schedule in SPLIT_SCHEDULES:
                 patches.apply(patches.group("split backward"))
+            if args.pipeline_schedule in V_SHAPED_SCHEDULES:
+                patches.apply(patches.group("v-shaped placement"))
         elif args.rank_report is not None:
             patches.apply(patches.group("rank report"))
         _write_resolved(args)
@@ -275,6 +284,20 @@ def refuse(args: argparse.Namespace) -> None:
     for refusal in REFUSALS:
         if refusal.applies(args):
             raise UserError(refusal.message.format_map(vars(args)))
+
+
+def _lay_out_in_a_v(args: argparse.Namespace) -> None:
+    """Two chunks a rank before Megatron derives anything: the layout string that an even V has, unless one is given."""
+    from megatron_vp.mcore.v_layout import even_layout
+
+    chosen = (args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank)
+    if any(value is not None for value in chosen):
+        raise UserError(
+            f"--pipeline-schedule {args.pipeline_schedule} has two chunks a rank by itself: leave "
+            f"--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank out"
+        )
+    if args.pipeline_model_parallel_layout is None:
+        args.pipeline_model_parallel_layout = even_layout(args.num_layers, args.pipeline_model_parallel_size)
 
 
 def _warn_of_one_queue(args: argparse.Namespace) -> None:

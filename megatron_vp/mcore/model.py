@@ -22,6 +22,7 @@ from megatron.training.models.gpt import GPTModelBuilder
 from torch import nn
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.arguments import V_SHAPED_SCHEDULES
 from megatron_vp.runtime.collectives import VocabularyLayers
 from megatron_vp.runtime.groups import Edge, PipelineGroups, pipeline_device
 from megatron_vp.runtime.pipeline import Pipeline
@@ -86,8 +87,9 @@ class VocabularyParallelGPTBuilder(GPTModelBuilder):
         post_process: bool | None = None,
         vp_stage: int | None = None,
     ) -> nn.Module:
-        """Build one chunk."""
-        chunk = super().build_model(pg_collection, pre_process, post_process, vp_stage)
+        """Build one chunk; the placement decides whether it holds the first or the last virtual stage."""
+        ends = _ends(pg_collection.pp, vp_stage or 0)
+        chunk = super().build_model(pg_collection, vp_stage=vp_stage, **ends)
         return shard_vocabulary(chunk, pg_collection.pp, vp_stage or 0)
 
 
@@ -105,7 +107,8 @@ def sharding_get_model(original: Callable[..., list[nn.Module]]) -> Callable[...
 
         def provider(*args: Any, **kwargs: Any) -> nn.Module:
             pipeline = pg_collection.pp if pg_collection else parallel_state.get_pipeline_model_parallel_group()
-            return shard_vocabulary(model_provider_func(*args, **kwargs), pipeline, kwargs.get("vp_stage") or 0)
+            index = kwargs.get("vp_stage") or 0
+            return shard_vocabulary(model_provider_func(*args, **kwargs | _ends(pipeline, index)), pipeline, index)
 
         optional = {} if model_type is None else {"model_type": model_type}
         return original(provider, wrap_with_ddp=wrap_with_ddp, config=config, pg_collection=pg_collection, **optional)
@@ -154,7 +157,15 @@ def shard_vocabulary(chunk: nn.Module, pipeline_group: dist.ProcessGroup, index:
 
 def pipeline_placement(args: Any) -> Placement:
     """Which virtual stage each chunk of each pipeline rank is, under the chosen schedule."""
+    if args.pipeline_schedule in V_SHAPED_SCHEDULES:
+        return Placement.v_shape(args.pipeline_model_parallel_size)
     return Placement.round_robin(args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1)
+
+
+def _ends(pipeline_group: dist.ProcessGroup, index: int) -> dict[str, bool]:
+    placement = pipeline_placement(get_args())
+    stage = placement.stage_of[dist.get_rank(pipeline_group)][index]
+    return {"pre_process": stage == 0, "post_process": stage + 1 == placement.stages}
 
 
 def vocabulary_layers(chunks: Sequence[nn.Module]) -> VocabularyLayers:

@@ -27,6 +27,7 @@ GROUPS = {
     "cpu platform": "megatron_vp.mcore.cpu_platform:PATCHES",
     "vocabulary parallelism": "megatron_vp.mcore.vocab_patches:PATCHES",
     "split backward": "megatron_vp.mcore.split_backward:PATCHES",
+    "v-shaped placement": "megatron_vp.mcore.v_layout:PATCHES",
     "rank report": "megatron_vp.mcore.rank_report:PLAIN_PATCHES",
 }
 WHEN = {
@@ -36,6 +37,7 @@ WHEN = {
     "cpu platform": "only where no CUDA device is used",
     "vocabulary parallelism": "only with --vocab-parallel",
     "split backward": "only with a --pipeline-schedule that has W passes",
+    "v-shaped placement": "only with --pipeline-schedule zb-v, v-half or v-min",
     "rank report": "only with --rank-report and without --vocab-parallel",
 }
 

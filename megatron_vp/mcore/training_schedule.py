@@ -26,6 +26,7 @@ from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import Schedule, VocabMethod
 from megatron_vp.schedule.squeeze import evaluation
+from megatron_vp.schedule.unfold import unfold
 
 
 def forward_backward(
@@ -127,7 +128,8 @@ def _programs(
     costs: PassCosts,
     forward_only: bool,
 ) -> tuple[Schedule, tuple[Program, ...]]:
-    schedule = generate(name, pipeline_size, microbatches, vocab=method, chunks=chunks, costs=costs)
+    vocab = VocabMethod.INTERLACED if name == "interlaced" else method
+    schedule = unfold(generate(name, pipeline_size, microbatches, vocab=vocab, chunks=chunks, costs=costs))
     if forward_only:
         schedule = evaluation(schedule, costs)
     return schedule, lower(schedule, costs)

@@ -52,7 +52,17 @@ CASES = [("1f1b", *case) for case in CASES_1F1B] + [
     ("zb-h1", 2, "vocab-2", 5, True, "learned_absolute", True),
     ("zb-h1", 4, "vocab-1", 6, True, "rope", False),
     ("zb-h1", 4, "vocab-2", 16, False, "learned_absolute", False),
+    ("interleaved", 2, "vocab-1", 4, False, "learned_absolute", True),
+    ("interleaved", 3, "vocab-2", 4, False, "rope", False),
+    ("v-half", 2, "vocab-2", 5, False, "rope", False),
+    ("v-half", 3, "vocab-1", 1, False, "rope", True),
+    ("v-half", 4, "vocab-2", 8, False, "learned_absolute", False),
+    ("zb-v", 3, "vocab-1", 4, False, "rope", False),
+    ("v-min", 4, "vocab-2", 6, False, "rope", True),
+    ("interlaced", 2, "vocab-1", 3, True, "learned_absolute", False),
+    ("interlaced", 4, "vocab-1", 9, False, "rope", True),
 ]
+SEVERAL_CHUNKS = {"interleaved", "v-half", "zb-v", "v-min"}
 
 
 def _arguments(size: int, microbatches: int, tied: bool, positions: str, **changes: object) -> list[str]:
@@ -60,7 +70,7 @@ def _arguments(size: int, microbatches: int, tied: bool, positions: str, **chang
     # runs that differ in the pipeline size alone drift apart by 1e-6 at 12 layers. Five updates still move every
     # gradient by far more than the bound.
     return tiny_model(
-        num_layers=size if size > 2 else 4,
+        **{"num_layers": size if size > 2 else 4, **changes},
         hidden_size=64,
         lr=1e-5,
         micro_batch_size=MICRO_BATCH,
@@ -76,17 +86,19 @@ def _arguments(size: int, microbatches: int, tied: bool, positions: str, **chang
         max_position_embeddings=128,
         vocab_size=39,
         make_vocab_size_divisible_by=4,
-        **changes,
     )
 
 
 @cache
-def _plain(size: int, microbatches: int, tied: bool, positions: str, masked: bool) -> Run:
-    return train(1, _arguments(size, microbatches, tied, positions), masked=masked)
+def _plain(size: int, microbatches: int, tied: bool, positions: str, masked: bool, layers: int | None) -> Run:
+    changes = {} if layers is None else {"num_layers": layers}
+    return train(1, _arguments(size, microbatches, tied, positions, **changes), masked=masked)
 
 
 @pytest.mark.parametrize(("schedule", "size", "algorithm", "microbatches", "tied", "positions", "masked"), CASES)
 def test_parity(schedule, size, algorithm, microbatches, tied, positions, masked):
+    # Two layers a chunk, or one, or 6 layers on 8 chunks, two of which are empty.
+    layers = {"num_layers": 8 if size == 2 else 6} if schedule in SEVERAL_CHUNKS else {}
     split = train(
         size,
         _arguments(
@@ -98,10 +110,12 @@ def test_parity(schedule, size, algorithm, microbatches, tied, positions, masked
             vocab_parallel=True,
             vocab_parallel_algorithm=algorithm,
             pipeline_schedule=schedule,
+            num_virtual_stages_per_pipeline_rank=2 if schedule == "interleaved" else None,
+            **layers,
         ),
         masked=masked,
     )
-    plain = _plain(size, microbatches, tied, positions, masked)
+    plain = _plain(size, microbatches, tied, positions, masked, layers.get("num_layers"))
     assert len(split.steps) == len(plain.steps) == STEPS
     for number, (found, expected) in enumerate(zip(split.steps, plain.steps, strict=True)):
         assert len(found.microbatches) == microbatches

@@ -1,0 +1,63 @@
+"""V-shaped placement of layers, through Megatron's own layout class.
+
+Megatron lays the segments of `--pipeline-model-parallel-layout` out in rounds: chunk c of rank r is virtual stage
+c p + r. In a V the second chunk runs backwards over the ranks, so that rank 0 holds the first and the last stage. The
+layout string keeps Megatron's meaning, segments in the order of the stages, and is what checkpoints and logs record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron_vp.mcore.patches import Patch
+from megatron_vp.schedule.placement import Placement
+
+
+class VShapedLayout(PipelineParallelLayerLayout):
+    """Two segments a rank: rank r holds segments r and 2p - 1 - r."""
+
+    def __init__(self, layout: str, pipeline_model_parallel_size: int) -> None:
+        super().__init__(layout, pipeline_model_parallel_size)
+        assert self.virtual_pipeline_model_parallel_size == 2, "checked with the arguments"
+        self._placement = Placement.v_shape(pipeline_model_parallel_size)
+        self._segments = [row[chunk] for chunk in range(2) for row in self.layout]
+        self.layout = [[self._segments[stage] for stage in stages] for stages in self._placement.stage_of]
+
+    def get_layer_offset(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> int:
+        """Number of layers of a kind in the stages before a chunk."""
+        rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
+        stage = self._placement.stage_of[rank][vp_stage or 0]
+        return sum(segment.count(layer_type) for segment in self._segments[:stage])
+
+
+def even_layout(layers: int, pipeline_size: int) -> str:
+    """Megatron's layout string of `layers` layers over 2p stages, as even as whole layers allow."""
+    stages = 2 * pipeline_size
+    counts = [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
+    return "E" + "|".join("t" * count for count in counts) + "L"
+
+
+def _v_shaped(original: Callable[..., PipelineParallelLayerLayout]) -> Callable[..., PipelineParallelLayerLayout]:
+    @lru_cache  # Megatron parses the string again for every batch
+    def from_str(layout: str, pipeline_model_parallel_size: int) -> PipelineParallelLayerLayout:
+        return VShapedLayout(layout, pipeline_model_parallel_size)
+
+    return from_str
+
+
+PATCHES = (
+    Patch(
+        "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout.from_str",
+        _v_shaped,
+        "place the second chunk of every rank backwards, in a V",
+        "(layout, pipeline_model_parallel_size)",
+    ),
+)
+"""Applied with a V-shaped --pipeline-schedule."""
