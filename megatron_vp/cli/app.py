@@ -7,7 +7,7 @@ import sys
 import typer
 
 from megatron_vp import __version__
-from megatron_vp.cli import data, patches, run, schedule
+from megatron_vp.cli import data, patches, run, schedule, trace
 from megatron_vp.errors import UserError
 
 app = typer.Typer(
@@ -16,7 +16,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for command in (schedule, data, patches, run):
+for command in (schedule, data, patches, run, trace):
     command.register(app)
 
 

@@ -172,6 +172,15 @@ REFUSALS = (
         lambda a: a.vocab_parallel and a.optimizer not in ("adam", "sgd"),
         "--vocab-parallel with --optimizer {optimizer} is not tested on vocabulary shards: use --optimizer adam",
     ),
+    Refusal(
+        lambda a: a.pipeline_trace and not a.vocab_parallel,
+        "--pipeline-trace without --vocab-parallel is not supported: Megatron's own schedule is not recorded; add "
+        "--vocab-parallel, or use --rank-report for each rank's pass times",
+    ),
+    Refusal(
+        lambda a: a.pipeline_trace and a.rank_report and Path(a.pipeline_trace) == Path(a.rank_report),
+        "--pipeline-trace and --rank-report both write rank_N.json to {rank_report}: use a folder of its own for each",
+    ),
 )
 
 
@@ -237,6 +246,18 @@ def _with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...
             metavar="DIR",
             help="Write each pipeline rank's parameters, microbatches in flight and pass times to DIR; plain runs too.",
         )
+        ours.add_argument(
+            "--pipeline-trace",
+            metavar="DIR",
+            help="Write start and end of every pass and collective to DIR, a Perfetto file for each pipeline rank; "
+            "`megatron-vp trace DIR` merges them.",
+        )
+        ours.add_argument(
+            "--pipeline-trace-iterations",
+            metavar="A-B",
+            default="3-5",
+            help="Training iterations to trace, counted from 1 at the start of the job.",
+        )
         return parser
 
     return add_megatron_arguments
@@ -245,12 +266,15 @@ def _with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...
 def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Any:
+        from megatron_vp.mcore.pipeline_trace import check_trace  # it imports functions that are patched before
+
         if args.pipeline_schedule in V_SHAPED_SCHEDULES:
             _lay_out_in_a_v(args)
         with refused_by_megatron():
             validated = original(args, defaults or {})
         refuse(args)
         check_inputs(args)
+        check_trace(args)
         if args.vocab_parallel:
             _warn_of_one_queue(args)
             patches.apply(patches.group("vocabulary parallelism"))

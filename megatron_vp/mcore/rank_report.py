@@ -7,10 +7,8 @@ passes: device time between CUDA events, or CPU time of the computing thread, wh
 from __future__ import annotations
 
 import json
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +18,16 @@ from megatron.training import get_args
 
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.runtime.groups import pipeline_device
+from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.store import Occupancy
-from megatron_vp.schedule.passes import Pass
+from megatron_vp.schedule.instructions import Run
+from megatron_vp.schedule.passes import PassKind
 
 
 class RankReport:
-    """Collects the passes of this rank; an `Observer` of the runtime, and a stopwatch for Megatron's own schedules."""
+    """Sums up the training iterations of this rank."""
 
     def __init__(self) -> None:
-        self._on_device = pipeline_device().type == "cuda"
-        self._spans: list[tuple[str, Any, Any]] = []
         self._milliseconds: dict[str, float] = defaultdict(float)
         self._iteration_milliseconds: list[float] = []
         self._microbatches = 0
@@ -37,30 +35,15 @@ class RankReport:
         self._peak_in_flight = 0.0
         self._peak_between_s_and_t = 0
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Time one pass."""
-        start = self._mark()
-        yield
-        self._spans.append((name, start, self._mark()))
-
-    def watch(self, action: Pass) -> Any:
-        """Time one pass of the runtime."""
-        return self.span(action.kind)
-
-    @contextmanager
-    def iteration(self, model: torch.nn.Module | list[torch.nn.Module], microbatches: int) -> Iterator[None]:
-        """Time one run of the schedule, and write the report after it."""
-        if self._on_device:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        yield
-        if self._on_device:
-            torch.cuda.synchronize()
-        self._iteration_milliseconds.append(1000 * (time.perf_counter() - start))
-        for name, begin, end in self._spans:
-            self._milliseconds[name] += begin.elapsed_time(end) if self._on_device else 1000 * (end - begin)
-        self._spans.clear()
+    def add(self, recorder: Recorder, model: torch.nn.Module | list[torch.nn.Module], microbatches: int) -> None:
+        """Add an iteration that `recorder` has finished, and write the report."""
+        self._iteration_milliseconds.append(recorder.milliseconds)
+        for span in recorder.spans:
+            match span.work:
+                case Run(action):
+                    self._milliseconds[action.kind] += span.computed
+                case PassKind() as kind:
+                    self._milliseconds[kind] += span.computed
         chunks = model if isinstance(model, list) else [model]
         self._microbatches = microbatches
         self._parameters = sum(p.numel() for chunk in chunks for p in chunk.parameters())
@@ -70,13 +53,6 @@ class RankReport:
         """Note the peaks counted so far."""
         self._peak_in_flight = max(self._peak_in_flight, in_flight)
         self._peak_between_s_and_t = max(self._peak_between_s_and_t, between_s_and_t)
-
-    def _mark(self) -> Any:
-        if not self._on_device:
-            return time.thread_time()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def _write(self) -> None:
         rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -108,27 +84,35 @@ def rank_report() -> RankReport | None:
     return _current
 
 
+_recorder: Recorder | None = None
+"""Of the iteration of Megatron's own schedule that runs now."""
+
+
 def _timed_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward_backward(**arguments: Any) -> Any:
+        global _recorder
         report = rank_report()
         if report is None or arguments["forward_only"]:
             return original(**arguments)
-        with report.iteration(arguments["model"], arguments["num_microbatches"]):
-            return original(**arguments)
+        _recorder = Recorder(pipeline_device())
+        result = original(**arguments)
+        _recorder.finish()
+        report.held(_in_flight.peak)
+        report.add(_recorder, arguments["model"], arguments["num_microbatches"])
+        _recorder = None
+        return result
 
     return forward_backward
 
 
-def _counted_step(name: str, in_flight: Occupancy, move: Callable[[Occupancy], None]) -> Callable[..., Any]:
+def _counted_step(kind: PassKind, move: Callable[[Occupancy], None]) -> Callable[..., Any]:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
-            report = rank_report()
-            if report is None or not torch.is_grad_enabled():
+            if _recorder is None:
                 return original(*args, **kwargs)
-            with report.span(name):
+            with _recorder.span(kind):
                 result = original(*args, **kwargs)
-            move(in_flight)
-            report.held(in_flight.peak)
+            move(_in_flight)
             return result
 
         return step
@@ -150,7 +134,7 @@ PLAIN_PATCHES = (
     ),
     Patch(
         f"{_SCHEDULES}:forward_step",
-        _counted_step("F", _in_flight, Occupancy.enter),
+        _counted_step(PassKind.F, Occupancy.enter),
         "time and count the forward passes of Megatron's own schedules",
         "(forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, config, "
         "cp_group_size, collect_non_loss_data=False, checkpoint_activations_microbatch=None, "
@@ -158,7 +142,7 @@ PLAIN_PATCHES = (
     ),
     Patch(
         f"{_SCHEDULES}:backward_step",
-        _counted_step("B", _in_flight, Occupancy.leave),
+        _counted_step(PassKind.B, Occupancy.leave),
         "time and count the backward passes of Megatron's own schedules",
         "(input_tensor, output_tensor, output_tensor_grad, config)",
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -16,10 +15,12 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.driver import MegatronModel
 from megatron_vp.mcore.model import PIPELINE_ATTRIBUTE, vocabulary_layers
 from megatron_vp.mcore.pass_costs import pass_costs
+from megatron_vp.mcore.pipeline_trace import pipeline_trace
 from megatron_vp.mcore.rank_report import rank_report
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
+from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.schedule.costs import PassCosts
 from megatron_vp.schedule.generators import generate
 from megatron_vp.schedule.instructions import Program
@@ -92,19 +93,24 @@ def forward_backward(
         groups.cp.size(),
         schedule.split_backward,
     )
-    observer = rank_report() if gradients else None
-    with observer.iteration(model, num_microbatches) if observer else nullcontext():
-        counted = pipeline.run(
-            schedule,
-            programs[rank],
-            megatron,
-            vocabulary_layers(cores),
-            shapes,
-            gradients=gradients,
-            observer=observer,
-        )
-        if observer:
-            observer.held(counted.peak_in_flight, counted.peak_between_s_and_t)
+    report, trace = (rank_report(), pipeline_trace(pipeline.groups)) if gradients else (None, None)
+    recorder = Recorder(shapes.device) if report or trace else None
+    counted = pipeline.run(
+        schedule,
+        programs[rank],
+        megatron,
+        vocabulary_layers(cores),
+        shapes,
+        gradients=gradients,
+        observer=recorder,
+    )
+    if recorder:
+        recorder.finish()
+    if report:
+        report.held(counted.peak_in_flight, counted.peak_between_s_and_t)
+        report.add(recorder, model, num_microbatches)
+    if trace:
+        trace.add(recorder, schedule)
     megatron.finish()
     if gradients and config.finalize_model_grads_func is not None:
         config.finalize_model_grads_func(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_vp.runtime.executor import Observer
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.model import Model, Shapes
 from megatron_vp.runtime.store import Store
@@ -48,6 +49,7 @@ class VocabularyCollectives:
         gradients: False in evaluation.
         first_rank, last_rank: pipeline ranks of the first and of the last virtual stage.
         awaited: the collectives whose result this rank uses.
+        observer: watches the collectives on the second stream.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class VocabularyCollectives:
         first_rank: int,
         last_rank: int,
         awaited: frozenset[Collective],
+        observer: Observer,
     ) -> None:
         self._groups = groups
         self._group = groups.vocabulary
@@ -77,6 +80,7 @@ class VocabularyCollectives:
         self._holds_last = groups.rank == last_rank
         self._runs_loss = groups.rank == len(groups.members) - 1
         self._awaited = awaited
+        self._observer = observer
         self._posted: dict[Collective, tuple[Event, Action]] = {}
         self._unawaited: list[Event] = []
         self._prepare: dict[CollectiveKind, Callable[[int, int], tuple[Action, Action]]] = {
@@ -92,7 +96,12 @@ class VocabularyCollectives:
     def post(self, collective: Collective) -> None:
         """Start a collective on the second stream."""
         communicate, complete = self._prepare[collective.kind](collective.microbatch, collective.root)
-        event = self._stream.submit(communicate)
+
+        def observed() -> None:
+            with self._observer.communicating(collective):
+                communicate()
+
+        event = self._stream.submit(observed)
         if collective in self._awaited:
             self._posted[collective] = (event, complete)
         else:

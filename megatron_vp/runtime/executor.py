@@ -7,23 +7,31 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from megatron_vp.schedule.instructions import Program, Run
-from megatron_vp.schedule.passes import Pass
+from megatron_vp.schedule.instructions import Collective, Instruction, Program
 
 
 class Observer(Protocol):
-    """Watches the passes of a rank: clocks, traces."""
+    """Watches what a rank does: clocks, traces."""
 
-    def watch(self, action: Pass) -> AbstractContextManager[None]:
-        """A context that spans the pass."""
+    def watch(self, instruction: Instruction) -> AbstractContextManager[None]:
+        """A context that spans an instruction: a pass, the loss function, a post, a wait."""
+
+    def communicating(self, collective: Collective) -> AbstractContextManager[None]:
+        """A context that spans a collective where it runs: entered on the second stream, on CPU in its thread."""
 
 
 class Unobserved:
     """The observer that does nothing."""
 
-    def watch(self, action: Pass) -> AbstractContextManager[None]:
+    _NOTHING = contextlib.nullcontext()
+
+    def watch(self, instruction: Instruction) -> AbstractContextManager[None]:
         """No context."""
-        return contextlib.nullcontext()
+        return self._NOTHING
+
+    def communicating(self, collective: Collective) -> AbstractContextManager[None]:
+        """No context."""
+        return self._NOTHING
 
 
 Handler = Callable[[Any], None]
@@ -32,9 +40,5 @@ Handler = Callable[[Any], None]
 def execute(program: Program, handlers: Mapping[type, Handler], observer: Observer) -> None:
     """Run every instruction of `program` in order, one handler a kind of instruction."""
     for instruction in program.instructions:
-        handler = handlers[type(instruction)]
-        if isinstance(instruction, Run):
-            with observer.watch(instruction.action):
-                handler(instruction)
-        else:
-            handler(instruction)
+        with observer.watch(instruction):
+            handlers[type(instruction)](instruction)

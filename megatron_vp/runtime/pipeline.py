@@ -54,9 +54,10 @@ class Pipeline:
             layers: vocabulary shards of this rank.
             shapes: sizes of a microbatch, equal on all ranks.
             gradients: False for evaluation (a schedule made by `Schedule.forward_only`).
-            observer: watches the passes.
+            observer: watches the instructions and the collectives.
         """
         placement, rank = schedule.placement, self.groups.rank
+        observer = observer or Unobserved()
         store, links = Store(), Links(self.groups)
         passes = VocabularyPasses(
             store,
@@ -82,6 +83,7 @@ class Pipeline:
             placement.first_rank,
             placement.last_rank,
             awaited=_awaited_collectives(program.instructions),
+            observer=observer,
         )
 
         def post(instruction: Post) -> None:
@@ -106,7 +108,7 @@ class Pipeline:
             Post: post,
             Wait: wait,
         }
-        execute(program, handlers, observer or Unobserved())
+        execute(program, handlers, observer)
         collectives.finish()
         links.finish()
         store.assert_empty()

@@ -8,6 +8,7 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 
+from megatron_vp.schedule import perfetto
 from megatron_vp.schedule.instructions import Collective
 from megatron_vp.schedule.passes import PassKind
 from megatron_vp.schedule.timeline import Timeline
@@ -163,27 +164,17 @@ def to_perfetto(timeline: Timeline) -> str:
 
     Passes are on the thread `compute`, communication is asynchronous beside it, held activations are a counter.
     """
-    events: list[dict[str, object]] = []
+    events: list[perfetto.Event] = []
     for rank, (order, spans) in enumerate(zip(timeline.schedule.ranks, timeline.spans, strict=True)):
-        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
-        events.append({"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}})
-        events.append({"ph": "M", "pid": rank, "tid": 0, "name": "thread_name", "args": {"name": "compute"}})
+        events += perfetto.process(rank, perfetto.Lane.COMPUTE)
         for step, (start, end), (during, after) in zip(order, spans, timeline.activation_levels(rank), strict=True):
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": rank,
-                    "tid": 0,
-                    "name": str(step),
-                    "cat": step.kind.value,
-                    "ts": 1e3 * start,
-                    "dur": 1e3 * (end - start),
-                    "args": {"microbatch": step.microbatch, "chunk": step.chunk},
-                }
-            )
-            for time, level in ((start, during), (end, after)):
-                counter = {"ph": "C", "pid": rank, "name": "activations", "ts": 1e3 * time}
-                events.append(counter | {"args": {"microbatches": level}})
+            args = {"microbatch": step.microbatch, "chunk": step.chunk}
+            lane = perfetto.Lane.COMPUTE
+            events += [
+                perfetto.slice_event(rank, lane, str(step), step.kind.value, start, end, args),
+                perfetto.activations(rank, start, during),
+                perfetto.activations(rank, end, after),
+            ]
     for number, (operation, span) in enumerate(timeline.operations.items()):
         rank = operation.root if isinstance(operation, Collective) else operation.source
         category = "collective" if isinstance(operation, Collective) else "message"

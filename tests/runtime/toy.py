@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 
@@ -9,6 +11,8 @@ from megatron_vp.runtime.collectives import VocabularyLayers
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
+from megatron_vp.runtime.recorder import Recorder
+from megatron_vp.runtime.trace import PipelineTrace
 from megatron_vp.schedule.generators import generate
 from megatron_vp.schedule.instructions import Channel
 from megatron_vp.schedule.lowering import lower
@@ -111,9 +115,18 @@ class ToyModel:
 
 
 def run_pipeline(
-    rank: int, world: int, name: str, method: str, steps: list[tuple[int, bool]], tied: bool
+    rank: int,
+    world: int,
+    name: str,
+    method: str,
+    steps: list[tuple[int, bool]],
+    tied: bool,
+    trace_folder: Path | None = None,
 ) -> list[tuple[list[float], dict[str, torch.Tensor], tuple[float, int], int]]:
-    """Run iterations (microbatches, gradients) on one rank; of each: losses, own gradients, peaks, completions."""
+    """Run iterations (microbatches, gradients) on one rank; of each: losses, own gradients, peaks, completions.
+
+    With `trace_folder` every iteration but the first is traced.
+    """
     with process_group(rank, world):
         weights = parameters(world)
         shards = VocabShards(VOCAB, world)
@@ -128,6 +141,7 @@ def run_pipeline(
         backward_edges = [(stage + 1, stage, Channel.GRADIENT) for stage in range(world - 1)]
         pipeline = Pipeline(PipelineGroups.create([range(world)], forward_edges + backward_edges))
         shapes = Shapes(SEQUENCE, BATCH, HIDDEN, torch.float64, torch.device("cpu"))
+        trace = trace_folder and PipelineTrace(trace_folder, range(2, len(steps) + 1), pipeline.groups)
         results = []
         for iteration, (microbatches, gradients) in enumerate(steps):
             schedule = generate(name, world, microbatches, vocab=VocabMethod(method))
@@ -136,7 +150,13 @@ def run_pipeline(
                 weight.main_grad = torch.zeros_like(weight)
             layer.grad = None
             model = ToyModel(layer, iteration, gradients, schedule.split_backward)
-            report = pipeline.run(schedule, lower(schedule)[rank], model, layers, shapes, gradients=gradients)
+            recorder = Recorder(shapes.device) if trace and trace.begin() else None
+            report = pipeline.run(
+                schedule, lower(schedule)[rank], model, layers, shapes, gradients=gradients, observer=recorder
+            )
+            if recorder:
+                recorder.finish()
+                trace.add(recorder, schedule)
             found = {"embedding": embedding.main_grad, f"layer{rank}": layer.grad}
             if not tied:
                 found["output"] = output.main_grad

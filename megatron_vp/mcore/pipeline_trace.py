@@ -1,0 +1,58 @@
+"""`--pipeline-trace DIR`: which iterations of this job are recorded, and by which ranks."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron.core import parallel_state
+from megatron.training import get_args
+
+from megatron_vp.errors import UserError
+from megatron_vp.runtime.groups import PipelineGroups
+from megatron_vp.runtime.trace import PipelineTrace
+
+_current: PipelineTrace | None = None
+
+
+def pipeline_trace(groups: PipelineGroups) -> PipelineTrace | None:
+    """Called once before each training iteration: the trace that wants it, or None.
+
+    None without --pipeline-trace, outside the wanted iterations, and on data-parallel replicas but the first. All ranks
+    of a pipeline call it together: for a wanted iteration it compares their clocks.
+    """
+    global _current
+    args = get_args()
+    if args.pipeline_trace is None or parallel_state.get_data_parallel_rank(with_context_parallel=True):
+        return None
+    if _current is None:
+        _current = PipelineTrace(Path(args.pipeline_trace), iterations_in(args.pipeline_trace_iterations), groups)
+    return _current if _current.begin() else None
+
+
+def check_trace(args: argparse.Namespace) -> None:
+    """Make the folder. Raises UserError where that fails, and for iterations that the run will not reach."""
+    iterations = iterations_in(args.pipeline_trace_iterations)
+    if args.pipeline_trace is None:
+        return
+    if args.train_iters is not None and iterations[0] > args.train_iters:
+        raise UserError(
+            f"--pipeline-trace-iterations {args.pipeline_trace_iterations} begins after the last of --train-iters "
+            f"{args.train_iters}: choose earlier iterations"
+        )
+    try:
+        Path(args.pipeline_trace).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder --pipeline-trace {args.pipeline_trace}: {error.strerror}") from None
+
+
+def iterations_in(text: str) -> range:
+    """Read `3-5`, or `4` for one iteration. Raises UserError."""
+    first, _, last = text.partition("-")
+    try:
+        iterations = range(int(first), int(last or first) + 1)
+    except ValueError:
+        iterations = range(0)
+    if not iterations or iterations[0] < 1:
+        raise UserError(f"--pipeline-trace-iterations {text} is not A-B with 1 <= A <= B, such as 3-5")
+    return iterations

@@ -1,0 +1,133 @@
+"""The stopwatch: start and end of everything that a rank does in one iteration.
+
+Marks are taken where the work is: CUDA events on the stream that the work was enqueued on, read after the iteration,
+so that nothing in the loop waits for the device; on CPU the clock of the calling thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from megatron_vp.schedule.instructions import Collective, Instruction
+from megatron_vp.schedule.passes import PassKind
+
+Work = Instruction | Collective | PassKind
+"""What was timed: an instruction, a collective on the second stream, or, outside our schedules, a kind of pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Start and end in nanoseconds of this host's `perf_counter`, and the milliseconds that it computed in between."""
+
+    work: Work
+    start: int
+    end: int
+    computed: float
+
+
+class Clock(Protocol):
+    """Takes marks at once and reads them later.
+
+    error: nanoseconds by which all its readings together may be off on the host's clock.
+    """
+
+    error: int
+
+    def mark(self) -> Any:
+        """Now, on the current stream or thread."""
+
+    def drain(self) -> None:
+        """Block until all marks can be read."""
+
+    def span(self, work: Work, start: Any, end: Any) -> Span:
+        """Read two marks of one stream or thread."""
+
+
+class HostClock:
+    """Clocks of the host: a thread computes while it has a core, so waiting for one does not count as computing."""
+
+    error = 0
+
+    def mark(self) -> tuple[int, int]:
+        """Wall clock and CPU time of this thread, in nanoseconds."""
+        return time.perf_counter_ns(), time.thread_time_ns()
+
+    def drain(self) -> None:
+        """Nothing is outstanding."""
+
+    def span(self, work: Work, start: tuple[int, int], end: tuple[int, int]) -> Span:
+        """From one mark to the other."""
+        return Span(work, start[0], end[0], (end[1] - start[1]) / 1e6)
+
+
+class DeviceClock:
+    """CUDA events, placed on the host's clock by one event that the host waits for before the iteration."""
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        before = time.perf_counter_ns()
+        self._anchor = self.mark()
+        self._anchor.synchronize()
+        after = time.perf_counter_ns()
+        self._anchor_ns = (before + after) // 2
+        self.error = (after - before) // 2
+
+    def mark(self) -> torch.cuda.Event:
+        """An event on the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def drain(self) -> None:
+        """Block until the device has passed every event."""
+        torch.cuda.synchronize()
+
+    def span(self, work: Work, start: torch.cuda.Event, end: torch.cuda.Event) -> Span:
+        """Device time between two events."""
+        first, last = (self._anchor_ns + round(1e6 * self._anchor.elapsed_time(event)) for event in (start, end))
+        return Span(work, first, last, start.elapsed_time(end))
+
+
+class Recorder:
+    """Times one iteration, from construction to `finish`; an `Observer` of the runtime.
+
+    spans: after `finish`, everything recorded, in the order in which it ended on its stream or thread.
+    milliseconds: after `finish`, how long the iteration took.
+    clock_error: nanoseconds by which all spans together may be off on the host's clock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock: Clock = DeviceClock() if device.type == "cuda" else HostClock()
+        self.clock_error = self._clock.error
+        self._marks: list[tuple[Work, Any, Any]] = []
+        self._started = time.perf_counter_ns()
+        self.spans: list[Span] = []
+        self.milliseconds = 0.0
+
+    @contextmanager
+    def span(self, work: Work) -> Iterator[None]:
+        """Time what runs in this context; two threads may do so at once."""
+        start = self._clock.mark()
+        yield
+        self._marks.append((work, start, self._clock.mark()))
+
+    def watch(self, instruction: Instruction) -> Any:
+        """Time an instruction."""
+        return self.span(instruction)
+
+    def communicating(self, collective: Collective) -> Any:
+        """Time a collective on the second stream."""
+        return self.span(collective)
+
+    def finish(self) -> None:
+        """Read all marks; the iteration has ended on this rank."""
+        self._clock.drain()
+        self.milliseconds = (time.perf_counter_ns() - self._started) / 1e6
+        self.spans = [self._clock.span(*marks) for marks in self._marks]
+        self._marks.clear()

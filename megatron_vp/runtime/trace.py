@@ -1,0 +1,101 @@
+"""The trace of one rank: what a Recorder saw in the wanted iterations, on the pipeline's common time axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_vp.runtime.clocks import Alignment, align
+from megatron_vp.runtime.groups import PipelineGroups
+from megatron_vp.runtime.recorder import Recorder, Span
+from megatron_vp.schedule.instructions import Collective, Loss, Post, Run, Wait
+from megatron_vp.schedule.passes import Schedule
+from megatron_vp.schedule.perfetto import Lane
+from megatron_vp.schedule.trace_files import COLLECTIVE, LOSS, WAIT, RankTrace, TracedSpan, path_of
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """From nanoseconds of this host to milliseconds since the first traced iteration began."""
+
+    offset: int
+    origin: int
+
+    def __call__(self, nanoseconds: int) -> float:
+        return (nanoseconds + self.offset - self.origin) / 1e6
+
+
+class PipelineTrace:
+    """Traces some training iterations of a job, and writes the rank's file after each of them.
+
+    Args:
+        folder: every rank writes `rank_<r>.json` there.
+        iterations: to trace, counted from 1 at the start of the job.
+        groups: of the pipeline; all its ranks must trace the same iterations.
+    """
+
+    def __init__(self, folder: Path, iterations: range, groups: PipelineGroups) -> None:
+        self._folder = folder
+        self._iterations = iterations
+        self._groups = groups
+        self._iteration = 0
+        self._first: Alignment | None = None
+        self._now: Alignment | None = None
+        self._trace: RankTrace | None = None
+
+    def begin(self) -> bool:
+        """Count an iteration. True if it is to be traced: clocks have then just been compared, which aligns starts."""
+        self._iteration += 1
+        if self._iteration not in self._iterations:
+            return False
+        self._now = align(self._groups)
+        self._first = self._first or self._now
+        return True
+
+    def add(self, recorder: Recorder, schedule: Schedule) -> None:
+        """Add the iteration that `recorder` has finished, and write the file."""
+        axis = _Axis(self._now.offset, self._first.origin)
+        trace = self._trace or RankTrace(
+            run=str(self._first.wall),
+            rank=self._groups.rank,
+            schedule=schedule.name,
+            vocab=schedule.vocab.value,
+            placement=schedule.placement.stage_of,
+            microbatches={},
+            clock_error=0.0,
+            spans=(),
+        )
+        self._trace = replace(
+            trace,
+            microbatches={**trace.microbatches, self._iteration: schedule.microbatches},
+            clock_error=max(trace.clock_error, (self._now.error + recorder.clock_error) / 1e6),
+            spans=trace.spans + tuple(traced_spans(recorder.spans, self._iteration, axis)),
+        )
+        path_of(self._folder, self._groups.rank).write_text(self._trace.to_json(), encoding="utf-8")
+
+
+def traced_spans(spans: list[Span], iteration: int, axis: _Axis) -> list[TracedSpan]:
+    """Passes, losses, collectives with the moment of their post, and waits; other posts take no time and are left out.
+
+    In the order of their start.
+    """
+    posted = {
+        span.work.operation: axis(span.start)
+        for span in spans
+        if isinstance(span.work, Post) and isinstance(span.work.operation, Collective)
+    }
+    traced = []
+    for span in spans:
+        start, end = axis(span.start), axis(span.end)
+        match span.work:
+            case Run(action):
+                traced.append(TracedSpan(iteration, Lane.COMPUTE, str(action), action.kind.value, start, end))
+            case Loss():
+                traced.append(TracedSpan(iteration, Lane.COMPUTE, str(span.work), LOSS, start, end))
+            case Collective():
+                moment = posted[span.work]
+                name = str(span.work)
+                traced.append(TracedSpan(iteration, Lane.SECOND_STREAM, name, COLLECTIVE, start, end, moment))
+            case Wait(operation):
+                traced.append(TracedSpan(iteration, Lane.WAITS, str(operation), WAIT, start, end))
+    return sorted(traced, key=lambda item: item.start)

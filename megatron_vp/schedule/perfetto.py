@@ -1,0 +1,57 @@
+"""Chrome trace events, which Perfetto opens: the shape that a simulated timeline and a recorded run share.
+
+One process a rank; times are given in milliseconds and stand in the events in microseconds, as the format wants.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+Event = dict[str, object]
+
+
+class Lane(IntEnum):
+    """Threads of a rank's process."""
+
+    COMPUTE = 0
+    SECOND_STREAM = 1
+    WAITS = 2
+
+    @property
+    def title(self) -> str:
+        """As Perfetto shows it."""
+        return self.name.lower().replace("_", " ")
+
+
+def process(rank: int, *lanes: Lane) -> list[Event]:
+    """Names of a rank's process and of those of its lanes that hold slices."""
+    return [
+        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}},
+        {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}},
+        *(
+            {"ph": "M", "pid": rank, "tid": lane.value, "name": "thread_name", "args": {"name": lane.title}}
+            for lane in lanes
+        ),
+    ]
+
+
+def slice_event(
+    rank: int, lane: Lane, name: str, category: str, start: float, end: float, args: dict[str, object]
+) -> Event:
+    """Something that occupies a lane from `start` to `end`, in milliseconds."""
+    return {
+        "ph": "X",
+        "pid": rank,
+        "tid": lane.value,
+        "name": name,
+        "cat": category,
+        "ts": 1e3 * start,
+        "dur": 1e3 * (end - start),
+        "args": args,
+    }
+
+
+def activations(rank: int, time: float, level: float) -> Event:
+    """Microbatches whose activations a rank holds from `time` (milliseconds) on."""
+    counter = {"ph": "C", "pid": rank, "name": "activations", "ts": 1e3 * time}
+    return counter | {"args": {"microbatches": level}}

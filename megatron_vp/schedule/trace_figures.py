@@ -1,0 +1,155 @@
+"""What a recorded run shows: each rank's time, and the simulator's prediction from the run's own pass times."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import perfetto
+from megatron_vp.schedule.costs import PassCosts
+from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
+from megatron_vp.schedule.perfetto import Lane
+from megatron_vp.schedule.placement import Placement
+from megatron_vp.schedule.timeline import Span, Timeline, simulate
+from megatron_vp.schedule.trace_files import COLLECTIVE, LOSS, RankTrace, TracedSpan
+
+VOCABULARY_KINDS = (PassKind.S, PassKind.T)
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """Means over the traced iterations, in milliseconds an iteration.
+
+    busy: passes and losses. vocabulary: of these, S and T. waiting: of the host (CPU) or the compute stream (GPU) for
+    messages and collectives. communicating: a vocabulary collective runs or waits for its peers on the second
+    stream; hidden: of this, while a pass or a loss computes.
+    """
+
+    busy: float
+    vocabulary: float
+    waiting: float
+    communicating: float
+    hidden: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of all ranks; iteration times in milliseconds, from the first pass on any rank to the last one's end.
+
+    costs: mean pass times over ranks, microbatches and iterations; `comm` is the mean of what each collective took on
+    the rank that came last. predicted: what the simulator makes of the order that ran and these costs, the loss
+    function taken as free.
+    """
+
+    iterations: tuple[int, ...]
+    ranks: tuple[RankFigures, ...]
+    costs: PassCosts
+    measured: float
+    predicted: float
+    clock_error: float
+
+
+def figures(traces: Sequence[RankTrace]) -> Figures:
+    """Figures of the traces of all ranks (see `read_traces`). Raises UserError where passes are missing."""
+    iterations = tuple(sorted(traces[0].microbatches))
+    costs = mean_costs(traces)
+    try:
+        predicted = fmean(simulate(ran(traces, iteration), costs).makespan for iteration in iterations)
+    except ValueError as error:
+        raise UserError(f"the traced passes are no schedule: {str(error).splitlines()[0]}") from None
+    return Figures(
+        iterations=iterations,
+        ranks=tuple(_rank_figures(trace) for trace in traces),
+        costs=costs,
+        measured=fmean(end - start for start, end in (_extent(traces, iteration) for iteration in iterations)),
+        predicted=predicted,
+        clock_error=max(trace.clock_error for trace in traces),
+    )
+
+
+def ran(traces: Sequence[RankTrace], iteration: int) -> Schedule:
+    """The schedule of an iteration as it was executed."""
+    first = traces[0]
+    orders = tuple(tuple(Pass.parse(span.name) for span in _passes(trace, iteration)) for trace in traces)
+    split = any(step.kind is PassKind.W for order in orders for step in order)
+    placement = Placement(first.placement)
+    return Schedule(first.schedule, VocabMethod(first.vocab), placement, first.microbatches[iteration], orders, split)
+
+
+def mean_costs(traces: Sequence[RankTrace]) -> PassCosts:
+    """Mean durations in milliseconds; F, B and W of a whole rank, an unsplit backward as B alone."""
+    took: dict[str, list[float]] = defaultdict(list)
+    collectives: dict[tuple[int, str], float] = {}
+    for trace in traces:
+        for span in trace.spans:
+            duration = span.end - span.start
+            if span.category == COLLECTIVE:
+                key = (span.iteration, span.name)
+                collectives[key] = min(duration, collectives.get(key, duration))
+            else:
+                took[span.category].append(duration)
+    chunks = len(traces[0].placement[0])
+    per_rank = {PassKind.F: chunks, PassKind.B: chunks, PassKind.W: chunks}
+    means = {
+        kind.value: per_rank.get(kind, 1) * fmean(took.get(kind.value, [0.0]))
+        for kind in PassKind
+        if kind is not PassKind.V
+    }
+    return PassCosts(**means, comm=fmean(collectives.values()) if collectives else 0.0)
+
+
+def held_activations(traces: Sequence[RankTrace]) -> list[perfetto.Event]:
+    """Each rank's held activations over time as the simulator shows them: counter events."""
+    events = []
+    for iteration in sorted(traces[0].microbatches):
+        spans = tuple(tuple((span.start, span.end) for span in _passes(trace, iteration)) for trace in traces)
+        timeline = Timeline(ran(traces, iteration), PassCosts(), spans, {})
+        for rank, times in enumerate(spans):
+            for (start, end), (during, after) in zip(times, timeline.activation_levels(rank), strict=True):
+                events += [perfetto.activations(rank, start, during), perfetto.activations(rank, end, after)]
+    return events
+
+
+def _passes(trace: RankTrace, iteration: int) -> list[TracedSpan]:
+    return [span for span in _compute(trace) if span.iteration == iteration and span.category != LOSS]
+
+
+def _compute(trace: RankTrace) -> list[TracedSpan]:
+    return [span for span in trace.spans if span.lane is Lane.COMPUTE]
+
+
+def _extent(traces: Sequence[RankTrace], iteration: int) -> Span:
+    spans = [span for trace in traces for span in _compute(trace) if span.iteration == iteration]
+    return min(span.start for span in spans), max(span.end for span in spans)
+
+
+def _rank_figures(trace: RankTrace) -> RankFigures:
+    computing = _compute(trace)
+    second_stream = [span for span in trace.spans if span.lane is Lane.SECOND_STREAM]
+    count = len(trace.microbatches)
+    return RankFigures(
+        busy=_total(computing) / count,
+        vocabulary=_total(span for span in computing if span.category in VOCABULARY_KINDS) / count,
+        waiting=_total(span for span in trace.spans if span.lane is Lane.WAITS) / count,
+        communicating=_total(second_stream) / count,
+        hidden=_common(computing, second_stream) / count,
+    )
+
+
+def _total(spans: Iterable[TracedSpan]) -> float:
+    return sum(span.end - span.start for span in spans)
+
+
+def _common(some: Sequence[TracedSpan], others: Sequence[TracedSpan]) -> float:
+    """Time in which a span of both kinds runs; each kind is in order and does not overlap itself."""
+    common, i, j = 0.0, 0, 0
+    while i < len(some) and j < len(others):
+        common += max(0.0, min(some[i].end, others[j].end) - max(some[i].start, others[j].start))
+        if some[i].end <= others[j].end:
+            i += 1
+        else:
+            j += 1
+    return common

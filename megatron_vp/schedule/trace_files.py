@@ -1,0 +1,161 @@
+"""The files of a recorded run, one a rank: Perfetto traces with what is needed to read, check and merge them.
+
+All ranks' times count from one moment, so merging is putting the events together. What Perfetto does not show (the
+run, the schedule, how far the clocks may be apart) is under the format's `otherData`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import perfetto
+from megatron_vp.schedule.perfetto import Lane
+
+COLLECTIVE = "collective"
+LOSS = "loss"
+WAIT = "wait"
+"""Categories of what is no pass; a pass has its kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedSpan:
+    """A pass (named `F12`), a loss (`LOSS:3`), a collective (`C1:3`) or a wait (for what it is named after).
+
+    Times are milliseconds; `posted` is when the rank handed a collective to the second stream.
+    """
+
+    iteration: int
+    lane: Lane
+    name: str
+    category: str
+    start: float
+    end: float
+    posted: float | None = None
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank recorded; the fields but `rank`, `clock_error` and `spans` are the same on all ranks of a run.
+
+    run: identifies the run. placement: as in a schedule. microbatches: of each traced iteration.
+    clock_error: milliseconds by which this rank's times may be off against rank 0's. spans: in order of their start.
+    """
+
+    run: str
+    rank: int
+    schedule: str
+    vocab: str
+    placement: tuple[tuple[int, ...], ...]
+    microbatches: dict[int, int]
+    clock_error: float
+    spans: tuple[TracedSpan, ...]
+
+    def to_json(self) -> str:
+        """A Perfetto trace that `from_json` reads back."""
+        about = {
+            "run": self.run,
+            "rank": self.rank,
+            "schedule": self.schedule,
+            "vocab": self.vocab,
+            "placement": self.placement,
+            "microbatches": self.microbatches,
+            "clock_error_ms": self.clock_error,
+        }
+        return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": self.events()})
+
+    def events(self) -> list[perfetto.Event]:
+        """The rank's process, its lanes and their slices."""
+        events = perfetto.process(self.rank, *Lane)
+        for span in self.spans:
+            args = {"iteration": span.iteration}
+            if span.posted is not None:
+                args["posted_us"] = 1e3 * span.posted
+            events.append(
+                perfetto.slice_event(self.rank, span.lane, span.name, span.category, span.start, span.end, args)
+            )
+        return events
+
+    @classmethod
+    def from_json(cls, text: str) -> RankTrace:
+        """Read what `to_json` wrote. Raises ValueError, KeyError, TypeError or AttributeError for anything else."""
+        document = json.loads(text)
+        about = document["otherData"]
+        return cls(
+            run=about["run"],
+            rank=about["rank"],
+            schedule=about["schedule"],
+            vocab=about["vocab"],
+            placement=tuple(map(tuple, about["placement"])),
+            microbatches={int(iteration): count for iteration, count in about["microbatches"].items()},
+            clock_error=float(about["clock_error_ms"]),
+            spans=tuple(_span(event) for event in document["traceEvents"] if event["ph"] == "X"),
+        )
+
+
+def _span(event: dict) -> TracedSpan:
+    start = event["ts"] / 1e3
+    posted = event["args"].get("posted_us")
+    return TracedSpan(
+        iteration=event["args"]["iteration"],
+        lane=Lane(event["tid"]),
+        name=event["name"],
+        category=event["cat"],
+        start=start,
+        end=start + event["dur"] / 1e3,
+        posted=None if posted is None else posted / 1e3,
+    )
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    """The file of a rank."""
+    return folder / f"rank_{rank}.json"
+
+
+def read_traces(folder: Path) -> list[RankTrace]:
+    """The traces of all ranks of the run in `folder`, by rank.
+
+    Raises UserError where there is no such folder, a file is missing or none of ours, or the files are not of one run.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder; give the folder that the run had as --pipeline-trace")
+    paths = sorted(folder.glob("rank_*.json"))
+    if not paths:
+        raise UserError(f"{folder} has no rank_*.json; the run with --pipeline-trace has not traced an iteration yet")
+    traces = sorted(map(_read, paths), key=lambda trace: trace.rank)
+    for one, other in pairwise(traces):
+        if one.run != other.run:
+            raise UserError(
+                f"{folder} has files of different runs (ranks {one.rank} and {other.rank}); trace into an empty folder"
+            )
+        if one.microbatches != other.microbatches:
+            raise UserError(
+                f"{folder}: ranks {one.rank} and {other.rank} did not trace the same iterations "
+                f"({sorted(one.microbatches)}, {sorted(other.microbatches)}); let the run finish its traced iterations"
+            )
+    expected = len(traces[0].placement)
+    if [trace.rank for trace in traces] != list(range(expected)):
+        raise UserError(
+            f"{folder} has files of ranks {[trace.rank for trace in traces]}, and the run has ranks 0 to "
+            f"{expected - 1}: put the files of all ranks into one folder"
+        )
+    return traces
+
+
+def _read(path: Path) -> RankTrace:
+    try:
+        return RankTrace.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{path} is not a trace of --pipeline-trace; give a folder that holds nothing else") from None
+
+
+def merge(traces: Sequence[RankTrace], extra: Sequence[perfetto.Event] = ()) -> str:
+    """One Perfetto trace of all ranks, and `extra` events."""
+    events = [event for trace in traces for event in trace.events()]
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": [*events, *extra]})

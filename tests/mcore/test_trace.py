@@ -1,0 +1,69 @@
+"""--pipeline-trace and --rank-report in training, and the command that reads the traces."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from megatron_vp.cli import trace as command
+from tests.harness.training import tiny_model, train
+
+app = typer.Typer()
+app.callback()(lambda: None)
+command.register(app)
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("observed")
+    # Evaluation in between is neither counted nor recorded.
+    settings = {"pipeline_model_parallel_size": RANKS, "eval_iters": 1, "eval_interval": 1}
+    vocab_parallel = {
+        "vocab_parallel": True,
+        "pipeline_trace": folder / "trace",
+        "pipeline_trace_iterations": "2-3",
+        "rank_report": folder / "report",
+    }
+    train(RANKS, tiny_model(**settings, **vocab_parallel))
+    train(RANKS, tiny_model(**settings, rank_report=folder / "plain"))
+    return folder
+
+
+def test_the_command_reads_what_training_recorded(folders):
+    merged = folders / "merged.json"
+    result = CliRunner().invoke(app, ["trace", str(folders / "trace"), "-o", str(merged)])
+    assert result.exit_code == 0, result.output
+    assert "schedule 1f1b, vocabulary vocab-2: 2 ranks, 4 microbatches, iterations 2, 3 of the job" in result.stdout
+    events = json.loads(merged.read_text())["traceEvents"]
+    for rank in range(RANKS):
+        own = [event for event in events if event["pid"] == rank]
+        for iteration in (2, 3):
+            passes = sorted(
+                event["name"] for event in own if event["args"].get("iteration") == iteration and event["tid"] == 0
+            )
+            expected = [f"{kind}{m}" for kind in ("F", "B", "S", "T", "IF", "IB") for m in range(4)]
+            assert passes == sorted(expected + [f"LOSS:{m}" for m in range(4)] * (rank == RANKS - 1))
+
+
+def reports(folder):
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def test_the_report_counts_every_iteration_beside_the_trace(folders):
+    for rank, report in enumerate(reports(folders / "report")):
+        assert report["iterations"] == len(report["iteration_milliseconds"]) == 3
+        assert report["microbatches"] == 4
+        assert report["peak_microbatches_in_flight"] == RANKS - rank + 1
+        assert set(report["pass_milliseconds"]) == {"F", "B", "S", "T", "IF", "IB"}
+        assert 0 < sum(report["pass_milliseconds"].values()) < sum(report["iteration_milliseconds"])
+
+
+def test_plain_megatron_is_reported_alike(folders):
+    for rank, report in enumerate(reports(folders / "plain")):
+        assert report["iterations"] == len(report["iteration_milliseconds"]) == 3
+        assert report["peak_microbatches_in_flight"] == RANKS - rank
+        assert set(report["pass_milliseconds"]) == {"F", "B"}
+        assert 0 < sum(report["pass_milliseconds"].values()) < sum(report["iteration_milliseconds"])

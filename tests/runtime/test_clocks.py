@@ -1,0 +1,80 @@
+"""One time axis: clocks that differ are compared within the stated error, device times land on the host's clock."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_vp.runtime import clocks
+from megatron_vp.runtime.groups import PipelineGroups
+from megatron_vp.runtime.recorder import Recorder
+from megatron_vp.schedule.passes import PassKind
+from tests.harness.ranks import process_group, run_ranks
+
+SKEW = 5_000_000_000
+
+
+def compare(rank, world, same_host):
+    """This rank's alignment, with a clock that is `rank` x SKEW ahead unless the ranks share a host."""
+    shifted = SimpleNamespace(
+        perf_counter_ns=lambda: time.perf_counter_ns() + (0 if same_host else rank * SKEW), time_ns=time.time_ns
+    )
+    boot = clocks._BOOT if same_host else Path("no such file")
+    with (
+        process_group(rank, world),
+        mock.patch.object(clocks, "time", shifted),
+        mock.patch.object(clocks, "_BOOT", boot),
+    ):
+        alignment = clocks.align(PipelineGroups.create([range(world)], []))
+        dist.barrier()
+        return alignment
+
+
+def test_clocks_of_other_hosts_are_off_by_no_more_than_stated():
+    found = run_ranks(3, compare, False, timeout=60)
+    for rank, alignment in enumerate(found):
+        assert abs(alignment.offset + rank * SKEW) <= alignment.error < SKEW / 10
+    assert len({(alignment.origin, alignment.wall) for alignment in found}) == 1
+
+
+def test_the_clock_of_one_host_needs_no_correction():
+    assert [(each.offset, each.error) for each in run_ranks(2, compare, True, timeout=60)] == [(0, 0)] * 2
+
+
+class FakeEvent:
+    """A CUDA event on a device whose clock counts 3 ms from one event to the next."""
+
+    count = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = FakeEvent.count = FakeEvent.count + 3
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, later):
+        return float(later.at - self.at)
+
+
+def test_device_times_are_placed_on_the_clock_of_the_host(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    before = time.perf_counter_ns()
+    recorder = Recorder(torch.device("cuda"))
+    after = time.perf_counter_ns()
+    with recorder.span(PassKind.F):
+        pass
+    recorder.finish()
+    (span,) = recorder.spans
+    # The anchor is the first event, the span the second and the third.
+    assert before <= span.start - 3_000_000 <= after
+    assert span.end - span.start == 3_000_000 and span.computed == 3
+    assert 0 <= recorder.clock_error <= (after - before) / 2
+    assert recorder.milliseconds == pytest.approx((time.perf_counter_ns() - before) / 1e6, abs=50)

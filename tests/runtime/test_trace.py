@@ -1,0 +1,90 @@
+"""The trace of real processes over gloo: complete, in order, on one time axis."""
+
+import json
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from megatron_vp.schedule.generators import generate
+from megatron_vp.schedule.instructions import Collective, Post, Wait
+from megatron_vp.schedule.lowering import lower
+from megatron_vp.schedule.passes import VocabMethod
+from megatron_vp.schedule.perfetto import Lane
+from megatron_vp.schedule.trace_figures import figures, ran
+from megatron_vp.schedule.trace_files import COLLECTIVE, LOSS, WAIT, read_traces
+from tests.harness.ranks import run_ranks
+from tests.runtime.toy import run_pipeline
+
+WORLD = 3
+STEPS = {1: 2, 2: 4, 3: 5}
+
+
+@pytest.fixture(scope="module", params=["vocab-1", "vocab-2"])
+def traced(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trace")
+    steps = [(microbatches, True) for microbatches in STEPS.values()]
+    run_ranks(WORLD, run_pipeline, request.param, steps, False, folder, timeout=60)
+    return request.param, read_traces(folder), folder
+
+
+def test_every_pass_loss_collective_and_wait_is_there_once(traced):
+    method, traces, _ = traced
+    for iteration in (2, 3):
+        schedule = generate("1f1b", WORLD, STEPS[iteration], vocab=VocabMethod(method))
+        assert ran(traces, iteration) == schedule, "passes in the order of the schedule"
+        for trace, program in zip(traces, lower(schedule), strict=True):
+            spans = [span for span in trace.spans if span.iteration == iteration]
+            collectives = [span.name for span in spans if span.category == COLLECTIVE]
+            assert collectives == list(map(str, program.collectives))
+            posts = [i.operation for i in program.instructions if isinstance(i, Post)]
+            assert collectives == [str(operation) for operation in posts if isinstance(operation, Collective)]
+            waits = Counter(span.name for span in spans if span.category == WAIT)
+            assert waits == Counter(str(i.operation) for i in program.instructions if isinstance(i, Wait))
+            losses = [span.name for span in spans if span.category == LOSS]
+            assert losses == ([f"LOSS:{m}" for m in range(STEPS[iteration])] if trace.rank == WORLD - 1 else [])
+
+
+def test_lanes_do_not_overlap_and_waits_lie_between_computations(traced):
+    for trace in traced[1]:
+        assert {span.iteration for span in trace.spans} == {2, 3}
+        host = [span for span in trace.spans if span.lane in (Lane.COMPUTE, Lane.WAITS)]
+        second_stream = [span for span in trace.spans if span.lane is Lane.SECOND_STREAM]
+        for lane in (host, second_stream):
+            assert all(span.start <= span.end for span in lane)
+            assert all(a.end <= b.start + 1e-6 for a, b in pairwise(lane))
+
+
+def test_a_collective_is_posted_then_runs_then_is_waited_for(traced):
+    for trace in traced[1]:
+        waited = {(span.iteration, span.name): span for span in trace.spans if span.category == WAIT}
+        for span in trace.spans:
+            if span.category == COLLECTIVE:
+                assert span.posted <= span.start + 1e-6
+                wait = waited.get((span.iteration, span.name))
+                # The wait ends once the collective has; the hand-over between threads takes its time.
+                assert wait is None or span.end <= wait.end + 1e-6
+
+
+def test_ranks_share_a_time_axis(traced):
+    _, traces, _ = traced
+    assert all(trace.clock_error == 0 for trace in traces), "processes of one host read one clock"
+    assert all(span.start >= 0 for trace in traces for span in trace.spans)
+    ended = {(t.rank, s.iteration, s.name): s.end for t in traces for s in t.spans if s.lane is Lane.COMPUTE}
+    started = {(t.rank, s.iteration, s.name): s.start for t in traces for s in t.spans if s.lane is Lane.COMPUTE}
+    for rank, iteration, name in started:
+        if name.startswith("F") and rank:
+            assert started[rank, iteration, name] >= ended[rank - 1, iteration, name], "F follows F of the stage before"
+        if name.startswith("B") and rank + 1 < WORLD:
+            assert started[rank, iteration, name] >= ended[rank + 1, iteration, name]
+
+
+def test_figures_of_a_real_run_are_plausible(traced):
+    _, traces, folder = traced
+    found = figures(traces)
+    assert found.iterations == (2, 3)
+    assert 0 < found.predicted < found.measured
+    assert all(0 < rank.vocabulary < rank.busy < found.measured for rank in found.ranks)
+    assert all(0 <= rank.hidden <= rank.communicating for rank in found.ranks)
+    categories = {event.get("cat") for event in json.loads((folder / "rank_0.json").read_text())["traceEvents"]}
+    assert categories == {None, "IF", "F", "S", "T", "B", "IB", "collective", "wait"}

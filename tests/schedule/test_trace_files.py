@@ -1,0 +1,238 @@
+"""Trace files with known answers: figures, merging, and one line for what is no trace of one run."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from megatron_vp.cli import trace as command
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import PassCosts, PassKind, draw, generate, simulate
+from megatron_vp.schedule.perfetto import Lane
+from megatron_vp.schedule.trace_figures import figures, ran
+from megatron_vp.schedule.trace_files import COLLECTIVE, LOSS, WAIT, RankTrace, TracedSpan, merge, path_of, read_traces
+
+COSTS = PassCosts(F=3, B=6, W=0, S=1, T=1.5, IF=0.5, IB=0.25)
+START = {4: 10.0, 5: 200.0}
+
+app = typer.Typer()
+app.callback()(lambda: None)
+command.register(app)
+
+
+def recorded(scale=1.0):
+    """Traces of two iterations of a simulated run; `scale` stretches the times after they were simulated."""
+    timeline = simulate(generate("1f1b", 3, 4, vocab="vocab-2", costs=COSTS), COSTS)
+    schedule = timeline.schedule
+    traces = []
+    for rank, order in enumerate(schedule.ranks):
+        spans = [
+            TracedSpan(
+                iteration,
+                Lane.COMPUTE,
+                str(step),
+                step.kind.value,
+                offset + scale * start,
+                offset + scale * end,
+            )
+            for iteration, offset in START.items()
+            for step, (start, end) in zip(order, timeline.spans[rank], strict=True)
+        ]
+        placement = schedule.placement.stage_of
+        traces.append(RankTrace("7", rank, "1f1b", "vocab-2", placement, dict.fromkeys(START, 4), 0.0, tuple(spans)))
+    return timeline, traces
+
+
+def with_spans(trace, *spans):
+    return replace(trace, spans=tuple(sorted((*trace.spans, *spans), key=lambda span: span.start)))
+
+
+def write(folder, traces):
+    for trace in traces:
+        path_of(folder, trace.rank).write_text(trace.to_json())
+
+
+def test_a_simulated_run_is_predicted_exactly():
+    timeline, traces = recorded()
+    found = figures(traces)
+    taken = [found.costs.duration(kind, 1, split_backward=False) for kind in (PassKind.F, PassKind.B)]
+    assert taken == pytest.approx([3, 6])
+    assert found.measured == pytest.approx(timeline.makespan)
+    assert found.predicted == pytest.approx(timeline.makespan)
+    for rank, busy in zip(found.ranks, timeline.busy, strict=True):
+        assert rank.busy == pytest.approx(busy)
+        assert rank.vocabulary == pytest.approx(4 * (1 + 1.5))
+        assert rank.communicating == rank.hidden == rank.waiting == 0
+
+
+def test_a_stall_shows_as_measured_over_predicted():
+    timeline, traces = recorded()
+    late = [s if s.name != "IB3" else replace(s, start=s.start + 50, end=s.end + 50) for s in traces[0].spans]
+    found = figures([replace(traces[0], spans=tuple(late)), *traces[1:]])
+    assert found.predicted == pytest.approx(timeline.makespan)
+    ends = [end for rank in timeline.spans for _, end in rank]
+    assert found.measured == pytest.approx(max(*ends, timeline.spans[0][-1][1] + 50))
+
+
+def test_stretched_times_stretch_everything():
+    timeline, traces = recorded(scale=2.0)
+    found = figures(traces)
+    assert (found.measured, found.predicted) == pytest.approx((2 * timeline.makespan, 2 * timeline.makespan))
+
+
+def test_loss_waits_and_overlap_are_counted_where_they_are():
+    _, traces = recorded()
+    end = max(span.end for span in traces[2].spans if span.iteration == 4)
+    trace = with_spans(
+        traces[2],
+        # After the last pass: a loss of 8 ms, and a collective that runs for 6 ms, 4 of them beside it.
+        TracedSpan(4, Lane.COMPUTE, "LOSS:3", LOSS, end + 2, end + 10),
+        TracedSpan(4, Lane.SECOND_STREAM, "C1:3", COLLECTIVE, end + 6, end + 12, posted=end + 5),
+        TracedSpan(4, Lane.WAITS, "C1:3", WAIT, end + 11, end + 14),
+    )
+    before, after = figures(traces).ranks[2], figures([*traces[:2], trace]).ranks[2]
+    # Means over two iterations.
+    assert after.busy - before.busy == pytest.approx(8 / 2)
+    assert after.communicating == pytest.approx(6 / 2)
+    assert after.hidden == pytest.approx(4 / 2)
+    assert after.waiting == pytest.approx(3 / 2)
+    assert after.vocabulary == pytest.approx(before.vocabulary)
+
+
+def test_communication_costs_what_it_takes_on_the_last_rank_to_come():
+    _, traces = recorded()
+    took = {0: (5.0, 1.0), 1: (0.5, 4.0), 2: (9.0, 9.0)}
+    traces = [
+        with_spans(
+            trace,
+            TracedSpan(4, Lane.SECOND_STREAM, "C0:0", COLLECTIVE, 10, 10 + took[trace.rank][0], posted=10),
+            TracedSpan(4, Lane.SECOND_STREAM, "C1:0", COLLECTIVE, 30, 30 + took[trace.rank][1], posted=10),
+        )
+        for trace in traces
+    ]
+    assert figures(traces).costs.comm == pytest.approx((0.5 + 1.0) / 2)
+
+
+def test_files_read_back_and_the_executed_order_is_the_schedule(tmp_path):
+    timeline, traces = recorded()
+    traces[1] = with_spans(traces[1], TracedSpan(4, Lane.SECOND_STREAM, "C0:0", COLLECTIVE, 30, 31, posted=29.5))
+    write(tmp_path, traces)
+    again = read_traces(tmp_path)
+    assert [replace(trace, spans=()) for trace in again] == [replace(trace, spans=()) for trace in traces]
+    for one, other in zip(again, traces, strict=True):
+        for a, b in zip(one.spans, other.spans, strict=True):
+            assert (a.name, a.category, a.lane, a.iteration) == (b.name, b.category, b.lane, b.iteration)
+            assert (a.start, a.end) == pytest.approx((b.start, b.end))
+    assert [span.posted for span in again[1].spans if span.posted is not None] == [29.5]
+    assert ran(again, 5) == timeline.schedule
+
+
+def shown(events):
+    """Passes and counters as (rank, lane, name, category, args that both have), with their times."""
+    return {
+        (e["ph"], e["pid"], e.get("tid"), e["name"], e.get("cat"), e["args"].get("microbatches"), round(e["ts"])): e
+        for e in events
+        if e["ph"] in "XC"
+    }
+
+
+def test_the_command_merges_into_what_the_simulator_draws(tmp_path):
+    timeline, traces = recorded()
+    traces = [
+        replace(
+            trace,
+            microbatches={4: 4},
+            spans=tuple(
+                replace(span, start=span.start - 10, end=span.end - 10) for span in trace.spans if span.iteration == 4
+            ),
+        )
+        for trace in traces
+    ]
+    write(tmp_path, traces)
+    merged = tmp_path / "merged.json"
+    result = CliRunner().invoke(app, ["trace", str(tmp_path), "-o", str(merged)])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "schedule 1f1b, vocabulary vocab-2: 3 ranks, 4 microbatches, iterations 4 of the job"
+    assert "F=3 B=6 W=0 S=1 T=1.5 IF=0.5 IB=0.25 comm=0" in lines[1]
+    rows = [line.split() for line in lines[5:8]]
+    for row, busy in zip(rows, timeline.busy, strict=True):
+        assert float(row[1]) == pytest.approx(busy, abs=0.01)
+        assert float(row[2]) == pytest.approx(100 * (1 - busy / timeline.makespan), abs=0.01)
+        assert float(row[3]) == pytest.approx(100 * 10 / busy, abs=0.01)
+    assert re.search(rf"measured {timeline.makespan:.2f} ms.* {timeline.makespan:.2f} ms .*1\.000", lines[-1])
+    events = json.loads(merged.read_text())["traceEvents"]
+    simulated = json.loads(draw.to_perfetto(timeline))["traceEvents"]
+    assert shown(events).keys() == shown(simulated).keys()
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name" and event["pid"] == 0]
+    assert names == ["compute", "second stream", "waits"]
+    assert {kind.value for kind in PassKind} > {event.get("cat") for event in events if event["ph"] == "X"}
+
+
+def other_run(traces):
+    traces[1] = replace(traces[1], run="8")
+
+
+def other_iterations(traces):
+    traces[2] = replace(traces[2], microbatches={4: 4})
+
+
+def missing_rank(traces):
+    del traces[1]
+
+
+def missing_pass(traces):
+    traces[0] = replace(traces[0], spans=traces[0].spans[1:])
+
+
+def foreign_name(traces):
+    traces[0] = replace(traces[0], spans=(replace(traces[0].spans[0], name="nap"), *traces[0].spans[1:]))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (other_run, "files of different runs (ranks 0 and 1)"),
+        (other_iterations, "ranks 1 and 2 did not trace the same iterations ([4, 5], [4])"),
+        (missing_rank, "has files of ranks [0, 2], and the run has ranks 0 to 2"),
+        (missing_pass, "the traced passes are no schedule"),
+        (foreign_name, "the traced passes are no schedule: 'nap' is not a pass"),
+    ],
+)
+def test_files_that_are_no_trace_of_one_run_get_one_line(tmp_path, spoil, said):
+    _, traces = recorded()
+    spoil(traces)
+    write(tmp_path, traces)
+    with pytest.raises(UserError, match=re.escape(said)) as caught:
+        figures(read_traces(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{}", '{"otherData": {"run": "7"}, "traceEvents": []}'])
+def test_other_files_get_one_line(tmp_path, text):
+    (tmp_path / "rank_0.json").write_text(text)
+    with pytest.raises(UserError, match=r"rank_0\.json is not a trace of --pipeline-trace"):
+        read_traces(tmp_path)
+
+
+def test_no_folder_and_no_files_get_one_line(tmp_path):
+    with pytest.raises(UserError, match="nowhere is no folder"):
+        read_traces(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="has no rank_"):
+        read_traces(tmp_path)
+
+
+def test_an_output_that_cannot_be_written_gets_one_line(tmp_path):
+    _, traces = recorded()
+    write(tmp_path, traces)
+    result = CliRunner().invoke(app, ["trace", str(tmp_path), "-o", str(tmp_path / "no" / "m.json")])
+    assert isinstance(result.exception, UserError) and "cannot write" in str(result.exception)
+
+
+def test_merging_keeps_every_event(tmp_path):
+    _, traces = recorded()
+    merged = json.loads(merge(traces))["traceEvents"]
+    assert len(merged) == sum(len(json.loads(trace.to_json())["traceEvents"]) for trace in traces)
