@@ -43,7 +43,7 @@ class Refusal:
 REFUSALS = (
     Refusal(
         lambda a: a.pipeline_schedule != "1f1b" and not a.vocab_parallel,
-        "--pipeline-schedule {pipeline_schedule} runs with --vocab-parallel only so far: add it, or use 1f1b",
+        "--pipeline-schedule {pipeline_schedule} runs with --vocab-parallel only so far: add that, or use 1f1b",
     ),
     Refusal(
         lambda a: a.pipeline_schedule in SPLIT_SCHEDULES and a.transformer_impl != "local",
@@ -72,7 +72,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: a.pipeline_schedule == "interleaved" and (a.virtual_pipeline_model_parallel_size or 1) < 2,
-        "--pipeline-schedule interleaved needs several chunks a rank: add --num-virtual-stages-per-pipeline-rank 2",
+        "--pipeline-schedule interleaved needs several chunks: use it with --num-virtual-stages-per-pipeline-rank 2",
     ),
     Refusal(
         lambda a: a.pipeline_schedule in V_SHAPED_SCHEDULES and a.virtual_pipeline_model_parallel_size != 2,

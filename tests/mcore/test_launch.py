@@ -34,7 +34,7 @@ REFUSED = [
     ({**VP, "dataloader_inter_document_masking": True}, "packed sequences"),
     ({**VP, "logits_load_dir": "there"}, "--logits-load-dir"),
     ({**VP, "optimizer": "lion"}, "--optimizer lion"),
-    ({**TWO_STAGES, "pipeline_schedule": "v-half"}, "--pipeline-schedule v-half cannot be run yet"),
+    ({**TWO_STAGES, "pipeline_schedule": "v-half"}, "--pipeline-schedule v-half runs with --vocab-parallel only"),
     ({**TWO_STAGES, "pipeline_schedule": "zigzag"}, "invalid choice: 'zigzag'"),
     ({**VP, "vocab_parallel_algorithm": "vocab-3"}, "invalid choice: 'vocab-3'"),
     ({**TWO_STAGES, "pipeline_trace": "there"}, "--pipeline-trace without --vocab-parallel"),

@@ -24,7 +24,7 @@ STEPS = {1: 2, 2: 4, 3: 5}
 def traced(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trace")
     steps = [(microbatches, True) for microbatches in STEPS.values()]
-    run_ranks(WORLD, run_pipeline, request.param, steps, False, folder, timeout=60)
+    run_ranks(WORLD, run_pipeline, "1f1b", request.param, steps, False, folder, timeout=60)
     return request.param, read_traces(folder), folder
 
 
