@@ -40,6 +40,7 @@ RANKS = 4
 VOCABULARY = 16384
 ALGORITHM = "vocab-2"
 DRAWN_MICROBATCHES = 8
+FEWEST_ITERATIONS = 6
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*?lm loss: (\S+)")
 
 console = Console()
@@ -81,6 +82,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=default, help="folder for data, logs and pictures")
     parser.add_argument("--iterations", type=int, help="instead of the configured number")
     options = parser.parse_args()
+    if options.iterations is not None and options.iterations < FEWEST_ITERATIONS:
+        parser.error(
+            f"--iterations {options.iterations}: the learning rate warms up first; give {FEWEST_ITERATIONS} or more"
+        )
     started = time.monotonic()
     output: Path = options.output.resolve()
     on_gpus = _gpus() >= RANKS
