@@ -84,13 +84,13 @@ def process_group(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _kill_with_children(pid: int) -> None:
-    """End a rank and what it started: checkpoint writers outlive the rank that spawned them."""
-    with suppress(ProcessLookupError):
-        # Until the rank leads its own session, its group is that of the whole test run.
-        if os.getpgid(pid) == pid:
-            os.killpg(pid, signal.SIGKILL)
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+    """End a rank and what it started: checkpoint writers outlive the rank that spawned them.
+
+    A rank leads a session, so its process group has its number for as long as any member lives, itself or not.
+    """
+    for kill in (os.killpg, os.kill):
+        with suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
 
 
 def _collect(readers: list[Connection], outputs: list[Path], deadline: float, timeout: float) -> list:

@@ -1,10 +1,10 @@
-"""The slow marker: `pytest -m slow` runs the large sweep, which is left out otherwise."""
+"""The slow marker: `pytest -m slow` runs the longer matrices, which are left out otherwise."""
 
 import pytest
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: minutes of random cases; runs with -m slow only")
+    config.addinivalue_line("markers", "slow: longer matrices; run with -m slow only")
 
 
 def pytest_collection_modifyitems(config, items):
