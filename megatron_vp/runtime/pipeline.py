@@ -53,7 +53,7 @@ class Pipeline:
             model: transformer part, data and loss function of this rank.
             layers: vocabulary shards of this rank.
             shapes: sizes of a microbatch, equal on all ranks.
-            gradients: False for evaluation (a schedule made by `Schedule.forward_only`).
+            gradients: False for evaluation, whose schedule holds forward passes only.
             observer: watches the instructions and the collectives.
         """
         placement, rank = schedule.placement, self.groups.rank

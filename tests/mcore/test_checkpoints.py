@@ -11,6 +11,7 @@ from tests.harness.training import Run, tiny_model, train
 ROWS = 40  # uneven on three ranks
 VOCAB_1 = {"vocab_parallel": True, "vocab_parallel_algorithm": "vocab-1"}
 VOCAB_2 = {"vocab_parallel": True}
+V_HALF = {"vocab_parallel": True, "pipeline_schedule": "v-half"}
 PLAIN: dict[str, object] = {}
 RESHARDABLE = {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
 
@@ -21,6 +22,8 @@ MOVES = [
     ((2, VOCAB_2), (3, VOCAB_1), True, {}),
     ((3, VOCAB_1), (1, PLAIN), True, RESHARDABLE),
     ((1, PLAIN), (3, VOCAB_2), False, RESHARDABLE),
+    ((2, V_HALF), (3, PLAIN), False, {}),
+    ((1, PLAIN), (3, V_HALF), False, {}),
 ]
 
 
