@@ -15,6 +15,8 @@ app = typer.Typer(
     help="Vocabulary parallelism and balanced pipeline schedules for Megatron-Core.",
     add_completion=False,
     rich_markup_mode=None,
+    # A script under `megatron-vp run` keeps its own plain traceback, not a box around every frame of Megatron.
+    pretty_exceptions_enable=False,
 )
 for command in (schedule, data, patches, run, trace):
     command.register(app)
