@@ -173,6 +173,16 @@ REFUSALS = (
         "--vocab-parallel with --optimizer {optimizer} is not tested on vocabulary shards: use --optimizer adam",
     ),
     Refusal(
+        lambda a: a.core_attention == "sdpa" and a.transformer_impl != "local",
+        "--core-attention sdpa with --transformer-impl {transformer_impl} has no effect: Transformer Engine's layers "
+        "have an attention of their own; leave one of them out",
+    ),
+    Refusal(
+        lambda a: a.core_attention == "sdpa" and a.reset_attention_mask,
+        "--core-attention sdpa with --reset-attention-mask is not supported: the fused kernel knows no document "
+        "boundaries; use --core-attention megatron",
+    ),
+    Refusal(
         lambda a: a.pipeline_trace and not a.vocab_parallel,
         "--pipeline-trace without --vocab-parallel is not supported: Megatron's own schedule is not recorded; add "
         "--vocab-parallel, or use --rank-report for each rank's pass times",
@@ -242,6 +252,13 @@ def _with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...
             "--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="Order of the passes on the pipeline ranks."
         )
         ours.add_argument(
+            "--core-attention",
+            choices=("megatron", "sdpa"),
+            default="megatron",
+            help="Attention of Megatron's local layers: its own, which writes all scores to memory, or PyTorch's "
+            "scaled-dot-product attention (flash attention where the device has it).",
+        )
+        ours.add_argument(
             "--rank-report",
             metavar="DIR",
             help="Write each pipeline rank's parameters, microbatches in flight and pass times to DIR; plain runs too.",
@@ -275,6 +292,8 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         refuse(args)
         check_inputs(args)
         check_trace(args)
+        if args.core_attention == "sdpa":
+            patches.apply(patches.group("flash attention"))
         if args.vocab_parallel:
             _warn_of_one_queue(args)
             patches.apply(patches.group("vocabulary parallelism"))

@@ -29,6 +29,7 @@ GROUPS = {
     "split backward": "megatron_vp.mcore.split_backward:PATCHES",
     "v-shaped placement": "megatron_vp.mcore.v_layout:PATCHES",
     "rank report": "megatron_vp.mcore.rank_report:PLAIN_PATCHES",
+    "flash attention": "megatron_vp.mcore.attention:PATCHES",
 }
 WHEN = {
     "wheel": "always",
@@ -39,6 +40,7 @@ WHEN = {
     "split backward": "only with a --pipeline-schedule that has W passes",
     "v-shaped placement": "only with --pipeline-schedule zb-v, v-half or v-min",
     "rank report": "only with --rank-report and without --vocab-parallel",
+    "flash attention": "only with --core-attention sdpa",
 }
 
 _MISSING = object()

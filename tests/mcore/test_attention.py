@@ -1,0 +1,68 @@
+"""PyTorch's attention in Megatron's local layers against Megatron's own: losses and every gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.harness.training import tiny_model, train
+
+LLAMA_LIKE = {"group_query_attention": True, "num_query_groups": 2, "position_embedding_type": "rope"}
+CASES = [
+    ("as many groups as heads, vocabulary parallel", 2, {"vocab_parallel": True}),
+    ("grouped queries, recomputed attention", 1, {**LLAMA_LIKE, "recompute_granularity": "selective"}),
+]
+
+
+@pytest.mark.parametrize(("size", "options"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_training_equals_megatrons_own_attention(size, options):
+    arguments = {"pipeline_model_parallel_size": size, "train_iters": 2, **options}
+    own = train(size, tiny_model(**arguments))
+    fused = train(size, tiny_model(**arguments, core_attention="sdpa"))
+    assert fused.losses == pytest.approx(own.losses, rel=1e-6)
+    for found, expected in zip(fused.steps, own.steps, strict=True):
+        for name, gradient in expected.gradients.items():
+            distance = np.linalg.norm(found.gradients[name] - gradient) / np.linalg.norm(gradient)
+            assert distance < 1e-5, f"gradient of {name}: {distance:.1e}"
+
+
+def test_scores_are_never_written_to_memory():
+    """What the backward keeps of an attention of 4 x 256 x 256 scores is queries, keys, values, context, statistics."""
+    import torch
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_vp.mcore.attention import ScaledDotProductAttention
+
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
+    attention = ScaledDotProductAttention(config, 1, AttnMaskType.causal, "self")
+    query, key, value = (torch.randn(256, 1, 4, 8, requires_grad=True) for _ in range(3))
+    kept: dict[int, int] = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        context = attention(query, key, value, attention_mask=None)
+    assert context.shape == (256, 1, 32)
+    scores = 4 * 256 * 256 * 4
+    assert sum(kept.values()) < scores / 4
+
+
+def test_a_layer_that_is_not_causal_takes_the_mask():
+    import torch
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_vp.mcore.attention import ScaledDotProductAttention
+
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
+    attention = ScaledDotProductAttention(config, 1, AttnMaskType.padding, "self")
+    query, key, value = (torch.randn(6, 2, 4, 8, dtype=torch.float64) for _ in range(3))
+    hidden = torch.zeros(2, 1, 6, 6, dtype=torch.bool)
+    hidden[0, :, :, 4:] = True
+    found = attention(query, key, value, hidden)
+    scores = torch.einsum("ibnd,jbnd->bnij", query, key) / 8**0.5
+    expected = torch.einsum("bnij,jbnd->ibnd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
+    torch.testing.assert_close(found, expected.flatten(2))
