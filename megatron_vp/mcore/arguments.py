@@ -227,9 +227,9 @@ class _Parser(argparse.ArgumentParser):
 def _from_config(given: list[str], parser: argparse.ArgumentParser) -> list[str]:
     only_config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     only_config.error = parser.error
-    only_config.add_argument("--config")
-    path = only_config.parse_known_args(given)[0].config
-    return [] if path is None else arguments_from_config(path, parser)
+    only_config.add_argument("--config", action="append")
+    paths = only_config.parse_known_args(given)[0].config
+    return [] if paths is None else arguments_from_config(paths, parser)
 
 
 def _with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[..., argparse.ArgumentParser]:
@@ -238,7 +238,12 @@ def _with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...
         parser = original(parser)
         parser.__class__, parser.formatter_class = _Parser, _HelpFormatter
         ours = parser.add_argument_group("vocabulary parallelism and schedules (megatron_vp)")
-        ours.add_argument("--config", metavar="FILE", help="YAML file of long argument names; the command line wins.")
+        ours.add_argument(
+            "--config",
+            metavar="FILE",
+            action="append",
+            help="YAML file of long argument names. Given several times, later files win; the command line wins.",
+        )
         ours.add_argument(
             "--vocab-parallel", action="store_true", help="Split embedding and output layer over the pipeline ranks."
         )

@@ -2,9 +2,9 @@
 
 The file is grouped in sections for its reader; the names and the nesting of sections mean nothing. A leaf's key is an
 option of the parser without its leading dashes and with underscores (`--no-rope-fusion` is `no_rope_fusion: true`).
-The vector goes *before* the command line's own flags: argparse keeps the last value, so the command line wins. A
-switch that the file turned on stays on, because most of Megatron's switches have no opposite; an overlay file can
-turn it off.
+Several files are overlaid, the later one wins: a model, and a method on top of it. The vector goes *before* the command
+line's own flags: argparse keeps the last value, so the command line wins. A switch that a file turned on stays on,
+because most of Megatron's switches have no opposite; a later file can turn it off.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -26,33 +27,67 @@ from megatron_vp.errors import UserError
 _BASE = "base"
 
 
-def arguments_from_config(path: str | os.PathLike[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Translate a YAML file into arguments for `parser`, in the order of the file.
+def arguments_from_config(paths: Sequence[str | os.PathLike[str]], parser: argparse.ArgumentParser) -> list[str]:
+    """Translate YAML files, each overlaying those before it, into arguments for `parser`, in the order of the files.
 
     `null` leaves an option at its default, and so does `false` for a switch. Lists serve options that take several
-    values. Interpolations (`${section.key}`, `${oc.env:NAME}`) are OmegaConf's. A top-level `base: other.yaml`
-    (relative to the file) is read first and overlaid by the rest.
+    values.
 
     Raises UserError for a missing or malformed file, an unknown key, a key given twice, or a value of the wrong type.
     """
-    path = Path(path)
     options = {
         option.lstrip("-").replace("-", "_"): action for action in parser._actions for option in action.option_strings
     }
     seen: dict[argparse.Action, str] = {}
     arguments: list[str] = []
-    for section, key, value in _leaves(_container(path)):
-        where = f"{path}: '{key}' in {section}"
-        action = options.get(key)
+    for leaf in read_leaves(paths):
+        action = options.get(leaf.key)
         if action is None or isinstance(action, argparse._HelpAction):
-            nearest = difflib.get_close_matches(key, options, n=1, cutoff=0.0)
-            raise UserError(f"{where} is no known argument; the nearest known one is '{nearest[0]}'")
+            nearest = difflib.get_close_matches(leaf.key, options, n=1, cutoff=0.0)
+            raise UserError(f"{leaf} is no known argument; the nearest known one is '{nearest[0]}'")
         if action in seen:
-            raise UserError(f"{where} was already set in {seen[action]}; keep one of them")
-        seen[action] = section
-        if value is not None:
-            arguments += _argument(action, key, value, where)
+            raise UserError(f"{leaf} was already set in {seen[action]}; keep one of them")
+        seen[action] = leaf.section
+        if leaf.value is not None:
+            arguments += _argument(action, leaf.key, leaf.value, str(leaf))
     return arguments
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One `key: value` of overlaid files: `section` says where in the tree, `file` is the one whose value stands."""
+
+    file: Path
+    section: str
+    key: str
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.file}: '{self.key}' in {self.section}"
+
+
+def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
+    """All leaves of YAML files, each overlaying those before it, in the order of the files.
+
+    Interpolations (`${section.key}`, `${oc.env:NAME}`) are OmegaConf's and see the overlaid whole. A top-level
+    `base: other.yaml` (relative to its file) is read before the file that names it. Raises UserError for a file that is
+    missing or malformed.
+    """
+    layers = [layer for path in paths for layer in _layers(Path(path), ())]
+    try:
+        merged = OmegaConf.to_container(OmegaConf.merge(*(config for _, config in layers)), resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{', '.join(map(str, paths))}: {_one_line(error)}") from error
+    raw = [(file, OmegaConf.to_container(config)) for file, config in reversed(layers)]
+    return [
+        Leaf(
+            file=next(file for file, tree in raw if _holds(tree, trail)),
+            section=f"section '{'.'.join(trail[:-1])}'" if trail[1:] else "the top level",
+            key=trail[-1],
+            value=value,
+        )
+        for trail, value in _leaves(merged)
+    ]
 
 
 def write_resolved(args: argparse.Namespace, path: str | os.PathLike[str]) -> None:
@@ -68,15 +103,8 @@ def write_resolved(args: argparse.Namespace, path: str | os.PathLike[str]) -> No
     partial.replace(path)
 
 
-def _container(path: Path) -> Mapping[str, Any]:
-    """The file with its bases merged in and its interpolations resolved."""
-    try:
-        return OmegaConf.to_container(_load(path, ()), resolve=True)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {_one_line(error)}") from error
-
-
-def _load(path: Path, overlaid_by: tuple[Path, ...]) -> DictConfig:
+def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictConfig]]:
+    """The file after its bases, each with its path."""
     if path.resolve() in overlaid_by:
         raise UserError(f"{path}: '{_BASE}' leads back to the file itself; remove one of the '{_BASE}' lines")
     try:
@@ -89,18 +117,26 @@ def _load(path: Path, overlaid_by: tuple[Path, ...]) -> DictConfig:
         raise UserError(f"{path} holds no mapping; write 'argument_name: value' lines, grouped in sections")
     base = config.pop(_BASE, None)
     if base is None:
-        return config
+        return [(path, config)]
     if not isinstance(base, str):
         raise UserError(f"{path}: '{_BASE}' must be the path of one YAML file, not {base!r}")
-    return OmegaConf.merge(_load(path.parent / base, (*overlaid_by, path.resolve())), config)
+    return [*_layers(path.parent / base, (*overlaid_by, path.resolve())), (path, config)]
 
 
-def _leaves(node: Mapping[str, Any], sections: tuple[str, ...] = ()) -> Iterator[tuple[str, str, Any]]:
+def _leaves(node: Mapping[str, Any], trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     for key, value in node.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, (*sections, str(key)))
+            yield from _leaves(value, (*trail, str(key)))
         else:
-            yield f"section '{'.'.join(sections)}'" if sections else "the top level", str(key), value
+            yield (*trail, str(key)), value
+
+
+def _holds(tree: Any, trail: tuple[str, ...]) -> bool:
+    if not trail:
+        return True
+    return isinstance(tree, Mapping) and any(
+        str(key) == trail[0] and _holds(value, trail[1:]) for key, value in tree.items()
+    )
 
 
 def _argument(action: argparse.Action, key: str, value: Any, where: str) -> list[str]:

@@ -37,7 +37,7 @@ def prepare() -> None:
     """
     with one_line_errors():
         _require_launcher(sys.argv[0])
-        _patch(sys.argv)
+        patch_megatron(sys.argv)
 
 
 def run_script(script: str, arguments: list[str]) -> None:
@@ -82,7 +82,11 @@ def _require_launcher(command: str) -> None:
         )
 
 
-def _patch(argv: list[str]) -> None:
+def patch_megatron(argv: list[str]) -> None:
+    """Check all patches against the installed Megatron and apply those that no argument decides about.
+
+    Raises UserError if one does not fit. Takes `--cpu` out of `argv`.
+    """
     # Torch is imported here and Megatron after the environment is set; a launcher's mistake was reported before either.
     from megatron_vp.mcore import patches, platform
 

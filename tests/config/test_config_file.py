@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.config_file import arguments_from_config, write_resolved
+from megatron_vp.mcore.config_file import arguments_from_config, read_leaves, write_resolved
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
 def parse(tmp_path, text: str, *flags: str) -> argparse.Namespace:
     path = tmp_path / "job.yaml"
     path.write_text(text)
-    return parser().parse_args([*arguments_from_config(path, parser()), *flags])
+    return parser().parse_args([*arguments_from_config([path], parser()), *flags])
 
 
 @pytest.mark.parametrize(
@@ -106,12 +106,12 @@ def test_refused_with_one_clear_line(tmp_path, text, parts):
 
 def test_missing_file(tmp_path):
     with pytest.raises(UserError, match=r"cannot read .*none\.yaml"):
-        arguments_from_config(tmp_path / "none.yaml", parser())
+        arguments_from_config([tmp_path / "none.yaml"], parser())
 
 
 def test_empty_file_is_no_arguments(tmp_path):
     (tmp_path / "job.yaml").write_text("# nothing yet\n")
-    assert arguments_from_config(tmp_path / "job.yaml", parser()) == []
+    assert arguments_from_config([tmp_path / "job.yaml"], parser()) == []
 
 
 def test_base_is_overlaid(tmp_path):
@@ -119,6 +119,33 @@ def test_base_is_overlaid(tmp_path):
     (tmp_path / "deep" / "base.yaml").write_text("m: {num_layers: 4, lr: 1}\nd: {bf16: true, data_path: [a, b]}")
     args = parse(tmp_path, "base: deep/base.yaml\nm: {lr: 2}\nd: {bf16: false, data_path: [c]}")
     assert (args.num_layers, args.lr, args.bf16, args.data_path) == (4, 2.0, False, ["c"])
+
+
+def overlaid(tmp_path, *texts):
+    paths = [tmp_path / f"{number}.yaml" for number in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text)
+    return paths
+
+
+def test_later_files_win(tmp_path):
+    files = overlaid(
+        tmp_path,
+        "m: {num_layers: 4, lr: 1, bf16: true}\nd: {window: ['${m.num_layers}', 1], data_path: [a, b]}",
+        "m: {num_layers: 6, bf16: false}\nd: {data_path: null}",
+        "m: {lr: 3}",
+    )
+    args = parser().parse_args(arguments_from_config(files, parser()))
+    assert (args.num_layers, args.lr, args.bf16, args.window, args.data_path) == (6, 3.0, False, [6, 1], None)
+
+
+def test_errors_name_the_file_whose_value_stands(tmp_path):
+    first, second, third = overlaid(tmp_path, "m: {lr: 1}", "base: 0.yaml\nm: {lrr: 1}", "m: {lr: high}")
+    with pytest.raises(UserError, match=f"^{second}: 'lrr' in section 'm'"):
+        arguments_from_config([second], parser())
+    with pytest.raises(UserError, match=f"^{third}: 'lr' in section 'm' must be a number"):
+        arguments_from_config([first, third], parser())
+    assert [leaf.file for leaf in read_leaves([third, first])] == [first]
 
 
 def test_write_resolved_is_plain_sorted_yaml(tmp_path):

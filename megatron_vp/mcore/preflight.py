@@ -1,0 +1,148 @@
+"""What can be known of a job before its ranks start: its arguments, its inputs, and the node that it shall run on."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import platform as interpreter
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_vp.errors import UserError
+
+
+def check_job(arguments: list[str], ranks: int) -> argparse.Namespace:
+    """Parse and validate a job's arguments as one of its `ranks` processes would, and return them. Starts nothing.
+
+    Everything is put back afterwards: environment, `sys.argv`, patches. The platform is that of this machine: without a
+    CUDA device the arguments are checked with the layers and the backend that a CPU run would choose.
+    Raises UserError for whatever a start would refuse: unknown or contradictory arguments, missing inputs, a Megatron
+    that does not fit.
+    """
+    from megatron_vp.mcore import launch, patches
+
+    before = patches.in_force()
+    with _as_last_rank(ranks, ["pretrain_gpt_vp.py", *arguments]):
+        try:
+            launch.patch_megatron(sys.argv)
+            megatron = importlib.import_module("megatron.training.arguments")
+            from megatron.training.argument_utils import core_transformer_config_from_args
+
+            from megatron_vp.mcore.arguments import refused_by_megatron
+
+            args = megatron.parse_args()
+            megatron.validate_args(args)
+            with refused_by_megatron():
+                core_transformer_config_from_args(args)
+        finally:
+            patches.undo([patch for patch in patches.in_force() if patch not in before])
+    return args
+
+
+def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
+    """Check that this node can run its part of a job with validated `args`: devices, network, room for checkpoints.
+
+    Raises UserError, naming the node.
+    """
+    import torch
+
+    node = socket.gethostname()
+    devices = torch.cuda.device_count() if args.distributed_backend == "nccl" else ranks_per_node
+    if devices < ranks_per_node:
+        raise UserError(
+            f"{node}: {ranks_per_node} ranks shall run here, but {devices} GPUs are visible: start as many tasks a "
+            f"node as it has GPUs (sbatch --gpus-per-node), and bind no GPU to a task"
+        )
+    interfaces = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    if not _names_an_interface(interfaces, [name for _, name in socket.if_nameindex()]):
+        raise UserError(f"{node}: NCCL_SOCKET_IFNAME={interfaces} names no interface of this node; see `ip link`")
+    address = os.environ.get("MASTER_ADDR", "localhost")
+    try:
+        socket.getaddrinfo(address, None)
+    except OSError as error:
+        raise UserError(f"{node}: cannot resolve MASTER_ADDR={address}: {error.strerror}") from error
+    for folder in filter(None, (args.save, args.tensorboard_dir)):
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                probe.write(b"\0")
+        except OSError as error:
+            raise UserError(f"{node}: cannot write to {folder}: {error.strerror}") from error
+
+
+def describe_node() -> str:
+    """Versions and devices of this node, and the variables that NCCL will read, in one line."""
+    import torch
+
+    versions = [f"python {interpreter.python_version()}", f"torch {torch.__version__}"]
+    for title, package in (("megatron-core", "megatron-core"), ("Transformer Engine", "transformer-engine")):
+        try:
+            versions.append(f"{title} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"no {title}")
+    count = torch.cuda.device_count()
+    if count:
+        versions.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    devices = f"{count} x {torch.cuda.get_device_name()}" if count else f"{os.cpu_count()} CPUs, no GPU"
+    nccl = [
+        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "TORCH_NCCL_"))
+    ]
+    return f"{socket.gethostname()}: {', '.join([*versions, devices, *nccl])}"
+
+
+def describe_job(args: argparse.Namespace, ranks: int) -> list[str]:
+    """What validated `args` make of `ranks` ranks, and where a start of this job begins, in lines."""
+    split = f"{args.pipeline_model_parallel_size} pipeline x {args.data_parallel_size} data"
+    split += f" x {args.tensor_model_parallel_size} tensor" if args.tensor_model_parallel_size > 1 else ""
+    microbatches = args.global_batch_size // args.micro_batch_size // args.data_parallel_size
+    vocabulary = args.vocab_parallel_algorithm if args.vocab_parallel else "Megatron's own vocabulary layers"
+    lines = [f"{ranks} ranks = {split}; {microbatches} microbatches; {args.pipeline_schedule}, {vocabulary}"]
+    if args.save is None:
+        return [*lines, "no --save: a job that is stopped starts again from nothing"]
+    if args.save != args.load:
+        return [*lines, f"saves to {args.save} but loads from {args.load}: a job that is stopped does not go on"]
+    reached = last_checkpoint(args.save)
+    start = f"goes on from iteration {reached}" if reached else "starts at iteration 0"
+    return [*lines, f"checkpoints in {args.save}: {start} of {args.train_iters}"]
+
+
+def last_checkpoint(folder: str | os.PathLike[str]) -> int:
+    """Iteration of the newest checkpoint that is whole in `folder`; 0 if there is none."""
+    tracker = Path(folder) / "latest_checkpointed_iteration.txt"
+    try:
+        return int(tracker.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+@contextmanager
+def _as_last_rank(ranks: int, argv: list[str]) -> Iterator[None]:
+    """The environment of a launcher. The last rank, because the first writes the resolved configuration."""
+    environment, command = dict(os.environ), list(sys.argv)
+    os.environ.update(RANK=str(ranks - 1), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
+    sys.argv[:] = argv
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv[:] = command
+
+
+def _names_an_interface(variable: str, interfaces: list[str]) -> bool:
+    """Whether NCCL_SOCKET_IFNAME (prefixes; `=` exact, `^` all but these) leaves one of `interfaces`; empty leaves all.
+
+    See NCCL's documentation of the variable.
+    """
+    excluded, exact = variable.startswith("^"), variable.lstrip("^").startswith("=")
+    names = [name for name in variable.lstrip("^=").split(",") if name]
+    if not names:
+        return True
+    named = [i for i in interfaces if any(i == name if exact else i.startswith(name) for name in names)]
+    return len(named) < len(interfaces) if excluded else bool(named)
