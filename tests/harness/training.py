@@ -22,7 +22,10 @@ OUTPUT = "output_layer.weight"
 
 @dataclass
 class Step:
-    """One training step: mean loss, the microbatches' (sum of token losses, tokens), gradients by global name."""
+    """One training step: mean loss, the microbatches' (sum of token losses, tokens), gradients by global name.
+
+    The loss is None where a step was skipped because gradients overflowed. Gradients are without the loss scale.
+    """
 
     loss: float | None = None
     microbatches: list[tuple[float, float]] = field(default_factory=list)
@@ -39,6 +42,9 @@ class Run:
     parameters: dict[str, np.ndarray] = field(default_factory=dict)
     losses_on: list[int] = field(default_factory=list)
     row_shards: bool = False
+    pipeline_rank: int = 0
+    split: dict[str, int] = field(default_factory=dict)
+    """Of parameters that tensor ranks or vocabulary shards divide, the divided dimension."""
 
     @property
     def losses(self) -> list[float]:
@@ -100,10 +106,9 @@ def train(
     masked: bool = False,
     timeout: float = 120,
 ) -> Run:
-    """Train on `world_size` ranks and merge what they recorded (data parallel rank 0; vocabulary rows in rank order).
+    """Train on `world_size` ranks and merge what they recorded (data parallel rank 0; divided tensors in rank order).
 
     `same_weights` replaces the weights after the model is built; leave it off to keep Megatron's own or a checkpoint's.
-    With tensor parallelism the recorded tensors are those of its first rank.
     `masked` leaves every third position, and one whole sequence of each microbatch, out of the loss.
     """
     options = {"same_weights": same_weights, "masked": masked}
@@ -144,7 +149,10 @@ def train_case(
         update = optimizer.step
 
         def record_and_step():
-            step.gradients = {name: _array(parameter.main_grad) for name, parameter in _named(model)}
+            if get_args().use_distributed_optimizer:
+                _gather_gradients(model)
+            scale = optimizer.get_loss_scale().item()
+            step.gradients = {name: _array(parameter.main_grad) / scale for name, parameter in _named(model)}
             return update()
 
         reports.clear()
@@ -182,12 +190,30 @@ def train_case(
         except SystemExit as stop:  # --exit-interval ends a run this way after saving
             assert stop.code in (None, 0), stop.code
     run.row_shards = get_args().vocab_parallel
+    run.pipeline_rank = mpu.get_pipeline_model_parallel_rank()
     run.parameters = {name: _array(parameter) for name, parameter in _named(chunks)}
+    run.split = {name: parameter.partition_dim for name, parameter in _named(chunks) if _is_split(parameter)}
     return run if mpu.get_data_parallel_rank() == 0 else None
 
 
 def _array(tensor) -> np.ndarray:
     return tensor.detach().double().cpu().numpy().copy()
+
+
+def _gather_gradients(model: list) -> None:
+    """The distributed optimizer reduces to each rank its part of a bucket; fill in the others' parts."""
+    import torch
+
+    for chunk in model:
+        for buffer in chunk.buffers:
+            for bucket in buffer.buckets:
+                group = buffer.data_parallel_group
+                own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, own, group)
+
+
+def _is_split(parameter) -> bool:
+    return getattr(parameter, "tensor_model_parallel", False)
 
 
 def _named(model: list) -> Iterator[tuple[str, object]]:
@@ -211,44 +237,49 @@ def _set_weights(model: list) -> None:
     from megatron.training import get_args
 
     args = get_args()
-    assert args.tensor_model_parallel_size == 1, "weights are set for unsplit layers"
-    group = mpu.get_pipeline_model_parallel_group()
     for name, parameter in _named(model):
-        shape, rows = tuple(parameter.shape), slice(None)
+        shape, part = list(parameter.shape), slice(None)
+        dimension = parameter.partition_dim if _is_split(parameter) else 0
         if name in (WORD_EMBEDDING, OUTPUT):
-            shape = (args.padded_vocab_size, shape[1])
+            group = mpu.get_model_parallel_group() if args.vocab_parallel else mpu.get_tensor_model_parallel_group()
+            counts = [None] * group.size()
+            torch.distributed.all_gather_object(counts, shape[0], group=group)
+            start = sum(counts[: group.rank()])
+            shape[0], part = args.padded_vocab_size, slice(start, start + shape[0])
+        elif _is_split(parameter):
+            size = shape[dimension]
+            start = size * mpu.get_tensor_model_parallel_rank()
+            shape[dimension], part = size * mpu.get_tensor_model_parallel_world_size(), slice(start, start + size)
         random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         full = 0.05 * torch.randn(shape, generator=random)
         if "norm" in name and name.endswith("weight"):
             full += 1
-        if args.vocab_parallel and name in (WORD_EMBEDDING, OUTPUT):
-            counts = [None] * mpu.get_pipeline_model_parallel_world_size()
-            torch.distributed.all_gather_object(counts, parameter.shape[0], group=group)
-            start = sum(counts[: mpu.get_pipeline_model_parallel_rank()])
-            rows = slice(start, start + parameter.shape[0])
         with torch.no_grad():
-            parameter.copy_(full[rows])
+            parameter.copy_(full.movedim(dimension, 0)[part].movedim(0, dimension))
 
 
 def _merge(results: list[Run | None]) -> Run:
     runs = [run for run in results if run is not None]
     last = runs[-1]
-    merged = Run(evaluations=last.evaluations, parameters=_join([run.parameters for run in runs], last.row_shards))
+    merged = Run(evaluations=last.evaluations, parameters=_join(runs, [run.parameters for run in runs]))
     for steps in zip(*(run.steps for run in runs), strict=True):
         step = Step(steps[-1].loss, steps[-1].microbatches, steps[-1].grad_norm)
-        step.gradients = _join([each.gradients for each in steps], last.row_shards)
+        step.gradients = _join(runs, [each.gradients for each in steps])
         merged.steps.append(step)
     merged.losses_on = [rank for rank, run in enumerate(runs) if run.steps and run.steps[0].loss is not None]
     return merged
 
 
-def _join(parts: list[dict[str, np.ndarray]], row_shards: bool) -> dict[str, np.ndarray]:
-    """One dictionary of whole tensors: vocabulary rows are stacked in rank order, everything else is taken once."""
-    joined: dict[str, np.ndarray] = {}
-    for part in parts:
+def _join(runs: list[Run], parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """One dictionary of whole tensors: what ranks divide is joined in rank order, everything else is taken once."""
+    pieces: dict[str, list[np.ndarray]] = {}
+    stage: dict[str, int] = {}
+    for run, part in zip(runs, parts, strict=True):
         for name, array in part.items():
-            if row_shards and name in (WORD_EMBEDDING, OUTPUT) and name in joined:
-                joined[name] = np.concatenate([joined[name], array])
-            else:
-                joined.setdefault(name, array)
-    return joined
+            # Plain Megatron holds a tied weight on the first and on the last stage.
+            if run.row_shards or run.pipeline_rank == stage.setdefault(name, run.pipeline_rank):
+                pieces.setdefault(name, []).append(array)
+    split = {name: dimension for run in runs for name, dimension in run.split.items()}
+    return {
+        name: np.concatenate(arrays, split[name]) if name in split else arrays[0] for name, arrays in pieces.items()
+    }

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from functools import cache
 
-import numpy as np
 import pytest
 
 from tests.harness.training import Run, tiny_model, train
+from tests.mcore.comparison import assert_as_close, assert_equal
 
 STEPS = 5
 MICRO_BATCH = 2
@@ -116,36 +116,13 @@ def test_parity(schedule, size, algorithm, microbatches, tied, positions, masked
         masked=masked,
     )
     plain = _plain(size, microbatches, tied, positions, masked, layers.get("num_layers"))
-    assert len(split.steps) == len(plain.steps) == STEPS
-    for number, (found, expected) in enumerate(zip(split.steps, plain.steps, strict=True)):
-        assert len(found.microbatches) == microbatches
-        np.testing.assert_allclose(found.microbatches, expected.microbatches, rtol=BOUND, err_msg=f"step {number}")
-        assert found.loss == pytest.approx(expected.loss, rel=BOUND)
-        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=BOUND)
-        assert found.gradients.keys() == expected.gradients.keys()
-        for name, gradient in expected.gradients.items():
-            distance = np.linalg.norm(found.gradients[name] - gradient) / np.linalg.norm(gradient)
-            assert distance <= BOUND, f"gradient of {name} in step {number}: {distance:.2e}"
-    assert len(split.evaluations) == len(plain.evaluations) > 0
-    for found, expected in zip(split.evaluations, plain.evaluations, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=BOUND)
-
-
-def _distances(found: Run, expected: Run) -> list[float]:
-    """Of every step, the largest relative distance of a parameter's gradient."""
-    return [
-        max(
-            np.linalg.norm(one.gradients[name] - gradient) / np.linalg.norm(gradient)
-            for name, gradient in other.gradients.items()
-        )
-        for one, other in zip(found.steps, expected.steps, strict=True)
-    ]
+    assert len(split.steps) == STEPS and len(split.steps[0].microbatches) == microbatches
+    assert_equal(split, plain, BOUND)
 
 
 @pytest.mark.parametrize("algorithm", ["vocab-1", "vocab-2"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_is_as_close_to_fp32_as_plain_megatron(precision, algorithm):
-    """Two plain runs that differ in p agree in every bit, so they give no yardstick; their own rounding does."""
     options = {precision: True, **({"loss_scale": 1} if precision == "fp16" else {})}
     size, microbatches = 3, 4
     exact = train(1, _arguments(size, microbatches, False, "rope"))
@@ -163,10 +140,4 @@ def test_half_precision_is_as_close_to_fp32_as_plain_megatron(precision, algorit
             **options,
         ),
     )
-    rounding = [abs(one.loss - other.loss) for one, other in zip(plain.steps, exact.steps, strict=True)]
-    for number in range(STEPS):
-        assert abs(split.steps[number].loss - exact.steps[number].loss) <= 1.1 * max(rounding)
-    plain_distances, split_distances = _distances(plain, exact), _distances(split, exact)
-    assert max(split_distances) <= 1.15 * max(plain_distances)
-    # And plain and split are no further apart than two independent roundings.
-    assert max(_distances(split, plain)) <= 1.42 * max(plain_distances)
+    assert_as_close(split, plain, exact)

@@ -1,0 +1,82 @@
+"""Write the tables of `docs/compatibility.md` from the tests' table of cases and from the refusals.
+
+    python scripts/compatibility.py [--check]
+
+`--check` writes nothing and exits with status 1 where the page is not that of the present code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_vp.mcore.arguments import REFUSALS  # noqa: E402
+from tests.mcore.cases import CASES, NOT_YET, PROOFS, Case  # noqa: E402
+
+PAGE = ROOT / "docs" / "compatibility.md"
+
+
+def flags(case: Case) -> str:
+    """The options of a case as they are typed."""
+    words = [f"{case.ranks} ranks"] if case.ranks > case.size else []
+    for name, value in case.options.items():
+        option = "--" + name.replace("_", "-")
+        if name == "untie_embeddings_and_output_weights":
+            words.append("tied")
+        elif value is not None and value is not False:
+            words.append(f"`{option}`" if value is True else f"`{option} {value}`".replace("|", "\\|"))
+    return ", ".join(words)
+
+
+def tested() -> str:
+    """Every case, with the schedules it ran under, and every proof that lives elsewhere."""
+    lines = ["| together with | options, beside p = 2 | `--pipeline-schedule`, algorithm |", "|---|---|---|"]
+    for case in CASES:
+        size = "" if case.size == 2 else f"p = {case.size}, "
+        lines.append(f"| {case.name} | {size}{flags(case)} | {', '.join(case.methods).replace('/', ' ')} |")
+    lines += ["", "| | tested by |", "|---|---|"]
+    lines += [f"| {proof.name} | `tests/{proof.test.replace('::', '`, `')}` |" for proof in PROOFS]
+    return "\n".join(lines)
+
+
+def refused() -> str:
+    """Every refusal's message; what it fills in from the arguments is in capitals."""
+    messages = (re.sub(r"{(\w+)}", lambda name: name[1].upper(), refusal.message) for refusal in REFUSALS)
+    return "\n".join("- " + re.sub(r"--[\w-]+", r"`\g<0>`", message) for message in messages)
+
+
+def not_yet() -> str:
+    """What was neither tested nor refused."""
+    return "\n".join(f"- {what}" for what in NOT_YET)
+
+
+def page(present: str) -> str:
+    """The page with its generated parts, between `<!-- begin NAME -->` and `<!-- end NAME -->`, made anew."""
+    for part in (tested, refused, not_yet):
+        begin, end = f"<!-- begin {part.__name__} -->\n", f"\n<!-- end {part.__name__} -->"
+        before, rest = present.split(begin)
+        present = before + begin + part() + end + rest.split(end)[1]
+    return present
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the page has changed")
+    check = parser.parse_args().check
+    present = PAGE.read_text(encoding="utf-8")
+    fresh = page(present)
+    if check:
+        print("up to date" if fresh == present else f"{PAGE.name} is out of date; run this without --check")
+        return int(fresh != present)
+    PAGE.write_text(fresh, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""What is tested together with --vocab-parallel, as data: a case is a line here and a row of docs/compatibility.md.
+
+`test_combinations.py` runs every case against plain Megatron on the same ranks with the same options;
+`scripts/compatibility.py` writes the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+BASIC = ("1f1b/vocab-2",)
+EVERY_SHAPE = ("1f1b/vocab-2", "interleaved/vocab-1", "v-half/vocab-2")
+FP32 = 1e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination of Megatron's options.
+
+    name: the row's title on the page.
+    options: long argument names with underscores, for plain Megatron and for the run with --vocab-parallel alike.
+    methods: `schedule/algorithm`; the first one runs by default, the others with `-m slow`.
+    ranks, size: processes, and p of them in a pipeline.
+    slow: the first method runs with `-m slow` only, too.
+    bound: largest relative distance of a loss, a gradient norm or a parameter's gradient in fp32. Half precision is
+        compared with the rounding that plain Megatron itself shows against fp32.
+    """
+
+    name: str
+    options: Mapping[str, object] = field(default_factory=dict)
+    methods: tuple[str, ...] = BASIC
+    ranks: int = 2
+    size: int = 2
+    slow: bool = False
+    bound: float = FP32
+
+    @property
+    def precision(self) -> str | None:
+        """`bf16`, `fp16`, or None for fp32."""
+        return next((name for name in ("bf16", "fp16") if self.options.get(name)), None)
+
+
+TIED = {"untie_embeddings_and_output_weights": False}
+OVERLAPPED = {"overlap_grad_reduce": True}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+BOTH = {**OVERLAPPED, **DISTRIBUTED, "overlap_param_gather": True}
+LLAMA = {
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "position_embedding_type": "rope",
+    "disable_bias_linear": True,
+}
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+GROUPS = {"decoupled_lr": 1e-4, "weight_decay": 10}
+
+CASES = (
+    Case("data parallelism", ranks=4),
+    Case("overlapped gradient reduction", OVERLAPPED, ranks=4),
+    Case("distributed optimizer", DISTRIBUTED, ranks=4, slow=True),
+    Case("distributed optimizer, everything overlapped", BOTH, EVERY_SHAPE, ranks=4),
+    Case("the same, not aligned between ranks", {**BOTH, "no_align_grad_reduce": True}, ranks=4),
+    Case("everything overlapped, bf16, tied", {**BOTH, **TIED, "bf16": True}, ranks=4),
+    Case("loss averaged over tokens", {"calculate_per_token_loss": True}, ranks=4),
+    Case("full recomputation", FULL_RECOMPUTE, EVERY_SHAPE),
+    Case("Llama-like: RMSNorm, SwiGLU, grouped queries, rotary positions, no biases", LLAMA),
+    Case("uneven layers", {"decoder_last_pipeline_num_layers": 1}),
+    Case("decoupled learning rate, weight decay", GROUPS),
+)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A row of the page whose cases live in another test: what it says, and `file::function` under tests/."""
+
+    name: str
+    test: str
+
+
+_PARITY = "mcore/test_parity.py::test_parity"
+PROOFS = (
+    Proof("every schedule; p = 2, 3, 4; any number of microbatches", _PARITY),
+    Proof("vocab-1 and vocab-2; tied and untied; learned and rotary positions; loss masks", _PARITY),
+    Proof("a vocabulary that p does not divide; empty stages", _PARITY),
+    Proof("gradient clipping, Adam; evaluation between training steps", _PARITY),
+    Proof(
+        "bf16 and fp16: as close to fp32 as plain Megatron is",
+        "mcore/test_parity.py::test_half_precision_is_as_close_to_fp32_as_plain_megatron",
+    ),
+    Proof(
+        "checkpoints (`torch_dist`) between plain and vocabulary-parallel runs and other p, optimizer state included "
+        "(with the distributed optimizer: `--dist-ckpt-optim-fully-reshardable`)",
+        "mcore/test_checkpoints.py::test_training_continues_as_if_nothing_had_happened",
+    ),
+    Proof(
+        "a script with its own `model_provider`",
+        "mcore/test_launch.py::test_somebodys_own_script_trains_unchanged_with_and_without_vocabulary_parallelism",
+    ),
+    Proof("`--pipeline-trace`, `--rank-report`", "mcore/test_trace.py::test_the_command_reads_what_training_recorded"),
+)
+
+NOT_YET = (
+    "CUDA, NCCL, several nodes",
+    "Transformer Engine's layers",
+)
+"""Neither tested nor refused."""

@@ -1,0 +1,29 @@
+"""The compatibility page is what the tests and the refusals say."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mcore.cases import CASES, PROOFS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_is_up_to_date():
+    command = [sys.executable, str(ROOT / "scripts" / "compatibility.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("test", sorted({proof.test for proof in PROOFS}))
+def test_every_named_test_exists(test):
+    file, _, function = test.partition("::")
+    tree = ast.parse((ROOT / "tests" / file).read_text())
+    assert function in [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+
+
+def test_cases_have_names_of_their_own():
+    assert len({case.name for case in CASES}) == len(CASES)
