@@ -86,8 +86,8 @@ def check_passes(schedule: Schedule) -> None:
 def build_graph(schedule: Schedule, with_loss: bool = False) -> Graph:
     """The dependencies among the passes that `schedule` must contain; the order it lists them in plays no part.
 
-    `with_loss` adds the loss function on rank p-1 and the row gradient that it sends. The bare graph is the published
-    table, in which T follows the statistics at once.
+    `with_loss` adds the loss function on rank p-1, what travels there and the gradient that it sends. The bare graph is
+    the published table, in which T follows the statistics at once.
     """
     graph = Graph()
     for microbatch in range(schedule.microbatches):
@@ -124,7 +124,7 @@ class _Microbatch:
             done = self.chunk(PassKind.F, stage, arrived)
             if stage < placement.stages - 1:
                 arrived = [self.hand_over(Channel.ACTIVATION, done, stage, stage + 1)]
-        arrived = [done] if self.schedule.vocab is VocabMethod.NONE else self.output_layer(done)
+        arrived = self.whole_output_layer(done) if self.schedule.vocab is VocabMethod.NONE else self.output_layer(done)
         if not self.schedule.has_backward:
             return
         for stage in reversed(range(placement.stages)):
@@ -155,6 +155,25 @@ class _Microbatch:
             gates.append(self.collective(CollectiveKind.C2, root, gradients))
         return gates
 
+    def whole_output_layer(self, last_forward: int) -> list[int]:
+        """The loss, and its messages where the last stage sits elsewhere; returns what B of the last stage waits for.
+
+        Labels leave with the first forward of rank p-1, which reads them.
+        """
+        if not self.with_loss:
+            return [last_forward]
+        loss_rank, last_rank = self.schedule.pipeline_size - 1, self.schedule.placement.last_rank
+        loss = Step(loss_rank, Loss(self.microbatch))
+        if last_rank == loss_rank:
+            return [self.graph.add(loss, [last_forward])]
+        reader = self.graph.index[Step(loss_rank, Pass(PassKind.F, self.microbatch))]
+        self.graph.link(self.last_stage_message(Channel.LABELS, reader, loss_rank, last_rank), last_forward)
+        token_loss = self.last_stage_message(Channel.TOKEN_LOSS, last_forward, last_rank, loss_rank)
+        done = self.graph.add(loss, [token_loss])
+        if not self.schedule.has_backward:
+            return []
+        return [self.last_stage_message(Channel.TOKEN_GRADIENT, done, loss_rank, last_rank)]
+
     def chunk(self, kind: PassKind, stage: int, after: list[int]) -> int:
         placement = self.schedule.placement
         return self.graph.add(
@@ -173,3 +192,7 @@ class _Microbatch:
         if source == target:
             return before
         return self.graph.add(Message(channel, self.microbatch, source_stage, target_stage, source, target), [before])
+
+    def last_stage_message(self, channel: Channel, before: int, source: int, target: int) -> int:
+        last = self.schedule.placement.stages - 1
+        return self.graph.add(Message(channel, self.microbatch, last, last, source, target), [before])

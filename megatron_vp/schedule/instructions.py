@@ -14,6 +14,12 @@ class Channel(StrEnum):
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
+    LABELS = "labels"
+    """with whole vocabulary layers: from rank p-1, which reads them, to the last stage where that is elsewhere"""
+    TOKEN_LOSS = "token-loss"
+    """with whole vocabulary layers: from the last stage to the loss function on rank p-1"""
+    TOKEN_GRADIENT = "token-gradient"
+    """with whole vocabulary layers: the loss function's gradient by token, back to the last stage"""
 
 
 class CollectiveKind(StrEnum):
@@ -36,7 +42,10 @@ class CollectiveKind(StrEnum):
 
 
 class Message(NamedTuple):
-    """A tensor from one stage to its neighbour on another rank; `source` and `target` are ranks."""
+    """A tensor from one stage to another on another rank; `source` and `target` are ranks.
+
+    The loss function counts as part of the last stage, also where it runs on another rank.
+    """
 
     channel: Channel
     microbatch: int
@@ -75,7 +84,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Call the loss function of a microbatch (rank p-1, vocabulary methods only) and keep its gradient by token."""
+    """Call the loss function of a microbatch, on rank p-1, and keep its gradient by token."""
 
     microbatch: int
 

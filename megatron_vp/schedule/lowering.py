@@ -8,7 +8,7 @@ which blocks nobody: a post only starts what others may wait for.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 from megatron_vp.schedule.collector import collector_paused
@@ -57,8 +57,7 @@ class _Line:
 def _lay_out(schedule: Schedule, costs: PassCosts) -> _Line:
     graph = build_graph(schedule, with_loss=True)
     orders = [[graph.index[Step(rank, step)] for step in order] for rank, order in enumerate(schedule.ranks)]
-    if schedule.vocab.is_sharded:
-        orders[-1] = _with_losses(schedule, costs, graph, orders)
+    orders[-1] = _with_losses(schedule, costs, graph, orders)
     times = play(graph, orders, durations(graph, schedule, costs))
     starts = times.moments(times.start)
     collectives = [(starts[number], node) for number, node in enumerate(graph.nodes) if isinstance(node, Collective)]
@@ -67,10 +66,10 @@ def _lay_out(schedule: Schedule, costs: PassCosts) -> _Line:
 
 
 def _with_losses(schedule: Schedule, costs: PassCosts, graph: Graph, orders: list[list[int]]) -> list[int]:
-    """Rank p-1's steps with each loss before the first pass that starts once its statistics are there.
+    """Rank p-1's steps with each loss before the first pass that starts once what it needs is there.
 
-    The times are those of the bare schedule, in which T does not wait for the loss: no pass that started earlier can
-    then depend on one that waits for it.
+    The times are those of the bare schedule, in which nothing waits for the loss: no pass that started earlier can then
+    depend on one that waits for it.
     """
     bare = build_graph(schedule)
     took = durations(bare, schedule, costs)
@@ -78,11 +77,17 @@ def _with_losses(schedule: Schedule, costs: PassCosts, graph: Graph, orders: lis
     moment = times.moments(times.start)
     starts = [moment[bare.index[graph.nodes[number]]] for number in orders[-1]]
     arrived = times.moments(times.end)
-    inserted: dict[int, list[int]] = {}
+    placement, losses = schedule.placement, []
     for microbatch in range(schedule.microbatches):
-        statistics = bare.index[Collective(CollectiveKind.C1, microbatch, schedule.placement.last_rank)]
-        loss = graph.index[Step(schedule.pipeline_size - 1, Loss(microbatch))]
-        inserted.setdefault(bisect_left(starts, arrived[statistics]), []).append(loss)
+        if schedule.vocab.is_sharded:
+            needed = Collective(CollectiveKind.C1, microbatch, placement.last_rank)
+        else:
+            needed = Step(placement.last_rank, Pass(PassKind.F, microbatch, placement.chunk_of(placement.stages - 1)))
+        loss = Step(schedule.pipeline_size - 1, Loss(microbatch))
+        losses.append((arrived[bare.index[needed]], graph.index[loss]))
+    inserted: dict[int, list[int]] = {}
+    for arrival, loss in sorted(losses):
+        inserted.setdefault(bisect_right(starts, arrival), []).append(loss)
     return [
         number
         for place in range(len(starts) + 1)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from megatron_vp.schedule.costs import PassCosts
 from megatron_vp.schedule.dependencies import Graph, Step, build_graph
 from megatron_vp.schedule.list_scheduler import Caps, list_schedule
-from megatron_vp.schedule.passes import Pass, PassKind, Schedule
+from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.timeline import durations, play
 from megatron_vp.schedule.unfold import EMBEDDED_AHEAD, unfold
 
@@ -22,7 +22,8 @@ EMBEDDING_GRADIENTS = 4
 
 def squeeze(schedule: Schedule, caps: Caps, costs: PassCosts) -> Schedule:
     """The same passes, ordered for `costs` within `caps`, which the given order must respect."""
-    graph = build_graph(schedule, with_loss=True)
+    # Without vocabulary passes the order is the published one, whose last stage knows the loss at once.
+    graph = build_graph(schedule, with_loss=schedule.vocab is not VocabMethod.NONE)
     if schedule.vocab.is_sharded:
         _limit_embedding(graph, schedule)
     took = durations(graph, schedule, costs)

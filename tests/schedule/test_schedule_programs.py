@@ -97,7 +97,7 @@ def test_evaluation_has_no_gradients(vocab):
         }
         assert collectives == (set() if vocab == "none" else {"TOKENS", "EMBED", "C0", "C1"})
         losses = sum(isinstance(instruction, Loss) for instruction in program.instructions)
-        assert losses == (5 if vocab != "none" and program.rank == 2 else 0)
+        assert losses == (5 if program.rank == 2 else 0)
 
 
 @pytest.mark.parametrize("vocab", ["vocab-1", "vocab-2"])
@@ -180,6 +180,9 @@ def test_messages_join_neighbouring_stages_of_different_ranks_and_none_waits_for
     for stage in range(stages - 1):
         if rank_of(stage) != rank_of(stage + 1):
             expected.update({("activation", stage, stage + 1): 5, ("gradient", stage + 1, stage): 5})
+    last = stages - 1
+    if vocab == "none" and rank_of(last) != 2:
+        expected.update({(channel, last, last): 5 for channel in ("labels", "token-loss", "token-gradient")})
     sent = Counter()
     for program in lower(schedule):
         for before, instruction in pairwise(program.instructions):
@@ -187,7 +190,7 @@ def test_messages_join_neighbouring_stages_of_different_ranks_and_none_waits_for
                 message = instruction.operation
                 if message.source == program.rank:
                     sent[message.channel.value, message.source_stage, message.target_stage] += 1
-                    assert isinstance(before, Run) and before.action.kind in (PassKind.F, PassKind.B)
+                    assert isinstance(before, Loss) or before.action.kind in (PassKind.F, PassKind.B)
             if isinstance(instruction, Run) and instruction.action.kind is PassKind.W:
                 assert not isinstance(before, Wait)
     assert sent == expected
@@ -334,3 +337,18 @@ def test_programs_that_wait_for_each_other_are_refused():
     late = with_program(programs, 1, move_after("+activation:0[1>2]", "B0"))
     with pytest.raises(ScheduleError, match=r"rank 2 at \?activation:0\[1>2\](.|\n)*>\?activation:0\[1>2\]<"):
         validate_programs(late)
+
+
+def test_whole_vocabulary_layers_send_labels_and_losses_between_the_ends_of_a_v():
+    first, last = map(texts, lower(generate("v-half", 2, 1)))
+    assert_in_order(first, "?labels:0[3>3]", "F0.1", "+token-loss:0[3>3]", "?token-gradient:0[3>3]", "B0.1")
+    assert_in_order(last, "F0", "+labels:0[3>3]", "?token-loss:0[3>3]", "LOSS:0", "+token-gradient:0[3>3]")
+
+
+def test_whole_vocabulary_layers_send_nothing_where_the_last_stage_runs_the_loss():
+    for name in ("1f1b", "zb-h1", "interleaved"):
+        *_, last = map(texts, lower(generate(name, 2, 3, chunks=2 if name == "interleaved" else None)))
+        for microbatch in range(3):
+            chunk = ".1" if name == "interleaved" else ""
+            assert last.index(f"LOSS:{microbatch}") == last.index(f"F{microbatch}{chunk}") + 1
+        assert not any("token" in word or "labels" in word for word in last)
