@@ -1,6 +1,6 @@
 """What runs when: schedules as data, generated, proven, timed, drawn and lowered to programs. Imports no torch."""
 
-from megatron_vp.schedule.costs import PassCosts
+from megatron_vp.schedule.costs import Costs, PassCosts, StageCosts
 from megatron_vp.schedule.formats import from_csv, from_json, to_csv, to_json
 from megatron_vp.schedule.generators import GENERATORS, generate
 from megatron_vp.schedule.instructions import (
@@ -20,7 +20,7 @@ from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, ScheduleError, VocabMethod
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.squeeze import evaluation
-from megatron_vp.schedule.timeline import Timeline, simulate
+from megatron_vp.schedule.timeline import Player, Timeline, simulate
 from megatron_vp.schedule.unfold import unfold
 from megatron_vp.schedule.validate import validate, validate_programs
 
@@ -29,6 +29,7 @@ __all__ = [
     "Channel",
     "Collective",
     "CollectiveKind",
+    "Costs",
     "Instruction",
     "Loss",
     "Message",
@@ -37,11 +38,13 @@ __all__ = [
     "PassCosts",
     "PassKind",
     "Placement",
+    "Player",
     "Post",
     "Program",
     "Run",
     "Schedule",
     "ScheduleError",
+    "StageCosts",
     "Timeline",
     "VocabMethod",
     "Wait",

@@ -1,18 +1,25 @@
-"""How long each kind of pass takes, in any one unit of time."""
+"""How long passes and communication take, in any one unit of time: alike everywhere, or by stage, rank and link.
+
+Both kinds of costs answer `duration` for a pass, `communication` for an operation, and `nominal`, what schedules are
+generated for.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from statistics import fmean
 
 from megatron_vp.errors import UserError
-from megatron_vp.schedule.passes import PassKind
+from megatron_vp.schedule.instructions import Channel, Collective, CollectiveKind, Operation
+from megatron_vp.schedule.passes import Pass, PassKind, Schedule
 
 
 @dataclass(frozen=True)
 class PassCosts:
     """Durations. F, B (input gradient), W (weight gradient) are those of a whole rank, all its chunks together;
-    `comm` is the latency of every message and collective. Raises UserError for a negative or non-finite duration.
+    `comm` is that of every message and collective. Raises UserError for a negative or non-finite duration.
     """
 
     F: float = 1.0
@@ -25,15 +32,13 @@ class PassCosts:
     comm: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not (math.isfinite(value) and value >= 0):
-                raise UserError(f"cost {field.name}={value} is not a duration; give a finite number of at least 0")
+        for entry in fields(self):
+            _check(entry.name, getattr(self, entry.name))
 
     @classmethod
     def parse(cls, text: str) -> PassCosts:
         """Read `F=1,B=1,S=0.25`; what is not named keeps its default. Raises UserError."""
-        known = {field.name for field in fields(cls)}
+        known = {entry.name for entry in fields(cls)}
         given: dict[str, float] = {}
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, separator, value = (part.strip() for part in item.partition("="))
@@ -47,20 +52,100 @@ class PassCosts:
                 raise UserError(f"cost {item!r}: {value!r} is not a number") from None
         return cls(**given)
 
-    def duration(self, kind: PassKind, chunks: int, split_backward: bool) -> float:
-        """Duration of one pass of one chunk; an unsplit B takes B + W, a V what S, T, IF and IB take."""
-        match kind:
+    def nominal(self, ranks: int) -> PassCosts:
+        """These costs."""
+        return self
+
+    def duration(self, schedule: Schedule, rank: int, step: Pass) -> float:
+        """Duration of a pass of `schedule`; an unsplit B takes B + W, a V what S, T, IF and IB take."""
+        match step.kind:
             case PassKind.F:
-                return self.F / chunks
+                return self.F / schedule.chunks
             case PassKind.B:
-                return (self.B if split_backward else self.B + self.W) / chunks
+                return (self.B if schedule.split_backward else self.B + self.W) / schedule.chunks
             case PassKind.W:
-                return self.W / chunks
+                return self.W / schedule.chunks
             case PassKind.V:
                 return self.S + self.T + self.IF + self.IB
-        return getattr(self, kind)
+        return getattr(self, step.kind)
+
+    def communication(self, operation: Operation) -> float:
+        """Duration of a message or collective."""
+        return self.comm
 
     def without_zeros(self) -> PassCosts:
         """The same with at least a thousandth of the whole for F, B and W: what nominal times are built from."""
         floor = 1e-3 * (self.F + self.B + self.W) or 1.0
         return replace(self, F=max(self.F, floor), B=max(self.B, floor), W=max(self.W, floor))
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Durations of single passes and operations, by where they run.
+
+    F, B (input gradient) and W (weight gradient) by virtual stage; S, T, IF, IB and V by rank, empty where a schedule
+    has no such passes. `messages` by source rank, target rank and channel, `collectives` by kind; what is not named is
+    free. Raises UserError for a negative or non-finite duration, and for F, B and W of different numbers of stages.
+    """
+
+    F: tuple[float, ...]
+    B: tuple[float, ...]
+    W: tuple[float, ...]
+    S: tuple[float, ...] = ()
+    T: tuple[float, ...] = ()
+    IF: tuple[float, ...] = ()
+    IB: tuple[float, ...] = ()
+    V: tuple[float, ...] = ()
+    messages: Mapping[tuple[int, int, Channel], float] = field(default_factory=dict)
+    collectives: Mapping[CollectiveKind, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not len(self.F) == len(self.B) == len(self.W) > 0:
+            raise UserError(
+                f"costs name {len(self.F)}, {len(self.B)} and {len(self.W)} stages for F, B and W; give one of each "
+                "for every virtual stage"
+            )
+        for kind in PassKind:
+            for place, value in enumerate(getattr(self, kind)):
+                _check(f"{kind}[{place}]", value)
+        for name, value in (*self.messages.items(), *self.collectives.items()):
+            _check(str(name), value)
+
+    def nominal(self, ranks: int) -> PassCosts:
+        """Means over stages, ranks and operations: what a schedule for `ranks` ranks is generated for.
+
+        Where V is given, and S and T are not, S has all of it.
+        """
+        output = {kind: fmean(getattr(self, kind) or (0.0,)) for kind in ("S", "T", "IF", "IB")}
+        if not self.S and self.V:
+            output["S"] = fmean(self.V)
+        operations = (*self.messages.values(), *self.collectives.values())
+        return PassCosts(
+            *(sum(getattr(self, kind)) / ranks for kind in ("F", "B", "W")),
+            **output,
+            comm=fmean(operations or (0.0,)),
+        )
+
+    def duration(self, schedule: Schedule, rank: int, step: Pass) -> float:
+        """Duration of a pass of `schedule`; an unsplit B takes B + W."""
+        stage = schedule.placement.stage_of[rank][step.chunk]
+        match step.kind:
+            case PassKind.F | PassKind.W:
+                return getattr(self, step.kind)[stage]
+            case PassKind.B:
+                return self.B[stage] if schedule.split_backward else self.B[stage] + self.W[stage]
+        return getattr(self, step.kind)[rank]
+
+    def communication(self, operation: Operation) -> float:
+        """Duration of a message or collective."""
+        if isinstance(operation, Collective):
+            return self.collectives.get(operation.kind, 0.0)
+        return self.messages.get((operation.source, operation.target, operation.channel), 0.0)
+
+
+Costs = PassCosts | StageCosts
+
+
+def _check(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise UserError(f"cost {name}={value} is not a duration; give a finite number of at least 0")

@@ -38,7 +38,8 @@ MEANINGS = {
 
 def to_text(timeline: Timeline, width: int = 100) -> str:
     """Metrics, one line a rank, and the ranks over time in `width` columns."""
-    schedule, costs = timeline.schedule, timeline.costs
+    schedule = timeline.schedule
+    costs = timeline.costs.nominal(schedule.pipeline_size)
     sizes = f"{schedule.pipeline_size} ranks, {schedule.chunks} chunks a rank, {schedule.microbatches} microbatches"
     lines = [
         f"schedule {schedule.name}, vocabulary {schedule.vocab}: {sizes}",

@@ -72,6 +72,13 @@ class Collective(NamedTuple):
 Operation = Message | Collective
 
 
+def communicator(operation: Operation) -> tuple:
+    """The channel an operation travels on: one for all collectives, one for each directed edge and kind of message."""
+    if isinstance(operation, Collective):
+        return ("collectives",)
+    return (operation.source, operation.target, operation.channel)
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Compute a pass."""

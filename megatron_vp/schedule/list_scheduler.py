@@ -10,12 +10,13 @@ given order is within the caps, so some rank can always go on, whatever the cost
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from megatron_vp.schedule.dependencies import Graph, Step
+from megatron_vp.schedule.instructions import communicator
 from megatron_vp.schedule.passes import PassKind
 
 
@@ -140,6 +141,7 @@ class _ListScheduler:
         self.waits = [len(numbers) for numbers in before]
         self.losses: deque[int] = deque()
         self.events: list[tuple[float, int]] = []
+        self.lane_free_at: dict[tuple, float] = defaultdict(float)
         self.stirred: set[int] = set()
         # The same durations summed in another order are the same moment.
         self.tolerance = 1e-7 * max(took, default=0.0)
@@ -191,6 +193,8 @@ class _ListScheduler:
             self.losses.append(number)
             self.stirred.add(len(self.ranks) - 1)
         elif self.took[number]:
-            heappush(self.events, (now + self.took[number], number))
+            lane = communicator(self.graph.nodes[number])
+            self.lane_free_at[lane] = max(now, self.lane_free_at[lane]) + self.took[number]
+            heappush(self.events, (self.lane_free_at[lane], number))
         else:
             self._finish(number, now)

@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 from megatron_vp.schedule.collector import collector_paused
-from megatron_vp.schedule.costs import PassCosts
+from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import Graph, Step, build_graph, check_passes
 from megatron_vp.schedule.instructions import (
     Collective,
@@ -27,12 +27,12 @@ from megatron_vp.schedule.instructions import (
     Wait,
 )
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule
-from megatron_vp.schedule.timeline import Moment, Playback, durations, play
+from megatron_vp.schedule.playback import Durations, Moment, Playback, play
 from megatron_vp.schedule.unfold import unfold
 
 
 @collector_paused()
-def lower(schedule: Schedule, costs: PassCosts | None = None) -> tuple[Program, ...]:
+def lower(schedule: Schedule, costs: Costs | None = None) -> tuple[Program, ...]:
     """Programs of all ranks. `costs` steer only where losses and collectives go; any costs give programs that end.
 
     The programs of an interlaced schedule are those of `unfold(schedule)`. Raises ScheduleError for a schedule that
@@ -54,25 +54,25 @@ class _Line:
     collectives: list[tuple[Moment, Collective]]
 
 
-def _lay_out(schedule: Schedule, costs: PassCosts) -> _Line:
+def _lay_out(schedule: Schedule, costs: Costs) -> _Line:
     graph = build_graph(schedule, with_loss=True)
     orders = [[graph.index[Step(rank, step)] for step in order] for rank, order in enumerate(schedule.ranks)]
     orders[-1] = _with_losses(schedule, costs, graph, orders)
-    times = play(graph, orders, durations(graph, schedule, costs))
+    times = play(graph, orders, Durations(graph, schedule)(costs))
     starts = times.moments(times.start)
     collectives = [(starts[number], node) for number, node in enumerate(graph.nodes) if isinstance(node, Collective)]
     collectives += _token_moments(schedule, graph, times)
     return _Line(graph, orders, times.moments(times.end), sorted(collectives, key=lambda item: item[0]))
 
 
-def _with_losses(schedule: Schedule, costs: PassCosts, graph: Graph, orders: list[list[int]]) -> list[int]:
+def _with_losses(schedule: Schedule, costs: Costs, graph: Graph, orders: list[list[int]]) -> list[int]:
     """Rank p-1's steps with each loss before the first pass that starts once what it needs is there.
 
     The times are those of the bare schedule, in which nothing waits for the loss: no pass that started earlier can then
     depend on one that waits for it.
     """
     bare = build_graph(schedule)
-    took = durations(bare, schedule, costs)
+    took = Durations(bare, schedule)(costs)
     times = play(bare, [[bare.index[graph.nodes[number]] for number in order] for order in orders], took)
     moment = times.moments(times.start)
     starts = [moment[bare.index[graph.nodes[number]]] for number in orders[-1]]

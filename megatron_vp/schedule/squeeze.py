@@ -13,7 +13,7 @@ from megatron_vp.schedule.costs import PassCosts
 from megatron_vp.schedule.dependencies import Graph, Step, build_graph
 from megatron_vp.schedule.list_scheduler import Caps, list_schedule
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
-from megatron_vp.schedule.timeline import durations, play
+from megatron_vp.schedule.playback import Durations, play
 from megatron_vp.schedule.unfold import EMBEDDED_AHEAD, unfold
 
 EMBEDDING_GRADIENTS = 4
@@ -26,7 +26,7 @@ def squeeze(schedule: Schedule, caps: Caps, costs: PassCosts) -> Schedule:
     graph = build_graph(schedule, with_loss=schedule.vocab is not VocabMethod.NONE)
     if schedule.vocab.is_sharded:
         _limit_embedding(graph, schedule)
-    took = durations(graph, schedule, costs)
+    took = Durations(graph, schedule)(costs)
     orders = [[graph.index[Step(rank, step)] for step in order] for rank, order in enumerate(schedule.ranks)]
     found = [(max(play(graph, orders, took).end), orders)]
     found += [list_schedule(graph, orders, took, caps, backwards) for backwards in (False, True)]

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 from megatron_vp.schedule.collector import collector_paused
-from megatron_vp.schedule.costs import PassCosts
-from megatron_vp.schedule.dependencies import Graph, Step, build_graph, check_passes, join_vocabulary_passes
-from megatron_vp.schedule.instructions import Loss, Operation
-from megatron_vp.schedule.passes import PassKind, Schedule, ScheduleError, VocabMethod
+from megatron_vp.schedule.costs import Costs, PassCosts
+from megatron_vp.schedule.dependencies import Step, build_graph, check_passes, join_vocabulary_passes
+from megatron_vp.schedule.instructions import Operation
+from megatron_vp.schedule.passes import PassKind, Schedule, VocabMethod
+from megatron_vp.schedule.playback import Durations, lane_of, play
 
 Span = tuple[float, float]
 """Start and end."""
-
-Moment = tuple[float, int]
-"""Time, and a number that keeps dependent events of the same time apart."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +21,7 @@ class Timeline:
     """`spans[r][k]` are start and end of the k-th pass of rank r; `operations` those of every communication."""
 
     schedule: Schedule
-    costs: PassCosts
+    costs: Costs
     spans: tuple[tuple[Span, ...], ...]
     operations: dict[Operation, Span]
 
@@ -82,105 +77,53 @@ class Timeline:
         return tuple(peaks)
 
 
-@dataclass(frozen=True, slots=True)
-class Playback:
-    """Times of the nodes of a graph, and `order`, in which each node comes after all that it waits for."""
+class Player:
+    """A schedule made ready to be played against many costs.
 
-    start: list[float]
-    end: list[float]
-    order: list[int]
-
-    def moments(self, times: list[float]) -> list[Moment]:
-        """`times` of all nodes as moments: what depends on another node has a later moment, even at the same time."""
-        position = [0] * len(self.order)
-        for place, number in enumerate(self.order):
-            position[number] = place
-        return list(zip(times, position, strict=True))
-
-
-def durations(graph: Graph, schedule: Schedule, costs: PassCosts) -> list[float]:
-    """Duration of every node: passes by their kind, communication by its latency, the loss function nothing."""
-    by_kind = {kind: costs.duration(kind, schedule.chunks, schedule.split_backward) for kind in PassKind}
-    return [
-        costs.comm
-        if not isinstance(node, Step)
-        else 0.0
-        if isinstance(node.action, Loss)
-        else by_kind[node.action.kind]
-        for node in graph.nodes
-    ]
-
-
-def next_on_rank(graph: Graph, orders: Sequence[Sequence[int]]) -> list[int | None]:
-    """For every node the step that its rank runs next, None for the last and for communication."""
-    following: list[int | None] = [None] * len(graph.nodes)
-    for order in orders:
-        for before, after in pairwise(order):
-            following[before] = after
-    return following
-
-
-def play(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[float]) -> Playback:
-    """Start every node as soon as what it waits for has ended and, for the steps in `orders`, the rank is free.
-
-    `orders[r]` are the numbers of rank r's steps. Raises ScheduleError where the order cannot proceed.
+    Ranks run their passes in the schedule's order. The operations of a communicator are issued in the order in which
+    they become ready under `costs`, and keep it whatever they are played against: a program has one order.
+    Raises ScheduleError for a missing, repeated or foreign pass and for an order that cannot proceed.
     """
-    waits = [len(before) for before in graph.predecessors]
-    following = next_on_rank(graph, orders)
-    for after in following:
-        if after is not None:
-            waits[after] += 1
-    start, end = [0.0] * len(waits), [0.0] * len(waits)
-    ready = deque(number for number, count in enumerate(waits) if not count)
-    done: list[int] = []
-    while ready:
-        number = ready.popleft()
-        done.append(number)
-        end[number] = finish = start[number] + took[number]
-        after = following[number]
-        for successor in graph.successors[number] if after is None else [*graph.successors[number], after]:
-            start[successor] = max(start[successor], finish)
-            waits[successor] -= 1
-            if not waits[successor]:
-                ready.append(successor)
-    if len(done) < len(waits):
-        raise ScheduleError(_deadlock_message(graph, orders, set(done)))
-    return Playback(start, end, done)
 
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        check_passes(schedule)
+        graph = build_graph(schedule)
+        self.schedule, self._nodes = schedule, graph.nodes
+        self._orders = [[graph.index[Step(rank, step)] for step in order] for rank, order in enumerate(schedule.ranks)]
+        if schedule.vocab is VocabMethod.INTERLACED:
+            join_vocabulary_passes(graph, self._orders)
+        self._durations = Durations(graph, schedule)
+        times = play(graph, self._orders, self._durations(costs))
+        self._order, self._before = times.order, graph.predecessors
+        latest: dict[tuple, int] = {}
+        for number in times.order:
+            lane = lane_of(graph.nodes[number])
+            if lane in latest:
+                self._before[number].append(latest[lane])
+            latest[lane] = number
 
-def _deadlock_message(graph: Graph, orders: Sequence[Sequence[int]], done: set[int]) -> str:
-    stuck, around = [], []
-    for rank, order in enumerate(orders):
-        place = next((k for k, number in enumerate(order) if number not in done), None)
-        if place is None:
-            continue
-        missing = [str(graph.nodes[before]) for before in graph.predecessors[order[place]] if before not in done]
-        stuck.append(f"{graph.nodes[order[place]]}")
-        window = [str(graph.nodes[number].action) for number in order[max(0, place - 4) : place + 5]]
-        window[min(4, place)] = f">{window[min(4, place)]}<"
-        around.append(f"  rank {rank}: ... {' '.join(window)} ...   waits for {', '.join(missing) or 'nothing'}")
-    return "\n".join([f"deadlock: no rank can go on; stuck are {', '.join(stuck)}", *around])
+    @collector_paused()
+    def play(self, costs: Costs) -> Timeline:
+        """Times of every pass, each as early as its rank and its dependencies allow."""
+        took, before = self._durations(costs), self._before
+        start, end = [0.0] * len(took), [0.0] * len(took)
+        for number in self._order:
+            start[number] = begin = max([end[earlier] for earlier in before[number]], default=0.0)
+            end[number] = begin + took[number]
+        spans = tuple(tuple((start[number], end[number]) for number in order) for order in self._orders)
+        operations = {
+            node: (start[number], end[number]) for number, node in enumerate(self._nodes) if not isinstance(node, Step)
+        }
+        return Timeline(self.schedule, costs, spans, operations)
 
 
 @collector_paused()
-def simulate(schedule: Schedule, costs: PassCosts | None = None) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Times of every pass in the given order, each as early as its rank and its dependencies allow.
 
-    Communication does not occupy a rank: an operation starts when its last input is ready and takes `costs.comm`. The
-    Vs of a microbatch start together.
+    Communication does not occupy a rank, but its communicator: the second stream runs one collective after another, a
+    link one message. The Vs of a microbatch start together.
     Raises ScheduleError for a missing, repeated or foreign pass and for an order that cannot proceed.
     """
     costs = costs or PassCosts()
-    check_passes(schedule)
-    graph = build_graph(schedule)
-    orders = [[graph.index[Step(rank, step)] for step in order] for rank, order in enumerate(schedule.ranks)]
-    if schedule.vocab is VocabMethod.INTERLACED:
-        join_vocabulary_passes(graph, orders)
-    times = play(graph, orders, durations(graph, schedule, costs))
-    spans = tuple(tuple((times.start[number], times.end[number]) for number in order) for order in orders)
-    operations = {
-        node: (times.start[number], times.end[number])
-        for number, node in enumerate(graph.nodes)
-        if not isinstance(node, Step)
-    }
-    return Timeline(schedule, costs, spans, operations)
+    return Player(schedule, costs).play(costs)

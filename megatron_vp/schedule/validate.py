@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from megatron_vp.schedule.costs import PassCosts
-from megatron_vp.schedule.instructions import Collective, Instruction, Operation, Post, Program, Wait
+from megatron_vp.schedule.costs import Costs
+from megatron_vp.schedule.instructions import Collective, Instruction, Operation, Post, Program, Wait, communicator
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import Schedule, ScheduleError
 from megatron_vp.schedule.timeline import Timeline, simulate
 
 
-def validate(
-    schedule: Schedule, costs: PassCosts | None = None, memory_bound: Sequence[float] | None = None
-) -> Timeline:
+def validate(schedule: Schedule, costs: Costs | None = None, memory_bound: Sequence[float] | None = None) -> Timeline:
     """The timeline of a schedule that is proven to run, alone and lowered to programs.
 
     `memory_bound[r]` is the most activation rank r may hold, in microbatches of a whole rank. Raises ScheduleError for
@@ -38,13 +36,6 @@ def around(rank: int, steps: Sequence[object], place: int) -> str:
     first = max(0, place - 6)
     shown = [f">{step}<" if first + k == place else str(step) for k, step in enumerate(steps[first : place + 7])]
     return f"  rank {rank}: {'... ' if first else ''}{' '.join(shown)}{' ...' if place + 7 < len(steps) else ''}"
-
-
-def communicator(operation: Operation) -> tuple:
-    """The channel an operation travels on: one for all collectives, one for each directed edge and kind of message."""
-    if isinstance(operation, Collective):
-        return ("collectives",)
-    return (operation.source, operation.target, operation.channel)
 
 
 def members(operation: Operation, ranks: int) -> Sequence[int]:

@@ -78,9 +78,10 @@ def test_bad_costs_are_refused_with_the_item(text):
 
 def test_an_unsplit_backward_takes_both_gradients_and_chunks_share_a_rank():
     costs = PassCosts(F=2, B=3, W=4)
-    assert costs.duration(PassKind.B, chunks=1, split_backward=False) == 7
-    assert costs.duration(PassKind.B, chunks=2, split_backward=True) == 1.5
-    assert costs.duration(PassKind.F, chunks=2, split_backward=True) == 1
+    whole, chunked = generate("1f1b", 2, 1), generate("v-half", 2, 1)
+    assert costs.duration(whole, 0, Pass(PassKind.B, 0)) == 7
+    assert costs.duration(chunked, 0, Pass(PassKind.B, 0)) == 1.5
+    assert costs.duration(chunked, 0, Pass(PassKind.F, 0)) == 1
 
 
 @pytest.mark.parametrize("vocab", ["none", "vocab-1", "vocab-2"])

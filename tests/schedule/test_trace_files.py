@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from megatron_vp.cli import trace as command
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import PassCosts, PassKind, draw, generate, simulate
+from megatron_vp.schedule import Pass, PassCosts, PassKind, draw, generate, simulate
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.trace_figures import figures, ran
 from megatron_vp.schedule.trace_files import COLLECTIVE, LOSS, WAIT, RankTrace, TracedSpan, merge, path_of, read_traces
@@ -58,7 +58,7 @@ def write(folder, traces):
 def test_a_simulated_run_is_predicted_exactly():
     timeline, traces = recorded()
     found = figures(traces)
-    taken = [found.costs.duration(kind, 1, split_backward=False) for kind in (PassKind.F, PassKind.B)]
+    taken = [found.costs.duration(timeline.schedule, 0, Pass(kind, 0)) for kind in (PassKind.F, PassKind.B)]
     assert taken == pytest.approx([3, 6])
     assert found.measured == pytest.approx(timeline.makespan)
     assert found.predicted == pytest.approx(timeline.makespan)

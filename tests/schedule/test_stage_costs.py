@@ -1,0 +1,109 @@
+"""Costs by stage, rank and link: the same as costs for all where they are alike, and felt where they are not."""
+
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import (
+    GENERATORS,
+    Channel,
+    Collective,
+    CollectiveKind,
+    PassCosts,
+    Player,
+    StageCosts,
+    generate,
+    simulate,
+)
+from megatron_vp.schedule.instructions import communicator
+
+COSTS = PassCosts(F=0.9, B=1.1, W=0.7, S=0.4, T=0.2, IF=0.03, IB=0.06, comm=0.01)
+
+
+def alike(costs, schedule):
+    """`costs`, written out for every stage, rank and link."""
+    p, chunks = schedule.pipeline_size, schedule.chunks
+    by_stage = [(value / chunks,) * (p * chunks) for value in (costs.F, costs.B, costs.W)]
+    by_rank = [(value,) * p for value in (costs.S, costs.T, costs.IF, costs.IB)]
+    links = {(a, b, channel): costs.comm for a in range(p) for b in range(p) for channel in Channel}
+    v = (costs.S + costs.T + costs.IF + costs.IB,) * p
+    return StageCosts(*by_stage, *by_rank, v, links, dict.fromkeys(CollectiveKind, costs.comm))
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_costs_that_are_alike_everywhere_are_pass_costs(name):
+    schedule = generate(name, 4, 9, vocab="none" if name == "interlaced" else "vocab-1", costs=COSTS)
+    by_stage = alike(COSTS, schedule)
+    expected, found = simulate(schedule, COSTS), simulate(schedule, by_stage)
+    assert found.makespan == pytest.approx(expected.makespan)
+    for one, other in zip(expected.spans, found.spans, strict=True):
+        assert [moment for span in other for moment in span] == pytest.approx([t for span in one for t in span])
+    nominal = by_stage.nominal(4)
+    assert (nominal.F, nominal.B, nominal.W, nominal.comm) == pytest.approx((0.9, 1.1, 0.7, 0.01))
+    assert pytest.approx((0.4, 0.2, 0.03, 0.06)) == (nominal.S, nominal.T, nominal.IF, nominal.IB)
+
+
+def test_a_slow_last_stage_sets_the_pace_of_plain_1f1b():
+    p, m, head = 4, 12, 2.0
+    stages = ((1.0,) * (p - 1) + (1 + head,), (1.0,) * (p - 1) + (1 + head,), (1.0,) * p)
+    timeline = simulate(generate("1f1b", p, m), StageCosts(*stages))
+    assert timeline.makespan == pytest.approx(m * (3 + 2 * head) + (p - 1) * 3)
+    assert timeline.busy == pytest.approx([3 * m] * (p - 1) + [(3 + 2 * head) * m])
+
+
+def test_a_slow_link_delays_what_crosses_it_and_nothing_else():
+    schedule = generate("1f1b", 3, 1)
+    flat = ((1.0,) * 3,) * 3
+    slow = StageCosts(*flat, messages={(1, 2, Channel.ACTIVATION): 0.5, (2, 1, Channel.ACTIVATION): 7.0})
+    assert simulate(schedule, slow).makespan == pytest.approx(9.5)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "v-half", "interleaved"])
+@pytest.mark.parametrize("comm", [0.02, 0.4, 3.0])
+def test_a_communicator_carries_one_operation_after_another(name, comm):
+    costs = PassCosts(comm=comm)
+    timeline = simulate(generate(name, 4, 8, vocab="vocab-1", costs=costs), costs)
+    lanes = defaultdict(list)
+    for operation, span in timeline.operations.items():
+        lanes[communicator(operation)].append(span)
+    assert len(lanes) == 1 + (12 if name == "v-half" else 8 if name == "interleaved" else 6)
+    for spans in lanes.values():
+        assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(sorted(spans)))
+    second_stream = lanes[("collectives",)]
+    assert timeline.makespan >= sum(end - start for start, end in second_stream)
+
+
+def test_a_collective_occupies_the_second_stream_of_all_ranks():
+    schedule = generate("1f1b", 2, 6, vocab="vocab-2")
+    rank, stage = (0.25,) * 2, (1.0,) * 2
+    slow = StageCosts(stage, stage, stage, rank, rank, rank, rank, collectives={CollectiveKind.EMBED_GRAD: 10.0})
+    timeline = simulate(schedule, slow)
+    kinds = {operation.kind for operation in timeline.operations if isinstance(operation, Collective)}
+    assert kinds == {CollectiveKind.EMBED, CollectiveKind.C0, CollectiveKind.C1, CollectiveKind.EMBED_GRAD}
+    assert timeline.makespan > 60  # six gradients of ten units, and what cannot run beside them
+
+
+def test_a_player_plays_one_order_against_many_costs():
+    for name in ("1f1b", "zb-v", "interlaced"):
+        schedule = generate(name, 4, 8, vocab="none" if name == "interlaced" else "vocab-2", costs=COSTS)
+        player = Player(schedule, COSTS)
+        assert player.play(COSTS) == simulate(schedule, COSTS)
+        slower = PassCosts(**{key: 2 * value for key, value in vars(COSTS).items()})
+        assert player.play(slower).makespan == pytest.approx(2 * simulate(schedule, COSTS).makespan)
+        assert player.play(COSTS).makespan == simulate(schedule, COSTS).makespan
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (((1.0,), (1.0, 1.0), (1.0,)), "1, 2 and 1 stages"),
+        (((), (), ()), "0, 0 and 0 stages"),
+        (((1.0,), (-1.0,), (1.0,)), r"B\[0\]=-1.0 is not a duration"),
+        (((1.0,), (1.0,), (1.0,), (float("nan"),)), r"S\[0\]=nan is not a duration"),
+    ],
+)
+def test_costs_that_cannot_be_are_refused(arguments, words):
+    with pytest.raises(UserError, match=words):
+        StageCosts(*arguments)
