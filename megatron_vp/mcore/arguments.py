@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import sys
 import traceback
@@ -165,8 +166,18 @@ REFUSALS = (
         "--vocab-parallel with fp8 or fp4 is not tested: use --bf16",
     ),
     Refusal(
-        lambda a: a.vocab_parallel and a.use_mup,
-        "--vocab-parallel with --use-mup is not supported: logits would miss their scale; leave one of them out",
+        lambda a: (a.vocab_label_smoothing or a.vocab_z_loss) and not a.vocab_parallel,
+        "--vocab-label-smoothing and --vocab-z-loss need --vocab-parallel: Megatron's own loss has neither; add "
+        "--vocab-parallel with --pipeline-model-parallel-size 2 or more, or leave them out",
+    ),
+    Refusal(
+        lambda a: not 0 <= a.vocab_label_smoothing < 1,
+        "--vocab-label-smoothing {vocab_label_smoothing} is not in [0, 1): use the probability that the other tokens "
+        "share, 0.1 for example",
+    ),
+    Refusal(
+        lambda a: not 0 <= a.vocab_z_loss < math.inf,
+        "--vocab-z-loss {vocab_z_loss} is no coefficient: use a small positive number, 1e-4 for example",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.optimizer not in ("adam", "sgd"),
@@ -252,6 +263,22 @@ def _with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...
             choices=ALGORITHMS,
             default="vocab-2",
             help="vocab-2: one barrier a microbatch, one more microbatch in flight; vocab-1: two.",
+        )
+        ours.add_argument(
+            "--vocab-label-smoothing",
+            metavar="ALPHA",
+            type=float,
+            default=0.0,
+            help="Train towards 1 - ALPHA for the target and ALPHA / (V - 1) for every other token; with "
+            "--vocab-parallel. Evaluation reports the cross entropy.",
+        )
+        ours.add_argument(
+            "--vocab-z-loss",
+            metavar="COEFFICIENT",
+            type=float,
+            default=0.0,
+            help="Add COEFFICIENT x (log of the softmax's normaliser) squared to the training loss of every token; "
+            "with --vocab-parallel. 1e-4 is usual. Evaluation reports the cross entropy.",
         )
         ours.add_argument(
             "--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="Order of the passes on the pipeline ranks."

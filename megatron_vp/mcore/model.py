@@ -29,6 +29,7 @@ from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.schedule.instructions import Channel
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
+from megatron_vp.vocab.loss import TokenLoss
 from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards
 
@@ -148,6 +149,9 @@ def shard_vocabulary(chunk: nn.Module, pipeline_group: dist.ProcessGroup, index:
             full = chunk.output_layer.weight if chunk.post_process else None
             weight = _shard(full, shards, rank, placement.last_rank, pipeline_group, chunk.config)
         chunk.output_layer = ShardedOutputLayer(weight, shards, rank, tied)
+    if chunk.post_process and chunk.config.use_mup:
+        # Megatron scales the logits, which no rank holds whole; the hidden states behind them do as well.
+        chunk.register_forward_hook(lambda last, _inputs, hidden_sbh: last._scale_logits(hidden_sbh))
     # The decoder keeps its own post_process: the final norm belongs to the last stage and is applied there.
     chunk.pre_process = chunk.post_process = chunk.decoder.pre_process = False
     # Else Megatron would all-reduce the tied weight over first and last rank, which hold different rows now.
@@ -169,8 +173,10 @@ def _ends(pipeline_group: dist.ProcessGroup, index: int) -> dict[str, bool]:
 
 
 def vocabulary_layers(chunks: Sequence[nn.Module]) -> VocabularyLayers:
-    """The shards of a rank's chunks that `shard_vocabulary` made."""
-    return VocabularyLayers(chunks[0].embedding.word_embeddings, chunks[-1].output_layer)
+    """The shards of a rank's chunks that `shard_vocabulary` made, and the loss that the arguments ask for."""
+    args = get_args()
+    loss = TokenLoss(args.vocab_label_smoothing, args.vocab_z_loss)
+    return VocabularyLayers(chunks[0].embedding.word_embeddings, chunks[-1].output_layer, loss)
 
 
 def _pipeline(placement: Placement, pipeline_group: dist.ProcessGroup) -> Pipeline:
@@ -218,6 +224,8 @@ def _shard(
     # Counted once by gradient norm and zero count, as a row block that no other rank holds.
     tensor_parallel.set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
     weight.is_embedding_or_output_parameter = True
+    if config.use_mup:
+        weight.is_embedding_parameter = True
     return weight
 
 

@@ -21,6 +21,7 @@ from megatron_vp.runtime.streams import Event, Stream
 from megatron_vp.schedule.instructions import Collective, CollectiveKind
 from megatron_vp.schedule.passes import VocabMethod
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
+from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
 from megatron_vp.vocab.output import OutputLayer, PendingOutput
 from megatron_vp.vocab.statistics import fold
 
@@ -29,10 +30,11 @@ Action = Callable[[], None]
 
 @dataclass(frozen=True)
 class VocabularyLayers:
-    """The shards of this rank; tied layers share one weight."""
+    """The shards of this rank, of which tied layers share one weight, and what training minimises for a token."""
 
     embedding: EmbeddingLayer
     output: OutputLayer
+    loss: TokenLoss = CROSS_ENTROPY
 
 
 class VocabularyCollectives:

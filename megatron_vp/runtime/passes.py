@@ -12,6 +12,7 @@ from megatron_vp.runtime.store import Occupancy, Store
 from megatron_vp.schedule.instructions import Channel
 from megatron_vp.schedule.passes import Pass, PassKind, VocabMethod
 from megatron_vp.schedule.placement import Placement
+from megatron_vp.vocab.loss import CROSS_ENTROPY
 
 
 class VocabularyPasses:
@@ -47,6 +48,8 @@ class VocabularyPasses:
         self._placement = placement
         self._method = method
         self._gradients = gradients
+        # Evaluation reports the cross entropy, whatever helps training.
+        self._token_loss = layers.loss if gradients else CROSS_ENTROPY
         self._split_backward = split_backward
         self._contributions = {layers.embedding.weight: 0, layers.output.weight: 0}
         for layer in (layers.embedding, layers.output):
@@ -72,7 +75,7 @@ class VocabularyPasses:
     def loss(self, microbatch: int) -> None:
         """The user's loss function, on the rank that holds the labels."""
         statistics = self._store.take(("statistics", microbatch))
-        token_loss_sb = statistics.token_loss_n.view(self._shapes.sequence, self._shapes.batch)
+        token_loss_sb = statistics.token_loss(self._token_loss).view(self._shapes.sequence, self._shapes.batch)
         row_gradient_bs = self._model.loss(microbatch, token_loss_sb.t().contiguous())
         if row_gradient_bs is not None:
             self._store.put(("loss gradient", microbatch), row_gradient_bs.float().t().flatten())
@@ -123,7 +126,8 @@ class VocabularyPasses:
 
     def _output_s(self, microbatch: int, chunk: int) -> None:
         output = self._layers.output
-        pending = output(self._store.take(("x", microbatch)), self._store.take(("labels", microbatch)))
+        x_nh, labels_n = self._store.take(("x", microbatch)), self._store.take(("labels", microbatch))
+        pending = output(x_nh, labels_n, self._token_loss)
         self._store.put(("pending", microbatch), pending, 1 + self._gradients)
         if self._gradients:
             self.between_s_and_t.enter()

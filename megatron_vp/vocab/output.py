@@ -7,6 +7,10 @@
 vocab-1 forms D W in T, from D itself. vocab-2 forms E W in S, before the global statistics are known, and rescales its
 rows afterwards, so that one barrier is enough.
 
+A z-loss multiplies c by a factor of its row. Label smoothing lowers the one-hot entry and subtracts one number u from
+all of D (`megatron_vp.vocab.loss`). That part has rank one: it enters dX as u times the sum of W's rows, and dW as u
+times the weighted sum of X's rows, and no [n, V/p] matrix ever holds it.
+
 Precision: logits in the model's dtype, as the GEMM returns them; statistics and exponentials in fp32; E kept between S
 and T in the model's dtype. The target's column never enters E: c E - 1 cancels when the model is sure, so its entry of
 D is taken from z in fp32, exp(z - A) / L - 1.
@@ -19,8 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
 from megatron_vp.vocab.shards import VocabShards
-from megatron_vp.vocab.statistics import MAX, SUM, TARGET, GlobalStatistics, statistics_dtype
+from megatron_vp.vocab.statistics import LINEAR, MAX, SUM, GlobalStatistics, statistics_dtype
 
 ROWS_PER_BLOCK = 1024
 """Tokens whose logits are widened to fp32 at a time: bounds the temporary to 4 bytes x this x V/p."""
@@ -28,21 +33,27 @@ ROWS_PER_BLOCK = 1024
 
 @dataclass
 class PendingOutput:
-    """What a shard keeps of one microbatch between S and T: E [n, V/p], X [n, h] and four vectors [n]."""
+    """What a shard keeps of one microbatch between S and T: E [n, V/p], X [n, h] and vectors [n]."""
 
     x_nh: torch.Tensor
     exp_nv: torch.Tensor
     statistics_3n: torch.Tensor
     target_n: torch.Tensor
     owned_n: torch.Tensor
+    target_logit_n: torch.Tensor
+    loss: TokenLoss
+    vocab_size: int
+    smoothing_h: torch.Tensor | None
+    """What label smoothing takes from every row of dX / g: u times the sum of the shard's rows; None without it."""
 
     def row_scale(self, total: GlobalStatistics) -> torch.Tensor:
-        """The factor c that turns this shard's E into softmax entries, [n]."""
-        return total.probability(self.statistics_3n[MAX])
+        """The factor that turns this shard's E into the softmax's part of D, c (1 + 2 zeta LSE), [n]."""
+        return total.probability(self.statistics_3n[MAX]) * self.loss.softmax_weight(total.log_sum_exp_n)
 
     def target_entry(self, total: GlobalStatistics) -> torch.Tensor:
-        """Entry of D at the target, exp(z - A) / L - 1; zero where the target belongs to another shard, [n]."""
-        return torch.where(self.owned_n, total.probability(self.statistics_3n[TARGET]) - 1, 0)
+        """Entry of D + u at the target, in fp32; zero where the target belongs to another shard, [n]."""
+        softmax_part_n = total.probability(self.target_logit_n) * self.loss.softmax_weight(total.log_sum_exp_n)
+        return torch.where(self.owned_n, softmax_part_n - self.loss.target_weight(self.vocab_size), 0)
 
 
 class OutputLayer(nn.Module):
@@ -58,13 +69,14 @@ class OutputLayer(nn.Module):
         self.index = index
 
     @torch.no_grad()
-    def forward(self, x_nh: torch.Tensor, labels_n: torch.Tensor) -> PendingOutput:
+    def forward(self, x_nh: torch.Tensor, labels_n: torch.Tensor, loss: TokenLoss = CROSS_ENTROPY) -> PendingOutput:
         """Pass S of either algorithm; vocab-2 adds `unscaled_input_gradient`.
 
         Args:
             x_nh: output of the last stage, [n, h], in the model's dtype.
             labels_n: global token ids, int64 [n]. An id outside the vocabulary has no target: its loss is the
                 log-sum-exp, as in Megatron's vocabulary-parallel cross entropy.
+            loss: what is minimised for a token.
 
         Returns:
             The state that T needs, with the packed statistics [3, n] for barrier C1.
@@ -76,11 +88,22 @@ class OutputLayer(nn.Module):
         target_n = local_n.clamp(0, max(rows - 1, 0))
         statistics_3n = exp_nv.new_zeros((3, x_nh.shape[0]), dtype=statistics_dtype(exp_nv.dtype))
         statistics_3n[MAX].fill_(-torch.inf)
+        target_logit_n = torch.zeros_like(statistics_3n[LINEAR])
         if rows:
             for block in range(0, exp_nv.shape[0], ROWS_PER_BLOCK):
                 span = slice(block, block + ROWS_PER_BLOCK)
-                _exponentiate(exp_nv[span], target_n[span], owned_n[span], statistics_3n[:, span])
-        return PendingOutput(x_nh, exp_nv, statistics_3n, target_n, owned_n)
+                target_logit_n[span] = _exponentiate(
+                    exp_nv[span], target_n[span], owned_n[span], statistics_3n[:, span]
+                )
+        vocab_size = self.shards.vocab_size
+        statistics_3n[LINEAR] = loss.target_weight(vocab_size) * target_logit_n
+        smoothing_h = None
+        if loss.label_smoothing:
+            smoothing_h = loss.logit_weight(vocab_size) * self.weight.sum(0, dtype=statistics_3n.dtype)
+            statistics_3n[LINEAR] += x_nh.to(smoothing_h.dtype) @ smoothing_h
+        return PendingOutput(
+            x_nh, exp_nv, statistics_3n, target_n, owned_n, target_logit_n, loss, vocab_size, smoothing_h
+        )
 
     @torch.no_grad()
     def unscaled_input_gradient(self, pending: PendingOutput) -> torch.Tensor:
@@ -95,6 +118,8 @@ class OutputLayer(nn.Module):
         scaled_nh = unscaled_nh * pending.row_scale(total)[:, None]
         if self.weight.shape[0]:
             scaled_nh.addcmul_(self.weight[pending.target_n], pending.target_entry(total)[:, None])
+        if pending.smoothing_h is not None:
+            scaled_nh -= pending.smoothing_h
         return scaled_nh.to(pending.x_nh.dtype)
 
     @torch.no_grad()
@@ -120,21 +145,27 @@ class OutputLayer(nn.Module):
         part_nh = gradient_nv @ self.weight if input_gradient else None
         weighted_x_nh = (pending.x_nh * row_gradient_n[:, None]).to(pending.x_nh.dtype)
         self.weight.main_grad.add_(gradient_nv.t() @ weighted_x_nh)
+        if pending.smoothing_h is not None:
+            if part_nh is not None:
+                part_nh = (part_nh - pending.smoothing_h).to(part_nh.dtype)
+            every_row_h = weighted_x_nh.sum(0, dtype=pending.smoothing_h.dtype)
+            self.weight.main_grad.sub_(pending.loss.logit_weight(pending.vocab_size) * every_row_h)
         return part_nh
 
 
 def _exponentiate(
     logits_nv: torch.Tensor, target_n: torch.Tensor, owned_n: torch.Tensor, statistics_3n: torch.Tensor
-) -> None:
-    """Replace logits by E in place, its target column by zero, and fill the packed statistics."""
+) -> torch.Tensor:
+    """Replace logits by E in place, its target column by zero; fill a and l, return the target's logit z, [n]."""
     wide_nv = logits_nv.to(statistics_3n.dtype)
     max_n = wide_nv.amax(-1)
     statistics_3n[MAX] = max_n
-    statistics_3n[TARGET] = torch.where(owned_n, wide_nv.gather(-1, target_n[:, None]).squeeze(-1), 0)
+    target_logit_n = torch.where(owned_n, wide_nv.gather(-1, target_n[:, None]).squeeze(-1), 0)
     wide_nv = (wide_nv - max_n[:, None]).exp_()
     statistics_3n[SUM] = wide_nv.sum(-1)
     logits_nv.copy_(wide_nv)
     _set_target(logits_nv, target_n, owned_n, torch.zeros_like(max_n))
+    return target_logit_n
 
 
 def _set_target(matrix_nv: torch.Tensor, target_n: torch.Tensor, owned_n: torch.Tensor, value_n: torch.Tensor) -> None:

@@ -1,8 +1,9 @@
 """Softmax statistics: what barrier C1 carries and what every rank makes of it (design, section 4).
 
-A shard contributes three floats a token: the largest logit a, the sum l of exp(logit - a), and the target's logit z
-(zero where the target belongs to another shard). They travel packed, as one [3, n] tensor, and every rank folds the
-gathered [shards, 3, n] in the same order, so all ranks hold the same bits.
+A shard contributes three floats a token: the largest logit a, the sum l of exp(logit - a), and its part of what the
+loss subtracts from the log-sum-exp (with cross entropy the target's logit, zero where the target belongs to another
+shard). They travel packed, as one [3, n] tensor, and every rank folds the gathered [shards, 3, n] in the same order, so
+all ranks hold the same bits.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-MAX, SUM, TARGET = 0, 1, 2
+from megatron_vp.vocab.loss import TokenLoss
+
+MAX, SUM, LINEAR = 0, 1, 2
 """Rows of a packed statistics tensor."""
 
 
@@ -23,13 +26,19 @@ class GlobalStatistics:
     """A, the largest logit."""
     sum_n: torch.Tensor
     """L, the sum of exp(logit - A)."""
-    target_n: torch.Tensor
-    """z, the target's logit; zero where no shard owns the target."""
+    linear_n: torch.Tensor
+    """The part of the loss that is linear in the logits: the target's logit (zero where no shard owns the target), or
+    with label smoothing a weighted sum of all."""
 
     @property
-    def token_loss_n(self) -> torch.Tensor:
-        """Cross entropy of every token."""
-        return self.sum_n.log() - (self.target_n - self.max_n)
+    def log_sum_exp_n(self) -> torch.Tensor:
+        """A + log L."""
+        return self.max_n + self.sum_n.log()
+
+    def token_loss(self, loss: TokenLoss) -> torch.Tensor:
+        """Loss of every token, [n]."""
+        token_loss_n = self.sum_n.log() - (self.linear_n - self.max_n)
+        return token_loss_n + loss.penalty(self.log_sum_exp_n) if loss.z_loss else token_loss_n
 
     def probability(self, logit_n: torch.Tensor) -> torch.Tensor:
         """Softmax entry of one logit a token.
@@ -47,13 +56,13 @@ def statistics_dtype(model_dtype: torch.dtype) -> torch.dtype:
 def fold(gathered_r3n: torch.Tensor) -> GlobalStatistics:
     """Fold the packed statistics [shards, 3, n] of all shards, in shard order, into those of the whole vocabulary.
 
-    An empty shard contributes a = -inf, l = 0, z = 0 and leaves no trace.
+    An empty shard contributes a = -inf, l = 0, linear = 0 and leaves no trace.
     """
-    max_rn, sum_rn, target_rn = gathered_r3n.unbind(1)
+    max_rn, sum_rn, linear_rn = gathered_r3n.unbind(1)
     max_n = max_rn.amax(0)
     sum_n = torch.zeros_like(max_n)
-    target_n = torch.zeros_like(max_n)
-    for shard_max_n, shard_sum_n, shard_target_n in zip(max_rn, sum_rn, target_rn, strict=True):
+    linear_n = torch.zeros_like(max_n)
+    for shard_max_n, shard_sum_n, shard_linear_n in zip(max_rn, sum_rn, linear_rn, strict=True):
         sum_n += shard_sum_n * torch.exp(shard_max_n - max_n)
-        target_n += shard_target_n
-    return GlobalStatistics(max_n, sum_n, target_n)
+        linear_n += shard_linear_n
+    return GlobalStatistics(max_n, sum_n, linear_n)

@@ -54,6 +54,7 @@ LLAMA = {
     "disable_bias_linear": True,
 }
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+MUP = {"use_mup": True, "mup_base_hidden_size": 32, "mup_output_mult": 0.3, "mup_embedding_mult": 2.0}
 GROUPS = {"decoupled_lr": 1e-4, "weight_decay": 10}
 
 CASES = (
@@ -68,6 +69,8 @@ CASES = (
     Case("Llama-like: RMSNorm, SwiGLU, grouped queries, rotary positions, no biases", LLAMA),
     Case("uneven layers", {"decoder_last_pipeline_num_layers": 1}),
     Case("decoupled learning rate, weight decay", GROUPS),
+    Case("MuP", MUP, EVERY_SHAPE),
+    Case("MuP, tied", {**MUP, **TIED}, slow=True),
 )
 
 
@@ -97,6 +100,10 @@ PROOFS = (
     Proof(
         "a script with its own `model_provider`",
         "mcore/test_launch.py::test_somebodys_own_script_trains_unchanged_with_and_without_vocabulary_parallelism",
+    ),
+    Proof(
+        "label smoothing and z-loss, against an eager loss inside plain Megatron, which has neither",
+        "mcore/test_losses.py::test_losses_and_gradients",
     ),
     Proof("`--pipeline-trace`, `--rank-report`", "mcore/test_trace.py::test_the_command_reads_what_training_recorded"),
 )

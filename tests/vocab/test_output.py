@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
 from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards
 from megatron_vp.vocab.statistics import fold
@@ -22,14 +23,18 @@ def _problem(vocab, dtype, seed=0, logit_scale=1.0):
     return x.to(dtype), weight.to(dtype), labels, row_gradient.float()
 
 
-def _reference(x, weight, labels, row_gradient):
+def _reference(x, weight, labels, row_gradient, loss=CROSS_ENTROPY):
     x, weight = (tensor.double().requires_grad_() for tensor in (x, weight))
-    losses = torch.nn.functional.cross_entropy(x @ weight.t(), labels, reduction="none")
+    logits = x @ weight.t()
+    # torch spreads the smoothed mass over all V tokens, the target included; ours and Megatron's over the other V - 1.
+    smoothing = loss.label_smoothing * len(weight) / (len(weight) - 1)
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+    losses = losses + loss.z_loss * logits.logsumexp(-1) ** 2
     (losses * row_gradient.double()).sum().backward()
     return losses.detach(), x.grad, weight.grad
 
 
-def _sharded(x, weight, labels, row_gradient, count, algorithm):
+def _sharded(x, weight, labels, row_gradient, count, algorithm, loss=CROSS_ENTROPY):
     """The passes of all shards in one process; barriers become sums and stacks."""
     shards = VocabShards(len(weight), count)
     layers = []
@@ -38,7 +43,7 @@ def _sharded(x, weight, labels, row_gradient, count, algorithm):
         parameter = torch.nn.Parameter(rows)
         parameter.main_grad = torch.zeros_like(rows, dtype=torch.promote_types(rows.dtype, torch.float32))
         layers.append(OutputLayer(parameter, shards, index))
-    pending = [layer(x, labels) for layer in layers]
+    pending = [layer(x, labels, loss) for layer in layers]
     unscaled = [layer.unscaled_input_gradient(state) for layer, state in zip(layers, pending, strict=True)]
     total = fold(torch.stack([state.statistics_3n for state in pending]))
     if algorithm == "vocab-2":
@@ -53,7 +58,7 @@ def _sharded(x, weight, labels, row_gradient, count, algorithm):
     if algorithm == "vocab-1":
         parts = t_parts
     input_gradient = sum(parts) * row_gradient[:, None]
-    return total.token_loss_n, input_gradient, torch.cat([layer.weight.main_grad for layer in layers])
+    return total.token_loss(loss), input_gradient, torch.cat([layer.weight.main_grad for layer in layers])
 
 
 def _distance(found, expected):
@@ -77,6 +82,22 @@ def test_loss_and_gradients(algorithm, vocab, count, dtype, loss_bound, gradient
     found = _sharded(*problem, count, algorithm)
     bounds = (loss_bound, gradient_bound, gradient_bound)
     for name, value, reference, bound in zip(("loss", "dX", "dW"), found, expected, bounds, strict=True):
+        assert _distance(value, reference) <= bound, name
+
+
+# Large coefficients, so that a wrong term shows; a z-loss alone, smoothing alone, and both.
+LOSSES = [TokenLoss(z_loss=0.3), TokenLoss(label_smoothing=0.2), TokenLoss(label_smoothing=0.2, z_loss=0.3)]
+
+
+@pytest.mark.parametrize("algorithm", ["vocab-1", "vocab-2"])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("vocab", "count"), CUTS)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 6e-3)])
+def test_label_smoothing_and_z_loss(algorithm, loss, vocab, count, dtype, bound):
+    problem = _problem(vocab, dtype)
+    expected = _reference(*problem, loss)
+    found = _sharded(*problem, count, algorithm, loss)
+    for name, value, reference in zip(("loss", "dX", "dW"), found, expected, strict=True):
         assert _distance(value, reference) <= bound, name
 
 

@@ -1,0 +1,75 @@
+"""Label smoothing and z-loss against Megatron in one process.
+
+Both options are ours. In the reference an eager loss, built on Megatron's own smoothed cross entropy, takes the place
+of Megatron's. A case is a line.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+from tests.harness import Run, run_ranks, train
+from tests.harness.training import tiny_model, train_case
+from tests.mcore.cases import FP32, TIED
+from tests.mcore.comparison import assert_equal
+
+PER_TOKEN = {"calculate_per_token_loss": True}
+slow = pytest.mark.slow
+
+# p, schedule, algorithm, label smoothing, z-loss, options of both runs. Large coefficients, so that a wrong term shows.
+CASES = [
+    (2, "1f1b", "vocab-2", 0.2, 0.05, TIED),
+    pytest.param(2, "1f1b", "vocab-1", 0.0, 0.05, {}, marks=slow),
+    pytest.param(3, "1f1b", "vocab-2", 0.2, 0.0, {}, marks=slow),
+    pytest.param(3, "1f1b", "vocab-1", 0.2, 0.05, PER_TOKEN, marks=slow),
+    pytest.param(2, "interleaved", "vocab-2", 0.2, 0.05, PER_TOKEN, marks=slow),
+    pytest.param(3, "v-half", "vocab-1", 0.2, 0.05, {}, marks=slow),
+    pytest.param(2, "zb-h1", "vocab-2", 0.2, 0.05, TIED, marks=slow),
+    pytest.param(2, "interlaced", "vocab-1", 0.2, 0.05, {}, marks=slow),
+]
+
+
+def eager_loss(rank: int, world_size: int, arguments: list[str], label_smoothing: float, z_loss: float) -> Run | None:
+    """Runs inside a rank: plain Megatron whose loss in training has both terms."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    def compute_language_model_loss(self, labels, logits):
+        smoothing, penalty = (label_smoothing, z_loss) if self.training else (0.0, 0.0)
+        # Megatron's cross entropy overwrites the logits.
+        loss = vocab_parallel_cross_entropy(logits.clone(), labels.t().contiguous(), smoothing, self.tp_group)
+        return (loss + penalty * logits.logsumexp(-1) ** 2).t().contiguous()
+
+    with mock.patch.object(LanguageModule, "compute_language_model_loss", compute_language_model_loss):
+        return train_case(rank, world_size, arguments, masked=True)
+
+
+@pytest.mark.parametrize(("size", "schedule", "algorithm", "smoothing", "z_loss", "options"), CASES)
+def test_losses_and_gradients(size, schedule, algorithm, smoothing, z_loss, options):
+    # As in the parity tests: many tokens and few words keep plain Megatron's own rounding at half of the bound.
+    common = {
+        "num_layers": 2 * size,
+        "hidden_size": 64,
+        "seq_length": 128,
+        "max_position_embeddings": 128,
+        "vocab_size": 39,
+        "make_vocab_size_divisible_by": 4,
+        "lr": 1e-5,
+        "global_batch_size": 10,
+        "eval_iters": 1,
+        "eval_interval": 2,
+        **options,
+    }
+    (plain,) = run_ranks(1, eager_loss, tiny_model(**common), smoothing, z_loss)
+    split = {
+        "pipeline_model_parallel_size": size,
+        "vocab_parallel": True,
+        "vocab_parallel_algorithm": algorithm,
+        "pipeline_schedule": schedule,
+        "num_virtual_stages_per_pipeline_rank": 2 if schedule == "interleaved" else None,
+        "vocab_label_smoothing": smoothing,
+        "vocab_z_loss": z_loss,
+    }
+    assert_equal(train(size, tiny_model(**common, **split), masked=True), plain, FP32)
