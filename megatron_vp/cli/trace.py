@@ -49,7 +49,7 @@ def trace(
 
 
 def _table(found: Figures) -> str:
-    costs = found.costs
+    costs = found.costs.nominal(len(found.ranks))
     names = ("F", "B", "W", "S", "T", "IF", "IB", "comm")
     times = " ".join(f"{name}={getattr(costs, name):.4g}" for name in names)
     lines = [

@@ -9,8 +9,9 @@ from bisect import bisect_right
 from collections import defaultdict
 
 from megatron_vp.schedule import perfetto
-from megatron_vp.schedule.instructions import Collective
+from megatron_vp.schedule.instructions import Collective, communicator
 from megatron_vp.schedule.passes import PassKind
+from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.timeline import Timeline
 
 LETTERS = {kind: kind.value for kind in PassKind} | {PassKind.IF: "i", PassKind.IB: "b"}
@@ -24,6 +25,7 @@ COLOURS = {
     PassKind.IF: "#B07AA1",
     PassKind.IB: "#D37295",
 }
+SECOND_STREAM = "#303030"
 MEANINGS = {
     PassKind.IF: "IF embedding",
     PassKind.F: "F forward",
@@ -74,7 +76,10 @@ def _row(timeline: Timeline, rank: int, width: int) -> str:
 
 
 def to_picture(timeline: Timeline, file_format: str) -> bytes:
-    """A picture as `svg` or `png`: one row a rank, microbatch numbers in the passes, held activations below each."""
+    """A picture as `svg` or `png`: one row a rank, microbatch numbers in the passes, held activations below each.
+
+    Collectives that take time are a line under the passes.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -86,8 +91,10 @@ def to_picture(timeline: Timeline, file_format: str) -> bytes:
         figure = Figure(figsize=(width, 1.1 + 0.55 * ranks), layout="constrained")
         axes = figure.add_subplot()
         peak = max(timeline.peak_activation)
+        collectives = _collectives(timeline)
         for rank in range(ranks):
             _draw_passes(axes, timeline, rank, points_per_unit=72 * (width - 1) / makespan)
+            axes.broken_barh(collectives, (rank + 0.575, 0.045), facecolor=SECOND_STREAM, linewidth=0)
             _draw_memory(axes, timeline, rank, peak)
         axes.set_xlim(0, makespan)
         axes.set_ylim(ranks, -0.12)
@@ -133,6 +140,12 @@ def _draw_passes(axes, timeline: Timeline, rank: int, points_per_unit: float) ->
         axes.broken_barh(spans, (rank, 0.56), facecolor=_shade(kind, chunk), edgecolor="white", linewidth=line)
 
 
+def _collectives(timeline: Timeline) -> list[tuple[float, float]]:
+    """Start and duration of the collectives that take time: the second stream of every rank."""
+    spans = [span for operation, span in timeline.operations.items() if isinstance(operation, Collective)]
+    return [(start, end - start) for start, end in spans if end > start]
+
+
 def _draw_memory(axes, timeline: Timeline, rank: int, peak: float) -> None:
     times, levels = [0.0], [0.0]
     for (start, end), (during, after) in zip(timeline.spans[rank], timeline.activation_levels(rank), strict=True):
@@ -155,6 +168,8 @@ def _add_legend(figure, timeline: Timeline, width: float) -> None:
     for kind, chunk in sorted(used, key=lambda item: (list(MEANINGS).index(item[0]), item[1])):
         suffix = f", chunk {chunk}" if chunked and kind in (PassKind.F, PassKind.B, PassKind.W) else ""
         patches.append(Patch(facecolor=_shade(kind, chunk), label=MEANINGS[kind] + suffix))
+    if _collectives(timeline):
+        patches.append(Patch(facecolor=SECOND_STREAM, label="collectives"))
     rows = math.ceil(1.7 * len(patches) / width)  # the widest entry takes 1.7 inches
     columns = math.ceil(len(patches) / rows)
     figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False, fontsize=7)
@@ -163,23 +178,38 @@ def _add_legend(figure, timeline: Timeline, width: float) -> None:
 def to_perfetto(timeline: Timeline) -> str:
     """Chrome trace events, which Perfetto opens: one process a rank; a unit of cost is shown as a millisecond.
 
-    Passes are on the thread `compute`, communication is asynchronous beside it, held activations are a counter.
+    A process has the lanes of a recorded run: passes on `compute`, collectives on the `second stream` of every rank.
+    Each link has a lane of its own on the rank that sends, and held activations are a counter.
     """
     events: list[perfetto.Event] = []
     for rank, (order, spans) in enumerate(zip(timeline.schedule.ranks, timeline.spans, strict=True)):
-        events += perfetto.process(rank, perfetto.Lane.COMPUTE)
+        events += perfetto.process(rank, Lane.COMPUTE, Lane.SECOND_STREAM)
         for step, (start, end), (during, after) in zip(order, spans, timeline.activation_levels(rank), strict=True):
             args = {"microbatch": step.microbatch, "chunk": step.chunk}
-            lane = perfetto.Lane.COMPUTE
             events += [
-                perfetto.slice_event(rank, lane, str(step), step.kind.value, start, end, args),
+                perfetto.slice_event(rank, Lane.COMPUTE, str(step), step.kind.value, start, end, args),
                 perfetto.activations(rank, start, during),
                 perfetto.activations(rank, end, after),
             ]
-    for number, (operation, span) in enumerate(timeline.operations.items()):
-        rank = operation.root if isinstance(operation, Collective) else operation.source
-        category = "collective" if isinstance(operation, Collective) else "message"
-        for phase, time in zip("be", span, strict=True):
-            event = {"ph": phase, "pid": rank, "tid": 1, "id": number, "cat": category, "name": str(operation)}
-            events.append(event | {"ts": 1e3 * time})
+    events += _operation_events(timeline)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+
+
+def _operation_events(timeline: Timeline) -> list[perfetto.Event]:
+    events: list[perfetto.Event] = []
+    links: dict[tuple, int] = {}
+    for operation, (start, end) in timeline.operations.items():
+        args: dict[str, object] = {"microbatch": operation.microbatch}
+        if isinstance(operation, Collective):
+            events += [
+                perfetto.slice_event(rank, Lane.SECOND_STREAM, str(operation), "collective", start, end, args)
+                for rank in range(timeline.schedule.pipeline_size)
+            ]
+            continue
+        source, link = operation.source, communicator(operation)
+        if link not in links:
+            links[link] = Lane.LINKS + len(links)
+            title = f"{operation.channel} to rank {operation.target}"
+            events.append(perfetto.thread(source, links[link], title))
+        events.append(perfetto.slice_event(source, links[link], str(operation), "message", start, end, args))
+    return events

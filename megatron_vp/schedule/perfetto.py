@@ -11,11 +11,12 @@ Event = dict[str, object]
 
 
 class Lane(IntEnum):
-    """Threads of a rank's process."""
+    """Threads of a rank's process; those from LINKS on are one for each link that leaves the rank."""
 
     COMPUTE = 0
     SECOND_STREAM = 1
     WAITS = 2
+    LINKS = 3
 
     @property
     def title(self) -> str:
@@ -28,21 +29,23 @@ def process(rank: int, *lanes: Lane) -> list[Event]:
     return [
         {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}},
         {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}},
-        *(
-            {"ph": "M", "pid": rank, "tid": lane.value, "name": "thread_name", "args": {"name": lane.title}}
-            for lane in lanes
-        ),
+        *(thread(rank, lane, lane.title) for lane in lanes),
     ]
 
 
+def thread(rank: int, lane: int, title: str) -> Event:
+    """Name of a lane."""
+    return {"ph": "M", "pid": rank, "tid": int(lane), "name": "thread_name", "args": {"name": title}}
+
+
 def slice_event(
-    rank: int, lane: Lane, name: str, category: str, start: float, end: float, args: dict[str, object]
+    rank: int, lane: int, name: str, category: str, start: float, end: float, args: dict[str, object]
 ) -> Event:
     """Something that occupies a lane from `start` to `end`, in milliseconds."""
     return {
         "ph": "X",
         "pid": rank,
-        "tid": lane.value,
+        "tid": int(lane),
         "name": name,
         "cat": category,
         "ts": 1e3 * start,

@@ -9,7 +9,8 @@ from statistics import fmean
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import perfetto
-from megatron_vp.schedule.costs import PassCosts
+from megatron_vp.schedule.costs import PassCosts, StageCosts
+from megatron_vp.schedule.instructions import Channel, CollectiveKind
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.placement import Placement
@@ -39,14 +40,13 @@ class RankFigures:
 class Figures:
     """Figures of all ranks; iteration times in milliseconds, from the first pass on any rank to the last one's end.
 
-    costs: mean pass times over ranks, microbatches and iterations; `comm` is the mean of what each collective took on
-    the rank that came last. predicted: what the simulator makes of the order that ran and these costs, the loss
-    function taken as free.
+    costs: mean times over microbatches and iterations: see `mean_costs`. predicted: what the simulator makes of the
+    order that ran and these costs, the loss function taken as free.
     """
 
     iterations: tuple[int, ...]
     ranks: tuple[RankFigures, ...]
-    costs: PassCosts
+    costs: StageCosts
     measured: float
     predicted: float
     clock_error: float
@@ -55,8 +55,8 @@ class Figures:
 def figures(traces: Sequence[RankTrace]) -> Figures:
     """Figures of the traces of all ranks (see `read_traces`). Raises UserError where passes are missing."""
     iterations = tuple(sorted(traces[0].microbatches))
-    costs = mean_costs(traces)
     try:
+        costs = mean_costs(traces)
         predicted = fmean(simulate(ran(traces, iteration), costs).makespan for iteration in iterations)
     except ValueError as error:
         raise UserError(f"the traced passes are no schedule: {str(error).splitlines()[0]}") from None
@@ -79,9 +79,13 @@ def ran(traces: Sequence[RankTrace], iteration: int) -> Schedule:
     return Schedule(first.schedule, VocabMethod(first.vocab), placement, first.microbatches[iteration], orders, split)
 
 
-def mean_costs(traces: Sequence[RankTrace]) -> PassCosts:
-    """Mean durations in milliseconds; F, B and W of a whole rank, an unsplit backward as B alone."""
-    took: dict[str, list[float]] = defaultdict(list)
+def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
+    """Mean durations in milliseconds, with an unsplit backward as B alone.
+
+    A collective takes what it takes on the rank that comes last to it. Messages are not timed where they travel: each
+    counts as a collective of middle length.
+    """
+    took: dict[tuple, list[float]] = defaultdict(list)
     collectives: dict[tuple[int, str], float] = {}
     for trace in traces:
         for span in trace.spans:
@@ -89,16 +93,31 @@ def mean_costs(traces: Sequence[RankTrace]) -> PassCosts:
             if span.category == COLLECTIVE:
                 key = (span.iteration, span.name)
                 collectives[key] = min(duration, collectives.get(key, duration))
-            else:
-                took[span.category].append(duration)
-    chunks = len(traces[0].placement[0])
-    per_rank = {PassKind.F: chunks, PassKind.B: chunks, PassKind.W: chunks}
-    means = {
-        kind.value: per_rank.get(kind, 1) * fmean(took.get(kind.value, [0.0]))
-        for kind in PassKind
-        if kind is not PassKind.V
-    }
-    return PassCosts(**means, comm=fmean(collectives.values()) if collectives else 0.0)
+            elif span.lane is Lane.COMPUTE and span.category != LOSS:
+                step = Pass.parse(span.name)
+                took[step.kind, trace.rank, step.chunk].append(duration)
+    by_kind: dict[CollectiveKind, list[float]] = defaultdict(list)
+    for (_, name), duration in collectives.items():
+        by_kind[CollectiveKind(name.partition(":")[0])].append(duration)
+    means = {kind: fmean(durations) for kind, durations in by_kind.items()}
+
+    placement = Placement(traces[0].placement)
+
+    def by_stage(kind: PassKind) -> tuple[float, ...]:
+        seats = [(placement.rank_of(stage), placement.chunk_of(stage)) for stage in range(placement.stages)]
+        return tuple(fmean(took.get((kind, *seat), (0.0,))) for seat in seats)
+
+    def by_rank(kind: PassKind) -> tuple[float, ...]:
+        return tuple(fmean(took.get((kind, trace.rank, 0), (0.0,))) for trace in traces)
+
+    ranks = range(placement.ranks)
+    message = fmean(means.values()) if means else 0.0
+    return StageCosts(
+        *map(by_stage, (PassKind.F, PassKind.B, PassKind.W)),
+        *map(by_rank, (PassKind.S, PassKind.T, PassKind.IF, PassKind.IB)),
+        messages={(a, b, channel): message for a in ranks for b in ranks if a != b for channel in Channel},
+        collectives=means,
+    )
 
 
 def held_activations(traces: Sequence[RankTrace]) -> list[perfetto.Event]:

@@ -21,6 +21,8 @@ LOSS = "loss"
 WAIT = "wait"
 """Categories of what is no pass; a pass has its kind."""
 
+_LANES = (Lane.COMPUTE, Lane.SECOND_STREAM, Lane.WAITS)
+
 
 @dataclass(frozen=True, slots=True)
 class TracedSpan:
@@ -70,7 +72,7 @@ class RankTrace:
 
     def events(self) -> list[perfetto.Event]:
         """The rank's process, its lanes and their slices."""
-        events = perfetto.process(self.rank, *Lane)
+        events = perfetto.process(self.rank, *_LANES)
         for span in self.spans:
             args = {"iteration": span.iteration}
             if span.posted is not None:

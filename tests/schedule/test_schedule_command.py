@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
 
 import pytest
 import typer
@@ -18,6 +19,15 @@ FAMILY = ["1f1b", "-p", "3", "-m", "4", "--vocab", "vocab-2"]
 
 def run(*arguments):
     return CliRunner().invoke(app, ["schedule", *map(str, arguments)])
+
+
+def slices(text, lane, rank=None):
+    """Slices of the lanes with this name in a Perfetto trace, in order of time; of one rank, or of all."""
+    events = json.loads(text)["traceEvents"]
+    threads = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name" and e["args"]["name"] == lane}
+    threads = {(pid, tid) for pid, tid in threads if rank in (None, pid)}
+    found = [event for event in events if event["ph"] == "X" and (event["pid"], event["tid"]) in threads]
+    return sorted(found, key=lambda event: event["ts"])
 
 
 def test_table_shows_metrics_and_every_rank():
@@ -52,7 +62,7 @@ def test_schedules_with_chunks_and_w_and_v_passes_read_back_and_draw(family, tmp
         assert run(*family, "--format", kind, "-o", path).exit_code == 0
         assert run("--from", path, "--format", kind).stdout == path.read_text()
     drawn = run("--from", path, "--format", "svg").stdout
-    passes = [e for e in json.loads(run(*family, "--format", "perfetto").stdout)["traceEvents"] if e["ph"] == "X"]
+    passes = slices(run(*family, "--format", "perfetto").stdout, "compute")
     assert len(passes) == sum(len(order) for order in json.loads((tmp_path / "schedule.json").read_text())["ranks"])
     assert ("W weight gradient" in drawn) == any(event["cat"] == "W" for event in passes)
     assert ("chunk 1" in drawn) == any(event["args"]["chunk"] == 1 for event in passes)
@@ -74,15 +84,29 @@ def test_pictures_are_pictures(tmp_path):
     assert run(*FAMILY, "--format", "png", "-o", png).exit_code == 0
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
     assert "rank 2" in svg.read_text() and "S output layer" in svg.read_text()
+    assert "collectives" not in svg.read_text()
+    assert "collectives" in run(*FAMILY, "--cost", "comm=0.2", "--format", "svg").stdout
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
 def test_perfetto_trace_has_every_pass_on_its_rank():
-    events = json.loads(run(*FAMILY, "--format", "perfetto").stdout)["traceEvents"]
-    passes = [event for event in events if event["ph"] == "X"]
+    text = run(*FAMILY, "--cost", "comm=0.2", "--format", "perfetto").stdout
+    passes = slices(text, "compute")
     assert len(passes) == 3 * 4 * 6
     assert {event["pid"] for event in passes} == {0, 1, 2}
-    assert {event["cat"] for event in events if event["ph"] == "b"} == {"collective", "message"}
+
+
+def test_perfetto_trace_has_collectives_on_every_rank_and_each_link_on_its_sender():
+    text = run(
+        "v-half", "-p", "3", "-m", "4", "--vocab", "vocab-2", "--cost", "comm=0.2", "--format", "perfetto"
+    ).stdout
+    collectives = slices(text, "second stream")
+    assert len(collectives) == 3 * 4 * 4 and {event["cat"] for event in collectives} == {"collective"}
+    for source, target in ((0, 1), (1, 0), (1, 2), (2, 1)):
+        for channel in ("activation", "gradient"):
+            sent = slices(text, f"{channel} to rank {target}", source)
+            assert len(sent) == 4 and {event["cat"] for event in sent} == {"message"}, (source, target, channel)
+            assert all(before["ts"] + before["dur"] <= after["ts"] + 1e-6 for before, after in pairwise(sent))
 
 
 @pytest.mark.parametrize(

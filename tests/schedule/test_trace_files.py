@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from megatron_vp.cli import trace as command
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import Pass, PassCosts, PassKind, draw, generate, simulate
+from megatron_vp.schedule import CollectiveKind, Pass, PassCosts, PassKind, StageCosts, draw, generate, simulate
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.trace_figures import figures, ran
 from megatron_vp.schedule.trace_files import COLLECTIVE, LOSS, WAIT, RankTrace, TracedSpan, merge, path_of, read_traces
@@ -113,7 +113,34 @@ def test_communication_costs_what_it_takes_on_the_last_rank_to_come():
         )
         for trace in traces
     ]
-    assert figures(traces).costs.comm == pytest.approx((0.5 + 1.0) / 2)
+    assert figures(traces).costs.nominal(3).comm == pytest.approx((0.5 + 1.0) / 2)
+    by_kind = figures(traces).costs.collectives
+    assert by_kind == {CollectiveKind.C0: pytest.approx(0.5), CollectiveKind.C1: pytest.approx(1.0)}
+
+
+def test_uneven_stages_are_predicted_with_their_own_times():
+    schedule = generate("v-half", 3, 5, vocab="vocab-2", costs=COSTS)
+    stage, rank = (1.0, 1.5, 2.0, 2.5, 3.0, 7.0), (0.5, 1.0, 1.5)
+    timeline = simulate(schedule, StageCosts(stage, stage, stage, rank, rank, rank, rank))
+    traces = [
+        RankTrace(
+            "7",
+            r,
+            "v-half",
+            "vocab-2",
+            schedule.placement.stage_of,
+            {1: 5},
+            0.0,
+            tuple(
+                TracedSpan(1, Lane.COMPUTE, str(step), step.kind.value, *span)
+                for step, span in zip(order, timeline.spans[r], strict=True)
+            ),
+        )
+        for r, order in enumerate(schedule.ranks)
+    ]
+    found = figures(traces)
+    assert [*found.costs.F, *found.costs.T] == pytest.approx([*stage, *rank])
+    assert found.predicted == pytest.approx(timeline.makespan)
 
 
 def test_files_read_back_and_the_executed_order_is_the_schedule(tmp_path):
@@ -131,11 +158,11 @@ def test_files_read_back_and_the_executed_order_is_the_schedule(tmp_path):
 
 
 def shown(events):
-    """Passes and counters as (rank, lane, name, category, args that both have), with their times."""
+    """Passes and counters by rank, name, category, the argument that both have, and time."""
     return {
-        (e["ph"], e["pid"], e.get("tid"), e["name"], e.get("cat"), e["args"].get("microbatches"), round(e["ts"])): e
+        (e["ph"], e["pid"], e["name"], e.get("cat"), e["args"].get("microbatches"), round(e["ts"])): e
         for e in events
-        if e["ph"] in "XC"
+        if e["ph"] in "XC" and e.get("tid", Lane.COMPUTE) == Lane.COMPUTE
     }
 
 
