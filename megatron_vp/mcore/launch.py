@@ -6,26 +6,68 @@ import os
 import runpy
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
-from megatron_vp.errors import UserError
+from megatron_vp.errors import Fault, UserError
 
 _LINES_WITHIN_SECONDS = 10.0
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn a UserError into one line on standard error, with the rank, and exit status 2."""
+    """Turn a UserError into one line on standard error, with the rank, and exit status 2; a lost peer into status 1.
+
+    Once ranks are connected, a process that fails ends at once, whatever the error: destructors of process groups wait
+    for peers, who would wait for this rank's end.
+    """
     try:
         yield
     except UserError as error:
         who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         print(f"{who}error: {error}", file=sys.stderr, flush=True)
         _wait_for_other_lines()
-        sys.exit(2)
+        _exit(2)
+    except Exception as error:
+        if not _connected():
+            raise
+        line = _lost_peer_line(error)
+        if line is None:
+            sys.excepthook(*sys.exc_info())
+        else:
+            print(f"error: {line}", file=sys.stderr, flush=True)
+        _exit(1)
+
+
+def _connected() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_initialized()
+
+
+def _exit(status: int) -> NoReturn:
+    if _connected():
+        from megatron_vp.runtime.watchdog import end_process
+
+        end_process(status)
+    sys.exit(status)
+
+
+def _lost_peer_line(error: Exception) -> str | None:
+    """Where this rank waited for a peer that is lost or silent; None for any other error."""
+    from megatron_vp.runtime.progress import lost_peer
+
+    if isinstance(error, Fault):
+        return str(error)
+    reason = lost_peer(error)
+    if reason is None:
+        return None
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if f"{os.sep}torch{os.sep}" not in frame[0]]
+    place = f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})"
+    return f"rank {os.environ.get('RANK', '?')} waited in {place}, outside the pipeline schedule: {reason}"
 
 
 def prepare() -> None:

@@ -26,6 +26,7 @@ from megatron_vp.mcore.arguments import V_SHAPED_SCHEDULES
 from megatron_vp.runtime.collectives import VocabularyLayers
 from megatron_vp.runtime.groups import Edge, PipelineGroups, pipeline_device
 from megatron_vp.runtime.pipeline import Pipeline
+from megatron_vp.runtime.watchdog import Watchdog
 from megatron_vp.schedule.instructions import Channel
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
@@ -180,8 +181,15 @@ def vocabulary_layers(chunks: Sequence[nn.Module]) -> VocabularyLayers:
 
 
 def _pipeline(placement: Placement, pipeline_group: dist.ProcessGroup) -> Pipeline:
-    timeout = timedelta(minutes=get_args().distributed_timeout_minutes)
-    return Pipeline(PipelineGroups.create(_all_pipelines(pipeline_group), _edges(placement), timeout))
+    args = get_args()
+    first = 60 * args.distributed_timeout_minutes
+    later = args.distributed_timeout_seconds_after_init or first
+    # The watchdog speaks first, because it knows where the schedule is. The backend's own limit counts from the launch
+    # of an operation, which may be some microbatches ahead of the device.
+    backend_limit = timedelta(seconds=1.1 * first)
+    pipeline = Pipeline(PipelineGroups.create(_all_pipelines(pipeline_group), _edges(placement), backend_limit))
+    Watchdog(pipeline.progress, first, later).start()
+    return pipeline
 
 
 def _all_pipelines(own: dist.ProcessGroup) -> list[list[int]]:

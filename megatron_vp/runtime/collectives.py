@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_vp.runtime.executor import Observer
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.model import Model, Shapes
+from megatron_vp.runtime.progress import Progress
 from megatron_vp.runtime.store import Store
 from megatron_vp.runtime.streams import Event, Stream
 from megatron_vp.schedule.instructions import Collective, CollectiveKind
@@ -52,6 +53,7 @@ class VocabularyCollectives:
         first_rank, last_rank: pipeline ranks of the first and of the last virtual stage.
         awaited: the collectives whose result this rank uses.
         observer: watches the collectives on the second stream.
+        progress: is told which collective the second stream is at.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class VocabularyCollectives:
         last_rank: int,
         awaited: frozenset[Collective],
         observer: Observer,
+        progress: Progress,
     ) -> None:
         self._groups = groups
         self._group = groups.vocabulary
@@ -83,6 +86,7 @@ class VocabularyCollectives:
         self._runs_loss = groups.rank == len(groups.members) - 1
         self._awaited = awaited
         self._observer = observer
+        self._progress = progress
         self._posted: dict[Collective, tuple[Event, Action]] = {}
         self._unawaited: list[Event] = []
         self._prepare: dict[CollectiveKind, Callable[[int, int], tuple[Action, Action]]] = {
@@ -100,8 +104,10 @@ class VocabularyCollectives:
         communicate, complete = self._prepare[collective.kind](collective.microbatch, collective.root)
 
         def observed() -> None:
+            self._progress.collective = collective
             with self._observer.communicating(collective):
                 communicate()
+            self._progress.collective = None
 
         event = self._stream.submit(observed)
         if collective in self._awaited:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from megatron_vp.runtime.progress import Progress
 from megatron_vp.schedule.instructions import Collective, Instruction, Program
 
 
@@ -37,8 +38,9 @@ class Unobserved:
 Handler = Callable[[Any], None]
 
 
-def execute(program: Program, handlers: Mapping[type, Handler], observer: Observer) -> None:
+def execute(program: Program, handlers: Mapping[type, Handler], observer: Observer, progress: Progress) -> None:
     """Run every instruction of `program` in order, one handler a kind of instruction."""
     for instruction in program.instructions:
+        progress.instruction = instruction
         with observer.watch(instruction):
             handlers[type(instruction)](instruction)

@@ -11,8 +11,9 @@ from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
 from megatron_vp.runtime.links import Links
 from megatron_vp.runtime.model import Model, Shapes
 from megatron_vp.runtime.passes import VocabularyPasses
+from megatron_vp.runtime.progress import FINISHING, Progress
 from megatron_vp.runtime.store import Store
-from megatron_vp.runtime.streams import second_stream
+from megatron_vp.runtime.streams import CudaMark, second_stream
 from megatron_vp.schedule.instructions import Collective, Loss, Message, Post, Program, Run, Wait
 from megatron_vp.schedule.passes import Schedule
 
@@ -32,6 +33,7 @@ class Pipeline:
 
     def __init__(self, groups: PipelineGroups) -> None:
         self.groups = groups
+        self.progress = Progress(groups.members, groups.rank)
         self._stream = second_stream(pipeline_device())
 
     def run(
@@ -58,6 +60,7 @@ class Pipeline:
         """
         placement, rank = schedule.placement, self.groups.rank
         observer = observer or Unobserved()
+        marks_device = shapes.device.type == "cuda"
         store, links = Store(), Links(self.groups)
         passes = VocabularyPasses(
             store,
@@ -84,6 +87,7 @@ class Pipeline:
             placement.last_rank,
             awaited=_awaited_collectives(program.instructions),
             observer=observer,
+            progress=self.progress,
         )
 
         def post(instruction: Post) -> None:
@@ -101,6 +105,8 @@ class Pipeline:
                 collectives.wait(operation)
             else:
                 store.put(_content(operation), links.wait(operation))
+            if marks_device:
+                self.progress.mark(instruction, CudaMark())
 
         handlers = {
             Run: lambda instruction: passes.run(instruction.action),
@@ -108,9 +114,11 @@ class Pipeline:
             Post: post,
             Wait: wait,
         }
-        execute(program, handlers, observer)
-        collectives.finish()
-        links.finish()
+        with self.progress.schedule():
+            execute(program, handlers, observer, self.progress)
+            self.progress.instruction = FINISHING
+            collectives.finish()
+            links.finish()
         store.assert_empty()
         return Report(passes.in_flight.peak / schedule.chunks, passes.between_s_and_t.peak)
 

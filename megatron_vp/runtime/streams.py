@@ -63,6 +63,18 @@ class CudaEvent:
         return self._event.query()
 
 
+class CudaMark:
+    """Where the compute stream is now; told apart from what the host has issued since."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def done(self) -> bool:
+        """Whether the device has passed the mark."""
+        return self._event.query()
+
+
 class CudaStream:
     """A CUDA stream of normal priority; point-to-point communicators are the urgent ones."""
 

@@ -43,6 +43,43 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     `function` must be importable, arguments and results picklable. The processes find a store under MASTER_ADDR and
     MASTER_PORT as a launcher's processes do, and no process group (see `process_group`). Raises RankError.
     """
+    with _started(world_size, function, args, kwargs) as (_, readers, outputs):
+        return _collect(readers, outputs, time.monotonic() + timeout, timeout)
+
+
+def run_ranks_to_their_end(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60,
+    stopped: int | None = None,
+    **kwargs: Any,
+) -> list[tuple[int | None, str]]:
+    """As `run_ranks`, for ranks that are expected to fail: exit status (-N for signal N) and output of every rank.
+
+    The rank `stopped` is not waited for, and has no exit status. Raises RankError, with all outputs, where another rank
+    still lives after `timeout` seconds.
+    """
+    with _started(world_size, function, args, kwargs) as (processes, _, outputs):
+        deadline = time.monotonic() + timeout
+        for rank, process in enumerate(processes):
+            if rank != stopped:
+                process.join(max(0.0, deadline - time.monotonic()))
+        alive = [rank for rank, process in enumerate(processes) if rank != stopped and process.exitcode is None]
+        if alive:
+            tails = "".join(_tail(output, rank) for rank, output in enumerate(outputs))
+            raise RankError(f"ranks {alive} did not end within {timeout:g} s{tails}")
+        return [
+            (process.exitcode, output.read_text(errors="replace"))
+            for process, output in zip(processes, outputs, strict=True)
+        ]
+
+
+@contextmanager
+def _started(
+    world_size: int, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Iterator[tuple[list[Any], list[Connection], list[Path]]]:
+    """The processes of a case, the pipes of their reports and the files of their output; ended on exit."""
     from torch.distributed import TCPStore
 
     context = _server()
@@ -60,7 +97,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
                 process.start()
             for _, writer in pipes:
                 writer.close()
-            return _collect([reader for reader, _ in pipes], outputs, time.monotonic() + timeout, timeout)
+            yield processes, [reader for reader, _ in pipes], outputs
         finally:
             for process in processes:
                 if process.pid is not None:

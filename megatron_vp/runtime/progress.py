@@ -1,0 +1,142 @@
+"""Where a rank is in its schedule, and how to say so when it cannot go on.
+
+The executor and the second stream store what they are at, one attribute each, and nothing else: somebody who wants to
+know how long it has been there (`megatron_vp.runtime.watchdog`) looks twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch.distributed as dist
+
+from megatron_vp.errors import Fault, UserError
+from megatron_vp.schedule.instructions import (
+    Channel,
+    Collective,
+    CollectiveKind,
+    Instruction,
+    Loss,
+    Message,
+    Post,
+    Run,
+    Wait,
+)
+
+_MADE_BY = {Channel.ACTIVATION: "F", Channel.GRADIENT: "B"}
+_FROM_ROOT = {CollectiveKind.C0, CollectiveKind.ROW_GRADIENT, CollectiveKind.EMBED_GRAD}
+_POSITION = re.compile(r"^\[[^]]*\.(cc|h|cpp):\d+\] ")
+"""Where in its source a backend noticed an error."""
+
+
+class _Finishing:
+    """Stands for an instruction at the end of a program: what this rank sent is still being received."""
+
+
+FINISHING = _Finishing()
+Place = tuple[int, "Instruction | _Finishing | None", Collective | None]
+
+
+class Mark(Protocol):
+    """A point on the device's compute stream."""
+
+    def done(self) -> bool:
+        """Whether the device has passed it; never blocks."""
+
+
+class Progress:
+    """What one pipeline rank is doing.
+
+    Args:
+        members: global ranks of the pipeline, in pipeline order.
+        rank: this rank's position among them.
+    """
+
+    def __init__(self, members: tuple[int, ...], rank: int) -> None:
+        self.members = members
+        self.rank = rank
+        self.iteration = 0
+        """How many times a schedule was started."""
+        self.instruction: Instruction | _Finishing | None = None
+        """What the host is at; None outside a schedule."""
+        self.collective: Collective | None = None
+        """What the second stream is at, where the host runs it (on CPU)."""
+        self._marks: deque[tuple[Wait, Mark]] = deque()
+
+    @contextmanager
+    def schedule(self) -> Iterator[None]:
+        """One iteration. A connection that breaks becomes a Fault; other errors get a note that says where it was."""
+        self.iteration += 1
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            reason = lost_peer(error)
+            if reason is not None:
+                raise Fault(f"{self.sentence()}: {reason}") from error
+            error.add_note(self.sentence())
+            raise
+        finally:
+            self.instruction = None
+
+    def mark(self, wait: Wait, mark: Mark) -> None:
+        """The device passes `mark` when `wait` is over for it; the host may be microbatches ahead."""
+        self._marks.append((wait, mark))
+
+    def place(self) -> Place:
+        """Something that changes when this rank gets on."""
+        while self._marks and self._marks[0][1].done():
+            self._marks.popleft()
+        at = self._marks[0][0] if self._marks else self.instruction
+        return self.iteration, at, self.collective
+
+    def sentence(self) -> str:
+        """One clause about this rank, without a full stop."""
+        _, at, collective = self.place()
+        return f"rank {self.members[self.rank]} {self._words(at, collective)}"
+
+    def _words(self, at: Instruction | _Finishing | None, collective: Collective | None) -> str:
+        match at:
+            case Wait(Message() as message):
+                source = self.members[message.source]
+                return f"waited for {_MADE_BY[message.channel]} of microbatch {message.microbatch} from rank {source}"
+            case Wait(Collective() as awaited):
+                behind = f", behind {self._named(collective)}" if collective not in (None, awaited) else ""
+                return f"waited for {self._named(awaited)}{behind}"
+            case Run(action):
+                return f"was in {action.kind} of microbatch {action.microbatch}"
+            case Loss(microbatch):
+                return f"was in the loss function of microbatch {microbatch}"
+            case Post(Collective(kind=CollectiveKind.TOKENS, microbatch=microbatch)):
+                return f"was at the data of microbatch {microbatch}"
+            case Post(operation):
+                return f"was starting {operation}"
+            case _Finishing():
+                at_last = f", and {self._named(collective)}" if collective else ""
+                return f"waited for its last messages to be received{at_last}"
+            case None:
+                return "was outside the pipeline schedule"
+
+    def _named(self, collective: Collective) -> str:
+        """A collective, and from whom something has to come before it can end."""
+        if collective.kind is CollectiveKind.TOKENS:
+            sources = f"ranks {self.members[0]} and {self.members[-1]}"
+        elif collective.kind in _FROM_ROOT:
+            sources = f"rank {self.members[collective.root]}"
+        else:
+            sources = "all ranks"
+        return f"{collective.kind} of microbatch {collective.microbatch} from {sources}"
+
+
+def lost_peer(error: Exception) -> str | None:
+    """What a backend says of a lost or silent peer, in a few words; None for any other error."""
+    said = str(error).strip()
+    # gloo has no exception class of its own.
+    if not isinstance(error, dist.DistError) and not any(words in said for words in ("/gloo/", "pair closure")):
+        return None
+    return _POSITION.sub("", said).partition("\n")[0].partition(". ")[0]

@@ -1,0 +1,115 @@
+"""Ranks that die, stall or fail in the middle of a schedule: every other rank ends, and says where it waited."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from unittest import mock
+
+import pytest
+
+from tests.harness import run_ranks_to_their_end
+from tests.harness.training import tiny_model
+
+RANKS = 3
+LIMIT = 5
+WAITED = r"^error: rank {rank} (waited|was) .* microbatch \d+.*"
+
+
+def train_with_fault(rank, _world_size, arguments, fault, faulty_rank, where="F"):
+    """Train as the script does, with a fault on one rank in microbatch 2 of the third iteration."""
+    import pretrain_gpt_vp as script
+
+    sys.argv = ["pretrain_gpt_vp.py", *arguments]
+    script.prepare()
+    from megatron.training import get_args
+
+    from megatron_vp.mcore.driver import MegatronModel
+
+    def strike(microbatch):
+        if rank == faulty_rank and microbatch == 2 and get_args().curr_iteration == 2:
+            fault()
+
+    def faulty(original):
+        def method(self, *args):
+            strike(args[1] if where == "F" else args[0])
+            return original(self, *args)
+
+        return method
+
+    name = {"F": "forward", "data": "tokens"}[where]
+    with (
+        mock.patch.object(MegatronModel, name, faulty(getattr(MegatronModel, name))),
+        script.one_line_errors(),
+    ):
+        script.main()
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hang():
+    time.sleep(1000)
+
+
+def fail():
+    raise RuntimeError("a defect")
+
+
+def _arguments(**changes):
+    return tiny_model(
+        **{
+            "pipeline_model_parallel_size": RANKS,
+            "num_layers": 3,
+            "vocab_parallel": True,
+            "train_iters": 5,
+            "distributed_timeout_seconds_after_init": LIMIT,
+            **changes,
+        }
+    )
+
+
+def _said(output, rank):
+    lines = [line for line in output.splitlines() if re.match(WAITED.format(rank=rank), line)]
+    assert lines, f"rank {rank} did not say where it was:\n{output}"
+    return lines[-1]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("v-half", marks=pytest.mark.slow)])
+def test_when_a_rank_is_killed_the_others_say_where_they_waited(schedule):
+    started = time.monotonic()
+    ends = run_ranks_to_their_end(RANKS, train_with_fault, _arguments(pipeline_schedule=schedule), die, 1)
+    assert [status for status, _ in ends] == [1, -signal.SIGKILL, 1]
+    assert time.monotonic() - started < 40
+    for rank in (0, 2):
+        assert _said(ends[rank][1], rank) and "Traceback" not in ends[rank][1]
+
+
+def test_a_stopped_rank_is_named_by_the_others():
+    ends = run_ranks_to_their_end(RANKS, train_with_fault, _arguments(), stop, 1, stopped=1)
+    assert [status for status, _ in ends] == [1, None, 1]
+    for rank in (0, 2):
+        assert _said(ends[rank][1], rank).endswith(f"({LIMIT} s); rank 1 does not answer")
+
+
+def test_a_rank_whose_data_hangs_says_so():
+    ends = run_ranks_to_their_end(RANKS, train_with_fault, _arguments(), hang, 0, "data")
+    assert [status for status, _ in ends] == [1, 1, 1]
+    culprit = "rank 0 was at the data of microbatch 2"
+    assert f"{culprit} ({LIMIT} s)" in _said(ends[0][1], 0)
+    assert all(_said(ends[rank][1], rank).endswith(f"; {culprit}") for rank in (1, 2))
+
+
+def test_a_defect_keeps_its_traceback_and_ends_all_ranks():
+    ends = run_ranks_to_their_end(RANKS, train_with_fault, _arguments(), fail, 1)
+    assert [status for status, _ in ends] == [1, 1, 1]
+    said = ends[1][1]
+    assert "Traceback" in said and re.search(r"RuntimeError: a defect\n.*rank 1 was in F of microbatch 2", said)
