@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.metadata
 import os
 import platform as interpreter
@@ -18,31 +17,29 @@ from megatron_vp.errors import UserError
 
 
 def check_job(arguments: list[str], ranks: int) -> argparse.Namespace:
-    """Parse and validate a job's arguments as one of its `ranks` processes would, and return them. Starts nothing.
+    """Parse and validate a job's arguments as its `ranks` processes would, and return them. Starts nothing.
 
-    Everything is put back afterwards: environment, `sys.argv`, patches. The platform is that of this machine: without a
-    CUDA device the arguments are checked with the layers and the backend that a CPU run would choose.
+    Environment, `sys.argv` and patches are put back afterwards. The platform is that of this machine: without a CUDA
+    device the arguments are checked with the layers and the backend that a CPU run would choose.
     Raises UserError for whatever a start would refuse: unknown or contradictory arguments, missing inputs, a Megatron
     that does not fit.
     """
-    from megatron_vp.mcore import launch, patches
+    with _parsed(arguments, ranks) as args:
+        from megatron.training import arguments as megatron
+        from megatron.training.argument_utils import core_transformer_config_from_args
 
-    before = patches.in_force()
-    with _as_last_rank(ranks, ["pretrain_gpt_vp.py", *arguments]):
-        try:
-            launch.patch_megatron(sys.argv)
-            megatron = importlib.import_module("megatron.training.arguments")
-            from megatron.training.argument_utils import core_transformer_config_from_args
+        from megatron_vp.mcore.arguments import refused_by_megatron
 
-            from megatron_vp.mcore.arguments import refused_by_megatron
+        megatron.validate_args(args)
+        with refused_by_megatron():
+            core_transformer_config_from_args(args)
+        return args
 
-            args = megatron.parse_args()
-            megatron.validate_args(args)
-            with refused_by_megatron():
-                core_transformer_config_from_args(args)
-        finally:
-            patches.undo([patch for patch in patches.in_force() if patch not in before])
-    return args
+
+def ranks_of_one_replica(arguments: list[str]) -> int:
+    """How many ranks hold the model once, by a job's arguments. Raises UserError if they cannot be parsed."""
+    with _parsed(arguments, 1) as args:
+        return args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
 
 
 def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
@@ -122,10 +119,26 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> int:
 
 
 @contextmanager
-def _as_last_rank(ranks: int, argv: list[str]) -> Iterator[None]:
-    """The environment of a launcher. The last rank, because the first writes the resolved configuration."""
+def _parsed(arguments: list[str], ranks: int) -> Iterator[argparse.Namespace]:
+    """The arguments as the patched Megatron parses them, which stays patched inside."""
+    from megatron_vp.mcore import launch, patches
+
+    before = patches.in_force()
+    with _environment_of_a_rank(ranks, ["pretrain_gpt_vp.py", *arguments]):
+        try:
+            launch.patch_megatron(sys.argv)
+            from megatron.training import arguments as megatron
+
+            yield megatron.parse_args()
+        finally:
+            patches.undo([patch for patch in patches.in_force() if patch not in before])
+
+
+@contextmanager
+def _environment_of_a_rank(ranks: int, argv: list[str]) -> Iterator[None]:
+    """What a launcher sets. No rank of the job has this number, because the first one prints and writes files."""
     environment, command = dict(os.environ), list(sys.argv)
-    os.environ.update(RANK=str(ranks - 1), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
+    os.environ.update(RANK=str(ranks), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
     sys.argv[:] = argv
     try:
         yield

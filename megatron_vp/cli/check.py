@@ -1,0 +1,39 @@
+"""`megatron-vp check`: everything that a start would refuse, without a start."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("check", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(check)
+
+
+def check(
+    context: typer.Context,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Processes of the whole job.")],
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option("--ranks-per-node", min=1, help="Check this node too, which shall run so many."),
+    ] = None,
+) -> None:
+    """Check the arguments of a training job as its ranks would, without starting it.
+
+    All other arguments are the job's own: --config FILE and any flag. Reads configuration, tokenizer and the datasets'
+    indices. With --ranks-per-node also looks at this node: GPUs, network interface, room for checkpoints.
+
+    \b
+    megatron-vp check --ranks 32 --config configs/llama3_8b.yaml --vocab-parallel
+    """
+    from megatron_vp.mcore import preflight
+
+    args = preflight.check_job(context.args, ranks)
+    if ranks_per_node is not None:
+        preflight.check_node(args, ranks_per_node)
+        typer.echo(preflight.describe_node())
+    if os.environ.get("SLURM_PROCID", "0") == "0":
+        typer.echo("\n".join(preflight.describe_job(args, ranks)))

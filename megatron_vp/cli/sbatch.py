@@ -1,0 +1,72 @@
+"""`megatron-vp sbatch`: submit a training job to SLURM, after checking it as its ranks would."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_vp.errors import UserError
+
+BATCH_SCRIPT = Path("scripts/slurm/pretrain.sbatch")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("sbatch", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(sbatch)
+
+
+def sbatch(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Such as configs/llama3_8b.yaml.")],
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, help="Nodes of the job (default: one model's worth of ranks).")
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of a node; a rank for each.")] = 8,
+    ntasks_per_node: Annotated[
+        int | None, typer.Option("--ntasks-per-node", min=1, help="Ranks of a node, for nodes without GPUs.")
+    ] = None,
+    slurm: Annotated[
+        list[str] | None,
+        typer.Option("--slurm", metavar="OPTION=VALUE", help="An option for sbatch itself, such as partition=long."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted.")] = False,
+) -> None:
+    """Submit CONFIG to SLURM: checked here and now, started once a GPU, requeued until it has finished.
+
+    Run it in the repository. All other arguments are the job's own: --config FILE for an overlay, and any flag.
+
+    \b
+    megatron-vp sbatch configs/llama3_8b.yaml --nodes 4 --vocab-parallel --slurm partition=long --dry-run
+    """
+    from megatron_vp.mcore.preflight import check_job, describe_job, ranks_of_one_replica
+
+    if str(config).startswith("-"):
+        raise UserError(f"{config} is no configuration file: give CONFIG first, as in `sbatch configs/llama3_8b.yaml`")
+    if not BATCH_SCRIPT.is_file():
+        raise UserError(f"{BATCH_SCRIPT} is not here: run this in the megatron_vp repository")
+    per_node = gpus_per_node if ntasks_per_node is None else ntasks_per_node
+    arguments = ["--config", str(config), *context.args]
+    if nodes is None:
+        nodes = math.ceil(ranks_of_one_replica(arguments) / per_node)
+    ranks = nodes * per_node
+    described = describe_job(check_job(arguments, ranks), ranks)
+    resources = f"--gpus-per-node={per_node}" if ntasks_per_node is None else f"--ntasks-per-node={per_node}"
+    command = ["sbatch", f"--nodes={nodes}", resources, f"--job-name={config.stem}"]
+    command += [f"--{option}" for option in slurm or ()]
+    command += [str(BATCH_SCRIPT), str(config), *context.args]
+    typer.echo(f"{nodes} nodes x {per_node}; " + "\n".join(described))
+    typer.echo(shlex.join(command))
+    if dry_run:
+        return
+    if shutil.which("sbatch") is None:
+        raise UserError("sbatch is not found: run this where jobs are submitted, or add --dry-run")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(" ".join(done.stderr.split()))
+    typer.echo(done.stdout.strip())

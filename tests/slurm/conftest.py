@@ -1,0 +1,14 @@
+"""The cluster that the tests of this folder submit to."""
+
+import pytest
+
+from tests.slurm.cluster import Cluster, unavailable
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    reason = unavailable()
+    if reason is not None:
+        pytest.skip(f"no SLURM: {reason}")
+    with Cluster(tmp_path_factory.mktemp("slurm")) as running:
+        yield running

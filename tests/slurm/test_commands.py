@@ -1,0 +1,121 @@
+"""`megatron-vp check` and `megatron-vp sbatch`, without a cluster."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_vp.cli.app import main
+from megatron_vp.mcore import patches, preflight
+
+FOLDERS = {"save": "save", "load": "save", "tensorboard-dir": "tensorboard"}
+LLAMA = ("configs/llama3_8b.yaml", "--config", "configs/data/mock.yaml")
+
+
+@pytest.fixture
+def said(capsys, monkeypatch):
+    """Runs the command in the repository; returns its exit status, output and errors."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+
+    def run(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main(list(words))
+        return (stop.value.code, *capsys.readouterr())
+
+    return run
+
+
+def test_dry_run_prints_what_would_be_submitted(said):
+    status, printed, _ = said(
+        *("sbatch", *LLAMA, "--nodes", "4", "--vocab-parallel", "--lr", "1e-4", "--slurm", "time=1:00:00", "--dry-run")
+    )
+    job, checkpoints, command = printed.splitlines()
+    assert status == 0
+    assert job == "4 nodes x 8; 32 ranks = 8 pipeline x 4 data; 128 microbatches; 1f1b, vocab-2"
+    assert checkpoints == "checkpoints in runs/llama3_8b/checkpoints: starts at iteration 0 of 100000"
+    assert shlex.split(command) == [
+        *("sbatch", "--nodes=4", "--gpus-per-node=8", "--job-name=llama3_8b", "--time=1:00:00"),
+        *("scripts/slurm/pretrain.sbatch", *LLAMA, "--vocab-parallel", "--lr", "1e-4"),
+    ]
+
+
+def test_the_smallest_job_is_one_replica(said):
+    status, printed, _ = said(
+        "sbatch", *LLAMA, "--ntasks-per-node", "3", "--pipeline-model-parallel-size=6", "--dry-run"
+    )
+    assert status == 2, "32 layers do not go into 6 stages"
+    status, printed, _ = said("sbatch", *LLAMA, "--ntasks-per-node", "4", "--dry-run")
+    assert status == 0
+    assert "--nodes=2 --ntasks-per-node=4" in printed
+
+
+def test_submission_goes_through_sbatch(said, tmp_path, monkeypatch):
+    (tmp_path / "sbatch").write_text('#!/bin/sh\n[ "$1" = --nodes=1 ] && echo Submitted batch job 7 || echo no >&2\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    status, printed, _ = said("sbatch", *LLAMA)
+    assert (status, printed.splitlines()[-1]) == (0, "Submitted batch job 7")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("sbatch", *LLAMA, "--no-such-flag", "--dry-run"), "unrecognized arguments: --no-such-flag"),
+        (("sbatch", "--vocab-parallel"), "--vocab-parallel is no configuration file"),
+        (("sbatch", *LLAMA, "--nodes", "3", "--gpus-per-node", "5", "--dry-run"), "world size (15) is not divisible"),
+        (("sbatch", "configs/llama3_8b.yaml", "--dry-run"), "data/"),
+        (("check", "--ranks", "1", "--config", "configs/quickstart.yaml"), "world size (1) is not divisible"),
+    ],
+)
+def test_bad_input_is_one_line(said, words, line):
+    status, _, errors = said(*words)
+    assert status == 2
+    (said_once,) = [each for each in errors.splitlines() if "error:" in each]
+    assert line in said_once
+
+
+def test_a_check_leaves_nothing_behind(said, tmp_path):
+    before = dict(os.environ), list(sys.argv), patches.in_force()
+    words = ("--config", LLAMA[0], "--config", LLAMA[2], "--vocab-parallel", f"--save={tmp_path / 'new'}")
+    status, printed, _ = said("check", "--ranks", "8", *words)
+    assert status == 0
+    assert "loads from runs/llama3_8b/checkpoints: a job that is stopped does not go on" in printed
+    assert (dict(os.environ), list(sys.argv), patches.in_force()) == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_check_of_a_node_names_it(said, tmp_path, monkeypatch):
+    words = (
+        "check",
+        "--ranks",
+        "8",
+        "--config",
+        LLAMA[0],
+        "--config",
+        LLAMA[2],
+        f"--tensorboard-dir={tmp_path / 'tb'}",
+    )
+    words += (f"--save={tmp_path / 'save'}", f"--load={tmp_path / 'save'}", "--ranks-per-node", "8")
+    (tmp_path / "save").mkdir()
+    (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text("40")
+    status, printed, _ = said(*words)
+    assert status == 0
+    assert "goes on from iteration 40 of 100000" in printed
+    assert "megatron-core 0.19" in printed
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib7,bond")
+    status, _, errors = said(*words)
+    assert status == 2 and "NCCL_SOCKET_IFNAME=ib7,bond names no interface of this node" in errors
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    (tmp_path / "file").touch()
+    status, _, errors = said(*words, f"--save={tmp_path / 'file'}")
+    assert status == 2 and f"cannot write to {tmp_path / 'file'}" in errors
+
+
+@pytest.mark.parametrize(
+    ("variable", "fits"),
+    [("", True), ("eth", True), ("=eth", False), ("=eth0", True), ("ib,eth", True), ("^eth", True), ("^eth,lo", False)],
+)
+def test_names_of_interfaces(variable, fits):
+    assert preflight._names_an_interface(variable, ["lo", "eth0"]) is fits

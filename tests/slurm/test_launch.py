@@ -1,0 +1,165 @@
+"""scripts/slurm on a real SLURM: ranks, requeueing, and what is given up on. Most jobs run a stand-in for training."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+PRETRAIN = "scripts/slurm/pretrain.sbatch"
+QUICKSTART = ("configs/quickstart.yaml", "--config", "configs/data/mock.yaml")
+TINY = (
+    *("--num-layers=4", "--hidden-size=32", "--seq-length=16", "--max-position-embeddings=16", "--vocab-size=512"),
+    *("--micro-batch-size=2", "--global-batch-size=8", "--lr-warmup-iters=0", "--eval-interval=1000", "--cpu"),
+)
+
+STAND_IN = """#!/usr/bin/env bash
+# Checks pass; a rank says who it is and does what the test wants. Messages are Megatron's.
+if [[ $1 == -m ]]; then exit 0; fi
+saved() {{ echo "  [2026-01-01] successfully saved checkpoint from iteration       5 to out"; }}
+stopped() {{ echo "[exiting program after receiving SIGTERM.] datetime: 2026-01-01 "; }}
+echo "rank $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE here, meets at $MASTER_ADDR:$MASTER_PORT: $*"
+{}
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """Makes a Python whose training does `behaviour` in bash."""
+
+    def make(behaviour: str = "true") -> str:
+        path = tmp_path / "python"
+        path.write_text(STAND_IN.format(behaviour))
+        path.chmod(0o755)
+        return str(path)
+
+    return make
+
+
+def logs(cluster, job: str, attempt: int = 0) -> list[str]:
+    folder: Path = cluster.work / "runs" / "slurm" / job / f"attempt_{attempt}"
+    return [path.read_text() for path in sorted(folder.glob("rank_*.log"))]
+
+
+def test_trains_one_rank_a_gpu(cluster):
+    flags = ("--vocab-parallel", "--train-iters=3", "--save=out", "--load=out", "--save-interval=100")
+    job = cluster.submit(PRETRAIN, *QUICKSTART, *TINY, *flags)
+    assert cluster.wait(job, 300)["JobState"] == "COMPLETED", cluster.output(job)
+    assert "4 ranks = 4 pipeline x 1 data; 4 microbatches; 1f1b, vocab-2" in cluster.output(job)
+    ranks = logs(cluster, job)
+    assert len(ranks) == 4
+    assert re.findall(r"iteration +(\d+)/ +3 .* lm loss: [\d.E+]+ ", ranks[3]) == ["1", "2", "3"]
+    assert (cluster.work / "out" / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_ranks_know_their_place(cluster, stand_in):
+    job = cluster.submit(PRETRAIN, "my.yaml", "--lr", "1", MEGATRON_VP_PYTHON=stand_in())
+    assert cluster.wait(job, 30)["JobState"] == "COMPLETED", cluster.output(job)
+    port = 15000 + int(job)
+    assert logs(cluster, job) == [
+        f"rank {rank} of 4, {rank} of 4 here, meets at localhost:{port}: "
+        "pretrain_gpt_vp.py --config my.yaml --exit-signal-handler --lr 1\n"
+        for rank in range(4)
+    ]
+
+
+def test_tasks_that_were_asked_for_come_first(cluster, stand_in):
+    job = cluster.submit("--ntasks-per-node=2", PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in())
+    assert cluster.wait(job, 30)["JobState"] == "COMPLETED", cluster.output(job)
+    assert [log.split(",")[0] for log in logs(cluster, job)] == ["rank 0 of 2", "rank 1 of 2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "said"),
+    [
+        ((), {}, "megatron_vp: error: no configuration"),
+        (("my.yaml",), {"MEGATRON_VP_PYTHON": "/nowhere/python"}, "error: no Python at /nowhere/python"),
+        pytest.param(("nowhere.yaml",), {}, "cannot read configuration file nowhere.yaml", marks=pytest.mark.slow),
+    ],
+)
+def test_what_cannot_start_ends_at_once(cluster, words, environment, said):
+    job = cluster.submit(PRETRAIN, *words, **environment)
+    state = cluster.wait(job, 60)
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0")
+    assert said in cluster.output(job)
+
+
+def test_refused_input_is_not_tried_again(cluster, stand_in):
+    job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in("exit 2"))
+    state = cluster.wait(job, 60)
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0")
+
+
+@pytest.mark.slow
+def test_a_dead_rank_ends_the_attempt_and_three_without_progress_the_job(cluster, stand_in):
+    job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in("[[ $RANK == 1 ]] && exit 7; sleep 300"))
+    state = cluster.wait(job, 120)
+    assert (state["JobState"], state["Restarts"]) == ("FAILED", "2")
+    assert "task 1: Exited with exit code 7" in cluster.output(job)
+    assert "3 attempts wrote no checkpoint" in cluster.output(job)
+    assert [len(logs(cluster, job, attempt)) for attempt in range(4)] == [4, 4, 4, 0]
+
+
+@pytest.mark.slow
+def test_progress_starts_the_count_anew_and_success_ends_it(cluster, stand_in):
+    behaviour = "case $SLURM_RESTART_COUNT in 2) saved; stopped;; 5) exit 0;; *) exit 1; esac"
+    job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in(behaviour))
+    state = cluster.wait(job, 180)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "5"), cluster.output(job)
+
+
+@pytest.mark.slow
+def test_the_time_limit_is_announced_to_the_ranks(cluster, stand_in):
+    wait = "trap 'stopped; exit 0' TERM; for _ in {1..3000}; do sleep 0.1; done"
+    job = cluster.submit(
+        PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in(f"if [[ ! $SLURM_RESTART_COUNT ]]; then {wait}; fi")
+    )
+    cluster.until(lambda: len(logs(cluster, job)) == 4 and all(logs(cluster, job)), 30, "the ranks", job)
+    cluster.run("scancel", "--signal=USR1", "--batch", job)
+    state = cluster.wait(job, 60)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
+
+
+@pytest.mark.slow
+def test_killed_and_stopped_runs_go_on_with_the_same_losses(cluster):
+    """One rank is killed, then the time limit is announced: the losses are bit by bit those of an undisturbed run."""
+    words = (*QUICKSTART, *TINY, "--vocab-parallel", "--train-iters=60", "--save-interval=10", "--num-workers=1")
+
+    def folders(name: str) -> tuple[str, ...]:
+        return f"--save={name}", f"--load={name}", f"--tensorboard-dir={name}/tensorboard"
+
+    whole = cluster.submit(PRETRAIN, *words, *folders("whole"))
+    assert cluster.wait(whole, 500)["JobState"] == "COMPLETED", cluster.output(whole)
+    job = cluster.submit(PRETRAIN, *words, *folders("stopped"))
+
+    def reached(iteration: int, attempt: int) -> bool:
+        return any(f"iteration {iteration:8d}/" in log for log in logs(cluster, job, attempt))
+
+    cluster.until(lambda: reached(15, attempt=0), 300, "iteration 15", job)
+    cluster.run("kill", "-KILL", _rank_process(cluster, job, rank=2))
+    cluster.until(lambda: reached(25, attempt=1), 300, "iteration 25", job)
+    cluster.run("scancel", "--signal=USR1", "--batch", job)
+    state = cluster.wait(job, 300)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "2"), cluster.output(job)
+    starts = re.findall(r"(?:starts at|goes on from) iteration (\d+)", cluster.output(job))
+    assert starts[:2] == ["0", "10"]
+    assert 25 <= int(starts[2]) < 60
+    assert int(starts[2]) % 10, "the signal's own checkpoint, not one of the interval"
+    expected = _losses(cluster.work / "whole" / "tensorboard")
+    assert sorted(expected) == list(range(1, 61))
+    assert _losses(cluster.work / "stopped" / "tensorboard") == expected
+
+
+def _rank_process(cluster, job: str, rank: int) -> str:
+    """The process number of a rank of the job's training step."""
+    rows = [line.split() for line in cluster.run("scontrol", "listpids", job).splitlines()[1:]]
+    (pid,) = [row[0] for row in rows if row[2] == "1" and row[4] == str(rank)]
+    return pid
+
+
+def _losses(folder: Path) -> dict[int, float]:
+    """Training loss by iteration; of an iteration that was repeated the last."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars("lm loss")}
