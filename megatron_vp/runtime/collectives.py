@@ -183,16 +183,15 @@ class VocabularyCollectives:
         pending: PendingOutput = self._store.take(("pending", microbatch))
         statistics_3n = pending.statistics_3n
         gathered_r3n = statistics_3n.new_empty((len(self._groups.members), *statistics_3n.shape))
-        unscaled_nh = gradient_nh = None
+        gradient_nh = None
         if self._reduces_in_c1:
-            unscaled_nh = self._store.take(("unscaled gradient", microbatch))
-            gradient_nh = self._shapes.rows(self._shapes.tokens)
+            gradient_nh = self._store.take(("unscaled gradient", microbatch))
 
         def communicate() -> None:
             dist.all_gather(list(gathered_r3n.unbind()), statistics_3n, self._group)
-            if unscaled_nh is not None:
+            if gradient_nh is not None:
                 total = fold(gathered_r3n)
-                gradient_nh.copy_(self._layers.output.rescaled_input_gradient(unscaled_nh, pending, total))
+                self._layers.output.rescaled_input_gradient(gradient_nh, pending, total)
                 self._reduce(gradient_nh, root)
 
         def complete() -> None:
@@ -216,7 +215,7 @@ class VocabularyCollectives:
         if self._runs_loss:
             row_gradient_n = self._store.take(("loss gradient", microbatch))
         else:
-            row_gradient_n = torch.empty(self._shapes.tokens, dtype=torch.float32, device=self._shapes.device)
+            row_gradient_n = self._shapes.row_factors()
         uses = 1 + self._holds_last
         return (
             lambda: self._broadcast(row_gradient_n, root),

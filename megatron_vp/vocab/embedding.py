@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megatron_vp.errors import UserError
+from megatron_vp.vocab.operations import operations_for
 from megatron_vp.vocab.shards import VocabShards
 
 
@@ -90,12 +91,9 @@ class EmbeddingLayer(nn.Module):
 
     @torch.no_grad()
     def backward_pass(self, exchange: RowExchange, gradient_kh: torch.Tensor) -> None:
-        """Pass IB: add the gradients of the owned rows [counts[index], h] to `weight.main_grad`.
-
-        `index_put_` with accumulation sorts equal indices on a GPU, so that the result is deterministic there too.
-        """
-        main_grad = self.weight.main_grad
-        main_grad.index_put_((self._rows(exchange),), gradient_kh.to(main_grad.dtype), accumulate=True)
+        """Pass IB: add the gradients of the owned rows [counts[index], h] to `weight.main_grad`, deterministically."""
+        rows_k = self._rows(exchange)
+        operations_for(gradient_kh).add_rows_(self.weight.main_grad, rows_k, gradient_kh, None)
 
     def _rows(self, exchange: RowExchange) -> torch.Tensor:
         return exchange.owned_by(self.index) - self.shards.start(self.index)

@@ -1,7 +1,7 @@
 """Output layer of one shard: passes S and T of both algorithms (Yeung et al., arXiv 2411.05288, Algorithms 1 and 2).
 
     S   Y = X W^T      a_i = max_j Y_ij      E_ij = exp(Y_ij - a_i)      l_i = sum_j E_ij      z_i = Y[i, y_i]
-    T   D_ij = c_i E_ij - onehot_ij  with  c_i = exp(a_i - A_i) / L_i    dW += D^T (g X)
+    T   D_ij = c_i E_ij - onehot_ij  with  c_i = exp(a_i - A_i) / L_i    dW += D^T (g X) = E^T (c g X) - onehot^T (g X)
     dX  = g * sum over shards of D W     (the receiving stage applies the row factor g)
 
 vocab-1 forms D W in T, from D itself. vocab-2 forms E W in S, before the global statistics are known, and rescales its
@@ -24,11 +24,9 @@ import torch
 from torch import nn
 
 from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
+from megatron_vp.vocab.operations import operations_for
 from megatron_vp.vocab.shards import VocabShards
-from megatron_vp.vocab.statistics import LINEAR, MAX, SUM, GlobalStatistics, statistics_dtype
-
-ROWS_PER_BLOCK = 1024
-"""Tokens whose logits are widened to fp32 at a time: bounds the temporary to 4 bytes x this x V/p."""
+from megatron_vp.vocab.statistics import LINEAR, MAX, GlobalStatistics, statistics_dtype
 
 
 @dataclass
@@ -39,7 +37,6 @@ class PendingOutput:
     exp_nv: torch.Tensor
     statistics_3n: torch.Tensor
     target_n: torch.Tensor
-    owned_n: torch.Tensor
     target_logit_n: torch.Tensor
     loss: TokenLoss
     vocab_size: int
@@ -53,7 +50,7 @@ class PendingOutput:
     def target_entry(self, total: GlobalStatistics) -> torch.Tensor:
         """Entry of D + u at the target, in fp32; zero where the target belongs to another shard, [n]."""
         softmax_part_n = total.probability(self.target_logit_n) * self.loss.softmax_weight(total.log_sum_exp_n)
-        return torch.where(self.owned_n, softmax_part_n - self.loss.target_weight(self.vocab_size), 0)
+        return torch.where(self.target_n >= 0, softmax_part_n - self.loss.target_weight(self.vocab_size), 0)
 
 
 class OutputLayer(nn.Module):
@@ -84,26 +81,19 @@ class OutputLayer(nn.Module):
         exp_nv = x_nh @ self.weight.t()
         rows = self.weight.shape[0]
         local_n = labels_n - self.shards.start(self.index)
-        owned_n = (local_n >= 0) & (local_n < rows)
-        target_n = local_n.clamp(0, max(rows - 1, 0))
+        target_n = torch.where((local_n >= 0) & (local_n < rows), local_n, -1)
         statistics_3n = exp_nv.new_zeros((3, x_nh.shape[0]), dtype=statistics_dtype(exp_nv.dtype))
         statistics_3n[MAX].fill_(-torch.inf)
-        target_logit_n = torch.zeros_like(statistics_3n[LINEAR])
         if rows:
-            for block in range(0, exp_nv.shape[0], ROWS_PER_BLOCK):
-                span = slice(block, block + ROWS_PER_BLOCK)
-                target_logit_n[span] = _exponentiate(
-                    exp_nv[span], target_n[span], owned_n[span], statistics_3n[:, span]
-                )
+            operations_for(exp_nv).exponentiate_(exp_nv, target_n, statistics_3n)
+        target_logit_n = statistics_3n[LINEAR].clone()
         vocab_size = self.shards.vocab_size
-        statistics_3n[LINEAR] = loss.target_weight(vocab_size) * target_logit_n
+        statistics_3n[LINEAR] *= loss.target_weight(vocab_size)
         smoothing_h = None
         if loss.label_smoothing:
             smoothing_h = loss.logit_weight(vocab_size) * self.weight.sum(0, dtype=statistics_3n.dtype)
             statistics_3n[LINEAR] += x_nh.to(smoothing_h.dtype) @ smoothing_h
-        return PendingOutput(
-            x_nh, exp_nv, statistics_3n, target_n, owned_n, target_logit_n, loss, vocab_size, smoothing_h
-        )
+        return PendingOutput(x_nh, exp_nv, statistics_3n, target_n, target_logit_n, loss, vocab_size, smoothing_h)
 
     @torch.no_grad()
     def unscaled_input_gradient(self, pending: PendingOutput) -> torch.Tensor:
@@ -114,13 +104,13 @@ class OutputLayer(nn.Module):
     def rescaled_input_gradient(
         self, unscaled_nh: torch.Tensor, pending: PendingOutput, total: GlobalStatistics
     ) -> torch.Tensor:
-        """Turn vocab-2's E W into this shard's part of dX / g, [n, h] in the model's dtype, once C1 is known."""
-        scaled_nh = unscaled_nh * pending.row_scale(total)[:, None]
+        """Turn E W into this shard's part of dX / g, [n, h] in the model's dtype, in place, once C1 is known."""
         if self.weight.shape[0]:
-            scaled_nh.addcmul_(self.weight[pending.target_n], pending.target_entry(total)[:, None])
+            scale_n, entry_n = pending.row_scale(total), pending.target_entry(total)
+            operations_for(unscaled_nh).rescale_(unscaled_nh, self.weight, scale_n, pending.target_n, entry_n)
         if pending.smoothing_h is not None:
-            scaled_nh -= pending.smoothing_h
-        return scaled_nh.to(pending.x_nh.dtype)
+            unscaled_nh -= pending.smoothing_h
+        return unscaled_nh
 
     @torch.no_grad()
     def t_pass(
@@ -128,48 +118,25 @@ class OutputLayer(nn.Module):
     ) -> torch.Tensor | None:
         """Pass T: accumulate the weight gradient into `main_grad`; vocab-1 also returns its part of dX / g, [n, h].
 
+        D is never formed: dW = E^T (c g X) and, in the rows of the targets, their entries times g X. The softmax's row
+        factors ride on X, which is V/p / h times smaller than E.
+
         Args:
-            pending: the state of S; its E is overwritten with D.
+            pending: the state of S.
             total: statistics of the whole vocabulary.
             row_gradient_n: g, the derivative of the loss by every token's loss, fp32 [n]; holds mask, averaging and
                 loss scale.
             input_gradient: return D W (vocab-1).
         """
-        gradient_nv = pending.exp_nv
-        scale_n, entry_n = pending.row_scale(total), pending.target_entry(total)
+        main_grad, x_nh = self.weight.main_grad, pending.x_nh
         if self.weight.shape[0]:
-            for block in range(0, gradient_nv.shape[0], ROWS_PER_BLOCK):
-                span = slice(block, block + ROWS_PER_BLOCK)
-                gradient_nv[span].mul_(scale_n[span, None])
-                _set_target(gradient_nv[span], pending.target_n[span], pending.owned_n[span], entry_n[span])
-        part_nh = gradient_nv @ self.weight if input_gradient else None
-        weighted_x_nh = (pending.x_nh * row_gradient_n[:, None]).to(pending.x_nh.dtype)
-        self.weight.main_grad.add_(gradient_nv.t() @ weighted_x_nh)
+            operations = operations_for(x_nh)
+            weighed_nh = operations.weigh(x_nh, pending.row_scale(total) * row_gradient_n)
+            operations.add_product_(main_grad, pending.exp_nv, weighed_nh)
+            operations.add_rows_(main_grad, pending.target_n, x_nh, pending.target_entry(total) * row_gradient_n)
         if pending.smoothing_h is not None:
-            if part_nh is not None:
-                part_nh = (part_nh - pending.smoothing_h).to(part_nh.dtype)
-            every_row_h = weighted_x_nh.sum(0, dtype=pending.smoothing_h.dtype)
-            self.weight.main_grad.sub_(pending.loss.logit_weight(pending.vocab_size) * every_row_h)
-        return part_nh
-
-
-def _exponentiate(
-    logits_nv: torch.Tensor, target_n: torch.Tensor, owned_n: torch.Tensor, statistics_3n: torch.Tensor
-) -> torch.Tensor:
-    """Replace logits by E in place, its target column by zero; fill a and l, return the target's logit z, [n]."""
-    wide_nv = logits_nv.to(statistics_3n.dtype)
-    max_n = wide_nv.amax(-1)
-    statistics_3n[MAX] = max_n
-    target_logit_n = torch.where(owned_n, wide_nv.gather(-1, target_n[:, None]).squeeze(-1), 0)
-    wide_nv = (wide_nv - max_n[:, None]).exp_()
-    statistics_3n[SUM] = wide_nv.sum(-1)
-    logits_nv.copy_(wide_nv)
-    _set_target(logits_nv, target_n, owned_n, torch.zeros_like(max_n))
-    return target_logit_n
-
-
-def _set_target(matrix_nv: torch.Tensor, target_n: torch.Tensor, owned_n: torch.Tensor, value_n: torch.Tensor) -> None:
-    """Write value_n at every owned row's target column; without a host decision, so the device never waits."""
-    column = target_n[:, None]
-    kept_n = matrix_nv.gather(-1, column).squeeze(-1)
-    matrix_nv.scatter_(-1, column, torch.where(owned_n, value_n.to(matrix_nv.dtype), kept_n)[:, None])
+            every_row_h = row_gradient_n.to(pending.smoothing_h.dtype) @ x_nh.to(pending.smoothing_h.dtype)
+            main_grad.sub_(pending.loss.logit_weight(pending.vocab_size) * every_row_h)
+        if not input_gradient:
+            return None
+        return self.rescaled_input_gradient(self.unscaled_input_gradient(pending), pending, total)

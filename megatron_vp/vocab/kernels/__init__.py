@@ -1,0 +1,1 @@
+"""Triton kernels of passes S, T and IB, for the devices that have Triton."""

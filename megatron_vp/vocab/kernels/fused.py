@@ -1,0 +1,26 @@
+"""The operations of `megatron_vp.vocab.operations` on a GPU: one pass over the data each, no wait for the device."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_vp.vocab.kernels import rows, softmax
+
+
+class FusedOperations:
+    """Triton kernels beside cuBLAS; see `Operations` for what each computes."""
+
+    exponentiate_ = staticmethod(softmax.exponentiate_)
+    rescale_ = staticmethod(rows.rescale_)
+    weigh = staticmethod(rows.weigh)
+    add_rows_ = staticmethod(rows.add_rows_)
+
+    @staticmethod
+    def add_product_(matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:
+        """See `Operations`. 16-bit operands are multiplied into an fp32 matrix without rounding the product first."""
+        if matrix_vh.dtype == left_nv.dtype:
+            matrix_vh.addmm_(left_nv.t(), right_nh)
+        elif matrix_vh.dtype == torch.float32:
+            torch.addmm(matrix_vh, left_nv.t(), right_nh, out_dtype=torch.float32, out=matrix_vh)
+        else:
+            matrix_vh.add_(left_nv.t() @ right_nh)

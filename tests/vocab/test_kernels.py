@@ -1,0 +1,131 @@
+"""The Triton kernels against fp64: on a GPU as they are, without one in Triton's interpreter, and compiled for GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+from megatron_vp.vocab import output  # noqa: E402
+from megatron_vp.vocab.kernels import rows, softmax  # noqa: E402
+from megatron_vp.vocab.kernels.fused import FusedOperations  # noqa: E402
+from tests.vocab.test_output import _distance, _problem, _reference, _sharded  # noqa: E402
+
+# Half a unit in the last place; the interpreter cuts numbers off where a GPU rounds them, which may cost a whole one.
+ROUNDING = {
+    dtype: epsilon * (1 if DEVICE == "cuda" else 2)
+    for dtype, epsilon in ((torch.float32, 2**-24), (torch.bfloat16, 2**-8), (torch.float16, 2**-11))
+}
+
+
+def _random(*shape, dtype=torch.float32, scale=1.0):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))) * scale).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+# A row in registers, one element, a row that is read twice with a last block of one column.
+@pytest.mark.parametrize(("columns", "largest_row"), [(1000, 32768), (1, 32768), (4096 * 2 + 1, 4096)])
+def test_exponentiate(monkeypatch, dtype, columns, largest_row):
+    monkeypatch.setattr(softmax, "LARGEST_ROW", largest_row)
+    tokens = 5
+    logits = _random(tokens, columns, dtype=dtype, scale=5)
+    logits[1] = -1000  # equal logits, far below zero
+    target = torch.tensor([0, -1, columns - 1, columns // 2, -1], device=DEVICE)
+    exp, statistics = logits.clone(), torch.full((3, tokens), torch.nan, device=DEVICE)
+    softmax.exponentiate_(exp, target, statistics)
+
+    wide = logits.double()
+    largest = wide.amax(-1)
+    expected = (wide - largest[:, None]).exp()
+    torch.testing.assert_close(statistics[0].double(), largest, rtol=0, atol=0)
+    torch.testing.assert_close(statistics[1].double(), expected.sum(-1), rtol=1e-6, atol=0)
+    owned = target >= 0
+    picked = torch.where(owned, wide.gather(1, target.clamp(0)[:, None])[:, 0], 0)
+    torch.testing.assert_close(statistics[2].double(), picked, rtol=0, atol=0)
+    expected[owned, target[owned]] = 0
+    torch.testing.assert_close(exp.double(), expected, rtol=ROUNDING[dtype] + 1e-6, atol=1e-7)
+
+
+def test_exponentiate_leaves_what_lies_between_rows_alone():
+    wide = _random(4, 130)
+    logits = wide[:, :100]
+    kept = wide[:, 100:].clone()
+    target, statistics = torch.full((4,), -1, device=DEVICE), torch.empty(3, 4, device=DEVICE)
+    softmax.exponentiate_(logits, target, statistics)
+    assert logits.max() == 1
+    torch.testing.assert_close(wide[:, 100:], kept, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_rescale(dtype):
+    tokens, hidden, vocab = 6, rows.BLOCK + 7, 11
+    product, weight = _random(tokens, hidden, dtype=dtype), _random(vocab, hidden, dtype=dtype)
+    scale, entry = _random(tokens).abs(), _random(tokens, scale=0.5)
+    target = torch.tensor([-1, 0, 10, 10, -1, 3], device=DEVICE)
+    expected = product.double() * scale.double()[:, None]
+    for token in (1, 2, 3, 5):
+        expected[token] += entry[token].double() * weight[target[token]].double()
+    rows.rescale_(product, weight, scale, target, entry)
+    torch.testing.assert_close(product.double(), expected, rtol=ROUNDING[dtype], atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_weigh(dtype):
+    source, factor = _random(3, rows.BLOCK + 1, dtype=dtype), _random(3)
+    expected = source.double() * factor.double()[:, None]
+    torch.testing.assert_close(rows.weigh(source, factor).double(), expected, rtol=ROUNDING[dtype], atol=1e-7)
+
+
+@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighed", [True, False])
+def test_add_rows(main_dtype, weighed):
+    tokens, hidden = 40, rows.BLOCK + 3
+    matrix, source = _random(9, hidden, dtype=main_dtype), _random(tokens, hidden, dtype=torch.bfloat16)
+    row = torch.randint(-2, 9, (tokens,), generator=torch.Generator().manual_seed(1)).clamp(-1).to(DEVICE)
+    row[:12] = 4  # a word that comes often
+    factor = _random(tokens) if weighed else None
+    expected = matrix.double()
+    for token in range(tokens):
+        if row[token] >= 0:
+            expected[row[token]] += source[token].double() * (factor[token].double() if weighed else 1)
+    again = matrix.clone()
+    rows.add_rows_(matrix, row, source, factor)
+    rows.add_rows_(again, row, source, factor)
+    assert torch.equal(matrix, again)
+    torch.testing.assert_close(matrix.double(), expected, rtol=ROUNDING[main_dtype], atol=1e-5)
+
+
+def test_add_rows_of_nothing():
+    matrix = _random(3, 4)
+    before = matrix.clone()
+    rows.add_rows_(matrix, torch.empty(0, dtype=torch.int64, device=DEVICE), matrix[:0], None)
+    assert torch.equal(matrix, before)
+
+
+@pytest.mark.parametrize("algorithm", ["vocab-1", "vocab-2"])
+def test_a_vocabulary_on_kernels_alone(monkeypatch, algorithm):
+    """S and T of all shards: uneven, one empty."""
+    monkeypatch.setattr(output, "operations_for", lambda tensor: FusedOperations())
+    x, weight, labels, row_gradient = (tensor.to(DEVICE) for tensor in _problem(9, torch.float32))
+    losses, input_gradient, weight_gradient = _sharded(x, weight, labels, row_gradient, 4, algorithm)
+    expected = _reference(x, weight, labels, row_gradient)
+    for found, reference in zip((losses, input_gradient, weight_gradient), expected, strict=True):
+        assert _distance(found, reference) < 1e-6
+
+
+def test_kernels_compile_for_gpus():
+    """What the interpreter accepts, the compiler may not; down to machine code it needs no GPU, but no interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.vocab.compile_kernels"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 15
