@@ -30,6 +30,7 @@ GROUPS = {
     "v-shaped placement": "megatron_vp.mcore.v_layout:PATCHES",
     "rank report": "megatron_vp.mcore.rank_report:PLAIN_PATCHES",
     "flash attention": "megatron_vp.mcore.attention:PATCHES",
+    "replay": "megatron_vp.mcore.replay:PATCHES",
 }
 WHEN = {
     "wheel": "always",
@@ -41,6 +42,7 @@ WHEN = {
     "v-shaped placement": "only with --pipeline-schedule zb-v, v-half or v-min",
     "rank report": "only with --rank-report and without --vocab-parallel",
     "flash attention": "only with --core-attention sdpa",
+    "replay": "only in `megatron-vp replay`, with --fake-process-group",
 }
 
 _MISSING = object()

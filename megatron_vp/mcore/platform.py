@@ -74,21 +74,23 @@ def platform_arguments(given: list[str], cpu: bool) -> list[str]:
     choices = _CPU_CHOICES if cpu else () if has_transformer_engine() else _LOCAL_CHOICES
     chosen: list[str] = []
     for option, value in choices:
-        stated = _stated(given, option)
-        if stated is None:
+        value_given = stated(given, option)
+        if value_given is None:
             chosen += [option] if value is None else [option, value]
-        elif value is not None and stated != value:
+        elif value is not None and value_given != value:
             where = "without a CUDA device" if cpu else "without Transformer Engine"
-            raise UserError(f"{option} {stated} cannot work {where}: use {option} {value}, or leave the option out")
+            raise UserError(
+                f"{option} {value_given} cannot work {where}: use {option} {value}, or leave the option out"
+            )
     return chosen
 
 
-def _stated(given: list[str], option: str) -> str | None:
+def stated(given: list[str], option: str) -> str | None:
     """The last value given to an option ("" for a bare flag), or None."""
-    stated = None
+    found = None
     for index, word in enumerate(given):
         name, equals, value = word.partition("=")
         if name == option:
             follower = given[index + 1] if index + 1 < len(given) else "--"
-            stated = value if equals else "" if follower.startswith("--") else follower
-    return stated
+            found = value if equals else "" if follower.startswith("--") else follower
+    return found

@@ -28,25 +28,36 @@ class RankReport:
     """Sums up the training iterations of this rank."""
 
     def __init__(self) -> None:
-        self._milliseconds: dict[str, float] = defaultdict(float)
+        self._pass_milliseconds: list[dict[str, float]] = []
         self._iteration_milliseconds: list[float] = []
         self._microbatches = 0
-        self._parameters = 0
+        self._parameters: list[torch.nn.Parameter] = []
+        self._allocated = self._peak_allocated = 0
         self._peak_in_flight = 0.0
         self._peak_between_s_and_t = 0
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        if pipeline_device().type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self._allocated = torch.cuda.memory_allocated()
 
     def add(self, recorder: Recorder, model: torch.nn.Module | list[torch.nn.Module], microbatches: int) -> None:
         """Add an iteration that `recorder` has finished, and write the report."""
         self._iteration_milliseconds.append(recorder.milliseconds)
+        milliseconds: dict[str, float] = defaultdict(float)
         for span in recorder.spans:
             match span.work:
                 case Run(action):
-                    self._milliseconds[action.kind] += span.computed
+                    milliseconds[action.kind] += span.computed
                 case PassKind() as kind:
-                    self._milliseconds[kind] += span.computed
+                    milliseconds[kind] += span.computed
+        self._pass_milliseconds.append(milliseconds)
         chunks = model if isinstance(model, list) else [model]
         self._microbatches = microbatches
-        self._parameters = sum(p.numel() for chunk in chunks for p in chunk.parameters())
+        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        if pipeline_device().type == "cuda":
+            self._peak_allocated = max(self._peak_allocated, torch.cuda.max_memory_allocated())
         self._write()
 
     def held(self, in_flight: float, between_s_and_t: int = 0) -> None:
@@ -60,15 +71,30 @@ class RankReport:
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
             "pipeline_rank": rank,
-            "parameters": self._parameters,
+            "parameters": sum(parameter.numel() for parameter in self._parameters),
             "microbatches": self._microbatches,
             "peak_microbatches_in_flight": self._peak_in_flight,
             "peak_microbatches_between_s_and_t": self._peak_between_s_and_t,
             "iterations": len(self._iteration_milliseconds),
             "iteration_milliseconds": self._iteration_milliseconds,
-            "pass_milliseconds": dict(self._milliseconds),
+            "pass_milliseconds": _sums(self._pass_milliseconds),
+            "pass_milliseconds_by_iteration": self._pass_milliseconds,
+            "memory_bytes": self._memory(),
         }
         path.write_text(json.dumps(content, indent=1) + "\n")
+
+    def _memory(self) -> dict[str, int]:
+        """Bytes of weights and of main gradients; on a GPU also what was allocated before an iteration and at most."""
+        gradients = [getattr(parameter, "main_grad", None) for parameter in self._parameters]
+        memory = {
+            "parameters": sum(parameter.nbytes for parameter in self._parameters),
+            "gradients": sum(gradient.nbytes for gradient in gradients if gradient is not None),
+        }
+        return memory | ({"allocated": self._allocated, "peak": self._peak_allocated} if self._peak_allocated else {})
+
+
+def _sums(of_iterations: list[dict[str, float]]) -> dict[str, float]:
+    return {kind: sum(each[kind] for each in of_iterations) for kind in of_iterations[0]}
 
 
 _current: RankReport | None = None
@@ -94,6 +120,7 @@ def _timed_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
         report = rank_report()
         if report is None or arguments["forward_only"]:
             return original(**arguments)
+        report.begin()
         _recorder = Recorder(pipeline_device())
         result = original(**arguments)
         _recorder.finish()

@@ -18,6 +18,7 @@ from megatron_vp.mcore.pass_costs import pass_costs
 from megatron_vp.mcore.pipeline_trace import pipeline_trace
 from megatron_vp.mcore.rank_report import rank_report
 from megatron_vp.runtime.groups import pipeline_device
+from megatron_vp.runtime.made_up import MadeUpShapes
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.recorder import Recorder
@@ -59,18 +60,19 @@ def forward_backward(
         raise UserError("collecting non-loss data is not supported with --vocab-parallel; run it without the flag")
     if adjust_tensor_shapes_fn is not None:
         raise UserError("adjusted tensor shapes (distillation) are not supported with --vocab-parallel")
+    args = get_args()
     chunks = model if isinstance(model, list) else [model]
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     cores = unwrap_model(chunks)
     pipeline: Pipeline = getattr(cores[0], PIPELINE_ATTRIBUTE)
     config = get_model_config(chunks[0])
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    shapes = Shapes(seq_length, micro_batch_size, config.hidden_size, config.params_dtype, pipeline_device())
+    sizes = (seq_length, micro_batch_size, config.hidden_size, config.params_dtype, pipeline_device())
+    shapes = MadeUpShapes(*sizes, args.padded_vocab_size) if args.fake_process_group else Shapes(*sizes)
     gradients = not forward_only
 
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    args = get_args()
     method = VocabMethod(args.vocab_parallel_algorithm)
     schedule, programs = _programs(
         args.pipeline_schedule,
@@ -94,6 +96,8 @@ def forward_backward(
         schedule.split_backward,
     )
     report, trace = (rank_report(), pipeline_trace(pipeline.groups)) if gradients else (None, None)
+    if report:
+        report.begin()
     recorder = Recorder(shapes.device) if report or trace else None
     counted = pipeline.run(
         schedule,

@@ -83,6 +83,7 @@ def _vocabulary_options() -> object:
 
 def pipeline_device() -> torch.device:
     """The device on which this process computes and communicates."""
-    if dist.get_backend() == "nccl":
+    # The fake group of a rank without peers says nothing of the device.
+    if dist.get_backend() == "nccl" or (dist.get_backend() == "fake" and torch.cuda.is_available()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -31,6 +31,10 @@ class Shapes:
         """`count` empty rows [count, h] in the model's dtype."""
         return torch.empty(count, self.hidden, dtype=self.dtype, device=self.device)
 
+    def row_factors(self) -> torch.Tensor:
+        """An empty fp32 [n]."""
+        return torch.empty(self.tokens, dtype=torch.float32, device=self.device)
+
     def token_ids(self) -> torch.Tensor:
         """An empty int64 [b, s]."""
         return torch.empty(self.batch, self.sequence, dtype=torch.int64, device=self.device)

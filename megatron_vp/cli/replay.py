@@ -1,0 +1,64 @@
+"""`megatron-vp replay`: one rank of a large job, alone: its pass times and its memory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_vp.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_vp.mcore.replay import Replayed
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("replay", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(replay)
+
+
+def replay(
+    context: typer.Context,
+    config: Annotated[str, typer.Argument(help="YAML file of the job.")],
+    rank: Annotated[int, typer.Option("--rank", help="Which rank of the job, counted as its launcher counts.")],
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", help="Ranks of the job; default: one replica of the model.")
+    ] = None,
+    iterations: Annotated[int, typer.Option("--iterations", min=1, help="Iterations to time, after one more.")] = 3,
+    script: Annotated[str, typer.Option("--script", help="The training script.")] = "pretrain_gpt_vp.py",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the figures as JSON.")] = None,
+) -> None:
+    """Run one rank of a job alone: its real model part and schedule, made-up inputs, no peers.
+
+    Prints the time of every kind of pass and the rank's memory. Needs one device, however many ranks the job has.
+    Any other flag is the job's own:
+
+    \b
+    megatron-vp replay configs/gpt_21b.yaml --rank 31 --vocab-parallel --pipeline-schedule 1f1b
+    """
+    from megatron_vp.mcore.replay import run_alone
+
+    found = run_alone(script, [config], rank, ranks, iterations, context.args)
+    typer.echo(_table(found))
+    if output is not None:
+        try:
+            output.write_text(json.dumps(asdict(found), indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {output}: {error.strerror}") from None
+
+
+def _table(found: Replayed) -> str:
+    lines = [
+        f"pipeline rank {found.pipeline_rank} of {found.pipeline_size}, {found.microbatches} microbatches, alone",
+        f"{'pass':>12}  ms a microbatch",
+        *(f"{kind:>12}  {value:15.3f}" for kind, value in found.pass_milliseconds.items()),
+        f"{'iteration':>12}  {found.iteration_milliseconds:15.3f}  (without waiting for other ranks)",
+        *(f"{name:>12}  {value / 2**30:15.3f}  GiB" for name, value in found.memory_bytes.items()),
+    ]
+    if "peak" not in found.memory_bytes:
+        lines.append("activations and buffers: not measured without a GPU")
+    lines.append(f"for the simulator: --cost {found.costs()}")
+    return "\n".join(lines)

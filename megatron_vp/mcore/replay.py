@@ -1,0 +1,163 @@
+"""One rank of a large job, run alone against a process group without peers (rung 3 of docs/architecture.md).
+
+The rank builds its real part of the model and runs its real program: every pass, in the order of the schedule, on the
+job's shapes. Communication returns at once; what a peer would have sent is made up. Times and memory of the passes are
+those of the job, losses and gradients mean nothing, and waiting for peers is not shown: the simulator adds that.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.config_file import read_leaves
+from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.platform import stated
+
+LEFT_OUT = {
+    *(
+        "data_path",
+        "train_data_path",
+        "valid_data_path",
+        "test_data_path",
+        "per_split_data_args_path",
+        "data_args_path",
+    ),
+    *("mock_data", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"),
+    *("save", "load", "save_interval", "async_save", "tensorboard_dir", "wandb_project", "log_interval"),
+    *("train_iters", "train_samples", "eval_iters", "eval_interval", "exit_interval", "rank_report", "pipeline_trace"),
+    *("lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples"),
+}
+"""Arguments of the job that a replay has no use for: data, checkpoints, logs, lengths."""
+
+PARALLEL_SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What one rank did: medians over the iterations but the first."""
+
+    pipeline_rank: int
+    pipeline_size: int
+    microbatches: int
+    pass_milliseconds: dict[str, float]
+    """Of each kind, the time of all its passes of one microbatch, all chunks of the rank together."""
+    iteration_milliseconds: float
+    """The passes and what lies between them, without waiting for peers."""
+    memory_bytes: dict[str, int]
+    """parameters, gradients, allocated (before an iteration), peak (in it); the last two on a GPU only."""
+
+    def costs(self) -> str:
+        """The times in the form that `megatron-vp schedule --cost` takes."""
+        return ",".join(f"{kind}={value:.4g}" for kind, value in self.pass_milliseconds.items())
+
+
+def run_alone(
+    script: str, configs: Sequence[str], rank: int, ranks: int | None, iterations: int, flags: list[str]
+) -> Replayed:
+    """Run rank `rank` of the job that `configs` and `flags` describe, alone in this process.
+
+    Args:
+        script: path of the training script.
+        configs: YAML files, later ones win.
+        rank: global rank in the job.
+        ranks: size of the job; None for one model replica.
+        iterations: training iterations to time; one more runs before them.
+        flags: any Megatron flag, as on the command line of the job.
+
+    Raises:
+        UserError: a rank outside the job, a missing vocabulary size, and whatever the job itself would refuse.
+    """
+    from megatron_vp.mcore.launch import run_script
+
+    leaves = {leaf.key: leaf.value for leaf in read_leaves(configs) if leaf.value is not None}
+    sizes = [_setting(name, leaves, flags, 1) for name in PARALLEL_SIZES]
+    replica = sizes[0] * sizes[1] * sizes[2]
+    ranks = replica if ranks is None else ranks
+    if ranks % replica or not 0 <= rank < ranks:
+        raise UserError(
+            f"--rank {rank} of --ranks {ranks} is no rank of this job: one replica of the model has {replica} ranks "
+            f"(pipeline x tensor x context = {' x '.join(map(str, sizes))}), and a job has a multiple of them"
+        )
+    if not any(_setting(name, leaves, flags, 0) for name in ("vocab_size", "padded_vocab_size")):
+        raise UserError("a replay reads no tokenizer: give the number of tokens with --vocab-size N")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(_free_port()))
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder) / "job.yaml"
+        kept.write_text(yaml.safe_dump({key: value for key, value in leaves.items() if key not in LEFT_OUT}))
+        report = Path(folder) / "report"
+        every = iterations + 1
+        length = (
+            f"--train-iters {every} --lr-warmup-iters 0 --eval-iters 0 --eval-interval {every} --log-interval {every}"
+        )
+        made_up = "--fake-process-group --mock-data --tokenizer-type NullTokenizer"
+        arguments = ["--config", str(kept), *flags, *length.split(), *made_up.split(), "--rank-report", str(report)]
+        run_script(script, arguments)
+        return _read(next(report.iterdir()), sizes[0])
+
+
+def _made_up_receives(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def communicate(self: Any, **arguments: Any) -> Any:
+        *received, requests = original(self, **arguments)
+        for tensor in received:
+            if tensor is not None:
+                tensor.data.normal_()
+        return *received, requests
+
+    return communicate
+
+
+def _read(path: Path, pipeline_size: int) -> Replayed:
+    report = json.loads(path.read_text())
+    timed = report["pass_milliseconds_by_iteration"][1:]
+    microbatches = report["microbatches"]
+    return Replayed(
+        pipeline_rank=report["pipeline_rank"],
+        pipeline_size=pipeline_size,
+        microbatches=microbatches,
+        pass_milliseconds={
+            kind: statistics.median(iteration[kind] for iteration in timed) / microbatches for kind in timed[0]
+        },
+        iteration_milliseconds=statistics.median(report["iteration_milliseconds"][1:]),
+        memory_bytes=report["memory_bytes"],
+    )
+
+
+PATCHES = (
+    Patch(
+        "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
+        _made_up_receives,
+        "a rank without peers receives normal numbers, not what its memory happened to hold",
+        "(self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs=True)",
+    ),
+)
+"""Applied with --fake-process-group: Megatron's own schedules receive through it."""
+
+
+def _setting(name: str, leaves: dict[str, Any], flags: list[str], default: int) -> int:
+    """What the job gives for an integer argument: the command line wins over the files."""
+    option = "--" + name.replace("_", "-")
+    value = stated(flags, option)
+    try:
+        return int(leaves.get(name, default) if value is None else value)
+    except ValueError:
+        raise UserError(f"{option} {value} is no integer") from None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,36 @@
+"""Buffers of a rank without peers: filled with numbers where a peer would have sent some.
+
+Timing is the purpose, so the numbers are finite and of ordinary size: NaN and denormal numbers are slow on a CPU, and
+what a GPU draws, and with it its clock, depends on the bits that move.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_vp.runtime.model import Shapes
+
+
+@dataclass(frozen=True)
+class MadeUpShapes(Shapes):
+    """`Shapes` whose buffers come filled: normal numbers, and token ids below `vocab_size`."""
+
+    vocab_size: int
+
+    def activation(self) -> torch.Tensor:
+        """An activation or its gradient [s, b, h]."""
+        return super().activation().normal_()
+
+    def rows(self, count: int) -> torch.Tensor:
+        """Rows [count, h]."""
+        return super().rows(count).normal_()
+
+    def token_ids(self) -> torch.Tensor:
+        """Token ids or labels, int64 [b, s]."""
+        return super().token_ids().random_(self.vocab_size)
+
+    def row_factors(self) -> torch.Tensor:
+        """The loss gradient of a mean over the microbatch's tokens, fp32 [n]."""
+        return super().row_factors().fill_(1 / self.tokens)
