@@ -19,7 +19,7 @@ ROOMS = {
 }
 LIBRARIES = {
     "schedule": {"matplotlib"},
-    "vocab": {"torch"},
+    "vocab": {"torch", "triton"},
     "data": {"tokenizers", "transformers", "huggingface_hub"},
     "runtime": {"torch"},
     "mcore": {"torch", "megatron", "omegaconf", "yaml", "numpy", "tokenizers"},
