@@ -85,6 +85,9 @@ def _assemble(
 ) -> Schedule:
     if microbatches < 1:
         raise ValueError(f"{microbatches} microbatches make no schedule")
+    longest = max(map(len, orders), default=0)
+    if microbatches > longest:
+        raise ValueError(f"{microbatches} microbatches, but no rank lists more than {longest} passes")
     split = any(step.kind is PassKind.W for order in orders for step in order)
     return Schedule(str(name), VocabMethod(vocab), placement, microbatches, tuple(map(tuple, orders)), split)
 

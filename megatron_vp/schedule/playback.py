@@ -116,14 +116,36 @@ def play(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[float]) -
 
 
 def _deadlock_message(graph: Graph, orders: Sequence[Sequence[int]], done: set[int]) -> str:
-    stuck, around = [], []
+    """First line: steps that wait for each other in a circle, or the first of them; then every rank that is stuck."""
+    heads = {}
+    around = []
     for rank, order in enumerate(orders):
         place = next((k for k, number in enumerate(order) if number not in done), None)
         if place is None:
             continue
+        heads[rank] = order[place]
         missing = [str(graph.nodes[before]) for before in graph.predecessors[order[place]] if before not in done]
-        stuck.append(f"{graph.nodes[order[place]]}")
         window = [str(graph.nodes[number].action) for number in order[max(0, place - 4) : place + 5]]
         window[min(4, place)] = f">{window[min(4, place)]}<"
         around.append(f"  rank {rank}: ... {' '.join(window)} ...   waits for {', '.join(missing) or 'nothing'}")
-    return "\n".join([f"deadlock: no rank can go on; stuck are {', '.join(stuck)}", *around])
+    return "\n".join([f"deadlock: {_circle(graph, orders, done, heads)}", *around])
+
+
+def _circle(graph: Graph, orders: Sequence[Sequence[int]], done: set[int], heads: dict[int, int]) -> str:
+    listed = {number for order in orders for number in order}
+
+    def awaited(number: int) -> int:
+        """The step that was not run and keeps this one from running."""
+        number = next(before for before in graph.predecessors[number] if before not in done)
+        return number if number in listed else awaited(number)
+
+    waits: dict[int, str] = {}
+    head = next(iter(heads.values()))
+    while head not in waits:
+        step = awaited(head)
+        following = heads[graph.nodes[step].rank]
+        behind = "" if step == following else f", which comes after {graph.nodes[following].action}"
+        waits[head] = f"{graph.nodes[head]} waits for {graph.nodes[step]}{behind}"
+        head = following
+    circle = list(waits.values())[list(waits).index(head) :]
+    return "; ".join(circle[:4]) + ("; ..." if len(circle) > 4 else "")

@@ -135,3 +135,18 @@ def test_a_file_with_a_schedule_that_cannot_run_is_one_line(tmp_path):
     result = run("--from", path)
     assert isinstance(result.exception, UserError)
     assert str(result.exception) == "rank 1 lacks S2 (1f1b, vocab-2)"
+
+
+def test_a_file_with_a_circle_is_one_line_that_names_it(tmp_path):
+    path = tmp_path / "schedule.json"
+    document = json.loads(run(*FAMILY, "--format", "json").stdout)
+    order = document["ranks"][1]
+    first = next(place for place, step in enumerate(order) if step["pass"] == "B")
+    order.insert(0, order.pop(first))
+    path.write_text(json.dumps(document))
+    result = run("--from", path)
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception) == (
+        "deadlock: B0 on rank 1 waits for B0 on rank 2, which comes after F0; "
+        "F0 on rank 2 waits for F0 on rank 1, which comes after B0"
+    )

@@ -132,6 +132,7 @@ def test_json_has_the_agreed_layout():
         (lambda d: d["ranks"][0][0].update(microbatch="one"), "'one'"),
         (lambda d: d.update(ranks=3), "JSON format"),
         (lambda d: d.update(microbatches=0), "0 microbatches"),
+        (lambda d: d.update(microbatches=10**12), "no rank lists more than 2 passes"),
     ],
 )
 def test_a_file_that_is_not_a_schedule_is_refused(change, words):

@@ -266,7 +266,10 @@ def test_a_deadlock_across_ranks_names_what_each_rank_waits_for():
     with pytest.raises(ScheduleError) as caught:
         simulate(schedule)
     first, *around = str(caught.value).splitlines()
-    assert first == "deadlock: no rank can go on; stuck are B1 on rank 0, F1 on rank 1"
+    assert first == (
+        "deadlock: B1 on rank 0 waits for B1 on rank 1, which comes after F1; "
+        "F1 on rank 1 waits for F1 on rank 0, which comes after B1"
+    )
     assert around[0].endswith("waits for gradient:1[1>0]")
     assert around[1].endswith("waits for activation:1[0>1]")
 
