@@ -1,4 +1,4 @@
-"""Pretrain a GPT model with Megatron-Core under the megatron_vp plug-in.
+"""Pretrain a GPT model with Megatron-Core under the megatron_vp plug-in; with --hybrid-layer-pattern a hybrid model.
 
     torchrun --nproc-per-node N pretrain_gpt_vp.py --config FILE.yaml [--vocab-parallel] [any Megatron flag]
 
@@ -29,7 +29,11 @@ from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain, set_startup_timestamps
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
@@ -147,7 +151,8 @@ def main() -> None:
     set_startup_timestamps(program_start=STARTED, main_entry=time.time())
     args = parse_and_validate_args()
     with refused_by_megatron():
-        config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+        model_config = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
+        config = pretrain_cfg_container_from_args(args, model_config(args))
     pretrain(
         config,
         datasets_provider,

@@ -73,12 +73,13 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: a.pipeline_schedule == "interleaved" and (a.virtual_pipeline_model_parallel_size or 1) < 2,
-        "--pipeline-schedule interleaved needs several chunks: use it with --num-virtual-stages-per-pipeline-rank 2",
+        "--pipeline-schedule interleaved needs several chunks: use it with --num-virtual-stages-per-pipeline-rank 2, "
+        "or with a hybrid model whose --hybrid-layer-pattern has two or more segments a rank",
     ),
     Refusal(
         lambda a: a.pipeline_schedule in V_SHAPED_SCHEDULES and a.virtual_pipeline_model_parallel_size != 2,
         "--pipeline-schedule {pipeline_schedule} has two chunks a rank: leave --pipeline-model-parallel-layout out, or "
-        "give it two segments a rank",
+        "give it (of a hybrid model, --hybrid-layer-pattern) two segments a rank",
     ),
     Refusal(
         lambda a: (
@@ -102,10 +103,6 @@ REFUSALS = (
     Refusal(
         lambda a: a.vocab_parallel and a.num_experts,
         "--vocab-parallel with --num-experts is not tested: use a dense model, or leave --vocab-parallel out",
-    ),
-    Refusal(
-        lambda a: a.vocab_parallel and (a.hybrid_layer_pattern or a.is_hybrid_model),
-        "--vocab-parallel with a hybrid model is not supported yet: use a GPT model",
     ),
     Refusal(
         lambda a: a.vocab_parallel and (a.use_megatron_fsdp or a.use_torch_fsdp2),
@@ -374,7 +371,8 @@ def _lay_out_in_a_v(args: argparse.Namespace) -> None:
             f"--pipeline-schedule {args.pipeline_schedule} has two chunks a rank by itself: leave "
             f"--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank out"
         )
-    if args.pipeline_model_parallel_layout is None:
+    hybrid = args.hybrid_layer_pattern is not None or args.hybrid_override_pattern is not None
+    if args.pipeline_model_parallel_layout is None and not hybrid and args.num_layers is not None:
         args.pipeline_model_parallel_layout = even_layout(args.num_layers, args.pipeline_model_parallel_size)
 
 

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.utils import unwrap_model
 
 from megatron_vp.errors import UserError
 
@@ -42,10 +42,11 @@ class Capture:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss_func: Callable[..., Any]
+    signature: inspect.Signature
 
     def argument(self, name: str) -> Any:
         """The value that the model's parameter `name` would have got; None where it was left out."""
-        return _signature().bind_partial(None, *self.args, **self.kwargs).arguments.get(name)
+        return self.signature.bind_partial(None, *self.args, **self.kwargs).arguments.get(name)
 
 
 def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.nn.Module) -> Capture:
@@ -61,9 +62,9 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
             f"forward_step called it {len(probe.calls)} times; call the model once or run without --vocab-parallel"
         )
     args, kwargs = probe.calls[0]
-    return Capture(args, kwargs, loss_func)
+    return Capture(args, kwargs, loss_func, _signature(type(unwrap_model(model))))
 
 
 @cache
-def _signature() -> inspect.Signature:
-    return inspect.signature(GPTModel.forward)
+def _signature(model: type) -> inspect.Signature:
+    return inspect.signature(model.forward)

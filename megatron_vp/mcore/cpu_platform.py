@@ -109,6 +109,15 @@ def _norm_under_sequence_parallelism(original: Callable[..., Any]) -> Callable[.
     return new
 
 
+def _torch_norm(original: type) -> Callable[..., torch.nn.Module]:
+    def norm(config: Any, hidden_size: int, eps: float = 1e-5, has_residual: bool = False) -> torch.nn.Module:
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        return WrappedTorchNorm(config, hidden_size, eps)
+
+    return norm
+
+
 def _with_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def sharded_state_dict(
@@ -176,6 +185,12 @@ LOCAL_PATCHES = (
         "torch's norms work under sequence parallelism once their gradients are marked for the reduction",
         "(cls, config, hidden_size, eps=1e-05, persist_layer_norm=False, zero_centered_gamma=False, "
         "normalization='LayerNorm')",
+    ),
+    Patch(
+        "megatron.core.models.hybrid.hybrid_block:TENorm",
+        _torch_norm,
+        "a hybrid model's final norm is Transformer Engine's whatever its layers are",
+        "(config, hidden_size, eps=1e-05, has_residual=False)",
     ),
     Patch(
         f"{_DISTRIBUTED_OPTIMIZER}.sharded_state_dict",

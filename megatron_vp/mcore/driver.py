@@ -89,6 +89,8 @@ class MegatronModel:
         schedules.set_current_microbatch(part.model, microbatch)
         part.core.set_input_tensor(input_sbh)
         output_sbh = part.model(*captured.args, **captured.kwargs, **self._output_options)
+        if output_sbh is input_sbh:  # a hybrid segment without layers; its input has to outlive its output
+            output_sbh = input_sbh.clone()
         # The loss function is still to come, the attention mask has done its work.
         captured.args, captured.kwargs = (), {}
         self._stop_timer("forward-compute")

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from megatron.core.utils import get_pg_rank
 from megatron.training import get_args
 from megatron.training.models.gpt import GPTModelBuilder
+from megatron.training.models.hybrid import HybridModelBuilder
 from torch import nn
 
 from megatron_vp.errors import UserError
@@ -58,17 +60,30 @@ class ShardedWordEmbedding(EmbeddingLayer):
 
 
 class ShardedOutputLayer(OutputLayer):
-    """A shard of the output layer in the place of Megatron's `output_layer`."""
+    """A shard of the output layer in the place of Megatron's `output_layer`.
+
+    Like Megatron's it has an extra state, which is empty: checkpoints of hybrid models hold the entry.
+    """
 
     def __init__(self, weight: nn.Parameter, shards: VocabShards, index: int, tied: bool) -> None:
         super().__init__(weight, shards, index)
         self.tied = tied
+        self._register_load_state_dict_pre_hook(lambda state, prefix, *_: state.setdefault(f"{prefix}_extra_state"))
+
+    def get_extra_state(self) -> None:
+        """Nothing."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing to set."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, ShardedTensor]:
+    ) -> dict[str, ShardedTensor | ShardedObject]:
         """The shard as rows of one global tensor; a tied weight is saved with the embedding, as in plain Megatron."""
-        return {} if self.tied else _sharded_weight(self, prefix, sharded_offsets, metadata)
+        replica = (0, self.index, get_pg_rank(metadata["dp_cp_group"]))
+        extra = make_sharded_object_for_checkpoint(None, f"{prefix}_extra_state", replica_id=replica)
+        weight = {} if self.tied else _sharded_weight(self, prefix, sharded_offsets, metadata)
+        return {**weight, f"{prefix}_extra_state": extra}
 
 
 class WordEmbeddingHolder(MegatronModule):
@@ -79,8 +94,8 @@ class WordEmbeddingHolder(MegatronModule):
         self.word_embeddings = word_embeddings
 
 
-class VocabularyParallelGPTBuilder(GPTModelBuilder):
-    """Megatron's builder of GPT models, followed by the surgery."""
+class _Sharding:
+    """Megatron's builder of one chunk, followed by the surgery; a base of classes beside that builder."""
 
     def build_model(
         self,
@@ -93,6 +108,14 @@ class VocabularyParallelGPTBuilder(GPTModelBuilder):
         ends = _ends(pg_collection.pp, vp_stage or 0)
         chunk = super().build_model(pg_collection, vp_stage=vp_stage, **ends)
         return shard_vocabulary(chunk, pg_collection.pp, vp_stage or 0)
+
+
+class VocabularyParallelGPTBuilder(_Sharding, GPTModelBuilder):
+    """Builds GPT models."""
+
+
+class VocabularyParallelHybridBuilder(_Sharding, HybridModelBuilder):
+    """Builds hybrid models."""
 
 
 def sharding_get_model(original: Callable[..., list[nn.Module]]) -> Callable[..., list[nn.Module]]:
@@ -128,7 +151,7 @@ def shard_vocabulary(chunk: nn.Module, pipeline_group: dist.ProcessGroup, index:
     if not hasattr(chunk, "share_embeddings_and_output_weights"):
         raise UserError(
             f"vocabulary parallelism needs a language model with Megatron's embedding and output_layer, the script "
-            f"built a {type(chunk).__name__}; build a GPTModel or run without --vocab-parallel"
+            f"built a {type(chunk).__name__}; build a GPTModel or HybridModel, or run without --vocab-parallel"
         )
     placement = pipeline_placement(get_args())
     rank = dist.get_rank(pipeline_group)

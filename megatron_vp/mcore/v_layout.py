@@ -1,8 +1,9 @@
-"""V-shaped placement of layers, through Megatron's own layout class.
+"""V-shaped placement of layers, through Megatron's own layout class and its choice of a hybrid pattern's segment.
 
 Megatron lays the segments of `--pipeline-model-parallel-layout` out in rounds: chunk c of rank r is virtual stage
 c p + r. In a V the second chunk runs backwards over the ranks, so that rank 0 holds the first and the last stage. The
-layout string keeps Megatron's meaning, segments in the order of the stages, and is what checkpoints and logs record.
+layout string keeps Megatron's meaning, segments in the order of the stages, and is what checkpoints and logs record. So
+do the segments of `--hybrid-layer-pattern`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -52,12 +54,31 @@ def _v_shaped(original: Callable[..., PipelineParallelLayerLayout]) -> Callable[
     return from_str
 
 
+def _v_shaped_segments(original: Callable[..., tuple[list[str], int]]) -> Callable[..., tuple[list[str], int]]:
+    def select_pipeline_segment(
+        main_pattern: str, pp_group: dist.ProcessGroup, vp_stage: int | None, **_options: object
+    ) -> tuple[list[str], int]:
+        """Layer types of the chunk's segment, and the number of layers before it."""
+        segments = main_pattern.split("|")
+        stage = Placement.v_shape(pp_group.size()).stage_of[pp_group.rank()][vp_stage or 0]
+        return list(segments[stage]), sum(map(len, segments[:stage]))
+
+    return select_pipeline_segment
+
+
 PATCHES = (
     Patch(
         "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout.from_str",
         _v_shaped,
         "place the second chunk of every rank backwards, in a V",
         "(layout, pipeline_model_parallel_size)",
+    ),
+    Patch(
+        "megatron.core.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
+        _v_shaped_segments,
+        "place the second segment of every rank's hybrid layers backwards, in a V",
+        "(main_pattern, pp_group, vp_stage, first_stage_layers=None, last_stage_layers=None, tp_group=None, "
+        "dp_cp_group=None)",
     ),
 )
 """Applied with a V-shaped --pipeline-schedule."""

@@ -51,6 +51,12 @@ PATCHES: tuple[Patch, ...] = (
         "value",
     ),
     Patch(
+        "megatron.training.models.hybrid:HybridModelConfig.builder",
+        lambda original: "megatron_vp.mcore.model.VocabularyParallelHybridBuilder",
+        "shard the vocabulary layers of models that Megatron's hybrid builder makes",
+        "value",
+    ),
+    Patch(
         "megatron.training.training:get_model",
         _get_model,
         "shard the vocabulary layers of models that a script's own model_provider makes",

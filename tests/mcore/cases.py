@@ -102,6 +102,15 @@ PROOFS = (
         "mcore/test_launch.py::test_somebodys_own_script_trains_unchanged_with_and_without_vocabulary_parallelism",
     ),
     Proof(
+        "a HybridModel of attention and MLP layers (`megatron_vp.mcore.hybrid_stack`), cut by the "
+        "bars of its pattern, two segments a rank in interleaved and V-shaped schedules",
+        "mcore/test_hybrid.py::test_every_step_equals_plain_megatron",
+    ),
+    Proof(
+        "a hybrid model's checkpoint in plain Megatron and back",
+        "mcore/test_hybrid.py::test_a_checkpoint_continues_in_plain_megatron_and_back",
+    ),
+    Proof(
         "label smoothing and z-loss, against an eager loss inside plain Megatron, which has neither",
         "mcore/test_losses.py::test_losses_and_gradients",
     ),
@@ -110,6 +119,6 @@ PROOFS = (
 
 NOT_YET = (
     "CUDA, NCCL, several nodes",
-    "Transformer Engine's layers",
+    "Transformer Engine's layers, among them the Mamba, gated delta net and latent attention layers of hybrid models",
 )
 """Neither tested nor refused."""

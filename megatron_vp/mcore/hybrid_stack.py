@@ -1,0 +1,35 @@
+"""Layers of a hybrid model that run without Transformer Engine: attention (`*`) and MLP (`-`).
+
+    --hybrid-layer-pattern "*-*-|*-*-" --spec megatron_vp.mcore.hybrid_stack local_stack_spec
+
+Megatron's own stacks are made of Transformer Engine's layers, and their Mamba and gated delta net layers need CUDA
+kernels besides. Import this module through `--spec` only: it takes the layers as they are patched then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+_whole = get_gpt_layer_local_submodules()
+_nothing = TransformerLayerSubmodules()
+_ATTENTION = ("input_layernorm", "self_attention", "self_attn_bda")
+_MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda")
+
+
+def _only(parts: tuple[str, ...]) -> TransformerLayerSubmodules:
+    return dataclasses.replace(_nothing, **{name: getattr(_whole, name) for name in parts})
+
+
+local_stack_spec = ModuleSpec(
+    module=HybridStack,
+    submodules=HybridStackSubmodules(
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=_only(_ATTENTION)),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=_only(_MLP)),
+    ),
+)
