@@ -150,6 +150,10 @@ class MegatronModel:
 
     def finish(self) -> None:
         """The end of the schedule: start the gradient synchronisations that have not started yet."""
+        for chunk in self._chunks:
+            # A loader's workers are told to stop when the last reference to their iterator goes, and under
+            # --exit-signal-handler nothing else stops them: this one must not wait for the garbage collector.
+            chunk.data_iterator = None
         if not self._gradients:
             return
         aligned = _listed(self._config.grad_sync_func, len(self._chunks))
