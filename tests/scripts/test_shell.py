@@ -1,0 +1,20 @@
+"""Every shell script passes shellcheck."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(
+    path.relative_to(ROOT)
+    for path in [*(ROOT / "scripts").rglob("*.sh"), *(ROOT / "scripts").rglob("*.sbatch"), ROOT / ".ci" / "run"]
+)
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck not found: apt-get install shellcheck")
+@pytest.mark.parametrize("path", SCRIPTS, ids=str)
+def test_shellcheck_has_nothing_to_say(path):
+    done = subprocess.run(["shellcheck", "-x", path], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
