@@ -12,6 +12,8 @@ from megatron_vp.schedule.passes import Pass
 class Channel(StrEnum):
     """Point-to-point traffic; each (source, target, channel) is a communicator of its own."""
 
+    __hash__ = str.__hash__  # see PassKind
+
     ACTIVATION = "activation"
     GRADIENT = "gradient"
     LABELS = "labels"
@@ -24,6 +26,8 @@ class Channel(StrEnum):
 
 class CollectiveKind(StrEnum):
     """Operations of all ranks on the vocabulary communicator."""
+
+    __hash__ = str.__hash__  # see PassKind
 
     TOKENS = "TOKENS"
     """tokens and labels of a microbatch to every rank"""

@@ -18,6 +18,8 @@ class ScheduleError(ValueError):
 class PassKind(StrEnum):
     """What a pass computes."""
 
+    __hash__ = str.__hash__  # an enum's own is Python code, and large schedules hash passes millions of times
+
     IF = "IF"
     """embedding rows of the rank's vocabulary shard"""
     F = "F"

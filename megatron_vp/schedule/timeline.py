@@ -85,6 +85,7 @@ class Player:
     Raises ScheduleError for a missing, repeated or foreign pass and for an order that cannot proceed.
     """
 
+    @collector_paused()
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         check_passes(schedule)
         graph = build_graph(schedule)
