@@ -15,7 +15,8 @@ ROOMS = {
     "data": set(),
     "runtime": {"vocab", "schedule"},
     "mcore": {"runtime", "vocab", "schedule", "data"},
-    "cli": {"mcore", "schedule", "data"},
+    "cost": {"schedule"},
+    "cli": {"mcore", "cost", "schedule", "data"},
 }
 LIBRARIES = {
     "schedule": {"matplotlib"},
@@ -23,6 +24,7 @@ LIBRARIES = {
     "data": {"tokenizers", "transformers", "huggingface_hub"},
     "runtime": {"torch"},
     "mcore": {"torch", "megatron", "omegaconf", "yaml", "numpy", "tokenizers"},
+    "cost": {"matplotlib"},
     "cli": {"typer", "rich"},
 }
 
@@ -54,7 +56,8 @@ def test_imports_of_a_room(room):
 
 def test_schedules_and_help_need_neither_torch_nor_megatron():
     code = (
-        "import sys, megatron_vp.cli.app, megatron_vp.schedule.lowering, megatron_vp.schedule.generators;"
+        "import sys, megatron_vp.cli.app, megatron_vp.schedule.lowering, megatron_vp.schedule.generators, "
+        "megatron_vp.cost.tables_text, megatron_vp.cost.draw;"
         "print(sorted({'torch', 'megatron', 'numpy', 'matplotlib', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

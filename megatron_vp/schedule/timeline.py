@@ -106,16 +106,31 @@ class Player:
     @collector_paused()
     def play(self, costs: Costs) -> Timeline:
         """Times of every pass, each as early as its rank and its dependencies allow."""
-        took, before = self._durations(costs), self._before
-        start, end = [0.0] * len(took), [0.0] * len(took)
-        for number in self._order:
-            start[number] = begin = max([end[earlier] for earlier in before[number]], default=0.0)
-            end[number] = begin + took[number]
+        start, end = self._times(costs)
         spans = tuple(tuple((start[number], end[number]) for number in order) for order in self._orders)
         operations = {
             node: (start[number], end[number]) for number, node in enumerate(self._nodes) if not isinstance(node, Step)
         }
         return Timeline(self.schedule, costs, spans, operations)
+
+    @collector_paused()
+    def critical_path(self, costs: Costs) -> list[Step | Operation]:
+        """Passes and operations, the first one first, each waiting for the one before: together the makespan."""
+        start, end = self._times(costs)
+        number = max(range(len(end)), key=end.__getitem__)
+        path = [number]
+        while self._before[number] and start[number] > 0:
+            number = max(self._before[number], key=end.__getitem__)
+            path.append(number)
+        return [self._nodes[number] for number in reversed(path)]
+
+    def _times(self, costs: Costs) -> tuple[list[float], list[float]]:
+        took, before = self._durations(costs), self._before
+        start, end = [0.0] * len(took), [0.0] * len(took)
+        for number in self._order:
+            start[number] = begin = max([end[earlier] for earlier in before[number]], default=0.0)
+            end[number] = begin + took[number]
+        return start, end
 
 
 @collector_paused()

@@ -1,0 +1,22 @@
+"""Where a command's result goes: the screen or a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from megatron_vp.errors import UserError
+
+
+def write(content: str | bytes, output: Path | None) -> None:
+    """Write to `output`, or print where it is None. Raises UserError for a picture without a file, and a bad file."""
+    if output is None:
+        if isinstance(content, bytes):
+            raise UserError("a PNG does not go to the screen; name a file with -o")
+        typer.echo(content, nl=False)
+        return
+    try:
+        output.write_bytes(content if isinstance(content, bytes) else content.encode())
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}") from None

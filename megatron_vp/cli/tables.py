@@ -1,0 +1,78 @@
+"""`megatron-vp tables`: the paper's tables, predicted, beside what was published."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_vp.cli.output import write
+from megatron_vp.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_vp.cost.paper import CellPrediction
+    from megatron_vp.cost.published import Cell
+
+
+class Format(StrEnum):
+    """What to print or write."""
+
+    TABLE = "table"
+    CSV = "csv"
+    PNG = "png"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("tables")(tables)
+
+
+def tables(
+    published: Annotated[
+        Path | None,
+        typer.Option(help="CSV with published cells to compare with; columns as in the package's published_mfu.csv."),
+    ] = None,
+    output_format: Annotated[Format, typer.Option("--format", help="What to show.")] = Format.TABLE,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write instead of the screen.")] = None,
+) -> None:
+    """Predict every cell of the paper's tables 5 (1F1B) and 6 (V-Half), and table 3, without a GPU.
+
+    MFU is model FLOPs over 320 (table 5) and 312 (table 6) TFLOP/s; memory is the allocator's peak of the worst rank in
+    GiB. With --published, adds the published values, the relative error of each, and their mean and largest.
+    """
+    from megatron_vp.cost.published import jobs, read_cells
+    from megatron_vp.cost.tables import make_rows, to_csv
+
+    if output_format is Format.PNG and output is None:
+        raise UserError("a PNG does not go to the screen; name a file with -o")
+    known = {} if published is None else read_cells(published)
+    rows = make_rows(_predict(list(jobs())), known)
+    match output_format:
+        case Format.CSV:
+            write(to_csv(rows), output)
+        case Format.TABLE:
+            from megatron_vp.cost.tables_text import to_text
+
+            write(to_text(rows), output)
+        case Format.PNG:
+            from megatron_vp.cost.draw import picture
+
+            write(picture(rows), output)
+
+
+def _predict(cells: list[Cell]) -> list[CellPrediction]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from megatron_vp.cost.paper import predict_cells
+
+    found = []
+    with Progress(transient=True, console=Console(stderr=True)) as progress:
+        task = progress.add_task("predicting cells", total=len(cells))
+        for group in predict_cells(cells, processes=len(os.sched_getaffinity(0))):
+            found += group
+            progress.advance(task, len(group))
+    return found

@@ -1,0 +1,65 @@
+"""The few numbers that are fitted; everything else follows from sizes, data sheets and counting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What `megatron-vp calibrate` fits to the published cells, pass times and scaling factors.
+
+    matrix: share of the peak FLOP/s that products of large matrices reach under sustained load.
+    attention_forward, attention_backward: share that the attention kernels reach, counting the causal half.
+    newer_attention: how many times faster attention is in the code base of the V-Half runs.
+    bandwidth: share of the memory bandwidth that streaming kernels reach.
+    layer_bytes: bytes that a layer's forward moves beside its products, a token and hidden unit; the backward twice.
+    score_bytes: bytes that S and T of vocab-1 together move a logit.
+    gap: seconds that a pass takes beside its work: launches, and handing over.
+    slow_rank: how much longer the slowest of the ranks takes for the same work than their mean.
+    idle_boost: how much less a pass takes on a rank that idles a lot, whose clock is not throttled.
+    network: bandwidth of a collective between nodes, in units of one GPU's network bandwidth.
+    """
+
+    matrix: float
+    attention_forward: float
+    attention_backward: float
+    newer_attention: float
+    bandwidth: float
+    layer_bytes: float
+    score_bytes: float
+    gap: float
+    slow_rank: float
+    idle_boost: float
+    network: float
+
+    def with_newer_attention(self) -> Constants:
+        """The same with the attention kernels of the V-Half runs."""
+        return replace(
+            self,
+            attention_forward=self.attention_forward * self.newer_attention,
+            attention_backward=self.attention_backward * self.newer_attention,
+            newer_attention=1.0,
+        )
+
+
+FITTED = Constants(
+    matrix=0.806,
+    attention_forward=0.2055,
+    attention_backward=0.3534,
+    newer_attention=2.04,
+    bandwidth=0.8376,
+    layer_bytes=139.6,
+    score_bytes=60.86,
+    gap=0.0001785,
+    slow_rank=0.03972,
+    idle_boost=0.06086,
+    network=1.5,
+)
+"""The result of `megatron-vp calibrate`: 8 and 16 A100, fp16, Megatron with unfused cross entropy."""
+
+CALIBRATED = FITTED.with_newer_attention()
+"""What predictions use unless told otherwise."""
+
+ERROR_BAND = {"time": 0.03, "memory": 0.03}
+"""Largest relative error, rounded, of setups that the fit had not seen: `megatron-vp calibrate`. For A100s and fp16."""

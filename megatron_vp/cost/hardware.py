@@ -1,0 +1,112 @@
+"""Hardware as data: what one GPU can do, and how GPUs are joined."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from megatron_vp.errors import UserError
+
+TERA, GIGA, GIB = 1e12, 1e9, 2**30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Nominal figures of one GPU and its place in a node.
+
+    peak_flops: dense FLOP/s in bf16 and fp16, no sparsity. memory: bytes. memory_bandwidth: bytes/s. link_bandwidth and
+    network_bandwidth: bytes/s of one GPU in one direction, inside a node and between nodes.
+    source: where the figures are from.
+    """
+
+    name: str
+    title: str
+    peak_flops: float
+    memory: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float
+    gpus_per_node: int
+    source: str
+
+
+_ALL = (
+    Hardware(
+        name="a100",
+        title="NVIDIA A100 80 GB SXM",
+        peak_flops=312 * TERA,
+        memory=80 * GIB,
+        memory_bandwidth=2039 * GIGA,
+        link_bandwidth=300 * GIGA,
+        network_bandwidth=25 * GIGA,
+        gpus_per_node=8,
+        source="NVIDIA A100 Tensor Core GPU data sheet (NVLink 600 GB/s both ways); DGX A100: one 200 Gb/s port a GPU",
+    ),
+    Hardware(
+        name="h100",
+        title="NVIDIA H100 80 GB SXM",
+        peak_flops=989.4 * TERA,
+        memory=80 * GIB,
+        memory_bandwidth=3350 * GIGA,
+        link_bandwidth=450 * GIGA,
+        network_bandwidth=50 * GIGA,
+        gpus_per_node=8,
+        source="NVIDIA H100 Tensor Core GPU data sheet (NVLink 900 GB/s both ways); DGX H100: one 400 Gb/s port a GPU",
+    ),
+    Hardware(
+        name="h200",
+        title="NVIDIA H200 141 GB SXM",
+        peak_flops=989.4 * TERA,
+        memory=141 * GIGA,
+        memory_bandwidth=4800 * GIGA,
+        link_bandwidth=450 * GIGA,
+        network_bandwidth=50 * GIGA,
+        gpus_per_node=8,
+        source="NVIDIA H200 Tensor Core GPU data sheet (NVLink 900 GB/s both ways); DGX H200: one 400 Gb/s port a GPU",
+    ),
+    Hardware(
+        name="b200",
+        title="NVIDIA B200 180 GB",
+        peak_flops=2250 * TERA,
+        memory=180 * GIGA,
+        memory_bandwidth=8000 * GIGA,
+        link_bandwidth=900 * GIGA,
+        network_bandwidth=50 * GIGA,
+        gpus_per_node=8,
+        source="NVIDIA DGX B200 data sheet, an eighth of it (NVLink 1.8 TB/s both ways); one 400 Gb/s port a GPU",
+    ),
+    Hardware(
+        name="mi300x",
+        title="AMD Instinct MI300X 192 GB",
+        peak_flops=1307.4 * TERA,
+        memory=192 * GIGA,
+        memory_bandwidth=5300 * GIGA,
+        link_bandwidth=448 * GIGA,
+        network_bandwidth=50 * GIGA,
+        gpus_per_node=8,
+        source="AMD Instinct MI300X and platform data sheets: seven links of 64 GB/s a direction; 400 Gb/s a GPU",
+    ),
+    Hardware(
+        name="cpu",
+        title="one CPU core of a small machine",
+        peak_flops=0.1 * TERA,
+        memory=4 * GIB,
+        memory_bandwidth=10 * GIGA,
+        link_bandwidth=2 * GIGA,
+        network_bandwidth=0.1 * GIGA,
+        gpus_per_node=64,
+        source="an order of magnitude for fp32 on one core with AVX2 at 3 GHz (32 FLOPs a cycle); measure your own",
+    ),
+)
+
+HARDWARE = {entry.name: entry for entry in _ALL}
+"""Descriptions by name."""
+
+
+def find_hardware(name: str) -> Hardware:
+    """The description called `name`, in any case. Raises UserError for an unknown one."""
+    found = HARDWARE.get(name.lower())
+    if found is None:
+        near = difflib.get_close_matches(name.lower(), HARDWARE, 1, 0)
+        raise UserError(f"hardware {name!r} is unknown; nearest is {near[0]!r}, known are {', '.join(HARDWARE)}")
+    return found

@@ -1,0 +1,48 @@
+"""How many transformer layers every virtual stage gets."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_vp.cost.flops import layer_flops, output_flops
+from megatron_vp.cost.shapes import Job
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import Placement
+
+
+def equal_layers(job: Job, stages: int) -> tuple[int, ...]:
+    """The same number for every stage. Raises UserError where the layers do not divide."""
+    each, rest = divmod(job.model.layers, stages)
+    if rest or not each:
+        raise UserError(
+            f"{job.model.layers} layers cannot be split equally over {stages} stages; choose a divisor, or a layout of "
+            "your own"
+        )
+    return (each,) * stages
+
+
+def redistributed_layers(job: Job, placement: Placement | None = None) -> tuple[int, ...]:
+    """Fewer layers on the rank with the output layer, the paper's `redis`; by virtual stage, one a rank by default.
+
+    That rank gets max(0, ceil((L + o) / p - o)) layers, o being the output layer's FLOPs in layers: this gives all four
+    published eight-GPU layouts. The others share the rest as evenly as whole layers allow, the later stages taking the
+    larger shares. Raises UserError where the layers do not suffice for all other stages.
+    """
+    placement = placement or Placement.linear(job.pipeline)
+    layers, p = job.model.layers, placement.ranks
+    output = output_flops(job) / layer_flops(job)
+    last = max(0, math.ceil((layers + output) / p - output - 1e-9))
+    own = sorted(placement.stage_of[placement.last_rank], reverse=True)
+    others = [stage for stage in range(placement.stages) if stage not in own]
+    if not others or layers - last < len(others):
+        raise UserError(
+            f"{layers} layers are too few to redistribute over {placement.stages} stages; use fewer stages or chunks"
+        )
+    found = dict(zip(others, _spread(layers - last, len(others)), strict=True))
+    found |= zip(own, _spread(last, len(own)), strict=True)
+    return tuple(found[stage] for stage in range(placement.stages))
+
+
+def _spread(layers: int, stages: int) -> tuple[int, ...]:
+    each, larger = divmod(layers, stages)
+    return (each,) * (stages - larger) + (each + 1,) * larger

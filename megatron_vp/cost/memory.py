@@ -1,0 +1,166 @@
+"""Where the memory of every rank goes: what stays, and what the schedule's own order of passes makes come and go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from megatron_vp.cost.flops import layer_weights
+from megatron_vp.cost.shapes import Job, Recompute
+from megatron_vp.schedule import PassKind, Schedule, VocabMethod
+
+GIB = 2**30
+
+WORKING_SET = 24.5
+"""Bytes a token and hidden unit that the backward of one layer needs beside what the forward kept."""
+
+SPLIT_BACKWARD = 52
+"""The same for gradients kept between B and W: 18 of one layer's output gradients, 34 of one more layer that waits."""
+
+EMBEDDED = 2.7
+"""Bytes a token and hidden unit of a microbatch in flight on the first stage: the exchanged rows, a dropout mask."""
+
+SHARED_BUFFERS = 11
+"""Bytes a token and hidden unit for copies of X and of its gradient between S, T and their collectives."""
+
+SCORES = 6
+"""Bytes a logit while output layer passes run: fp32 for the loss, 16 bits for the product. fp32 stays until B."""
+
+WORKSPACES = 0.1 * GIB
+"""Small tensors and the workspaces of cuBLAS, inside PyTorch's allocator."""
+
+OUTSIDE = 1.5 * GIB
+"""Outside PyTorch's allocator: CUDA context, kernels, NCCL's buffers. An estimate, not a measurement."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank at its peak, by what they hold. Of `framework`, OUTSIDE is not in the allocator's count."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    vocabulary: float
+    communication: float
+    framework: float
+
+    @property
+    def allocated(self) -> float:
+        """What PyTorch's allocator reports as its peak."""
+        return self.total - OUTSIDE
+
+    @property
+    def total(self) -> float:
+        """What the device must have."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """Bytes by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def layer_activations(job: Job) -> float:
+    """Bytes one layer keeps of a microbatch on one rank, attention fused: 34 bytes a token and hidden unit for a plain
+    GPT in 16 bits with dropout (Korthikanti et al., 2022, equation 2 without the attention scores).
+    """
+    model, wide, t = job.model, job.element_bytes, job.tensor
+    shared = wide * 2 * model.hidden + model.hidden * (wide + 2 * model.dropout)
+    if job.recompute is Recompute.FULL:
+        return job.tokens * wide * model.hidden / (t if job.sequence_parallel else 1)
+    keys = max(model.keys // t, model.head_size)
+    attention = wide * (2 * model.queries / t + 2 * keys) + 4 * model.heads / t
+    mlp = model.mlps_per_token * wide * (3 if model.gated else 2) * model.ffn / t
+    # Inputs of both norms and of the projections they feed; masks of both dropouts.
+    shared += wide * model.hidden * (model.mlps_per_token if model.experts else 1)
+    return job.tokens * (shared / (t if job.sequence_parallel else 1) + attention + mlp)
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Memory of the ranks of `job` that run `schedule`, with `layers` transformer layers by virtual stage."""
+
+    job: Job
+    schedule: Schedule
+    layers: tuple[int, ...]
+
+    def parameters(self, rank: int) -> int:
+        """Parameters on a rank: its layers, and its rows of the vocabulary layers."""
+        job, placement = self.job, self.schedule.placement
+        held = sum(self.layers[stage] for stage in placement.stage_of[rank]) * layer_weights(job)
+        hidden, tied = job.model.hidden, job.model.tied
+        if self.schedule.vocab is not VocabMethod.NONE:
+            return held + (1 if tied else 2) * job.shard_rows * hidden
+        ends = {(placement.first_rank, "embedding"), (placement.last_rank, "embedding" if tied else "output")}
+        return held + sum(job.whole_rows * hidden for end, _ in ends if end == rank)
+
+    def rank(self, rank: int) -> RankMemory:
+        """The peak of a rank: inside the passes, or in the optimizer step, which holds narrow gradients in fp32 too."""
+        job, parameters = self.job, self.parameters(rank)
+        replicas = job.data * job.context if job.distributed_optimizer else 1
+        gradient = 4 if job.wide_gradients else job.element_bytes
+        widened = 0 if gradient == 4 else 4 * parameters / replicas
+        activations, vocabulary = self._peak_of_passes(rank)
+        in_step = widened > activations + vocabulary
+        return RankMemory(
+            parameters=job.element_bytes * parameters,
+            gradients=gradient * parameters + in_step * widened,
+            # Adam's two moments, and the fp32 copy of 16-bit parameters.
+            optimizer=(12 if job.element_bytes < 4 else 8) * parameters / replicas,
+            activations=0.0 if in_step else activations,
+            vocabulary=0.0 if in_step else vocabulary,
+            communication=2 * len(self.schedule.placement.stage_of[rank]) * self._unit * job.element_bytes,
+            framework=WORKSPACES + OUTSIDE,
+        )
+
+    @property
+    def _unit(self) -> float:
+        """Elements of a microbatch's hidden states on one rank."""
+        job = self.job
+        return job.tokens * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
+
+    def _peak_of_passes(self, rank: int) -> tuple[float, float]:
+        """Bytes of activations and of the vocabulary layers, where their sum is largest."""
+        placement, split = self.schedule.placement, self.schedule.split_backward
+        whole = self.schedule.vocab is VocabMethod.NONE
+        working = (WORKING_SET + (SPLIT_BACKWARD if split else 0)) * self._unit
+        logits = self.job.tokens * self.job.whole_rows
+        dense = self.job.element_bytes * self.job.whole_rows * self.job.model.hidden
+        shared = 0.0
+        if not whole:
+            shared = SHARED_BUFFERS * self._unit + SCORES * self.job.tokens * self.job.shard_rows
+        kept = self._kept(rank)
+        held = scores = 0.0
+        peak = (0.0, 0.0)
+        for step in self.schedule.ranks[rank]:
+            stage = placement.stage_of[rank][step.chunk]
+            has_output = whole and stage == placement.stages - 1
+            match step.kind:
+                case PassKind.F:
+                    held += kept[stage]
+                    scores += has_output * 4 * logits
+                    during = held, scores + shared + has_output * (SCORES - 4) * logits
+                case PassKind.B:
+                    during = held + working, scores + shared + has_output * (SCORES - 4) * logits
+                    held -= 0.0 if split else kept[stage]
+                    # Where W follows, it needs the logits' gradient in 16 bits.
+                    scores -= has_output * ((4 - 2 * split) * logits)
+                    if whole and stage == 0:
+                        peak = max(peak, during, key=sum)
+                        # The embedding's dense gradient comes last in its backward.
+                        during = held + split * (SPLIT_BACKWARD * self._unit - kept[stage]), scores + dense
+                case PassKind.W:
+                    during = held, scores + shared + has_output * dense
+                    held -= kept[stage]
+                    scores -= has_output * 2 * logits
+                case _:
+                    continue
+            peak = max(peak, during, key=sum)
+        return peak
+
+    def _kept(self, rank: int) -> dict[int, float]:
+        """Bytes that a microbatch keeps from F on, by virtual stage."""
+        each = layer_activations(self.job)
+        kept = {stage: self.layers[stage] * each for stage in self.schedule.placement.stage_of[rank]}
+        if 0 in kept and self.schedule.vocab is not VocabMethod.NONE:
+            kept[0] += EMBEDDED * self._unit
+        return kept

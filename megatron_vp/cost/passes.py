@@ -1,0 +1,133 @@
+"""How long each pass takes on one rank: products at the reach of the tensor cores, all else at that of the memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_vp.cost.constants import Constants
+from megatron_vp.cost.flops import Matrix, attention_flops, layer_matrices
+from megatron_vp.cost.hardware import Hardware
+from megatron_vp.cost.shapes import Job, Recompute
+from megatron_vp.schedule import VocabMethod
+
+EAGER_SCORES_FORWARD, EAGER_SCORES_BACKWARD = 40, 14
+"""Bytes a logit that Megatron's unfused cross entropy moves: each elementwise step reads and writes fp32 once."""
+
+ACCUMULATE = 4
+"""Bytes a 16-bit weight gradient moves while its product adds to the accumulated one: a read and a write."""
+
+EMBED_FORWARD, EMBED_BACKWARD = 115, 55
+"""Bytes a token and hidden unit in IF and IB: masks, copies and the exchange, from the published times of both."""
+
+SHARD_EMBEDDING_GRADIENT, WHOLE_EMBEDDING_GRADIENT = 8, 2
+"""Bytes an element of an embedding's dense gradient. A shard's is filled with zeros and added to the accumulated one:
+that shows in the published times of IB. Of a whole embedding's, the V-Half baselines show the filling alone.
+"""
+
+SHARED_HIDDEN = 50
+"""Bytes a token and hidden unit that S and T move beside logits and weights: X and its gradient in fp32 and 16 bits."""
+
+EARLY_HIDDEN, EARLY_SCORES = 26, 8
+"""What vocab-2 moves in addition, a token and hidden unit, and a logit: an unscaled gradient has to be scaled later."""
+
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of a fused attention's backward, in forwards: five products instead of two."""
+
+
+class Split(NamedTuple):
+    """Seconds of a forward, an input gradient and a weight gradient."""
+
+    F: float
+    B: float
+    W: float
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of one microbatch's work on one rank of `job` on `hardware`, at the sustained speed of a mean rank."""
+
+    job: Job
+    hardware: Hardware
+    constants: Constants
+
+    def compute(self, flops: float, share: float) -> float:
+        """Time of arithmetic that reaches `share` of the peak."""
+        return flops / (self.hardware.peak_flops * share)
+
+    def stream(self, count: float) -> float:
+        """Time to move `count` bytes through the memory."""
+        return count / (self.hardware.memory_bandwidth * self.constants.bandwidth)
+
+    def product(self, matrix: Matrix) -> float:
+        """A forward, an input or a weight gradient of a matrix: arithmetic or its operands, whichever takes longer."""
+        operands = matrix.tokens * (matrix.inputs + matrix.outputs) * matrix.copies + matrix.weights
+        return max(self.compute(matrix.flops, self.constants.matrix), self.stream(self.job.element_bytes * operands))
+
+    def layer(self) -> Split:
+        """One transformer layer."""
+        job, constants = self.job, self.constants
+        matrices = layer_matrices(job)
+        products = sum(map(self.product, matrices))
+        causal = attention_flops(job) / 2
+        units = job.tokens * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
+        elementwise = self.stream(constants.layer_bytes * units)
+        forward = products + self.compute(causal, constants.attention_forward) + elementwise
+        backward = products + self.compute(ATTENTION_BACKWARD * causal, constants.attention_backward) + 2 * elementwise
+        weight = products + self.stream(ACCUMULATE * sum(matrix.weights for matrix in matrices))
+        return Split(forward, backward + (forward if job.recompute is Recompute.FULL else 0.0), weight)
+
+    def whole_output(self) -> Split:
+        """The output layer and loss on the last stage alone."""
+        matrix = Matrix(self.job.model.hidden, self.job.whole_rows, self.job.tokens)
+        logits, product = matrix.tokens * matrix.outputs, self.product(matrix)
+        return Split(
+            product + self.stream(EAGER_SCORES_FORWARD * logits),
+            product + self.stream(EAGER_SCORES_BACKWARD * logits),
+            product + self.stream(ACCUMULATE * matrix.weights),
+        )
+
+    def whole_embedding(self) -> Split:
+        """The input embedding on the first stage alone."""
+        job = self.job
+        units = job.tokens * job.model.hidden
+        return Split(
+            self.stream(2 * job.element_bytes * units),
+            self.stream(WHOLE_EMBEDDING_GRADIENT * job.whole_rows * job.model.hidden),
+            0.0,
+        )
+
+    def output_shard(self, method: VocabMethod) -> tuple[float, float]:
+        """S and T."""
+        job = self.job
+        matrix = Matrix(job.model.hidden, job.shard_rows, job.tokens)
+        product, logits = self.product(matrix), matrix.tokens * matrix.outputs
+        early = method is VocabMethod.VOCAB_2
+        hidden = (SHARED_HIDDEN + early * EARLY_HIDDEN) * job.tokens * job.model.hidden
+        softmax = self.stream((self.constants.score_bytes + early * EARLY_SCORES) * logits + hidden)
+        first = EAGER_SCORES_FORWARD / (EAGER_SCORES_FORWARD + EAGER_SCORES_BACKWARD)
+        products = 2 if early else 1
+        scores = products * product + first * softmax + self.constants.gap
+        gradients = (3 - products) * product + (1 - first) * softmax + self.stream(ACCUMULATE * matrix.weights)
+        return scores, gradients + self.constants.gap
+
+    def embedding_shard(self) -> tuple[float, float]:
+        """IF and IB."""
+        job = self.job
+        units, rows = job.tokens * job.model.hidden, job.shard_rows * job.model.hidden
+        return (
+            self.stream(EMBED_FORWARD * units) + self.constants.gap,
+            self.stream(EMBED_BACKWARD * units + SHARD_EMBEDDING_GRADIENT * rows) + self.constants.gap,
+        )
+
+    def synchronous_embedding(self) -> tuple[float, float]:
+        """The same inside V, without the exchange, which V waits for."""
+        job = self.job
+        return (
+            self.stream(2 * job.element_bytes * job.tokens * job.model.hidden),
+            self.stream(SHARD_EMBEDDING_GRADIENT * job.shard_rows * job.model.hidden),
+        )
+
+    def optimizer_step(self, parameters: float) -> float:
+        """Adam in mixed precision over the parameters of a rank: gradients widened, normed, states read and written."""
+        return self.stream(46 * parameters)

@@ -1,0 +1,201 @@
+"""Plays the real schedule of a plan against modelled or measured costs: time, MFU, bubble and memory of every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from megatron_vp.cost.communication import Wires
+from megatron_vp.cost.constants import CALIBRATED, Constants
+from megatron_vp.cost.flops import model_flops
+from megatron_vp.cost.hardware import Hardware
+from megatron_vp.cost.layouts import equal_layers
+from megatron_vp.cost.memory import MemoryModel, RankMemory
+from megatron_vp.cost.passes import PassTimes, Split
+from megatron_vp.cost.shapes import Job, Plan
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import PassCosts, Placement, Player, Schedule, StageCosts, Timeline, VocabMethod, generate
+
+IDLE = 0.85
+"""A rank with less than this share of the busiest one's work is not throttled."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What `plan` makes of `job` on `hardware`. Times in seconds, memory in bytes."""
+
+    job: Job
+    plan: Plan
+    hardware: Hardware
+    timeline: Timeline
+    iteration_seconds: float
+    memory: tuple[RankMemory, ...]
+
+    @property
+    def model_flops(self) -> float:
+        """FLOPs of an iteration of the whole job: see `flops.model_flops`."""
+        return model_flops(self.job)
+
+    @property
+    def mfu(self) -> float:
+        """Share of the hardware's nominal peak."""
+        return self.mfu_of(self.hardware.peak_flops)
+
+    def mfu_of(self, peak_flops: float) -> float:
+        """Model FLOPs a second and GPU, as a share of `peak_flops`."""
+        return self.model_flops / self.job.gpus / self.iteration_seconds / peak_flops
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole job."""
+        job = self.job
+        return job.sequence * job.micro_batch * job.microbatches * job.data / self.iteration_seconds
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the ranks' time between first and last pass in which they do not compute."""
+        return self.timeline.bubble_fraction
+
+    @property
+    def busy_seconds(self) -> tuple[float, ...]:
+        """Time each rank computes in an iteration."""
+        return self.timeline.busy
+
+    @cached_property
+    def peak_memory(self) -> float:
+        """Largest of the ranks' peaks as PyTorch's allocator counts them."""
+        return max(rank.allocated for rank in self.memory)
+
+    def fits(self, limit: float | None = None) -> bool:
+        """Whether every rank stays within `limit` bytes, the device's own by default, all of its memory counted."""
+        return max(rank.total for rank in self.memory) <= (limit or self.hardware.memory)
+
+
+def predict(
+    job: Job,
+    plan: Plan,
+    hardware: Hardware,
+    constants: Constants = CALIBRATED,
+    measured: PassCosts | StageCosts | None = None,
+    player: Player | None = None,
+) -> Prediction:
+    """Time and memory of `job` run by `plan`.
+
+    Args:
+        measured: pass times in seconds that replace the modelled ones, from a trace of a run.
+        player: the schedule to play; without one it is generated for the costs.
+
+    Raises UserError for a schedule that is unknown or does not go with the job, and layers that do not fit it.
+    """
+    player = player or make_player(job, plan, hardware, constants, measured)
+    placement = player.schedule.placement
+    costs = measured or stage_costs(job, plan, player.schedule, hardware, constants)
+    timeline = player.play(costs)
+    memory = MemoryModel(job, player.schedule, layers_of(job, plan, placement))
+    ranks = tuple(map(memory.rank, range(job.pipeline)))
+    after = after_passes(job, plan, player.schedule, hardware, constants)
+    return Prediction(job, plan, hardware, timeline, timeline.makespan + after, ranks)
+
+
+def after_passes(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, constants: Constants) -> float:
+    """Seconds from the last pass to the end of the iteration, on the rank with most parameters: gradients of the
+    replicas summed, and the optimizer's step.
+    """
+    memory = MemoryModel(job, schedule, layers_of(job, plan, schedule.placement))
+    parameters = max(map(memory.parameters, range(job.pipeline)))
+    replicas = job.data * job.context if job.distributed_optimizer else 1
+    step = PassTimes(job, hardware, constants).optimizer_step(parameters / replicas)
+    return Wires(job, hardware, constants).gradient_sync(parameters) + step
+
+
+def make_player(
+    job: Job,
+    plan: Plan,
+    hardware: Hardware,
+    constants: Constants = CALIBRATED,
+    measured: PassCosts | StageCosts | None = None,
+) -> Player:
+    """The schedule of `plan`, ordered for its costs, ready to be played; made once for nearly equal proportions."""
+    single = generate(plan.schedule, job.pipeline, 1, vocab=plan.vocab, chunks=plan.chunks)
+    costs = measured or stage_costs(job, plan, single, hardware, constants)
+    return _player(
+        plan.schedule,
+        job.pipeline,
+        job.microbatches,
+        plan.vocab,
+        plan.chunks,
+        _proportions(costs.nominal(job.pipeline)),
+    )
+
+
+@lru_cache(maxsize=3)
+def _player(
+    name: str, ranks: int, microbatches: int, vocab: VocabMethod, chunks: int | None, costs: PassCosts
+) -> Player:
+    return Player(generate(name, ranks, microbatches, vocab=vocab, chunks=chunks, costs=costs), costs)
+
+
+def _proportions(costs: PassCosts) -> PassCosts:
+    """`costs` in hundredths of a rank's F + B + W, rounded to one hundredth."""
+    whole = costs.F + costs.B + costs.W
+    return PassCosts(*(round(100 * value / whole) for value in vars(costs).values()))
+
+
+def layers_of(job: Job, plan: Plan, placement: Placement) -> tuple[int, ...]:
+    """Transformer layers by virtual stage. Raises UserError where they do not fit the job or the placement."""
+    if plan.layers is None:
+        return equal_layers(job, placement.stages)
+    if len(plan.layers) != placement.stages or sum(plan.layers) != job.model.layers or min(plan.layers) < 0:
+        raise UserError(
+            f"layers {list(plan.layers)} are no layout of {job.model.layers} layers on {placement.stages} stages"
+        )
+    return plan.layers
+
+
+def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, constants: Constants) -> StageCosts:
+    """Seconds of every pass, message and collective of one microbatch, by where `schedule` runs them."""
+    placement = schedule.placement
+    times, wires = PassTimes(job, hardware, constants), Wires(job, hardware, constants)
+    layer, traffic, gap = times.layer(), wires.layer_traffic(), constants.gap
+    stages = []
+    for count in layers_of(job, plan, placement):
+        stages.append(
+            Split(
+                count * (layer.F + traffic) + gap,
+                count * (layer.B + traffic) + gap,
+                count * layer.W + schedule.split_backward * gap,
+            )
+        )
+    if plan.vocab is VocabMethod.NONE:
+        for stage, extra in ((0, times.whole_embedding()), (-1, times.whole_output())):
+            stages[stage] = Split(*(own + more for own, more in zip(stages[stage], extra, strict=True)))
+    pace = _pace([sum(sum(stages[stage]) for stage in row) for row in placement.stage_of], constants)
+    by_stage = [[value * pace[placement.rank_of(stage)] for value in split] for stage, split in enumerate(stages)]
+    output, embedding = times.output_shard(plan.vocab), times.embedding_shard()
+    vocabulary = {}
+    if plan.vocab.is_sharded:
+        names = ("S", "T", "IF", "IB")
+        vocabulary = {
+            name: tuple(value * factor for factor in pace)
+            for name, value in zip(names, (*output, *embedding), strict=True)
+        }
+    elif plan.vocab is VocabMethod.INTERLACED:
+        work = sum(output) + sum(times.synchronous_embedding())
+        vocabulary = {"V": tuple(work * factor + wires.synchronous_vocabulary() for factor in pace)}
+    return StageCosts(
+        *(tuple(column) for column in zip(*by_stage, strict=True)),
+        **vocabulary,
+        messages=wires.messages(placement),
+        collectives=wires.collectives(plan.vocab),
+    )
+
+
+def _pace(work: list[float], constants: Constants) -> list[float]:
+    """How much longer each rank takes than a mean rank at sustained speed, by its `work` in a microbatch.
+
+    The slowest of the ranks is put in the middle of the pipeline.
+    """
+    pace = [1 - constants.idle_boost if own < IDLE * max(work) else 1.0 for own in work]
+    if len(work) > 1:
+        pace[len(work) // 2] *= 1 + constants.slow_rank
+    return pace

@@ -1,0 +1,134 @@
+"""The paper's figures: models, published cells, pass times, scaling factors; and files in the same format."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from megatron_vp.cost.shapes import Job, ModelShape
+from megatron_vp.errors import UserError
+
+METHODS = {5: ("baseline", "redis", "vocab-1", "vocab-2", "interlaced"), 6: ("baseline", "vocab-1")}
+"""Methods of the paper's two tables: 5 is 1F1B, 6 is V-Half."""
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One run of the paper: `gpus` in one pipeline, sequences of `sequence` tokens, `vocab_k` thousand tokens."""
+
+    table: int
+    gpus: int
+    sequence: int
+    method: str
+    vocab_k: int
+
+    def __str__(self) -> str:
+        return f"table {self.table}, {self.gpus} GPUs, sequence {self.sequence}, {self.method}, {self.vocab_k}k"
+
+    @property
+    def setup(self) -> tuple[int, int, int]:
+        """What is left out together in validation: table, GPUs, sequence length."""
+        return self.table, self.gpus, self.sequence
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a cell was published with: percent and GiB; None where the run did not fit in memory."""
+
+    mfu: float | None
+    memory: float | None
+
+
+@cache
+def jobs() -> dict[Cell, Job]:
+    """Every cell of both tables and its job."""
+    found = {}
+    for row in _packaged("models.csv"):
+        table, gpus = int(row["table"]), int(row["gpus"])
+        for sequence in map(int, row["seq_lengths"].split("/")):
+            for method in METHODS[table]:
+                for vocab_k in map(int, row["vocab_k"].split("/")):
+                    found[Cell(table, gpus, sequence, method, vocab_k)] = _job(row, sequence, 1000 * vocab_k)
+    return found
+
+
+def _job(row: dict[str, str], sequence: int, vocab: int) -> Job:
+    hidden = int(row["hidden_size"])
+    model = ModelShape(
+        layers=int(row["layers"]),
+        hidden=hidden,
+        heads=int(row["attention_heads"]),
+        ffn=4 * hidden,
+        vocab=vocab,
+        dropout=True,
+    )
+    micro_batch, microbatches = int(row["micro_batch_size"]), int(row["num_microbatches"])
+    return Job(model, sequence, micro_batch, microbatches, pipeline=int(row["gpus"]), wide_gradients=False)
+
+
+def known_cells() -> dict[Cell, Measurement]:
+    """The published cells that come with this package: what the constants were fitted on."""
+    return _cells(_packaged("published_mfu.csv"), "the package's published cells")
+
+
+def read_cells(path: Path) -> dict[Cell, Measurement]:
+    """The cells of a file in the format of the package's `published_mfu.csv`.
+
+    Raises UserError for a file that cannot be read, lacks a column, or has a cell that the tables do not have.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UserError(f"cannot read published cells {path}: {reason}") from None
+    return _cells(csv.DictReader(text.splitlines()), str(path))
+
+
+def _cells(rows: Iterable[dict[str, str]], source: str) -> dict[Cell, Measurement]:
+    known, found = jobs(), {}
+    for number, row in enumerate(rows, 2):
+
+        def value(column: str, kind: Callable, row: dict = row, number: int = number):
+            try:
+                text = row[column].strip()
+                return None if kind is float and not text else kind(text)
+            except (KeyError, AttributeError):
+                raise UserError(f"{source}, line {number}: column {column} is missing") from None
+            except ValueError:
+                raise UserError(f"{source}, line {number}: {column} {row[column]!r} is no {kind.__name__}") from None
+
+        cell = Cell(
+            value("table", int),
+            value("gpus", int),
+            value("seq_length", int),
+            value("method", str),
+            value("vocab_k", int),
+        )
+        if cell not in known:
+            raise UserError(f"{source}, line {number}: the paper's tables have no cell {cell}")
+        found[cell] = Measurement(value("mfu_percent", float), value("peak_memory_gb", float))
+    if not found:
+        raise UserError(f"{source} holds no cells; its first line names table, gpus, seq_length, method, vocab_k, ...")
+    return found
+
+
+def pass_times() -> list[dict[str, float]]:
+    """Mean pass times in milliseconds and iteration times in seconds, measured by the authors on 8 A100."""
+    return [{name: float(value) for name, value in row.items()} for row in _packaged("pass_times_8gpu_a100.csv")]
+
+
+def scaling_factors() -> dict[tuple[int, str, int], float]:
+    """Table 3: percent of linear scaling by sequence length, layer (output-vocab-1, output-vocab-2, input) and GPUs."""
+    return {
+        (int(row["seq_length"]), row["layer"], int(row["gpus"])): float(row["percent_of_linear"])
+        for row in _packaged("table3_scaling.csv")
+    }
+
+
+def _packaged(name: str) -> list[dict[str, str]]:
+    text = (files("megatron_vp.cost") / "data" / name).read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))

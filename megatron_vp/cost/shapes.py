@@ -1,0 +1,150 @@
+"""What is trained and how it is cut: sizes of the model, of the job, and the plan for its pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import VocabMethod
+
+
+class Recompute(StrEnum):
+    """What the backward computes again instead of keeping it."""
+
+    NONE = "none"
+    FULL = "full"
+    """every layer keeps its input alone"""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a GPT-like model. `kv_groups` pairs of keys and values; `ffn` of one expert; `gated`: three matrices.
+
+    With `experts`, every layer has that many MLPs and a token goes through `experts_per_token` of them.
+    Raises UserError for sizes below one, heads that the groups do not divide, and experts that are not there.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocab: int
+    kv_groups: int = 0
+    head_size: int = 0
+    gated: bool = False
+    tied: bool = False
+    dropout: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "ffn", "vocab"):
+            _at_least_one(name, getattr(self, name))
+        object.__setattr__(self, "kv_groups", self.kv_groups or self.heads)
+        if not self.head_size:
+            if self.hidden % self.heads:
+                raise UserError(f"hidden size {self.hidden} is no multiple of {self.heads} heads; give the head size")
+            object.__setattr__(self, "head_size", self.hidden // self.heads)
+        if self.heads % self.kv_groups:
+            raise UserError(f"{self.heads} attention heads cannot share {self.kv_groups} groups of keys and values")
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise UserError(f"a token goes through {self.experts_per_token} of {self.experts} experts; give 1 to all")
+
+    @property
+    def queries(self) -> int:
+        """Width of the queries: heads x head size."""
+        return self.heads * self.head_size
+
+    @property
+    def keys(self) -> int:
+        """Width of the keys, and of the values."""
+        return self.kv_groups * self.head_size
+
+    @property
+    def mlps_per_token(self) -> int:
+        """MLPs that a token goes through."""
+        return self.experts_per_token if self.experts else 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job: `microbatches` of `micro_batch` sequences of `sequence` tokens, a step of one replica.
+
+    pipeline, tensor, context, data, expert: parallel sizes; `expert` of the `data` replicas share the experts.
+    wide_gradients: accumulated in fp32, as Megatron does for bf16; otherwise in the model's dtype and widened by the
+    optimizer step. element_bytes: of parameters and activations.
+    Raises UserError for sizes that do not fit each other.
+    """
+
+    model: ModelShape
+    sequence: int
+    micro_batch: int
+    microbatches: int
+    pipeline: int
+    tensor: int = 1
+    context: int = 1
+    data: int = 1
+    expert: int = 1
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    recompute: Recompute = Recompute.NONE
+    wide_gradients: bool = True
+    element_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("sequence", "micro_batch", "microbatches", "pipeline", "tensor", "context", "data", "expert"):
+            _at_least_one(name, getattr(self, name))
+        model, t = self.model, self.tensor
+        if model.heads % t or model.ffn % t or (model.kv_groups % t and t % model.kv_groups):
+            raise UserError(
+                f"tensor parallel size {t} does not divide {model.heads} heads, {model.kv_groups} key-value groups or "
+                f"ffn size {model.ffn}; choose one that does"
+            )
+        if self.sequence % (self.context * (t if self.sequence_parallel else 1)):
+            raise UserError(f"sequence length {self.sequence} cannot be cut into {self.context} x {t} equal parts")
+        if self.expert > 1 and (self.data % self.expert or not model.experts or model.experts % self.expert):
+            raise UserError(
+                f"expert parallel size {self.expert} must divide data parallel size {self.data} and {model.experts} "
+                "experts"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch on one rank."""
+        return self.sequence * self.micro_batch // self.context
+
+    @property
+    def gpus_per_stage(self) -> int:
+        """Ranks that share a pipeline stage."""
+        return self.tensor * self.context * self.data
+
+    @property
+    def gpus(self) -> int:
+        """Ranks of the job."""
+        return self.gpus_per_stage * self.pipeline
+
+    @property
+    def shard_rows(self) -> int:
+        """Vocabulary rows of a rank where both vocabulary layers are split over pipeline and tensor ranks."""
+        return -(-self.model.vocab // (self.pipeline * self.tensor))
+
+    @property
+    def whole_rows(self) -> int:
+        """Vocabulary rows of a rank where each layer sits on one stage, split over tensor ranks alone."""
+        return -(-self.model.vocab // self.tensor)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the pipeline runs. `layers`: transformer layers of each virtual stage; None: equally many."""
+
+    schedule: str = "1f1b"
+    vocab: VocabMethod = VocabMethod.NONE
+    chunks: int | None = None
+    layers: tuple[int, ...] | None = None
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise UserError(f"{name.replace('_', ' ')} {value} makes no job; give at least 1")

@@ -1,0 +1,122 @@
+"""The paper's tables, predicted, with published values beside them: rows, errors, CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+
+from megatron_vp.cost.paper import CellPrediction, other_layouts, predict_cell
+from megatron_vp.cost.published import Cell, Measurement
+
+COLUMNS = (
+    "table",
+    "gpus",
+    "seq_length",
+    "method",
+    "vocab_k",
+    "mfu_percent",
+    "peak_memory_gb",
+    "published_mfu_percent",
+    "published_peak_memory_gb",
+    "mfu_error_percent",
+    "memory_error_percent",
+)
+
+UNPUBLISHED_LAYOUT_GPUS = 16
+"""From here on the layouts of `redis` are not published: a cell may have been run with another than the rule's."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A predicted cell and what was published of it, if anything."""
+
+    predicted: CellPrediction
+    published: Measurement | None = None
+
+    @property
+    def cell(self) -> Cell:
+        """Which run it is."""
+        return self.predicted.cell
+
+    @property
+    def mfu_error(self) -> float | None:
+        """Percent by which the predicted MFU is above the published one."""
+        published = self.published and self.published.mfu
+        return 100 * (self.predicted.mfu / published - 1) if published else None
+
+    @property
+    def memory_error(self) -> float | None:
+        """The same of the memory."""
+        published = self.published and self.published.memory
+        return 100 * (self.predicted.memory / published - 1) if published else None
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether it was published as a run that did not fit."""
+        return self.published is not None and self.published.memory is None
+
+    @property
+    def fit_as_published(self) -> bool:
+        """Whether the prediction agrees with what was published on fitting into memory."""
+        return self.predicted.fits is not self.out_of_memory
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Absolute relative errors in percent."""
+
+    mean: float
+    largest: float
+    count: int
+
+
+def make_rows(predictions: Iterable[CellPrediction], published: Mapping[Cell, Measurement]) -> list[Row]:
+    """Rows in the order of the tables."""
+    rows = [Row(prediction, published.get(prediction.cell)) for prediction in predictions]
+    return sorted(rows, key=lambda row: _order(row.cell))
+
+
+def _order(cell: Cell) -> tuple:
+    methods = ("baseline", "redis", "vocab-1", "vocab-2", "interlaced")
+    return (*cell.setup, methods.index(cell.method), cell.vocab_k)
+
+
+def errors(rows: Iterable[Row], of: Callable[[Row], float | None]) -> Errors | None:
+    """Mean and largest of `of`, which is None where nothing can be compared; None where that is everywhere."""
+    found = [abs(error) for error in map(of, rows) if error is not None]
+    return Errors(fmean(found), max(found), len(found)) if found else None
+
+
+def other_layout_rows(rows: Iterable[Row], worse_than: float = 5.0) -> list[Row]:
+    """`redis` cells of unpublished layout that another layout fits better, predicted with it."""
+    found = []
+    for row in rows:
+        cell = row.cell
+        if cell.method != "redis" or cell.gpus < UNPUBLISHED_LAYOUT_GPUS or abs(row.mfu_error or 0) <= worse_than:
+            continue
+        others = [Row(predict_cell(cell, layers=layers), row.published) for layers in other_layouts(cell)]
+        found.append(min([row, *others], key=lambda candidate: abs(candidate.mfu_error)))
+    return found
+
+
+def to_csv(rows: Iterable[Row]) -> str:
+    """One line a cell; what was not published, or cannot be compared, is empty."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in rows:
+        cell, published = row.cell, row.published or Measurement(None, None)
+        numbers = (
+            row.predicted.mfu,
+            row.predicted.memory,
+            published.mfu,
+            published.memory,
+            row.mfu_error,
+            row.memory_error,
+        )
+        texts = ("" if number is None else f"{number:.2f}" for number in numbers)
+        writer.writerow((cell.table, cell.gpus, cell.sequence, cell.method, cell.vocab_k, *texts))
+    return out.getvalue()

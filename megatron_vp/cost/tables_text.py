@@ -1,0 +1,95 @@
+"""The paper's tables as text, one block a setup."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+
+from megatron_vp.cost.paper import scaling_factor
+from megatron_vp.cost.published import Cell, scaling_factors
+from megatron_vp.cost.tables import Errors, Row, errors, other_layout_rows
+from megatron_vp.schedule import VocabMethod
+
+_TITLES = {5: "Table 5 (1F1B)", 6: "Table 6 (V-Half)"}
+
+
+def to_text(rows: Sequence[Row]) -> str:
+    """All tables; published values add errors in percent behind each figure, and a summary."""
+    lines = ["MFU in percent and peak memory in GiB, both predicted; ! does not fit into 80 GiB"]
+    compared = any(row.published for row in rows)
+    if compared:
+        lines.append("behind each its error against the published value, in percent; oom: published as not fitting")
+    for (table, gpus, sequence), setup in groupby(rows, key=lambda row: row.cell.setup):
+        lines += ["", f"{_TITLES[table]}, {gpus} GPUs, sequence {sequence}", *_block(list(setup), compared)]
+    lines += ["", *table_3()]
+    if compared:
+        lines += ["", *_summary(rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _block(rows: list[Row], compared: bool) -> list[str]:
+    width = 13 if compared else 8
+    vocabularies = sorted({row.cell.vocab_k for row in rows})
+    heads = "".join(f"{f'{size}k':>{width}}" for size in vocabularies)
+    whole = width * len(vocabularies)
+    lines = [f"{'':11}{'MFU':>{whole}}  {'GiB':>{whole}}", f"{'':11}{heads}  {heads}"]
+    for method, cells in groupby(rows, key=lambda row: row.cell.method):
+        cells = list(cells)
+        mfu = [_entry(f"{row.predicted.mfu:.2f}", row.mfu_error, row, compared) for row in cells]
+        memory = [_entry(_memory(row), row.memory_error, row, compared) for row in cells]
+        texts = ("".join(f"{entry:>{width}}" for entry in entries) for entries in (mfu, memory))
+        lines.append(f"{method:11}{'  '.join(texts)}")
+    return lines
+
+
+def _memory(row: Row) -> str:
+    return f"{'' if row.predicted.fits else '!'}{row.predicted.memory:.2f}"
+
+
+def _entry(value: str, error: float | None, row: Row, compared: bool) -> str:
+    if not compared:
+        return value
+    behind = "oom" if row.out_of_memory else "" if error is None else f"{error:+.1f}"
+    return f"{value}{behind:>6}"
+
+
+def table_3() -> list[str]:
+    """Throughput of the split output layer, predicted and published."""
+    lines = ["Table 3: throughput of the output layer split over p ranks, percent of linear, vocabulary 256k"]
+    lines.append(f"{'':11}{'sequence':>10}{'GPUs':>6}{'predicted':>11}{'published':>11}{'points':>8}")
+    for (sequence, layer, gpus), published in scaling_factors().items():
+        if layer == "input":
+            continue
+        method = VocabMethod(layer.removeprefix("output-"))
+        predicted = scaling_factor(Cell(5, gpus, sequence, "baseline", 256), method)
+        lines.append(f"{method:11}{sequence:10}{gpus:6}{predicted:11.2f}{published:11.2f}{predicted - published:+8.2f}")
+    return lines
+
+
+def _summary(rows: Sequence[Row]) -> list[str]:
+    others = other_layout_rows(rows)
+    apart = {row.cell for row in others}
+    lines = [_line("all published cells", rows)]
+    if others:
+        lines.append(_line("without those that fit another layout", [row for row in rows if row.cell not in apart]))
+        for row in others:
+            last = row.predicted.layers[-1]
+            lines.append(f"  {row.cell}: with {last} layers on the last stage MFU error {row.mfu_error:+.1f} percent")
+    for setup, cells in groupby(rows, key=lambda row: row.cell.setup):
+        cells = list(cells)
+        if any(row.published for row in cells):
+            lines.append(_line("  table {}, {} GPUs, sequence {}".format(*setup), cells))
+    wrong = [row.cell for row in rows if row.published and not row.fit_as_published]
+    lines += [f"  fits in one and not in the other: {cell}" for cell in wrong]
+    return lines
+
+
+def _line(name: str, rows: Iterable[Row]) -> str:
+    rows = list(rows)
+
+    def figures(of: Callable[[Row], float | None]) -> str:
+        found: Errors | None = errors(rows, of)
+        return "nothing to compare" if found is None else f"mean {found.mean:.2f}, largest {found.largest:.2f} percent"
+
+    mfu, memory = figures(lambda row: row.mfu_error), figures(lambda row: row.memory_error)
+    return f"{name}: MFU error {mfu}; memory error {memory}"

@@ -1,0 +1,120 @@
+"""FLOPs, parameters, activations and layouts against figures worked out by hand."""
+
+import pytest
+
+from megatron_vp.cost.communication import Wires
+from megatron_vp.cost.constants import CALIBRATED
+from megatron_vp.cost.flops import layer_flops, layer_weights, model_flops
+from megatron_vp.cost.hardware import HARDWARE, find_hardware
+from megatron_vp.cost.layouts import equal_layers, redistributed_layers
+from megatron_vp.cost.memory import layer_activations
+from megatron_vp.cost.passes import PassTimes
+from megatron_vp.cost.published import Cell, jobs
+from megatron_vp.cost.shapes import Job, ModelShape, Recompute
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import Placement, VocabMethod
+
+A100 = HARDWARE["a100"]
+
+
+def gpt(**changes):
+    return ModelShape(**{"layers": 32, "hidden": 3072, "heads": 24, "ffn": 12288, "vocab": 128000} | changes)
+
+
+def job(model=None, **changes):
+    return Job(model or gpt(), **{"sequence": 2048, "micro_batch": 1, "microbatches": 128, "pipeline": 8} | changes)
+
+
+def test_flops_are_the_paper_s():
+    s, h, layers, vocab = 2048, 3072, 32, 128000
+    one = 8 * s * h * h + 4 * s * s * h + 4 * s * h * 4 * h
+    assert layer_flops(job()) == one
+    assert model_flops(job()) == 128 * 3 * (2 * s * h * vocab + layers * one)
+
+
+def test_tensor_parallelism_and_experts_share_the_work():
+    whole, half = job(), job(tensor=2)
+    assert layer_flops(half) == layer_flops(whole) / 2
+    assert model_flops(half) == model_flops(whole)
+    experts = job(gpt(experts=8, experts_per_token=2))
+    router = 2 * 2048 * 3072 * 8
+    assert layer_flops(experts) == layer_flops(whole) + 4 * 2048 * 3072 * 12288 + router
+    # Eight times the MLP's weights on one rank, twice where four ranks share them.
+    assert layer_weights(experts) - layer_weights(whole) == 7 * 2 * 3072 * 12288 + 3072 * 8
+    shared = job(gpt(experts=8, experts_per_token=2), data=4, expert=4)
+    assert layer_weights(shared) - layer_weights(whole) == 2 * 3072 * 12288 + 3072 * 8
+    assert layer_flops(shared) == layer_flops(experts)
+
+
+def test_grouped_queries_and_gates_change_the_weights():
+    llama = ModelShape(32, 4096, 32, 14336, 128256, kv_groups=8, gated=True)
+    assert layer_weights(job(llama)) == 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336 + 4 * 4096
+
+
+@pytest.mark.parametrize(
+    ("changes", "per_unit"),
+    [({}, 32), ({"tensor": 2}, 8 + 24 / 2), ({"tensor": 2, "sequence_parallel": True}, 32 / 2)],
+)
+def test_activations_of_a_plain_layer(changes, per_unit):
+    statistics = 4 * 24 / changes.get("tensor", 1) / 3072
+    expected = (per_unit + statistics) * 2048 * 3072
+    assert layer_activations(job(**changes)) == pytest.approx(expected)
+
+
+def test_dropout_keeps_two_masks_and_recomputation_the_input():
+    assert layer_activations(job(gpt(dropout=True))) - layer_activations(job()) == 2 * 2048 * 3072
+    assert layer_activations(job(recompute=Recompute.FULL)) == 2 * 2048 * 3072
+
+
+def test_redistributed_layers_are_the_published_ones():
+    last = {32: 4, 64: 3, 128: 2, 256: 0}
+    for vocab_k, layers in last.items():
+        found = redistributed_layers(jobs()[Cell(5, 8, 2048, "redis", vocab_k)])
+        assert found[-1] == layers and sum(found) == 32 and list(found[:-1]) == sorted(found[:-1])
+    assert redistributed_layers(jobs()[Cell(5, 8, 2048, "redis", 256)]) == (4, 4, 4, 5, 5, 5, 5, 0)
+
+
+def test_redistribution_over_a_v_takes_layers_from_rank_0():
+    found = redistributed_layers(job(gpt(layers=64)), Placement.v_shape(8))
+    loads = [found[rank] + found[15 - rank] for rank in range(8)]
+    assert sum(loads) == 64 and loads[0] < min(loads[1:])
+
+
+def test_what_cannot_be_split_is_one_line():
+    for call in (
+        lambda: equal_layers(job(), 7),
+        lambda: redistributed_layers(job(gpt(layers=6))),
+        lambda: job(tensor=5),
+        lambda: job(pipeline=0),
+        lambda: ModelShape(1, 10, 3, 1, 1),
+        lambda: gpt(kv_groups=5),
+        lambda: gpt(experts=2, experts_per_token=3),
+        lambda: job(expert=2),
+        lambda: find_hardware("h1000"),
+    ):
+        with pytest.raises(UserError) as error:
+            call()
+        assert "\n" not in str(error.value)
+    assert find_hardware("H100").peak_flops == 989.4e12
+
+
+def test_vocabulary_passes_share_the_whole_layer_s_work():
+    times = PassTimes(job(), A100, CALIBRATED)
+    whole = sum(times.whole_output())
+    for method in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2):
+        assert whole < 8 * sum(times.output_shard(method)) < 1.3 * whole
+    early, late = (times.output_shard(method) for method in (VocabMethod.VOCAB_2, VocabMethod.VOCAB_1))
+    assert early[0] > early[1] and late[0] < late[1]
+
+
+def test_small_products_wait_for_memory():
+    narrow = PassTimes(job(gpt(vocab=8), sequence=8), A100, CALIBRATED)
+    flops = 2 * 8 * 3072 * 8
+    assert 3 * flops / (A100.peak_flops * CALIBRATED.matrix) < narrow.whole_output().F
+
+
+def test_messages_between_nodes_take_longer():
+    wires = Wires(job(pipeline=16), A100, CALIBRATED)
+    within, between = wires.message(6, 7, 1e7), wires.message(7, 8, 1e7)
+    assert between > 4 * within
+    assert Wires(job(tensor=8, pipeline=2), A100, CALIBRATED).message(0, 1, 1e7) == between

@@ -1,0 +1,93 @@
+"""Predictions: they follow the schedule, fit what was published, and refuse what cannot be."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_vp.cost.constants import CALIBRATED, FITTED
+from megatron_vp.cost.hardware import HARDWARE
+from megatron_vp.cost.layouts import redistributed_layers
+from megatron_vp.cost.memory import GIB, OUTSIDE
+from megatron_vp.cost.paper import predict_cell
+from megatron_vp.cost.predict import predict
+from megatron_vp.cost.published import Cell, jobs, known_cells
+from megatron_vp.cost.shapes import Job, ModelShape, Plan
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import PassCosts, VocabMethod
+
+H100 = HARDWARE["h100"]
+
+
+def job(**changes):
+    model = ModelShape(layers=16, hidden=2048, heads=16, ffn=8192, vocab=128000)
+    return Job(model, **{"sequence": 2048, "micro_batch": 1, "microbatches": 16, "pipeline": 4} | changes)
+
+
+def test_vocabulary_parallelism_balances_time_and_memory():
+    plain, split = (predict(job(), Plan(vocab=vocab), H100) for vocab in (VocabMethod.NONE, VocabMethod.VOCAB_2))
+    assert split.iteration_seconds < 0.75 * plain.iteration_seconds
+    assert max(plain.busy_seconds) > 1.7 * min(plain.busy_seconds)
+    assert max(split.busy_seconds) < 1.1 * min(split.busy_seconds)
+    parameters = [[rank.parameters for rank in found.memory] for found in (plain, split)]
+    assert max(parameters[0]) > 1.5 * min(parameters[0]) and len(set(parameters[1])) == 1
+    assert plain.mfu < split.mfu < 1 and split.tokens_per_second == 16 * 2048 / split.iteration_seconds
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v", "v-half", "v-min"])
+def test_every_schedule_is_predicted(schedule):
+    found = predict(job(), Plan(schedule, VocabMethod.VOCAB_1), H100)
+    assert max(found.busy_seconds) < found.iteration_seconds and 0 < found.bubble_fraction < 0.5
+    assert found.fits() and not found.fits(GIB)
+    assert found.peak_memory == pytest.approx(max(sum(rank.parts().values()) for rank in found.memory) - OUTSIDE)
+
+
+def test_measured_costs_replace_the_modelled_ones():
+    costs = PassCosts(F=1, B=1, W=1, S=0, T=0, IF=0, IB=0)
+    found = predict(job(), Plan(), H100, measured=costs)
+    assert found.timeline.makespan == 3 * (16 + 3)
+
+
+def test_redistributed_layers_shorten_the_plain_run():
+    layers = redistributed_layers(job())
+    assert predict(job(), Plan(layers=layers), H100).iteration_seconds < predict(job(), Plan(), H100).iteration_seconds
+    with pytest.raises(UserError, match="no layout"):
+        predict(job(), Plan(layers=(4, 4, 4, 5)), H100)
+
+
+def test_parallel_sizes_share_memory():
+    sizes = {"tensor": 2, "data": 4, "distributed_optimizer": True}
+    alone, shared = predict(job(), Plan(), H100), predict(job(**sizes), Plan(), H100)
+    assert shared.memory[0].optimizer == pytest.approx(alone.memory[0].optimizer / 8, rel=1e-3)
+    assert shared.memory[0].parameters == pytest.approx(alone.memory[0].parameters / 2, rel=1e-3)
+    assert shared.memory[0].activations < alone.memory[0].activations
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(5, 8, 2048, "baseline", 256),
+        Cell(5, 8, 4096, "redis", 64),
+        Cell(5, 8, 4096, "vocab-1", 32),
+        Cell(5, 8, 2048, "vocab-2", 128),
+        Cell(5, 16, 4096, "interlaced", 256),
+        Cell(6, 16, 2048, "baseline", 128),
+    ],
+)
+def test_published_cells_come_out(cell):
+    found, published = predict_cell(cell), known_cells()[cell]
+    assert found.mfu == pytest.approx(published.mfu, rel=0.05)
+    assert found.memory == pytest.approx(published.memory, rel=0.03)
+
+
+def test_memory_of_the_v_half_baseline_counts_the_step_s_wide_gradients():
+    # 2 layers and two whole vocabulary layers: 20 bytes a parameter where gradients are widened.
+    cell = Cell(6, 16, 2048, "baseline", 256)
+    parameters = 2 * (12 * 4096**2 + 4 * 4096) + 2 * 256000 * 4096
+    assert predict_cell(cell).memory * GIB == pytest.approx(20 * parameters, rel=0.01)
+
+
+def test_constants_carry_over_to_other_models():
+    newer, older = (predict(jobs()[Cell(5, 8, 4096, "baseline", 64)], Plan(), H100, c) for c in (CALIBRATED, FITTED))
+    assert newer.iteration_seconds < older.iteration_seconds
+    slow = predict(job(), Plan(), H100, replace(CALIBRATED, matrix=CALIBRATED.matrix / 2))
+    assert slow.iteration_seconds > 1.3 * predict(job(), Plan(), H100).iteration_seconds
