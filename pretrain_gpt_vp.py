@@ -27,6 +27,8 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain, set_startup_timestamps
 from megatron.training.argument_utils import (
@@ -67,12 +69,21 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> tuple[torch.Tensor | 
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=predicts_further_tokens(vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
     return tuple(batch[key] for key in BATCH_KEYS)
+
+
+def predicts_further_tokens(vp_stage: int | None) -> bool:
+    """Whether this stage holds the layers of multi-token prediction, which embed tokens once more."""
+    args = get_args()
+    layout = args.pipeline_model_parallel_layout
+    if layout is not None:
+        layout = PipelineParallelLayerLayout.from_str(layout, args.pipeline_model_parallel_size)
+    return mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
 
 
 def loss_func(loss_mask: torch.Tensor, token_loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
@@ -141,9 +152,10 @@ datasets_provider.is_distributed = True
 
 
 def get_embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
-    """The ranks of a pipeline that hold word embeddings: the first, and with tied weights the last."""
-    tied = not get_args().untie_embeddings_and_output_weights
-    return sorted({pipeline_ranks[0], pipeline_ranks[-1] if tied else pipeline_ranks[0]})
+    """The ranks of a pipeline that hold word embeddings: the first; with tied weights or further heads the last."""
+    args = get_args()
+    on_last = not args.untie_embeddings_and_output_weights or args.mtp_num_layers
+    return sorted({pipeline_ranks[0], pipeline_ranks[-1] if on_last else pipeline_ranks[0]})
 
 
 def main() -> None:

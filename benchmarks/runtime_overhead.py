@@ -29,6 +29,7 @@ from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.schedule import Channel, PassCosts, VocabMethod, generate, lower, simulate
 from megatron_vp.schedule.unfold import unfold
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
+from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
 from megatron_vp.vocab.output import OutputLayer, PendingOutput
 from megatron_vp.vocab.shards import VocabShards
 from megatron_vp.vocab.statistics import GlobalStatistics
@@ -72,7 +73,7 @@ class SleepingModel:
         """Sleep."""
         time.sleep(self.weight_seconds)
 
-    def loss(self, microbatch: int, token_loss_bs: torch.Tensor) -> torch.Tensor:
+    def loss(self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor) -> torch.Tensor:
         """A row factor of one."""
         return torch.ones_like(token_loss_bs)
 
@@ -85,10 +86,10 @@ class SleepingOutput(OutputLayer):
 
     seconds = (0.0, 0.0)
 
-    def forward(self, x_nh: torch.Tensor, labels_n: torch.Tensor) -> PendingOutput:
+    def forward(self, x_nh: torch.Tensor, labels_n: torch.Tensor, loss: TokenLoss = CROSS_ENTROPY) -> PendingOutput:
         """Pass S."""
         time.sleep(self.seconds[0])
-        return super().forward(x_nh, labels_n)
+        return super().forward(x_nh, labels_n, loss)
 
     def t_pass(
         self, pending: PendingOutput, total: GlobalStatistics, row_gradient_n: torch.Tensor, *, input_gradient: bool

@@ -96,9 +96,27 @@ REFUSALS = (
         "take whole sequences; use --context-parallel-size 1",
     ),
     Refusal(
-        lambda a: a.vocab_parallel and a.mtp_num_layers,
-        "--vocab-parallel with --mtp-num-layers is not supported: multi-token prediction adds a second output layer on "
-        "the last stage; leave --mtp-num-layers out",
+        lambda a: a.vocab_parallel and a.mtp_num_layers and a.hybrid_layer_pattern,
+        "--vocab-parallel with multi-token prediction in a hybrid model is not tested: use a GPT model, or leave out "
+        "what follows the first / of --hybrid-layer-pattern",
+    ),
+    Refusal(
+        lambda a: (
+            a.vocab_parallel
+            and a.mtp_num_layers
+            and (a.pipeline_schedule in V_SHAPED_SCHEDULES or a.pipeline_model_parallel_layout is not None)
+        ),
+        "--vocab-parallel with --mtp-num-layers needs Megatron's own placement, the block on the last rank: use 1f1b, "
+        "interleaved, zb-h1 or interlaced, and leave --pipeline-model-parallel-layout out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.mtp_num_layers and a.mtp_detach_heads,
+        "--vocab-parallel with --mtp-detach-heads is not supported: all heads train the output layer; leave it out",
+    ),
+    Refusal(
+        lambda a: a.mtp_num_layers and a.vocab_label_smoothing,
+        "--vocab-label-smoothing with --mtp-num-layers is not supported: accepted predictions are counted from the "
+        "target's logit alone; leave one of them out",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.num_experts,

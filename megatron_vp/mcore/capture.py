@@ -48,6 +48,10 @@ class Capture:
         """The value that the model's parameter `name` would have got; None where it was left out."""
         return self.signature.bind_partial(None, *self.args, **self.kwargs).arguments.get(name)
 
+    def keep(self, *names: str) -> None:
+        """Forget all arguments but these; the model has been run."""
+        self.args, self.kwargs = (), {name: self.argument(name) for name in names if self.argument(name) is not None}
+
 
 def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.nn.Module) -> Capture:
     """Run the user's `forward_step` against a probe.

@@ -13,6 +13,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.capture import Capture, capture
 from megatron_vp.mcore.gradient_sync import GradientSynchronisation
+from megatron_vp.mcore.multi_token import with_further_heads
 from megatron_vp.mcore.split_backward import PendingWeightGradient, backward_without_weights
 from megatron_vp.runtime.model import Shapes
 
@@ -79,6 +80,10 @@ class MegatronModel:
         position_ids = self._capture(self._chunks[0], microbatch).argument("position_ids")
         return self._chunks[0].core.embedding(input_ids=words_bsh, position_ids=position_ids)
 
+    def receive_words(self, words_rh: torch.Tensor) -> None:
+        """What the heads beyond the first look up in the next forward of the last chunk."""
+        self._chunks[-1].core.received_embedding.word_embeddings.rows = words_rh
+
     def forward(self, chunk: int, microbatch: int, input_sbh: torch.Tensor) -> torch.Tensor:
         """The decoder layers of the chunk, and on the last stage the final norm: [s, b, h] to [s, b, h]."""
         self._start_timer("forward-compute")
@@ -92,7 +97,7 @@ class MegatronModel:
         if output_sbh is input_sbh:  # a hybrid segment without layers; its input has to outlive its output
             output_sbh = input_sbh.clone()
         # The loss function is still to come, the attention mask has done its work.
-        captured.args, captured.kwargs = (), {}
+        captured.keep("labels", "loss_mask")
         self._stop_timer("forward-compute")
         return output_sbh
 
@@ -117,15 +122,20 @@ class MegatronModel:
             each.accumulate()
         self._chunks[chunk].after_weight_gradient(each.weight for each in pending)
 
-    def loss(self, microbatch: int, token_loss_bs: torch.Tensor) -> torch.Tensor | None:
+    def loss(self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor) -> torch.Tensor | None:
         """The user's loss function, averaged and scaled as Megatron's schedules do it; returns g, fp32 [b, s]."""
         self._start_timer("forward-compute")  # forward_step_calc_loss stops it
         token_loss_bs.requires_grad_(self._gradients)
         part = self._chunks[-1]
+        captured = part.captures.pop(microbatch)
+        next_loss_bs = token_loss_bs
+        if self._shapes.heads > 1:
+            given = captured.argument("labels"), captured.argument("loss_mask")
+            next_loss_bs = with_further_heads(token_loss_bs, likeliest_bs, *given, self._config)
         loss, token_count = schedules.forward_step_calc_loss(
             part.model,
-            token_loss_bs,
-            part.captures.pop(microbatch).loss_func,
+            next_loss_bs,
+            captured.loss_func,
             self._config,
             vp_stage=None,
             collect_non_loss_data=False,

@@ -25,6 +25,7 @@ from torch import nn
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.arguments import V_SHAPED_SCHEDULES
+from megatron_vp.mcore.multi_token import follow_decoder
 from megatron_vp.runtime.collectives import VocabularyLayers
 from megatron_vp.runtime.groups import Edge, PipelineGroups, pipeline_device
 from megatron_vp.runtime.pipeline import Pipeline
@@ -153,6 +154,8 @@ def shard_vocabulary(chunk: nn.Module, pipeline_group: dist.ProcessGroup, index:
             f"vocabulary parallelism needs a language model with Megatron's embedding and output_layer, the script "
             f"built a {type(chunk).__name__}; build a GPTModel or HybridModel, or run without --vocab-parallel"
         )
+    if getattr(chunk, "mtp_process", False):
+        follow_decoder(chunk)
     placement = pipeline_placement(get_args())
     rank = dist.get_rank(pipeline_group)
     shards = VocabShards(chunk.vocab_size, placement.ranks)

@@ -38,7 +38,7 @@ def pass_costs(args: argparse.Namespace, method: VocabMethod) -> PassCosts:
     ) / ranks
     attention = attention_layers * 4 * args.seq_length * queries / ranks
     forward = projections + attention
-    gemm = 2 * hidden * args.padded_vocab_size / ranks
+    gemm = 2 * hidden * args.padded_vocab_size * (1 + (args.mtp_num_layers or 0)) / ranks
     early = 2 if method is VocabMethod.VOCAB_2 else 1
     return PassCosts(
         F=1.0,

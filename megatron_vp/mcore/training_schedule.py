@@ -68,8 +68,12 @@ def forward_backward(
     config = get_model_config(chunks[0])
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     sizes = (seq_length, micro_batch_size, config.hidden_size, config.params_dtype, pipeline_device())
-    shapes = MadeUpShapes(*sizes, args.padded_vocab_size) if args.fake_process_group else Shapes(*sizes)
     gradients = not forward_only
+    heads = 1 + (args.mtp_num_layers or 0) if gradients else 1
+    if args.fake_process_group:
+        shapes = MadeUpShapes(*sizes, args.padded_vocab_size, heads=heads)
+    else:
+        shapes = Shapes(*sizes, heads=heads)
 
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
@@ -82,6 +86,7 @@ def forward_backward(
         method,
         pass_costs(args, method),
         forward_only,
+        heads > 1,
     )
     rank = pipeline.groups.rank
     megatron = MegatronModel(
@@ -137,9 +142,10 @@ def _programs(
     method: VocabMethod,
     costs: PassCosts,
     forward_only: bool,
+    looks_ahead: bool,
 ) -> tuple[Schedule, tuple[Program, ...]]:
     vocab = VocabMethod.INTERLACED if name == "interlaced" else method
     schedule = unfold(generate(name, pipeline_size, microbatches, vocab=vocab, chunks=chunks, costs=costs))
     if forward_only:
         schedule = evaluation(schedule, costs)
-    return schedule, lower(schedule, costs)
+    return schedule, lower(schedule, costs, looks_ahead)

@@ -25,6 +25,12 @@ def _get_model(original: Callable[..., Any]) -> Callable[..., Any]:
     return sharding_get_model(original)
 
 
+def _counting_likeliest(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron_vp.mcore.multi_token import counting_likeliest
+
+    return counting_likeliest(original)
+
+
 def _theoretical_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     def report_theoretical_memory(args: Any, num_microbatches: int | None = None, verbose: bool = False) -> None:
         from megatron.training import print_rank_0
@@ -62,6 +68,18 @@ PATCHES: tuple[Patch, ...] = (
         "shard the vocabulary layers of models that a script's own model_provider makes",
         "(model_provider_func, model_type=<ModelType.encoder_or_decoder: 1>, wrap_with_ddp=True, config=None, "
         "pg_collection=None)",
+    ),
+    Patch(
+        "megatron.core.models.common.language_module.language_module:LanguageModule._is_in_embd_group",
+        lambda original: lambda self: False,
+        "no rank keeps a copy of the whole word embedding, so there is none to make equal when models are built",
+        "(self)",
+    ),
+    Patch(
+        "megatron.core.transformer.multi_token_prediction:_compute_mtp_acceptance_counts",
+        _counting_likeliest,
+        "no rank holds the whole logits of a further head: its hits are counted from the softmax statistics",
+        "(mtp_logits, mtp_labels, loss_mask, output_layer, runtime_gather_output, tp_group=None)",
     ),
     Patch(
         "megatron.training.training:report_theoretical_memory",

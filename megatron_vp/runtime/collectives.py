@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
 from megatron_vp.runtime.executor import Observer
 from megatron_vp.runtime.groups import PipelineGroups
@@ -83,6 +84,9 @@ class VocabularyCollectives:
         self._reduces_in_c1 = gradients and method is VocabMethod.VOCAB_2
         self._holds_first = groups.rank == first_rank
         self._holds_last = groups.rank == last_rank
+        # Heads beyond the first look words up on the last stage.
+        self._word_ranks = sorted({first_rank, last_rank}) if shapes.heads > 1 else [first_rank]
+        self._has_words = groups.rank in self._word_ranks
         self._runs_loss = groups.rank == len(groups.members) - 1
         self._awaited = awaited
         self._observer = observer
@@ -138,35 +142,45 @@ class VocabularyCollectives:
         tokens_bs = self._model.tokens(microbatch) if rank == 0 else shapes.token_ids()
         labels_bs = self._model.labels(microbatch) if rank == last else shapes.token_ids()
 
-        exchange = RowExchange(tokens_bs.view(-1), self._layers.embedding.shards)
+        looked_up_n = tokens_bs.view(-1) if shapes.heads == 1 else tokens_bs.new_zeros(1 + shapes.tokens)
+        exchange = RowExchange(looked_up_n, self._layers.embedding.shards)
 
         def communicate() -> None:
             self._broadcast(tokens_bs, 0)
             self._broadcast(labels_bs, last)
+            if shapes.heads > 1:
+                looked_up_n[1:].copy_(tokens_bs.view(-1))
             exchange.plan()
 
         def complete() -> None:
             # IF, EMBED and, on the receiving rank, the assembly; then the same way back.
-            forward_uses = 2 + self._holds_first
+            forward_uses = 2 + self._has_words
             backward_uses = 2 if self._gradients else 0
             self._store.put(("exchange", microbatch), exchange, forward_uses + backward_uses)
-            self._store.put(("labels", microbatch), labels_bs.t().flatten())
+            # Head k predicts k tokens further. Beyond a sequence's end stands token 0, as in Megatron.
+            ahead = [pad(labels_bs[:, head:], (0, head)).t().flatten() for head in range(shapes.heads)]
+            self._store.put(("labels", microbatch), torch.cat(ahead))
 
         return communicate, complete
 
     def _embed(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """The embedding rows that every rank owns to virtual stage 0."""
+        """The embedding rows that every rank owns to virtual stage 0, and for further heads to the last one."""
         exchange: RowExchange = self._store.take(("exchange", microbatch))
         own_kh = self._store.take(("embedded rows", microbatch))
-        received_nh = self._shapes.rows(self._shapes.tokens if self._holds_first else 0)
+        outgoing = self._to_word_ranks(len(own_kh))
+        sent_kh = own_kh.repeat(len(self._word_ranks), 1) if len(self._word_ranks) > 1 else own_kh
+        received_nh = self._shapes.rows(len(exchange.tokens_n) if self._has_words else 0)
 
         def communicate() -> None:
-            incoming = exchange.counts if self._holds_first else self._nothing()
-            dist.all_to_all_single(received_nh, own_kh, list(incoming), self._only(root, len(own_kh)), self._group)
+            incoming = exchange.counts if self._has_words else self._nothing()
+            dist.all_to_all_single(received_nh, sent_kh, list(incoming), outgoing, self._group)
 
         def complete() -> None:
             words_nh = self._store.take(("exchange", microbatch)).assemble(received_nh)
-            self._store.put(("words", microbatch), words_nh.view(self._shapes.batch, self._shapes.sequence, -1))
+            if self._holds_first:
+                self._store.put(("words", microbatch), words_nh)
+            if self._holds_last and self._shapes.heads > 1:
+                self._store.put(("words ahead", microbatch), words_nh.detach())
 
         return communicate, complete
 
@@ -175,7 +189,7 @@ class VocabularyCollectives:
         if self._holds_last:
             x_nh = self._store.take(("last output", microbatch))
         else:
-            x_nh = self._shapes.rows(self._shapes.tokens)
+            x_nh = self._shapes.rows(self._shapes.outputs)
         return lambda: self._broadcast(x_nh, root), lambda: self._store.put(("x", microbatch), x_nh)
 
     def _c1(self, microbatch: int, root: int) -> tuple[Action, Action]:
@@ -223,20 +237,24 @@ class VocabularyCollectives:
         )
 
     def _embed_gradient(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """Gradients of the embedding rows from virtual stage 0 back to the rows' owners."""
+        """Gradients of the embedding rows from where the words went back to the rows' owners."""
         exchange: RowExchange = self._store.take(("exchange", microbatch))
+        gradients_nh = []
         if self._holds_first:
-            outgoing_nh = exchange.sort_by_owner(self._store.take(("word gradient", microbatch)))
-        else:
-            outgoing_nh = self._shapes.rows(0)
-        received_kh = self._shapes.rows(exchange.counts[self._layers.embedding.index])
+            gradients_nh.append(self._store.take(("word gradient", microbatch)))
+        if self._holds_last and self._shapes.heads > 1:
+            gradients_nh.append(self._store.take(("word gradient ahead", microbatch)))
+        outgoing_nh = exchange.sort_by_owner(sum(gradients_nh)) if gradients_nh else self._shapes.rows(0)
+        own = exchange.counts[self._layers.embedding.index]
+        received_kh = self._shapes.rows(len(self._word_ranks) * own)
 
         def communicate() -> None:
-            outgoing = exchange.counts if self._holds_first else self._nothing()
-            incoming = self._only(root, len(received_kh))
+            outgoing = exchange.counts if self._has_words else self._nothing()
+            incoming = self._to_word_ranks(own)
             dist.all_to_all_single(received_kh, outgoing_nh, incoming, list(outgoing), self._group)
 
-        return communicate, lambda: self._store.put(("row gradients", microbatch), received_kh)
+        parts = received_kh.view(len(self._word_ranks), own, self._shapes.hidden)
+        return communicate, lambda: self._store.put(("row gradients", microbatch), parts)
 
     def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
         dist.broadcast(tensor, self._groups.members[root], self._group)
@@ -247,5 +265,5 @@ class VocabularyCollectives:
     def _nothing(self) -> list[int]:
         return [0] * len(self._groups.members)
 
-    def _only(self, root: int, count: int) -> list[int]:
-        return [count if rank == root else 0 for rank in range(len(self._groups.members))]
+    def _to_word_ranks(self, count: int) -> list[int]:
+        return [count if rank in self._word_ranks else 0 for rank in range(len(self._groups.members))]

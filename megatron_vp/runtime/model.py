@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -10,18 +10,28 @@ import torch
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes of one microbatch: s tokens a sequence, b sequences, h hidden; n = s * b tokens in s-major order."""
+    """Sizes of one microbatch: s tokens a sequence, b sequences, h hidden; n = s * b tokens in s-major order.
+
+    heads: the last stage puts out this many states a token, head after head: one for the next token, and one for each
+        further token that multi-token prediction looks ahead.
+    """
 
     sequence: int
     batch: int
     hidden: int
     dtype: torch.dtype
     device: torch.device
+    heads: int = field(default=1, kw_only=True)
 
     @property
     def tokens(self) -> int:
         """n."""
         return self.sequence * self.batch
+
+    @property
+    def outputs(self) -> int:
+        """Rows of the last stage's output: n for each head."""
+        return self.heads * self.tokens
 
     def activation(self) -> torch.Tensor:
         """An empty activation [s, b, h] in the model's dtype."""
@@ -32,8 +42,8 @@ class Shapes:
         return torch.empty(count, self.hidden, dtype=self.dtype, device=self.device)
 
     def row_factors(self) -> torch.Tensor:
-        """An empty fp32 [n]."""
-        return torch.empty(self.tokens, dtype=torch.float32, device=self.device)
+        """An empty fp32 [heads n]."""
+        return torch.empty(self.outputs, dtype=torch.float32, device=self.device)
 
     def token_ids(self) -> torch.Tensor:
         """An empty int64 [b, s]."""
@@ -52,6 +62,13 @@ class Model(Protocol):
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
         """Everything between the word embedding and the first layer: [b, s, h] to [s, b, h]. Virtual stage 0 only."""
 
+    def receive_words(self, words_rh: torch.Tensor) -> None:
+        """The words that the heads beyond the first look up in the next `forward` of the last virtual stage.
+
+        [1 + n, h]: the word of token 0, which continues a sequence beyond its end, and those of the microbatch, [b, s]
+        flattened. Asked only where `Shapes.heads` is above 1.
+        """
+
     def forward(self, chunk: int, microbatch: int, input_sbh: torch.Tensor) -> torch.Tensor:
         """Forward of one chunk; the output may be emptied by `release_output`."""
 
@@ -67,9 +84,10 @@ class Model(Protocol):
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
         """What the backward of the chunk and microbatch left to do."""
 
-    def loss(self, microbatch: int, token_loss_bs: torch.Tensor) -> torch.Tensor | None:
+    def loss(self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor) -> torch.Tensor | None:
         """Run the user's loss function on token losses fp32 [b, s]; returns g fp32 [b, s], None without gradients.
 
+        `likeliest_bs` says which targets are the likeliest tokens. With several heads all three are [heads b, s].
         Asked on the last pipeline rank only, in microbatch order.
         """
 

@@ -75,10 +75,18 @@ class VocabularyPasses:
     def loss(self, microbatch: int) -> None:
         """The user's loss function, on the rank that holds the labels."""
         statistics = self._store.take(("statistics", microbatch))
-        token_loss_sb = statistics.token_loss(self._token_loss).view(self._shapes.sequence, self._shapes.batch)
-        row_gradient_bs = self._model.loss(microbatch, token_loss_sb.t().contiguous())
+        token_loss_n = statistics.token_loss(self._token_loss)
+        row_gradient_bs = self._model.loss(
+            microbatch, self._by_sequence(token_loss_n), self._by_sequence(statistics.likeliest_n)
+        )
         if row_gradient_bs is not None:
-            self._store.put(("loss gradient", microbatch), row_gradient_bs.float().t().flatten())
+            by_head = row_gradient_bs.float().view(self._shapes.heads, self._shapes.batch, self._shapes.sequence)
+            self._store.put(("loss gradient", microbatch), by_head.transpose(1, 2).flatten())
+
+    def _by_sequence(self, values_n: torch.Tensor) -> torch.Tensor:
+        """[heads n], each head s-major, as [heads b, s]."""
+        by_head = values_n.view(self._shapes.heads, self._shapes.sequence, self._shapes.batch)
+        return by_head.transpose(1, 2).contiguous().view(-1, self._shapes.sequence)
 
     def _embed(self, microbatch: int, chunk: int) -> None:
         exchange = self._store.take(("exchange", microbatch))
@@ -88,18 +96,25 @@ class VocabularyPasses:
         stage = self._placement.stage_of[self._rank][chunk]
         if stage == 0:
             leaf = self._store.take(("words", microbatch)).requires_grad_(self._gradients)
-            chunk_input = self._model.embed(microbatch, leaf)
+            words_nh = leaf if self._shapes.heads == 1 else leaf[1:]
+            words_bsh = words_nh.view(self._shapes.batch, self._shapes.sequence, -1)
+            chunk_input = self._model.embed(microbatch, words_bsh)
         else:
             leaf = self._store.take((Channel.ACTIVATION, stage, microbatch)).requires_grad_(self._gradients)
             chunk_input = leaf
+        is_last = stage + 1 == self._placement.stages
+        if is_last and self._shapes.heads > 1:
+            ahead = self._store.take(("words ahead", microbatch)).requires_grad_()
+            self._store.put(("saved words", microbatch), ahead)
+            self._model.receive_words(ahead)
         output = self._model.forward(chunk, microbatch, chunk_input)
         result = output.detach()
         if self._gradients:
             self._model.release_output(output)
             self._store.put(("saved", chunk, microbatch), (leaf, output))
             self.in_flight.enter()
-        if stage + 1 == self._placement.stages:
-            self._store.put(("last output", microbatch), result.view(self._shapes.tokens, -1))
+        if is_last:
+            self._store.put(("last output", microbatch), result.view(self._shapes.outputs, -1))
         else:
             self._store.put((Channel.ACTIVATION, stage + 1, microbatch), result)
 
@@ -108,15 +123,18 @@ class VocabularyPasses:
         if stage + 1 == self._placement.stages:
             unweighted_nh = self._store.take(("input gradient", microbatch))
             weighted_nh = unweighted_nh * self._store.take(("row gradient", microbatch))[:, None]
-            gradient = weighted_nh.to(unweighted_nh.dtype).view(self._shapes.sequence, self._shapes.batch, -1)
+            gradient = weighted_nh.to(unweighted_nh.dtype).view(-1, self._shapes.batch, self._shapes.hidden)
         else:
             gradient = self._store.take((Channel.GRADIENT, stage, microbatch))
         leaf, output = self._store.take(("saved", chunk, microbatch))
         self._model.backward(chunk, microbatch, output, gradient)
+        if stage + 1 == self._placement.stages and self._shapes.heads > 1:
+            ahead = self._store.take(("saved words", microbatch))
+            self._store.put(("word gradient ahead", microbatch), ahead.grad)
         if not self._split_backward:
             self.in_flight.leave()
         if stage == 0:
-            self._store.put(("word gradient", microbatch), leaf.grad.reshape(self._shapes.tokens, -1))
+            self._store.put(("word gradient", microbatch), leaf.grad)
         else:
             self._store.put((Channel.GRADIENT, stage - 1, microbatch), leaf.grad.contiguous())
 
@@ -148,8 +166,9 @@ class VocabularyPasses:
         self._contributed(self._layers.output.weight)
 
     def _embed_backward(self, microbatch: int, chunk: int) -> None:
-        gradient_kh = self._store.take(("row gradients", microbatch))
-        self._layers.embedding.backward_pass(self._store.take(("exchange", microbatch)), gradient_kh)
+        exchange = self._store.take(("exchange", microbatch))
+        for gradient_kh in self._store.take(("row gradients", microbatch)):
+            self._layers.embedding.backward_pass(exchange, gradient_kh)
         self._contributed(self._layers.embedding.weight)
 
     def _contributed(self, weight: torch.nn.Parameter) -> None:

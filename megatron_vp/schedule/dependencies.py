@@ -83,15 +83,16 @@ def check_passes(schedule: Schedule) -> None:
                 raise ScheduleError(f"rank {rank} {words} {listed} ({schedule.name}, {schedule.vocab})")
 
 
-def build_graph(schedule: Schedule, with_loss: bool = False) -> Graph:
+def build_graph(schedule: Schedule, with_loss: bool = False, looks_ahead: bool = False) -> Graph:
     """The dependencies among the passes that `schedule` must contain; the order it lists them in plays no part.
 
     `with_loss` adds the loss function on rank p-1, what travels there and the gradient that it sends. The bare graph is
-    the published table, in which T follows the statistics at once.
+    the published table, in which T follows the statistics at once. `looks_ahead` sends the embedded rows to the last
+    stage, too, for multi-token prediction.
     """
     graph = Graph()
     for microbatch in range(schedule.microbatches):
-        _Microbatch(graph, schedule, microbatch, with_loss).add()
+        _Microbatch(graph, schedule, microbatch, with_loss, looks_ahead).add()
     return graph
 
 
@@ -114,13 +115,17 @@ class _Microbatch:
     schedule: Schedule
     microbatch: int
     with_loss: bool
+    looks_ahead: bool
 
     def add(self) -> None:
         placement, sharded = self.schedule.placement, self.schedule.vocab.is_sharded
-        arrived = []
+        arrived = embedded = []
         if sharded:
-            arrived = [self.collective(CollectiveKind.EMBED, placement.first_rank, self.shards(PassKind.IF))]
+            embedded = [self.collective(CollectiveKind.EMBED, placement.first_rank, self.shards(PassKind.IF))]
+            arrived = embedded
         for stage in range(placement.stages):
+            if self.looks_ahead and stage + 1 == placement.stages:
+                arrived = arrived + embedded
             done = self.chunk(PassKind.F, stage, arrived)
             if stage < placement.stages - 1:
                 arrived = [self.hand_over(Channel.ACTIVATION, done, stage, stage + 1)]

@@ -32,15 +32,15 @@ from megatron_vp.schedule.unfold import unfold
 
 
 @collector_paused()
-def lower(schedule: Schedule, costs: Costs | None = None) -> tuple[Program, ...]:
+def lower(schedule: Schedule, costs: Costs | None = None, looks_ahead: bool = False) -> tuple[Program, ...]:
     """Programs of all ranks. `costs` steer only where losses and collectives go; any costs give programs that end.
 
-    The programs of an interlaced schedule are those of `unfold(schedule)`. Raises ScheduleError for a schedule that
-    cannot run.
+    `looks_ahead`: the last stage uses the embedded rows, too (multi-token prediction). The programs of an interlaced
+    schedule are those of `unfold(schedule)`. Raises ScheduleError for a schedule that cannot run.
     """
     costs = costs or PassCosts()
     check_passes(schedule)
-    line = _lay_out(unfold(schedule), costs)
+    line = _lay_out(unfold(schedule), costs, looks_ahead)
     return tuple(_RankLowering(line, rank).program() for rank in range(schedule.pipeline_size))
 
 
@@ -54,8 +54,8 @@ class _Line:
     collectives: list[tuple[Moment, Collective]]
 
 
-def _lay_out(schedule: Schedule, costs: Costs) -> _Line:
-    graph = build_graph(schedule, with_loss=True)
+def _lay_out(schedule: Schedule, costs: Costs, looks_ahead: bool) -> _Line:
+    graph = build_graph(schedule, with_loss=True, looks_ahead=looks_ahead)
     orders = [[graph.index[Step(rank, step)] for step in order] for rank, order in enumerate(schedule.ranks)]
     orders[-1] = _with_losses(schedule, costs, graph, orders)
     times = play(graph, orders, Durations(graph, schedule)(costs))

@@ -40,6 +40,11 @@ class GlobalStatistics:
         token_loss_n = self.sum_n.log() - (self.linear_n - self.max_n)
         return token_loss_n + loss.penalty(self.log_sum_exp_n) if loss.z_loss else token_loss_n
 
+    @property
+    def likeliest_n(self) -> torch.Tensor:
+        """Whether the target is the likeliest token, bool [n]; means nothing under label smoothing."""
+        return self.linear_n == self.max_n
+
     def probability(self, logit_n: torch.Tensor) -> torch.Tensor:
         """Softmax entry of one logit a token.
 

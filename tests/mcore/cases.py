@@ -111,6 +111,14 @@ PROOFS = (
         "mcore/test_hybrid.py::test_a_checkpoint_continues_in_plain_megatron_and_back",
     ),
     Proof(
+        "multi-token prediction (`--mtp-num-layers`), tied and untied; linear and interleaved schedules",
+        "mcore/test_multi_token.py::test_every_step_equals_plain_megatron",
+    ),
+    Proof(
+        "checkpoints of models with multi-token prediction in plain Megatron and back",
+        "mcore/test_multi_token.py::test_a_checkpoint_continues_in_plain_megatron_and_back",
+    ),
+    Proof(
         "label smoothing and z-loss, against an eager loss inside plain Megatron, which has neither",
         "mcore/test_losses.py::test_losses_and_gradients",
     ),

@@ -98,11 +98,12 @@ def test_pass_costs_count_the_layers_of_a_pattern():
         "padded_vocab_size": 64,
     }
 
-    def costs(pattern):
+    def costs(pattern, heads=None):
         layers = 2 if pattern is None else len(pattern.replace("|", ""))
-        arguments = argparse.Namespace(**sizes, num_layers=layers, hybrid_layer_pattern=pattern)
+        arguments = argparse.Namespace(**sizes, num_layers=layers, hybrid_layer_pattern=pattern, mtp_num_layers=heads)
         return pass_costs(arguments, VocabMethod.VOCAB_2)
 
     assert costs("*-|*-/*-/*-") == costs(None)
+    assert costs(None, heads=2).T == 3 * costs(None).T
     assert costs("-|-").W == costs("-|-").F  # no product without weights
     assert costs("M|M").S > costs("MM|MM").S > costs("MM|MM*").S

@@ -20,6 +20,7 @@ from tests.harness import run_ranks
 from tests.harness.training import tiny_model
 
 TWO_STAGES = {"pipeline_model_parallel_size": 2}
+AHEAD = {"mtp_num_layers": 1, "position_embedding_type": "rope"}
 VP = {**TWO_STAGES, "vocab_parallel": True}
 
 REFUSED = [
@@ -27,7 +28,9 @@ REFUSED = [
     ({**VP, "tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2 is not supported yet"),
     ({**VP, "num_layers_per_virtual_pipeline_stage": 1}, "virtual pipeline stages"),
     ({**VP, "context_parallel_size": 2}, "--context-parallel-size 2"),
-    ({**VP, "mtp_num_layers": 1, "position_embedding_type": "rope"}, "--mtp-num-layers"),
+    ({**VP, **AHEAD, "pipeline_schedule": "v-half"}, "needs Megatron's own placement"),
+    ({**VP, **AHEAD, "mtp_detach_heads": True}, "all heads train the output layer"),
+    ({**VP, **AHEAD, "vocab_label_smoothing": 0.1}, "--vocab-label-smoothing with --mtp-num-layers"),
     ({**VP, "num_experts": 4}, "--num-experts"),
     ({**VP, "fp16_lm_cross_entropy": True, "fp16": True}, "--fp16-lm-cross-entropy"),
     ({**VP, "fp32_residual_connection": True, "bf16": True}, "--fp32-residual-connection"),

@@ -104,7 +104,7 @@ class ToyModel:
         gradient = layer_input.flatten(0, 1).t() @ product.grad.flatten(0, 1)
         self.weight.grad = gradient if self.weight.grad is None else self.weight.grad + gradient
 
-    def loss(self, microbatch: int, token_loss_bs: torch.Tensor) -> torch.Tensor | None:
+    def loss(self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor) -> torch.Tensor | None:
         assert microbatch == len(self.losses)
         loss_weights = batch(self.iteration, microbatch)[2]
         self.losses.append((token_loss_bs * loss_weights).sum().item())

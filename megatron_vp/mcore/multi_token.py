@@ -1,0 +1,117 @@
+"""Multi-token prediction: k further heads, each a layer on the last stage, that predict the tokens after the next.
+
+Megatron's block of these layers follows the decoder and hands on the states of all 1 + k heads, one after the other;
+the passes S and T treat them as 1 + k times as many tokens. The block looks up the tokens ahead, so the last stage is
+sent the words of the microbatch as the first is. Evaluation has one head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.multi_token_prediction import process_mtp_loss
+from torch import nn
+
+_SHARED = ("attention_mask", "padding_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
+_SHARED += ("packed_seq_params", "sequence_len_offset")
+"""What the decoder and the block are called with alike."""
+
+
+class ReceivedWords(nn.Module):
+    """In the place of `word_embeddings`: looks positions up among the words that were received.
+
+    rows: [1 + n, h]: the word of token 0, by which Megatron continues a sequence beyond its end, then those of the
+        microbatch, [b, s] flattened; None in evaluation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: torch.Tensor | None = None
+
+    def forward(self, positions_bs: torch.Tensor) -> torch.Tensor:
+        """Words at positions counted from 1; 0 is token 0."""
+        return nn.functional.embedding(positions_bs, self.rows)
+
+
+def follow_decoder(chunk: nn.Module) -> None:
+    """Let the block run at the end of the chunk's decoder, on received words; the chunk keeps no embedding.
+
+    Megatron would count the chunk among the owners of the word embedding, in checkpoints and in the gradients'
+    reduction, so the chunk says that it has no such block.
+    """
+    words = ReceivedWords()
+    chunk.received_embedding, chunk.embedding = chunk.embedding, None
+    chunk.received_embedding.word_embeddings = words
+    chunk.mtp_process = False
+
+    def run_heads(_decoder: nn.Module, _args: tuple, given: dict[str, Any], hidden_sbh: torch.Tensor) -> torch.Tensor:
+        if words.rows is None:
+            return hidden_sbh
+        positions = torch.arange(1, len(words.rows), device=hidden_sbh.device)
+        heads_sbh = chunk.mtp(
+            input_ids=positions.view(hidden_sbh.shape[1], -1),
+            position_ids=None,
+            hidden_states=hidden_sbh,
+            embedding=chunk.received_embedding,
+            **{name: given[name] for name in _SHARED if name in given},
+        )
+        words.rows = None
+        return heads_sbh
+
+    chunk.decoder.register_forward_hook(run_heads, with_kwargs=True)
+
+
+class _Head:
+    """Stands for the output layer in Megatron's loss of the heads: their token losses are already there."""
+
+    def __init__(self, likeliest_kbs: list[torch.Tensor]) -> None:
+        self._likeliest_kbs = iter(likeliest_kbs)
+        self.likeliest_bs: torch.Tensor | None = None
+
+    def __call__(self, token_loss_bs: torch.Tensor, **_options: Any) -> tuple[torch.Tensor, None]:
+        self.likeliest_bs = next(self._likeliest_kbs)
+        return token_loss_bs, None
+
+
+def with_further_heads(
+    token_loss_ks: torch.Tensor, likeliest_ks: torch.Tensor, labels_bs: Any, loss_mask_bs: Any, config: Any
+) -> torch.Tensor:
+    """The next token's losses [b, s], whose backward starts that of the other heads' losses too; logs the latter.
+
+    Args:
+        token_loss_ks: of all heads, [(1 + k) b, s].
+        likeliest_ks: whether the target is the likeliest token, same shape.
+        labels_bs, loss_mask_bs: as the user's script gave them to the model.
+        config: Megatron's.
+    """
+    _, *further = likeliest_ks.chunk(1 + config.mtp_num_layers)
+    return process_mtp_loss(
+        hidden_states=token_loss_ks,
+        labels=labels_bs,
+        loss_mask=loss_mask_bs,
+        output_layer=_Head(further),
+        output_weight=None,
+        runtime_gather_output=None,
+        is_training=True,
+        compute_language_model_loss=lambda _labels, token_loss_bs: token_loss_bs,
+        config=config,
+    )
+
+
+def counting_likeliest(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's count of accepted predictions, which takes whole logits."""
+
+    def acceptance_counts(
+        mtp_logits: torch.Tensor,
+        mtp_labels: torch.Tensor,
+        loss_mask: torch.Tensor,
+        output_layer: Callable[..., Any],
+        runtime_gather_output: bool | None,
+        tp_group: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        counted_bs = loss_mask.bool()
+        return (output_layer.likeliest_bs & counted_bs).sum().float(), counted_bs.sum().float()
+
+    return acceptance_counts

@@ -1,0 +1,93 @@
+"""Multi-token prediction: every head's output layer is split, and all else is as in plain Megatron in one process.
+
+A case is a line.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.harness.training import _merge, tiny_model, train, train_case
+from tests.mcore.cases import FP32, TIED
+from tests.mcore.comparison import assert_equal
+
+PER_TOKEN = {"calculate_per_token_loss": True}
+REPEATED = {"mtp_use_repeated_layer": True}
+VP = {"vocab_parallel": True}
+slow = pytest.mark.slow
+
+# p, schedule, algorithm, heads beyond the first, options of both runs, options of the split one.
+CASES = [
+    (2, "1f1b", "vocab-2", 2, TIED, {}),
+    pytest.param(3, "1f1b", "vocab-1", 1, PER_TOKEN, {}, marks=slow),
+    pytest.param(2, "zb-h1", "vocab-2", 2, REPEATED, {}, marks=slow),
+    pytest.param(2, "interleaved", "vocab-1", 1, {}, {}, marks=slow),
+    pytest.param(2, "interlaced", "vocab-1", 1, TIED, {}, marks=slow),
+    pytest.param(3, "1f1b", "vocab-2", 1, {"recompute_granularity": "selective"}, {}, marks=slow),
+]
+
+
+def watched(rank: int, world_size: int, arguments: list[str]) -> tuple:
+    """Runs inside a rank: the training, and what it logged of the further heads: loss, accepted and counted tokens."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    logged = []
+
+    def save(loss, correct, total, head, heads, **_groups):
+        logged.append((head, loss.item(), correct.item(), total.item()))
+
+    with mock.patch.object(MTPLossLoggingHelper, "save_metrics_to_tracker", save):
+        return train_case(rank, world_size, arguments), logged
+
+
+def _arguments(**changes: object) -> list[str]:
+    # As in the parity tests: many tokens and few words keep plain Megatron's own rounding at half of the bound.
+    arguments = {
+        "hidden_size": 64,
+        "seq_length": 128,
+        "max_position_embeddings": 128,
+        "vocab_size": 39,
+        "make_vocab_size_divisible_by": 4,
+        "position_embedding_type": "rope",
+        "lr": 1e-5,
+        "eval_iters": 1,
+        "eval_interval": 2,
+    }
+    return tiny_model(**arguments | changes)
+
+
+@pytest.mark.parametrize(("size", "schedule", "algorithm", "heads", "options", "ours"), CASES)
+def test_every_step_equals_plain_megatron(size, schedule, algorithm, heads, options, ours):
+    common = {"num_layers": 6 if size == 3 else 4, "mtp_num_layers": heads, **options}
+    ((plain, expected),) = run_ranks(1, watched, _arguments(**common))
+    split = _arguments(
+        **common,
+        **ours,
+        **VP,
+        pipeline_model_parallel_size=size,
+        vocab_parallel_algorithm=algorithm,
+        pipeline_schedule=schedule,
+        num_virtual_stages_per_pipeline_rank=2 if schedule == "interleaved" else None,
+    )
+    runs, logged = zip(*run_ranks(size, watched, split), strict=True)
+    assert_equal(_merge(list(runs)), plain, FP32)
+    assert not any(logged[:-1])
+    assert len(logged[-1]) == len(expected) == 3 * 4 * heads
+    for found, theirs in zip(logged[-1], expected, strict=True):
+        assert found == pytest.approx(theirs, rel=FP32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("written", "read"), [((3, VP), (2, {})), ((1, {}), (2, VP))])
+def test_a_checkpoint_continues_in_plain_megatron_and_back(tmp_path, written, read):
+    (size, method), (other_size, other_method) = written, read
+    steps = {"num_layers": 6, "mtp_num_layers": 1, "train_iters": 4, "lr": 1e-3, "eval_iters": 0}
+    saving = {"save": tmp_path, "save_interval": 2, "exit_interval": 2}
+    train(size, _arguments(pipeline_model_parallel_size=size, **steps, **saving, **method))
+    loading = {"load": tmp_path, "pipeline_model_parallel_size": other_size, **other_method}
+    rest = train(other_size, _arguments(**steps, **loading), same_weights=False)
+    whole = train(1, _arguments(**steps))
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=2e-6)
