@@ -6,6 +6,7 @@ import math
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -57,7 +58,9 @@ def sbatch(
     ranks = nodes * per_node
     described = describe_job(check_job(arguments, ranks), ranks)
     resources = f"--gpus-per-node={per_node}" if ntasks_per_node is None else f"--ntasks-per-node={per_node}"
-    command = ["sbatch", f"--nodes={nodes}", resources, f"--job-name={config.stem}"]
+    # The job runs with the Python that checked it.
+    export = f"--export=ALL,MEGATRON_VP_PYTHON={sys.executable}"
+    command = ["sbatch", f"--nodes={nodes}", resources, f"--job-name={config.stem}", export]
     command += [f"--{option}" for option in slurm or ()]
     command += [str(BATCH_SCRIPT), str(config), *context.args]
     typer.echo(f"{nodes} nodes x {per_node}; " + "\n".join(described))

@@ -36,7 +36,8 @@ def test_dry_run_prints_what_would_be_submitted(said):
     assert job == "4 nodes x 8; 32 ranks = 8 pipeline x 4 data; 128 microbatches; 1f1b, vocab-2"
     assert checkpoints == "checkpoints in runs/llama3_8b/checkpoints: starts at iteration 0 of 100000"
     assert shlex.split(command) == [
-        *("sbatch", "--nodes=4", "--gpus-per-node=8", "--job-name=llama3_8b", "--time=1:00:00"),
+        *("sbatch", "--nodes=4", "--gpus-per-node=8", "--job-name=llama3_8b"),
+        *(f"--export=ALL,MEGATRON_VP_PYTHON={sys.executable}", "--time=1:00:00"),
         *("scripts/slurm/pretrain.sbatch", *LLAMA, "--vocab-parallel", "--lr", "1e-4"),
     ]
 
