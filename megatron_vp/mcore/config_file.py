@@ -103,6 +103,17 @@ def write_resolved(args: argparse.Namespace, path: str | os.PathLike[str]) -> No
     partial.replace(path)
 
 
+def read_resolved(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The arguments of a run by their names, as `write_resolved` wrote them; UserError if they cannot be read."""
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read resolved configuration {path}: {_one_line(error)}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is no resolved configuration: it holds no mapping")
+    return found
+
+
 def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictConfig]]:
     """The file after its bases, each with its path."""
     if path.resolve() in overlaid_by:

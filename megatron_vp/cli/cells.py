@@ -1,0 +1,104 @@
+"""`megatron-vp cells` and `megatron-vp collect`: the paper's tables as runs, and the runs as a table."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_vp.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_vp.cost.measured import Run
+    from megatron_vp.cost.published import Cell
+
+COLUMNS = ("table", "gpus", "seq_length", "method", "vocab_k", "mfu_percent", "peak_memory_gb")
+
+
+def register(app: typer.Typer) -> None:
+    """Add both commands to `app`."""
+    app.command("cells")(cells)
+    app.command("collect")(collect)
+
+
+def cells(
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="DIR", help="Folder of the lists, and of the runs' logs.")
+    ] = Path("runs/tables"),
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of a node.")] = 8,
+) -> None:
+    """List the runs of every cell of the paper's tables, for job arrays.
+
+    Writes a list for each number of GPUs and prints how to submit it. Afterwards: megatron-vp collect DIR.
+    """
+    from megatron_vp.cost.cells import write_lists
+    from megatron_vp.cost.published import jobs
+
+    for gpus, (path, count) in write_lists(output, jobs()).items():
+        nodes, per_node = math.ceil(gpus / gpus_per_node), min(gpus, gpus_per_node)
+        words = ["sbatch", f"--nodes={nodes}", f"--gpus-per-node={per_node}", f"--array=1-{count}"]
+        typer.echo(shlex.join([*words, "scripts/slurm/tables.sbatch", str(path)]))
+
+
+def collect(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that megatron-vp cells wrote.")],
+    hardware: Annotated[
+        str | None,
+        typer.Option("--hardware", help="Peak of the GPUs for MFU, such as h100 (default: A100, as the tables count)."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="CSV file to write.")] = None,
+) -> None:
+    """Turn the logs of the tables' runs into a table, in the format that megatron-vp tables --published takes.
+
+    MFU as the paper counts it; peak memory is the allocator's, of the fullest rank, in GiB. A run that did not fit has
+    empty fields. What is missing or broken is listed on standard error.
+    """
+    from megatron_vp.cost.cells import cell_name
+    from megatron_vp.cost.hardware import find_hardware
+    from megatron_vp.cost.measured import read_run
+    from megatron_vp.cost.paper import PEAK_FLOPS
+    from megatron_vp.cost.published import jobs
+
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder: give the one that megatron-vp cells wrote and the runs logged to")
+    device = None if hardware is None else find_hardware(hardware)
+    rows = []
+    for cell in sorted(jobs()):
+        run = read_run(folder / cell_name(cell))
+        if isinstance(run, str):
+            typer.echo(f"{cell}: {run}", err=True)
+            continue
+        peak = PEAK_FLOPS[cell.table] if device is None else device.peak_flops
+        rows.append(_row(cell, run, folder / cell_name(cell), peak))
+    if not rows:
+        raise UserError(f"{folder} has no run of any cell: see megatron-vp cells")
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows([COLUMNS, *rows])
+    if output is None:
+        typer.echo(table.getvalue(), nl=False)
+        return
+    try:
+        output.write_text(table.getvalue(), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}") from None
+
+
+def _row(cell: Cell, run: Run, folder: Path, peak: float) -> tuple[object, ...]:
+    from megatron_vp.cost.arguments import job_of
+    from megatron_vp.cost.flops import model_flops
+    from megatron_vp.mcore.arguments import RESOLVED_NAME
+    from megatron_vp.mcore.config_file import read_resolved
+
+    mfu = memory = ""
+    if run.seconds is not None:
+        arguments = read_resolved(folder / RESOLVED_NAME)
+        job = job_of(arguments, arguments["world_size"])
+        mfu = f"{100 * model_flops(job) / run.seconds / job.gpus / peak:.4g}"
+    if run.memory is not None:
+        memory = f"{run.memory:.2f}"
+    return cell.table, cell.gpus, cell.sequence, cell.method, cell.vocab_k, mfu, memory

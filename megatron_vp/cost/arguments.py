@@ -1,0 +1,75 @@
+"""Megatron's arguments, by their long names with underscores, as the sizes that costs are computed from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_vp.cost.shapes import Job, ModelShape, Recompute
+from megatron_vp.errors import UserError
+
+
+def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
+    """The job that `arguments` describe on `ranks` ranks (by default one replica), with Megatron's own defaults.
+
+    Takes the leaves of a configuration file or a run's resolved configuration. Raises UserError where a size is missing
+    or sizes do not fit each other.
+    """
+
+    def given(name: str, default: Any = None) -> Any:
+        value = arguments.get(name)
+        return default if value is None else value
+
+    def size(name: str) -> int:
+        value = given(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"{name} is {value!r}: give a whole number of at least 1")
+        return value
+
+    pipeline, tensor = given("pipeline_model_parallel_size", 1), given("tensor_model_parallel_size", 1)
+    hidden, gated = size("hidden_size"), bool(given("swiglu") or given("quick_geglu"))
+    # Megatron's default: 4 h, for gated MLPs two thirds of it in steps of 64.
+    ffn = int(4 * hidden * 2 / 3 / 64) * 64 if given("swiglu") else 4 * hidden
+    rows = given("make_vocab_size_divisible_by", 128) * tensor
+    experts = given("num_experts", 0)
+    model = ModelShape(
+        layers=size("num_layers"),
+        hidden=hidden,
+        heads=size("num_attention_heads"),
+        ffn=given("moe_ffn_hidden_size" if experts else "ffn_hidden_size", given("ffn_hidden_size", ffn)),
+        vocab=given("padded_vocab_size") or math.ceil(size("vocab_size") / rows) * rows,
+        kv_groups=given("num_query_groups", 1) if given("group_query_attention") else 0,
+        head_size=given("kv_channels", 0),
+        gated=gated,
+        tied=not given("untie_embeddings_and_output_weights"),
+        dropout=bool(given("hidden_dropout", 0.1) or given("attention_dropout", 0.1)),
+        experts=experts,
+        experts_per_token=given("moe_router_topk", 2) if experts else 0,
+    )
+    context, micro_batch = given("context_parallel_size", 1), size("micro_batch_size")
+    replica = pipeline * tensor * context
+    data = 1 if ranks is None else ranks // replica
+    if not data or (ranks or replica) % replica:
+        raise UserError(
+            f"{ranks} ranks cannot hold replicas of {replica}: {pipeline} pipeline x {tensor * context} others"
+        )
+    batch = given("global_batch_size", micro_batch * data)
+    if batch % (micro_batch * data):
+        raise UserError(f"global_batch_size {batch} is no multiple of {data} replicas x micro_batch_size {micro_batch}")
+    return Job(
+        model,
+        sequence=size("seq_length"),
+        micro_batch=micro_batch,
+        microbatches=batch // (micro_batch * data),
+        pipeline=pipeline,
+        tensor=tensor,
+        context=context,
+        data=data,
+        expert=given("expert_model_parallel_size", 1),
+        sequence_parallel=bool(given("sequence_parallel")),
+        distributed_optimizer=bool(given("use_distributed_optimizer")),
+        recompute=Recompute.FULL if given("recompute_granularity") == "full" else Recompute.NONE,
+        wide_gradients=not given("fp16") or bool(given("accumulate_allreduce_grads_in_fp32")),
+        element_bytes=2 if given("bf16") or given("fp16") else 4,
+    )

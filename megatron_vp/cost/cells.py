@@ -1,0 +1,68 @@
+"""The paper's tables as jobs that can be run: a list of cells, each with the arguments that train it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron_vp.cost.paper import plan_of
+from megatron_vp.cost.published import Cell, jobs
+from megatron_vp.cost.shapes import Plan
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import VocabMethod
+
+MODELS = {
+    5: {8: "gpt_4b", 16: "gpt_10b", 32: "gpt_21b"},
+    6: {16: "gpt_7b", 24: "gpt_16b", 32: "gpt_30b"},
+}
+"""Configuration of the model that a table has on so many GPUs."""
+
+_COLUMNS = ("cell", "arguments")
+
+
+def cell_name(cell: Cell) -> str:
+    """A cell in one word, which is also its folder: `table5-8-2048-vocab-1-32k`."""
+    return f"table{cell.table}-{cell.gpus}-{cell.sequence}-{cell.method}-{cell.vocab_k}k"
+
+
+def cell_arguments(cell: Cell) -> list[str]:
+    """What `pretrain_gpt_vp.py` is given for a cell, in the repository."""
+    job = jobs()[cell]
+    plan = plan_of(cell)
+    overlays = [f"configs/{MODELS[cell.table][cell.gpus]}.yaml", "configs/data/timing.yaml"]
+    if plan.schedule != "1f1b":
+        overlays.append(f"configs/methods/{plan.schedule}.yaml")
+    if plan.vocab not in (VocabMethod.NONE, VocabMethod.INTERLACED):
+        overlays.append(f"configs/methods/{plan.vocab}.yaml")
+    words = [f"--config={path}" for path in overlays]
+    words += [f"--seq-length={job.sequence}", f"--max-position-embeddings={job.sequence}"]
+    words += [f"--vocab-size={job.model.vocab}"]
+    if plan.layers is not None:
+        words.append(f"--pipeline-model-parallel-layout={_layout(plan)}")
+    return words
+
+
+def write_lists(folder: Path, cells: Iterable[Cell]) -> dict[int, tuple[Path, int]]:
+    """Write FOLDER/N_gpus.tsv for every number of GPUs N: a header, then a cell's name and arguments a line.
+
+    Returns path and number of cells by number of GPUs.
+    """
+    by_gpus: dict[int, list[Cell]] = {}
+    for cell in sorted(cells):
+        by_gpus.setdefault(cell.gpus, []).append(cell)
+    written = {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for gpus, listed in sorted(by_gpus.items()):
+            path = folder / f"{gpus}_gpus.tsv"
+            rows = [_COLUMNS, *((cell_name(cell), " ".join(cell_arguments(cell))) for cell in listed)]
+            path.write_text("".join("\t".join(row) + "\n" for row in rows), encoding="utf-8")
+            written[gpus] = path, len(listed)
+    except OSError as error:
+        raise UserError(f"cannot write lists of cells to {folder}: {error.strerror}") from None
+    return written
+
+
+def _layout(plan: Plan) -> str:
+    """Megatron's layout string of a plan with one chunk a rank."""
+    return "E" + "|".join(f"t*{layers}" if layers else "" for layers in plan.layers) + "L"

@@ -1,0 +1,48 @@
+"""What runs of the tables' cells measured, read from the logs of their ranks."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_vp.cost.memory import GIB
+
+WARM_UP = 3
+"""Iterations that are not counted: they compile, allocate and time their kernels."""
+
+# Megatron's log lines: the last rank prints times, every rank its memory in MiB.
+_ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+)")
+_PEAK = re.compile(r"memory \(MB\) .*\| max allocated: ([\d.]+)")
+_OUT_OF_MEMORY = re.compile(r"out of memory", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: seconds an iteration (median without the first), peak memory of the fullest rank in GiB.
+
+    Both are None where the run did not fit; memory is None where no device counts it.
+    """
+
+    seconds: float | None
+    memory: float | None
+
+
+def read_run(folder: Path) -> Run | str:
+    """The run whose ranks logged to FOLDER/rank_*.log, or why there is nothing to count."""
+    logs = sorted(folder.glob("rank_*.log"))
+    if not logs:
+        return "not run"
+    peaks, times, full = [], {}, False
+    for path in logs:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        times |= {int(number): float(elapsed) / 1000 for number, elapsed in _ITERATION.findall(text)}
+        peaks += [float(peak) * 2**20 / GIB for peak in _PEAK.findall(text)]
+        full = full or _OUT_OF_MEMORY.search(text) is not None
+    if full:
+        return Run(None, None)
+    counted = [seconds for number, seconds in times.items() if number > WARM_UP]
+    if not counted:
+        return f"no iteration after the first {WARM_UP} in {logs[-1]}"
+    return Run(statistics.median(counted), max(peaks, default=0.0) or None)

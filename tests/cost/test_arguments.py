@@ -1,0 +1,60 @@
+"""Megatron's arguments as sizes: from a configuration file the same as from what Megatron makes of it."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_vp.cost.arguments import job_of
+from megatron_vp.cost.published import jobs
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.config_file import read_leaves
+from megatron_vp.mcore.preflight import check_job
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODELS = sorted(path for path in CONFIGS.glob("*.yaml") if path.stem != "quickstart")
+TINY = {
+    **{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 500, "seq_length": 32},
+    **{"micro_batch_size": 2},
+}
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_defaults_are_megatrons(path):
+    leaves = {leaf.key: leaf.value for leaf in read_leaves([path])}
+    written = job_of(leaves)
+    args = check_job([f"--config={path}", f"--config={CONFIGS / 'data' / 'mock.yaml'}"], written.gpus)
+    assert job_of(vars(args), written.gpus) == written
+    assert job_of(leaves, 4 * written.gpus).data == 4
+
+
+def test_the_papers_models_are_the_tables():
+    for cell, job in jobs().items():
+        if cell.vocab_k == 32 and cell.sequence == 2048 and cell.table == 5 and cell.method == "baseline":
+            name = {8: "gpt_4b", 16: "gpt_10b", 32: "gpt_21b"}[cell.gpus]
+            leaves = {leaf.key: leaf.value for leaf in read_leaves([CONFIGS / f"{name}.yaml"])}
+            found = job_of({**leaves, "vocab_size": 32000, "fp16": True, "bf16": False})
+            assert (found.microbatches, found.pipeline, found.model.ffn) == (128, job.pipeline, job.model.ffn)
+            assert (found.model.layers, found.model.hidden, found.model.vocab) == (
+                *(job.model.layers, job.model.hidden),
+                job.model.vocab,
+            )
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"hidden_size": None}, "hidden_size is None"),
+        ({"num_layers": "two"}, "num_layers is 'two'"),
+        ({"pipeline_model_parallel_size": 3}, "8 ranks cannot hold replicas of 3"),
+        ({"global_batch_size": 24}, "global_batch_size 24 is no multiple of 8 replicas x micro_batch_size 2"),
+    ],
+)
+def test_bad_sizes_are_one_line(changes, line):
+    with pytest.raises(UserError, match=line):
+        job_of({**TINY, **changes}, ranks=8)
+
+
+def test_a_vocabulary_is_padded_as_megatron_pads():
+    assert job_of(TINY).model.vocab == 512
+    assert job_of({**TINY, "tensor_model_parallel_size": 4, "make_vocab_size_divisible_by": 64}).model.vocab == 512
+    assert job_of({**TINY, "tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 300}).model.vocab == 600
