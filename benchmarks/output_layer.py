@@ -1,0 +1,154 @@
+"""S and T of one shard beside their bare GEMMs, beside the eager operations, and what is kept between them.
+
+    python benchmarks/output_layer.py [--tokens 4096] [--hidden 4096] [--rows 8192,32768] [--output FILE.jsonl]
+
+Every line is one shape. All times of a line come from one process, in turns: the medians' ratios are the result, the
+milliseconds belong to the machine. Without a GPU it runs the eager operations on small shapes, to be tried at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from megatron_vp.vocab import output
+from megatron_vp.vocab.operations import EagerOperations
+from megatron_vp.vocab.output import OutputLayer, PendingOutput
+from megatron_vp.vocab.shards import VocabShards
+from megatron_vp.vocab.statistics import fold
+
+SHARDS = 4
+
+
+class Shape:
+    """One shard of `SHARDS` with everything that its passes need, and each thing to be timed as a method."""
+
+    def __init__(self, tokens: int, hidden: int, rows: int, device: torch.device, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x_nh = torch.randn(tokens, hidden, generator=generator).to(device, dtype)
+        weight = torch.nn.Parameter((torch.randn(rows, hidden, generator=generator) * 0.02).to(device, dtype))
+        weight.main_grad = torch.zeros(rows, hidden, device=device)
+        self.layer = OutputLayer(weight, VocabShards(rows * SHARDS, SHARDS), 0)
+        self.labels_n = torch.randint(rows * SHARDS, (tokens,), generator=generator).to(device)
+        self.row_gradient_n = torch.full((tokens,), 1 / tokens, device=device)
+        self.pending = self.s()
+        self.total = fold(self.pending.statistics_3n.expand(SHARDS, *self.pending.statistics_3n.shape))
+
+    def s(self) -> PendingOutput:
+        """S of vocab-1."""
+        return self.layer(self.x_nh, self.labels_n)
+
+    def s_gemm(self) -> torch.Tensor:
+        """The GEMM of S alone."""
+        return self.x_nh @ self.layer.weight.detach().t()
+
+    def s_of_vocab_2(self) -> torch.Tensor:
+        """S of vocab-2: E W as well."""
+        return self.layer.unscaled_input_gradient(self.layer(self.x_nh, self.labels_n))
+
+    def s_of_vocab_2_gemms(self) -> torch.Tensor:
+        """The GEMMs of vocab-2's S alone."""
+        return self.s_gemm() @ self.layer.weight.detach()
+
+    def t(self) -> None:
+        """T of vocab-2: the weight gradient."""
+        self.layer.t_pass(self.pending, self.total, self.row_gradient_n, input_gradient=False)
+
+    def t_gemm(self) -> None:
+        """The GEMM of T alone, into fp32 where the device can."""
+        output.operations_for(self.x_nh).add_product_(self.layer.weight.main_grad, self.pending.exp_nv, self.x_nh)
+
+    def eager_s_and_t(self) -> None:
+        """S and T of vocab-2 on plain PyTorch operations."""
+        with mock.patch.object(output, "operations_for", lambda tensor: EagerOperations()):
+            pending = self.s()
+            self.layer.unscaled_input_gradient(pending)
+            self.layer.t_pass(pending, self.total, self.row_gradient_n, input_gradient=False)
+
+    def s_and_t(self) -> None:
+        """S and T of vocab-2."""
+        pending = self.s()
+        self.layer.unscaled_input_gradient(pending)
+        self.layer.t_pass(pending, self.total, self.row_gradient_n, input_gradient=False)
+
+    def bytes_kept_a_logit(self) -> float:
+        """What S leaves for T, X and four vectors included, over the number of logits."""
+        kept = (self.pending.exp_nv, self.x_nh, self.pending.statistics_3n, self.pending.target_logit_n)
+        return sum(tensor.nbytes for tensor in kept) / self.pending.exp_nv.numel()
+
+
+def milliseconds(function: Callable[[], object], device: torch.device) -> float:
+    """One call, by device events on a GPU."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        function()
+        return 1e3 * (time.perf_counter() - start)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def measure(shape: Shape, rounds: int, device: torch.device) -> dict[str, float]:
+    """Median milliseconds of everything, in turns, after two rounds that warm up."""
+    names = ("s_gemm", "s", "s_of_vocab_2_gemms", "s_of_vocab_2", "t_gemm", "t", "s_and_t", "eager_s_and_t")
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds + 2):
+        for name in names:
+            times[name].append(milliseconds(getattr(shape, name), device))
+    return {name: statistics.median(values[2:]) for name, values in times.items()}
+
+
+def main() -> None:
+    """Measure every combination and print, or append to a file, a line of JSON each."""
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (
+        ("tokens", "2048,4096,8192" if on_gpu else "256"),
+        ("hidden", "3072,4096,5120,6144" if on_gpu else "128"),
+        ("rows", "4096,8192,16384,32768" if on_gpu else "1000"),
+    ):
+        parser.add_argument(f"--{name}", default=default, help=f"comma-separated (default {default})")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--output", type=Path, help="append the lines to this file")
+    args = parser.parse_args()
+    device, dtype = (torch.device("cuda"), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
+    machine = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, eager operations"
+    sizes = ([int(value) for value in getattr(args, name).split(",")] for name in ("tokens", "hidden", "rows"))
+    for tokens, hidden, rows in product(*sizes):
+        shape = Shape(tokens, hidden, rows, device, dtype)
+        times = measure(shape, args.rounds, device)
+        line = {
+            "machine": machine,
+            "torch": torch.__version__,
+            "dtype": str(dtype).removeprefix("torch."),
+            "tokens": tokens,
+            "hidden": hidden,
+            "rows": rows,
+            "s_over_gemm": times["s"] / times["s_gemm"],
+            "s_of_vocab_2_over_gemms": times["s_of_vocab_2"] / times["s_of_vocab_2_gemms"],
+            "t_over_gemm": times["t"] / times["t_gemm"],
+            "eager_over_ours": times["eager_s_and_t"] / times["s_and_t"],
+            "bytes_kept_a_logit": shape.bytes_kept_a_logit(),
+            "milliseconds": times,
+        }
+        text = json.dumps(line)
+        print(text, flush=True)
+        if args.output is not None:
+            with args.output.open("a") as file:
+                file.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Time and memory of single ranks of the paper's models, each replayed alone on one GPU.
+
+    python benchmarks/replay_tables.py [--models gpt_4b,gpt_10b,gpt_21b] [--ranks 0,-1] [--output FILE.jsonl]
+
+Every line is one rank of one job: pass times, peak memory and its parts, as `megatron-vp replay` reports them. The
+first and last rank hold the vocabulary layers of a plain job; with vocabulary parallelism all ranks hold as much, and
+differ in microbatches in flight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+METHODS = {
+    "baseline": [],
+    "vocab-1": ["--vocab-parallel", "--vocab-parallel-algorithm", "vocab-1"],
+    "vocab-2": ["--vocab-parallel", "--vocab-parallel-algorithm", "vocab-2"],
+    "v-half baseline": ["--pipeline-schedule", "v-half"],
+    "v-half vocab-1": [
+        *("--pipeline-schedule", "v-half", "--vocab-parallel", "--vocab-parallel-algorithm", "vocab-1"),
+    ],
+}
+SIZES = {"gpt_4b": 8, "gpt_10b": 16, "gpt_21b": 32, "gpt_7b": 16, "gpt_16b": 24, "gpt_30b": 32}
+
+
+def replay(config: Path, rank: int, flags: list[str]) -> dict | str:
+    """The report of one rank, run in a process of its own; where it fails, the last line that it said."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "megatron_vp.cli.app", "replay", str(config), "--rank", str(rank)]
+        done = subprocess.run([*command, "-o", str(report), *flags], cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            return (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return json.loads(report.read_text())
+
+
+def main() -> None:
+    """Replay every combination and print, or append to a file, a line of JSON each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="gpt_4b,gpt_10b,gpt_21b", help="names of files in configs/")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--vocab-sizes", default="32768,262144")
+    parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument("--ranks", default="0,-1", help="pipeline ranks; negative ones count from the end")
+    parser.add_argument("--output", type=Path, help="append the lines to this file")
+    parser.add_argument("flags", nargs="*", help="after --: more flags of the job")
+    args = parser.parse_args()
+    for model in args.models.split(","):
+        for vocab_size in args.vocab_sizes.split(","):
+            for method in args.methods.split(","):
+                for rank in map(int, args.ranks.split(",")):
+                    size = SIZES[model]
+                    flags = [*METHODS[method], "--seq-length", str(args.sequence), "--vocab-size", vocab_size]
+                    flags += ["--max-position-embeddings", str(args.sequence), *args.flags]
+                    found = replay(ROOT / "configs" / f"{model}.yaml", rank % size, flags)
+                    line = {"model": model, "vocab_size": int(vocab_size), "method": method, "rank": rank % size}
+                    text = json.dumps(line | ({"error": found} if isinstance(found, str) else found))
+                    print(text, flush=True)
+                    if args.output is not None:
+                        with args.output.open("a") as file:
+                            file.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
