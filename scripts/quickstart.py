@@ -17,6 +17,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib
 
@@ -29,7 +30,7 @@ from rich.table import Table
 from megatron_vp.data.texts import standard_library_texts
 from megatron_vp.mcore.dataset import prepare
 from megatron_vp.mcore.platform import quiet_fallback_warnings
-from megatron_vp.schedule.costs import PassCosts
+from megatron_vp.schedule.costs import StageCosts
 from megatron_vp.schedule.draw import to_picture
 from megatron_vp.schedule.generators import generate
 from megatron_vp.schedule.passes import VocabMethod
@@ -38,7 +39,7 @@ from megatron_vp.schedule.timeline import simulate
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 4
 VOCABULARY = 16384
-ALGORITHM = "vocab-2"
+ALGORITHM = VocabMethod.VOCAB_2
 DRAWN_MICROBATCHES = 8
 FEWEST_ITERATIONS = 6
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*?lm loss: (\S+)")
@@ -51,6 +52,7 @@ class Run:
     """One finished training run: its losses by iteration, and every rank's report."""
 
     title: str
+    vocab: VocabMethod
     losses: list[float]
     reports: list[dict]
 
@@ -70,9 +72,30 @@ class Run:
         report = self.reports[rank]
         return 1000 * self.seconds(rank) * report["iterations"] / sum(report["iteration_milliseconds"])
 
-    def milliseconds(self, rank: int, name: str) -> float:
-        """Mean time of one kind of pass on a rank, per iteration."""
-        return self.reports[rank]["pass_milliseconds"].get(name, 0.0) / self.reports[rank]["iterations"]
+    def costs(self) -> StageCosts:
+        """Mean seconds of every kind of pass on every rank, of one microbatch, without the first iteration."""
+        names = ("F", "B", *(("S", "T", "IF", "IB") if self.vocab.is_sharded else ()))
+        microbatches = self.reports[0]["microbatches"]
+        means = {
+            name: tuple(
+                fmean(times[name] for times in report["pass_milliseconds_by_iteration"][1:]) / 1000 / microbatches
+                for report in self.reports
+            )
+            for name in names
+        }
+        return StageCosts(**means, W=(0.0,) * RANKS)
+
+    def predicted_seconds(self, cores: int) -> float:
+        """An iteration of 1F1B with these pass times and free communication, on `cores` cores or devices.
+
+        With fewer cores than ranks it takes no less than all work together, spread evenly over the cores.
+        """
+        costs = self.costs()
+        schedule = generate(
+            "1f1b", RANKS, self.reports[0]["microbatches"], vocab=self.vocab, costs=costs.nominal(RANKS)
+        )
+        timeline = simulate(schedule, costs)
+        return max(timeline.makespan, sum(timeline.busy) / cores)
 
 
 def main() -> None:
@@ -101,8 +124,8 @@ def main() -> None:
     ]
     device = f"{RANKS} GPUs" if on_gpus else f"{RANKS} CPU processes on {os.cpu_count()} cores, over gloo"
     console.print(f"[bold]2/3 training[/]: {RANKS} pipeline ranks on {device}; same weights, same data")
-    plain = _train("plain Megatron", output / "plain", extra)
-    split = _train("vocabulary parallel", output / ALGORITHM, [*extra, "--vocab-parallel"])
+    plain = _train("plain Megatron", VocabMethod.NONE, output / "plain", extra)
+    split = _train("vocabulary parallel", ALGORITHM, output / ALGORITHM, [*extra, "--vocab-parallel"])
     console.print("[bold]3/3 comparison[/]")
     _print_comparison(plain, split, on_gpus)
     _draw_losses(plain, split, output / "loss.png")
@@ -122,7 +145,7 @@ def _data(folder: Path) -> tuple[Path, Path]:
     return prepared.tokenizer, prepared.dataset
 
 
-def _train(title: str, folder: Path, extra: list[str]) -> Run:
+def _train(title: str, vocab: VocabMethod, folder: Path, extra: list[str]) -> Run:
     """One run under torchrun; exits with its last lines if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
@@ -156,7 +179,7 @@ def _train(title: str, folder: Path, extra: list[str]) -> Run:
         console.print("".join(log.read_text().splitlines(keepends=True)[-25:]), markup=False, highlight=False)
         sys.exit(f"{title} failed with status {process.returncode}; the whole log is in {log}")
     reports = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(RANKS)]
-    return Run(title, _losses(folder / "tensorboard"), reports)
+    return Run(title, vocab, _losses(folder / "tensorboard"), reports)
 
 
 def _losses(folder: Path) -> list[float]:
@@ -189,6 +212,13 @@ def _print_comparison(plain: Run, split: Run, on_gpus: bool) -> None:
         f"seconds an iteration: {plain.seconds_per_iteration:.2f} | {split.seconds_per_iteration:.2f} "
         f"(plain takes {ratio:.2f} times as long)"
     )
+    cores = RANKS if on_gpus else os.cpu_count() or 1
+    predictions = [
+        f"{predicted:.2f} ({predicted / run.seconds_per_iteration - 1:+.0%})"
+        for run in (plain, split)
+        for predicted in [run.predicted_seconds(cores)]
+    ]
+    console.print(f"predicted from their pass times: {' | '.join(predictions)}")
     busiest = [max(map(run.seconds, range(RANKS))) for run in (plain, split)]
     console.print(f"of that the busiest rank computes: {busiest[0]:.2f} | {busiest[1]:.2f}")
     if not on_gpus and (os.cpu_count() or 1) < RANKS:
@@ -213,16 +243,9 @@ def _draw_losses(plain: Run, split: Run, path: Path) -> None:
 
 
 def _draw_schedule(split: Run, path: Path) -> None:
-    """The schedule with the measured mean costs of the passes, for a few microbatches."""
-    microbatches = split.reports[0]["microbatches"]
-    mean = {
-        name: sum(split.milliseconds(rank, name) for rank in range(RANKS)) / RANKS / microbatches
-        for name in ("F", "B", "S", "T", "IF", "IB")
-    }
-    costs = PassCosts(
-        F=mean["F"], B=mean["B"] / 2, W=mean["B"] / 2, S=mean["S"], T=mean["T"], IF=mean["IF"], IB=mean["IB"]
-    )
-    schedule = generate("1f1b", RANKS, DRAWN_MICROBATCHES, vocab=VocabMethod(ALGORITHM), costs=costs)
+    """The schedule with the measured mean times of the passes, for a few microbatches."""
+    costs = split.costs()
+    schedule = generate("1f1b", RANKS, DRAWN_MICROBATCHES, vocab=split.vocab, costs=costs.nominal(RANKS))
     path.write_bytes(to_picture(simulate(schedule, costs), "png"))
 
 
