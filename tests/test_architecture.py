@@ -57,7 +57,7 @@ def test_imports_of_a_room(room):
 def test_schedules_and_help_need_neither_torch_nor_megatron():
     code = (
         "import sys, megatron_vp.cli.app, megatron_vp.schedule.lowering, megatron_vp.schedule.generators, "
-        "megatron_vp.cost.tables_text, megatron_vp.cost.draw;"
+        "megatron_vp.cost.tables_text, megatron_vp.cost.draw, megatron_vp.cost.planner, megatron_vp.cost.charts;"
         "print(sorted({'torch', 'megatron', 'numpy', 'matplotlib', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,7 +7,22 @@ import sys
 import typer
 
 from megatron_vp import __version__
-from megatron_vp.cli import calibrate, cells, check, data, env, patches, replay, run, sbatch, schedule, tables, trace
+from megatron_vp.cli import (
+    calibrate,
+    cells,
+    check,
+    data,
+    env,
+    patches,
+    plan,
+    replay,
+    run,
+    sbatch,
+    schedule,
+    simulate,
+    tables,
+    trace,
+)
 from megatron_vp.errors import UserError
 
 app = typer.Typer(
@@ -18,7 +33,22 @@ app = typer.Typer(
     # A script under `megatron-vp run` keeps its own plain traceback, not a box around every frame of Megatron.
     pretty_exceptions_enable=False,
 )
-for command in (schedule, data, env, check, patches, run, replay, trace, sbatch, tables, calibrate, cells):
+for command in (
+    schedule,
+    plan,
+    simulate,
+    data,
+    env,
+    check,
+    patches,
+    run,
+    replay,
+    trace,
+    sbatch,
+    tables,
+    calibrate,
+    cells,
+):
     command.register(app)
 
 

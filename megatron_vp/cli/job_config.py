@@ -1,0 +1,178 @@
+"""A job for the cost model from the configuration that trains it: Megatron's arguments, read without Megatron."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_vp.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_vp.cost.shapes import Job, Plan
+
+V_SHAPED = ("zb-v", "v-half", "v-min")
+
+SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "kv_channels",
+    "num_query_groups",
+    "vocab_size",
+    "padded_vocab_size",
+    "make_vocab_size_divisible_by",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "pipeline_model_parallel_size",
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+)
+OTHERS = (
+    "vocab_parallel",
+    "vocab_parallel_algorithm",
+    "pipeline_schedule",
+    "pipeline_model_parallel_layout",
+    "sequence_parallel",
+    "use_distributed_optimizer",
+    "untie_embeddings_and_output_weights",
+    "recompute_granularity",
+)
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """Arguments by long name, with underscores: those of the files, then the flags. SIZES are whole numbers or None."""
+
+    values: dict[str, Any]
+
+    def job(self, gpus: int | None) -> Job:
+        """The job on `gpus` GPUs; None: one replica. Raises UserError where sizes do not fit each other."""
+        from megatron_vp.cost.arguments import job_of
+
+        return job_of(self.values, gpus)
+
+    def plan(self) -> Plan:
+        """How the configuration itself runs its pipeline. Raises UserError."""
+        from megatron_vp.cost.shapes import Plan
+        from megatron_vp.schedule import VocabMethod
+
+        schedule = str(self.values.get("pipeline_schedule") or "1f1b")
+        vocab, chunks = VocabMethod.NONE, self._chunks()
+        split = self.values.get("vocab_parallel") is True
+        if schedule == "1f1b" and chunks is not None and not split:
+            schedule = "interleaved"  # what Megatron does with several chunks
+        if schedule == "interlaced":
+            vocab = VocabMethod.INTERLACED
+        elif split:
+            algorithm = self.values.get("vocab_parallel_algorithm") or VocabMethod.VOCAB_2
+            if algorithm not in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2):
+                raise UserError(f"--vocab-parallel-algorithm {algorithm!r} is unknown; use vocab-1 or vocab-2")
+            vocab = VocabMethod(algorithm)
+        layout = self.values.get("pipeline_model_parallel_layout")
+        return Plan(schedule, vocab, chunks, None if layout is None else layers_in(str(layout)))
+
+    def settings_of(self, plan: Plan, job: Job) -> dict[str, Any]:
+        """The arguments that make this configuration run `plan`, by long name."""
+        from megatron_vp.cost.layouts import equal_layers
+        from megatron_vp.schedule import VocabMethod
+
+        settings: dict[str, Any] = {}
+        if plan.vocab is not VocabMethod.NONE:
+            settings["vocab_parallel"] = True
+        if plan.vocab.is_sharded:
+            settings["vocab_parallel_algorithm"] = plan.vocab.value
+        if plan.schedule != "1f1b" and (plan.vocab is not VocabMethod.NONE or plan.schedule != "interleaved"):
+            settings["pipeline_schedule"] = plan.schedule
+        if plan.layers is not None:
+            settings["pipeline_model_parallel_layout"] = layout_of(plan.layers)
+        elif self.values.get("pipeline_model_parallel_layout") is not None:
+            chunks = plan.chunks or (2 if plan.schedule in V_SHAPED else 1)
+            settings["pipeline_model_parallel_layout"] = layout_of(equal_layers(job, job.pipeline * chunks))
+        elif plan.chunks is not None:
+            settings["num_virtual_stages_per_pipeline_rank"] = plan.chunks
+        return settings
+
+    def _chunks(self) -> int | None:
+        chunks = self.values.get("num_virtual_stages_per_pipeline_rank")
+        each = self.values.get("num_layers_per_virtual_pipeline_stage")
+        if chunks is None and each is not None:
+            job = self.job(None)
+            stages, rest = divmod(job.model.layers, each)
+            chunks, uneven = divmod(stages, job.pipeline)
+            if rest or uneven:
+                raise UserError(f"--num-layers-per-virtual-pipeline-stage {each} does not divide the layers of a rank")
+        return None if chunks == 1 else chunks
+
+
+def read_job_config(paths: Sequence[Path], flags: Sequence[str]) -> JobConfig:
+    """Overlaid files, then flags (`--name value`, `--name=value`, `--switch`); later ones win.
+
+    Arguments that say nothing about sizes are passed over. Raises UserError for a file that cannot be read, for what is
+    no flag, and for a flag that looks like a misspelt size.
+    """
+    from megatron_vp.mcore.config_file import read_leaves
+
+    values = {leaf.key: leaf.value for leaf in read_leaves(paths)}
+    name = None
+    for word in flags:
+        if word.startswith("--"):
+            name, equals, text = word[2:].partition("=")
+            name = name.replace("-", "_")
+            near = difflib.get_close_matches(name, (*SIZES, *OTHERS), 1, 0.92)
+            if near and near[0] != name:
+                raise UserError(f"--{word[2:]} is no flag that sizes a job; the nearest is {flag(near[0])}")
+            values[name] = _value(text) if equals else True
+        elif name is None:
+            raise UserError(f"{word!r} is no flag; after the configuration come --flags")
+        else:
+            values[name] = _value(word)
+    for name in SIZES:
+        value = values.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise UserError(f"{flag(name)} {value!r} is no whole number of at least 1")
+    return JobConfig(values)
+
+
+def layers_in(layout: str) -> tuple[int, ...]:
+    """Transformer layers by stage of `--pipeline-model-parallel-layout`, such as `Et*5|(t*5|)*6t*3L`.
+
+    Raises UserError for anything else.
+    """
+    text = layout.replace(" ", "").replace(",", "")
+    while repeated := re.search(r"\(([^()]*)\)\*(\d+)", text):
+        text = text[: repeated.start()] + repeated[1] * int(repeated[2]) + text[repeated.end() :]
+    text = re.sub(r"([EtmL])\*(\d+)", lambda match: match[1] * int(match[2]), text)
+    if not re.fullmatch(r"E?[t|]*m*L?", text):
+        raise UserError(f"--pipeline-model-parallel-layout {layout!r} is not understood; write it as Et*4|(t*5|)*6t*3L")
+    return tuple(segment.count("t") for segment in text.split("|"))
+
+
+def layout_of(layers: Sequence[int]) -> str:
+    """The layout string of these transformer layers by stage."""
+    return "E" + "|".join(f"t*{count}" if count else "" for count in layers) + "L"
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def flag(name: str) -> str:
+    """An argument's name as a flag."""
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,129 @@
+"""`megatron-vp plan`: which schedule and vocabulary method to run a job with, how long it takes and whether it fits."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_vp.cli.planning import GIB, Request, flags_of, read_request, rendered, write, yaml_of
+
+if TYPE_CHECKING:
+    from megatron_vp.cost.planner import Impossible, Outcome
+
+
+class Format(StrEnum):
+    """What to print or write."""
+
+    TABLE = "table"
+    JSON = "json"
+    PNG = "png"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("plan", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(plan)
+
+
+def plan(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="What trains the model: configs/llama3_8b.yaml.")],
+    overlays: Annotated[
+        list[Path] | None, typer.Option("--config", metavar="FILE", help="Laid over CONFIG; may be repeated.")
+    ] = None,
+    hardware: Annotated[str, typer.Option(help="a100, h100, h200, b200, mi300x or cpu.")] = "h100",
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes of the job (default: GPUs for one replica of the model).")
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="GiB that a rank may take (default: what the hardware has).")
+    ] = None,
+    output_format: Annotated[Format, typer.Option("--format", help="What to show.")] = Format.TABLE,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write instead of the screen.")] = None,
+) -> None:
+    """Rank plain, redistributed and vocabulary-parallel runs of a job, over all schedules, without running any.
+
+    All other arguments are the job's own flags and win over CONFIG, as in training.
+
+    \b
+    megatron-vp plan configs/llama3_8b.yaml --hardware h100 --nodes 4 --pipeline-model-parallel-size 16
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from megatron_vp.cost.planner import best
+    from megatron_vp.cost.planner import plan as make_plan
+
+    request = read_request([config, *(overlays or ())], context.args, hardware, nodes, memory)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("predicting", total=None)
+        outcomes, impossible = make_plan(
+            request.job, request.hardware, progress=lambda done, of: bar.update(task, completed=done, total=of)
+        )
+    chosen = best(outcomes, request.limit)
+    match output_format:
+        case Format.TABLE:
+            content: str | bytes = _table(request, outcomes, impossible, chosen)
+        case Format.JSON:
+            content = json.dumps(_document(request, outcomes, impossible, chosen), indent=1) + "\n"
+        case Format.PNG:
+            from megatron_vp.cost.charts import plan_chart
+
+            content = plan_chart(outcomes, request.limit, request.title)
+    write(content, output)
+
+
+def _table(request: Request, outcomes: list[Outcome], impossible: list[Impossible], chosen: Outcome) -> str:
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("schedule", no_wrap=True)
+    table.add_column("vocabulary", no_wrap=True)
+    for heading in ("s / iteration", "tokens / s", "MFU %", "bubble %", "GiB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("fits", no_wrap=True)
+    table.add_column("bound by", no_wrap=True)
+    for each in sorted(outcomes, key=lambda one: (not one.fits(request.limit), one.iteration_seconds)):
+        table.add_row(
+            each.candidate.plan.schedule,
+            each.candidate.method,
+            f"{each.iteration_seconds:.4g}",
+            f"{each.tokens_per_second:,.0f}",
+            f"{100 * each.mfu:.1f}",
+            f"{100 * each.bubble_fraction:.1f}",
+            f"{each.peak_memory / GIB:.1f}",
+            "yes" if each.fits(request.limit) else "no",
+            each.bound_by(request.limit),
+            style="bold" if each is chosen else None,
+        )
+    lines = [request.title, rendered(table) + request.caveat]
+    lines += [
+        f"not possible: {one.candidate.plan.schedule}, {one.candidate.method}: {one.reason}" for one in impossible
+    ]
+    plain = next((one for one in outcomes if one.candidate.method == "plain" and one.fits(request.limit)), None)
+    if plain is not None and plain is not chosen:
+        gain = plain.iteration_seconds / chosen.iteration_seconds
+        lines.append(f"{gain:.2f} times as fast as the best plain run that fits ({plain.candidate.plan.schedule})")
+    settings = request.config.settings_of(chosen.candidate.plan, request.job)
+    lines += ["", "use: " + (flags_of(settings) or "the configuration as it is"), "", yaml_of(settings)]
+    return "\n".join(lines)
+
+
+def _document(
+    request: Request, outcomes: list[Outcome], impossible: list[Impossible], chosen: Outcome
+) -> dict[str, object]:
+    def entry(each: Outcome) -> dict[str, object]:
+        settings = request.config.settings_of(each.candidate.plan, request.job)
+        return each.document(request.limit) | {"settings": settings, "flags": flags_of(settings)}
+
+    return request.document() | {
+        "best": outcomes.index(chosen),
+        "plans": [entry(each) for each in outcomes],
+        "impossible": [
+            {"schedule": one.candidate.plan.schedule, "method": one.candidate.method, "reason": one.reason}
+            for one in impossible
+        ],
+    }

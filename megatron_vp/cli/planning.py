@@ -1,0 +1,120 @@
+"""What `plan` and `simulate` share: the job they are asked about, and how answers are written."""
+
+from __future__ import annotations
+
+import io
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from megatron_vp.cli.job_config import JobConfig, flag, read_job_config
+from megatron_vp.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from megatron_vp.cost.hardware import Hardware
+    from megatron_vp.cost.shapes import Job
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a planning command was asked: the job, the hardware, and the bytes that a rank may take."""
+
+    config: JobConfig
+    job: Job
+    hardware: Hardware
+    limit: float
+
+    @property
+    def title(self) -> str:
+        """The job in a line."""
+        job = self.job
+        return (
+            f"{job.gpus} x {self.hardware.title}: {job.pipeline} pipeline x {job.tensor} tensor x {job.context} "
+            f"context x {job.data} data ranks, {job.microbatches} microbatches of {job.micro_batch} x {job.sequence} "
+            f"tokens, vocabulary {job.model.vocab}"
+        )
+
+    @property
+    def caveat(self) -> str:
+        """How far a prediction may be off."""
+        from megatron_vp.cost.constants import ERROR_BAND
+
+        time, memory = (f"{100 * ERROR_BAND[name]:.0f} %" for name in ("time", "memory"))
+        return (
+            f"Predicted, not measured. Setups of A100s that the constants were not fitted on came out within {time} of "
+            f"their time and {memory} of their memory; other hardware is not calibrated (docs/cost_model.md)."
+        )
+
+    def document(self) -> dict[str, Any]:
+        """The same for programs."""
+        job = self.job
+        return {
+            "hardware": self.hardware.name,
+            "gpus": job.gpus,
+            "pipeline": job.pipeline,
+            "tensor": job.tensor,
+            "context": job.context,
+            "data": job.data,
+            "microbatches": job.microbatches,
+            "limit_bytes": self.limit,
+            "note": self.caveat,
+        }
+
+
+def read_request(
+    paths: Sequence[Path], flags: Sequence[str], hardware: str, nodes: int | None, memory: float | None
+) -> Request:
+    """Read a job from its configuration and flags. Raises UserError."""
+    from megatron_vp.cost.hardware import find_hardware
+
+    machine = find_hardware(hardware)
+    config = read_job_config(paths, flags)
+    if memory is not None and not 0 < memory < math.inf:
+        raise UserError(f"--memory {memory} is no amount of memory; give GiB of a rank")
+    job = config.job(None if nodes is None else nodes * machine.gpus_per_node)
+    return Request(config, job, machine, machine.memory if memory is None else memory * GIB)
+
+
+def flags_of(settings: dict[str, Any]) -> str:
+    """Settings as flags of a command line."""
+    words = []
+    for name, value in settings.items():
+        words += [flag(name)] if value is True else [flag(name), shlex.quote(str(value))]
+    return " ".join(words)
+
+
+def yaml_of(settings: dict[str, Any]) -> str:
+    """Settings as an overlay file."""
+    lines = [f"  {name}: {'true' if value is True else value}\n" for name, value in settings.items()]
+    return "parallelism:\n" + "".join(lines) if lines else ""
+
+
+def rendered(table: Table) -> str:
+    """A rich table as text, as wide as it needs."""
+    from rich.console import Console
+
+    console = Console(width=160, file=io.StringIO(), force_terminal=False)
+    console.print(table)
+    return console.file.getvalue()
+
+
+def write(content: str | bytes, output: Path | None) -> None:
+    """To the file, or to the screen. Raises UserError for bytes without a file, and a file that cannot be written."""
+    if output is None:
+        if isinstance(content, bytes):
+            raise UserError("a picture does not go to the screen; name a file with -o")
+        typer.echo(content, nl=False)
+        return
+    try:
+        output.write_bytes(content if isinstance(content, bytes) else content.encode())
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}") from None

@@ -1,0 +1,109 @@
+"""`megatron-vp simulate`: what one configuration takes on given hardware, rank by rank."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_vp.cli.planning import GIB, Request, read_request, rendered, write
+
+if TYPE_CHECKING:
+    from megatron_vp.cost.planner import Outcome
+
+
+class Format(StrEnum):
+    """What to print or write."""
+
+    TABLE = "table"
+    JSON = "json"
+    PNG = "png"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("simulate", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(simulate)
+
+
+def simulate(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="What trains the model: configs/llama3_8b.yaml.")],
+    overlays: Annotated[
+        list[Path] | None, typer.Option("--config", metavar="FILE", help="Laid over CONFIG; may be repeated.")
+    ] = None,
+    hardware: Annotated[str, typer.Option(help="a100, h100, h200, b200, mi300x or cpu.")] = "h100",
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes of the job (default: GPUs for one replica of the model).")
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="GiB that a rank may take (default: what the hardware has).")
+    ] = None,
+    output_format: Annotated[Format, typer.Option("--format", help="What to show.")] = Format.TABLE,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write instead of the screen.")] = None,
+) -> None:
+    """Predict time and memory of every pipeline rank for one job, as its configuration runs it.
+
+    All other arguments are the job's own flags and win over CONFIG, as in training.
+
+    \b
+    megatron-vp simulate configs/llama3_8b.yaml --nodes 4 --vocab-parallel --pipeline-schedule v-half
+    """
+    from megatron_vp.cost.planner import Candidate, method_of, outcome
+    from megatron_vp.cost.predict import make_player, predict
+
+    request = read_request([config, *(overlays or ())], context.args, hardware, nodes, memory)
+    plan = request.config.plan()
+    player = make_player(request.job, plan, request.hardware)
+    prediction = predict(request.job, plan, request.hardware, player=player)
+    found = outcome(Candidate(method_of(plan), plan), prediction, player, request.job)
+    match output_format:
+        case Format.TABLE:
+            content: str | bytes = _table(request, found)
+        case Format.JSON:
+            content = json.dumps(_document(request, found), indent=1) + "\n"
+        case Format.PNG:
+            from megatron_vp.cost.charts import rank_chart
+
+            content = rank_chart(found, request.limit, request.title)
+    write(content, output)
+
+
+def _table(request: Request, found: Outcome) -> str:
+    from rich.table import Table
+
+    parts = list(found.memory[0].parts())
+    table = Table(title="memory in GiB by what it holds", title_justify="left")
+    for heading in ("rank", "busy s", "idle %", "GiB", *parts):
+        table.add_column(heading, justify="right", no_wrap=True)
+    makespan = found.iteration_seconds - found.loss.step
+    for rank, (busy, memory) in enumerate(zip(found.busy, found.memory, strict=True)):
+        held = [f"{memory.parts()[part] / GIB:.1f}" for part in parts]
+        table.add_row(
+            str(rank), f"{busy:.4g}", f"{100 * (1 - busy / makespan):.1f}", f"{memory.total / GIB:.1f}", *held
+        )
+    plan, loss = found.candidate.plan, found.loss
+    fits = "fits" if found.fits(request.limit) else "does not fit"
+    return "\n".join(
+        [
+            request.title,
+            f"schedule {plan.schedule}, vocabulary {found.candidate.method}",
+            "",
+            f"{found.iteration_seconds:.4g} s an iteration, {found.tokens_per_second:,.0f} tokens/s, "
+            f"MFU {100 * found.mfu:.1f} % of {request.hardware.peak_flops / 1e12:.0f} TFLOP/s, "
+            f"bubble {100 * found.bubble_fraction:.1f} %",
+            f"of that: work of the mean rank {loss.work:.4g} s, the busiest rank's more {loss.imbalance:.3g} s, bubble "
+            f"{loss.bubble:.3g} s, communication {loss.communication:.3g} s, after the passes {loss.step:.3g} s",
+            f"peak {found.peak_memory / GIB:.1f} GiB: {fits} into {request.limit / GIB:.4g} GiB; bound by "
+            f"{found.bound_by(request.limit)}",
+            "",
+            rendered(table) + request.caveat,
+            "",
+        ]
+    )
+
+
+def _document(request: Request, found: Outcome) -> dict[str, object]:
+    return request.document() | {"plan": found.document(request.limit)}

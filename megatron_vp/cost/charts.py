@@ -1,0 +1,109 @@
+"""Pictures of predictions: time and memory of the candidates of a plan, and of every rank of one."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from megatron_vp.cost.planner import Outcome
+
+GIB = 2**30
+LOSSES = {
+    "work": ("work of the mean rank", "#59A14F"),
+    "imbalance": ("the busiest rank's more", "#E15759"),
+    "bubble": ("bubble", "#BAB0AC"),
+    "communication": ("communication", "#4C78A8"),
+    "step": ("after the passes", "#B07AA1"),
+}
+PARTS = {
+    "parameters": "#4C78A8",
+    "gradients": "#59A14F",
+    "optimizer": "#B6C95B",
+    "activations": "#F28E2B",
+    "vocabulary": "#E15759",
+    "communication": "#B07AA1",
+    "framework": "#BAB0AC",
+}
+
+
+def plan_chart(outcomes: Sequence[Outcome], limit: float, title: str) -> bytes:
+    """PNG: a row a candidate, the fastest on top: where its iteration's seconds go, and every rank's memory."""
+    figure, (times, memory) = _figure(0.26 * len(outcomes) + 1.6, title)
+    rows = range(len(outcomes))
+    left = [0.0] * len(outcomes)
+    for name, (label, colour) in LOSSES.items():
+        widths = [getattr(each.loss, name) for each in outcomes]
+        times.barh(rows, widths, left=left, color=colour, label=label)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    times.set_yticks(rows, [f"{each.candidate.plan.schedule}, {each.candidate.method}" for each in outcomes])
+    times.invert_yaxis()
+    times.set_xlabel("seconds an iteration")
+    for row, each in enumerate(outcomes):
+        totals = sorted(rank.total / GIB for rank in each.memory)
+        memory.plot([totals[0], totals[-1]], [row, row], color="#9A9A9A", linewidth=2, zorder=1)
+        colour = "#59A14F" if each.fits(limit) else "#E15759"
+        memory.scatter(totals, [row] * len(totals), s=12, color=colour, zorder=2)
+    memory.set_yticks(rows, [""] * len(outcomes))
+    memory.set_ylim(times.get_ylim())
+    _limit(memory, limit)
+    memory.set_xlabel("GiB, a dot a rank; dotted: what a rank may take")
+    return _png(figure)
+
+
+def rank_chart(outcome: Outcome, limit: float, title: str) -> bytes:
+    """PNG: a row a rank: seconds that it computes and waits, and its memory by what it holds."""
+    plan = outcome.candidate.plan
+    figure, (times, memory) = _figure(
+        0.26 * len(outcome.busy) + 1.8, f"{title}\n{plan.schedule}, {outcome.candidate.method}"
+    )
+    rows = range(len(outcome.busy))
+    makespan = outcome.iteration_seconds - outcome.loss.step
+    times.barh(rows, outcome.busy, color=LOSSES["work"][1], label="computes")
+    waits = [makespan - busy for busy in outcome.busy]
+    times.barh(rows, waits, left=outcome.busy, color=LOSSES["bubble"][1], label="waits")
+    step = [outcome.loss.step] * len(rows)
+    times.barh(rows, step, left=makespan, color=LOSSES["step"][1], label="after the passes")
+    times.set_yticks(rows, [f"rank {rank}" for rank in rows])
+    times.invert_yaxis()
+    times.set_xlabel("seconds an iteration")
+    left = [0.0] * len(rows)
+    for part, colour in PARTS.items():
+        widths = [rank.parts()[part] / GIB for rank in outcome.memory]
+        memory.barh(rows, widths, left=left, color=colour, label=part)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    memory.set_yticks(rows, [""] * len(rows))
+    memory.set_ylim(times.get_ylim())
+    _limit(memory, limit)
+    memory.set_xlabel("GiB at the peak; dotted: what a rank may take")
+    return _png(figure)
+
+
+def _figure(height: float, title: str) -> tuple[Figure, Sequence[Axes]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, height), layout="constrained")
+    axes = figure.subplots(1, 2, width_ratios=(3, 2))
+    figure.suptitle(title, fontsize=8, x=0.01, ha="left")
+    return figure, axes
+
+
+def _limit(axes: Axes, limit: float) -> None:
+    axes.axvline(limit / GIB, color="black", linestyle=":", linewidth=1)
+    axes.set_xlim(left=0)
+
+
+def _png(figure: Figure) -> bytes:
+    for axes in figure.axes:
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        handles, labels = axes.get_legend_handles_labels()
+        if handles:
+            axes.legend(handles, labels, fontsize=7, frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=140)
+    return out.getvalue()

@@ -1,0 +1,298 @@
+"""Which schedule and vocabulary method to run a job with: every candidate predicted, ranked, and what bounds it."""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from typing import Any
+
+from megatron_vp.cost.constants import CALIBRATED, Constants
+from megatron_vp.cost.hardware import Hardware
+from megatron_vp.cost.memory import RankMemory
+from megatron_vp.cost.passes import PassTimes
+from megatron_vp.cost.predict import Prediction, make_player, predict
+from megatron_vp.cost.shapes import Job, Plan
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import GENERATORS, Placement, Player, StageCosts, Timeline, VocabMethod, generate
+
+PLAIN, REDISTRIBUTED = "plain", "redistributed"
+"""Whole vocabulary layers on the first and last stage; with layers spread evenly, or so that no rank has too much."""
+
+SMALL = 0.05
+"""Share of the iteration below which a loss of time is not worth a name."""
+
+
+PLAYED, PLAYED_PER_RANK = 4096, 4
+"""Microbatches x ranks up to which all are played; microbatches a rank that show all phases of a schedule."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan and the name of its method: plain, redistributed, vocab-1, vocab-2 or interlaced."""
+
+    method: str
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Where the seconds of an iteration go, beyond the mean rank's work: they sum up to the iteration.
+
+    work: of the mean rank. imbalance: what the busiest rank works more. bubble: waits of the busiest rank that would be
+    there if communication were free. communication: what communication adds. step: after the passes, gradient
+    synchronisation and optimizer.
+    """
+
+    work: float
+    imbalance: float
+    bubble: float
+    communication: float
+    step: float
+
+    def largest(self) -> str:
+        """Name of what costs most beside the work, or `compute` where nothing costs much."""
+        names = ("imbalance", "bubble", "communication", "step")
+        name = max(names, key=lambda each: getattr(self, each))
+        total = self.work + sum(getattr(self, each) for each in names)
+        return name if getattr(self, name) >= SMALL * total else "compute"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a candidate makes of the job. Seconds and bytes; `busy` and `memory` by pipeline rank."""
+
+    candidate: Candidate
+    iteration_seconds: float
+    mfu: float
+    tokens_per_second: float
+    bubble_fraction: float
+    busy: tuple[float, ...]
+    memory: tuple[RankMemory, ...]
+    loss: Loss
+
+    @property
+    def peak_memory(self) -> float:
+        """Bytes that the fullest rank must have."""
+        return max(rank.total for rank in self.memory)
+
+    def fits(self, limit: float) -> bool:
+        """Whether every rank stays within `limit` bytes."""
+        return self.peak_memory <= limit
+
+    def bound_by(self, limit: float) -> str:
+        """What keeps this candidate from being better, in a word or two."""
+        if not self.fits(limit):
+            return "memory"
+        largest = self.loss.largest()
+        if largest == "imbalance":
+            return f"rank {self.busy.index(max(self.busy))}"
+        return largest
+
+    def document(self, limit: float) -> dict[str, Any]:
+        """For programs; seconds and bytes, times and memory by rank."""
+        plan = self.candidate.plan
+        return {
+            "schedule": plan.schedule,
+            "method": self.candidate.method,
+            "chunks": plan.chunks,
+            "layers": plan.layers,
+            "iteration_seconds": self.iteration_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "bubble_fraction": self.bubble_fraction,
+            "seconds": asdict(self.loss),
+            "busy_seconds": self.busy,
+            "peak_memory_bytes": self.peak_memory,
+            "memory_bytes": [rank.parts() for rank in self.memory],
+            "fits": self.fits(limit),
+            "bound_by": self.bound_by(limit),
+        }
+
+
+@dataclass(frozen=True)
+class Impossible:
+    """A candidate that the job cannot run, and why."""
+
+    candidate: Candidate
+    reason: str
+
+
+def method_of(plan: Plan) -> str:
+    """The name of a plan's method."""
+    if plan.vocab is not VocabMethod.NONE:
+        return str(plan.vocab)
+    return PLAIN if plan.layers is None or len(set(plan.layers)) == 1 else REDISTRIBUTED
+
+
+def candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> list[Candidate]:
+    """Every schedule with every method that it has, on as even a layout as whole layers allow.
+
+    Raises UserError for a job without a pipeline.
+    """
+    if job.pipeline < 2:
+        raise UserError("one pipeline stage leaves nothing to plan; set --pipeline-model-parallel-size to 2 or more")
+    found = []
+    for name in GENERATORS:
+        if name == "interlaced":
+            layers = _spread(job, Placement.linear(job.pipeline))
+            found.append(Candidate(name, Plan(name, VocabMethod.INTERLACED, layers=layers)))
+            continue
+        chunks = 2 if name == "interleaved" else None
+        placement = generate(name, job.pipeline, 1, chunks=chunks).placement
+        even = _spread(job, placement)
+        found.append(Candidate(PLAIN, Plan(name, chunks=chunks, layers=even)))
+        found += [Candidate(str(v), Plan(name, v, chunks, even)) for v in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2)]
+        balanced = balanced_layers(job, placement, hardware, constants)
+        if balanced != found[-1].plan.layers and len(set(balanced)) > 1:
+            found.append(Candidate(REDISTRIBUTED, Plan(name, chunks=chunks, layers=balanced)))
+    return found
+
+
+def balanced_layers(
+    job: Job, placement: Placement, hardware: Hardware, constants: Constants = CALIBRATED
+) -> tuple[int, ...]:
+    """Layers by virtual stage for which the busiest rank, vocabulary layers included, has the least work there can be.
+
+    One layer after another goes to the rank that then has least. A rank's layers are spread over its stages, the first
+    and the last stage of the model being the ones with fewer.
+    """
+    times = PassTimes(job, hardware, constants)
+    layer = sum(times.layer())
+    work = [0.0] * placement.ranks
+    work[placement.first_rank] += sum(times.whole_embedding())
+    work[placement.last_rank] += sum(times.whole_output())
+    queue = [(load + layer, rank) for rank, load in enumerate(work)]
+    heapq.heapify(queue)
+    given = [0] * placement.ranks
+    for _ in range(job.model.layers):
+        load, rank = queue[0]
+        given[rank] += 1
+        heapq.heapreplace(queue, (load + layer, rank))
+    layers = [0] * placement.stages
+    for rank, stages in enumerate(placement.stage_of):
+        each, larger = divmod(given[rank], len(stages))
+        inner_first = sorted(stages, key=lambda stage: stage in (0, placement.stages - 1))
+        for place, stage in enumerate(inner_first):
+            layers[stage] = each + (place < larger)
+    return tuple(layers)
+
+
+def weigh(candidate: Candidate, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Outcome:
+    """Predict one candidate; of very many microbatches only some are played: see `extended`.
+
+    Raises UserError where the job cannot run it.
+    """
+    played = max(PLAYED_PER_RANK * job.pipeline, PLAYED // job.pipeline)
+    sample = replace(job, microbatches=min(job.microbatches, played))
+    player = make_player(sample, candidate.plan, hardware, constants)
+    return outcome(candidate, predict(sample, candidate.plan, hardware, constants, player=player), player, job)
+
+
+def outcome(candidate: Candidate, prediction: Prediction, player: Player, job: Job) -> Outcome:
+    """The figures of a prediction for a sample of `job`, which is played once more with free communication."""
+    timeline = prediction.timeline
+    assert isinstance(timeline.costs, StageCosts)
+    silent = extended(player.play(replace(timeline.costs, messages={}, collectives={})), job.microbatches)
+    makespan = extended(timeline, job.microbatches)
+    busy = tuple(each * job.microbatches / prediction.job.microbatches for each in timeline.busy)
+    mean, most, step = sum(busy) / len(busy), max(busy), prediction.iteration_seconds - timeline.makespan
+    whole = replace(prediction, job=job, iteration_seconds=makespan + step)
+    return Outcome(
+        candidate=candidate,
+        iteration_seconds=whole.iteration_seconds,
+        mfu=whole.mfu,
+        tokens_per_second=whole.tokens_per_second,
+        bubble_fraction=1 - mean / makespan,
+        busy=busy,
+        memory=prediction.memory,
+        loss=Loss(
+            work=mean,
+            imbalance=most - mean,
+            bubble=max(0.0, silent - most),
+            communication=makespan - max(silent, most),
+            step=step,
+        ),
+    )
+
+
+def extended(timeline: Timeline, microbatches: int) -> float:
+    """Makespan with more `microbatches` than were played.
+
+    Each further one takes the busiest rank's work, with as much waiting as that rank has after half the time, before
+    the cool-down begins.
+    """
+    further = microbatches - timeline.schedule.microbatches
+    if not further:
+        return timeline.makespan
+    busiest = timeline.busy.index(max(timeline.busy))
+    opens, closes = 0.5 * timeline.makespan, 0.7 * timeline.makespan
+    inside = sum(max(0.0, min(end, closes) - max(start, opens)) for start, end in timeline.spans[busiest])
+    work = timeline.busy[busiest] / timeline.schedule.microbatches
+    return timeline.makespan + further * work * (closes - opens) / inside
+
+
+def plan(
+    job: Job,
+    hardware: Hardware,
+    constants: Constants = CALIBRATED,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> tuple[list[Outcome], list[Impossible]]:
+    """All candidates, the fastest first, and those that the job cannot run.
+
+    Predicted in processes, one a core; `progress` hears how many of how many are done. Raises UserError for a job
+    without a pipeline.
+    """
+    tried = candidates(job, hardware, constants)
+    outcomes: list[Outcome] = []
+    impossible: list[Impossible] = []
+    # Candidates with the same order of passes go to one process, which generates it once.
+    shared: dict[tuple, list[Candidate]] = defaultdict(list)
+    for candidate in tried:
+        shared[candidate.plan.schedule, candidate.plan.vocab].append(candidate)
+    with ProcessPoolExecutor(min(len(shared), os.cpu_count() or 1), get_context("spawn")) as pool:
+        running = [pool.submit(_weigh_all, group, job, hardware, constants) for group in shared.values()]
+        for future in as_completed(running):
+            for found in future.result():
+                (outcomes if isinstance(found, Outcome) else impossible).append(found)
+            progress(len(outcomes) + len(impossible), len(tried))
+    if not outcomes:
+        raise UserError(f"no schedule can run this job: {impossible[0].reason}")
+    return sorted(outcomes, key=lambda each: each.iteration_seconds), impossible
+
+
+def _weigh_all(
+    group: Sequence[Candidate], job: Job, hardware: Hardware, constants: Constants
+) -> list[Outcome | Impossible]:
+    found: list[Outcome | Impossible] = []
+    for candidate in group:
+        try:
+            found.append(weigh(candidate, job, hardware, constants))
+        except UserError as error:
+            found.append(Impossible(candidate, str(error)))
+    return found
+
+
+def best(outcomes: Sequence[Outcome], limit: float) -> Outcome:
+    """The fastest that fits. Raises UserError where nothing does."""
+    fitting = next((each for each in outcomes if each.fits(limit)), None)
+    if fitting is not None:
+        return fitting
+    least = min(outcomes, key=lambda each: each.peak_memory)
+    plan = least.candidate.plan
+    raise UserError(
+        f"nothing fits {limit / 2**30:.4g} GiB: the least is {least.peak_memory / 2**30:.1f} GiB with {plan.schedule}, "
+        f"{least.candidate.method}; use more pipeline or tensor ranks, recomputation, or larger GPUs"
+    )
+
+
+def _spread(job: Job, placement: Placement) -> tuple[int, ...] | None:
+    """As evenly as whole layers allow over the stages, None where that is equally."""
+    layers, stages = job.model.layers, placement.stages
+    if not layers % stages:
+        return None
+    return tuple(layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages))

@@ -1,0 +1,170 @@
+"""`megatron-vp plan` and `simulate`: the configuration that trains, flags over it, formats, one line for bad input."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_vp.cli.app import app
+from megatron_vp.cli.job_config import layers_in, layout_of, read_job_config
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import VocabMethod
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SMALL = """
+model:
+  num_layers: 8
+  hidden_size: 1024
+  num_attention_heads: 16
+  seq_length: 1024
+  vocab_size: 100000
+  untie_embeddings_and_output_weights: true
+parallelism:
+  pipeline_model_parallel_size: 4
+batch:
+  micro_batch_size: 1
+  global_batch_size: 8
+precision:
+  bf16: true
+data:
+  tokenizer_model: somewhere
+"""
+
+
+@pytest.fixture
+def small(tmp_path):
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL)
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_configuration_gives_the_job_and_flags_win(small):
+    config = read_job_config([small], [])
+    job = config.job(None)
+    assert (job.pipeline, job.data, job.microbatches, job.model.layers) == (4, 1, 8, 8)
+    assert job.model.vocab == 100096  # Megatron pads to multiples of 128
+    assert (job.model.ffn, job.model.tied, job.model.dropout, job.element_bytes) == (4096, False, True, 2)
+    flags = shlex.split("--pipeline-model-parallel-size 2 --num-layers=16 --swiglu --hidden-dropout 0.0 --lr 1e-4")
+    job = read_job_config([small], flags).job(8)
+    assert (job.pipeline, job.data, job.microbatches, job.model.layers) == (2, 4, 2, 16)
+    assert job.model.gated and job.model.ffn == 2688
+
+
+def test_every_model_of_the_repository_can_be_planned():
+    for path in sorted(CONFIGS.glob("*.yaml")):
+        config = read_job_config([path], ["--vocab-size", "50000"] if path.stem == "quickstart" else [])
+        job, plan = config.job(None), config.plan()
+        assert plan.layers is None or sum(plan.layers) == job.model.layers, path
+
+
+def test_overlays_and_flags_say_how_the_pipeline_runs(small):
+    def planned(*flags):
+        return read_job_config([small], flags).plan()
+
+    assert planned() == planned("--num-virtual-stages-per-pipeline-rank", "1")
+    assert planned("--vocab-parallel").vocab is VocabMethod.VOCAB_2
+    assert planned("--vocab-parallel", "--vocab-parallel-algorithm", "vocab-1").vocab is VocabMethod.VOCAB_1
+    assert planned("--vocab-parallel", "--pipeline-schedule", "interlaced").vocab is VocabMethod.INTERLACED
+    assert (planned("--num-virtual-stages-per-pipeline-rank=2").schedule, planned().schedule) == ("interleaved", "1f1b")
+    assert planned("--num-layers-per-virtual-pipeline-stage", "1").chunks == 2
+    overlays = [small, CONFIGS / "methods" / "v-half.yaml", CONFIGS / "methods" / "vocab-1.yaml"]
+    plan = read_job_config(overlays, []).plan()
+    assert (plan.schedule, plan.vocab) == ("v-half", VocabMethod.VOCAB_1)
+
+
+def test_layouts_read_back():
+    assert layers_in("Et*5|(t*5|)*5t*6|t*6L") == (5, 5, 5, 5, 5, 5, 6, 6)
+    assert layers_in("E|tt|t*3|L") == (0, 2, 3, 0)
+    assert layers_in(layout_of((0, 2, 3, 0))) == (0, 2, 3, 0)
+    with pytest.raises(UserError, match="is not understood"):
+        layers_in("E5|L")
+
+
+def test_simulate_shows_every_rank(small, tmp_path):
+    table = run("simulate", small, "--vocab-parallel").stdout
+    assert "schedule 1f1b, vocabulary vocab-2" in table and "Predicted, not measured" in table
+    document = json.loads(run("simulate", small, "--pipeline-schedule", "v-half", "--format", "json").stdout)
+    found = document["plan"]
+    assert (document["gpus"], found["schedule"], found["method"]) == (4, "v-half", "plain")
+    assert sum(found["seconds"].values()) == pytest.approx(found["iteration_seconds"])
+    assert len(found["busy_seconds"]) == len(found["memory_bytes"]) == 4
+    picture = tmp_path / "ranks.png"
+    assert run("simulate", small, "--format", "png", "-o", picture).exit_code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan_ranks_and_its_flags_simulate_to_what_it_promised(small):
+    document = json.loads(run("plan", small, "--nodes", "1", "--hardware", "a100", "--format", "json").stdout)
+    plans = document["plans"]
+    chosen = plans[document["best"]]
+    assert chosen["fits"] and chosen["iteration_seconds"] == min(e["iteration_seconds"] for e in plans if e["fits"])
+    again = run(
+        "simulate", small, "--nodes", 1, "--hardware", "a100", "--format", "json", *shlex.split(chosen["flags"])
+    )
+    promised = json.loads(again.stdout)["plan"]
+    assert promised["iteration_seconds"] == pytest.approx(chosen["iteration_seconds"])
+    moved = next(e for e in plans if (e["schedule"], e["method"]) == ("1f1b", "redistributed"))
+    assert "pipeline_model_parallel_layout" in moved["settings"]
+
+
+def test_plan_prints_what_to_use(small, tmp_path):
+    lines = run("plan", small).stdout.splitlines()
+    used = next(line for line in lines if line.startswith("use: "))
+    assert "--vocab-parallel" in used
+    assert "  vocab_parallel: true" in lines
+    assert any("times as fast as the best plain run" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--hardware", "h10"], "h100"),
+        (["--pipeline-model-parallel-size", "16"], "8 layers"),
+        (["--pipeline-model-parallel-size", "3", "--nodes", "1"], "8 ranks cannot hold replicas of 3"),
+        (["--nodes", "1", "--global-batch-size", "7"], "global_batch_size 7 is no multiple of"),
+        (["--num-attention-heads", "15"], "15 heads"),
+        (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size 0 is no whole number of at least 1"),
+        (["--pipeline-model-parallel-size", "eight"], "'eight' is no whole number"),
+        (["--pipeline-model-paralel-size", "8"], "nearest is --pipeline-model-parallel-size"),
+        (["--memory", "-1"], "--memory -1.0 is no amount of memory"),
+        (["8"], "'8' is no flag"),
+        (["--pipeline-schedule", "v-half-ish"], "'v-half-ish' is unknown"),
+        (["--pipeline-model-parallel-layout", "Et*4|t*4L"], "no layout of 8 layers"),
+        (["--config", "nowhere.yaml"], "cannot read configuration file nowhere.yaml"),
+    ],
+)
+def test_bad_input_is_one_line(small, arguments, words):
+    error = run("simulate", small, *arguments).exception
+    assert isinstance(error, UserError), error
+    assert words in str(error) and "\n" not in str(error)
+
+
+def test_a_plan_that_nothing_fits_is_one_line(small):
+    error = run("plan", small, "--memory", "2").exception
+    assert isinstance(error, UserError)
+    assert str(error).startswith("nothing fits 2 GiB: the least is ") and "\n" not in str(error)
+
+
+def test_an_incomplete_configuration_names_what_is_missing(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("model:\n  num_layers: 8\n")
+    error = run("simulate", path).exception
+    assert isinstance(error, UserError) and "hidden_size" in str(error)
+
+
+def test_a_laptop_needs_neither_torch_nor_megatron(small):
+    code = (
+        "import sys\nfrom megatron_vp.cli.app import main\n"
+        f"try: main(['simulate', {str(small)!r}])\n"
+        "finally: print(sorted({'torch', 'megatron', 'numpy', 'matplotlib', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

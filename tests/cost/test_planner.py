@@ -1,0 +1,104 @@
+"""The planner: best layouts against brute force, where the time goes, what fits, and plays that are cut short."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from megatron_vp.cost import planner
+from megatron_vp.cost.constants import CALIBRATED
+from megatron_vp.cost.hardware import find_hardware
+from megatron_vp.cost.passes import PassTimes
+from megatron_vp.cost.planner import Candidate, balanced_layers, best, candidates, method_of, plan, weigh
+from megatron_vp.cost.shapes import Job, ModelShape, Plan
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import GENERATORS, Placement, VocabMethod
+
+H100 = find_hardware("h100")
+MODEL = ModelShape(layers=12, hidden=2048, heads=16, ffn=8192, vocab=131072)
+JOB = Job(MODEL, sequence=2048, micro_batch=1, microbatches=12, pipeline=4)
+
+
+@pytest.mark.parametrize("place", [Placement.linear, Placement.v_shape, lambda p: Placement.round_robin(p, 2)])
+@pytest.mark.parametrize("layers", [5, 7])
+@pytest.mark.parametrize("vocab", [1024, 32768, 131072])
+def test_no_integer_layout_is_better_than_the_balanced_one(place, layers, vocab):
+    job = replace(JOB, model=replace(MODEL, layers=layers, vocab=vocab), pipeline=3)
+    placement = place(3)
+    times = PassTimes(job, H100, CALIBRATED)
+    ends = {placement.first_rank: 0.0} | {placement.last_rank: 0.0}
+    ends[placement.first_rank] += sum(times.whole_embedding())
+    ends[placement.last_rank] += sum(times.whole_output())
+
+    def busiest(by_rank):
+        return max(count * sum(times.layer()) + ends.get(rank, 0.0) for rank, count in enumerate(by_rank))
+
+    found = balanced_layers(job, placement, H100)
+    assert sum(found) == layers
+    by_rank = [sum(found[stage] for stage in stages) for stages in placement.stage_of]
+    every = [each for each in product(range(layers + 1), repeat=3) if sum(each) == layers]
+    assert busiest(by_rank) == pytest.approx(min(map(busiest, every)))
+
+
+def test_every_schedule_is_a_candidate_with_every_method():
+    found = {(each.plan.schedule, each.method) for each in candidates(JOB, H100)}
+    for name in GENERATORS:
+        methods = {"interlaced"} if name == "interlaced" else {"plain", "redistributed", "vocab-1", "vocab-2"}
+        assert methods == {method for schedule, method in found if schedule == name}, name
+    assert all(method_of(each.plan) == each.method for each in candidates(JOB, H100) if each.plan.layers is None)
+
+
+def test_a_large_vocabulary_is_split_and_the_seconds_add_up():
+    heard = []
+    outcomes, impossible = plan(JOB, H100, progress=lambda done, of: heard.append((done, of)))
+    assert not impossible and heard[-1] == (len(outcomes), len(outcomes))
+    times = [each.iteration_seconds for each in outcomes]
+    assert times == sorted(times)
+    for each in outcomes:
+        assert sum(vars(each.loss).values()) == pytest.approx(each.iteration_seconds)
+        assert min(vars(each.loss).values()) >= 0
+        assert len(each.busy) == len(each.memory) == 4
+    fastest = {each.candidate.method: each for each in reversed(outcomes)}
+    assert fastest["vocab-2"].iteration_seconds < fastest["redistributed"].iteration_seconds
+    assert fastest["redistributed"].iteration_seconds < fastest["plain"].iteration_seconds
+    plain = next(each for each in outcomes if each.candidate == Candidate("plain", Plan("1f1b")))
+    assert plain.bound_by(H100.memory) == "rank 3"
+    assert plain.bound_by(plain.peak_memory - 1) == "memory"
+
+
+def test_the_best_is_the_fastest_that_fits():
+    outcomes = [weigh(Candidate(str(v), Plan("1f1b", v)), JOB, H100) for v in (VocabMethod.VOCAB_1, VocabMethod.NONE)]
+    outcomes.sort(key=lambda each: each.iteration_seconds)
+    assert best(outcomes, H100.memory) is outcomes[0]
+    least = min(each.peak_memory for each in outcomes)
+    assert best(outcomes, least).peak_memory == least
+    with pytest.raises(UserError, match=r"nothing fits .* GiB: the least is .* GiB with 1f1b"):
+        best(outcomes, least - 1)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved", "interlaced"])
+def test_a_play_that_is_cut_short_comes_to_the_same(name, monkeypatch):
+    vocab = VocabMethod.INTERLACED if name == "interlaced" else VocabMethod.VOCAB_2
+    job = replace(JOB, model=replace(MODEL, layers=16), microbatches=48)
+    candidate = Candidate(str(vocab), Plan(name, vocab, 2 if name == "interleaved" else None))
+    whole = weigh(candidate, job, H100)
+    monkeypatch.setattr(planner, "PLAYED", 0)
+    short = weigh(candidate, job, H100)
+    assert short.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=3e-3)
+    assert short.busy == pytest.approx(whole.busy)
+    assert short.peak_memory == pytest.approx(whole.peak_memory)
+    assert (short.mfu, short.tokens_per_second) == pytest.approx((whole.mfu, whole.tokens_per_second), rel=3e-3)
+
+
+def test_layers_that_no_stage_count_divides_are_spread():
+    job = replace(JOB, model=replace(MODEL, layers=14))
+    layers = {
+        each.plan.layers for each in candidates(job, H100) if each.method == "vocab-2" and each.plan.chunks is None
+    }
+    assert {sum(each) for each in layers} == {14}
+    assert all(max(each) - min(each) == 1 for each in layers)
+
+
+def test_one_stage_is_refused():
+    with pytest.raises(UserError, match="leaves nothing to plan"):
+        candidates(replace(JOB, pipeline=1), H100)
