@@ -29,7 +29,7 @@ EXPECTED = Constants(
     layer_bytes=100.0,
     score_bytes=62.0,
     gap=0.15e-3,
-    slow_rank=0.03,
+    speed_spread=0.02,
     idle_boost=0.06,
     network=1.0,
 )
@@ -44,7 +44,7 @@ SPREAD = Constants(
     layer_bytes=40.0,
     score_bytes=8.0,
     gap=0.1e-3,
-    slow_rank=0.01,
+    speed_spread=0.01,
     idle_boost=0.01,
     network=0.3,
 )

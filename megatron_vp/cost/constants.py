@@ -16,7 +16,7 @@ class Constants:
     layer_bytes: bytes that a layer's forward moves beside its products, a token and hidden unit; the backward twice.
     score_bytes: bytes that S and T of vocab-1 together move a logit.
     gap: seconds that a pass takes beside its work: launches, and handing over.
-    slow_rank: how much longer the slowest of the ranks takes for the same work than their mean.
+    speed_spread: standard deviation of the time that ranks take for the same work, as a part of it.
     idle_boost: how much less a pass takes on a rank that idles a lot, whose clock is not throttled.
     network: bandwidth of a collective between nodes, in units of one GPU's network bandwidth.
     """
@@ -29,7 +29,7 @@ class Constants:
     layer_bytes: float
     score_bytes: float
     gap: float
-    slow_rank: float
+    speed_spread: float
     idle_boost: float
     network: float
 
@@ -44,17 +44,17 @@ class Constants:
 
 
 FITTED = Constants(
-    matrix=0.806,
-    attention_forward=0.2055,
-    attention_backward=0.3534,
-    newer_attention=2.04,
-    bandwidth=0.8376,
-    layer_bytes=139.6,
-    score_bytes=60.86,
-    gap=0.0001785,
-    slow_rank=0.03972,
-    idle_boost=0.06086,
-    network=1.5,
+    matrix=0.8155,
+    attention_forward=0.2049,
+    attention_backward=0.3522,
+    newer_attention=2.063,
+    bandwidth=0.816,
+    layer_bytes=141.0,
+    score_bytes=60.7,
+    gap=0.0001724,
+    speed_spread=0.02582,
+    idle_boost=0.06044,
+    network=1.604,
 )
 """The result of `megatron-vp calibrate`: 8 and 16 A100, fp16, Megatron with unfused cross entropy."""
 

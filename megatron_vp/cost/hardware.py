@@ -14,7 +14,8 @@ TERA, GIGA, GIB = 1e12, 1e9, 2**30
 class Hardware:
     """Nominal figures of one GPU and its place in a node.
 
-    peak_flops: dense FLOP/s in bf16 and fp16, no sparsity. memory: bytes. memory_bandwidth: bytes/s. link_bandwidth and
+    peak_flops: dense FLOP/s in bf16 and fp16, no sparsity. memory: bytes that a process can have, as PyTorch
+    reports it. memory_bandwidth: bytes/s. link_bandwidth and
     network_bandwidth: bytes/s of one GPU in one direction, inside a node and between nodes.
     source: where the figures are from.
     """
@@ -35,7 +36,7 @@ _ALL = (
         name="a100",
         title="NVIDIA A100 80 GB SXM",
         peak_flops=312 * TERA,
-        memory=80 * GIB,
+        memory=79.1 * GIB,
         memory_bandwidth=2039 * GIGA,
         link_bandwidth=300 * GIGA,
         network_bandwidth=25 * GIGA,
@@ -46,7 +47,7 @@ _ALL = (
         name="h100",
         title="NVIDIA H100 80 GB SXM",
         peak_flops=989.4 * TERA,
-        memory=80 * GIB,
+        memory=79.1 * GIB,
         memory_bandwidth=3350 * GIGA,
         link_bandwidth=450 * GIGA,
         network_bandwidth=50 * GIGA,
@@ -57,7 +58,7 @@ _ALL = (
         name="h200",
         title="NVIDIA H200 141 GB SXM",
         peak_flops=989.4 * TERA,
-        memory=141 * GIGA,
+        memory=139.8 * GIB,
         memory_bandwidth=4800 * GIGA,
         link_bandwidth=450 * GIGA,
         network_bandwidth=50 * GIGA,
@@ -68,7 +69,7 @@ _ALL = (
         name="b200",
         title="NVIDIA B200 180 GB",
         peak_flops=2250 * TERA,
-        memory=180 * GIGA,
+        memory=178.3 * GIB,
         memory_bandwidth=8000 * GIGA,
         link_bandwidth=900 * GIGA,
         network_bandwidth=50 * GIGA,
@@ -79,7 +80,7 @@ _ALL = (
         name="mi300x",
         title="AMD Instinct MI300X 192 GB",
         peak_flops=1307.4 * TERA,
-        memory=192 * GIGA,
+        memory=191.9 * GIB,
         memory_bandwidth=5300 * GIGA,
         link_bandwidth=448 * GIGA,
         network_bandwidth=50 * GIGA,

@@ -13,8 +13,8 @@ GIB = 2**30
 WORKING_SET = 24.5
 """Bytes a token and hidden unit that the backward of one layer needs beside what the forward kept."""
 
-SPLIT_BACKWARD = 52
-"""The same for gradients kept between B and W: 18 of one layer's output gradients, 34 of one more layer that waits."""
+SPLIT_BACKWARD = 34
+"""The same where the backward is split: one more layer that waits for its W."""
 
 EMBEDDED = 2.7
 """Bytes a token and hidden unit of a microbatch in flight on the first stage: the exchanged rows, a dropout mask."""
@@ -26,15 +26,17 @@ SCORES = 6
 """Bytes a logit while output layer passes run: fp32 for the loss, 16 bits for the product. fp32 stays until B."""
 
 WORKSPACES = 0.1 * GIB
-"""Small tensors and the workspaces of cuBLAS, inside PyTorch's allocator."""
+"""Small tensors and the workspaces of cuBLAS."""
 
-OUTSIDE = 1.5 * GIB
-"""Outside PyTorch's allocator: CUDA context, kernels, NCCL's buffers. An estimate, not a measurement."""
+OUTSIDE, FRAGMENTS = 1.5 * GIB, 0.02
+"""What PyTorch's allocator does not count: CUDA context, kernels, NCCL's buffers; and what it reserves and cannot use, as a
+part of what it counts. Estimates, not measurements.
+"""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank at its peak, by what they hold. Of `framework`, OUTSIDE is not in the allocator's count."""
+    """Bytes on one rank at its peak, by what they hold. `framework` is what the allocator does not count."""
 
     parameters: float
     gradients: float
@@ -47,7 +49,7 @@ class RankMemory:
     @property
     def allocated(self) -> float:
         """What PyTorch's allocator reports as its peak."""
-        return self.total - OUTSIDE
+        return self.total - self.framework
 
     @property
     def total(self) -> float:
@@ -101,16 +103,16 @@ class MemoryModel:
         widened = 0 if gradient == 4 else 4 * parameters / replicas
         activations, vocabulary = self._peak_of_passes(rank)
         in_step = widened > activations + vocabulary
-        return RankMemory(
-            parameters=job.element_bytes * parameters,
-            gradients=gradient * parameters + in_step * widened,
+        counted = {
+            "parameters": job.element_bytes * parameters,
+            "gradients": gradient * parameters + in_step * widened,
             # Adam's two moments, and the fp32 copy of 16-bit parameters.
-            optimizer=(12 if job.element_bytes < 4 else 8) * parameters / replicas,
-            activations=0.0 if in_step else activations,
-            vocabulary=0.0 if in_step else vocabulary,
-            communication=2 * len(self.schedule.placement.stage_of[rank]) * self._unit * job.element_bytes,
-            framework=WORKSPACES + OUTSIDE,
-        )
+            "optimizer": (12 if job.element_bytes < 4 else 8) * parameters / replicas,
+            "activations": WORKSPACES + (0.0 if in_step else activations),
+            "vocabulary": 0.0 if in_step else vocabulary,
+            "communication": 2 * len(self.schedule.placement.stage_of[rank]) * self._unit * job.element_bytes,
+        }
+        return RankMemory(**counted, framework=OUTSIDE + FRAGMENTS * sum(counted.values()))
 
     @property
     def _unit(self) -> float:

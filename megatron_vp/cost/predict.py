@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from statistics import NormalDist
 
 from megatron_vp.cost.communication import Wires
 from megatron_vp.cost.constants import CALIBRATED, Constants
@@ -193,9 +194,9 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, co
 def _pace(work: list[float], constants: Constants) -> list[float]:
     """How much longer each rank takes than a mean rank at sustained speed, by its `work` in a microbatch.
 
-    The slowest of the ranks is put in the middle of the pipeline.
+    The slowest of p ranks, by the expected largest of p normal values (Blom's approximation), is put in the middle.
     """
     pace = [1 - constants.idle_boost if own < IDLE * max(work) else 1.0 for own in work]
-    if len(work) > 1:
-        pace[len(work) // 2] *= 1 + constants.slow_rank
+    slowest = NormalDist().inv_cdf((len(work) - 0.375) / (len(work) + 0.25))
+    pace[len(work) // 2] *= 1 + constants.speed_spread * slowest
     return pace

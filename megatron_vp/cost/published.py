@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -95,11 +96,14 @@ def _cells(rows: Iterable[dict[str, str]], source: str) -> dict[Cell, Measuremen
         def value(column: str, kind: Callable, row: dict = row, number: int = number):
             try:
                 text = row[column].strip()
-                return None if kind is float and not text else kind(text)
+                found = None if kind is float and not text else kind(text)
             except (KeyError, AttributeError):
                 raise UserError(f"{source}, line {number}: column {column} is missing") from None
             except ValueError:
                 raise UserError(f"{source}, line {number}: {column} {row[column]!r} is no {kind.__name__}") from None
+            if kind is float and found is not None and not 0 < found < math.inf:
+                raise UserError(f"{source}, line {number}: {column} {found} is not above 0 and finite")
+            return found
 
         cell = Cell(
             value("table", int),

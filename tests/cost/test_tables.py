@@ -1,0 +1,152 @@
+"""The paper's tables: files read, errors counted, bounds held; the whole command where it may take its time."""
+
+import csv
+import io
+from dataclasses import astuple
+from statistics import fmean
+
+import pytest
+
+from megatron_vp.cli.app import main
+from megatron_vp.cost.calibration import (
+    PathTime,
+    factor_errors,
+    fit,
+    known_to_fit,
+    leave_one_out,
+    pass_errors,
+)
+from megatron_vp.cost.constants import ERROR_BAND, FITTED
+from megatron_vp.cost.draw import picture
+from megatron_vp.cost.paper import CellPrediction, plan_of, predict_cell, predict_cells
+from megatron_vp.cost.published import Cell, Measurement, jobs, known_cells, read_cells
+from megatron_vp.cost.tables import COLUMNS, errors, make_rows, other_layout_rows, to_csv
+from megatron_vp.cost.tables_text import to_text
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import VocabMethod
+
+HEADER = "table,gpus,seq_length,method,vocab_k,mfu_percent,peak_memory_gb\n"
+
+
+def rows_of(*entries):
+    predictions = [CellPrediction(cell, mfu, memory, memory < 80, None) for cell, mfu, memory, _ in entries]
+    return make_rows(predictions, {cell: published for cell, _, _, published in entries if published})
+
+
+ROWS = rows_of(
+    (Cell(5, 8, 2048, "vocab-2", 32), 55.0, 20.0, Measurement(50.0, 25.0)),
+    (Cell(5, 8, 2048, "baseline", 32), 49.0, 11.0, Measurement(50.0, 10.0)),
+    (Cell(6, 32, 4096, "baseline", 256), 20.0, 95.0, Measurement(None, None)),
+    (Cell(6, 32, 4096, "vocab-1", 256), 20.0, 50.0, None),
+)
+
+
+def test_the_tables_have_all_their_cells():
+    cells = jobs()
+    assert len(cells) == 3 * 2 * 4 * (5 + 2)
+    assert set(known_cells()) < set(cells)
+    assert {(cell.table, cell.gpus): job.model.layers for cell, job in cells.items()}[6, 24] == 48
+
+
+def test_csv_has_the_stated_columns_and_errors():
+    found = list(csv.DictReader(io.StringIO(to_csv(ROWS))))
+    assert tuple(found[0]) == COLUMNS
+    assert [row["method"] for row in found] == ["baseline", "vocab-2", "baseline", "vocab-1"]
+    assert (found[0]["mfu_error_percent"], found[0]["memory_error_percent"]) == ("-2.00", "10.00")
+    assert (found[1]["published_mfu_percent"], found[1]["mfu_error_percent"]) == ("50.00", "10.00")
+    assert found[2]["published_peak_memory_gb"] == found[2]["memory_error_percent"] == ""
+
+
+def test_errors_are_summed_up_where_both_values_exist():
+    mfu, memory = (errors(ROWS, of) for of in (lambda row: row.mfu_error, lambda row: row.memory_error))
+    assert astuple(mfu) == pytest.approx((6, 10, 2)) and astuple(memory) == pytest.approx((15, 20, 2))
+    assert errors(ROWS[2:], lambda row: row.mfu_error) is None
+    assert [row.fit_as_published for row in ROWS if row.published] == [True, True, True]
+
+
+def test_text_shows_what_does_not_fit_and_the_summary():
+    text = to_text(ROWS)
+    assert "!95.00   oom" in text and "all published cells: MFU error mean 6.00, largest 10.00" in text
+    assert "Table 3" in text and max(map(len, text.splitlines())) <= 125
+    assert "error" not in to_text(rows_of((Cell(5, 8, 2048, "baseline", 32), 49.0, 11.0, None)))
+
+
+def test_picture_is_a_png():
+    assert picture(ROWS).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no cells"),
+        ("table,gpus\n5,8\n", "column seq_length is missing"),
+        (HEADER + "5,8,2048,baseline,32,x,1\n", "line 2: mfu_percent 'x' is no float"),
+        (HEADER + "5,8,2048,baseline,32,1\n", "column peak_memory_gb is missing"),
+        (HEADER + "5,9,2048,baseline,32,1,1\n", "no cell table 5, 9 GPUs"),
+        (HEADER + "6,16,2048,vocab-2,32,1,1\n", "no cell table 6"),
+        (HEADER + "5,8,2048,baseline,32,0,1\n", "mfu_percent 0.0 is not above 0 and finite"),
+    ],
+)
+def test_a_malformed_published_file_is_one_line(tmp_path, capsys, text, words):
+    path = tmp_path / "cells.csv"
+    path.write_text(text)
+    with pytest.raises(UserError, match=words):
+        read_cells(path)
+    with pytest.raises(SystemExit) as stopped:
+        main(["tables", "--published", str(path)])
+    assert stopped.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_no_file_and_no_place_for_a_picture(tmp_path, capsys):
+    for arguments in (["--published", str(tmp_path / "none.csv")], ["--format", "png"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(["tables", *arguments])
+        assert stopped.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_an_empty_field_did_not_fit(tmp_path):
+    path = tmp_path / "cells.csv"
+    path.write_text(HEADER + "6,32,4096,baseline,256,,\n")
+    assert read_cells(path) == {Cell(6, 32, 4096, "baseline", 256): Measurement(None, None)}
+
+
+def test_pass_times_and_scaling_factors_are_within_their_bounds():
+    for column in pass_errors(FITTED).values():
+        assert fmean(map(abs, column)) < 0.025
+    assert max(map(abs, factor_errors(FITTED))) < 0.05
+
+
+def test_time_along_the_critical_path_is_the_iteration_s():
+    cell = Cell(5, 8, 2048, "vocab-2", 64)
+    assert PathTime.of(cell, FITTED).mfu(FITTED) == pytest.approx(predict_cell(cell).mfu)
+
+
+def test_methods_run_what_the_paper_ran():
+    plans = {cell.method: plan_of(cell) for cell in jobs() if cell.gpus == 8 and cell.vocab_k == 256}
+    assert plans["interlaced"].vocab is VocabMethod.INTERLACED and plans["redis"].layers[-1] == 0
+    assert plan_of(Cell(6, 24, 2048, "vocab-1", 32)).schedule == "v-half"
+
+
+def test_another_layout_is_listed_apart():
+    cell = Cell(5, 16, 2048, "redis", 128)
+    (row,) = other_layout_rows(make_rows([predict_cell(cell)], known_cells()))
+    assert row.predicted.layers[-1] == 2 and abs(row.mfu_error) < 2
+
+
+@pytest.mark.slow
+def test_every_cell_is_predicted_within_the_bounds():
+    rows = make_rows([cell for group in predict_cells(list(jobs()), 2) for cell in group], known_cells())
+    assert len(rows) == len(jobs())
+    apart = {row.cell for row in other_layout_rows(rows)}
+    mfu = errors([row for row in rows if row.cell not in apart], lambda row: row.mfu_error)
+    memory = errors(rows, lambda row: row.memory_error)
+    assert mfu.mean < 1 and mfu.largest < 4 and memory.mean < 0.5 and memory.largest < 3
+
+
+@pytest.mark.slow
+def test_the_constants_are_what_the_fit_finds_and_carry_over_to_unseen_setups():
+    cells = known_to_fit()
+    assert astuple(fit(cells)) == pytest.approx(astuple(FITTED), rel=0.02)
+    for entry in leave_one_out(cells):
+        assert entry.mfu[0] < 2.5 and entry.mfu[1] < 100 * ERROR_BAND["time"]
+        assert entry.memory[1] < 100 * ERROR_BAND["memory"]
