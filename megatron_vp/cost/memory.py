@@ -29,8 +29,8 @@ WORKSPACES = 0.1 * GIB
 """Small tensors and the workspaces of cuBLAS."""
 
 OUTSIDE, FRAGMENTS = 1.5 * GIB, 0.02
-"""What PyTorch's allocator does not count: CUDA context, kernels, NCCL's buffers; and what it reserves and cannot use, as a
-part of what it counts. Estimates, not measurements.
+"""What PyTorch's allocator does not count: CUDA context, kernels, NCCL's buffers; and what it reserves and cannot use,
+as a part of what it counts. Estimates, not measurements.
 """
 
 
