@@ -96,18 +96,18 @@ REFUSALS = (
         "take whole sequences; use --context-parallel-size 1",
     ),
     Refusal(
-        lambda a: a.vocab_parallel and a.mtp_num_layers and a.hybrid_layer_pattern,
-        "--vocab-parallel with multi-token prediction in a hybrid model is not tested: use a GPT model, or leave out "
-        "what follows the first / of --hybrid-layer-pattern",
+        lambda a: a.mtp_num_layers and a.hybrid_layer_pattern and a.pipeline_schedule in V_SHAPED_SCHEDULES,
+        "--pipeline-schedule {pipeline_schedule} with a hybrid model of several heads is not supported: Megatron "
+        "builds the heads on the last rank, a V ends on the first; use 1f1b, interleaved, zb-h1 or interlaced",
     ),
     Refusal(
         lambda a: (
             a.vocab_parallel
             and a.mtp_num_layers
-            and (a.pipeline_schedule in V_SHAPED_SCHEDULES or a.pipeline_model_parallel_layout is not None)
+            and "m" in (a.pipeline_model_parallel_layout or "").lower().rpartition("|")[0]
         ),
-        "--vocab-parallel with --mtp-num-layers needs Megatron's own placement, the block on the last rank: use 1f1b, "
-        "interleaved, zb-h1 or interlaced, and leave --pipeline-model-parallel-layout out",
+        "--vocab-parallel with --mtp-num-layers needs the heads' layers on the last stage: use a "
+        "--pipeline-model-parallel-layout with every m in its last segment, or leave it out",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.mtp_num_layers and a.mtp_detach_heads,
@@ -391,7 +391,9 @@ def _lay_out_in_a_v(args: argparse.Namespace) -> None:
         )
     hybrid = args.hybrid_layer_pattern is not None or args.hybrid_override_pattern is not None
     if args.pipeline_model_parallel_layout is None and not hybrid and args.num_layers is not None:
-        args.pipeline_model_parallel_layout = even_layout(args.num_layers, args.pipeline_model_parallel_size)
+        args.pipeline_model_parallel_layout = even_layout(
+            args.num_layers, args.pipeline_model_parallel_size, args.mtp_num_layers or 0
+        )
 
 
 def _warn_of_one_queue(args: argparse.Namespace) -> None:

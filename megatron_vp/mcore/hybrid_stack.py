@@ -1,4 +1,4 @@
-"""Layers of a hybrid model that run without Transformer Engine: attention (`*`) and MLP (`-`).
+"""Layers of a hybrid model that run without Transformer Engine: attention (`*`), MLP (`-`), and heads of these.
 
     --hybrid-layer-pattern "*-*-|*-*-" --spec megatron_vp.mcore.hybrid_stack local_stack_spec
 
@@ -13,6 +13,11 @@ import dataclasses
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
@@ -31,5 +36,9 @@ local_stack_spec = ModuleSpec(
     submodules=HybridStackSubmodules(
         attention_layer=ModuleSpec(module=TransformerLayer, submodules=_only(_ATTENTION)),
         mlp_layer=ModuleSpec(module=MLPLayer, submodules=_only(_MLP)),
+        mtp_block_spec=ModuleSpec(
+            module=MultiTokenPredictionBlock,
+            submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[get_mtp_layer_spec(None, False)]),
+        ),
     ),
 )

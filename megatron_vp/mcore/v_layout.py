@@ -39,11 +39,11 @@ class VShapedLayout(PipelineParallelLayerLayout):
         return sum(segment.count(layer_type) for segment in self._segments[:stage])
 
 
-def even_layout(layers: int, pipeline_size: int) -> str:
-    """Megatron's layout string of `layers` layers over 2p stages, as even as whole layers allow."""
+def even_layout(layers: int, pipeline_size: int, further_heads: int) -> str:
+    """Megatron's layout string of `layers` layers over 2p stages, as even as whole layers allow; heads on the last."""
     stages = 2 * pipeline_size
     counts = [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
-    return "E" + "|".join("t" * count for count in counts) + "L"
+    return "E" + "|".join("t" * count for count in counts) + "m" * further_heads + "L"
 
 
 def _v_shaped(original: Callable[..., PipelineParallelLayerLayout]) -> Callable[..., PipelineParallelLayerLayout]:

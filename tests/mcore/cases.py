@@ -111,7 +111,7 @@ PROOFS = (
         "mcore/test_hybrid.py::test_a_checkpoint_continues_in_plain_megatron_and_back",
     ),
     Proof(
-        "multi-token prediction (`--mtp-num-layers`), tied and untied; linear and interleaved schedules",
+        "multi-token prediction (`--mtp-num-layers`), tied and untied; V shapes, too",
         "mcore/test_multi_token.py::test_every_step_equals_plain_megatron",
     ),
     Proof(

@@ -28,6 +28,8 @@ CASES = [
     pytest.param(2, "interleaved", "vocab-1", "*-|*|-|-", {}, marks=slow),
     pytest.param(3, "v-half", "vocab-1", "*|-|*-||*|-", {}, marks=slow),
     pytest.param(2, "interlaced", "vocab-1", "*-|*-", {}, marks=slow),
+    pytest.param(2, "1f1b", "vocab-2", "*-|*-/*-/*-", {}, marks=slow),
+    pytest.param(2, "interleaved", "vocab-1", "*|-|*|-/*-", {}, marks=slow),
 ]
 
 

@@ -21,6 +21,7 @@ from tests.harness.training import tiny_model
 
 TWO_STAGES = {"pipeline_model_parallel_size": 2}
 AHEAD = {"mtp_num_layers": 1, "position_embedding_type": "rope"}
+HYBRID_AHEAD = {"num_layers": None, "hybrid_layer_pattern": "*|-|*|-/*-", "position_embedding_type": "rope"}
 VP = {**TWO_STAGES, "vocab_parallel": True}
 
 REFUSED = [
@@ -28,7 +29,8 @@ REFUSED = [
     ({**VP, "tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2 is not supported yet"),
     ({**VP, "num_layers_per_virtual_pipeline_stage": 1}, "virtual pipeline stages"),
     ({**VP, "context_parallel_size": 2}, "--context-parallel-size 2"),
-    ({**VP, **AHEAD, "pipeline_schedule": "v-half"}, "needs Megatron's own placement"),
+    ({**VP, **AHEAD, "pipeline_model_parallel_layout": "Ettm|ttL"}, "with every m in its last segment"),
+    ({**VP, **HYBRID_AHEAD, "pipeline_schedule": "v-half"}, "with a hybrid model of several heads"),
     ({**VP, **AHEAD, "mtp_detach_heads": True}, "all heads train the output layer"),
     ({**VP, **AHEAD, "vocab_label_smoothing": 0.1}, "--vocab-label-smoothing with --mtp-num-layers"),
     ({**VP, "num_experts": 4}, "--num-experts"),

@@ -11,7 +11,7 @@ import pytest
 
 from tests.harness import run_ranks
 from tests.harness.training import _merge, tiny_model, train, train_case
-from tests.mcore.cases import FP32, TIED
+from tests.mcore.cases import FP32, MUP, TIED
 from tests.mcore.comparison import assert_equal
 
 PER_TOKEN = {"calculate_per_token_loss": True}
@@ -26,6 +26,9 @@ CASES = [
     pytest.param(2, "zb-h1", "vocab-2", 2, REPEATED, {}, marks=slow),
     pytest.param(2, "interleaved", "vocab-1", 1, {}, {}, marks=slow),
     pytest.param(2, "interlaced", "vocab-1", 1, TIED, {}, marks=slow),
+    pytest.param(2, "v-half", "vocab-2", 2, MUP, {}, marks=slow),
+    pytest.param(3, "zb-v", "vocab-1", 1, {}, {}, marks=slow),
+    pytest.param(2, "1f1b", "vocab-2", 1, {}, {"pipeline_model_parallel_layout": "Et|tttmL"}, marks=slow),
     pytest.param(3, "1f1b", "vocab-2", 1, {"recompute_granularity": "selective"}, {}, marks=slow),
 ]
 
