@@ -15,7 +15,7 @@ _TITLES = {5: "Table 5 (1F1B)", 6: "Table 6 (V-Half)"}
 
 def to_text(rows: Sequence[Row]) -> str:
     """All tables; published values add errors in percent behind each figure, and a summary."""
-    lines = ["MFU in percent and peak memory in GiB, both predicted; ! does not fit into 80 GiB"]
+    lines = ["MFU in percent and peak memory in GiB, both predicted; ! does not fit into the device"]
     compared = any(row.published for row in rows)
     if compared:
         lines.append("behind each its error against the published value, in percent; oom: published as not fitting")
