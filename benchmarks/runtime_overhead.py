@@ -56,7 +56,7 @@ class SleepingModel:
         """The words, as an activation."""
         return words_bsh.transpose(0, 1).contiguous()
 
-    def forward(self, chunk: int, microbatch: int, input_sbh: torch.Tensor) -> torch.Tensor:
+    def forward(self, chunk: int, microbatch: int, input_sbh: torch.Tensor, labels_bs: None) -> torch.Tensor:
         """Sleep."""
         time.sleep(self.forward_seconds)
         return input_sbh * 1.0

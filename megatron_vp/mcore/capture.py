@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -46,11 +46,20 @@ class Capture:
 
     def argument(self, name: str) -> Any:
         """The value that the model's parameter `name` would have got; None where it was left out."""
-        return self.signature.bind_partial(None, *self.args, **self.kwargs).arguments.get(name)
+        return self._bound().arguments.get(name)
 
     def keep(self, *names: str) -> None:
         """Forget all arguments but these; the model has been run."""
         self.args, self.kwargs = (), {name: self.argument(name) for name in names if self.argument(name) is not None}
+
+    def given(self, **arguments: Any) -> Capture:
+        """The same microbatch with some of the model's arguments replaced."""
+        bound = self._bound()
+        bound.arguments.update(arguments)
+        return replace(self, args=bound.args[1:], kwargs=bound.kwargs)
+
+    def _bound(self) -> inspect.BoundArguments:
+        return self.signature.bind_partial(None, *self.args, **self.kwargs)
 
 
 def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.nn.Module) -> Capture:

@@ -84,8 +84,10 @@ class MegatronModel:
         """What the heads beyond the first look up in the next forward of the last chunk."""
         self._chunks[-1].core.received_embedding.word_embeddings.rows = words_rh
 
-    def forward(self, chunk: int, microbatch: int, input_sbh: torch.Tensor) -> torch.Tensor:
-        """The decoder layers of the chunk, and on the last stage the final norm: [s, b, h] to [s, b, h]."""
+    def forward(
+        self, chunk: int, microbatch: int, input_sbh: torch.Tensor | None, labels_bs: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The chunk: [s, b, h] to [s, b, h]; with the whole output layer, to token losses fp32 [b, s]."""
         self._start_timer("forward-compute")
         part = self._chunks[chunk]
         captured = self._capture(part, microbatch)
@@ -93,27 +95,31 @@ class MegatronModel:
             part.model.set_is_first_microbatch()
         schedules.set_current_microbatch(part.model, microbatch)
         part.core.set_input_tensor(input_sbh)
-        output_sbh = part.model(*captured.args, **captured.kwargs, **self._output_options)
-        if output_sbh is input_sbh:  # a hybrid segment without layers; its input has to outlive its output
-            output_sbh = input_sbh.clone()
+        given = captured if labels_bs is None else captured.given(labels=labels_bs)
+        output = part.model(*given.args, **given.kwargs, **self._output_options)
+        if part.core.post_process:
+            # A tensor of its own, whose data `release_output` may free.
+            output = output.float().clone()
+        elif output is input_sbh:  # a hybrid segment without layers; its input has to outlive its output
+            output = input_sbh.clone()
         # The loss function is still to come, the attention mask has done its work.
         captured.keep("labels", "loss_mask")
         self._stop_timer("forward-compute")
-        return output_sbh
+        return output
 
-    def release_output(self, output_sbh: torch.Tensor) -> None:
+    def release_output(self, output: torch.Tensor) -> None:
         """Free the data of an output that lives on elsewhere; its graph remains."""
-        schedules.deallocate_output_tensor(output_sbh, self._config.deallocate_pipeline_outputs)
+        schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
-    def backward(self, chunk: int, microbatch: int, output_sbh: torch.Tensor, gradient_sbh: torch.Tensor) -> None:
+    def backward(self, chunk: int, microbatch: int, output: torch.Tensor, gradient: torch.Tensor) -> None:
         """Backward of the chunk; the last one of the iteration lets Megatron synchronise gradients."""
         self._chunks[chunk].before_backward()
         if self._split_backward:
             self._pending_weights[chunk, microbatch] = backward_without_weights(
-                lambda: schedules.backward_step(None, output_sbh, gradient_sbh, self._config)
+                lambda: schedules.backward_step(None, output, gradient, self._config)
             )
         else:
-            schedules.backward_step(None, output_sbh, gradient_sbh, self._config)
+            schedules.backward_step(None, output, gradient, self._config)
 
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
         """Pass W: the weight gradients that the backward left; after the last one they are complete."""
@@ -122,7 +128,9 @@ class MegatronModel:
             each.accumulate()
         self._chunks[chunk].after_weight_gradient(each.weight for each in pending)
 
-    def loss(self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor) -> torch.Tensor | None:
+    def loss(
+        self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """The user's loss function, averaged and scaled as Megatron's schedules do it; returns g, fp32 [b, s]."""
         self._start_timer("forward-compute")  # forward_step_calc_loss stops it
         token_loss_bs.requires_grad_(self._gradients)

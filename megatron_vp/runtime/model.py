@@ -49,6 +49,10 @@ class Shapes:
         """An empty int64 [b, s]."""
         return torch.empty(self.batch, self.sequence, dtype=torch.int64, device=self.device)
 
+    def token_values(self) -> torch.Tensor:
+        """An empty fp32 [b, s]: losses or gradients by token."""
+        return torch.empty(self.batch, self.sequence, dtype=torch.float32, device=self.device)
+
 
 class Model(Protocol):
     """The transformer part of one rank, and the user's data and loss function."""
@@ -69,13 +73,19 @@ class Model(Protocol):
         flattened. Asked only where `Shapes.heads` is above 1.
         """
 
-    def forward(self, chunk: int, microbatch: int, input_sbh: torch.Tensor) -> torch.Tensor:
-        """Forward of one chunk; the output may be emptied by `release_output`."""
+    def forward(
+        self, chunk: int, microbatch: int, input_sbh: torch.Tensor | None, labels_bs: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Forward of one chunk; the output may be emptied by `release_output`.
+
+        A chunk with the whole embedding has no input, one with the whole output layer returns token losses, fp32
+        [b, s]; `labels_bs` are given where another rank reads them.
+        """
 
     def release_output(self, output_sbh: torch.Tensor) -> None:
         """The output's data is not needed for the backward any more."""
 
-    def backward(self, chunk: int, microbatch: int, output_sbh: torch.Tensor, gradient_sbh: torch.Tensor) -> None:
+    def backward(self, chunk: int, microbatch: int, output: torch.Tensor, gradient: torch.Tensor) -> None:
         """Backward from a chunk's output; gradients end in the leaves and in the parameters' `main_grad`.
 
         In a schedule with W passes the weights' part is left to `weight_gradient`.
@@ -84,10 +94,13 @@ class Model(Protocol):
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
         """What the backward of the chunk and microbatch left to do."""
 
-    def loss(self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor) -> torch.Tensor | None:
+    def loss(
+        self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """Run the user's loss function on token losses fp32 [b, s]; returns g fp32 [b, s], None without gradients.
 
-        `likeliest_bs` says which targets are the likeliest tokens. With several heads all three are [heads b, s].
+        `likeliest_bs` says which targets are the likeliest tokens; None where the vocabulary layers are whole. With
+        several heads all three are [heads b, s].
         Asked on the last pipeline rank only, in microbatch order.
         """
 

@@ -10,11 +10,13 @@ from megatron_vp.runtime.executor import Observer, Unobserved, execute
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
 from megatron_vp.runtime.links import Links
 from megatron_vp.runtime.model import Model, Shapes
-from megatron_vp.runtime.passes import VocabularyPasses
+from megatron_vp.runtime.passes import ChunkPasses
 from megatron_vp.runtime.progress import FINISHING, Progress
+from megatron_vp.runtime.sharded_ends import ShardedEnds
 from megatron_vp.runtime.store import Store
 from megatron_vp.runtime.streams import CudaMark, second_stream
-from megatron_vp.schedule.instructions import Collective, Loss, Message, Post, Program, Run, Wait
+from megatron_vp.runtime.whole_ends import WholeEnds
+from megatron_vp.schedule.instructions import Channel, Collective, Loss, Message, Post, Program, Run, Wait
 from megatron_vp.schedule.passes import Schedule
 
 
@@ -41,7 +43,7 @@ class Pipeline:
         schedule: Schedule,
         program: Program,
         model: Model,
-        layers: VocabularyLayers,
+        layers: VocabularyLayers | None,
         shapes: Shapes,
         *,
         gradients: bool,
@@ -50,10 +52,10 @@ class Pipeline:
         """Run one iteration.
 
         Args:
-            schedule: the schedule that `program` was lowered from, with vocab-1 or vocab-2 passes.
+            schedule: the schedule that `program` was lowered from.
             program: of this rank.
             model: transformer part, data and loss function of this rank.
-            layers: vocabulary shards of this rank.
+            layers: vocabulary shards of this rank; None for a schedule without vocabulary passes.
             shapes: sizes of a microbatch, equal on all ranks.
             gradients: False for evaluation, whose schedule holds forward passes only.
             observer: watches the instructions and the collectives.
@@ -62,42 +64,49 @@ class Pipeline:
         observer = observer or Unobserved()
         marks_device = shapes.device.type == "cuda"
         store, links = Store(), Links(self.groups)
-        passes = VocabularyPasses(
-            store,
-            shapes,
-            layers,
-            model,
-            rank,
-            placement,
-            schedule.vocab,
-            schedule.microbatches,
-            gradients,
-            schedule.split_backward,
-        )
-        collectives = VocabularyCollectives(
-            self.groups,
-            self._stream,
-            store,
-            shapes,
-            layers,
-            model,
-            schedule.vocab,
-            gradients,
-            placement.first_rank,
-            placement.last_rank,
-            awaited=_awaited_collectives(program.instructions),
-            observer=observer,
-            progress=self.progress,
-        )
+        if layers is None:
+            ends, collectives = WholeEnds(store, model, placement), None
+        else:
+            ends = ShardedEnds(store, shapes, layers, model, schedule.vocab, schedule.microbatches, gradients)
+            collectives = VocabularyCollectives(
+                self.groups,
+                self._stream,
+                store,
+                shapes,
+                layers,
+                model,
+                schedule.vocab,
+                gradients,
+                placement.first_rank,
+                placement.last_rank,
+                awaited=_awaited_collectives(program.instructions),
+                observer=observer,
+                progress=self.progress,
+            )
+        chunks = ChunkPasses(store, model, ends, rank, placement, gradients, schedule.split_backward)
+        passes = chunks.handlers | ends.handlers
+        buffers = {
+            Channel.ACTIVATION: shapes.activation,
+            Channel.GRADIENT: shapes.activation,
+            Channel.LABELS: shapes.token_ids,
+            Channel.TOKEN_LOSS: shapes.token_values,
+            Channel.TOKEN_GRADIENT: shapes.token_values,
+        }
+
+        def run(instruction: Run) -> None:
+            action = instruction.action
+            passes[action.kind](action.microbatch, action.chunk)
 
         def post(instruction: Post) -> None:
             operation = instruction.operation
             if isinstance(operation, Collective):
                 collectives.post(operation)
-            elif operation.source == rank:
-                links.send(operation, store.take(_content(operation)))
+            elif operation.source != rank:
+                links.receive(operation, buffers[operation.channel]())
+            elif operation.channel is Channel.LABELS:
+                links.send(operation, model.labels(operation.microbatch))
             else:
-                links.receive(operation, shapes.activation())
+                links.send(operation, store.take(_content(operation)))
 
         def wait(instruction: Wait) -> None:
             operation = instruction.operation
@@ -109,18 +118,19 @@ class Pipeline:
                 self.progress.mark(instruction, CudaMark())
 
         handlers = {
-            Run: lambda instruction: passes.run(instruction.action),
-            Loss: lambda instruction: passes.loss(instruction.microbatch),
+            Run: run,
+            Loss: lambda instruction: ends.loss(instruction.microbatch),
             Post: post,
             Wait: wait,
         }
         with self.progress.schedule():
             execute(program, handlers, observer, self.progress)
             self.progress.instruction = FINISHING
-            collectives.finish()
+            if collectives is not None:
+                collectives.finish()
             links.finish()
         store.assert_empty()
-        return Report(passes.in_flight.peak / schedule.chunks, passes.between_s_and_t.peak)
+        return Report(chunks.in_flight.peak / schedule.chunks, ends.between_s_and_t.peak)
 
 
 def _content(message: Message) -> tuple[object, int, int]:

@@ -85,7 +85,7 @@ class ToyModel:
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
         return words_bsh.transpose(0, 1).contiguous()
 
-    def forward(self, chunk: int, microbatch: int, input_sbh: torch.Tensor) -> torch.Tensor:
+    def forward(self, chunk: int, microbatch: int, input_sbh: torch.Tensor, labels_bs: None) -> torch.Tensor:
         with torch.set_grad_enabled(self.gradients):
             product = input_sbh @ (self.weight.detach() if self.split else self.weight)
             if self.split and self.gradients:

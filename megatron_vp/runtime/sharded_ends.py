@@ -1,0 +1,140 @@
+"""The ends of a pipeline with sharded vocabulary layers: passes IF, S, T, IB, and what they exchange with F and B."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_vp.runtime.collectives import VocabularyLayers
+from megatron_vp.runtime.model import Model, Shapes
+from megatron_vp.runtime.passes import Handler
+from megatron_vp.runtime.store import Occupancy, Store
+from megatron_vp.schedule.passes import PassKind, VocabMethod
+from megatron_vp.vocab.loss import CROSS_ENTROPY
+
+
+class ShardedEnds:
+    """Passes of the vocabulary shards (vocab-1 or vocab-2).
+
+    Args:
+        layers: the shards of this rank.
+        method: vocab-1 or vocab-2.
+        microbatches: m, to know the last contribution to a weight.
+        gradients: False in evaluation.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        shapes: Shapes,
+        layers: VocabularyLayers,
+        model: Model,
+        method: VocabMethod,
+        microbatches: int,
+        gradients: bool,
+    ) -> None:
+        self._store = store
+        self._shapes = shapes
+        self._layers = layers
+        self._model = model
+        self._method = method
+        self._gradients = gradients
+        # Evaluation reports the cross entropy, whatever helps training.
+        self._token_loss = layers.loss if gradients else CROSS_ENTROPY
+        self._contributions = {layers.embedding.weight: 0, layers.output.weight: 0}
+        for layer in (layers.embedding, layers.output):
+            self._contributions[layer.weight] += microbatches
+        self.between_s_and_t = Occupancy()
+        self.handlers: dict[PassKind, Handler] = {
+            PassKind.IF: self._embed,
+            PassKind.S: self._output_s,
+            PassKind.T: self._output_t,
+            PassKind.IB: self._embed_backward,
+        }
+
+    def first_input(self, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The words that all ranks have looked up, and what Megatron makes of them."""
+        leaf = self._store.take(("words", microbatch)).requires_grad_(self._gradients)
+        words_nh = leaf if self._shapes.heads == 1 else leaf[1:]
+        words_bsh = words_nh.view(self._shapes.batch, self._shapes.sequence, -1)
+        return leaf, self._model.embed(microbatch, words_bsh)
+
+    def first_gradient(self, microbatch: int, leaf: torch.Tensor) -> None:
+        """Rows [n, h] for their owners."""
+        self._store.put(("word gradient", microbatch), leaf.grad)
+
+    def prepare_last(self, microbatch: int) -> None:
+        """Hand over the words that further heads look up; labels are no business of a chunk without output layer."""
+        if self._shapes.heads > 1:
+            ahead = self._store.take(("words ahead", microbatch)).requires_grad_()
+            self._store.put(("saved words", microbatch), ahead)
+            self._model.receive_words(ahead)
+
+    def last_output(self, microbatch: int, output: torch.Tensor) -> None:
+        """X [n, h], for the S of all ranks."""
+        self._store.put(("last output", microbatch), output.view(self._shapes.outputs, -1))
+
+    def last_gradient(self, microbatch: int) -> torch.Tensor:
+        """dX [s, b, h]: the reduced part of all ranks, which commutes with g, times g."""
+        unweighted_nh = self._store.take(("input gradient", microbatch))
+        weighted_nh = unweighted_nh * self._store.take(("row gradient", microbatch))[:, None]
+        return weighted_nh.to(unweighted_nh.dtype).view(-1, self._shapes.batch, self._shapes.hidden)
+
+    def finish_last(self, microbatch: int) -> None:
+        """Gradients of the words that further heads looked up."""
+        if self._shapes.heads > 1:
+            ahead = self._store.take(("saved words", microbatch))
+            self._store.put(("word gradient ahead", microbatch), ahead.grad)
+
+    def loss(self, microbatch: int) -> None:
+        """The user's loss function, on the rank that holds the labels."""
+        statistics = self._store.take(("statistics", microbatch))
+        token_loss_n = statistics.token_loss(self._token_loss)
+        row_gradient_bs = self._model.loss(
+            microbatch, self._by_sequence(token_loss_n), self._by_sequence(statistics.likeliest_n)
+        )
+        if row_gradient_bs is not None:
+            by_head = row_gradient_bs.float().view(self._shapes.heads, self._shapes.batch, self._shapes.sequence)
+            self._store.put(("loss gradient", microbatch), by_head.transpose(1, 2).flatten())
+
+    def _by_sequence(self, values_n: torch.Tensor) -> torch.Tensor:
+        """[heads n], each head s-major, as [heads b, s]."""
+        by_head = values_n.view(self._shapes.heads, self._shapes.sequence, self._shapes.batch)
+        return by_head.transpose(1, 2).contiguous().view(-1, self._shapes.sequence)
+
+    def _embed(self, microbatch: int, chunk: int) -> None:
+        exchange = self._store.take(("exchange", microbatch))
+        self._store.put(("embedded rows", microbatch), self._layers.embedding(exchange))
+
+    def _output_s(self, microbatch: int, chunk: int) -> None:
+        output = self._layers.output
+        x_nh, labels_n = self._store.take(("x", microbatch)), self._store.take(("labels", microbatch))
+        pending = output(x_nh, labels_n, self._token_loss)
+        self._store.put(("pending", microbatch), pending, 1 + self._gradients)
+        if self._gradients:
+            self.between_s_and_t.enter()
+            if self._method is VocabMethod.VOCAB_2:
+                self._store.put(("unscaled gradient", microbatch), output.unscaled_input_gradient(pending))
+
+    def _output_t(self, microbatch: int, chunk: int) -> None:
+        returns_gradient = self._method is VocabMethod.VOCAB_1
+        part_nh = self._layers.output.t_pass(
+            self._store.take(("pending", microbatch)),
+            self._store.take(("statistics", microbatch)),
+            self._store.take(("row gradient", microbatch)),
+            input_gradient=returns_gradient,
+        )
+        self.between_s_and_t.leave()
+        if returns_gradient:
+            self._store.put(("gradient part", microbatch), part_nh)
+        self._contributed(self._layers.output.weight)
+
+    def _embed_backward(self, microbatch: int, chunk: int) -> None:
+        exchange = self._store.take(("exchange", microbatch))
+        for gradient_kh in self._store.take(("row gradients", microbatch)):
+            self._layers.embedding.backward_pass(exchange, gradient_kh)
+        self._contributed(self._layers.embedding.weight)
+
+    def _contributed(self, weight: torch.nn.Parameter) -> None:
+        self._contributions[weight] -= 1
+        if not self._contributions[weight]:
+            self._model.gradient_complete(weight)

@@ -1,0 +1,57 @@
+"""The ends of a pipeline whose vocabulary layers are whole: inside the first and the last stage's chunk."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_vp.runtime.model import Model
+from megatron_vp.runtime.passes import Handler
+from megatron_vp.runtime.store import Occupancy, Store
+from megatron_vp.schedule.instructions import Channel
+from megatron_vp.schedule.passes import PassKind
+from megatron_vp.schedule.placement import Placement
+
+
+class WholeEnds:
+    """Token losses leave the last stage, and the loss function's gradient by token comes back.
+
+    Where rank p-1, which reads the labels and runs the loss function, does not hold the last stage, the store is filled
+    and emptied by messages; else by the passes themselves.
+    """
+
+    def __init__(self, store: Store, model: Model, placement: Placement) -> None:
+        self._store = store
+        self._model = model
+        self._last = placement.stages - 1
+        self._receives_labels = placement.last_rank != placement.ranks - 1
+        self.handlers: dict[PassKind, Handler] = {}
+        self.between_s_and_t = Occupancy()
+
+    def first_input(self, microbatch: int) -> tuple[None, None]:
+        """The chunk embeds its tokens itself."""
+        return None, None
+
+    def first_gradient(self, microbatch: int, leaf: None) -> None:
+        """Ended in the embedding's weight."""
+
+    def prepare_last(self, microbatch: int) -> torch.Tensor | None:
+        """What came from rank p-1, or None where this is rank p-1."""
+        return self._store.take((Channel.LABELS, self._last, microbatch)) if self._receives_labels else None
+
+    def last_output(self, microbatch: int, output: torch.Tensor) -> None:
+        """Token losses, fp32 [b, s]."""
+        self._store.put((Channel.TOKEN_LOSS, self._last, microbatch), output)
+
+    def last_gradient(self, microbatch: int) -> torch.Tensor:
+        """g, fp32 [b, s]."""
+        return self._store.take((Channel.TOKEN_GRADIENT, self._last, microbatch))
+
+    def finish_last(self, microbatch: int) -> None:
+        """Nothing is left."""
+
+    def loss(self, microbatch: int) -> None:
+        """The user's loss function."""
+        token_loss_bs = self._store.take((Channel.TOKEN_LOSS, self._last, microbatch))
+        gradient_bs = self._model.loss(microbatch, token_loss_bs, None)
+        if gradient_bs is not None:
+            self._store.put((Channel.TOKEN_GRADIENT, self._last, microbatch), gradient_bs.contiguous())
