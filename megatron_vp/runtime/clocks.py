@@ -1,8 +1,8 @@
 """One time axis for the ranks of a pipeline, and how exact it is.
 
-Nobody leaves an all-reduce before everybody has entered it. So with `o` to be added to this rank's clock to get rank
-0's, every all-reduce says: `enter_0 - leave <= o <= leave_0 - enter`. A few of them narrow `o` to an interval; its
-middle is taken, and half its width bounds the error: about half the time of the fastest all-reduce. Ranks on rank 0's
+Nobody leaves an all-gather before everybody has entered it. So with `o` to be added to this rank's clock to get rank
+0's, every all-gather says: `enter_0 - leave <= o <= leave_0 - enter`. A few of them narrow `o` to an interval; its
+middle is taken, and half its width bounds the error: about half the time of the fastest all-gather. Ranks on rank 0's
 host read the very same clock, which is then used as it is, with no error. On GPUs the
 recorder adds the tie between the device's clock and its host's, an event that the host waits for.
 """
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
 
@@ -41,17 +40,19 @@ class Alignment:
 def align(groups: PipelineGroups) -> Alignment:
     """Compare clocks with rank 0; collective over the pipeline, outside its schedule. Blocks the host."""
     device = pipeline_device()
+    ranks = len(groups.members)
     token = torch.zeros(1, device=device)
+    tokens = token.new_zeros(ranks, 1)
     enter, leave = [], []
     for _ in range(_ROUNDS):
         enter.append(time.perf_counter_ns())
-        dist.all_reduce(token, group=groups.vocabulary)
-        token.item()  # the host waits here on a GPU
+        groups.vocabulary.all_gather(tokens, token)
+        tokens.tolist()  # the host waits here on a GPU
         leave.append(time.perf_counter_ns())
     host = zlib.crc32(_BOOT.read_bytes()) if _BOOT.exists() else groups.rank
     own = torch.tensor([*enter, *leave, host, time.time_ns()], dtype=torch.int64, device=device)
-    gathered = [torch.empty_like(own) for _ in groups.members]
-    dist.all_gather(gathered, own, groups.vocabulary)
+    gathered = own.new_zeros(ranks, len(own))
+    groups.vocabulary.all_gather(gathered, own)
     *first, first_host, wall = gathered[0].tolist()
     enter_0, leave_0 = first[:_ROUNDS], first[_ROUNDS:]
     lowest = max(a - b for a, b in zip(enter_0, leave, strict=True))

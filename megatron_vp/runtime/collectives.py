@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.nn.functional import pad
 
 from megatron_vp.runtime.executor import Observer
@@ -74,7 +73,7 @@ class VocabularyCollectives:
         progress: Progress,
     ) -> None:
         self._groups = groups
-        self._group = groups.vocabulary
+        self._communicator = groups.vocabulary
         self._stream = stream
         self._store = store
         self._shapes = shapes
@@ -146,8 +145,8 @@ class VocabularyCollectives:
         exchange = RowExchange(looked_up_n, self._layers.embedding.shards)
 
         def communicate() -> None:
-            self._broadcast(tokens_bs, 0)
-            self._broadcast(labels_bs, last)
+            self._communicator.broadcast(tokens_bs, 0)
+            self._communicator.broadcast(labels_bs, last)
             if shapes.heads > 1:
                 looked_up_n[1:].copy_(tokens_bs.view(-1))
             exchange.plan()
@@ -173,7 +172,7 @@ class VocabularyCollectives:
 
         def communicate() -> None:
             incoming = exchange.counts if self._has_words else self._nothing()
-            dist.all_to_all_single(received_nh, sent_kh, list(incoming), outgoing, self._group)
+            self._communicator.exchange(received_nh, sent_kh, incoming, outgoing)
 
         def complete() -> None:
             words_nh = self._store.take(("exchange", microbatch)).assemble(received_nh)
@@ -190,7 +189,7 @@ class VocabularyCollectives:
             x_nh = self._store.take(("last output", microbatch))
         else:
             x_nh = self._shapes.rows(self._shapes.outputs)
-        return lambda: self._broadcast(x_nh, root), lambda: self._store.put(("x", microbatch), x_nh)
+        return lambda: self._communicator.broadcast(x_nh, root), lambda: self._store.put(("x", microbatch), x_nh)
 
     def _c1(self, microbatch: int, root: int) -> tuple[Action, Action]:
         """The packed statistics to all ranks; with vocab-2 then also the input gradient to the last virtual stage."""
@@ -202,11 +201,11 @@ class VocabularyCollectives:
             gradient_nh = self._store.take(("unscaled gradient", microbatch))
 
         def communicate() -> None:
-            dist.all_gather(list(gathered_r3n.unbind()), statistics_3n, self._group)
+            self._communicator.all_gather(gathered_r3n, statistics_3n)
             if gradient_nh is not None:
                 total = fold(gathered_r3n)
                 self._layers.output.rescaled_input_gradient(gradient_nh, pending, total)
-                self._reduce(gradient_nh, root)
+                self._communicator.reduce(gradient_nh, root)
 
         def complete() -> None:
             uses = int(self._runs_loss) + int(self._gradients)
@@ -220,7 +219,7 @@ class VocabularyCollectives:
         """vocab-1: the input gradient of T to the last virtual stage."""
         gradient_nh = self._store.take(("gradient part", microbatch))
         return (
-            lambda: self._reduce(gradient_nh, root),
+            lambda: self._communicator.reduce(gradient_nh, root),
             lambda: self._store.put(("input gradient", microbatch), gradient_nh),
         )
 
@@ -232,7 +231,7 @@ class VocabularyCollectives:
             row_gradient_n = self._shapes.row_factors()
         uses = 1 + self._holds_last
         return (
-            lambda: self._broadcast(row_gradient_n, root),
+            lambda: self._communicator.broadcast(row_gradient_n, root),
             lambda: self._store.put(("row gradient", microbatch), row_gradient_n, uses),
         )
 
@@ -251,16 +250,10 @@ class VocabularyCollectives:
         def communicate() -> None:
             outgoing = exchange.counts if self._has_words else self._nothing()
             incoming = self._to_word_ranks(own)
-            dist.all_to_all_single(received_kh, outgoing_nh, incoming, list(outgoing), self._group)
+            self._communicator.exchange(received_kh, outgoing_nh, incoming, outgoing)
 
         parts = received_kh.view(len(self._word_ranks), own, self._shapes.hidden)
         return communicate, lambda: self._store.put(("row gradients", microbatch), parts)
-
-    def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        dist.broadcast(tensor, self._groups.members[root], self._group)
-
-    def _reduce(self, tensor: torch.Tensor, root: int) -> None:
-        dist.reduce(tensor, self._groups.members[root], group=self._group)
 
     def _nothing(self) -> list[int]:
         return [0] * len(self._groups.members)

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_vp.runtime.communicator import Communicator, communicator
 from megatron_vp.schedule.instructions import Channel
 
 Edge = tuple[int, int, Channel]
@@ -32,7 +33,7 @@ class PipelineGroups:
 
     members: tuple[int, ...]
     rank: int
-    vocabulary: dist.ProcessGroup
+    vocabulary: Communicator
     edges: dict[Edge, dist.ProcessGroup]
 
     @classmethod
@@ -62,7 +63,7 @@ class PipelineGroups:
             if dist.get_rank() in members:
                 rank = members.index(dist.get_rank())
                 own = {edge: group for edge, group in groups.items() if rank in edge[:2]}
-                mine = cls(members, rank, vocabulary, own)
+                mine = cls(members, rank, communicator(vocabulary), own)
         assert mine is not None, f"rank {dist.get_rank()} is in none of the pipelines"
         return mine
 

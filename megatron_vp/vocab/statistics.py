@@ -65,9 +65,5 @@ def fold(gathered_r3n: torch.Tensor) -> GlobalStatistics:
     """
     max_rn, sum_rn, linear_rn = gathered_r3n.unbind(1)
     max_n = max_rn.amax(0)
-    sum_n = torch.zeros_like(max_n)
-    linear_n = torch.zeros_like(max_n)
-    for shard_max_n, shard_sum_n, shard_linear_n in zip(max_rn, sum_rn, linear_rn, strict=True):
-        sum_n += shard_sum_n * torch.exp(shard_max_n - max_n)
-        linear_n += shard_linear_n
-    return GlobalStatistics(max_n, sum_n, linear_n)
+    sum_n = (sum_rn * torch.exp(max_rn - max_n)).sum(0)
+    return GlobalStatistics(max_n, sum_n, linear_rn.sum(0))

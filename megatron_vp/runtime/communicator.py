@@ -1,0 +1,124 @@
+"""The operations that all ranks of a pipeline do together, with one face for NCCL and for gloo.
+
+Every member calls the same operations in the same order. They block until this rank's part is done: on CUDA the
+current stream, on CPU the calling thread. Ranks are positions in the pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Communicator(Protocol):
+    """Moves contiguous tensors between the ranks of one group."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Fill `tensor` on every rank with the root's."""
+
+    def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
+        """Fill `gathered` [ranks, ...] with every rank's `own` [...]."""
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> None:
+        """Make the root's `tensor` the sum over all ranks; elsewhere it holds anything afterwards."""
+
+    def exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, incoming: Sequence[int], outgoing: Sequence[int]
+    ) -> None:
+        """Send `outgoing[r]` rows of `sent` to every rank r, and fill `received` with `incoming[r]` rows from it.
+
+        Both lie in rank order; the counts are known on both sides.
+        """
+
+
+class NativeCommunicator:
+    """The backend's own collectives."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank, self._size = group.rank(), group.size()
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """See `Communicator`."""
+        dist.broadcast(tensor, group=self._group, group_src=root)
+
+    def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
+        """See `Communicator`."""
+        dist.all_gather(list(gathered.unbind()), own, self._group)
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> None:
+        """See `Communicator`."""
+        dist.reduce(tensor, group=self._group, group_dst=root)
+
+    def exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, incoming: Sequence[int], outgoing: Sequence[int]
+    ) -> None:
+        """See `Communicator`."""
+        dist.all_to_all_single(received, sent, list(incoming), list(outgoing), self._group)
+
+
+class MessageCommunicator:
+    """Messages between the ranks that have something for each other, through the root where there is one.
+
+    For gloo, whose collectives take more messages and more steps: of 1 KiB, eight ranks on two cores need 13 ms for its
+    all-gather and 12 for its reduction, and 2 and 1 for these.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank, self._size = group.rank(), group.size()
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """See `Communicator`."""
+        if self._rank == root:
+            self._transfer(sends=dict.fromkeys(range(self._size), tensor), receives={})
+        else:
+            self._transfer(sends={}, receives={root: tensor})
+
+    def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
+        """See `Communicator`."""
+        self._gather(gathered, own, root=0)
+        self.broadcast(gathered, root=0)
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> None:
+        """See `Communicator`. Adds in rank order."""
+        parts = tensor.new_empty((self._size if self._rank == root else 0, *tensor.shape))
+        self._gather(parts, tensor, root)
+        if self._rank == root:
+            torch.sum(parts, 0, out=tensor)
+
+    def exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, incoming: Sequence[int], outgoing: Sequence[int]
+    ) -> None:
+        """See `Communicator`."""
+        sends, receives = (
+            dict(enumerate(tensor.split(list(counts)))) for tensor, counts in ((sent, outgoing), (received, incoming))
+        )
+        receives[self._rank].copy_(sends[self._rank])
+        self._transfer(sends, receives)
+
+    def _gather(self, parts: torch.Tensor, own: torch.Tensor, root: int) -> None:
+        if self._rank == root:
+            parts[root].copy_(own)
+            self._transfer(sends={}, receives=dict(enumerate(parts)))
+        else:
+            self._transfer(sends={root: own}, receives={})
+
+    def _transfer(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+        """Messages by rank; this rank's own and empty ones stay out. All are on their way before any is waited for."""
+        works = [
+            start(tensor, group=self._group, **{peer: rank})
+            for start, peer, tensors in ((dist.irecv, "group_src", receives), (dist.isend, "group_dst", sends))
+            for rank, tensor in tensors.items()
+            if rank != self._rank and tensor.numel()
+        ]
+        for work in works:
+            work.wait()
+
+
+def communicator(group: dist.ProcessGroup) -> Communicator:
+    """The communicator that suits the backend of `group`."""
+    return MessageCommunicator(group) if dist.get_backend(group) == "gloo" else NativeCommunicator(group)
