@@ -13,7 +13,7 @@ def write(content: str | bytes, output: Path | None) -> None:
     """Write to `output`, or print where it is None. Raises UserError for a picture without a file, and a bad file."""
     if output is None:
         if isinstance(content, bytes):
-            raise UserError("a PNG does not go to the screen; name a file with -o")
+            raise UserError("a picture does not go to the screen; name a file with -o")
         typer.echo(content, nl=False)
         return
     try:

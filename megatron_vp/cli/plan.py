@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.cli.planning import GIB, Request, flags_of, read_request, rendered, write, yaml_of
+from megatron_vp.cli.output import write
+from megatron_vp.cli.planning import GIB, Request, flags_of, read_request, rendered, yaml_of
 
 if TYPE_CHECKING:
     from megatron_vp.cost.planner import Impossible, Outcome

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from megatron_vp.cli.job_config import JobConfig, flag, read_job_config
 from megatron_vp.errors import UserError
 
@@ -105,16 +103,3 @@ def rendered(table: Table) -> str:
     console = Console(width=160, file=io.StringIO(), force_terminal=False)
     console.print(table)
     return console.file.getvalue()
-
-
-def write(content: str | bytes, output: Path | None) -> None:
-    """To the file, or to the screen. Raises UserError for bytes without a file, and a file that cannot be written."""
-    if output is None:
-        if isinstance(content, bytes):
-            raise UserError("a picture does not go to the screen; name a file with -o")
-        typer.echo(content, nl=False)
-        return
-    try:
-        output.write_bytes(content if isinstance(content, bytes) else content.encode())
-    except OSError as error:
-        raise UserError(f"cannot write {output}: {error.strerror}") from None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatron_vp.cli.output import write
 from megatron_vp.errors import UserError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def schedule(
             timeline = simulate(_generate(name, pipeline_size, microbatches, vocab, chunks, costs), costs)
     except ScheduleError as error:
         raise UserError(str(error).splitlines()[0]) from error
-    _write(_render(timeline, output_format), output, output_format)
+    write(_render(timeline, output_format), output)
 
 
 def _generate(
@@ -116,16 +117,5 @@ def _render(timeline: Timeline, output_format: Format) -> str | bytes:
             return to_csv(timeline.schedule, timeline)
         case Format.PERFETTO:
             return draw.to_perfetto(timeline) + "\n"
-    return draw.to_picture(timeline, output_format.value)
-
-
-def _write(content: str | bytes, output: Path | None, output_format: Format) -> None:
-    if output is None:
-        if output_format is Format.PNG:
-            raise UserError("a PNG does not go to the screen; name a file with -o")
-        typer.echo(content, nl=False)
-        return
-    try:
-        output.write_bytes(content if isinstance(content, bytes) else content.encode())
-    except OSError as error:
-        raise UserError(f"cannot write {output}: {error.strerror}") from None
+    picture = draw.to_picture(timeline, output_format.value)
+    return picture.decode() if output_format is Format.SVG else picture

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.cli.planning import GIB, Request, read_request, rendered, write
+from megatron_vp.cli.output import write
+from megatron_vp.cli.planning import GIB, Request, read_request, rendered
 
 if TYPE_CHECKING:
     from megatron_vp.cost.planner import Outcome
@@ -41,6 +42,10 @@ def simulate(
     memory: Annotated[
         float | None, typer.Option(help="GiB that a rank may take (default: what the hardware has).")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Take pass times from this run's --pipeline-trace, not from the cost model."),
+    ] = None,
     output_format: Annotated[Format, typer.Option("--format", help="What to show.")] = Format.TABLE,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write instead of the screen.")] = None,
 ) -> None:
@@ -53,11 +58,13 @@ def simulate(
     """
     from megatron_vp.cost.planner import Candidate, method_of, outcome
     from megatron_vp.cost.predict import make_player, predict
+    from megatron_vp.cost.traced import traced_costs
 
     request = read_request([config, *(overlays or ())], context.args, hardware, nodes, memory)
     plan = request.config.plan()
-    player = make_player(request.job, plan, request.hardware)
-    prediction = predict(request.job, plan, request.hardware, player=player)
+    measured = None if trace is None else traced_costs(trace, request.job, plan)
+    player = make_player(request.job, plan, request.hardware, measured=measured)
+    prediction = predict(request.job, plan, request.hardware, measured=measured, player=player)
     found = outcome(Candidate(method_of(plan), plan), prediction, player, request.job)
     match output_format:
         case Format.TABLE:

@@ -47,7 +47,7 @@ def tables(
     from megatron_vp.cost.tables import make_rows, to_csv
 
     if output_format is Format.PNG and output is None:
-        raise UserError("a PNG does not go to the screen; name a file with -o")
+        raise UserError("a picture does not go to the screen; name a file with -o")
     known = {} if published is None else read_cells(published)
     rows = make_rows(_predict(list(jobs())), known)
     match output_format:

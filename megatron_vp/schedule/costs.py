@@ -111,6 +111,15 @@ class StageCosts:
         for name, value in (*self.messages.items(), *self.collectives.items()):
             _check(str(name), value)
 
+    def scaled(self, factor: float) -> StageCosts:
+        """All durations times `factor`: the same in another unit."""
+        passes = {kind.value: tuple(factor * value for value in getattr(self, kind)) for kind in PassKind}
+        return StageCosts(
+            **passes,
+            messages={name: factor * value for name, value in self.messages.items()},
+            collectives={kind: factor * value for kind, value in self.collectives.items()},
+        )
+
     def nominal(self, ranks: int) -> PassCosts:
         """Means over stages, ranks and operations: what a schedule for `ranks` ranks is generated for.
 

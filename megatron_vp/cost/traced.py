@@ -1,0 +1,31 @@
+"""Pass times of a recorded run in place of modelled ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_vp.cost.shapes import Job, Plan
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import StageCosts, generate
+from megatron_vp.schedule.trace_figures import mean_costs
+from megatron_vp.schedule.trace_files import read_traces
+
+
+def traced_costs(folder: Path, job: Job, plan: Plan) -> StageCosts:
+    """Mean pass and collective times, in seconds, of the run that traced into `folder` with `--pipeline-trace`.
+
+    Raises UserError where the folder is no trace, or its run had other stages or another vocabulary method than `plan`
+    on `job`: its times say nothing about those.
+    """
+    first, *_ = traces = read_traces(folder)
+    ours = generate(plan.schedule, job.pipeline, 1, vocab=plan.vocab, chunks=plan.chunks)
+    if (first.schedule, first.vocab, first.placement) != (ours.name, ours.vocab, ours.placement.stage_of):
+        raise UserError(
+            f"{folder} is a run of {_words(first.schedule, first.vocab, first.placement)}, not of "
+            f"{_words(ours.name, ours.vocab, ours.placement.stage_of)}; simulate what was run"
+        )
+    return mean_costs(traces).scaled(1e-3)
+
+
+def _words(schedule: str, vocab: str, placement: tuple[tuple[int, ...], ...]) -> str:
+    return f"{schedule} with {vocab} on {len(placement)} ranks and {sum(map(len, placement))} stages"
