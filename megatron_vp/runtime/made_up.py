@@ -34,3 +34,7 @@ class MadeUpShapes(Shapes):
     def row_factors(self) -> torch.Tensor:
         """The loss gradient of a mean over the microbatch's tokens, fp32 [n]."""
         return super().row_factors().fill_(1 / self.tokens)
+
+    def token_values(self) -> torch.Tensor:
+        """Losses or gradients by token, fp32 [b, s]."""
+        return super().token_values().fill_(1 / self.tokens)
