@@ -84,24 +84,31 @@ class JobConfig:
         return Plan(schedule, vocab, chunks, None if layout is None else layers_in(str(layout)))
 
     def settings_of(self, plan: Plan, job: Job) -> dict[str, Any]:
-        """The arguments that make this configuration run `plan`, by long name."""
+        """What to change for this configuration to run `plan`, by long name; None and False unset what it sets."""
         from megatron_vp.cost.layouts import equal_layers
         from megatron_vp.schedule import VocabMethod
 
-        settings: dict[str, Any] = {}
-        if plan.vocab is not VocabMethod.NONE:
-            settings["vocab_parallel"] = True
-        if plan.vocab.is_sharded:
-            settings["vocab_parallel_algorithm"] = plan.vocab.value
-        if plan.schedule != "1f1b" and (plan.vocab is not VocabMethod.NONE or plan.schedule != "interleaved"):
-            settings["pipeline_schedule"] = plan.schedule
-        if plan.layers is not None:
-            settings["pipeline_model_parallel_layout"] = layout_of(plan.layers)
-        elif self.values.get("pipeline_model_parallel_layout") is not None:
-            chunks = plan.chunks or (2 if plan.schedule in V_SHAPED else 1)
-            settings["pipeline_model_parallel_layout"] = layout_of(equal_layers(job, job.pipeline * chunks))
-        elif plan.chunks is not None:
-            settings["num_virtual_stages_per_pipeline_rank"] = plan.chunks
+        layout = self.values.get("pipeline_model_parallel_layout")
+        layers, chunks = plan.layers, plan.chunks
+        if layers is None and layout is not None:
+            layers = equal_layers(job, job.pipeline * (chunks or (2 if plan.schedule in V_SHAPED else 1)))
+        if layers is not None and (layout is None or layers_in(str(layout)) != layers):
+            layout = layout_of(layers)
+        split = plan.vocab is not VocabMethod.NONE
+        # Without vocabulary passes, several chunks are all that makes Megatron's own schedule interleaved.
+        own = not split and plan.schedule == "interleaved"
+        wanted = {
+            "vocab_parallel": split,
+            "vocab_parallel_algorithm": plan.vocab.value if plan.vocab.is_sharded else None,
+            "pipeline_schedule": "1f1b" if own else plan.schedule,
+            "pipeline_model_parallel_layout": layout,
+            "num_virtual_stages_per_pipeline_rank": chunks if layout is None else None,
+            "num_layers_per_virtual_pipeline_stage": None,
+        }
+        defaults = {"vocab_parallel": False, "pipeline_schedule": "1f1b"}
+        settings = {name: value for name, value in wanted.items() if value != self.values.get(name, defaults.get(name))}
+        if plan.vocab.is_sharded:  # the default, but what was chosen should be seen
+            settings.setdefault("vocab_parallel_algorithm", plan.vocab.value)
         return settings
 
     def _chunks(self) -> int | None:

@@ -62,7 +62,10 @@ def plan(
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("predicting", total=None)
         outcomes, impossible = make_plan(
-            request.job, request.hardware, progress=lambda done, of: bar.update(task, completed=done, total=of)
+            request.job,
+            request.hardware,
+            chunks=request.config.plan().chunks or 2,
+            progress=lambda done, of: bar.update(task, completed=done, total=of),
         )
     chosen = best(outcomes, request.limit)
     match output_format:
@@ -109,7 +112,10 @@ def _table(request: Request, outcomes: list[Outcome], impossible: list[Impossibl
         gain = plain.iteration_seconds / chosen.iteration_seconds
         lines.append(f"{gain:.2f} times as fast as the best plain run that fits ({plain.candidate.plan.schedule})")
     settings = request.config.settings_of(chosen.candidate.plan, request.job)
-    lines += ["", "use: " + (flags_of(settings) or "the configuration as it is"), "", yaml_of(settings)]
+    unset = [name for name, value in settings.items() if value is None or value is False]
+    lines += ["", "use: " + (flags_of(settings) or "the configuration as it is")]
+    lines += [f"and without {', '.join(unset)}, which a file must unset"] if unset else []
+    lines += ["", yaml_of(settings)]
     return "\n".join(lines)
 
 

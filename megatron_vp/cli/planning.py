@@ -83,16 +83,19 @@ def read_request(
 
 
 def flags_of(settings: dict[str, Any]) -> str:
-    """Settings as flags of a command line."""
+    """Settings as flags of a command line; what is to be unset has none."""
     words = []
     for name, value in settings.items():
+        if value is None or value is False:
+            continue
         words += [flag(name)] if value is True else [flag(name), shlex.quote(str(value))]
     return " ".join(words)
 
 
 def yaml_of(settings: dict[str, Any]) -> str:
     """Settings as an overlay file."""
-    lines = [f"  {name}: {'true' if value is True else value}\n" for name, value in settings.items()]
+    words = {None: "null", True: "true", False: "false"}
+    lines = [f"  {name}: {words.get(value, value)}\n" for name, value in settings.items()]
     return "parallelism:\n" + "".join(lines) if lines else ""
 
 

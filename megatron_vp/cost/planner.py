@@ -129,8 +129,10 @@ def method_of(plan: Plan) -> str:
     return PLAIN if plan.layers is None or len(set(plan.layers)) == 1 else REDISTRIBUTED
 
 
-def candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> list[Candidate]:
+def candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED, chunks: int = 2) -> list[Candidate]:
     """Every schedule with every method that it has, on as even a layout as whole layers allow.
+
+    `chunks` are those of `interleaved`.
 
     Raises UserError for a job without a pipeline.
     """
@@ -142,14 +144,14 @@ def candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED) 
             layers = _spread(job, Placement.linear(job.pipeline))
             found.append(Candidate(name, Plan(name, VocabMethod.INTERLACED, layers=layers)))
             continue
-        chunks = 2 if name == "interleaved" else None
-        placement = generate(name, job.pipeline, 1, chunks=chunks).placement
+        own = chunks if name == "interleaved" else None
+        placement = generate(name, job.pipeline, 1, chunks=own).placement
         even = _spread(job, placement)
-        found.append(Candidate(PLAIN, Plan(name, chunks=chunks, layers=even)))
-        found += [Candidate(str(v), Plan(name, v, chunks, even)) for v in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2)]
+        found.append(Candidate(PLAIN, Plan(name, chunks=own, layers=even)))
+        found += [Candidate(str(v), Plan(name, v, own, even)) for v in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2)]
         balanced = balanced_layers(job, placement, hardware, constants)
         if balanced != found[-1].plan.layers and len(set(balanced)) > 1:
-            found.append(Candidate(REDISTRIBUTED, Plan(name, chunks=chunks, layers=balanced)))
+            found.append(Candidate(REDISTRIBUTED, Plan(name, chunks=own, layers=balanced)))
     return found
 
 
@@ -240,14 +242,15 @@ def plan(
     job: Job,
     hardware: Hardware,
     constants: Constants = CALIBRATED,
+    chunks: int = 2,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> tuple[list[Outcome], list[Impossible]]:
     """All candidates, the fastest first, and those that the job cannot run.
 
-    Predicted in processes, one a core; `progress` hears how many of how many are done. Raises UserError for a job
-    without a pipeline.
+    Predicted in processes, one a core. `chunks` are those of `interleaved`; `progress` hears how many of how many are
+    done. Raises UserError for a job without a pipeline.
     """
-    tried = candidates(job, hardware, constants)
+    tried = candidates(job, hardware, constants, chunks)
     outcomes: list[Outcome] = []
     impossible: list[Impossible] = []
     # Candidates with the same order of passes go to one process, which generates it once.

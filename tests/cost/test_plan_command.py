@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
 from megatron_vp.cli.job_config import layers_in, layout_of, read_job_config
+from megatron_vp.cli.planning import flags_of, yaml_of
+from megatron_vp.cost.shapes import Plan
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
 
@@ -121,6 +123,30 @@ def test_plan_prints_what_to_use(small, tmp_path):
     assert "--vocab-parallel" in used
     assert "  vocab_parallel: true" in lines
     assert any("times as fast as the best plain run" in line for line in lines)
+
+
+def test_settings_unset_what_the_configuration_has_and_the_plan_has_not(small):
+    flags = [
+        "--vocab-parallel",
+        "--pipeline-schedule",
+        "v-half",
+        "--pipeline-model-parallel-layout",
+        "Et|" + "t|" * 6 + "tL",
+    ]
+    config = read_job_config([small], flags)
+    job = config.job(None)
+    assert config.settings_of(config.plan(), job) == {"vocab_parallel_algorithm": "vocab-2"}
+    settings = config.settings_of(Plan("1f1b"), job)
+    assert settings == {
+        "vocab_parallel": False,
+        "pipeline_schedule": "1f1b",
+        "pipeline_model_parallel_layout": "Et*2|t*2|t*2|t*2L",
+    }
+    assert flags_of(settings) == "--pipeline-schedule 1f1b --pipeline-model-parallel-layout 'Et*2|t*2|t*2|t*2L'"
+    assert "  vocab_parallel: false" in yaml_of(settings)
+    plain = read_job_config([small], [])
+    assert plain.settings_of(Plan("interleaved", chunks=2), job) == {"num_virtual_stages_per_pipeline_rank": 2}
+    assert plain.settings_of(Plan("1f1b"), job) == {}
 
 
 @pytest.mark.parametrize(
