@@ -45,6 +45,7 @@ def sbatch(
     \b
     megatron-vp sbatch configs/llama3_8b.yaml --nodes 4 --vocab-parallel --slurm partition=long --dry-run
     """
+    from megatron_vp.mcore.dataset import check_inputs
     from megatron_vp.mcore.preflight import check_job, describe_job, ranks_of_one_replica
 
     if str(config).startswith("-"):
@@ -56,17 +57,23 @@ def sbatch(
     if nodes is None:
         nodes = math.ceil(ranks_of_one_replica(arguments) / per_node)
     ranks = nodes * per_node
-    described = describe_job(check_job(arguments, ranks), ranks)
+    args = check_job(arguments, ranks)
     resources = f"--gpus-per-node={per_node}" if ntasks_per_node is None else f"--ntasks-per-node={per_node}"
     # The job runs with the Python that checked it.
     export = f"--export=ALL,MEGATRON_VP_PYTHON={sys.executable}"
     command = ["sbatch", f"--nodes={nodes}", resources, f"--job-name={config.stem}", export]
     command += [f"--{option}" for option in slurm or ()]
     command += [str(BATCH_SCRIPT), str(config), *context.args]
-    typer.echo(f"{nodes} nodes x {per_node}; " + "\n".join(described))
+    typer.echo(f"{nodes} nodes x {per_node}; " + "\n".join(describe_job(args, ranks)))
     typer.echo(shlex.join(command))
     if dry_run:
+        # The inputs may be elsewhere than the person who asks.
+        try:
+            check_inputs(args)
+        except UserError as error:
+            typer.echo(f"would be refused on this machine: {error}", err=True)
         return
+    check_inputs(args)
     if shutil.which("sbatch") is None:
         raise UserError("sbatch is not found: run this where jobs are submitted, or add --dry-run")
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -332,11 +332,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Any:
         from megatron_vp.mcore.pipeline_trace import check_trace  # it imports functions that are patched before
 
-        if args.pipeline_schedule in V_SHAPED_SCHEDULES:
-            _lay_out_in_a_v(args)
-        with refused_by_megatron():
-            validated = original(args, defaults or {})
-        refuse(args)
+        validated = validate(original, args, defaults or {})
         check_inputs(args)
         check_trace(args)
         if args.core_attention == "sdpa":
@@ -357,6 +353,16 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         return validated
 
     return validate_args
+
+
+def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> Any:
+    """Validate parsed arguments by Megatron's own function and our refusals; opens no file. Raises UserError."""
+    if args.pipeline_schedule in V_SHAPED_SCHEDULES:
+        _lay_out_in_a_v(args)
+    with refused_by_megatron():
+        validated = megatron(args, defaults)
+    refuse(args)
+    return validated
 
 
 @contextmanager

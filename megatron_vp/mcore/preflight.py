@@ -1,4 +1,4 @@
-"""What can be known of a job before its ranks start: its arguments, its inputs, and the node that it shall run on."""
+"""What can be known of a job before its ranks start: its arguments, and the node that it shall run on."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ def check_job(arguments: list[str], ranks: int) -> argparse.Namespace:
 
     Environment, `sys.argv` and patches are put back afterwards. The platform is that of this machine: without a CUDA
     device the arguments are checked with the layers and the backend that a CPU run would choose.
-    Raises UserError for whatever a start would refuse: unknown or contradictory arguments, missing inputs, a Megatron
-    that does not fit.
+    Raises UserError for what a start would refuse: unknown or contradictory arguments, a Megatron that does not fit.
     """
     with _parsed(arguments, ranks) as args:
         from megatron.training import arguments as megatron
         from megatron.training.argument_utils import core_transformer_config_from_args
 
-        from megatron_vp.mcore.arguments import refused_by_megatron
+        from megatron_vp.mcore.arguments import refused_by_megatron, validate
 
-        megatron.validate_args(args)
+        validate(megatron.validate_args.__wrapped__, args, {})
         with refused_by_megatron():
             core_transformer_config_from_args(args)
         return args

@@ -52,6 +52,13 @@ def test_the_smallest_job_is_one_replica(said):
     assert "--nodes=2 --ntasks-per-node=4" in printed
 
 
+def test_inputs_that_are_elsewhere_do_not_stop_a_dry_run(said):
+    status, printed, errors = said("sbatch", "configs/llama3_8b.yaml", "--dry-run")
+    assert status == 0
+    assert printed.splitlines()[-1].startswith("sbatch --nodes=1")
+    assert "would be refused on this machine" in errors and "data/corpus_text_document" in errors
+
+
 def test_submission_goes_through_sbatch(said, tmp_path, monkeypatch):
     (tmp_path / "sbatch").write_text('#!/bin/sh\n[ "$1" = --nodes=1 ] && echo Submitted batch job 7 || echo no >&2\n')
     (tmp_path / "sbatch").chmod(0o755)
@@ -66,7 +73,7 @@ def test_submission_goes_through_sbatch(said, tmp_path, monkeypatch):
         (("sbatch", *LLAMA, "--no-such-flag", "--dry-run"), "unrecognized arguments: --no-such-flag"),
         (("sbatch", "--vocab-parallel"), "--vocab-parallel is no configuration file"),
         (("sbatch", *LLAMA, "--nodes", "3", "--gpus-per-node", "5", "--dry-run"), "world size (15) is not divisible"),
-        (("sbatch", "configs/llama3_8b.yaml", "--dry-run"), "data/"),
+        (("sbatch", "configs/llama3_8b.yaml"), "data/corpus_text_document"),
         (("check", "--ranks", "1", "--config", "configs/quickstart.yaml"), "world size (1) is not divisible"),
     ],
 )
