@@ -55,6 +55,13 @@ LLAMA = {
 }
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MUP = {"use_mup": True, "mup_base_hidden_size": 32, "mup_output_mult": 0.3, "mup_embedding_mult": 2.0}
+AHEAD = {"mtp_num_layers": 2, "position_embedding_type": "rope"}
+HYBRID = {
+    "num_layers": None,
+    "hybrid_layer_pattern": "*-|*-",
+    "spec": ["megatron_vp.mcore.hybrid_stack", "local_stack_spec"],
+    "position_embedding_type": "rope",
+}
 GROUPS = {"decoupled_lr": 1e-4, "weight_decay": 10}
 
 CASES = (
@@ -71,6 +78,12 @@ CASES = (
     Case("decoupled learning rate, weight decay", GROUPS),
     Case("MuP", MUP, EVERY_SHAPE),
     Case("MuP, tied", {**MUP, **TIED}, slow=True),
+    Case("multi-token prediction, everything overlapped, bf16", {**AHEAD, **BOTH, "bf16": True}, ranks=4, slow=True),
+    Case("multi-token prediction, fp16, loss scaling", {**AHEAD, "fp16": True, "initial_loss_scale": 1024}, slow=True),
+    Case("multi-token prediction, full recomputation", {**AHEAD, **FULL_RECOMPUTE}, slow=True),
+    Case(
+        "hybrid model, everything overlapped, bf16, tied", {**HYBRID, **BOTH, **TIED, "bf16": True}, ranks=4, slow=True
+    ),
 )
 
 
