@@ -42,7 +42,11 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=1,bf_interval=1
 GresTypes=gpu
 NodeName=localhost Sockets=8 CoresPerSocket=1 ThreadsPerCore=1 Gres=gpu:{gpus} State=UNKNOWN
-PartitionName=main Nodes=localhost Default=YES State=UP MaxTime=INFINITE
+# A job in `urgent` has the others requeued, half a minute after they were told.
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=localhost Default=YES PriorityTier=1 GraceTime=30
+PartitionName=urgent Nodes=localhost PriorityTier=2
 """
 
 

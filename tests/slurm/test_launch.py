@@ -21,6 +21,9 @@ echo "rank $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE here, meets at
 {}
 """
 
+FIRST_ATTEMPT = "[[ ! $SLURM_RESTART_COUNT ]]"
+OBEY = "trap 'saved; stopped; exit 0' TERM; for _ in {1..3000}; do sleep 0.1; done"
+
 
 @pytest.fixture
 def stand_in(tmp_path):
@@ -110,14 +113,22 @@ def test_progress_starts_the_count_anew_and_success_ends_it(cluster, stand_in):
 
 @pytest.mark.slow
 def test_the_time_limit_is_announced_to_the_ranks(cluster, stand_in):
-    wait = "trap 'stopped; exit 0' TERM; for _ in {1..3000}; do sleep 0.1; done"
-    job = cluster.submit(
-        PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in(f"if [[ ! $SLURM_RESTART_COUNT ]]; then {wait}; fi")
-    )
+    job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in(f"if {FIRST_ATTEMPT}; then {OBEY}; fi"))
     cluster.until(lambda: len(logs(cluster, job)) == 4 and all(logs(cluster, job)), 30, "the ranks", job)
     cluster.run("scancel", "--signal=USR1", "--batch", job)
     state = cluster.wait(job, 60)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
+
+
+@pytest.mark.slow
+def test_a_preempted_job_is_told_and_comes_back(cluster, stand_in):
+    job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in(f"if {FIRST_ATTEMPT}; then {OBEY}; fi"))
+    cluster.until(lambda: len(logs(cluster, job)) == 4 and all(logs(cluster, job)), 30, "the ranks", job)
+    urgent = cluster.submit("--partition=urgent", "--exclusive", "--wrap=sleep 2")
+    assert cluster.wait(urgent, 60)["JobState"] == "COMPLETED"
+    state = cluster.wait(job, 60)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
+    assert all("exiting program after receiving SIGTERM" in log for log in logs(cluster, job))
 
 
 @pytest.mark.slow
