@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node N pretrain_gpt_vp.py --config FILE.yaml [--vocab-parallel] [any Megatron flag]
 
-Without --vocab-parallel this is plain Megatron. The functions below are what Megatron asks of a training script;
-copy the file to change one of them.
+Without --vocab-parallel and --pipeline-schedule this is plain Megatron. The functions below are what Megatron asks of a
+training script; copy the file to change one of them.
 """
 # ruff: noqa: E402 (Megatron reads its environment when it is imported: the plug-in has to be first)
 

@@ -40,11 +40,76 @@ class Refusal:
     message: str
 
 
+def replaces_schedule(args: argparse.Namespace) -> bool:
+    """Whether the plug-in runs the pipeline; plain `1f1b` is Megatron's own schedule, virtual stages included."""
+    return args.vocab_parallel or args.pipeline_schedule != "1f1b"
+
+
+def _keeps_layers(a: argparse.Namespace) -> bool:
+    """A schedule of ours with Megatron's own vocabulary layers."""
+    return replaces_schedule(a) and not a.vocab_parallel
+
+
+def _evenly_cut(a: argparse.Namespace) -> bool:
+    """Megatron gives every chunk the same number of layers."""
+    placed = (
+        a.pipeline_model_parallel_layout,
+        a.hybrid_layer_pattern,
+        a.decoder_first_pipeline_num_layers,
+        a.decoder_last_pipeline_num_layers,
+        a.account_for_embedding_in_pipeline_split or None,
+        a.account_for_loss_in_pipeline_split or None,
+    )
+    return all(value is None for value in placed)
+
+
+# What Megatron's own schedule runs and ours without --vocab-parallel does not.
+_WITH_WHOLE_LAYERS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "--tensor-model-parallel-size {tensor_model_parallel_size}": lambda a: a.tensor_model_parallel_size > 1,
+    "--context-parallel-size {context_parallel_size}": lambda a: a.context_parallel_size > 1,
+    "--mtp-num-layers": lambda a: a.mtp_num_layers,
+    "--num-experts": lambda a: a.num_experts,
+    "FSDP": lambda a: a.use_megatron_fsdp or a.use_torch_fsdp2,
+    "--cuda-graph-impl {cuda_graph_impl}": lambda a: a.cuda_graph_impl != "none",
+    "--overlap-moe-expert-parallel-comm": lambda a: a.overlap_moe_expert_parallel_comm,
+    "--delay-wgrad-compute": lambda a: a.delay_wgrad_compute,
+    "--defer-embedding-wgrad-compute": lambda a: a.defer_embedding_wgrad_compute,
+    "packed sequences (--sft, --dataloader-inter-document-masking)": lambda a: (
+        a.sft or a.dataloader_inter_document_masking
+    ),
+    "--perform-rl-step": lambda a: a.perform_rl_step,
+    "--logits-save-dir or --logits-load-dir": lambda a: a.logits_save_dir or a.logits_load_dir,
+    "--fp32-residual-connection": lambda a: a.fp32_residual_connection,
+    "fp8 or fp4": lambda a: a.fp8 or a.fp4,
+}
+
 # The order is the order of the checks; {names} are filled from the arguments.
 REFUSALS = (
     Refusal(
-        lambda a: a.pipeline_schedule != "1f1b" and not a.vocab_parallel,
-        "--pipeline-schedule {pipeline_schedule} runs with --vocab-parallel only so far: add that, or use 1f1b",
+        lambda a: a.pipeline_schedule == "interlaced" and not a.vocab_parallel,
+        "--pipeline-schedule interlaced without --vocab-parallel has no vocabulary passes to interlace: use it with "
+        "--vocab-parallel, or use 1f1b",
+    ),
+    Refusal(
+        lambda a: _keeps_layers(a) and a.pipeline_model_parallel_size < 2,
+        "--pipeline-schedule {pipeline_schedule} with one pipeline stage has nothing to order: use "
+        "--pipeline-model-parallel-size 2 or more, or leave --pipeline-schedule out",
+    ),
+    Refusal(
+        lambda a: (
+            _keeps_layers(a) and a.pipeline_schedule in V_SHAPED_SCHEDULES and not a.untie_embeddings_and_output_weights
+        ),
+        "--pipeline-schedule {pipeline_schedule} with tied embeddings and without --vocab-parallel is not supported: "
+        "the weight would belong to both chunks of the first rank; add --vocab-parallel or "
+        "--untie-embeddings-and-output-weights, or use zb-h1",
+    ),
+    *(
+        Refusal(
+            lambda a, asks=asks: _keeps_layers(a) and asks(a),
+            f"--pipeline-schedule {{pipeline_schedule}} without --vocab-parallel is not supported with {option}: leave "
+            "one of them out (1f1b is Megatron's own schedule)",
+        )
+        for option, asks in _WITH_WHOLE_LAYERS.items()
     ),
     Refusal(
         lambda a: a.pipeline_schedule in SPLIT_SCHEDULES and a.transformer_impl != "local",
@@ -63,7 +128,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: (
-            a.vocab_parallel
+            replaces_schedule(a)
             and a.virtual_pipeline_model_parallel_size is not None
             and a.pipeline_schedule not in ("interleaved", *V_SHAPED_SCHEDULES)
         ),
@@ -77,18 +142,19 @@ REFUSALS = (
         "or with a hybrid model whose --hybrid-layer-pattern has two or more segments a rank",
     ),
     Refusal(
+        lambda a: (
+            replaces_schedule(a)
+            and _evenly_cut(a)
+            and a.num_layers % (a.pipeline_model_parallel_size * (a.virtual_pipeline_model_parallel_size or 1))
+        ),
+        "--num-layers {num_layers} cannot be cut evenly for --pipeline-model-parallel-size "
+        "{pipeline_model_parallel_size} with {virtual_pipeline_model_parallel_size} chunks a rank: use a multiple of "
+        "their product, or say with --pipeline-model-parallel-layout which stage holds what",
+    ),
+    Refusal(
         lambda a: a.pipeline_schedule in V_SHAPED_SCHEDULES and a.virtual_pipeline_model_parallel_size != 2,
         "--pipeline-schedule {pipeline_schedule} has two chunks a rank: leave --pipeline-model-parallel-layout out, or "
         "give it (of a hybrid model, --hybrid-layer-pattern) two segments a rank",
-    ),
-    Refusal(
-        lambda a: (
-            a.virtual_pipeline_model_parallel_size is not None
-            and a.vocab_parallel
-            and not a.untie_embeddings_and_output_weights
-        ),
-        "--pipeline-schedule {pipeline_schedule} with tied embeddings is not supported yet: the weight would belong to "
-        "two chunks; add --untie-embeddings-and-output-weights, or use 1f1b",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.context_parallel_size > 1,
@@ -209,9 +275,9 @@ REFUSALS = (
         "boundaries; use --core-attention megatron",
     ),
     Refusal(
-        lambda a: a.pipeline_trace and not a.vocab_parallel,
-        "--pipeline-trace without --vocab-parallel is not supported: Megatron's own schedule is not recorded; add "
-        "--vocab-parallel, or use --rank-report for each rank's pass times",
+        lambda a: a.pipeline_trace and not replaces_schedule(a),
+        "--pipeline-trace without --vocab-parallel or --pipeline-schedule is not supported: Megatron's own schedule is "
+        "not recorded; add one of them, or use --rank-report for each rank's pass times",
     ),
     Refusal(
         lambda a: a.pipeline_trace and a.rank_report and Path(a.pipeline_trace) == Path(a.rank_report),
@@ -296,7 +362,10 @@ def _with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...
             "with --vocab-parallel. 1e-4 is usual. Evaluation reports the cross entropy.",
         )
         ours.add_argument(
-            "--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="Order of the passes on the pipeline ranks."
+            "--pipeline-schedule",
+            choices=SCHEDULES,
+            default="1f1b",
+            help="Order of the passes on the pipeline ranks. 1f1b without --vocab-parallel is Megatron's own schedule.",
         )
         ours.add_argument(
             "--core-attention",
@@ -343,6 +412,8 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         if args.vocab_parallel:
             _warn_of_one_queue(args)
             patches.apply(patches.group("vocabulary parallelism"))
+        if replaces_schedule(args):
+            patches.apply(patches.group("pipeline schedule"))
             if args.pipeline_schedule in SPLIT_SCHEDULES:
                 patches.apply(patches.group("split backward"))
             if args.pipeline_schedule in V_SHAPED_SCHEDULES:

@@ -143,9 +143,8 @@ def patch_megatron(argv: list[str]) -> None:
     names += [] if platform.has_transformer_engine() else ["no transformer engine"]
     names += ["cpu platform"] if cpu else []
     active = [patch for name in names for patch in patches.group(name)]
-    later = [
-        patch for name in ("vocabulary parallelism", "split backward", "rank report") for patch in patches.group(name)
-    ]
+    when_asked = ("pipeline schedule", "vocabulary parallelism", "split backward", "rank report")
+    later = [patch for name in when_asked for patch in patches.group(name)]
     problems = patches.check([*active, *later])
     if problems:
         raise UserError(f"{problems[0]}; nothing was patched, see `megatron-vp patches`")

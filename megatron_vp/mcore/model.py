@@ -1,5 +1,6 @@
 """Model surgery: every chunk becomes a middle chunk, and the vocabulary layers become shards on all pipeline ranks.
 
+Without --vocab-parallel the placement decides which chunks hold the vocabulary layers, and nothing is cut. With it,
 Megatron builds its chunks as always, the whole word embedding on the first pipeline rank and the whole output layer on
 the last. Their rows are then scattered over the pipeline, so that training starts from the very weights that plain
 Megatron would start from, and both layers are replaced by their shards under Megatron's own names.
@@ -69,6 +70,11 @@ class ShardedOutputLayer(OutputLayer):
     def __init__(self, weight: nn.Parameter, shards: VocabShards, index: int, tied: bool) -> None:
         super().__init__(weight, shards, index)
         self.tied = tied
+        if tied:
+            # The embedding's parameter, perhaps of another chunk: registered there alone, so that optimizer, gradient
+            # buckets and checkpoints see it once. Its parameters are gathered before IF, and no S comes before an IF.
+            del self.weight
+            object.__setattr__(self, "weight", weight)
         self._register_load_state_dict_pre_hook(lambda state, prefix, *_: state.setdefault(f"{prefix}_extra_state"))
 
     def get_extra_state(self) -> None:
@@ -95,8 +101,10 @@ class WordEmbeddingHolder(MegatronModule):
         self.word_embeddings = word_embeddings
 
 
-class _Sharding:
-    """Megatron's builder of one chunk, followed by the surgery; a base of classes beside that builder."""
+class _Prepared:
+    """Megatron's builder of one chunk, and what the schedule needs of it; a base of classes beside that builder."""
+
+    _first: nn.Module | None = None
 
     def build_model(
         self,
@@ -108,19 +116,20 @@ class _Sharding:
         """Build one chunk; the placement decides whether it holds the first or the last virtual stage."""
         ends = _ends(pg_collection.pp, vp_stage or 0)
         chunk = super().build_model(pg_collection, vp_stage=vp_stage, **ends)
-        return shard_vocabulary(chunk, pg_collection.pp, vp_stage or 0)
+        self._first = self._first if vp_stage else chunk
+        return prepare_chunk(chunk, self._first, pg_collection.pp, vp_stage or 0)
 
 
-class VocabularyParallelGPTBuilder(_Sharding, GPTModelBuilder):
+class PreparedGPTBuilder(_Prepared, GPTModelBuilder):
     """Builds GPT models."""
 
 
-class VocabularyParallelHybridBuilder(_Sharding, HybridModelBuilder):
+class PreparedHybridBuilder(_Prepared, HybridModelBuilder):
     """Builds hybrid models."""
 
 
-def sharding_get_model(original: Callable[..., list[nn.Module]]) -> Callable[..., list[nn.Module]]:
-    """Megatron's `get_model`, which builds models through a script's own `model_provider`, with the surgery."""
+def preparing_get_model(original: Callable[..., list[nn.Module]]) -> Callable[..., list[nn.Module]]:
+    """Megatron's `get_model`, which builds models through a script's own `model_provider`, for our schedules."""
 
     def get_model(
         model_provider_func: Callable[..., nn.Module],
@@ -131,10 +140,13 @@ def sharding_get_model(original: Callable[..., list[nn.Module]]) -> Callable[...
     ) -> list[nn.Module]:
         from megatron.core import parallel_state
 
+        built: list[nn.Module] = []
+
         def provider(*args: Any, **kwargs: Any) -> nn.Module:
             pipeline = pg_collection.pp if pg_collection else parallel_state.get_pipeline_model_parallel_group()
             index = kwargs.get("vp_stage") or 0
-            return shard_vocabulary(model_provider_func(*args, **kwargs | _ends(pipeline, index)), pipeline, index)
+            built.append(model_provider_func(*args, **kwargs | _ends(pipeline, index)))
+            return prepare_chunk(built[-1], built[0], pipeline, index)
 
         optional = {} if model_type is None else {"model_type": model_type}
         return original(provider, wrap_with_ddp=wrap_with_ddp, config=config, pg_collection=pg_collection, **optional)
@@ -142,13 +154,23 @@ def sharding_get_model(original: Callable[..., list[nn.Module]]) -> Callable[...
     return get_model
 
 
-def shard_vocabulary(chunk: nn.Module, pipeline_group: dist.ProcessGroup, index: int) -> nn.Module:
-    """Turn a freshly built chunk of this rank into a middle chunk.
+def prepare_chunk(chunk: nn.Module, first: nn.Module, pipeline_group: dist.ProcessGroup, index: int) -> nn.Module:
+    """Make a freshly built chunk of this rank, of which `first` is the first one, ready for our schedules.
 
-    The rank's first chunk gets a shard of the embedding and the rank's communicators, its last one a shard of the
-    output layer. Collective over all ranks; every rank builds its chunks in order. Raises UserError for a model without
-    Megatron's vocabulary layers.
+    With its last chunk the rank gets its communicators, which the first one keeps. Collective over all ranks; each
+    builds its chunks in order. Raises UserError for a model that cannot be cut as --vocab-parallel asks.
     """
+    args = get_args()
+    if args.vocab_parallel:
+        _shard_vocabulary(chunk, first, pipeline_group, index)
+    # Not before: with tied weights Megatron's first and last chunk communicate while they are built.
+    if index + 1 == pipeline_placement(args).chunks:
+        setattr(first, PIPELINE_ATTRIBUTE, _pipeline(pipeline_group))
+    return chunk
+
+
+def _shard_vocabulary(chunk: nn.Module, first: nn.Module, pipeline_group: dist.ProcessGroup, index: int) -> None:
+    """Turn a chunk into a middle chunk; the first gets a shard of the embedding, the last one of the output layer."""
     if not hasattr(chunk, "share_embeddings_and_output_weights"):
         raise UserError(
             f"vocabulary parallelism needs a language model with Megatron's embedding and output_layer, the script "
@@ -168,10 +190,9 @@ def shard_vocabulary(chunk: nn.Module, pipeline_group: dist.ProcessGroup, index:
             chunk.embedding.word_embeddings = word_embeddings
         else:
             chunk.embedding = WordEmbeddingHolder(chunk.config, word_embeddings)
-        setattr(chunk, PIPELINE_ATTRIBUTE, _pipeline(placement, pipeline_group))
     if index == placement.chunks - 1:
         if tied:
-            assert placement.chunks == 1, "refused with the arguments"
+            weight = first.embedding.word_embeddings.weight
         else:
             full = chunk.output_layer.weight if chunk.post_process else None
             weight = _shard(full, shards, rank, placement.last_rank, pipeline_group, chunk.config)
@@ -183,7 +204,6 @@ def shard_vocabulary(chunk: nn.Module, pipeline_group: dist.ProcessGroup, index:
     chunk.pre_process = chunk.post_process = chunk.decoder.pre_process = False
     # Else Megatron would all-reduce the tied weight over first and last rank, which hold different rows now.
     chunk.share_embeddings_and_output_weights = False
-    return chunk
 
 
 def pipeline_placement(args: Any) -> Placement:
@@ -199,21 +219,24 @@ def _ends(pipeline_group: dist.ProcessGroup, index: int) -> dict[str, bool]:
     return {"pre_process": stage == 0, "post_process": stage + 1 == placement.stages}
 
 
-def vocabulary_layers(chunks: Sequence[nn.Module]) -> VocabularyLayers:
-    """The shards of a rank's chunks that `shard_vocabulary` made, and the loss that the arguments ask for."""
+def vocabulary_layers(chunks: Sequence[nn.Module]) -> VocabularyLayers | None:
+    """The shards of a rank's chunks and the loss that the arguments ask for; None without --vocab-parallel."""
     args = get_args()
+    if not args.vocab_parallel:
+        return None
     loss = TokenLoss(args.vocab_label_smoothing, args.vocab_z_loss)
     return VocabularyLayers(chunks[0].embedding.word_embeddings, chunks[-1].output_layer, loss)
 
 
-def _pipeline(placement: Placement, pipeline_group: dist.ProcessGroup) -> Pipeline:
+def _pipeline(pipeline_group: dist.ProcessGroup) -> Pipeline:
     args = get_args()
     first = 60 * args.distributed_timeout_minutes
     later = args.distributed_timeout_seconds_after_init or first
     # The watchdog speaks first, because it knows where the schedule is. The backend's own limit counts from the launch
     # of an operation, which may be some microbatches ahead of the device.
     backend_limit = timedelta(seconds=1.1 * first)
-    pipeline = Pipeline(PipelineGroups.create(_all_pipelines(pipeline_group), _edges(placement), backend_limit))
+    edges = _edges(pipeline_placement(args), args.vocab_parallel)
+    pipeline = Pipeline(PipelineGroups.create(_all_pipelines(pipeline_group), edges, backend_limit))
     Watchdog(pipeline.progress, first, later).start()
     return pipeline
 
@@ -225,14 +248,18 @@ def _all_pipelines(own: dist.ProcessGroup) -> list[list[int]]:
     return [list(ranks) for ranks in sorted(set(map(tuple, members)))]
 
 
-def _edges(placement: Placement) -> set[Edge]:
+def _edges(placement: Placement, sharded: bool) -> set[Edge]:
     seats = [(placement.rank_of(stage), placement.rank_of(stage + 1)) for stage in range(placement.stages - 1)]
-    return {
+    edges = {
         edge
         for here, there in seats
         if here != there
         for edge in ((here, there, Channel.ACTIVATION), (there, here, Channel.GRADIENT))
     }
+    end, loss = placement.last_rank, placement.ranks - 1
+    if not sharded and end != loss:
+        edges |= {(loss, end, Channel.LABELS), (end, loss, Channel.TOKEN_LOSS), (loss, end, Channel.TOKEN_GRADIENT)}
+    return edges
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ def pass_costs(args: argparse.Namespace, method: VocabMethod) -> PassCosts:
 
     Args:
         args: Megatron's validated arguments.
-        method: vocab-1 or vocab-2.
+        method: vocab-1 or vocab-2; costs S and T are not used without vocabulary passes.
     """
     hidden, ranks = args.hidden_size, args.pipeline_model_parallel_size
     queries = args.num_attention_heads * args.kv_channels

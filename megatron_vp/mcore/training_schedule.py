@@ -48,7 +48,7 @@ def forward_backward(
     pg_collection: Any = None,
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
-    """Run one iteration with vocabulary passes; Megatron's contract for a `forward_backward_func`.
+    """Run one iteration under --pipeline-schedule; Megatron's contract for a `forward_backward_func`.
 
     Returns:
         What the user's loss function reported, one entry a microbatch, on the last pipeline rank; empty elsewhere.
@@ -57,9 +57,12 @@ def forward_backward(
         UserError: for what this schedule cannot do.
     """
     if collect_non_loss_data:
-        raise UserError("collecting non-loss data is not supported with --vocab-parallel; run it without the flag")
+        raise UserError("collecting non-loss data is not supported: leave --vocab-parallel and --pipeline-schedule out")
     if adjust_tensor_shapes_fn is not None:
-        raise UserError("adjusted tensor shapes (distillation) are not supported with --vocab-parallel")
+        raise UserError(
+            "adjusted tensor shapes (distillation) are not supported: leave --vocab-parallel and "
+            "--pipeline-schedule out"
+        )
     args = get_args()
     chunks = model if isinstance(model, list) else [model]
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
@@ -77,7 +80,7 @@ def forward_backward(
 
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    method = VocabMethod(args.vocab_parallel_algorithm)
+    method = VocabMethod(args.vocab_parallel_algorithm if args.vocab_parallel else VocabMethod.NONE)
     schedule, programs = _programs(
         args.pipeline_schedule,
         len(pipeline.groups.members),

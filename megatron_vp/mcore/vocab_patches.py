@@ -1,4 +1,4 @@
-"""Patches of vocabulary parallelism, applied when a run has --vocab-parallel."""
+"""Patches of our pipeline schedules, and those of vocabulary parallelism beside them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _get_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    from megatron_vp.mcore.model import sharding_get_model
+    from megatron_vp.mcore.model import preparing_get_model
 
-    return sharding_get_model(original)
+    return preparing_get_model(original)
 
 
 def _counting_likeliest(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,32 +43,36 @@ def _theoretical_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     return report_theoretical_memory
 
 
-PATCHES: tuple[Patch, ...] = (
+SCHEDULE_PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.training.training:get_forward_backward_func",
         _schedule,
-        "run the pipeline schedule with vocabulary passes, in training and in evaluation",
+        "run --pipeline-schedule, with vocabulary passes or without, in training and in evaluation",
         "(pp_size=None, vp_size=None, schedule_pg_collection=None)",
     ),
     Patch(
         "megatron.training.models.gpt:GPTModelConfig.builder",
-        lambda original: "megatron_vp.mcore.model.VocabularyParallelGPTBuilder",
-        "shard the vocabulary layers of models that Megatron's GPT builder makes",
+        lambda original: "megatron_vp.mcore.model.PreparedGPTBuilder",
+        "place or shard the vocabulary layers of models that Megatron's GPT builder makes",
         "value",
     ),
     Patch(
         "megatron.training.models.hybrid:HybridModelConfig.builder",
-        lambda original: "megatron_vp.mcore.model.VocabularyParallelHybridBuilder",
-        "shard the vocabulary layers of models that Megatron's hybrid builder makes",
+        lambda original: "megatron_vp.mcore.model.PreparedHybridBuilder",
+        "place or shard the vocabulary layers of models that Megatron's hybrid builder makes",
         "value",
     ),
     Patch(
         "megatron.training.training:get_model",
         _get_model,
-        "shard the vocabulary layers of models that a script's own model_provider makes",
+        "place or shard the vocabulary layers of models that a script's own model_provider makes",
         "(model_provider_func, model_type=<ModelType.encoder_or_decoder: 1>, wrap_with_ddp=True, config=None, "
         "pg_collection=None)",
     ),
+)
+"""Applied with --vocab-parallel, and with a --pipeline-schedule other than 1f1b."""
+
+PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.models.common.language_module.language_module:LanguageModule._is_in_embd_group",
         lambda original: lambda self: False,
@@ -88,3 +92,4 @@ PATCHES: tuple[Patch, ...] = (
         "(args, num_microbatches=None, verbose=False)",
     ),
 )
+"""Applied with --vocab-parallel."""

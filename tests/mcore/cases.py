@@ -97,8 +97,12 @@ class Proof:
 
 _PARITY = "mcore/test_parity.py::test_parity"
 PROOFS = (
-    Proof("every schedule; p = 2, 3, 4; any number of microbatches", _PARITY),
-    Proof("vocab-1 and vocab-2; tied and untied; learned and rotary positions; loss masks", _PARITY),
+    Proof(
+        "every schedule with vocab-1 and vocab-2, and without `--vocab-parallel`; p = 2, 3, 4, 8; any number of "
+        "microbatches",
+        _PARITY,
+    ),
+    Proof("tied and untied; learned and rotary positions; loss masks", _PARITY),
     Proof("a vocabulary that p does not divide; empty stages", _PARITY),
     Proof("gradient clipping, Adam; evaluation between training steps", _PARITY),
     Proof(

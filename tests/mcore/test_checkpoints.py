@@ -12,6 +12,7 @@ ROWS = 40  # uneven on three ranks
 VOCAB_1 = {"vocab_parallel": True, "vocab_parallel_algorithm": "vocab-1"}
 VOCAB_2 = {"vocab_parallel": True}
 V_HALF = {"vocab_parallel": True, "pipeline_schedule": "v-half"}
+WHOLE_V_HALF = {"pipeline_schedule": "v-half"}
 PLAIN: dict[str, object] = {}
 RESHARDABLE = {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
 
@@ -22,8 +23,9 @@ MOVES = [
     ((2, VOCAB_2), (3, VOCAB_1), True, {}),
     ((3, VOCAB_1), (1, PLAIN), True, RESHARDABLE),
     ((1, PLAIN), (3, VOCAB_2), False, RESHARDABLE),
-    ((2, V_HALF), (3, PLAIN), False, {}),
+    ((2, V_HALF), (3, PLAIN), True, {}),
     ((1, PLAIN), (3, V_HALF), False, {}),
+    pytest.param((2, WHOLE_V_HALF), (3, V_HALF), False, RESHARDABLE, marks=pytest.mark.slow),
 ]
 
 

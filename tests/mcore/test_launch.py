@@ -39,7 +39,31 @@ REFUSED = [
     ({**VP, "dataloader_inter_document_masking": True}, "packed sequences"),
     ({**VP, "logits_load_dir": "there"}, "--logits-load-dir"),
     ({**VP, "optimizer": "lion"}, "--optimizer lion"),
-    ({**TWO_STAGES, "pipeline_schedule": "v-half"}, "--pipeline-schedule v-half runs with --vocab-parallel only"),
+    ({**TWO_STAGES, "pipeline_schedule": "interlaced"}, "no vocabulary passes to interlace"),
+    ({"pipeline_model_parallel_size": 1, "pipeline_schedule": "zb-h1"}, "zb-h1 with one pipeline stage"),
+    (
+        {**TWO_STAGES, "pipeline_schedule": "v-min", "untie_embeddings_and_output_weights": None},
+        "--pipeline-schedule v-min with tied embeddings and without --vocab-parallel",
+    ),
+    ({**TWO_STAGES, "pipeline_schedule": "zb-h1", "num_experts": 4}, "zb-h1 without --vocab-parallel is not supported"),
+    (
+        {**TWO_STAGES, "pipeline_schedule": "zb-h1", "num_layers_per_virtual_pipeline_stage": 1},
+        "--pipeline-schedule zb-h1 has one chunk a rank",
+    ),
+    ({**TWO_STAGES, "pipeline_schedule": "interleaved"}, "--pipeline-schedule interleaved needs several chunks"),
+    (
+        {
+            **TWO_STAGES,
+            "pipeline_schedule": "interleaved",
+            "num_layers": 5,
+            "num_virtual_stages_per_pipeline_rank": 2,
+        },
+        "--num-layers 5 cannot be cut evenly for --pipeline-model-parallel-size 2 with 2 chunks a rank",
+    ),
+    (
+        {**TWO_STAGES, "pipeline_schedule": "v-half", "pipeline_model_parallel_layout": "Ett|ttL"},
+        "--pipeline-schedule v-half has two chunks a rank",
+    ),
     ({**TWO_STAGES, "pipeline_schedule": "zigzag"}, "invalid choice: 'zigzag'"),
     ({**VP, "vocab_parallel_algorithm": "vocab-3"}, "invalid choice: 'vocab-3'"),
     ({**TWO_STAGES, "vocab_z_loss": 1e-4}, "need --vocab-parallel: Megatron's own loss has neither"),
