@@ -131,6 +131,15 @@ def test_a_preempted_job_is_told_and_comes_back(cluster, stand_in):
     assert all("exiting program after receiving SIGTERM" in log for log in logs(cluster, job))
 
 
+def test_a_cancelled_job_does_not_come_back(cluster, stand_in):
+    job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in(OBEY))
+    cluster.until(lambda: len(logs(cluster, job)) == 4 and all(logs(cluster, job)), 30, "the ranks", job)
+    cluster.run("scancel", job)
+    cluster.until(lambda: not cluster.run("squeue", "--noheader", "--format=%i"), 60, "the end of the job", job)
+    state = cluster.state(job)
+    assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0")
+
+
 @pytest.mark.slow
 def test_killed_and_stopped_runs_go_on_with_the_same_losses(cluster):
     """One rank is killed, then the time limit is announced: the losses are bit by bit those of an undisturbed run."""
