@@ -49,12 +49,17 @@ def backward_without_weights(backward: Callable[[], Any]) -> list[PendingWeightG
 
 
 class _InputGradientLinear(torch.autograd.Function):
-    """Y = X W^T + b. The backward returns dX and db, and puts (W, X, dY) aside; W is no input of the graph."""
+    """Y = X W^T + b. The backward returns dX and db, and puts (W, X, dY) aside.
+
+    W comes in a tuple, in which autograd does not see it: a parameter that is an input would have its hooks called in
+    the backward, where Megatron's overlapped gradient reduction asks for a gradient.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, layer_input: torch.Tensor, bias: torch.Tensor | None, weight: torch.nn.Parameter
+        ctx: Any, layer_input: torch.Tensor, bias: torch.Tensor | None, hidden: tuple[torch.nn.Parameter]
     ) -> torch.Tensor:
+        (weight,) = hidden
         ctx.save_for_backward(layer_input)
         ctx.weight = weight
         ctx.has_bias = bias is not None
@@ -90,7 +95,7 @@ def _split_linear(original: Callable[..., torch.Tensor]) -> Callable[..., torch.
         # An input without gradient would end the graph here, and with it the weight's gradient.
         if torch.is_grad_enabled() and not input.requires_grad:
             input = input.detach().requires_grad_()
-        return _InputGradientLinear.apply(input, bias, weight)
+        return _InputGradientLinear.apply(input, bias, (weight,))
 
     return linear
 

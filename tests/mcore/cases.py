@@ -1,4 +1,4 @@
-"""What is tested together with --vocab-parallel, as data: a case is a line here and a row of docs/compatibility.md.
+"""What is tested together with our schedules, as data: a case is a line here and a row of docs/compatibility.md.
 
 `test_combinations.py` runs every case against plain Megatron on the same ranks with the same options;
 `scripts/compatibility.py` writes the page.
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 BASIC = ("1f1b/vocab-2",)
 EVERY_SHAPE = ("1f1b/vocab-2", "interleaved/vocab-1", "v-half/vocab-2")
+WHOLE_LAYERS = ("zb-h1/none", "v-half/none")
 FP32 = 1e-6
 
 
@@ -19,8 +20,9 @@ class Case:
     """One combination of Megatron's options.
 
     name: the row's title on the page.
-    options: long argument names with underscores, for plain Megatron and for the run with --vocab-parallel alike.
-    methods: `schedule/algorithm`; the first one runs by default, the others with `-m slow`.
+    options: long argument names with underscores, for plain Megatron and for our run alike.
+    methods: `schedule/algorithm`, `none` without --vocab-parallel; the first one runs by default, the others with
+        `-m slow`.
     ranks, size: processes, and p of them in a pipeline.
     slow: the first method runs with `-m slow` only, too.
     bound: largest relative distance of a loss, a gradient norm or a parameter's gradient in fp32. Half precision is
@@ -68,7 +70,8 @@ CASES = (
     Case("data parallelism", ranks=4),
     Case("overlapped gradient reduction", OVERLAPPED, ranks=4),
     Case("distributed optimizer", DISTRIBUTED, ranks=4, slow=True),
-    Case("distributed optimizer, everything overlapped", BOTH, EVERY_SHAPE, ranks=4),
+    Case("distributed optimizer, everything overlapped", BOTH, EVERY_SHAPE + WHOLE_LAYERS, ranks=4),
+    Case("everything overlapped, tied, several chunks", {**BOTH, **TIED}, ("v-half/vocab-2", "zb-h1/none"), ranks=4),
     Case("the same, not aligned between ranks", {**BOTH, "no_align_grad_reduce": True}, ranks=4),
     Case("everything overlapped, bf16, tied", {**BOTH, **TIED, "bf16": True}, ranks=4),
     Case("loss averaged over tokens", {"calculate_per_token_loss": True}, ranks=4),

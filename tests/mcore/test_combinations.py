@@ -52,8 +52,8 @@ def test_every_step_equals_plain_megatron(name, method):
     schedule, algorithm = method.split("/")
     split = _run(
         case,
-        vocab_parallel=True,
-        vocab_parallel_algorithm=algorithm,
+        vocab_parallel=algorithm != "none",
+        vocab_parallel_algorithm=None if algorithm == "none" else algorithm,
         pipeline_schedule=schedule,
         num_virtual_stages_per_pipeline_rank=2 if schedule == "interleaved" else None,
     )

@@ -29,6 +29,13 @@ def folders(tmp_path_factory):
     }
     train(RANKS, tiny_model(**settings, **vocab_parallel))
     train(RANKS, tiny_model(**settings, rank_report=folder / "plain"))
+    whole_layers = {
+        "pipeline_schedule": "v-half",
+        "pipeline_trace": folder / "whole trace",
+        "pipeline_trace_iterations": "2",
+        "rank_report": folder / "whole",
+    }
+    train(RANKS, tiny_model(**settings, **whole_layers))
     return folder
 
 
@@ -67,3 +74,12 @@ def test_plain_megatron_is_reported_alike(folders):
         assert report["peak_microbatches_in_flight"] == RANKS - rank
         assert set(report["pass_milliseconds"]) == {"F", "B"}
         assert 0 < sum(report["pass_milliseconds"].values()) < sum(report["iteration_milliseconds"])
+
+
+def test_a_schedule_with_whole_vocabulary_layers_is_traced_and_reported_alike(folders):
+    result = CliRunner().invoke(app, ["trace", str(folders / "whole trace")])
+    assert result.exit_code == 0, result.output
+    assert "schedule v-half, vocabulary none: 2 ranks, 4 microbatches, iterations 2 of the job" in result.stdout
+    for report in reports(folders / "whole"):
+        assert report["iterations"] == 3 and report["peak_microbatches_in_flight"] <= 2
+        assert set(report["pass_milliseconds"]) == {"F", "B", "W"}
