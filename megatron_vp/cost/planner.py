@@ -27,7 +27,7 @@ SMALL = 0.05
 """Share of the iteration below which a loss of time is not worth a name."""
 
 
-PLAYED, PLAYED_PER_RANK = 4096, 4
+PLAYED, PLAYED_PER_RANK = 2048, 4
 """Microbatches x ranks up to which all are played; microbatches a rank that show all phases of a schedule."""
 
 
@@ -149,6 +149,8 @@ def candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED, 
         even = _spread(job, placement)
         found.append(Candidate(PLAIN, Plan(name, chunks=own, layers=even)))
         found += [Candidate(str(v), Plan(name, v, own, even)) for v in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2)]
+        if job.model.layers < placement.stages:
+            continue
         balanced = balanced_layers(job, placement, hardware, constants)
         if balanced != found[-1].plan.layers and len(set(balanced)) > 1:
             found.append(Candidate(REDISTRIBUTED, Plan(name, chunks=own, layers=balanced)))
@@ -160,25 +162,29 @@ def balanced_layers(
 ) -> tuple[int, ...]:
     """Layers by virtual stage for which the busiest rank, vocabulary layers included, has the least work there can be.
 
-    One layer after another goes to the rank that then has least. A rank's layers are spread over its stages, the first
-    and the last stage of the model being the ones with fewer.
+    All stages but the first and the last have a layer; one after another, the others go to the rank that then has
+    least. A rank's layers are spread over its stages, the first and the last of the model being the ones with fewer.
+    Raises UserError for fewer layers than that.
     """
     times = PassTimes(job, hardware, constants)
     layer = sum(times.layer())
     work = [0.0] * placement.ranks
     work[placement.first_rank] += sum(times.whole_embedding())
     work[placement.last_rank] += sum(times.whole_output())
-    queue = [(load + layer, rank) for rank, load in enumerate(work)]
+    ends = (0, placement.stages - 1)
+    given = [sum(stage not in ends for stage in stages) for stages in placement.stage_of]
+    if sum(given) > job.model.layers:
+        raise UserError(_too_few_layers(job, placement.stages))
+    queue = [(load + (count + 1) * layer, rank) for rank, (load, count) in enumerate(zip(work, given, strict=True))]
     heapq.heapify(queue)
-    given = [0] * placement.ranks
-    for _ in range(job.model.layers):
+    for _ in range(job.model.layers - sum(given)):
         load, rank = queue[0]
         given[rank] += 1
         heapq.heapreplace(queue, (load + layer, rank))
     layers = [0] * placement.stages
     for rank, stages in enumerate(placement.stage_of):
         each, larger = divmod(given[rank], len(stages))
-        inner_first = sorted(stages, key=lambda stage: stage in (0, placement.stages - 1))
+        inner_first = sorted(stages, key=lambda stage: stage in ends)
         for place, stage in enumerate(inner_first):
             layers[stage] = each + (place < larger)
     return tuple(layers)
@@ -189,6 +195,8 @@ def weigh(candidate: Candidate, job: Job, hardware: Hardware, constants: Constan
 
     Raises UserError where the job cannot run it.
     """
+    if 0 in (candidate.plan.layers or ()) and candidate.method != REDISTRIBUTED:
+        raise UserError(_too_few_layers(job, len(candidate.plan.layers)))
     played = max(PLAYED_PER_RANK * job.pipeline, PLAYED // job.pipeline)
     sample = replace(job, microbatches=min(job.microbatches, played))
     player = make_player(sample, candidate.plan, hardware, constants)
@@ -291,6 +299,10 @@ def best(outcomes: Sequence[Outcome], limit: float) -> Outcome:
         f"nothing fits {limit / 2**30:.4g} GiB: the least is {least.peak_memory / 2**30:.1f} GiB with {plan.schedule}, "
         f"{least.candidate.method}; use more pipeline or tensor ranks, recomputation, or larger GPUs"
     )
+
+
+def _too_few_layers(job: Job, stages: int) -> str:
+    return f"{job.model.layers} layers cannot fill {stages} virtual stages; use fewer pipeline ranks or chunks"
 
 
 def _spread(job: Job, placement: Placement) -> tuple[int, ...] | None:

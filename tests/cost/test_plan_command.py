@@ -173,6 +173,18 @@ def test_bad_input_is_one_line(small, arguments, words):
     assert words in str(error) and "\n" not in str(error)
 
 
+def test_a_plan_for_more_stages_than_layers_is_one_line(small):
+    error = run("plan", small, "--pipeline-model-parallel-size", "16").exception
+    assert isinstance(error, UserError) and "\n" not in str(error)
+    assert str(error).startswith("no schedule can run this job: 8 layers cannot fill 16 virtual stages")
+
+
+def test_chunks_that_the_layers_cannot_fill_are_named_beside_the_plans(small):
+    table = run("plan", small, "--num-layers", "6").stdout
+    assert "not possible: v-half, vocab-2: 6 layers cannot fill 8 virtual stages" in table
+    assert "use: --vocab-parallel" in table
+
+
 def test_a_plan_that_nothing_fits_is_one_line(small):
     error = run("plan", small, "--memory", "2").exception
     assert isinstance(error, UserError)
