@@ -2,9 +2,14 @@
 
     python benchmarks/runtime_overhead.py [--ranks 8] [--microbatches 32] [--pass-ms 20] [--schedule 1f1b ...]
 
-A sleeping rank needs no core, so eight ranks fit on two. Every pass sleeps for its cost; messages, collectives, second
-stream and bookkeeping are the runtime's own. Printed is the measured iteration time over the one that the simulator
-predicts with free communication: what is above 1 is launch, communication that no pass hides, and late wake-ups.
+A sleeping rank needs no core, so eight ranks fit on two. Every F, B and W of a chunk lasts `--pass-ms`, vocabulary
+passes last in proportion; messages, collectives, second stream and bookkeeping are the runtime's own.
+
+Printed is the measured time of an iteration over the timeline's prediction. The prediction knows the passes' lengths
+and the latency of every kind of message and collective, each measured in the same processes before, alone. What is
+above 1 is bookkeeping, late wake-ups, and communication that gets in each other's way. `free_s` is the prediction for
+communication that costs nothing, `cpu_ms` the processor time of a rank and microbatch: all ranks' together must be
+small against a microbatch times the cores. The best iteration counts, for other work on the machine only adds.
 """
 
 from __future__ import annotations
@@ -16,150 +21,160 @@ import platform
 import socket
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from sleeping import SHAPES, SleepingModel, sleeping_layers
 
-from megatron_vp.runtime.collectives import VocabularyLayers
 from megatron_vp.runtime.groups import PipelineGroups
-from megatron_vp.runtime.model import Shapes
+from megatron_vp.runtime.links import Links
 from megatron_vp.runtime.pipeline import Pipeline
-from megatron_vp.schedule import Channel, PassCosts, VocabMethod, generate, lower, simulate
+from megatron_vp.runtime.streams import ThreadStream
+from megatron_vp.schedule import (
+    Channel,
+    CollectiveKind,
+    Message,
+    PassCosts,
+    Schedule,
+    StageCosts,
+    VocabMethod,
+    generate,
+    lower,
+    simulate,
+)
 from megatron_vp.schedule.unfold import unfold
-from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
-from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
-from megatron_vp.vocab.output import OutputLayer, PendingOutput
-from megatron_vp.vocab.shards import VocabShards
-from megatron_vp.vocab.statistics import GlobalStatistics
 
-SHAPES = Shapes(sequence=16, batch=1, hidden=16, dtype=torch.float32, device=torch.device("cpu"))
-VOCABULARY = 256
 UNITS = {"F": 1.0, "B": 1.0, "W": 1.0, "S": 0.25, "T": 0.25, "IF": 0.05, "IB": 0.05}
 METHODS = {"1f1b": "vocab-2", "v-half": "vocab-2", "interlaced": "interlaced"}
+ROUNDS = 20
+"""Measurements of each latency."""
 
 
-class SleepingModel:
-    """A rank's chunks: forward and backward sleep and pass tensors on unchanged."""
-
-    def __init__(self, forward: float, backward: float, weight: float) -> None:
-        self.forward_seconds, self.backward_seconds, self.weight_seconds = forward, backward, weight
-
-    def tokens(self, microbatch: int) -> torch.Tensor:
-        """Any token ids."""
-        return torch.randint(VOCABULARY, (SHAPES.batch, SHAPES.sequence))
-
-    labels = tokens
-
-    def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
-        """The words, as an activation."""
-        return words_bsh.transpose(0, 1).contiguous()
-
-    def forward(self, chunk: int, microbatch: int, input_sbh: torch.Tensor, labels_bs: None) -> torch.Tensor:
-        """Sleep."""
-        time.sleep(self.forward_seconds)
-        return input_sbh * 1.0
-
-    def release_output(self, output_sbh: torch.Tensor) -> None:
-        """Nothing to free."""
-
-    def backward(self, chunk: int, microbatch: int, output_sbh: torch.Tensor, gradient_sbh: torch.Tensor) -> None:
-        """Sleep, and make the gradients that travel on."""
-        time.sleep(self.backward_seconds)
-        output_sbh.backward(gradient_sbh)
-
-    def weight_gradient(self, chunk: int, microbatch: int) -> None:
-        """Sleep."""
-        time.sleep(self.weight_seconds)
-
-    def loss(self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor) -> torch.Tensor:
-        """A row factor of one."""
-        return torch.ones_like(token_loss_bs)
-
-    def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
-        """Nobody waits for it."""
+def latency(operation: Callable[[], None]) -> float:
+    """Seconds from the moment when the last rank is ready to the moment when the last rank is done; the median."""
+    took = []
+    for _ in range(ROUNDS):
+        dist.barrier()
+        time.sleep(0.02)
+        start = time.perf_counter()
+        operation()
+        marks: list = [None] * dist.get_world_size()
+        dist.all_gather_object(marks, (start, time.perf_counter()))  # one host, one clock
+        starts, ends = zip(*marks, strict=True)
+        took.append(max(ends) - max(starts))
+    return statistics.median(took)
 
 
-class SleepingOutput(OutputLayer):
-    """S and T of a tiny shard, after a sleep."""
+def measured_latencies(groups: PipelineGroups) -> tuple[float, dict[CollectiveKind, float]]:
+    """Latency of a message between neighbours and of every kind of collective, on ranks that do nothing else."""
+    ranks, rank = len(groups.members), groups.rank
+    stream, communicator = ThreadStream(), groups.vocabulary
+    rows, statistics_3n = SHAPES.rows(SHAPES.tokens), torch.zeros(3, SHAPES.tokens)
+    gathered, number_n = torch.zeros(ranks, 3, SHAPES.tokens), torch.zeros(SHAPES.tokens)
+    counts = [SHAPES.tokens // ranks] * ranks
+    at_root, held = (rows, counts) if rank == 0 else (rows[:0], [0] * ranks)
+    own, only = rows[: counts[rank]].clone(), [counts[rank], *[0] * (ranks - 1)]
 
-    seconds = (0.0, 0.0)
+    def tokens() -> None:
+        communicator.broadcast(SHAPES.token_ids(), 0)
+        communicator.broadcast(SHAPES.token_ids(), ranks - 1)
 
-    def forward(self, x_nh: torch.Tensor, labels_n: torch.Tensor, loss: TokenLoss = CROSS_ENTROPY) -> PendingOutput:
-        """Pass S."""
-        time.sleep(self.seconds[0])
-        return super().forward(x_nh, labels_n, loss)
+    def c1() -> None:
+        communicator.all_gather(gathered, statistics_3n)
+        communicator.reduce(rows, 0)
 
-    def t_pass(
-        self, pending: PendingOutput, total: GlobalStatistics, row_gradient_n: torch.Tensor, *, input_gradient: bool
-    ) -> torch.Tensor | None:
-        """Pass T."""
-        time.sleep(self.seconds[1])
-        return super().t_pass(pending, total, row_gradient_n, input_gradient=input_gradient)
+    operations = {
+        CollectiveKind.TOKENS: tokens,
+        CollectiveKind.EMBED: lambda: communicator.exchange(at_root, own, held, only),
+        CollectiveKind.C0: lambda: communicator.broadcast(rows, 0),
+        CollectiveKind.C1: c1,
+        CollectiveKind.C2: lambda: communicator.reduce(rows, 0),
+        CollectiveKind.ROW_GRADIENT: lambda: communicator.broadcast(number_n, ranks - 1),
+        CollectiveKind.EMBED_GRAD: lambda: communicator.exchange(own, at_root, only, held),
+    }
+
+    def message() -> None:
+        links, forward = Links(groups), Message(Channel.ACTIVATION, 0, 0, 1, 0, 1)
+        if rank == 0:
+            links.send(forward, SHAPES.activation())
+        if rank == 1:
+            links.receive(forward, SHAPES.activation())
+            links.wait(forward)
+        links.finish()
+
+    found = {kind: latency(lambda operation=each: stream.submit(operation).wait()) for kind, each in operations.items()}
+    return latency(message), found
 
 
-class SleepingEmbedding(EmbeddingLayer):
-    """IF and IB of a tiny shard, after a sleep."""
+def known_costs(schedule: Schedule, costs: PassCosts, message: float, collectives: dict) -> StageCosts:
+    """The passes' lengths with the measured latencies."""
+    ranks, stages = schedule.pipeline_size, schedule.placement.stages
+    chunk = [(getattr(costs, kind) / schedule.chunks,) * stages for kind in ("F", "B", "W")]
+    vocabulary = [(getattr(costs, kind),) * ranks for kind in ("S", "T", "IF", "IB")]
+    pairs = [(a, b, channel) for a in range(ranks) for b in range(ranks) for channel in Channel]
+    return StageCosts(*chunk, *vocabulary, messages=dict.fromkeys(pairs, message), collectives=collectives)
 
-    seconds = (0.0, 0.0)
 
-    def forward(self, exchange: RowExchange) -> torch.Tensor:
-        """Pass IF."""
-        time.sleep(self.seconds[0])
-        return super().forward(exchange)
-
-    def backward_pass(self, exchange: RowExchange, gradient_kh: torch.Tensor) -> None:
-        """Pass IB."""
-        time.sleep(self.seconds[1])
-        super().backward_pass(exchange, gradient_kh)
+def run_schedule(
+    name: str, options: argparse.Namespace, groups: PipelineGroups, message: float, collectives: dict
+) -> dict:
+    """A row of results; `cpu_ms` is processor time, of a rank and microbatch, all threads."""
+    ranks, rank = len(groups.members), groups.rank
+    method = VocabMethod(METHODS[name])
+    chunks = 2 if name == "v-half" else 1
+    unit = options.pass_ms / 1000 * chunks
+    mean = statistics.fmean([message, *collectives.values()])
+    costs = PassCosts(**{kind: value * unit for kind, value in UNITS.items()}, comm=mean)
+    schedule = unfold(generate(name, ranks, options.microbatches, vocab=method, costs=costs))
+    known = known_costs(schedule, costs, message, collectives)
+    program = lower(schedule, known)[rank]
+    model, layers = SleepingModel(schedule, costs), sleeping_layers(ranks, rank)
+    layers.embedding.costs = layers.output.costs = costs
+    pipeline = Pipeline(groups)
+    times, cpu = [], []
+    for _ in range(options.iterations + 1):
+        dist.barrier()
+        burnt = time.process_time()
+        start = time.perf_counter()
+        pipeline.run(schedule, program, model, layers, SHAPES, gradients=True)
+        cpu.append(time.process_time() - burnt)
+        dist.barrier()
+        times.append(time.perf_counter() - start)
+    free = known_costs(schedule, costs, 0.0, {})
+    # The first iteration connects the communicators.
+    best, middle = min(times[1:]), statistics.median(times[1:])
+    burnt = torch.tensor(min(cpu[1:]) / options.microbatches / ranks)
+    dist.all_reduce(burnt)
+    predicted = simulate(schedule, known).makespan
+    return {
+        "schedule": name,
+        "ratio": round(best / predicted, 4),
+        "median_ratio": round(middle / predicted, 4),
+        "predicted_s": round(predicted, 4),
+        "free_s": round(simulate(schedule, free).makespan, 4),
+        "measured_s": [round(each, 4) for each in times[1:]],
+        "cpu_ms": round(1e3 * burnt.item(), 3),
+    }
 
 
 def _rank(rank: int, options: argparse.Namespace, port: int) -> None:
     torch.set_num_threads(1)
     ranks = options.ranks
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    shards = VocabShards(VOCABULARY, ranks)
-    costs = PassCosts(**{name: value * options.pass_ms / 1000 for name, value in UNITS.items()})
-    weights = [torch.nn.Parameter(torch.randn(shards.rows(rank), SHAPES.hidden)) for _ in range(2)]
-    for weight in weights:
-        weight.main_grad = torch.zeros_like(weight)
-    layers = VocabularyLayers(SleepingEmbedding(weights[0], shards, rank), SleepingOutput(weights[1], shards, rank))
-    layers.embedding.seconds, layers.output.seconds = (costs.IF, costs.IB), (costs.S, costs.T)
+    edges = {(a, b, channel) for a in range(ranks) for b in (a - 1, a + 1) if 0 <= b < ranks for channel in Channel}
+    groups = PipelineGroups.create([range(ranks)], edges)
+    message, collectives = measured_latencies(groups)
     for name in options.schedule:
-        planned = generate(name, ranks, options.microbatches, vocab=VocabMethod(METHODS[name]), costs=costs)
-        schedule, predicted = unfold(planned), simulate(planned, costs).makespan
-        program = lower(schedule, costs)[rank]
-        weight_seconds = costs.W / schedule.chunks
-        split = schedule.split_backward
-        model = SleepingModel(
-            costs.F / schedule.chunks,
-            costs.B / schedule.chunks + (0.0 if split else weight_seconds),
-            weight_seconds,
-        )
-        seats = [
-            (schedule.placement.rank_of(s), schedule.placement.rank_of(s + 1))
-            for s in range(schedule.placement.stages - 1)
-        ]
-        edges = {(a, b, Channel.ACTIVATION) for a, b in seats if a != b} | {
-            (b, a, Channel.GRADIENT) for a, b in seats if a != b
-        }
-        pipeline = Pipeline(PipelineGroups.create([range(ranks)], edges))
-        times = []
-        for _ in range(options.iterations + 1):
-            dist.barrier()
-            start = time.perf_counter()
-            pipeline.run(schedule, program, model, layers, SHAPES, gradients=True)
-            dist.barrier()
-            times.append(time.perf_counter() - start)
+        row = run_schedule(name, options, groups, message, collectives)
         if rank == 0:
-            measured = statistics.median(times[1:])  # the first one connects the communicators
-            row = {"schedule": name, "predicted_s": predicted, "measured_s": measured, "ratio": measured / predicted}
-            print(
-                json.dumps({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
-            )
+            row["message_ms"] = round(1e3 * message, 3)
+            row["collective_ms"] = {kind.value: round(1e3 * each, 3) for kind, each in collectives.items()}
+            print(json.dumps(row), flush=True)
             if options.output:
-                settings = {name: getattr(options, name) for name in ("ranks", "microbatches", "pass_ms", "iterations")}
+                settings = {name: getattr(options, name) for name in ("ranks", "microbatches", "pass_ms")}
                 machine = {"torch": torch.__version__, "machine": platform.machine(), "cores": os.cpu_count()}
                 with Path(options.output).open("a") as file:
                     file.write(json.dumps(row | settings | machine) + "\n")
@@ -171,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=32)
-    parser.add_argument("--pass-ms", type=float, default=20.0, help="one unit of cost: F, B and W of a rank")
+    parser.add_argument("--pass-ms", type=float, default=20.0, help="how long F, B and W of a chunk last")
     parser.add_argument("--iterations", type=int, default=3)
     parser.add_argument("--schedule", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--output", help="append a line of JSON a schedule to this file")
