@@ -25,9 +25,10 @@ CASES = [
     pytest.param(3, "1f1b", "vocab-1", 1, PER_TOKEN, {}, marks=slow),
     pytest.param(2, "zb-h1", "vocab-2", 2, REPEATED, {}, marks=slow),
     pytest.param(2, "interleaved", "vocab-1", 1, {}, {}, marks=slow),
+    pytest.param(2, "interleaved", "vocab-2", 2, TIED, {}, marks=slow),
     pytest.param(2, "interlaced", "vocab-1", 1, TIED, {}, marks=slow),
     pytest.param(2, "v-half", "vocab-2", 2, MUP, {}, marks=slow),
-    pytest.param(3, "zb-v", "vocab-1", 1, {}, {}, marks=slow),
+    pytest.param(3, "zb-v", "vocab-1", 1, TIED, {}, marks=slow),
     pytest.param(2, "1f1b", "vocab-2", 1, {}, {"pipeline_model_parallel_layout": "Et|tttmL"}, marks=slow),
     pytest.param(3, "1f1b", "vocab-2", 1, {"recompute_granularity": "selective"}, {}, marks=slow),
 ]
