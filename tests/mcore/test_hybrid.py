@@ -28,6 +28,8 @@ CASES = [
     pytest.param(2, "interleaved", "vocab-1", "*-|*|-|-", {}, marks=slow),
     pytest.param(3, "v-half", "vocab-1", "*|-|*-||*|-", TIED, marks=slow),
     pytest.param(2, "interlaced", "vocab-1", "*-|*-", {}, marks=slow),
+    pytest.param(2, "zb-h1", "none", "*-|*-", TIED, marks=slow),
+    pytest.param(2, "v-half", "none", "*-|*||-", {}, marks=slow),
     pytest.param(2, "1f1b", "vocab-2", "*-|*-/*-/*-", {}, marks=slow),
     pytest.param(2, "interleaved", "vocab-1", "*|-|*|-/*-", {}, marks=slow),
 ]
@@ -60,9 +62,9 @@ def test_every_step_equals_plain_megatron(size, schedule, algorithm, pattern, op
         _arguments(
             pattern,
             **options,
-            **VP,
             pipeline_model_parallel_size=size,
-            vocab_parallel_algorithm=algorithm,
+            vocab_parallel=algorithm != "none",
+            vocab_parallel_algorithm=None if algorithm == "none" else algorithm,
             pipeline_schedule=schedule,
         ),
     )
