@@ -90,10 +90,10 @@ class Cluster:
         try:
             # --force: others may write to a folder above the temporary one.
             self._start("munged", "--foreground", "--force", f"--socket={munge.pop('socket')}", *_as_files(munge))
-            self.until(lambda: (self._folder / "munge" / "socket").exists(), 10, "munged")
+            self.until(lambda: (self._folder / "munge" / "socket").exists(), 60, "munged")
             self._start("slurmctld", "-D")
             self._start("slurmd", "-D", "-N", "localhost")
-            self.until(lambda: "idle" in self.run("sinfo", "--noheader", "--format=%T"), 30, "an idle node")
+            self.until(lambda: "idle" in self.run("sinfo", "--noheader", "--format=%T"), 60, "an idle node")
         except BaseException:
             self._stop()
             raise
@@ -102,7 +102,7 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         try:
             self.run("scancel", "--user=root")
-            self.until(lambda: not self.run("squeue", "--noheader", "--format=%i"), 30, "the end of all jobs")
+            self.until(lambda: not self.run("squeue", "--noheader", "--format=%i"), 60, "the end of all jobs")
         finally:
             self._stop()
 
