@@ -77,7 +77,7 @@ def test_parallel_sizes_share_memory():
 def test_published_cells_come_out(cell):
     found, published = predict_cell(cell), known_cells()[cell]
     assert found.mfu == pytest.approx(published.mfu, rel=0.05)
-    assert found.memory == pytest.approx(published.memory, rel=0.03)
+    assert found.memory == pytest.approx(published.memory, rel=0.015)
 
 
 def test_memory_of_the_v_half_baseline_counts_the_step_s_wide_gradients():
@@ -92,3 +92,12 @@ def test_constants_carry_over_to_other_models():
     assert newer.iteration_seconds < older.iteration_seconds
     slow = predict(job(), Plan(), H100, replace(CALIBRATED, matrix=CALIBRATED.matrix / 2))
     assert slow.iteration_seconds > 1.3 * predict(job(), Plan(), H100).iteration_seconds
+
+
+def test_ranks_that_idle_run_faster_and_one_runs_slowest():
+    idle, busy = (
+        predict(job(), Plan(vocab=vocab), H100).timeline.costs for vocab in (VocabMethod.NONE, VocabMethod.VOCAB_2)
+    )
+    assert idle.F[1] == pytest.approx(busy.F[1] * (1 - CALIBRATED.idle_boost))
+    # Of four normal values the largest is expected 1.03 standard deviations above the mean.
+    assert busy.F[2] == pytest.approx(busy.F[1] * (1 + 1.03 * CALIBRATED.speed_spread), rel=1e-3)
