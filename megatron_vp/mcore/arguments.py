@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import patches
+from megatron_vp.mcore.checkpoint_check import check_checkpoint
 from megatron_vp.mcore.config_file import arguments_from_config, write_resolved
 from megatron_vp.mcore.dataset import check_inputs
 from megatron_vp.mcore.platform import platform_arguments, wants_cpu
@@ -403,6 +404,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
 
         validated = validate(original, args, defaults or {})
         check_inputs(args)
+        check_checkpoint(args)
         check_trace(args)
         if args.core_attention == "sdpa":
             patches.apply(patches.group("flash attention"))
@@ -488,6 +490,19 @@ def _write_resolved(args: argparse.Namespace) -> None:
         write_resolved(args, Path(folder) / RESOLVED_NAME)
 
 
+def _with_room_for_all_tokens(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def set_padded_vocab_size(args: argparse.Namespace, tokenizer: Any) -> None:
+        original(args, tokenizer)
+        if args.padded_vocab_size < tokenizer.vocab_size:
+            raise UserError(
+                f"--padded-vocab-size {args.padded_vocab_size} is smaller than the tokenizer's vocabulary of "
+                f"{tokenizer.vocab_size}: use at least that, or leave the option out"
+            )
+
+    return set_padded_vocab_size
+
+
 PATCHES = (
     patches.Patch(
         "megatron.training.arguments:add_megatron_arguments",
@@ -500,5 +515,11 @@ PATCHES = (
         _with_checks,
         "refuses combinations that cannot work, checks the input files, writes the resolved configuration",
         "(args, defaults={})",
+    ),
+    patches.Patch(
+        "megatron.core.tokenizers.utils.build_tokenizer:_set_padded_vocab_size",
+        _with_room_for_all_tokens,
+        "refuses a vocabulary smaller than the tokenizer's",
+        "(args, tokenizer)",
     ),
 )

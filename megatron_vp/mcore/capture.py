@@ -65,10 +65,16 @@ class Capture:
 def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.nn.Module) -> Capture:
     """Run the user's `forward_step` against a probe.
 
-    Raises UserError where it does not call the model exactly once, as Megatron's own scripts do.
+    Raises UserError where the data ends, or where the model is not called exactly once, as Megatron's own scripts do.
     """
     probe = Probe(model)
-    _, loss_func = forward_step(data_iterator, probe)
+    try:
+        _, loss_func = forward_step(data_iterator, probe)
+    except StopIteration as end:
+        raise UserError(
+            "the data ended before the iteration did: the iterator that forward_step reads has no further microbatch; "
+            "give the run more data or fewer --train-iters (--train-samples), or let the loader start over"
+        ) from end
     if len(probe.calls) != 1:
         raise UserError(
             f"vocabulary parallelism runs the model itself from the arguments of forward_step's one call of it; this "

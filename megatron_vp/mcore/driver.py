@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.capture import Capture, capture
 from megatron_vp.mcore.gradient_sync import GradientSynchronisation
+from megatron_vp.mcore.loss_check import LossCheck, report_birth_of_nan
 from megatron_vp.mcore.multi_token import with_further_heads
 from megatron_vp.mcore.split_backward import PendingWeightGradient, backward_without_weights
 from megatron_vp.runtime.model import Shapes
@@ -58,6 +60,9 @@ class MegatronModel:
         self._gradients = gradients
         self._context_parallel_size = context_parallel_size
         self._split_backward = split_backward
+        # Megatron runs an iteration with an unexpected loss a second time: the time to look closely.
+        self._watches_numbers = get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE
+        self._loss_check = LossCheck(self._chunks[-1].core.vocab_size)
         self._pending_weights: dict[tuple[int, int], list[PendingWeightGradient]] = {}
         self.losses: list[Any] = []
         """What the user's loss function reported, one entry a microbatch; on the last pipeline rank only."""
@@ -102,6 +107,8 @@ class MegatronModel:
             output = output.float().clone()
         elif output is input_sbh:  # a hybrid segment without layers; its input has to outlive its output
             output = input_sbh.clone()
+        if self._watches_numbers:
+            report_birth_of_nan(chunk, microbatch, input_sbh, output)
         # The loss function is still to come, the attention mask has done its work.
         captured.keep("labels", "loss_mask")
         self._stop_timer("forward-compute")
@@ -153,11 +160,10 @@ class MegatronModel:
             is_last_stage=True,
         )
         self.tokens_seen += token_count
-        if not self._gradients:
-            return None
-        if self._config.grad_scale_func is not None:
-            loss = self._config.grad_scale_func(loss)
-        loss.backward()
+        if self._gradients:
+            scaled = loss if self._config.grad_scale_func is None else self._config.grad_scale_func(loss)
+            scaled.backward()
+        self._loss_check.add(microbatch, loss, captured.argument("labels"), token_loss_bs.grad)
         return token_loss_bs.grad
 
     def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
@@ -177,6 +183,10 @@ class MegatronModel:
         aligned = _listed(self._config.grad_sync_func, len(self._chunks))
         for chunk, synchronise in zip(self._chunks, aligned, strict=True):
             chunk.synchronisation.finish(synchronise)
+
+    def check_losses(self) -> None:
+        """Judge the losses of the iteration; see `LossCheck.judge`."""
+        self._loss_check.judge()
 
     def _capture(self, chunk: _Chunk, microbatch: int) -> Capture:
         """Data in order, and no earlier than needed: an attention mask can be large."""

@@ -131,6 +131,7 @@ def forward_backward(
             pg_collection=groups,
             force_all_reduce=force_all_reduce,
         )
+    megatron.check_losses()
     if config.timers is not None:
         config.timers("forward-backward").stop()
     return megatron.losses

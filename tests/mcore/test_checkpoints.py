@@ -1,60 +1,206 @@
-"""A checkpoint written with vocabulary parallelism continues in plain Megatron, at another size, and back."""
+"""Checkpoints: moved between layouts, resumed, and refused where they are not there, damaged, or do not fit."""
 
 from __future__ import annotations
 
+import itertools
+import shutil
+import sys
 from functools import cache
 
+import numpy as np
 import pytest
 
+from tests.harness import run_ranks
 from tests.harness.training import Run, tiny_model, train
 
 ROWS = 40  # uneven on three ranks
-VOCAB_1 = {"vocab_parallel": True, "vocab_parallel_algorithm": "vocab-1"}
-VOCAB_2 = {"vocab_parallel": True}
-V_HALF = {"vocab_parallel": True, "pipeline_schedule": "v-half"}
-WHOLE_V_HALF = {"pipeline_schedule": "v-half"}
-PLAIN: dict[str, object] = {}
-RESHARDABLE = {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
+LAYOUTS = {
+    "plain/1": (1, {}),
+    "plain/2": (2, {}),
+    "plain/3": (3, {}),
+    "vocab-2/2": (2, {"vocab_parallel": True}),
+    "vocab-2/3": (3, {"vocab_parallel": True}),
+    "vocab-1/3": (3, {"vocab_parallel": True, "vocab_parallel_algorithm": "vocab-1"}),
+    "interleaved/2": (
+        2,
+        {"vocab_parallel": True, "pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 3},
+    ),
+    "v-half/2": (2, {"vocab_parallel": True, "pipeline_schedule": "v-half"}),
+    "whole v-half/2": (2, {"pipeline_schedule": "v-half"}),
+    "v-half/3": (3, {"vocab_parallel": True, "pipeline_schedule": "v-half"}),
+}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+RESHARDABLE = {**DISTRIBUTED, "dist_ckpt_optim_fully_reshardable": True}
 
-# Written at (p, options), read at (p, options), tied, optimizer options.
+# Written by, read by, tied, optimizer options.
 MOVES = [
-    ((3, VOCAB_2), (2, PLAIN), False, {}),
-    ((2, PLAIN), (3, VOCAB_2), False, {}),
-    ((2, VOCAB_2), (3, VOCAB_1), True, {}),
-    ((3, VOCAB_1), (1, PLAIN), True, RESHARDABLE),
-    ((1, PLAIN), (3, VOCAB_2), False, RESHARDABLE),
-    ((2, V_HALF), (3, PLAIN), True, {}),
-    ((1, PLAIN), (3, V_HALF), False, {}),
-    pytest.param((2, WHOLE_V_HALF), (3, V_HALF), False, RESHARDABLE, marks=pytest.mark.slow),
+    ("vocab-2/3", "plain/2", False, {}),
+    ("plain/2", "vocab-2/3", False, {}),
+    ("vocab-2/2", "vocab-1/3", True, {}),
+    ("vocab-1/3", "plain/1", True, RESHARDABLE),
+    ("plain/1", "vocab-2/3", False, RESHARDABLE),
+    ("v-half/2", "plain/3", True, {}),
+    ("plain/1", "v-half/3", False, {}),
+]
+EVERY_MOVE = [
+    (written, read, False, optimizer)
+    for written, read in itertools.permutations(LAYOUTS, 2)
+    for optimizer in ({}, RESHARDABLE)
+    if (written, read, False, optimizer) not in MOVES
 ]
 
 
-def _arguments(size: int, tied: bool, **changes: object) -> list[str]:
+def _arguments(layout: str, tied: bool, **changes: object) -> list[str]:
+    size, options = LAYOUTS[layout]
     return tiny_model(
-        num_layers=6,
-        lr=1e-3,
-        train_iters=4,
-        pipeline_model_parallel_size=size,
-        vocab_size=ROWS - 1,
-        make_vocab_size_divisible_by=4,
-        untie_embeddings_and_output_weights=not tied,
-        **changes,
+        **{
+            "num_layers": 6,
+            "lr": 1e-3,
+            "train_iters": 4,
+            "pipeline_model_parallel_size": size,
+            "vocab_size": ROWS - 1,
+            "make_vocab_size_divisible_by": 4,
+            "untie_embeddings_and_output_weights": not tied,
+            **options,
+            **changes,
+        }
     )
 
 
 @cache
-def _uninterrupted(tied: bool) -> Run:
-    return train(1, _arguments(1, tied))
+def _uninterrupted(layout: str, tied: bool = False, **options: object) -> Run:
+    return train(LAYOUTS[layout][0], _arguments(layout, tied, **options))
 
 
-@pytest.mark.parametrize(("written", "read", "tied", "optimizer"), MOVES)
-def test_training_continues_as_if_nothing_had_happened(tmp_path, written, read, tied, optimizer):
-    (size, method), (other_size, other_method) = written, read
-    train(size, _arguments(size, tied, save=tmp_path, save_interval=2, exit_interval=2, **method, **optimizer))
-    rest = train(
-        other_size,
-        _arguments(other_size, tied, load=tmp_path, **other_method, **optimizer),
-        same_weights=False,
-    )
+def _resumed(layout: str, tied: bool, folder: object, **options: object) -> Run:
+    return train(LAYOUTS[layout][0], _arguments(layout, tied, load=folder, **options), same_weights=False)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The directory of a checkpoint at iteration 2, written once by each layout, optimizer and kind of tying."""
+    folders = {}
+
+    def folder(layout, tied, optimizer):
+        key = layout, tied, *optimizer
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp("checkpoint")
+            saving = {"save": folders[key], "save_interval": 2, "exit_interval": 2}
+            train(LAYOUTS[layout][0], _arguments(layout, tied, **saving, **optimizer))
+        return folders[key]
+
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "tied", "optimizer"), MOVES + [pytest.param(*m, marks=pytest.mark.slow) for m in EVERY_MOVE]
+)
+def test_training_continues_as_if_nothing_had_happened(written, writer, reader, tied, optimizer):
+    rest = _resumed(reader, tied, written(writer, tied, optimizer), **optimizer)
     # The fourth loss comes after an update by the optimizer's restored state.
-    assert rest.losses == pytest.approx(_uninterrupted(tied).losses[2:], rel=2e-6)
+    assert rest.losses == pytest.approx(_uninterrupted("plain/1", tied).losses[2:], rel=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [44, 48])
+def test_another_padding_changes_what_it_changes_in_plain_megatron(written, rows):
+    other = {"make_vocab_size_divisible_by": rows}
+    folder = written("plain/2", False, {})
+    plain = _resumed("plain/1", False, folder, **other)
+    for layout in ("vocab-2/3", "v-half/2"):
+        assert _resumed(layout, False, folder, **other).losses == pytest.approx(plain.losses, rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("vocab-2/2", DISTRIBUTED),
+        pytest.param("v-half/3", {}, marks=pytest.mark.slow),
+        pytest.param("interleaved/2", RESHARDABLE, marks=pytest.mark.slow),
+    ],
+)
+def test_resuming_at_the_same_layout_gives_the_same_bits(written, layout, options):
+    whole = _uninterrupted(layout, **options)
+    rest = _resumed(layout, False, written(layout, False, options), **options)
+    assert rest.losses == whole.losses[2:]
+    _assert_same_bits(rest.parameters, whole.parameters)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("vocab-2/2", DISTRIBUTED),
+        pytest.param("v-half/3", {"deterministic_mode": True}, marks=pytest.mark.slow),
+        pytest.param("interleaved/2", {"deterministic_mode": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_two_runs_give_the_same_bits(layout, options):
+    one, other = _uninterrupted(layout, **options), train(LAYOUTS[layout][0], _arguments(layout, False, **options))
+    assert one.losses == other.losses and one.grad_norms == other.grad_norms
+    for step, again in zip(one.steps, other.steps, strict=True):
+        assert step.microbatches == again.microbatches
+        _assert_same_bits(step.gradients, again.gradients)
+    _assert_same_bits(one.parameters, other.parameters)
+
+
+def _assert_same_bits(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def refusals(_rank, _world_size, cases):
+    """What parsing says to each case's arguments; None where they are accepted."""
+    import torch
+
+    import pretrain_gpt_vp as script
+    from megatron_vp.errors import UserError
+
+    script.prepare()
+    said = []
+    for arguments in cases:
+        sys.argv = ["pretrain_gpt_vp.py", *arguments]
+        try:
+            script.parse_and_validate_args()
+            said.append(None)
+        except UserError as error:
+            said.append(str(error))
+        assert not torch.distributed.is_initialized()
+    return said
+
+
+def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts(written, tmp_path):
+    good = written("vocab-2/2", False, DISTRIBUTED)
+
+    def damaged(name):
+        shutil.copytree(good, tmp_path / name)
+        return tmp_path / name, tmp_path / name / "iter_0000002"
+
+    cut, cut_step = damaged("cut")
+    first_file = min(cut_step.glob("*.distcp"))
+    first_file.write_bytes(first_file.read_bytes()[:-1000])
+    without_file, step = damaged("without a file")
+    min(step.glob("*.distcp")).unlink()
+    without_end, step = damaged("without its end")
+    (step / ".metadata").unlink()
+    unreadable, step = damaged("unreadable")
+    (step / ".metadata").write_bytes(b"no metadata")
+    wrong_tracker, _ = damaged("tracker")
+    (wrong_tracker / "latest_checkpointed_iteration.txt").write_text("twelve")
+    cases = [
+        ({"load": good}, None),
+        ({"load": tmp_path / "new", "save": tmp_path / "new", "save_interval": 2}, None),
+        ({"load": tmp_path / "no such"}, "holds no checkpoint"),
+        ({"load": good, "ckpt_step": 3}, "iter_0000003 is not there; use --ckpt-step with an iteration that is there"),
+        ({"load": cut}, f"{first_file} is cut short"),
+        ({"load": without_file}, "is missing"),
+        ({"load": without_end}, "lacks .metadata"),
+        ({"load": unreadable}, ".metadata is corrupt"),
+        ({"load": wrong_tracker}, "holds 'twelve' and not an iteration"),
+        ({"load": good, **DISTRIBUTED}, "vocab_parallel was True, here it is False: write it with --dist-ckpt-optim"),
+        ({"load": good, **DISTRIBUTED, "no_load_optim": True}, None),
+    ]
+    said = run_ranks(1, refusals, [_arguments("plain/1", False, **changes) for changes, _ in cases])[0]
+    for (changes, expected), found in zip(cases, said, strict=True):
+        assert (found is None) == (expected is None) and (expected or "") in (found or ""), (changes, found)
+        assert "\n" not in (found or "")

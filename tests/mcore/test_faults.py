@@ -19,7 +19,7 @@ LIMIT = 5
 WAITED = r"^error: rank {rank} (waited|was) .* microbatch \d+.*"
 
 
-def train_with_fault(rank, _world_size, arguments, fault, faulty_rank, where="F"):
+def train_with_fault(rank, _world_size, arguments, fault, faulty_rank, where):
     """Train as the script does, with a fault on one rank in microbatch 2 of the third iteration."""
     import pretrain_gpt_vp as script
 
@@ -29,23 +29,30 @@ def train_with_fault(rank, _world_size, arguments, fault, faulty_rank, where="F"
 
     from megatron_vp.mcore.driver import MegatronModel
 
-    def strike(microbatch):
-        if rank == faulty_rank and microbatch == 2 and get_args().curr_iteration == 2:
-            fault()
-
     def faulty(original):
         def method(self, *args):
-            strike(args[1] if where == "F" else args[0])
-            return original(self, *args)
+            microbatch = args[1] if where == "F" else args[0]
+            strikes = rank == faulty_rank and microbatch == 2 and get_args().curr_iteration == 2
+            change = fault() if strikes else None
+            if change and where == "F":
+                handle = self._chunks[0].core.register_forward_hook(lambda _module, _inputs, output: change(output))
+                result = original(self, *args)
+                handle.remove()
+                return result
+            result = original(self, *args)
+            return change(result) if change else result
 
         return method
 
-    name = {"F": "forward", "data": "tokens"}[where]
+    name = {"F": "forward", "tokens": "tokens", "labels": "labels"}[where]
     with (
         mock.patch.object(MegatronModel, name, faulty(getattr(MegatronModel, name))),
         script.one_line_errors(),
     ):
-        script.main()
+        try:
+            script.main()
+        except SystemExit as stop:
+            os._exit(stop.code or 0)
 
 
 def die():
@@ -62,6 +69,14 @@ def hang():
 
 def fail():
     raise RuntimeError("a defect")
+
+
+def to_nan():
+    return lambda output: output * float("nan")
+
+
+def to_a_large_id():
+    return lambda ids: ids.fill_(512)
 
 
 def _arguments(**changes):
@@ -86,7 +101,7 @@ def _said(output, rank):
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("v-half", marks=pytest.mark.slow)])
 def test_when_a_rank_is_killed_the_others_say_where_they_waited(schedule):
     started = time.monotonic()
-    ends = run_ranks_to_their_end(RANKS, train_with_fault, _arguments(pipeline_schedule=schedule), die, 1)
+    ends = run_ranks_to_their_end(RANKS, train_with_fault, _arguments(pipeline_schedule=schedule), die, 1, "F")
     assert [status for status, _ in ends] == [1, -signal.SIGKILL, 1]
     assert time.monotonic() - started < 40
     for rank in (0, 2):
@@ -94,14 +109,14 @@ def test_when_a_rank_is_killed_the_others_say_where_they_waited(schedule):
 
 
 def test_a_stopped_rank_is_named_by_the_others():
-    ends = run_ranks_to_their_end(RANKS, train_with_fault, _arguments(), stop, 1, stopped=1)
+    ends = run_ranks_to_their_end(RANKS, train_with_fault, _arguments(), stop, 1, "F", stopped=1)
     assert [status for status, _ in ends] == [1, None, 1]
     for rank in (0, 2):
         assert _said(ends[rank][1], rank).endswith(f"({LIMIT} s); rank 1 does not answer")
 
 
 def test_a_rank_whose_data_hangs_says_so():
-    ends = run_ranks_to_their_end(RANKS, train_with_fault, _arguments(), hang, 0, "data")
+    ends = run_ranks_to_their_end(RANKS, train_with_fault, _arguments(), hang, 0, "tokens")
     assert [status for status, _ in ends] == [1, 1, 1]
     culprit = "rank 0 was at the data of microbatch 2"
     assert f"{culprit} ({LIMIT} s)" in _said(ends[0][1], 0)
@@ -109,7 +124,31 @@ def test_a_rank_whose_data_hangs_says_so():
 
 
 def test_a_defect_keeps_its_traceback_and_ends_all_ranks():
-    ends = run_ranks_to_their_end(RANKS, train_with_fault, _arguments(), fail, 1)
+    ends = run_ranks_to_their_end(RANKS, train_with_fault, _arguments(), fail, 1, "F")
     assert [status for status, _ in ends] == [1, 1, 1]
     said = ends[1][1]
     assert "Traceback" in said and re.search(r"RuntimeError: a defect\n.*rank 1 was in F of microbatch 2", said)
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "where", "said"),
+    [
+        pytest.param(
+            *(to_a_large_id, 0, "tokens", "token id 512 is outside the vocabulary of 512"), marks=pytest.mark.slow
+        ),
+        (to_a_large_id, 2, "labels", "label 512 of microbatch 2 is outside the vocabulary of 512"),
+    ],
+)
+def test_an_id_outside_the_vocabulary_is_named(fault, rank, where, said):
+    ends = run_ranks_to_their_end(RANKS, train_with_fault, _arguments(), fault, rank, where)
+    assert all(status in (1, 2) for status, _ in ends) and ends[rank][0] == 2
+    assert f"rank {rank}: error: {said}" in ends[rank][1] and "Traceback" not in ends[rank][1]
+
+
+def test_nan_is_reported_with_rank_and_microbatch_and_where_it_was_born(tmp_path):
+    arguments = _arguments(save=tmp_path, save_interval=10)
+    ends = run_ranks_to_their_end(RANKS, train_with_fault, arguments, to_nan, 1, "F")
+    # Megatron runs the iteration again, saves a checkpoint, and asks to be started on other devices.
+    assert [status for status, _ in ends] == [16, 16, 16]
+    assert "rank 2: the loss of microbatch 2 is NaN or infinite" in ends[2][1]
+    assert "rank 1: F of microbatch 2 in chunk 0 made NaN or infinity" in ends[1][1]

@@ -1,0 +1,132 @@
+"""The checkpoint that a run is to load, checked before any process group exists: there, whole, and of a form that fits.
+
+Megatron starts from random weights where it finds nothing, and fails on some ranks, at different times, where a file
+is damaged. Neither is what somebody wants who asked for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from pathlib import Path
+from typing import Any
+
+from megatron_vp.errors import UserError
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+_PARTS = ("metadata.json", ".metadata")
+
+# What decides how a rank's parameters lie in the buffers of the distributed optimizer, and its value where a checkpoint
+# knows nothing of it.
+_LAYOUT = {
+    "vocab_parallel": False,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
+}
+
+
+def check_checkpoint(args: argparse.Namespace) -> None:
+    """Check the checkpoint that validated Megatron arguments ask for; reads its metadata only.
+
+    Left to Megatron: checkpoints on object storage, non-persistent ones, and formats other than torch_dist. An empty
+    directory is where a run starts that saves to and loads from the same place. Raises UserError.
+    """
+    if args.load is None or "://" in str(args.load) or args.non_persistent_ckpt_type is not None:
+        return
+    folder = _folder(args)
+    if folder is None:
+        return
+    if not folder.is_dir():
+        raise UserError(f"the checkpoint {folder} is not there; {_others(folder)}")
+    if not any((folder / name).exists() for name in _PARTS):
+        if any(folder.glob("mp_rank_*")):
+            return  # Megatron's format before torch_dist
+        raise UserError(f"{folder} holds no checkpoint of Megatron's torch_dist format; {_others(folder)}")
+    _check_files(folder)
+    if args.use_distributed_optimizer and not (args.no_load_optim or args.finetune):
+        _check_optimizer_form(args, folder)
+
+
+def _folder(args: argparse.Namespace) -> Path | None:
+    """The directory of the iteration to load; None where the run starts afresh."""
+    load = Path(args.load)
+    if args.ckpt_step is not None:
+        return load / f"iter_{args.ckpt_step:07d}"
+    tracker = load / _TRACKER
+    if not tracker.is_file():
+        resumes_later = args.save is not None and Path(args.save) == load and not args.exit_on_missing_checkpoint
+        if resumes_later or args.pretrained_checkpoint is not None:
+            return None
+        raise UserError(
+            f"--load {load} holds no checkpoint (no {_TRACKER}): give the directory that a run saved to, or leave "
+            f"--load out; a run that is to start here and resume later gives --save the same directory"
+        )
+    said = tracker.read_text().strip()
+    if said == "release":
+        return load / said
+    if not said.isdecimal():
+        raise UserError(f"{tracker} is corrupt: it holds {said!r} and not an iteration; {_others(load / 'iter')}")
+    return load / f"iter_{int(said):07d}"
+
+
+def _check_files(folder: Path) -> None:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    missing = [name for name in _PARTS if not (folder / name).is_file()]
+    if missing:
+        raise UserError(f"the checkpoint {folder} lacks {' and '.join(missing)}; {_others(folder)}")
+    try:
+        stored = FileSystemReader(folder).read_metadata().storage_data
+    except Exception as error:  # whatever unpickling a damaged file comes upon
+        raise UserError(f"{folder / '.metadata'} is corrupt ({_brief(error)}); {_others(folder)}") from error
+    ends: dict[str, int] = {}
+    for part in stored.values():
+        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+    for name, end in sorted(ends.items()):
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size is None or size < end:
+            found = "is missing" if size is None else f"is cut short: {size} of {end} bytes"
+            raise UserError(f"{path} {found}; {_others(folder)}")
+
+
+def _check_optimizer_form(args: argparse.Namespace, folder: Path) -> None:
+    """The distributed optimizer's default form stores its buffers as they lie, which fit the same layout only."""
+    from megatron.core.dist_checkpointing import load_common_state_dict
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of being read by a single process
+        try:
+            common = load_common_state_dict(str(folder))
+        except Exception as error:
+            raise UserError(f"the checkpoint {folder} is corrupt ({_brief(error)}); {_others(folder)}") from error
+    form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    if form != "dp_reshardable":
+        return
+    written = common["args"]
+    for name, absent in _LAYOUT.items():
+        there, here = (getattr(each, name, absent) for each in (written, args))
+        if there != here:
+            raise UserError(
+                f"the optimizer state in {folder} is in the distributed optimizer's default form (dp_reshardable), "
+                f"which fits only the layout that wrote it, and there {name} was {there}, here it is {here}: write it "
+                f"with --dist-ckpt-optim-fully-reshardable, or go on with a fresh optimizer by --no-load-optim"
+            )
+
+
+def _others(folder: Path) -> str:
+    """What to do about a checkpoint that cannot be used."""
+    complete = sorted(
+        int(other.name.removeprefix("iter_"))
+        for other in folder.parent.glob("iter_*")
+        if other != folder and all((other / name).is_file() for name in _PARTS)
+    )
+    if complete:
+        return f"use --ckpt-step with an iteration that is there: {', '.join(map(str, complete[-5:]))}"
+    return f"{folder.parent} holds no other checkpoint: check --load, or leave it out to start afresh"
+
+
+def _brief(error: Any) -> str:
+    return (str(error).strip().partition("\n")[0] or type(error).__name__)[:200]

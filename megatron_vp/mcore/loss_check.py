@@ -1,0 +1,80 @@
+"""What is wrong with the losses of an iteration, by microbatch; and which pass made the first number that is none.
+
+The verdicts of an iteration are formed on the device and read once, at its end, where Megatron waits for the device
+anyway.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from megatron_vp.errors import UserError
+
+
+class LossCheck:
+    """Collects verdicts on the losses of one iteration, on the rank that runs the loss function.
+
+    Args:
+        vocab_size: V, padded; a label is one of 0..V-1.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._microbatches: list[int] = []
+        self._verdicts: list[torch.Tensor] = []
+
+    def add(
+        self, microbatch: int, loss: torch.Tensor, labels_bs: torch.Tensor, gradient_bs: torch.Tensor | None
+    ) -> None:
+        """Judge one microbatch; nothing waits for the device.
+
+        A label outside the vocabulary has no logit, so its token loss means nothing. That is an error where the loss
+        depends on it; masked positions may hold any label. Without gradients, in evaluation, nobody knows what depends
+        on it, and negative labels, the usual mark of an ignored position, pass.
+
+        Args:
+            loss: [], of the microbatch.
+            labels_bs: int64 [b, s].
+            gradient_bs: [b, s], of the loss by token loss.
+        """
+        counts_bs = labels_bs >= 0 if gradient_bs is None else gradient_bs != 0
+        wrong_bs = ((labels_bs < 0) | (labels_bs >= self._vocab_size)) & counts_bs
+        label = torch.where(wrong_bs, labels_bs, 0).flatten()
+        worst = label[label.abs().argmax()]
+        self._microbatches.append(microbatch)
+        self._verdicts.append(torch.stack([(~loss.detach().isfinite()).long().squeeze(), wrong_bs.any().long(), worst]))
+
+    def judge(self) -> None:
+        """Report losses that are no finite number; what follows from them is Megatron's to decide.
+
+        Raises UserError for labels outside the vocabulary.
+        """
+        if not self._verdicts:
+            return
+        verdicts = torch.stack(self._verdicts).tolist()
+        bad = [microbatch for microbatch, (bad, _, _) in zip(self._microbatches, verdicts, strict=True) if bad]
+        if bad:
+            which = f"microbatch{'es' if len(bad) > 1 else ''} {', '.join(map(str, bad))}"
+            _say(f"rank {dist.get_rank()}: the loss of {which} is NaN or infinite")
+        for microbatch, (_, outside, label) in zip(self._microbatches, verdicts, strict=True):
+            if outside:
+                raise UserError(
+                    f"label {label} of microbatch {microbatch} is outside the vocabulary of {self._vocab_size}: the "
+                    f"data was made with another tokenizer, or positions to ignore are not left out of the loss"
+                )
+
+
+def report_birth_of_nan(chunk: int, microbatch: int, given: torch.Tensor | None, made: torch.Tensor) -> None:
+    """Say so if a forward pass made NaN or infinity of finite numbers (or of tokens: None). Waits for the device."""
+    if (given is None or given.isfinite().all()) and not made.isfinite().all():
+        _say(
+            f"rank {dist.get_rank()}: F of microbatch {microbatch} in chunk {chunk} made NaN or infinity of finite "
+            f"numbers"
+        )
+
+
+def _say(line: str) -> None:
+    print(f"error: {line}", file=sys.stderr, flush=True)
