@@ -139,8 +139,9 @@ def _with_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _without_step_tensor(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
+    @torch.no_grad()
     def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
-        original(self, model_param, {"step": None, **tensors})
+        original(self, model_param, {**tensors, "step": None})
 
     return set_states
 
@@ -201,7 +202,7 @@ LOCAL_PATCHES = (
     Patch(
         f"{_DISTRIBUTED_OPTIMIZER}._set_main_param_and_optimizer_states",
         _without_step_tensor,
-        "loading asks the checkpoint for a step tensor per parameter, which is not stored",
+        "a step tensor per parameter is asked for, but the step is stored with the group; leaves are written into",
         "(self, model_param, tensors)",
     ),
     Patch(

@@ -24,7 +24,6 @@ from megatron_vp.runtime.progress import Progress
 
 _LOOKS_A_LIMIT = 20
 _LONGEST_LOOK_SECONDS = 5.0
-_LONGEST_ROLL_CALL_SECONDS = 20.0
 
 
 class Watchdog:
@@ -56,7 +55,7 @@ class Watchdog:
             if there != place:
                 place, since = there, now
             elif there[1] is not None and now - since >= limit:
-                others = _roll_call(self._progress, seconds=min(limit / 5, _LONGEST_ROLL_CALL_SECONDS))
+                others = _roll_call(self._progress, seconds=min(max(limit / 5, 3.0), 20.0))
                 _say_and_end(f"{self._progress.sentence()} ({now - since:.0f} s){others}", 1)
 
     def _signalled(self, seconds: float) -> bool:

@@ -118,6 +118,14 @@ PROOFS = (
         "mcore/test_checkpoints.py::test_training_continues_as_if_nothing_had_happened",
     ),
     Proof(
+        "a run resumed at its own layout, bit for bit, also with the distributed optimizer's default form",
+        "mcore/test_checkpoints.py::test_resuming_at_the_same_layout_gives_the_same_bits",
+    ),
+    Proof(
+        "two runs give the same bits, losses, gradients and weights",
+        "mcore/test_checkpoints.py::test_two_runs_give_the_same_bits",
+    ),
+    Proof(
         "a script with its own `model_provider`",
         "mcore/test_launch.py::test_somebodys_own_script_trains_unchanged_with_and_without_vocabulary_parallelism",
     ),

@@ -157,11 +157,14 @@ def refusals(_rank, _world_size, cases):
     from megatron_vp.errors import UserError
 
     script.prepare()
+    from megatron.training.training import destroy_global_state
+
     said = []
     for arguments in cases:
         sys.argv = ["pretrain_gpt_vp.py", *arguments]
         try:
             script.parse_and_validate_args()
+            destroy_global_state()
             said.append(None)
         except UserError as error:
             said.append(str(error))
