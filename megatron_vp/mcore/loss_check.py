@@ -27,7 +27,7 @@ class LossCheck:
         self._verdicts: list[torch.Tensor] = []
 
     def add(
-        self, microbatch: int, loss: torch.Tensor, labels_bs: torch.Tensor, gradient_bs: torch.Tensor | None
+        self, microbatch: int, loss: torch.Tensor, labels_bs: torch.Tensor, gradient_ks: torch.Tensor | None
     ) -> None:
         """Judge one microbatch; nothing waits for the device.
 
@@ -38,9 +38,9 @@ class LossCheck:
         Args:
             loss: [], of the microbatch.
             labels_bs: int64 [b, s].
-            gradient_bs: [b, s], of the loss by token loss.
+            gradient_ks: of the loss by token loss, [b, s], and behind it those of further heads.
         """
-        counts_bs = labels_bs >= 0 if gradient_bs is None else gradient_bs != 0
+        counts_bs = labels_bs >= 0 if gradient_ks is None else gradient_ks[: len(labels_bs)] != 0
         wrong_bs = ((labels_bs < 0) | (labels_bs >= self._vocab_size)) & counts_bs
         label = torch.where(wrong_bs, labels_bs, 0).flatten()
         worst = label[label.abs().argmax()]

@@ -51,7 +51,7 @@ def run_ranks_to_their_end(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout: float = 60,
+    timeout: float = 120,
     stopped: int | None = None,
     **kwargs: Any,
 ) -> list[tuple[int | None, str]]:

@@ -100,10 +100,8 @@ def _said(output, rank):
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("v-half", marks=pytest.mark.slow)])
 def test_when_a_rank_is_killed_the_others_say_where_they_waited(schedule):
-    started = time.monotonic()
     ends = run_ranks_to_their_end(RANKS, train_with_fault, _arguments(pipeline_schedule=schedule), die, 1, "F")
     assert [status for status, _ in ends] == [1, -signal.SIGKILL, 1]
-    assert time.monotonic() - started < 40
     for rank in (0, 2):
         assert _said(ends[rank][1], rank) and "Traceback" not in ends[rank][1]
 
