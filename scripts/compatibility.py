@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "compatibility.md"
 
 def flags(case: Case) -> str:
     """The options of a case as they are typed."""
-    words = [f"{case.ranks} ranks"] if case.ranks > case.size else []
+    words = [f"{case.replicas} replicas"] if case.replicas > 1 else []
     for name, value in case.options.items():
         option = "--" + name.replace("_", "-")
         if name == "untie_embeddings_and_output_weights":

@@ -1,11 +1,19 @@
 #!/usr/bin/env bash
-# Lint, format check and tests, in an environment that is made if needed. Arguments go to pytest.
+# Lint, format check and tests, in an environment that is made if needed. Arguments go to pytest, but for a first
+# `--megatron VERSION`: then the tests run against that megatron-core, in an environment of its own.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-scripts/setup_env.sh
+venv=.venv
+if [[ ${1:-} == --megatron ]]; then
+    scripts/setup_megatron.sh "${2:-}"
+    venv=.venv-megatron-$2
+    shift 2
+else
+    scripts/setup_env.sh
+fi
 # Every test process is one rank of several on the same cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 if [[ $# -eq 0 ]]; then set -- tests; fi
-exec .venv/bin/python -m pytest -q "$@"
+exec "$venv/bin/python" -m pytest -q "$@"

@@ -123,11 +123,6 @@ REFUSALS = (
         "or leave --vocab-parallel out",
     ),
     Refusal(
-        lambda a: a.vocab_parallel and a.tensor_model_parallel_size > 1,
-        "--vocab-parallel with --tensor-model-parallel-size {tensor_model_parallel_size} is not supported yet: the "
-        "vocabulary is split over pipeline ranks only; use --tensor-model-parallel-size 1",
-    ),
-    Refusal(
         lambda a: (
             replaces_schedule(a)
             and a.virtual_pipeline_model_parallel_size is not None
@@ -175,6 +170,11 @@ REFUSALS = (
         ),
         "--vocab-parallel with --mtp-num-layers needs the heads' layers on the last stage: use a "
         "--pipeline-model-parallel-layout with every m in its last segment, or leave it out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.mtp_num_layers and a.sequence_parallel,
+        "--vocab-parallel with --mtp-num-layers and --sequence-parallel is not supported yet: each head's states "
+        "are cut apart; leave --sequence-parallel out",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.mtp_num_layers and a.mtp_detach_heads,
@@ -476,7 +476,9 @@ def _lay_out_in_a_v(args: argparse.Namespace) -> None:
 
 
 def _warn_of_one_queue(args: argparse.Namespace) -> None:
-    if args.distributed_backend == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and args.rank == 0:
+    if args.tensor_model_parallel_size > 1 or args.distributed_backend != "nccl" or args.rank != 0:
+        return
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         warnings.warn(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one hardware queue: a vocabulary collective that "
             "waits for its peers holds up the passes behind it; unset it, tensor parallelism alone needs it",

@@ -1,9 +1,9 @@
 """Model surgery: every chunk becomes a middle chunk, and the vocabulary layers become shards on all pipeline ranks.
 
 Without --vocab-parallel the placement decides which chunks hold the vocabulary layers, and nothing is cut. With it,
-Megatron builds its chunks as always, the whole word embedding on the first pipeline rank and the whole output layer on
-the last. Their rows are then scattered over the pipeline, so that training starts from the very weights that plain
-Megatron would start from, and both layers are replaced by their shards under Megatron's own names.
+Megatron builds its chunks as always, the word embedding on the first stage and the output layer on the last, each over
+that stage's t tensor ranks. Their rows are then scattered over all p x t ranks, so that training starts from the very
+weights that plain Megatron would start from, and both layers are replaced by their shards under Megatron's own names.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from megatron.core.utils import get_pg_rank
@@ -117,7 +118,7 @@ class _Prepared:
         ends = _ends(pg_collection.pp, vp_stage or 0)
         chunk = super().build_model(pg_collection, vp_stage=vp_stage, **ends)
         self._first = self._first if vp_stage else chunk
-        return prepare_chunk(chunk, self._first, pg_collection.pp, vp_stage or 0)
+        return prepare_chunk(chunk, self._first, pg_collection, vp_stage or 0)
 
 
 class PreparedGPTBuilder(_Prepared, GPTModelBuilder):
@@ -138,15 +139,13 @@ def preparing_get_model(original: Callable[..., list[nn.Module]]) -> Callable[..
         config: Any = None,
         pg_collection: Any = None,
     ) -> list[nn.Module]:
-        from megatron.core import parallel_state
-
         built: list[nn.Module] = []
 
         def provider(*args: Any, **kwargs: Any) -> nn.Module:
-            pipeline = pg_collection.pp if pg_collection else parallel_state.get_pipeline_model_parallel_group()
+            groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
             index = kwargs.get("vp_stage") or 0
-            built.append(model_provider_func(*args, **kwargs | _ends(pipeline, index)))
-            return prepare_chunk(built[-1], built[0], pipeline, index)
+            built.append(model_provider_func(*args, **kwargs | _ends(groups.pp, index)))
+            return prepare_chunk(built[-1], built[0], groups, index)
 
         optional = {} if model_type is None else {"model_type": model_type}
         return original(provider, wrap_with_ddp=wrap_with_ddp, config=config, pg_collection=pg_collection, **optional)
@@ -154,7 +153,7 @@ def preparing_get_model(original: Callable[..., list[nn.Module]]) -> Callable[..
     return get_model
 
 
-def prepare_chunk(chunk: nn.Module, first: nn.Module, pipeline_group: dist.ProcessGroup, index: int) -> nn.Module:
+def prepare_chunk(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int) -> nn.Module:
     """Make a freshly built chunk of this rank, of which `first` is the first one, ready for our schedules.
 
     With its last chunk the rank gets its communicators, which the first one keeps. Collective over all ranks; each
@@ -162,14 +161,14 @@ def prepare_chunk(chunk: nn.Module, first: nn.Module, pipeline_group: dist.Proce
     """
     args = get_args()
     if args.vocab_parallel:
-        _shard_vocabulary(chunk, first, pipeline_group, index)
+        _shard_vocabulary(chunk, first, groups, index)
     # Not before: with tied weights Megatron's first and last chunk communicate while they are built.
     if index + 1 == pipeline_placement(args).chunks:
-        setattr(first, PIPELINE_ATTRIBUTE, _pipeline(pipeline_group))
+        setattr(first, PIPELINE_ATTRIBUTE, _pipeline(groups))
     return chunk
 
 
-def _shard_vocabulary(chunk: nn.Module, first: nn.Module, pipeline_group: dist.ProcessGroup, index: int) -> None:
+def _shard_vocabulary(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int) -> None:
     """Turn a chunk into a middle chunk; the first gets a shard of the embedding, the last one of the output layer."""
     if not hasattr(chunk, "share_embeddings_and_output_weights"):
         raise UserError(
@@ -179,15 +178,18 @@ def _shard_vocabulary(chunk: nn.Module, first: nn.Module, pipeline_group: dist.P
     if getattr(chunk, "mtp_process", False):
         follow_decoder(chunk)
     placement = pipeline_placement(get_args())
-    rank = dist.get_rank(pipeline_group)
-    shards = VocabShards(chunk.vocab_size, placement.ranks)
+    # Megatron orders this group by pipeline rank, then by tensor rank: so are the shards.
+    rank = dist.get_rank(groups.mp)
+    shards = VocabShards(chunk.vocab_size, groups.mp.size())
     tied = chunk.share_embeddings_and_output_weights
     if index == 0:
         full = chunk.embedding.word_embeddings.weight if chunk.pre_process else None
-        weight = _shard(full, shards, rank, placement.first_rank, pipeline_group, chunk.config)
+        weight = _shard(full, shards, placement.first_rank, groups, chunk.config)
         word_embeddings = ShardedWordEmbedding(weight, shards, rank)
         if chunk.pre_process:
             chunk.embedding.word_embeddings = word_embeddings
+            # The words arrive whole on every tensor rank; Megatron cuts the sequence after it has added positions.
+            chunk.embedding.reduce_scatter_embeddings = False
         else:
             chunk.embedding = WordEmbeddingHolder(chunk.config, word_embeddings)
     if index == placement.chunks - 1:
@@ -195,7 +197,7 @@ def _shard_vocabulary(chunk: nn.Module, first: nn.Module, pipeline_group: dist.P
             weight = first.embedding.word_embeddings.weight
         else:
             full = chunk.output_layer.weight if chunk.post_process else None
-            weight = _shard(full, shards, rank, placement.last_rank, pipeline_group, chunk.config)
+            weight = _shard(full, shards, placement.last_rank, groups, chunk.config)
         chunk.output_layer = ShardedOutputLayer(weight, shards, rank, tied)
     if chunk.post_process and chunk.config.use_mup:
         # Megatron scales the logits, which no rank holds whole; the hidden states behind them do as well.
@@ -228,7 +230,7 @@ def vocabulary_layers(chunks: Sequence[nn.Module]) -> VocabularyLayers | None:
     return VocabularyLayers(chunks[0].embedding.word_embeddings, chunks[-1].output_layer, loss)
 
 
-def _pipeline(pipeline_group: dist.ProcessGroup) -> Pipeline:
+def _pipeline(groups: ProcessGroupCollection) -> Pipeline:
     args = get_args()
     first = 60 * args.distributed_timeout_minutes
     later = args.distributed_timeout_seconds_after_init or first
@@ -236,13 +238,14 @@ def _pipeline(pipeline_group: dist.ProcessGroup) -> Pipeline:
     # of an operation, which may be some microbatches ahead of the device.
     backend_limit = timedelta(seconds=1.1 * first)
     edges = _edges(pipeline_placement(args), args.vocab_parallel)
-    pipeline = Pipeline(PipelineGroups.create(_all_pipelines(pipeline_group), edges, backend_limit))
+    communicators = PipelineGroups.create(_all_replicas(groups.mp), edges, backend_limit, tensor_size=groups.tp.size())
+    pipeline = Pipeline(communicators)
     Watchdog(pipeline.progress, first, later).start()
     return pipeline
 
 
-def _all_pipelines(own: dist.ProcessGroup) -> list[list[int]]:
-    """The global ranks of every pipeline of the job, in pipeline order."""
+def _all_replicas(own: dist.ProcessGroup) -> list[list[int]]:
+    """The global ranks of every model replica of the job, in the order of the vocabulary shards."""
     members: list[list[int]] = [[]] * dist.get_world_size()
     dist.all_gather_object(members, dist.get_process_group_ranks(own))
     return [list(ranks) for ranks in sorted(set(map(tuple, members)))]
@@ -266,28 +269,42 @@ def _edges(placement: Placement, sharded: bool) -> set[Edge]:
 def _shard(
     full_vh: nn.Parameter | None,
     shards: VocabShards,
-    rank: int,
     owner: int,
-    group: dist.ProcessGroup,
+    groups: ProcessGroupCollection,
     config: Any,
 ) -> nn.Parameter:
-    """Scatter the rows of the owner's weight [V, h]; returns this rank's shard, with Megatron's attributes on it."""
+    """Scatter the rows of the weight [V, h] that pipeline rank `owner` holds, [V/t, h] on each of its tensor ranks.
+
+    Returns this rank's shard, with Megatron's attributes on it.
+    """
     device = pipeline_device()
     rows = torch.empty(shards.rows_per_shard, config.hidden_size, dtype=config.params_dtype, device=device)
     pieces = None
-    if rank == owner:
+    root = dist.get_process_group_ranks(groups.mp)[owner * groups.tp.size()]
+    if full_vh is not None:
+        full_vh = _gathered(full_vh.detach().to(device), groups.tp, root)
+    if dist.get_rank() == root:
         missing = shards.rows_per_shard * shards.count - shards.vocab_size
-        padded_vh = nn.functional.pad(full_vh.detach().to(device), (0, 0, 0, missing))
+        padded_vh = nn.functional.pad(full_vh, (0, 0, 0, missing))
         pieces = list(padded_vh.chunk(shards.count))
-    dist.scatter(rows, pieces, src=dist.get_global_rank(group, owner), group=group)
+    dist.scatter(rows, pieces, src=root, group=groups.mp)
     home = torch.device("cpu") if config.use_cpu_initialization else device
-    weight = nn.Parameter(rows[: shards.rows(rank)].clone().to(home))
+    weight = nn.Parameter(rows[: shards.rows(dist.get_rank(groups.mp))].clone().to(home))
     # Counted once by gradient norm and zero count, as a row block that no other rank holds.
     tensor_parallel.set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
     weight.is_embedding_or_output_parameter = True
     if config.use_mup:
         weight.is_embedding_parameter = True
     return weight
+
+
+def _gathered(part_vh: torch.Tensor, group: dist.ProcessGroup, root: int) -> torch.Tensor:
+    """The tensor ranks' parts of a weight as one, on `root`; elsewhere the part."""
+    if group.size() == 1:
+        return part_vh
+    parts = [torch.empty_like(part_vh) for _ in range(group.size())] if dist.get_rank() == root else None
+    dist.gather(part_vh, parts, dst=root, group=group)
+    return part_vh if parts is None else torch.cat(parts)
 
 
 def _sharded_weight(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron.core import parallel_state
 from megatron.training import get_args
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.rank_report import in_first_pipeline
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.trace import PipelineTrace
 
@@ -18,12 +18,12 @@ _current: PipelineTrace | None = None
 def pipeline_trace(groups: PipelineGroups) -> PipelineTrace | None:
     """Called once before each training iteration: the trace that wants it, or None.
 
-    None without --pipeline-trace, outside the wanted iterations, and on data-parallel replicas but the first. All ranks
-    of a pipeline call it together: for a wanted iteration it compares their clocks.
+    None without --pipeline-trace, outside the wanted iterations, and in all pipelines but the first. All ranks of a
+    pipeline call it together: for a wanted iteration it compares their clocks.
     """
     global _current
     args = get_args()
-    if args.pipeline_trace is None or parallel_state.get_data_parallel_rank(with_context_parallel=True):
+    if args.pipeline_trace is None or not in_first_pipeline():
         return None
     if _current is None:
         _current = PipelineTrace(Path(args.pipeline_trace), iterations_in(args.pipeline_trace_iterations), groups)

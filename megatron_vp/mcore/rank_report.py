@@ -97,13 +97,19 @@ def _sums(of_iterations: list[dict[str, float]]) -> dict[str, float]:
     return {kind: sum(each[kind] for each in of_iterations) for kind in of_iterations[0]}
 
 
+def in_first_pipeline() -> bool:
+    """Whether this rank belongs to the first data-parallel replica's first tensor rank: one pipeline reports."""
+    other = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return not other and not parallel_state.get_tensor_model_parallel_rank()
+
+
 _current: RankReport | None = None
 
 
 def rank_report() -> RankReport | None:
-    """The report of this process; None without --rank-report, and on data-parallel replicas but the first."""
+    """The report of this process; None without --rank-report, and in all pipelines but the first."""
     global _current
-    if get_args().rank_report is None or parallel_state.get_data_parallel_rank(with_context_parallel=True):
+    if get_args().rank_report is None or not in_first_pipeline():
         return None
     if _current is None:
         _current = RankReport()

@@ -13,23 +13,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron_vp.errors import UserError
 from megatron_vp.mcore.patches import Patch
 
 
 @dataclass(frozen=True)
 class PendingWeightGradient:
-    """What pass W needs of one linear layer and microbatch: weight [o, i], input [..., i], output gradient [..., o]."""
+    """What pass W needs of one linear layer and microbatch: weight [o, i], input [..., i], output gradient [..., o].
+
+    With sequence parallelism the input is this rank's part of the sequence, and `tensor_group` has the others.
+    """
 
     weight: torch.nn.Parameter
     layer_input: torch.Tensor
     output_gradient: torch.Tensor
+    tensor_group: dist.ProcessGroup | None
 
     @torch.no_grad()
     def accumulate(self) -> None:
         """Add the weight's gradient to its `main_grad`; the GEMM runs in the model's dtype, as Megatron's does."""
-        gradient_oi = self.output_gradient.flatten(0, -2).t() @ self.layer_input.flatten(0, -2)
+        whole_input = _whole_sequence(self.layer_input, self.tensor_group)
+        gradient_oi = self.output_gradient.flatten(0, -2).t() @ whole_input.flatten(0, -2)
         self.weight.main_grad.add_(gradient_oi)
 
 
@@ -48,31 +53,57 @@ def backward_without_weights(backward: Callable[[], Any]) -> list[PendingWeightG
     return pending
 
 
+def _whole_sequence(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The tensor ranks' parts of a sequence, joined along the first dimension; the part itself without a group."""
+    if group is None:
+        return part
+    whole = part.new_empty((group.size() * part.shape[0], *part.shape[1:]))
+    dist.all_gather_into_tensor(whole, part.contiguous(), group)
+    return whole
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A linear layer's weight and tensor parallelism, as Megatron's function has them.
+
+    `sum_group` adds the tensor ranks' dX; with `sequence_group` X is a part of the sequence, Y whole, dX the part's.
+    """
+
+    weight: torch.nn.Parameter
+    sum_group: dist.ProcessGroup | None
+    sequence_group: dist.ProcessGroup | None
+
+
 class _InputGradientLinear(torch.autograd.Function):
     """Y = X W^T + b. The backward returns dX and db, and puts (W, X, dY) aside.
 
-    W comes in a tuple, in which autograd does not see it: a parameter that is an input would have its hooks called in
-    the backward, where Megatron's overlapped gradient reduction asks for a gradient.
+    W comes in a `_Layer`, in which autograd does not see it: a parameter that is an input would have its hooks called
+    in the backward, where Megatron's overlapped gradient reduction asks for a gradient.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, layer_input: torch.Tensor, bias: torch.Tensor | None, hidden: tuple[torch.nn.Parameter]
-    ) -> torch.Tensor:
-        (weight,) = hidden
+    def forward(ctx: Any, layer_input: torch.Tensor, bias: torch.Tensor | None, layer: _Layer) -> torch.Tensor:
         ctx.save_for_backward(layer_input)
-        ctx.weight = weight
+        ctx.layer = layer
         ctx.has_bias = bias is not None
-        output = layer_input @ weight.detach().t()
+        output = _whole_sequence(layer_input, layer.sequence_group) @ layer.weight.detach().t()
         return output if bias is None else output + bias
 
     @staticmethod
     def backward(ctx: Any, output_gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         (layer_input,) = ctx.saved_tensors
+        layer = ctx.layer
         assert _collected is not None, "a backward of a split schedule outside its pass B"
-        _collected.append(PendingWeightGradient(ctx.weight, layer_input, output_gradient))
+        _collected.append(PendingWeightGradient(layer.weight, layer_input, output_gradient, layer.sequence_group))
         bias_gradient = output_gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
-        return output_gradient @ ctx.weight.detach(), bias_gradient, None
+        input_gradient = output_gradient @ layer.weight.detach()
+        if layer.sum_group is not None:
+            dist.all_reduce(input_gradient, group=layer.sum_group)
+        if layer.sequence_group is not None:
+            part = torch.empty_like(layer_input)
+            dist.reduce_scatter_tensor(part, input_gradient, group=layer.sequence_group)
+            input_gradient = part
+        return input_gradient, bias_gradient, None
 
 
 def _split_linear(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -85,17 +116,17 @@ def _split_linear(original: Callable[..., torch.Tensor]) -> Callable[..., torch.
         allreduce_dgrad: bool,
         sequence_parallel: bool,
         *args: Any,
+        tp_group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if allreduce_dgrad or sequence_parallel:
-            raise UserError("a schedule with W passes cannot run tensor-parallel layers yet: use 1f1b")
         if not isinstance(weight, torch.nn.Parameter) or not weight.requires_grad:
             settings = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel)
-            return original(input, weight, bias, *settings, *args, **kwargs)
+            return original(input, weight, bias, *settings, *args, tp_group=tp_group, **kwargs)
         # An input without gradient would end the graph here, and with it the weight's gradient.
         if torch.is_grad_enabled() and not input.requires_grad:
             input = input.detach().requires_grad_()
-        return _InputGradientLinear.apply(input, bias, (weight,))
+        layer = _Layer(weight, tp_group if allreduce_dgrad else None, tp_group if sequence_parallel else None)
+        return _InputGradientLinear.apply(input, bias, layer)
 
     return linear
 

@@ -73,10 +73,11 @@ def forward_backward(
     sizes = (seq_length, micro_batch_size, config.hidden_size, config.params_dtype, pipeline_device())
     gradients = not forward_only
     heads = 1 + (args.mtp_num_layers or 0) if gradients else 1
+    parts, part = (pipeline.groups.tensor_size, pipeline.groups.tensor_rank) if config.sequence_parallel else (1, 0)
     if args.fake_process_group:
-        shapes = MadeUpShapes(*sizes, args.padded_vocab_size, heads=heads)
+        shapes = MadeUpShapes(*sizes, args.padded_vocab_size, heads=heads, parts=parts, part=part)
     else:
-        shapes = Shapes(*sizes, heads=heads)
+        shapes = Shapes(*sizes, heads=heads, parts=parts, part=part)
 
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)

@@ -1,6 +1,6 @@
 """The vocabulary collectives of one iteration: what each moves, from which pass and to which.
 
-All run on the second stream, in the one order that lowering decided, on one communicator. `post` hands buffers over,
+All run on the second stream, in the one order that lowering decided. `post` hands buffers over,
 `wait` hands results to the passes through the store. Buffers are allocated here, on the compute side; a function on
 the second stream only fills them (see `megatron_vp.runtime.streams` for why).
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.nn.functional import pad
 
 from megatron_vp.runtime.executor import Observer
@@ -142,7 +143,8 @@ class VocabularyCollectives:
         labels_bs = self._model.labels(microbatch) if rank == last else shapes.token_ids()
 
         looked_up_n = tokens_bs.view(-1) if shapes.heads == 1 else tokens_bs.new_zeros(1 + shapes.tokens)
-        exchange = RowExchange(looked_up_n, self._layers.embedding.shards)
+        groups = self._groups
+        exchange = RowExchange(looked_up_n, self._layers.embedding.shards, groups.tensor_size, groups.tensor_rank)
 
         def communicate() -> None:
             self._communicator.broadcast(tokens_bs, 0)
@@ -152,10 +154,8 @@ class VocabularyCollectives:
             exchange.plan()
 
         def complete() -> None:
-            # IF, EMBED and, on the receiving rank, the assembly; then the same way back.
-            forward_uses = 2 + self._has_words
-            backward_uses = 2 if self._gradients else 0
-            self._store.put(("exchange", microbatch), exchange, forward_uses + backward_uses)
+            # IF and EMBED; then the same way back.
+            self._store.put(("exchange", microbatch), exchange, 4 if self._gradients else 2)
             # Head k predicts k tokens further. Beyond a sequence's end stands token 0, as in Megatron.
             ahead = [pad(labels_bs[:, head:], (0, head)).t().flatten() for head in range(shapes.heads)]
             self._store.put(("labels", microbatch), torch.cat(ahead))
@@ -163,19 +163,26 @@ class VocabularyCollectives:
         return communicate, complete
 
     def _embed(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """The embedding rows that every rank owns to virtual stage 0, and for further heads to the last one."""
+        """The embedding rows that every rank owns to virtual stage 0, and for further heads to the last one.
+
+        Each pipeline brings those of its own shards; the tensor ranks of the stage then complete each other.
+        """
         exchange: RowExchange = self._store.take(("exchange", microbatch))
         own_kh = self._store.take(("embedded rows", microbatch))
         outgoing = self._to_word_ranks(len(own_kh))
         sent_kh = own_kh.repeat(len(self._word_ranks), 1) if len(self._word_ranks) > 1 else own_kh
-        received_nh = self._shapes.rows(len(exchange.tokens_n) if self._has_words else 0)
+        received_kh = self._shapes.rows(sum(exchange.counts) if self._has_words else 0)
+        words_nh = self._shapes.rows(len(exchange.tokens_n) if self._has_words else 0)
 
         def communicate() -> None:
             incoming = exchange.counts if self._has_words else self._nothing()
-            self._communicator.exchange(received_nh, sent_kh, incoming, outgoing)
+            self._communicator.exchange(received_kh, sent_kh, incoming, outgoing)
+            if self._has_words:
+                exchange.assemble(received_kh, words_nh)
+                if self._groups.tensor is not None:
+                    dist.all_reduce(words_nh, group=self._groups.tensor)
 
         def complete() -> None:
-            words_nh = self._store.take(("exchange", microbatch)).assemble(received_nh)
             if self._holds_first:
                 self._store.put(("words", microbatch), words_nh)
             if self._holds_last and self._shapes.heads > 1:
@@ -185,27 +192,36 @@ class VocabularyCollectives:
 
     def _c0(self, microbatch: int, root: int) -> tuple[Action, Action]:
         """X, the output of the last virtual stage, in the model's dtype, to all ranks."""
+        shapes, whole = self._shapes, self._shapes.parts == 1
         if self._holds_last:
-            x_nh = self._store.take(("last output", microbatch))
+            own_nh = self._store.take(("last output", microbatch))
         else:
-            x_nh = self._shapes.rows(self._shapes.outputs)
-        return lambda: self._communicator.broadcast(x_nh, root), lambda: self._store.put(("x", microbatch), x_nh)
+            own_nh = shapes.rows(shapes.outputs // shapes.parts)
+        x_nh = own_nh if whole else shapes.rows(shapes.outputs)
+
+        def communicate() -> None:
+            self._communicator.broadcast(own_nh, root)
+            if not whole:
+                dist.all_gather_into_tensor(x_nh, own_nh, self._groups.tensor)
+
+        return communicate, lambda: self._store.put(("x", microbatch), x_nh)
 
     def _c1(self, microbatch: int, root: int) -> tuple[Action, Action]:
         """The packed statistics to all ranks; with vocab-2 then also the input gradient to the last virtual stage."""
         pending: PendingOutput = self._store.take(("pending", microbatch))
         statistics_3n = pending.statistics_3n
-        gathered_r3n = statistics_3n.new_empty((len(self._groups.members), *statistics_3n.shape))
+        gathered_r3n = statistics_3n.new_empty((self._groups.shard_count, *statistics_3n.shape))
         gradient_nh = None
         if self._reduces_in_c1:
-            gradient_nh = self._store.take(("unscaled gradient", microbatch))
+            part_nh = self._store.take(("unscaled gradient", microbatch))
+            reduce, gradient_nh = self._reduction_to_last_stage(part_nh, root)
 
         def communicate() -> None:
-            self._communicator.all_gather(gathered_r3n, statistics_3n)
+            self._groups.shards.all_gather(gathered_r3n, statistics_3n)
             if gradient_nh is not None:
                 total = fold(gathered_r3n)
-                self._layers.output.rescaled_input_gradient(gradient_nh, pending, total)
-                self._communicator.reduce(gradient_nh, root)
+                self._layers.output.rescaled_input_gradient(part_nh, pending, total)
+                reduce()
 
         def complete() -> None:
             uses = int(self._runs_loss) + int(self._gradients)
@@ -217,11 +233,8 @@ class VocabularyCollectives:
 
     def _c2(self, microbatch: int, root: int) -> tuple[Action, Action]:
         """vocab-1: the input gradient of T to the last virtual stage."""
-        gradient_nh = self._store.take(("gradient part", microbatch))
-        return (
-            lambda: self._communicator.reduce(gradient_nh, root),
-            lambda: self._store.put(("input gradient", microbatch), gradient_nh),
-        )
+        reduce, gradient_nh = self._reduction_to_last_stage(self._store.take(("gradient part", microbatch)), root)
+        return reduce, lambda: self._store.put(("input gradient", microbatch), gradient_nh)
 
     def _row_gradient(self, microbatch: int, root: int) -> tuple[Action, Action]:
         """g, one number a token, from the rank that runs the loss function to all others."""
@@ -244,7 +257,7 @@ class VocabularyCollectives:
         if self._holds_last and self._shapes.heads > 1:
             gradients_nh.append(self._store.take(("word gradient ahead", microbatch)))
         outgoing_nh = exchange.sort_by_owner(sum(gradients_nh)) if gradients_nh else self._shapes.rows(0)
-        own = exchange.counts[self._layers.embedding.index]
+        own = exchange.counts[self._groups.rank]
         received_kh = self._shapes.rows(len(self._word_ranks) * own)
 
         def communicate() -> None:
@@ -254,6 +267,25 @@ class VocabularyCollectives:
 
         parts = received_kh.view(len(self._word_ranks), own, self._shapes.hidden)
         return communicate, lambda: self._store.put(("row gradients", microbatch), parts)
+
+    def _reduction_to_last_stage(self, part_nh: torch.Tensor, root: int) -> tuple[Action, torch.Tensor]:
+        """The sum of all shards' parts of dX / g on the last virtual stage: what makes it, and where it arrives.
+
+        With sequence parallelism each tensor rank of the last stage gets the rows of its own tokens, and every stage
+        sums over its tensor ranks first, so that only those rows leave it.
+        """
+        shapes, tensor = self._shapes, self._groups.tensor
+        whole = shapes.parts == 1
+        sum_nh = part_nh if whole else shapes.rows(shapes.outputs // shapes.parts)
+
+        def communicate() -> None:
+            if not whole:
+                dist.reduce_scatter_tensor(sum_nh, part_nh, group=tensor)
+            self._communicator.reduce(sum_nh, root)
+            if whole and tensor is not None and self._holds_last:
+                dist.all_reduce(sum_nh, group=tensor)
+
+        return communicate, sum_nh
 
     def _nothing(self) -> list[int]:
         return [0] * len(self._groups.members)

@@ -1,7 +1,11 @@
-"""Process groups of one pipeline: one for the vocabulary collectives, one per directed edge and channel.
+"""Process groups of one pipeline: those of the vocabulary collectives, and one per directed edge and channel.
 
 A communicator carries one kind of traffic in one order, so that no two logical messages can be paired wrongly and
 none waits behind an unrelated one.
+
+With tensor parallelism a model replica is t pipelines of p ranks side by side, and the vocabulary is cut into p x t
+shards. What every rank needs whole (tokens, X, g) travels within each pipeline, statistics are gathered from all
+shards, and the partial sums of the t pipelines meet among the t ranks of a stage.
 """
 
 from __future__ import annotations
@@ -28,17 +32,33 @@ must leave them the multiprocessors. Not yet measured on a GPU."""
 class PipelineGroups:
     """The communicators of one pipeline, as seen from one of its ranks.
 
-    `members` are the global ranks in pipeline order, `rank` is this process's position among them.
+    `members` are the global ranks in pipeline order, `rank` is this process's position among them, and `tensor_rank`
+    that of the pipeline among the `tensor_size` pipelines of its replica. `vocabulary` joins the pipeline, `shards` all
+    ranks of the replica (pipeline rank major: the order of the vocabulary shards), `tensor` the ranks of a stage. With
+    one pipeline a replica the first two are one communicator, and `tensor` is None.
     """
 
     members: tuple[int, ...]
     rank: int
+    tensor_size: int
+    tensor_rank: int
     vocabulary: Communicator
+    shards: Communicator
+    tensor: dist.ProcessGroup | None
     edges: dict[Edge, dist.ProcessGroup]
+
+    @property
+    def shard_count(self) -> int:
+        """p x t."""
+        return len(self.members) * self.tensor_size
 
     @classmethod
     def create(
-        cls, pipelines: Sequence[Sequence[int]], edges: Iterable[Edge], timeout: timedelta | None = None
+        cls,
+        replicas: Sequence[Sequence[int]],
+        edges: Iterable[Edge],
+        timeout: timedelta | None = None,
+        tensor_size: int = 1,
     ) -> PipelineGroups:
         """Create the groups of every pipeline of the job, and keep those of this rank's; collective over all ranks.
 
@@ -46,25 +66,38 @@ class PipelineGroups:
         a rank that is no member that costs microseconds: nothing is communicated.
 
         Args:
-            pipelines: of each pipeline the global ranks in pipeline order; the same on all ranks.
-            edges: every directed edge that the schedules will use.
+            replicas: of each model replica the global ranks, pipeline rank major, tensor rank minor; the same on all
+                ranks.
+            edges: every directed edge between pipeline ranks that the schedules will use.
             timeout: of every operation; None keeps the backend's default.
+            tensor_size: t, pipelines side by side in a replica.
         """
         edges = sorted(edges)
         mine = None
-        for members in map(tuple, pipelines):
-            vocabulary = dist.new_group(list(members), timeout, pg_options=_vocabulary_options())
-            groups = {
-                (source, target, channel): dist.new_group(
-                    [members[source], members[target]], timeout, pg_options=_urgent_options()
-                )
-                for source, target, channel in edges
-            }
-            if dist.get_rank() in members:
-                rank = members.index(dist.get_rank())
-                own = {edge: group for edge, group in groups.items() if rank in edge[:2]}
-                mine = cls(members, rank, communicator(vocabulary), own)
-        assert mine is not None, f"rank {dist.get_rank()} is in none of the pipelines"
+
+        def collective(ranks: Sequence[int]) -> dist.ProcessGroup:
+            return dist.new_group(list(ranks), timeout, pg_options=_vocabulary_options())
+
+        for replica in map(tuple, replicas):
+            several = tensor_size > 1
+            whole = collective(replica)
+            stages = [replica[first : first + tensor_size] for first in range(0, len(replica), tensor_size)]
+            tensor = [collective(stage) if several else None for stage in stages]
+            for tensor_rank, members in enumerate(zip(*stages, strict=True)):
+                pipeline = collective(members) if several else whole
+                groups = {
+                    (source, target, channel): dist.new_group(
+                        [members[source], members[target]], timeout, pg_options=_urgent_options()
+                    )
+                    for source, target, channel in edges
+                }
+                if dist.get_rank() in members:
+                    rank = members.index(dist.get_rank())
+                    vocabulary = communicator(pipeline)
+                    shards = communicator(whole) if several else vocabulary
+                    own = {edge: group for edge, group in groups.items() if rank in edge[:2]}
+                    mine = cls(members, rank, tensor_size, tensor_rank, vocabulary, shards, tensor[rank], own)
+        assert mine is not None, f"rank {dist.get_rank()} is in none of the replicas"
         return mine
 
 

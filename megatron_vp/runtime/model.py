@@ -14,6 +14,8 @@ class Shapes:
 
     heads: the last stage puts out this many states a token, head after head: one for the next token, and one for each
         further token that multi-token prediction looks ahead.
+    parts, part: sequence parallelism cuts the activations between chunks along s, in how many parts; which is this
+        rank's.
     """
 
     sequence: int
@@ -22,6 +24,8 @@ class Shapes:
     dtype: torch.dtype
     device: torch.device
     heads: int = field(default=1, kw_only=True)
+    parts: int = field(default=1, kw_only=True)
+    part: int = field(default=0, kw_only=True)
 
     @property
     def tokens(self) -> int:
@@ -33,9 +37,16 @@ class Shapes:
         """Rows of the last stage's output: n for each head."""
         return self.heads * self.tokens
 
+    @property
+    def own_outputs(self) -> slice:
+        """The rows of the last stage's output that this rank holds where it is on that stage."""
+        size = self.outputs // self.parts
+        return slice(self.part * size, (self.part + 1) * size)
+
     def activation(self) -> torch.Tensor:
-        """An empty activation [s, b, h] in the model's dtype."""
-        return torch.empty(self.sequence, self.batch, self.hidden, dtype=self.dtype, device=self.device)
+        """An empty activation [s / parts, b, h] in the model's dtype."""
+        sequence = self.sequence // self.parts
+        return torch.empty(sequence, self.batch, self.hidden, dtype=self.dtype, device=self.device)
 
     def rows(self, count: int) -> torch.Tensor:
         """`count` empty rows [count, h] in the model's dtype."""
@@ -64,7 +75,10 @@ class Model(Protocol):
         """Labels of a microbatch, int64 [b, s]; asked on the last pipeline rank only."""
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
-        """Everything between the word embedding and the first layer: [b, s, h] to [s, b, h]. Virtual stage 0 only."""
+        """Everything between the word embedding and the first layer: [b, s, h] to [s / parts, b, h].
+
+        Virtual stage 0 only.
+        """
 
     def receive_words(self, words_rh: torch.Tensor) -> None:
         """The words that the heads beyond the first look up in the next `forward` of the last virtual stage.

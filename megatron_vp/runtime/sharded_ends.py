@@ -70,13 +70,14 @@ class ShardedEnds:
             self._model.receive_words(ahead)
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:
-        """X [n, h], for the S of all ranks."""
-        self._store.put(("last output", microbatch), output.view(self._shapes.outputs, -1))
+        """X [n, h], for the S of all ranks; with sequence parallelism this rank's rows."""
+        self._store.put(("last output", microbatch), output.view(-1, self._shapes.hidden))
 
     def last_gradient(self, microbatch: int) -> torch.Tensor:
-        """dX [s, b, h]: the reduced part of all ranks, which commutes with g, times g."""
+        """dX [s / parts, b, h]: the reduced part of all ranks, which commutes with g, times g."""
         unweighted_nh = self._store.take(("input gradient", microbatch))
-        weighted_nh = unweighted_nh * self._store.take(("row gradient", microbatch))[:, None]
+        row_gradient_n = self._store.take(("row gradient", microbatch))[self._shapes.own_outputs]
+        weighted_nh = unweighted_nh * row_gradient_n[:, None]
         return weighted_nh.to(unweighted_nh.dtype).view(-1, self._shapes.batch, self._shapes.hidden)
 
     def finish_last(self, microbatch: int) -> None:

@@ -20,39 +20,49 @@ from megatron_vp.vocab.shards import VocabShards
 class RowExchange:
     """Who owns which position of a microbatch's flattened tokens [n].
 
+    With tensor parallelism an exchange concerns one of the t pipelines side by side: the positions that shards of its
+    ranks own, those with index = pipeline rank x t + tensor rank.
+
     The object is made first and filled later, by `plan`, which may run on another stream: its buffers belong to the
     stream that made it, and nothing in `plan` waits for the device.
 
     Args:
         tokens_n: int64 token ids; may still be on their way until `plan` runs.
-        shards: the cut of the vocabulary.
+        shards: the cut of the vocabulary, in p x t.
+        tensor_size, tensor_rank: t, and which of the t pipelines.
     """
 
-    def __init__(self, tokens_n: torch.Tensor, shards: VocabShards) -> None:
+    def __init__(self, tokens_n: torch.Tensor, shards: VocabShards, tensor_size: int = 1, tensor_rank: int = 0) -> None:
         self.tokens_n = tokens_n
         self.shards = shards
+        self._tensor_size = tensor_size
+        self._tensor_rank = tensor_rank
+        self._ranks = shards.count // tensor_size
         self.order_n = torch.empty_like(tokens_n)
-        """Positions sorted by owner, in ascending position within an owner: the layout of the [n, h] buffer that
-        stage 0 receives and of the gradients that it sends."""
-        self._counts = torch.empty(shards.count + 1, dtype=torch.int64, pin_memory=tokens_n.is_cuda)
+        """Positions sorted by owner, in ascending position within an owner, those of other pipelines last: the first k
+        are the layout of the [k, h] buffer that stage 0 receives and of the gradients that it sends."""
+        self._counts = torch.empty(self._ranks + 2, dtype=torch.int64, pin_memory=tokens_n.is_cuda)
 
     def plan(self) -> None:
         """Find the owners; asynchronous on a GPU."""
         outside_n = (self.tokens_n < 0) | (self.tokens_n >= self.shards.vocab_size)
-        owner_n = torch.where(outside_n, self.shards.count, self.shards.owner(self.tokens_n))
+        shard_n = self.shards.owner(self.tokens_n)
+        rank_n = torch.div(shard_n, self._tensor_size, rounding_mode="floor")
+        owner_n = torch.where(shard_n % self._tensor_size == self._tensor_rank, rank_n, self._ranks)
+        owner_n = torch.where(outside_n, self._ranks + 1, owner_n)
         sorted_n, order_n = owner_n.sort(stable=True)
         self.order_n.copy_(order_n)
-        owners = torch.arange(self.shards.count + 2, device=sorted_n.device)
+        owners = torch.arange(self._ranks + 3, device=sorted_n.device)
         self._counts.copy_(torch.searchsorted(sorted_n, owners).diff(), non_blocking=True)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many positions every shard owns; to be asked when `plan` is known to be finished.
+        """How many positions every pipeline rank owns; to be asked when `plan` is known to be finished.
 
         Raises:
             UserError: a token id outside the vocabulary, which no shard owns.
         """
-        *counts, outside = self._counts.tolist()
+        *counts, _, outside = self._counts.tolist()
         if outside:
             token = self.tokens_n[self.order_n[-1]].item()
             raise UserError(
@@ -62,17 +72,20 @@ class RowExchange:
         return tuple(counts)
 
     def owned_by(self, index: int) -> torch.Tensor:
-        """Token ids that shard `index` owns, in the order in which its rows travel, [counts[index]]."""
-        first = sum(self.counts[:index])
-        return self.tokens_n[self.order_n[first : first + self.counts[index]]]
+        """Token ids that shard `index` of this pipeline owns, in the order in which its rows travel."""
+        rank = index // self._tensor_size
+        first = sum(self.counts[:rank])
+        return self.tokens_n[self.order_n[first : first + self.counts[rank]]]
 
-    def assemble(self, rows_nh: torch.Tensor) -> torch.Tensor:
-        """Put rows sorted by owner [n, h] back into token order [n, h]."""
-        return torch.empty_like(rows_nh).index_copy_(0, self.order_n, rows_nh)
+    def assemble(self, rows_kh: torch.Tensor, words_nh: torch.Tensor) -> None:
+        """Put rows sorted by owner [k, h] into token order, [n, h]; zero where another pipeline's shard owns a word."""
+        if len(rows_kh) < len(words_nh):
+            words_nh.zero_()
+        words_nh.index_copy_(0, self.order_n[: len(rows_kh)], rows_kh)
 
     def sort_by_owner(self, rows_nh: torch.Tensor) -> torch.Tensor:
-        """The inverse of `assemble`."""
-        return rows_nh.index_select(0, self.order_n)
+        """The inverse of `assemble`: the owned rows [k, h] of [n, h]."""
+        return rows_nh.index_select(0, self.order_n[: sum(self.counts)])
 
 
 class EmbeddingLayer(nn.Module):
@@ -86,12 +99,12 @@ class EmbeddingLayer(nn.Module):
 
     @torch.no_grad()
     def forward(self, exchange: RowExchange) -> torch.Tensor:
-        """Pass IF: the rows that this shard owns of a microbatch, [counts[index], h] in the model's dtype."""
+        """Pass IF: the rows that this shard owns of a microbatch, [k, h] in the model's dtype."""
         return self.weight.index_select(0, self._rows(exchange))
 
     @torch.no_grad()
     def backward_pass(self, exchange: RowExchange, gradient_kh: torch.Tensor) -> None:
-        """Pass IB: add the gradients of the owned rows [counts[index], h] to `weight.main_grad`, deterministically."""
+        """Pass IB: add the gradients of the owned rows [k, h] to `weight.main_grad`, deterministically."""
         rows_k = self._rows(exchange)
         operations_for(gradient_kh).add_rows_(self.weight.main_grad, rows_k, gradient_kh, None)
 

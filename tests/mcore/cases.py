@@ -38,6 +38,11 @@ class Case:
     bound: float = FP32
 
     @property
+    def replicas(self) -> int:
+        """Data-parallel size."""
+        return self.ranks // (self.size * int(self.options.get("tensor_model_parallel_size", 1)))
+
+    @property
     def precision(self) -> str | None:
         """`bf16`, `fp16`, or None for fp32."""
         return next((name for name in ("bf16", "fp16") if self.options.get(name)), None)
@@ -56,6 +61,8 @@ LLAMA = {
     "disable_bias_linear": True,
 }
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+TENSOR = {"tensor_model_parallel_size": 2}
+SEQUENCE = {**TENSOR, "sequence_parallel": True}
 MUP = {"use_mup": True, "mup_base_hidden_size": 32, "mup_output_mult": 0.3, "mup_embedding_mult": 2.0}
 AHEAD = {"mtp_num_layers": 2, "position_embedding_type": "rope"}
 HYBRID = {
@@ -75,6 +82,28 @@ CASES = (
     Case("the same, not aligned between ranks", {**BOTH, "no_align_grad_reduce": True}, ranks=4),
     Case("everything overlapped, bf16, tied", {**BOTH, **TIED, "bf16": True}, ranks=4),
     Case("loss averaged over tokens", {"calculate_per_token_loss": True}, ranks=4),
+    Case("tensor parallelism", TENSOR, (*EVERY_SHAPE, "1f1b/vocab-1", "v-half/vocab-1"), ranks=4),
+    Case("tensor parallelism, tied", {**TENSOR, **TIED}, ranks=4, slow=True),
+    Case(
+        "tensor and sequence parallelism",
+        {**SEQUENCE, "position_embedding_type": "rope"},
+        ("v-half/vocab-2", "interleaved/vocab-1", "1f1b/vocab-2", "1f1b/vocab-1"),
+        ranks=4,
+    ),
+    Case("tensor and sequence parallelism, learned positions, tied", {**SEQUENCE, **TIED}, ranks=4, slow=True),
+    Case(
+        "tensor and sequence parallelism, distributed optimizer, everything overlapped",
+        {**SEQUENCE, **BOTH},
+        EVERY_SHAPE,
+        ranks=8,
+        slow=True,
+    ),
+    Case(
+        "tensor parallelism, multi-token prediction",
+        {**TENSOR, "mtp_num_layers": 1, "position_embedding_type": "rope"},
+        ranks=4,
+        slow=True,
+    ),
     Case("full recomputation", FULL_RECOMPUTE, EVERY_SHAPE),
     Case("Llama-like: RMSNorm, SwiGLU, grouped queries, rotary positions, no biases", LLAMA),
     Case("uneven layers", {"decoder_last_pipeline_num_layers": 1}),

@@ -28,7 +28,7 @@ def _run(case: Case, **changes: object) -> Run:
         "make_vocab_size_divisible_by": 4,
         "lr": 1e-5,
         "train_iters": 4,
-        "global_batch_size": 12 * (case.ranks // case.size),
+        "global_batch_size": 12 * case.replicas,
         "pipeline_model_parallel_size": case.size,
         "eval_iters": 1,
         "eval_interval": 2,

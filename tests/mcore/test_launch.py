@@ -26,7 +26,10 @@ VP = {**TWO_STAGES, "vocab_parallel": True}
 
 REFUSED = [
     ({"pipeline_model_parallel_size": 1, "vocab_parallel": True}, "one pipeline stage"),
-    ({**VP, "tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2 is not supported yet"),
+    (
+        {**VP, "mtp_num_layers": 1, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "--mtp-num-layers and --sequence-parallel is not supported yet",
+    ),
     ({**VP, "num_layers_per_virtual_pipeline_stage": 1}, "virtual pipeline stages"),
     ({**VP, "context_parallel_size": 2}, "--context-parallel-size 2"),
     ({**VP, **AHEAD, "pipeline_model_parallel_layout": "Ettm|ttL"}, "with every m in its last segment"),

@@ -10,14 +10,14 @@ from megatron_vp.vocab.shards import VocabShards
 HIDDEN = 4
 
 
-def _planned(tokens, shards):
-    exchange = RowExchange(tokens, shards)
+def _planned(tokens, shards, *pipeline):
+    exchange = RowExchange(tokens, shards, *pipeline)
     exchange.plan()
     return exchange
 
 
-@pytest.mark.parametrize(("vocab", "count"), [(50, 3), (9, 4), (5, 4), (64, 8)])
-def test_rows_arrive_in_token_order_and_gradients_return_to_their_owners(vocab, count):
+@pytest.mark.parametrize(("vocab", "ranks", "pipelines"), [(50, 3, 1), (9, 4, 1), (5, 4, 1), (64, 8, 1), (50, 3, 2)])
+def test_rows_arrive_in_token_order_and_gradients_return_to_their_owners(vocab, ranks, pipelines):
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(vocab, HIDDEN, generator=generator, dtype=torch.float64, requires_grad=True)
     tokens = torch.randint(vocab, (70,), generator=generator)  # with repetitions
@@ -25,21 +25,24 @@ def test_rows_arrive_in_token_order_and_gradients_return_to_their_owners(vocab, 
     expected = torch.nn.functional.embedding(tokens, table)
     expected.backward(gradient)
 
-    shards = VocabShards(vocab, count)
-    exchange = _planned(tokens, shards)
+    shards = VocabShards(vocab, ranks * pipelines)
     layers = []
-    for index in range(count):
+    for index in range(shards.count):
         weight = torch.nn.Parameter(table[shards.start(index) : shards.start(index + 1)].detach().clone())
         weight.main_grad = torch.zeros_like(weight)
         layers.append(EmbeddingLayer(weight, shards, index))
 
-    sent = [layer(exchange) for layer in layers]
-    assert [len(rows) for rows in sent] == list(exchange.counts)
-    assert torch.equal(exchange.assemble(torch.cat(sent)), expected)
-
-    returned = exchange.sort_by_owner(gradient).split(exchange.counts)
-    for layer, rows in zip(layers, returned, strict=True):
-        layer.backward_pass(exchange, rows)
+    total = torch.zeros_like(expected)
+    for pipeline in range(pipelines):
+        exchange, own = _planned(tokens, shards, pipelines, pipeline), layers[pipeline::pipelines]
+        sent = [layer(exchange) for layer in own]
+        assert [len(rows) for rows in sent] == list(exchange.counts)
+        words = torch.full_like(expected, torch.nan)
+        exchange.assemble(torch.cat(sent), words)
+        total += words
+        for layer, rows in zip(own, exchange.sort_by_owner(gradient).split(exchange.counts), strict=True):
+            layer.backward_pass(exchange, rows)
+    assert torch.equal(total, expected)
     torch.testing.assert_close(torch.cat([layer.weight.main_grad for layer in layers]), table.grad)
 
 
