@@ -38,12 +38,7 @@ def test_every_model_is_listed():
 @pytest.mark.parametrize("methods", [[], ["vocab-2"]], ids=["plain", "vocab-2"])
 def test_model_is_accepted(name, methods):
     ranks = PAPER[name][0] if name in PAPER else RANKS[name]
-    try:
-        args = validated(MODELS[name], *(METHODS[method] for method in methods), ranks=ranks)
-    except UserError as error:
-        if "--tensor-model-parallel-size 8 is not supported yet" in str(error):
-            pytest.skip(str(error))
-        raise
+    args = validated(MODELS[name], *(METHODS[method] for method in methods), ranks=ranks)
     assert args.data_parallel_size == 1
     assert args.vocab_parallel == bool(methods)
     assert args.save == args.load
