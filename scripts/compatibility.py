@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_vp.mcore.arguments import REFUSALS  # noqa: E402
+from megatron_vp.mcore.refusals import REFUSALS  # noqa: E402
 from tests.mcore.cases import CASES, NOT_YET, PROOFS, Case  # noqa: E402
 
 PAGE = ROOT / "docs" / "compatibility.md"

@@ -26,7 +26,7 @@ from megatron.training.models.hybrid import HybridModelBuilder
 from torch import nn
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.arguments import V_SHAPED_SCHEDULES
+from megatron_vp.mcore.choices import V_SHAPED_SCHEDULES
 from megatron_vp.mcore.multi_token import follow_decoder
 from megatron_vp.runtime.collectives import VocabularyLayers
 from megatron_vp.runtime.groups import Edge, PipelineGroups, pipeline_device

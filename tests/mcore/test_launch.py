@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from megatron_vp.cli import run as run_command
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import launch
-from megatron_vp.mcore.arguments import REFUSALS
+from megatron_vp.mcore.refusals import REFUSALS
 from tests.harness import run_ranks
 from tests.harness.training import tiny_model
 

@@ -1,0 +1,269 @@
+"""What is refused: every combination that cannot work, or that no test stands behind, as a table."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.choices import SPLIT_SCHEDULES, V_SHAPED_SCHEDULES, replaces_schedule
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A combination that cannot work: `applies(args)`, and the line that says what, why and what works instead."""
+
+    applies: Callable[[argparse.Namespace], Any]
+    message: str
+
+
+def _keeps_layers(a: argparse.Namespace) -> bool:
+    """A schedule of ours with Megatron's own vocabulary layers."""
+    return replaces_schedule(a) and not a.vocab_parallel
+
+
+def _evenly_cut(a: argparse.Namespace) -> bool:
+    """Megatron gives every chunk the same number of layers."""
+    placed = (
+        a.pipeline_model_parallel_layout,
+        a.hybrid_layer_pattern,
+        a.decoder_first_pipeline_num_layers,
+        a.decoder_last_pipeline_num_layers,
+        a.account_for_embedding_in_pipeline_split or None,
+        a.account_for_loss_in_pipeline_split or None,
+    )
+    return all(value is None for value in placed)
+
+
+# What Megatron's own schedule runs and ours without --vocab-parallel does not.
+_WITH_WHOLE_LAYERS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "--tensor-model-parallel-size {tensor_model_parallel_size}": lambda a: a.tensor_model_parallel_size > 1,
+    "--context-parallel-size {context_parallel_size}": lambda a: a.context_parallel_size > 1,
+    "--mtp-num-layers": lambda a: a.mtp_num_layers,
+    "--num-experts": lambda a: a.num_experts,
+    "FSDP": lambda a: a.use_megatron_fsdp or a.use_torch_fsdp2,
+    "--cuda-graph-impl {cuda_graph_impl}": lambda a: a.cuda_graph_impl != "none",
+    "--overlap-moe-expert-parallel-comm": lambda a: a.overlap_moe_expert_parallel_comm,
+    "--delay-wgrad-compute": lambda a: a.delay_wgrad_compute,
+    "--defer-embedding-wgrad-compute": lambda a: a.defer_embedding_wgrad_compute,
+    "packed sequences (--sft, --dataloader-inter-document-masking)": lambda a: (
+        a.sft or a.dataloader_inter_document_masking
+    ),
+    "--perform-rl-step": lambda a: a.perform_rl_step,
+    "--logits-save-dir or --logits-load-dir": lambda a: a.logits_save_dir or a.logits_load_dir,
+    "--fp32-residual-connection": lambda a: a.fp32_residual_connection,
+    "fp8 or fp4": lambda a: a.fp8 or a.fp4,
+}
+
+# The order is the order of the checks; {names} are filled from the arguments.
+REFUSALS = (
+    Refusal(
+        lambda a: a.pipeline_schedule == "interlaced" and not a.vocab_parallel,
+        "--pipeline-schedule interlaced without --vocab-parallel has no vocabulary passes to interlace: use it with "
+        "--vocab-parallel, or use 1f1b",
+    ),
+    Refusal(
+        lambda a: _keeps_layers(a) and a.pipeline_model_parallel_size < 2,
+        "--pipeline-schedule {pipeline_schedule} with one pipeline stage has nothing to order: use "
+        "--pipeline-model-parallel-size 2 or more, or leave --pipeline-schedule out",
+    ),
+    Refusal(
+        lambda a: (
+            _keeps_layers(a) and a.pipeline_schedule in V_SHAPED_SCHEDULES and not a.untie_embeddings_and_output_weights
+        ),
+        "--pipeline-schedule {pipeline_schedule} with tied embeddings and without --vocab-parallel is not supported: "
+        "the weight would belong to both chunks of the first rank; add --vocab-parallel or "
+        "--untie-embeddings-and-output-weights, or use zb-h1",
+    ),
+    *(
+        Refusal(
+            lambda a, asks=asks: _keeps_layers(a) and asks(a),
+            f"--pipeline-schedule {{pipeline_schedule}} without --vocab-parallel is not supported with {option}: leave "
+            "one of them out (1f1b is Megatron's own schedule)",
+        )
+        for option, asks in _WITH_WHOLE_LAYERS.items()
+    ),
+    Refusal(
+        lambda a: a.pipeline_schedule in SPLIT_SCHEDULES and a.transformer_impl != "local",
+        "--pipeline-schedule {pipeline_schedule} with --transformer-impl {transformer_impl} is not supported yet: "
+        "weight gradients are split off Megatron's local layers only; add --transformer-impl local, or use 1f1b",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.pipeline_model_parallel_size < 2,
+        "--vocab-parallel with one pipeline stage has nothing to split: use --pipeline-model-parallel-size 2 or more, "
+        "or leave --vocab-parallel out",
+    ),
+    Refusal(
+        lambda a: (
+            replaces_schedule(a)
+            and a.virtual_pipeline_model_parallel_size is not None
+            and a.pipeline_schedule not in ("interleaved", *V_SHAPED_SCHEDULES)
+        ),
+        "--pipeline-schedule {pipeline_schedule} has one chunk a rank: use --pipeline-schedule interleaved for virtual "
+        "pipeline stages, or leave them out (--num-layers-per-virtual-pipeline-stage, "
+        "--num-virtual-stages-per-pipeline-rank, layouts with more segments than ranks)",
+    ),
+    Refusal(
+        lambda a: a.pipeline_schedule == "interleaved" and (a.virtual_pipeline_model_parallel_size or 1) < 2,
+        "--pipeline-schedule interleaved needs several chunks: use it with --num-virtual-stages-per-pipeline-rank 2, "
+        "or with a hybrid model whose --hybrid-layer-pattern has two or more segments a rank",
+    ),
+    Refusal(
+        lambda a: (
+            replaces_schedule(a)
+            and _evenly_cut(a)
+            and a.num_layers % (a.pipeline_model_parallel_size * (a.virtual_pipeline_model_parallel_size or 1))
+        ),
+        "--num-layers {num_layers} cannot be cut evenly for --pipeline-model-parallel-size "
+        "{pipeline_model_parallel_size} with {virtual_pipeline_model_parallel_size} chunks a rank: use a multiple of "
+        "their product, or say with --pipeline-model-parallel-layout which stage holds what",
+    ),
+    Refusal(
+        lambda a: a.pipeline_schedule in V_SHAPED_SCHEDULES and a.virtual_pipeline_model_parallel_size != 2,
+        "--pipeline-schedule {pipeline_schedule} has two chunks a rank: leave --pipeline-model-parallel-layout out, or "
+        "give it (of a hybrid model, --hybrid-layer-pattern) two segments a rank",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.context_parallel_size > 1,
+        "--vocab-parallel with --context-parallel-size {context_parallel_size} is not supported: the vocabulary passes "
+        "take whole sequences; use --context-parallel-size 1",
+    ),
+    Refusal(
+        lambda a: a.mtp_num_layers and a.hybrid_layer_pattern and a.pipeline_schedule in V_SHAPED_SCHEDULES,
+        "--pipeline-schedule {pipeline_schedule} with a hybrid model of several heads is not supported: Megatron "
+        "builds the heads on the last rank, a V ends on the first; use 1f1b, interleaved, zb-h1 or interlaced",
+    ),
+    Refusal(
+        lambda a: (
+            a.vocab_parallel
+            and a.mtp_num_layers
+            and "m" in (a.pipeline_model_parallel_layout or "").lower().rpartition("|")[0]
+        ),
+        "--vocab-parallel with --mtp-num-layers needs the heads' layers on the last stage: use a "
+        "--pipeline-model-parallel-layout with every m in its last segment, or leave it out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.mtp_num_layers and a.sequence_parallel,
+        "--vocab-parallel with --mtp-num-layers and --sequence-parallel is not supported yet: each head's states "
+        "are cut apart; leave --sequence-parallel out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.mtp_num_layers and a.mtp_detach_heads,
+        "--vocab-parallel with --mtp-detach-heads is not supported: all heads train the output layer; leave it out",
+    ),
+    Refusal(
+        lambda a: a.mtp_num_layers and a.vocab_label_smoothing,
+        "--vocab-label-smoothing with --mtp-num-layers is not supported: accepted predictions are counted from the "
+        "target's logit alone; leave one of them out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.num_experts,
+        "--vocab-parallel with --num-experts is not tested: use a dense model, or leave --vocab-parallel out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and (a.use_megatron_fsdp or a.use_torch_fsdp2),
+        "--vocab-parallel with FSDP is not supported: vocabulary gradients go to the buffers of Megatron's own data "
+        "parallelism; use --use-distributed-optimizer instead",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.cuda_graph_impl != "none",
+        "--vocab-parallel with --cuda-graph-impl {cuda_graph_impl} is not supported: the schedule interleaves streams "
+        "that no graph records; use --cuda-graph-impl none",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.overlap_moe_expert_parallel_comm,
+        "--vocab-parallel with --overlap-moe-expert-parallel-comm is not supported: both replace the pipeline "
+        "schedule; leave one of them out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.delay_wgrad_compute,
+        "--vocab-parallel with --delay-wgrad-compute is not supported: the schedule decides when weight gradients run; "
+        "leave --delay-wgrad-compute out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.defer_embedding_wgrad_compute,
+        "--vocab-parallel with --defer-embedding-wgrad-compute is not supported: the output layer's weight gradient is "
+        "already a pass of its own; leave --defer-embedding-wgrad-compute out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.init_model_with_meta_device,
+        "--vocab-parallel with --init-model-with-meta-device is not supported: the vocabulary shards are cut from real "
+        "weights; leave --init-model-with-meta-device out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and (a.sft or a.dataloader_inter_document_masking),
+        "--vocab-parallel with packed sequences (--sft, --dataloader-inter-document-masking) is not supported: every "
+        "microbatch must have the same shape; leave these options out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.perform_rl_step,
+        "--vocab-parallel with --perform-rl-step is not supported: it is for pretraining; leave --vocab-parallel out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and (a.logits_save_dir or a.logits_load_dir),
+        "--vocab-parallel with --logits-save-dir or --logits-load-dir is not supported: no rank holds whole logits; "
+        "leave --vocab-parallel out for distillation",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.fp16_lm_cross_entropy,
+        "--vocab-parallel with --fp16-lm-cross-entropy is not supported: softmax statistics are kept in fp32; leave "
+        "--fp16-lm-cross-entropy out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.fp32_residual_connection,
+        "--vocab-parallel with --fp32-residual-connection is not supported: the last stage's output travels in the "
+        "model's dtype; leave --fp32-residual-connection out",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and (a.fp8 or a.fp4),
+        "--vocab-parallel with fp8 or fp4 is not tested: use --bf16",
+    ),
+    Refusal(
+        lambda a: (a.vocab_label_smoothing or a.vocab_z_loss) and not a.vocab_parallel,
+        "--vocab-label-smoothing and --vocab-z-loss need --vocab-parallel: Megatron's own loss has neither; add "
+        "--vocab-parallel with --pipeline-model-parallel-size 2 or more, or leave them out",
+    ),
+    Refusal(
+        lambda a: not 0 <= a.vocab_label_smoothing < 1,
+        "--vocab-label-smoothing {vocab_label_smoothing} is not in [0, 1): use the probability that the other tokens "
+        "share, 0.1 for example",
+    ),
+    Refusal(
+        lambda a: not 0 <= a.vocab_z_loss < math.inf,
+        "--vocab-z-loss {vocab_z_loss} is no coefficient: use a small positive number, 1e-4 for example",
+    ),
+    Refusal(
+        lambda a: a.vocab_parallel and a.optimizer not in ("adam", "sgd"),
+        "--vocab-parallel with --optimizer {optimizer} is not tested on vocabulary shards: use --optimizer adam",
+    ),
+    Refusal(
+        lambda a: a.core_attention == "sdpa" and a.transformer_impl != "local",
+        "--core-attention sdpa with --transformer-impl {transformer_impl} has no effect: Transformer Engine's layers "
+        "have an attention of their own; leave one of them out",
+    ),
+    Refusal(
+        lambda a: a.core_attention == "sdpa" and a.reset_attention_mask,
+        "--core-attention sdpa with --reset-attention-mask is not supported: the fused kernel knows no document "
+        "boundaries; use --core-attention megatron",
+    ),
+    Refusal(
+        lambda a: a.pipeline_trace and not replaces_schedule(a),
+        "--pipeline-trace without --vocab-parallel or --pipeline-schedule is not supported: Megatron's own schedule is "
+        "not recorded; add one of them, or use --rank-report for each rank's pass times",
+    ),
+    Refusal(
+        lambda a: a.pipeline_trace and a.rank_report and Path(a.pipeline_trace) == Path(a.rank_report),
+        "--pipeline-trace and --rank-report both write rank_N.json to {rank_report}: use a folder of its own for each",
+    ),
+)
+
+
+def refuse(args: argparse.Namespace) -> None:
+    """Raise UserError for the first combination in REFUSALS that `args` (validated by Megatron) asks for."""
+    for refusal in REFUSALS:
+        if refusal.applies(args):
+            raise UserError(refusal.message.format_map(vars(args)))
