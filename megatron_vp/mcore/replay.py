@@ -1,4 +1,4 @@
-"""One rank of a large job, run alone against a process group without peers (rung 3 of docs/architecture.md).
+"""One rank of a large job, run alone against a process group without peers.
 
 The rank builds its real part of the model and runs its real program: every pass, in the order of the schedule, on the
 job's shapes. Communication returns at once; what a peer would have sent is made up. Times and memory of the passes are
