@@ -74,12 +74,12 @@ HYBRID = {
 GROUPS = {"decoupled_lr": 1e-4, "weight_decay": 10}
 
 CASES = (
-    Case("data parallelism", ranks=4),
-    Case("overlapped gradient reduction", OVERLAPPED, ranks=4),
+    Case("data parallelism", ranks=4, slow=True),
+    Case("overlapped gradient reduction", OVERLAPPED, ranks=4, slow=True),
     Case("distributed optimizer", DISTRIBUTED, ranks=4, slow=True),
     Case("distributed optimizer, everything overlapped", BOTH, EVERY_SHAPE + WHOLE_LAYERS, ranks=4),
     Case("everything overlapped, tied, several chunks", {**BOTH, **TIED}, ("v-half/vocab-2", "zb-h1/none"), ranks=4),
-    Case("the same, not aligned between ranks", {**BOTH, "no_align_grad_reduce": True}, ranks=4),
+    Case("the same, not aligned between ranks", {**BOTH, "no_align_grad_reduce": True}, ranks=4, slow=True),
     Case("everything overlapped, bf16, tied", {**BOTH, **TIED, "bf16": True}, ranks=4),
     Case("loss averaged over tokens", {"calculate_per_token_loss": True}, ranks=4),
     Case("tensor parallelism", TENSOR, (*EVERY_SHAPE, "1f1b/vocab-1", "v-half/vocab-1"), ranks=4),
