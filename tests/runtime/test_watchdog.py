@@ -17,8 +17,11 @@ progress = Progress((4, 5, 6), 1)
 progress.iteration = 3
 progress.instruction = Wait(Message(Channel.GRADIENT, 7, 2, 1, 2, 1))
 Watchdog(progress, 100, {limit}).start()
+mutex = ctypes.create_string_buffer(64)
+libc = ctypes.CDLL(None)
+libc.pthread_mutex_lock(mutex)
 print("waiting", flush=True)
-ctypes.CDLL(None).sleep(60)
+libc.pthread_mutex_lock(mutex)  # for ever, and no signal interrupts it
 """
 
 
