@@ -1,14 +1,15 @@
 """`--rank-report DIR`: what each rank held and how long it computed, for plain Megatron and for our schedules alike.
 
 Every rank writes DIR/rank_<pipeline rank>.json after every iteration of training. Times are those of the rank's own
-passes: device time between CUDA events, or CPU time of the computing thread, which does not count waiting for a core.
+passes in the last KEPT iterations: device time between CUDA events, or CPU time of the computing thread, which does not
+count waiting for a core. Peaks are those of the whole run.
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,16 @@ from megatron_vp.runtime.store import Occupancy
 from megatron_vp.schedule.instructions import Run
 from megatron_vp.schedule.passes import PassKind
 
+KEPT = 200
+"""Iterations whose times a report holds: a long run's report neither grows nor takes longer to write."""
+
 
 class RankReport:
     """Sums up the training iterations of this rank."""
 
     def __init__(self) -> None:
-        self._pass_milliseconds: list[dict[str, float]] = []
-        self._iteration_milliseconds: list[float] = []
-        self._microbatches = 0
-        self._parameters: list[torch.nn.Parameter] = []
+        self._pass_milliseconds: deque[dict[str, float]] = deque(maxlen=KEPT)
+        self._iteration_milliseconds: deque[float] = deque(maxlen=KEPT)
         self._allocated = self._peak_allocated = 0
         self._peak_in_flight = 0.0
         self._peak_between_s_and_t = 0
@@ -53,52 +55,55 @@ class RankReport:
                 case PassKind() as kind:
                     milliseconds[kind] += span.computed
         self._pass_milliseconds.append(milliseconds)
-        chunks = model if isinstance(model, list) else [model]
-        self._microbatches = microbatches
-        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         if pipeline_device().type == "cuda":
             self._peak_allocated = max(self._peak_allocated, torch.cuda.max_memory_allocated())
-        self._write()
+        chunks = model if isinstance(model, list) else [model]
+        self._write([parameter for chunk in chunks for parameter in chunk.parameters()], microbatches)
 
     def held(self, in_flight: float, between_s_and_t: int = 0) -> None:
         """Note the peaks counted so far."""
         self._peak_in_flight = max(self._peak_in_flight, in_flight)
         self._peak_between_s_and_t = max(self._peak_between_s_and_t, between_s_and_t)
 
-    def _write(self) -> None:
+    def _write(self, parameters: Sequence[torch.nn.Parameter], microbatches: int) -> None:
         rank = parallel_state.get_pipeline_model_parallel_rank()
         path = Path(get_args().rank_report) / f"rank_{rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
             "pipeline_rank": rank,
-            "parameters": sum(parameter.numel() for parameter in self._parameters),
-            "microbatches": self._microbatches,
+            "parameters": sum(parameter.numel() for parameter in parameters),
+            "microbatches": microbatches,
             "peak_microbatches_in_flight": self._peak_in_flight,
             "peak_microbatches_between_s_and_t": self._peak_between_s_and_t,
             "iterations": len(self._iteration_milliseconds),
-            "iteration_milliseconds": self._iteration_milliseconds,
+            "iteration_milliseconds": list(self._iteration_milliseconds),
             "pass_milliseconds": _sums(self._pass_milliseconds),
-            "pass_milliseconds_by_iteration": self._pass_milliseconds,
-            "memory_bytes": self._memory(),
+            "pass_milliseconds_by_iteration": list(self._pass_milliseconds),
+            "memory_bytes": self._memory(parameters),
         }
         path.write_text(json.dumps(content, indent=1) + "\n")
 
-    def _memory(self) -> dict[str, int]:
+    def _memory(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
         """Bytes of weights and of main gradients; on a GPU also what was allocated before an iteration and at most."""
-        gradients = [getattr(parameter, "main_grad", None) for parameter in self._parameters]
+        gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
         memory = {
-            "parameters": sum(parameter.nbytes for parameter in self._parameters),
+            "parameters": sum(parameter.nbytes for parameter in parameters),
             "gradients": sum(gradient.nbytes for gradient in gradients if gradient is not None),
         }
         return memory | ({"allocated": self._allocated, "peak": self._peak_allocated} if self._peak_allocated else {})
 
 
-def _sums(of_iterations: list[dict[str, float]]) -> dict[str, float]:
+def _sums(of_iterations: Sequence[dict[str, float]]) -> dict[str, float]:
     return {kind: sum(each[kind] for each in of_iterations) for kind in of_iterations[0]}
 
 
 def in_first_pipeline() -> bool:
-    """Whether this rank belongs to the first data-parallel replica's first tensor rank: one pipeline reports."""
+    """Whether this rank belongs to the first data-parallel replica's first tensor rank: one pipeline reports.
+
+    A rank without peers always does: nobody else would.
+    """
+    if get_args().fake_process_group:
+        return True
     other = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     return not other and not parallel_state.get_tensor_model_parallel_rank()
 
@@ -130,8 +135,9 @@ def _timed_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
         _recorder = Recorder(pipeline_device())
         result = original(**arguments)
         _recorder.finish()
-        report.held(_in_flight.peak)
-        report.add(_recorder, arguments["model"], arguments["num_microbatches"])
+        model = arguments["model"]
+        report.held(_in_flight.peak / (len(model) if isinstance(model, list) else 1))
+        report.add(_recorder, model, arguments["num_microbatches"])
         _recorder = None
         return result
 
@@ -157,13 +163,20 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _in_flight = Occupancy()
 
 PLAIN_PATCHES = (
-    Patch(
-        f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving",
-        _timed_schedule,
-        "time the iterations of Megatron's own 1F1B schedule",
-        "(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
-        "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
-        "adjust_tensor_shapes_fn=None, p2p_communicator=None, pg_collection=None, force_all_reduce=False)",
+    *(
+        Patch(
+            f"{_SCHEDULES}:forward_backward_{name}",
+            _timed_schedule,
+            f"time the iterations of Megatron's own schedule {what}",
+            "(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
+            "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
+            "adjust_tensor_shapes_fn=None, p2p_communicator=None, pg_collection=None, force_all_reduce=False)",
+        )
+        for name, what in (
+            ("no_pipelining", "without a pipeline"),
+            ("pipelining_without_interleaving", "1F1B"),
+            ("pipelining_with_interleaving", "interleaved 1F1B"),
+        )
     ),
     Patch(
         f"{_SCHEDULES}:forward_step",
@@ -180,4 +193,4 @@ PLAIN_PATCHES = (
         "(input_tensor, output_tensor, output_tensor_grad, config)",
     ),
 )
-"""Applied with --rank-report and without --vocab-parallel, whose own runtime reports by itself."""
+"""Applied with --rank-report where Megatron's own schedules run; our runtime reports by itself."""

@@ -1,12 +1,18 @@
 """--pipeline-trace and --rank-report in training, and the command that reads the traces."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 from megatron_vp.cli import trace as command
+from megatron_vp.mcore.rank_report import KEPT
+from megatron_vp.runtime.recorder import Recorder
+from megatron_vp.schedule import PassKind
+from tests.harness.ranks import process_group, run_ranks
 from tests.harness.training import tiny_model, train
 
 app = typer.Typer()
@@ -83,3 +89,27 @@ def test_a_schedule_with_whole_vocabulary_layers_is_traced_and_reported_alike(fo
     for report in reports(folders / "whole"):
         assert report["iterations"] == 3 and report["peak_microbatches_in_flight"] <= 2
         assert set(report["pass_milliseconds"]) == {"F", "B", "W"}
+
+
+def _long_run(rank, world_size, folder, iterations):
+    from megatron_vp.mcore import rank_report
+
+    rank_report.get_args = lambda: SimpleNamespace(rank_report=folder)
+    rank_report.parallel_state.get_pipeline_model_parallel_rank = lambda: rank
+    report = rank_report.RankReport()
+    with process_group(rank, world_size):
+        for microbatches in range(iterations):
+            recorder = Recorder(torch.device("cpu"))
+            with recorder.span(PassKind.F):
+                pass
+            recorder.finish()
+            report.add(recorder, torch.nn.Linear(2, 3), microbatches)
+
+
+def test_the_report_of_a_long_run_holds_its_last_iterations(tmp_path):
+    run_ranks(1, _long_run, tmp_path, KEPT + 3)
+    report = json.loads((tmp_path / "rank_0.json").read_text())
+    times = report["pass_milliseconds_by_iteration"]
+    assert report["iterations"] == len(report["iteration_milliseconds"]) == len(times) == KEPT
+    assert report["pass_milliseconds"]["F"] == pytest.approx(sum(each["F"] for each in times))
+    assert (report["microbatches"], report["parameters"]) == (KEPT + 2, 9)
