@@ -151,7 +151,6 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         if args.core_attention == "sdpa":
             patches.apply(patches.group("flash attention"))
         if args.fake_process_group:
-            patches.apply(patches.group("replay"))
             args.do_train = True  # rank 0, which has the data, would tell the others
         if args.vocab_parallel:
             _warn_of_one_queue(args)

@@ -142,6 +142,7 @@ def patch_megatron(argv: list[str]) -> None:
     names = ["wheel", "arguments"]
     names += [] if platform.has_transformer_engine() else ["no transformer engine"]
     names += ["cpu platform"] if cpu else []
+    names += ["replay"] if "--fake-process-group" in argv else []
     active = [patch for name in names for patch in patches.group(name)]
     when_asked = ("pipeline schedule", "vocabulary parallelism", "split backward", "rank report")
     later = [patch for name in when_asked for patch in patches.group(name)]

@@ -14,27 +14,22 @@ import socket
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.config_file import read_leaves
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.platform import stated
+from megatron_vp.schedule import PassCosts
 
 LEFT_OUT = {
-    *(
-        "data_path",
-        "train_data_path",
-        "valid_data_path",
-        "test_data_path",
-        "per_split_data_args_path",
-        "data_args_path",
-    ),
-    *("mock_data", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"),
+    *("data_path", "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path"),
+    *("data_args_path", "mock_data", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"),
     *("save", "load", "save_interval", "async_save", "tensorboard_dir", "wandb_project", "log_interval"),
     *("train_iters", "train_samples", "eval_iters", "eval_interval", "exit_interval", "rank_report", "pipeline_trace"),
     *("lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples"),
@@ -59,8 +54,12 @@ class Replayed:
     """parameters, gradients, allocated (before an iteration), peak (in it); the last two on a GPU only."""
 
     def costs(self) -> str:
-        """The times in the form that `megatron-vp schedule --cost` takes."""
-        return ",".join(f"{kind}={value:.4g}" for kind, value in self.pass_milliseconds.items())
+        """The times in the form that `megatron-vp schedule --cost` takes: a pass that did not run takes none.
+
+        A backward that is not split is all in B.
+        """
+        kinds = (entry.name for entry in fields(PassCosts) if entry.name != "comm")
+        return ",".join(f"{kind}={self.pass_milliseconds.get(kind, 0):.4g}" for kind in kinds)
 
 
 def run_alone(
@@ -120,6 +119,36 @@ def _made_up_receives(original: Callable[..., Any]) -> Callable[..., Any]:
     return communicate
 
 
+def _made_up_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
+        from megatron.core import parallel_state
+        from megatron.training import get_args
+
+        batch = original(*args, **kwargs)
+        if parallel_state.get_tensor_model_parallel_rank():
+            _fill(batch, get_args().padded_vocab_size)
+        return batch
+
+    return get_batch_on_this_tp_rank
+
+
+def _fill(batch: dict[str, torch.Tensor | None], vocab_size: int) -> None:
+    """Any tokens and labels, all of them counted, in a causal order."""
+    for name, tensor in batch.items():
+        match name:
+            case _ if tensor is None:
+                continue
+            case "tokens" | "labels":
+                tensor.random_(vocab_size)
+            case "loss_mask":
+                tensor.fill_(1)
+            case "position_ids":
+                tensor.copy_(torch.arange(tensor.shape[-1]).expand_as(tensor))
+            case "attention_mask":  # True where a query must not look
+                tensor.copy_(torch.ones(tensor.shape[-2:], dtype=torch.bool).triu(1).expand_as(tensor))
+
+
 def _read(path: Path, pipeline_size: int) -> Replayed:
     report = json.loads(path.read_text())
     timed = report["pass_milliseconds_by_iteration"][1:]
@@ -143,8 +172,16 @@ PATCHES = (
         "a rank without peers receives normal numbers, not what its memory happened to hold",
         "(self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs=True)",
     ),
+    Patch(
+        "megatron.core.utils:get_batch_on_this_tp_rank",
+        _made_up_batch,
+        "a tensor rank that has its batch from the first one, and no peers, makes up tokens and labels",
+        "(batch, has_cu_seqlens, is_hybrid_cp, create_attention_mask_in_dataloader, broadcast_src_rank, "
+        "broadcast_group, cp_size, tp_rank, micro_batch_size, seq_length, mtp_on_this_rank, "
+        "pipeline_model_parallel_size=1, is_pipeline_first_stage=False, is_pipeline_last_stage=False)",
+    ),
 )
-"""Applied with --fake-process-group: Megatron's own schedules receive through it."""
+"""Applied with --fake-process-group, before the script binds their names."""
 
 
 def _setting(name: str, leaves: dict[str, Any], flags: list[str], default: int) -> int:
