@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 
 from megatron_vp.runtime.collectives import VocabularyLayers
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.schedule import PassCosts, Schedule
-from megatron_vp.vocab.embedding import EmbeddingLayer
-from megatron_vp.vocab.output import OutputLayer
+from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
+from megatron_vp.vocab.output import OutputLayer, PendingOutput
 from megatron_vp.vocab.shards import VocabShards
 
 SHAPES = Shapes(sequence=16, batch=1, hidden=16, dtype=torch.float32, device=torch.device("cpu"))
@@ -25,7 +26,7 @@ LATE = 8e-5
 
 @contextmanager
 def lasting(seconds: float) -> Iterator[None]:
-    """A pass of this length: what it really computes is part of it, the rest is slept."""
+    """A pass of this length: what the runtime makes of its inputs is part of it, the rest is slept."""
     end = time.perf_counter() + seconds
     yield
     while (left := end - LATE - time.perf_counter()) > 0:
@@ -41,10 +42,11 @@ class SleepingModel:
         self.forward_seconds = costs.F / schedule.chunks
         self.backward_seconds = (costs.B if schedule.split_backward else costs.B + costs.W) / schedule.chunks
         self.weight_seconds = costs.W / schedule.chunks
+        self._tokens_bs = torch.randint(VOCABULARY, (SHAPES.batch, SHAPES.sequence))
 
     def tokens(self, microbatch: int) -> torch.Tensor:
         """Any token ids."""
-        return torch.randint(VOCABULARY, (SHAPES.batch, SHAPES.sequence))
+        return self._tokens_bs
 
     labels = tokens
 
@@ -79,35 +81,51 @@ class SleepingModel:
 
 
 class SleepingOutput(OutputLayer):
-    """S and T of a tiny shard. The end of vocab-2's S is not timed: its sleep is in `forward`."""
+    """S and T of a tiny shard: results of the right shape, made once. `forward` sleeps for all of vocab-2's S."""
 
     costs = PassCosts()
 
-    def forward(self, *arguments: object) -> object:
+    @cached_property
+    def _x_nh(self) -> torch.Tensor:
+        return SHAPES.rows(SHAPES.tokens).zero_()
+
+    @cached_property
+    def _pending(self) -> PendingOutput:
+        return super().forward(self._x_nh, torch.zeros(SHAPES.tokens, dtype=torch.int64))
+
+    def forward(self, *arguments: object) -> PendingOutput:
         """Pass S."""
         with lasting(self.costs.S):
-            return super().forward(*arguments)
+            return self._pending
 
-    def t_pass(self, *arguments: object, **options: object) -> object:
+    def unscaled_input_gradient(self, pending: PendingOutput) -> torch.Tensor:
+        """Nothing."""
+        return self._x_nh.clone()
+
+    def rescaled_input_gradient(self, unscaled_nh: torch.Tensor, *arguments: object) -> torch.Tensor:
+        """Nothing."""
+        return unscaled_nh
+
+    def t_pass(self, *arguments: object, input_gradient: bool) -> torch.Tensor | None:
         """Pass T."""
         with lasting(self.costs.T):
-            return super().t_pass(*arguments, **options)
+            return self._x_nh.clone() if input_gradient else None
 
 
 class SleepingEmbedding(EmbeddingLayer):
-    """IF and IB of a tiny shard."""
+    """IF and IB of a tiny shard; the rows that travel are as many as the tokens say."""
 
     costs = PassCosts()
 
-    def forward(self, *arguments: object) -> object:
+    def forward(self, exchange: RowExchange) -> torch.Tensor:
         """Pass IF."""
         with lasting(self.costs.IF):
-            return super().forward(*arguments)
+            return SHAPES.rows(exchange.counts[self.index])
 
     def backward_pass(self, *arguments: object) -> None:
         """Pass IB."""
         with lasting(self.costs.IB):
-            super().backward_pass(*arguments)
+            pass
 
 
 def sleeping_layers(ranks: int, rank: int) -> VocabularyLayers:

@@ -25,7 +25,7 @@ from megatron_vp.schedule.passes import VocabMethod
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
 from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
 from megatron_vp.vocab.output import OutputLayer, PendingOutput
-from megatron_vp.vocab.statistics import fold
+from megatron_vp.vocab.statistics import GlobalStatistics, fold
 
 Action = Callable[[], None]
 
@@ -211,6 +211,7 @@ class VocabularyCollectives:
         pending: PendingOutput = self._store.take(("pending", microbatch))
         statistics_3n = pending.statistics_3n
         gathered_r3n = statistics_3n.new_empty((self._groups.shard_count, *statistics_3n.shape))
+        total = GlobalStatistics(*torch.empty_like(statistics_3n).unbind())
         gradient_nh = None
         if self._reduces_in_c1:
             part_nh = self._store.take(("unscaled gradient", microbatch))
@@ -218,14 +219,14 @@ class VocabularyCollectives:
 
         def communicate() -> None:
             self._groups.shards.all_gather(gathered_r3n, statistics_3n)
+            fold(gathered_r3n, total)
             if gradient_nh is not None:
-                total = fold(gathered_r3n)
                 self._layers.output.rescaled_input_gradient(part_nh, pending, total)
                 reduce()
 
         def complete() -> None:
             uses = int(self._runs_loss) + int(self._gradients)
-            self._store.put(("statistics", microbatch), fold(gathered_r3n), uses)
+            self._store.put(("statistics", microbatch), total, uses)
             if gradient_nh is not None and self._holds_last:
                 self._store.put(("input gradient", microbatch), gradient_nh)
 

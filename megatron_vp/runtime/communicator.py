@@ -7,6 +7,7 @@ current stream, on CPU the calling thread. Ranks are positions in the pipeline.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -94,10 +95,9 @@ class MessageCommunicator:
         self, received: torch.Tensor, sent: torch.Tensor, incoming: Sequence[int], outgoing: Sequence[int]
     ) -> None:
         """See `Communicator`."""
-        sends, receives = (
-            dict(enumerate(tensor.split(list(counts)))) for tensor, counts in ((sent, outgoing), (received, incoming))
-        )
-        receives[self._rank].copy_(sends[self._rank])
+        sends, receives = _rows_by_rank(sent, outgoing), _rows_by_rank(received, incoming)
+        if self._rank in sends:
+            receives[self._rank].copy_(sends[self._rank])
         self._transfer(sends, receives)
 
     def _gather(self, parts: torch.Tensor, own: torch.Tensor, root: int) -> None:
@@ -108,15 +108,23 @@ class MessageCommunicator:
             self._transfer(sends={root: own}, receives={})
 
     def _transfer(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        """Messages by rank; this rank's own and empty ones stay out. All are on their way before any is waited for."""
+        """Messages by rank; this rank's own stays out. All are on their way before any is waited for."""
         works = [
             start(tensor, group=self._group, **{peer: rank})
             for start, peer, tensors in ((dist.irecv, "group_src", receives), (dist.isend, "group_dst", sends))
             for rank, tensor in tensors.items()
-            if rank != self._rank and tensor.numel()
+            if rank != self._rank
         ]
         for work in works:
             work.wait()
+
+
+def _rows_by_rank(tensor: torch.Tensor, counts: Sequence[int]) -> dict[int, torch.Tensor]:
+    """The rows of every rank that has some; they lie in rank order."""
+    ends = accumulate(counts)
+    return {
+        rank: tensor[end - count : end] for rank, (count, end) in enumerate(zip(counts, ends, strict=True)) if count
+    }
 
 
 class LoneCommunicator:

@@ -7,7 +7,7 @@ reduction would grow with the number of ranks instead.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ class RowExchange:
         self._tensor_size = tensor_size
         self._tensor_rank = tensor_rank
         self._ranks = shards.count // tensor_size
+        self._starts, self._owners, self._numbers = _owner_tables(shards, tensor_size, tensor_rank, tokens_n.device)
         self.order_n = torch.empty_like(tokens_n)
         """Positions sorted by owner, in ascending position within an owner, those of other pipelines last: the first k
         are the layout of the [k, h] buffer that stage 0 receives and of the gradients that it sends."""
@@ -45,15 +46,11 @@ class RowExchange:
 
     def plan(self) -> None:
         """Find the owners; asynchronous on a GPU."""
-        outside_n = (self.tokens_n < 0) | (self.tokens_n >= self.shards.vocab_size)
-        shard_n = self.shards.owner(self.tokens_n)
-        rank_n = torch.div(shard_n, self._tensor_size, rounding_mode="floor")
-        owner_n = torch.where(shard_n % self._tensor_size == self._tensor_rank, rank_n, self._ranks)
-        owner_n = torch.where(outside_n, self._ranks + 1, owner_n)
+        # Among the starts, a token's place is one more than the number of its shard.
+        owner_n = self._owners[torch.bucketize(self.tokens_n, self._starts, right=True)]
         sorted_n, order_n = owner_n.sort(stable=True)
         self.order_n.copy_(order_n)
-        owners = torch.arange(self._ranks + 3, device=sorted_n.device)
-        self._counts.copy_(torch.searchsorted(sorted_n, owners).diff(), non_blocking=True)
+        self._counts.copy_(torch.searchsorted(sorted_n, self._numbers).diff(), non_blocking=True)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -86,6 +83,28 @@ class RowExchange:
     def sort_by_owner(self, rows_nh: torch.Tensor) -> torch.Tensor:
         """The inverse of `assemble`: the owned rows [k, h] of [n, h]."""
         return rows_nh.index_select(0, self.order_n[: sum(self.counts)])
+
+
+@lru_cache
+def _owner_tables(
+    shards: VocabShards, tensor_size: int, tensor_rank: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What tells the pipeline rank that owns a token, all int64; p stands for "other pipelines", p + 1 for "nobody".
+
+    Returns:
+        starts [p t + 1]: the first row of every shard, then the end of the vocabulary.
+        owners [p t + 2]: of a token before all starts, of one after each.
+        numbers [p + 3]: of all owners, and one more.
+    """
+    ranks = shards.count // tensor_size
+    owners = [index // tensor_size if index % tensor_size == tensor_rank else ranks for index in range(shards.count)]
+    tables = (
+        [shards.start(index) for index in range(shards.count + 1)],
+        [ranks + 1, *owners, ranks + 1],
+        list(range(ranks + 3)),
+    )
+    starts, owners, numbers = (torch.tensor(table, device=device) for table in tables)
+    return starts, owners, numbers
 
 
 class EmbeddingLayer(nn.Module):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from megatron_vp.errors import UserError
 
 
@@ -42,7 +40,3 @@ class VocabShards:
     def rows(self, index: int) -> int:
         """Number of rows of shard `index`; zero is possible."""
         return self.start(index + 1) - self.start(index)
-
-    def owner(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Shard index of every token id; same shape and dtype as `tokens`."""
-        return torch.div(tokens, self.rows_per_shard, rounding_mode="floor")

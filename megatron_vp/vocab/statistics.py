@@ -20,7 +20,7 @@ MAX, SUM, LINEAR = 0, 1, 2
 
 @dataclass(frozen=True)
 class GlobalStatistics:
-    """Softmax over the whole vocabulary, folded from all shards. All fp32 [n] (fp64 where the model is fp64)."""
+    """Softmax over the whole vocabulary, filled by `fold`. All fp32 [n] (fp64 where the model is fp64)."""
 
     max_n: torch.Tensor
     """A, the largest logit."""
@@ -58,12 +58,12 @@ def statistics_dtype(model_dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(model_dtype, torch.float32)
 
 
-def fold(gathered_r3n: torch.Tensor) -> GlobalStatistics:
-    """Fold the packed statistics [shards, 3, n] of all shards, in shard order, into those of the whole vocabulary.
+def fold(gathered_r3n: torch.Tensor, total: GlobalStatistics) -> None:
+    """Fold the packed statistics [shards, 3, n] of all shards, in shard order, into `total`, the whole vocabulary's.
 
     An empty shard contributes a = -inf, l = 0, linear = 0 and leaves no trace.
     """
     max_rn, sum_rn, linear_rn = gathered_r3n.unbind(1)
-    max_n = max_rn.amax(0)
-    sum_n = (sum_rn * torch.exp(max_rn - max_n)).sum(0)
-    return GlobalStatistics(max_n, sum_n, linear_rn.sum(0))
+    torch.amax(max_rn, 0, out=total.max_n)
+    torch.sum(sum_rn * torch.exp(max_rn - total.max_n), 0, out=total.sum_n)
+    torch.sum(linear_rn, 0, out=total.linear_n)

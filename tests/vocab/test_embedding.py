@@ -50,16 +50,16 @@ def test_shards_cover_every_row_once_and_know_their_rows():
     for vocab in range(1, 40):
         for count in range(1, 9):
             shards = VocabShards(vocab, count)
-            owners = shards.owner(torch.arange(vocab))
-            for index in range(count):
-                assert (owners == index).sum() == shards.rows(index)
-                assert shards.start(index) + shards.rows(index) == shards.start(index + 1)
+            rows = [shards.rows(index) for index in range(count)]
+            assert _planned(torch.arange(vocab), shards).counts == tuple(rows)
+            assert [shards.start(index) for index in range(count)] == [sum(rows[:index]) for index in range(count)]
             assert shards.start(count) == vocab
 
 
 def test_a_token_outside_the_vocabulary_is_refused():
-    with pytest.raises(UserError, match="token id 50 is outside the vocabulary of 50"):
-        _planned(torch.tensor([3, 50]), VocabShards(50, 3)).counts  # noqa: B018
+    for token in (50, -1):
+        with pytest.raises(UserError, match=f"token id {token} is outside the vocabulary of 50"):
+            _planned(torch.tensor([3, token, 7]), VocabShards(50, 3)).counts  # noqa: B018
 
 
 def test_no_shards_are_refused():

@@ -6,7 +6,7 @@ import torch
 from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
 from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards
-from megatron_vp.vocab.statistics import fold
+from megatron_vp.vocab.statistics import GlobalStatistics, fold
 
 TOKENS, HIDDEN = 37, 16
 # Uneven, with an empty last shard, one shard alone, and even.
@@ -45,7 +45,8 @@ def _sharded(x, weight, labels, row_gradient, count, algorithm, loss=CROSS_ENTRO
         layers.append(OutputLayer(parameter, shards, index))
     pending = [layer(x, labels, loss) for layer in layers]
     unscaled = [layer.unscaled_input_gradient(state) for layer, state in zip(layers, pending, strict=True)]
-    total = fold(torch.stack([state.statistics_3n for state in pending]))
+    total = GlobalStatistics(*torch.empty_like(pending[0].statistics_3n))
+    fold(torch.stack([state.statistics_3n for state in pending]), total)
     if algorithm == "vocab-2":
         parts = [
             layer.rescaled_input_gradient(early, state, total)
