@@ -29,7 +29,7 @@ from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain, set_startup_timestamps
 from megatron.training.argument_utils import (
     gpt_config_from_args,
@@ -48,7 +48,7 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> tuple[torch.Tensor | 
     """The next microbatch in the order of BATCH_KEYS: int64 [b, s] (loss mask fp32, attention mask bool [b, 1, s, s]).
 
     Middle pipeline stages get None for everything and leave the iterator alone; the first stage has no labels, the last
-    no tokens. Tensor-parallel rank 0 reads and broadcasts.
+    no tokens. Tensor-parallel rank 0 reads and broadcasts. Context-parallel ranks get their parts of the sequence.
     """
     if not is_first_or_last_pipeline_stage(vp_stage):
         return (None,) * len(BATCH_KEYS)
@@ -65,7 +65,7 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> tuple[torch.Tensor | 
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
-        cp_size=1,
+        cp_size=args.context_parallel_size,
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
@@ -74,6 +74,8 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> tuple[torch.Tensor | 
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
+    batch = {key: batch[key] for key in BATCH_KEYS}
+    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
     return tuple(batch[key] for key in BATCH_KEYS)
 
 

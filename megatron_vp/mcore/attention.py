@@ -1,8 +1,9 @@
 """Flash attention for Megatron's local layers, over PyTorch's scaled-dot-product attention.
 
 Megatron's own local attention writes the scores of all heads, [b, heads, s, s], to memory and keeps the softmax for the
-backward. PyTorch's fused kernels keep neither. Chosen with `--core-attention sdpa`; Transformer Engine's layers bring
-their own attention and are left alone.
+backward, and takes whole sequences. PyTorch's fused kernels keep neither, and here the context-parallel ranks gather
+keys and values. Chosen with `--core-attention sdpa`; Transformer Engine's layers bring their own attention and are left
+alone.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.attention.bias import causal_lower_right
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.patches import Patch
@@ -30,8 +33,12 @@ class ScaledDotProductAttention(MegatronModule):
     by the layer number for the range of fp16 and multiplies it back inside the softmax, which a fused kernel with fp32
     scores has no use for.
 
+    With context parallelism rank r of c holds pieces r and 2c - 1 - r of every sequence's 2c, as Megatron's
+    `get_batch_on_this_cp_rank` cuts them to make causal work even. A piece's queries meet the keys up to its end.
+
     Raises:
-        UserError: a softmax or a window that PyTorch's attention does not offer.
+        UserError: a softmax or a window that PyTorch's attention does not offer, or parts of sequences in a layer that
+            is not causal.
     """
 
     def __init__(
@@ -52,6 +59,12 @@ class ScaledDotProductAttention(MegatronModule):
             )
         if config.window_size is not None:
             raise UserError("--core-attention sdpa has no sliding window: use --core-attention megatron")
+        self.context_group = pg_collection.cp if config.context_parallel_size > 1 else None
+        if self.context_group is not None and attn_mask_type is not AttnMaskType.causal:
+            raise UserError(
+                f"--core-attention sdpa with --context-parallel-size {config.context_parallel_size} is made for causal "
+                f"layers, not for {attn_mask_type.name} ones: use --context-parallel-size 1"
+            )
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale
@@ -83,17 +96,50 @@ class ScaledDotProductAttention(MegatronModule):
         # Each tensor-parallel rank draws for its own heads, from the generator that Megatron's attention draws from.
         forks = self.training and self.dropout and not self.config.sequence_parallel
         with tensor_parallel.get_cuda_rng_tracker().fork() if forks else nullcontext():
-            context_bnsd = torch.nn.functional.scaled_dot_product_attention(
-                query_bnsd,
-                key_bgsd,
-                value_bgsd,
-                attn_mask=None if causal or attention_mask is None else ~attention_mask,
-                dropout_p=self.dropout if self.training else 0.0,
-                is_causal=causal,
-                scale=self.softmax_scale,
-                enable_gqa=query_bnsd.shape[1] != key_bgsd.shape[1],
-            )
+            if self.context_group is not None:
+                context_bnsd = self._attend_by_pieces(query_bnsd, key_bgsd, value_bgsd)
+            elif causal or attention_mask is None:
+                context_bnsd = self._attend(query_bnsd, key_bgsd, value_bgsd, is_causal=causal)
+            else:
+                context_bnsd = self._attend(query_bnsd, key_bgsd, value_bgsd, attn_mask=~attention_mask)
         return context_bnsd.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend(
+        self, query_bnsd: torch.Tensor, key_bgsd: torch.Tensor, value_bgsd: torch.Tensor, **mask: Any
+    ) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query_bnsd,
+            key_bgsd,
+            value_bgsd,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.softmax_scale,
+            enable_gqa=query_bnsd.shape[1] != key_bgsd.shape[1],
+            **mask,
+        )
+
+    def _attend_by_pieces(
+        self, query_bnsd: torch.Tensor, key_bgsd: torch.Tensor, value_bgsd: torch.Tensor
+    ) -> torch.Tensor:
+        rank, ranks = self.context_group.rank(), self.context_group.size()
+        key_bgsd, value_bgsd = (_whole_sequence(part, self.context_group) for part in (key_bgsd, value_bgsd))
+        contexts = []
+        for piece_bnsd, index in zip(query_bnsd.chunk(2, dim=2), (rank, 2 * ranks - 1 - rank), strict=True):
+            length = piece_bnsd.shape[2]
+            end = length * (index + 1)
+            # Not a matrix: the fused kernels know this mask, whose last row sees every key.
+            mask = causal_lower_right(length, end)
+            contexts.append(self._attend(piece_bnsd, key_bgsd[:, :, :end], value_bgsd[:, :, :end], attn_mask=mask))
+        return torch.cat(contexts, dim=2)
+
+
+def _whole_sequence(part_bgsd: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """All ranks' pieces in the order of the sequence; the backward adds up every rank's gradient of a piece."""
+    ranks = group.size()
+    by_rank_sbgd = tensor_parallel.gather_from_sequence_parallel_region(
+        part_bgsd.permute(2, 0, 1, 3).contiguous(), tensor_parallel_output_grad=True, group=group
+    )
+    pieces = by_rank_sbgd.chunk(2 * ranks)
+    return torch.cat([*pieces[::2], *pieces[:0:-2]]).permute(1, 2, 0, 3)
 
 
 def _core_attention(original: Callable[..., type]) -> Callable[..., type]:

@@ -57,6 +57,7 @@ def _factory_on_cpu(original: Callable[..., torch.Tensor]) -> Callable[..., torc
         device = kwargs.get("device")
         if device is not None and _is_cuda(device):
             kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
         return original(*args, **kwargs)
 
     return factory
@@ -225,7 +226,7 @@ _FACTORIES = (
 
 PATCHES = (
     *(
-        Patch(f"torch:{name}", _factory_on_cpu, "Megatron asks for tensors on device 'cuda'", "builtin")
+        Patch(f"torch:{name}", _factory_on_cpu, "Megatron asks for tensors on device 'cuda', or pinned", "builtin")
         for name in _FACTORIES
     ),
     Patch(

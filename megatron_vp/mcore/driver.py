@@ -111,7 +111,7 @@ class MegatronModel:
             report_birth_of_nan(chunk, microbatch, input_sbh, output)
         # The loss function is still to come, the attention mask has done its work.
         captured.keep("labels", "loss_mask")
-        self._stop_timer("forward-compute")
+        self._calculate_loss(part, output, None, is_last_stage=False)
         return output
 
     def release_output(self, output: torch.Tensor) -> None:
@@ -139,7 +139,7 @@ class MegatronModel:
         self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor | None
     ) -> torch.Tensor | None:
         """The user's loss function, averaged and scaled as Megatron's schedules do it; returns g, fp32 [b, s]."""
-        self._start_timer("forward-compute")  # forward_step_calc_loss stops it
+        self._start_timer("forward-compute")
         token_loss_bs.requires_grad_(self._gradients)
         part = self._chunks[-1]
         captured = part.captures.pop(microbatch)
@@ -147,18 +147,7 @@ class MegatronModel:
         if self._shapes.heads > 1:
             given = captured.argument("labels"), captured.argument("loss_mask")
             next_loss_bs = with_further_heads(token_loss_bs, likeliest_bs, *given, self._config)
-        loss, token_count = schedules.forward_step_calc_loss(
-            part.model,
-            next_loss_bs,
-            captured.loss_func,
-            self._config,
-            vp_stage=None,
-            collect_non_loss_data=False,
-            num_microbatches=self._microbatches,
-            forward_data_store=self.losses,
-            cp_group_size=self._context_parallel_size,
-            is_last_stage=True,
-        )
+        loss, token_count = self._calculate_loss(part, next_loss_bs, captured.loss_func, is_last_stage=True)
         self.tokens_seen += token_count
         if self._gradients:
             scaled = loss if self._config.grad_scale_func is None else self._config.grad_scale_func(loss)
@@ -206,13 +195,29 @@ class MegatronModel:
             )
         return value.contiguous()
 
+    def _calculate_loss(
+        self, chunk: _Chunk, output: torch.Tensor, loss_func: Callable[..., Any] | None, is_last_stage: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The end of a forward in Megatron's schedules: loss and token count of the last stage, timer stopped.
+
+        On every stage it scales the backward of the losses that layers add by themselves, a router's among them.
+        """
+        return schedules.forward_step_calc_loss(
+            chunk.model,
+            output,
+            loss_func,
+            self._config,
+            vp_stage=None,
+            collect_non_loss_data=False,
+            num_microbatches=self._microbatches,
+            forward_data_store=self.losses,
+            cp_group_size=self._context_parallel_size,
+            is_last_stage=is_last_stage,
+        )
+
     def _start_timer(self, name: str) -> None:
         if self._config.timers is not None:
             self._config.timers(name, log_level=2).start()
-
-    def _stop_timer(self, name: str) -> None:
-        if self._config.timers is not None:
-            self._config.timers(name).stop()
 
 
 class _Chunk:

@@ -41,10 +41,6 @@ def _evenly_cut(a: argparse.Namespace) -> bool:
 
 # What Megatron's own schedule runs and ours without --vocab-parallel does not.
 _WITH_WHOLE_LAYERS: dict[str, Callable[[argparse.Namespace], Any]] = {
-    "--tensor-model-parallel-size {tensor_model_parallel_size}": lambda a: a.tensor_model_parallel_size > 1,
-    "--context-parallel-size {context_parallel_size}": lambda a: a.context_parallel_size > 1,
-    "--mtp-num-layers": lambda a: a.mtp_num_layers,
-    "--num-experts": lambda a: a.num_experts,
     "FSDP": lambda a: a.use_megatron_fsdp or a.use_torch_fsdp2,
     "--cuda-graph-impl {cuda_graph_impl}": lambda a: a.cuda_graph_impl != "none",
     "--overlap-moe-expert-parallel-comm": lambda a: a.overlap_moe_expert_parallel_comm,
@@ -78,6 +74,12 @@ REFUSALS = (
         "--pipeline-schedule {pipeline_schedule} with tied embeddings and without --vocab-parallel is not supported: "
         "the weight would belong to both chunks of the first rank; add --vocab-parallel or "
         "--untie-embeddings-and-output-weights, or use zb-h1",
+    ),
+    Refusal(
+        lambda a: _keeps_layers(a) and a.pipeline_schedule in V_SHAPED_SCHEDULES and a.mtp_num_layers,
+        "--pipeline-schedule {pipeline_schedule} with --mtp-num-layers and without --vocab-parallel is not supported: "
+        "the heads' copy of the word embedding would lie beside the first rank's own; add --vocab-parallel, or use "
+        "zb-h1 or interleaved",
     ),
     *(
         Refusal(
@@ -128,9 +130,14 @@ REFUSALS = (
         "give it (of a hybrid model, --hybrid-layer-pattern) two segments a rank",
     ),
     Refusal(
-        lambda a: a.vocab_parallel and a.context_parallel_size > 1,
-        "--vocab-parallel with --context-parallel-size {context_parallel_size} is not supported: the vocabulary passes "
-        "take whole sequences; use --context-parallel-size 1",
+        lambda a: a.vocab_parallel and a.context_parallel_size > 1 and a.mtp_num_layers,
+        "--vocab-parallel with --mtp-num-layers and --context-parallel-size {context_parallel_size} is not supported "
+        "yet: a head's labels and words are the next rank's; use --context-parallel-size 1",
+    ),
+    Refusal(
+        lambda a: replaces_schedule(a) and a.hybrid_context_parallel,
+        "--pipeline-schedule {pipeline_schedule} with --hybrid-context-parallel is not supported: every microbatch "
+        "must have the same shape; leave --hybrid-context-parallel out",
     ),
     Refusal(
         lambda a: a.mtp_num_layers and a.hybrid_layer_pattern and a.pipeline_schedule in V_SHAPED_SCHEDULES,
@@ -139,12 +146,12 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: (
-            a.vocab_parallel
+            replaces_schedule(a)
             and a.mtp_num_layers
             and "m" in (a.pipeline_model_parallel_layout or "").lower().rpartition("|")[0]
         ),
-        "--vocab-parallel with --mtp-num-layers needs the heads' layers on the last stage: use a "
-        "--pipeline-model-parallel-layout with every m in its last segment, or leave it out",
+        "--pipeline-schedule {pipeline_schedule} with --mtp-num-layers needs the heads' layers on the last stage: use "
+        "a --pipeline-model-parallel-layout with every m in its last segment, or leave it out",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.mtp_num_layers and a.sequence_parallel,
@@ -161,10 +168,6 @@ REFUSALS = (
         "target's logit alone; leave one of them out",
     ),
     Refusal(
-        lambda a: a.vocab_parallel and a.num_experts,
-        "--vocab-parallel with --num-experts is not tested: use a dense model, or leave --vocab-parallel out",
-    ),
-    Refusal(
         lambda a: a.vocab_parallel and (a.use_megatron_fsdp or a.use_torch_fsdp2),
         "--vocab-parallel with FSDP is not supported: vocabulary gradients go to the buffers of Megatron's own data "
         "parallelism; use --use-distributed-optimizer instead",
@@ -178,6 +181,16 @@ REFUSALS = (
         lambda a: a.vocab_parallel and a.overlap_moe_expert_parallel_comm,
         "--vocab-parallel with --overlap-moe-expert-parallel-comm is not supported: both replace the pipeline "
         "schedule; leave one of them out",
+    ),
+    Refusal(
+        lambda a: replaces_schedule(a) and (a.moe_paged_stash or a.moe_expert_rank_capacity_factor is not None),
+        "--pipeline-schedule {pipeline_schedule} with --moe-paged-stash or --moe-expert-rank-capacity-factor is not "
+        "supported: Megatron's own schedules alone repeat an iteration whose experts overflow; leave them out",
+    ),
+    Refusal(
+        lambda a: replaces_schedule(a) and a.fine_grained_activation_offloading,
+        "--pipeline-schedule {pipeline_schedule} with --fine-grained-activation-offloading is not supported: it counts "
+        "on the order of Megatron's own schedules; leave it out",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.delay_wgrad_compute,
@@ -239,6 +252,21 @@ REFUSALS = (
     Refusal(
         lambda a: a.vocab_parallel and a.optimizer not in ("adam", "sgd"),
         "--vocab-parallel with --optimizer {optimizer} is not tested on vocabulary shards: use --optimizer adam",
+    ),
+    Refusal(
+        lambda a: (
+            a.context_parallel_size > 1
+            and a.transformer_impl == "local"
+            and a.core_attention == "megatron"
+            and a.hybrid_layer_pattern is None
+        ),
+        "--context-parallel-size {context_parallel_size} with --transformer-impl local and --core-attention megatron "
+        "cannot work: Megatron's local attention takes whole sequences; use --core-attention sdpa",
+    ),
+    Refusal(
+        lambda a: a.moe_grouped_gemm and a.transformer_impl == "local",
+        "--moe-grouped-gemm with --transformer-impl local has no effect: Megatron's local layers run one expert after "
+        "the other; leave it out, or use Transformer Engine's layers",
     ),
     Refusal(
         lambda a: a.core_attention == "sdpa" and a.transformer_impl != "local",

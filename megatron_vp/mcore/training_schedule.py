@@ -70,9 +70,10 @@ def forward_backward(
     pipeline: Pipeline = getattr(cores[0], PIPELINE_ATTRIBUTE)
     config = get_model_config(chunks[0])
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    sizes = (seq_length, micro_batch_size, config.hidden_size, config.params_dtype, pipeline_device())
+    sequence = seq_length // groups.cp.size()
+    sizes = (sequence, micro_batch_size, config.hidden_size, config.params_dtype, pipeline_device())
     gradients = not forward_only
-    heads = 1 + (args.mtp_num_layers or 0) if gradients else 1
+    heads = 1 + (args.mtp_num_layers or 0) if gradients and args.vocab_parallel else 1
     parts, part = (pipeline.groups.tensor_size, pipeline.groups.tensor_rank) if config.sequence_parallel else (1, 0)
     if args.fake_process_group:
         shapes = MadeUpShapes(*sizes, args.padded_vocab_size, heads=heads, parts=parts, part=part)

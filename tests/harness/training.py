@@ -106,7 +106,7 @@ def train(
     masked: bool = False,
     timeout: float = 120,
 ) -> Run:
-    """Train on `world_size` ranks and merge what they recorded (data parallel rank 0; divided tensors in rank order).
+    """Train on `world_size` ranks and merge what they recorded (of one replica; divided tensors in rank order).
 
     `same_weights` replaces the weights after the model is built; leave it off to keep Megatron's own or a checkpoint's.
     `masked` leaves every third position, and one whole sequence of each microbatch, out of the loss.
@@ -118,7 +118,7 @@ def train(
 def train_case(
     rank: int, world_size: int, arguments: list[str], *, same_weights: bool = True, masked: bool = False
 ) -> Run | None:
-    """Runs inside a rank: the whole of `pretrain_gpt_vp.main`, watched. None but on the first data-parallel rank."""
+    """Runs inside a rank: the whole of `pretrain_gpt_vp.main`, watched. None on ranks that only repeat others."""
     sys.argv = ["pretrain_gpt_vp.py", *arguments]
     import pretrain_gpt_vp as script
 
@@ -193,7 +193,13 @@ def train_case(
     run.pipeline_rank = mpu.get_pipeline_model_parallel_rank()
     run.parameters = {name: _array(parameter) for name, parameter in _named(chunks)}
     run.split = {name: parameter.partition_dim for name, parameter in _named(chunks) if _is_split(parameter)}
-    return run if mpu.get_data_parallel_rank() == 0 else None
+    if mpu.get_data_parallel_rank(with_context_parallel=True):
+        # A replica of everything but its experts.
+        experts = {name for name, parameter in _named(chunks) if not getattr(parameter, "allreduce", True)}
+        for arrays in (run.parameters, run.split, *(step.gradients for step in run.steps)):
+            for name in arrays.keys() - experts:
+                del arrays[name]
+    return run if mpu.get_expert_data_parallel_rank() == 0 else None
 
 
 def _array(tensor) -> np.ndarray:
@@ -205,7 +211,7 @@ def _gather_gradients(model: list) -> None:
     import torch
 
     for chunk in model:
-        for buffer in chunk.buffers:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             for bucket in buffer.buckets:
                 group = buffer.data_parallel_group
                 own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
@@ -217,16 +223,22 @@ def _is_split(parameter) -> bool:
 
 
 def _named(model: list) -> Iterator[tuple[str, object]]:
-    """Every parameter under a name that does not depend on where its layer sits; a tied head is the word embedding."""
+    """Every parameter under a name that does not depend on where it sits; a tied head is the word embedding."""
+    from megatron.core import mpu
     from megatron.core.utils import unwrap_model
     from megatron.training import get_args
 
-    tied = not get_args().untie_embeddings_and_output_weights
+    args = get_args()
+    tied = not args.untie_embeddings_and_output_weights
     for chunk in map(unwrap_model, model):
         for name, parameter in chunk.named_parameters():
             parts = name.split(".")
             if parts[:2] == ["decoder", "layers"]:
                 parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
+            if "local_experts" in parts:
+                place = parts.index("local_experts") + 1
+                first = mpu.get_expert_model_parallel_rank() * args.num_experts // args.expert_model_parallel_size
+                parts[place] = str(first + int(parts[place]))
             name = ".".join(parts)
             yield (WORD_EMBEDDING if tied and name == OUTPUT else name), parameter
 

@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 BASIC = ("1f1b/vocab-2",)
 EVERY_SHAPE = ("1f1b/vocab-2", "interleaved/vocab-1", "v-half/vocab-2")
-WHOLE_LAYERS = ("zb-h1/none", "v-half/none")
+WHOLE_LAYERS = ("zb-h1/none", "v-half/none", "interleaved/none")
 FP32 = 1e-6
 
 
@@ -40,7 +41,8 @@ class Case:
     @property
     def replicas(self) -> int:
         """Data-parallel size."""
-        return self.ranks // (self.size * int(self.options.get("tensor_model_parallel_size", 1)))
+        parts = (int(self.options.get(f"{kind}_parallel_size", 1)) for kind in ("tensor_model", "context"))
+        return self.ranks // math.prod(parts, start=self.size)
 
     @property
     def precision(self) -> str | None:
@@ -71,6 +73,16 @@ HYBRID = {
     "spec": ["megatron_vp.mcore.hybrid_stack", "local_stack_spec"],
     "position_embedding_type": "rope",
 }
+MOE = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "disable_bias_linear": True,
+}
+EXPERT = {**MOE, "expert_model_parallel_size": 2}
+SIGMOID_ROUTER = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+CONTEXT = {"context_parallel_size": 2, "core_attention": "sdpa", "position_embedding_type": "rope"}
 GROUPS = {"decoupled_lr": 1e-4, "weight_decay": 10}
 
 CASES = (
@@ -82,19 +94,25 @@ CASES = (
     Case("the same, not aligned between ranks", {**BOTH, "no_align_grad_reduce": True}, ranks=4, slow=True),
     Case("everything overlapped, bf16, tied", {**BOTH, **TIED, "bf16": True}, ranks=4),
     Case("loss averaged over tokens", {"calculate_per_token_loss": True}, ranks=4),
-    Case("tensor parallelism", TENSOR, (*EVERY_SHAPE, "1f1b/vocab-1", "v-half/vocab-1"), ranks=4),
+    Case("tensor parallelism", TENSOR, (*EVERY_SHAPE, "1f1b/vocab-1", "v-half/vocab-1", *WHOLE_LAYERS), ranks=4),
     Case("tensor parallelism, tied", {**TENSOR, **TIED}, ranks=4, slow=True),
     Case(
         "tensor and sequence parallelism",
         {**SEQUENCE, "position_embedding_type": "rope"},
-        ("v-half/vocab-2", "interleaved/vocab-1", "1f1b/vocab-2", "1f1b/vocab-1"),
+        ("v-half/vocab-2", "interleaved/vocab-1", "1f1b/vocab-2", "1f1b/vocab-1", *WHOLE_LAYERS),
         ranks=4,
     ),
-    Case("tensor and sequence parallelism, learned positions, tied", {**SEQUENCE, **TIED}, ranks=4, slow=True),
+    Case(
+        "tensor and sequence parallelism, learned positions, tied",
+        {**SEQUENCE, **TIED},
+        ("1f1b/vocab-2", "zb-h1/none", "interleaved/none"),
+        ranks=4,
+        slow=True,
+    ),
     Case(
         "tensor and sequence parallelism, distributed optimizer, everything overlapped",
         {**SEQUENCE, **BOTH},
-        EVERY_SHAPE,
+        EVERY_SHAPE + WHOLE_LAYERS,
         ranks=8,
         slow=True,
     ),
@@ -102,6 +120,56 @@ CASES = (
         "tensor parallelism, multi-token prediction",
         {**TENSOR, "mtp_num_layers": 1, "position_embedding_type": "rope"},
         ranks=4,
+        slow=True,
+    ),
+    Case(
+        "tensor and sequence parallelism, multi-token prediction, whole vocabulary layers",
+        {**SEQUENCE, **AHEAD},
+        ("zb-h1/none", "interleaved/none"),
+        ranks=4,
+        slow=True,
+    ),
+    Case("context parallelism", CONTEXT, EVERY_SHAPE + WHOLE_LAYERS, ranks=4, slow=True),
+    Case(
+        "context, tensor and sequence parallelism, tied, everything overlapped",
+        {**CONTEXT, **SEQUENCE, **TIED, **BOTH},
+        ("v-half/vocab-2", "zb-h1/none"),
+        ranks=8,
+        slow=True,
+    ),
+    Case("mixture of experts", MOE, ("v-half/vocab-2", "1f1b/vocab-2", "interleaved/vocab-1", *WHOLE_LAYERS)),
+    Case("mixture of experts, fp16, loss scaling", {**MOE, "fp16": True, "initial_loss_scale": 1024}, slow=True),
+    Case(
+        "mixture of experts, full recomputation, losses averaged over tokens",
+        {**MOE, **FULL_RECOMPUTE, "calculate_per_token_loss": True},
+        ("1f1b/vocab-2", "v-half/vocab-2"),
+        slow=True,
+    ),
+    Case(
+        "mixture of experts, most without a token",
+        {**MOE, **BOTH, "num_experts": 32, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+        ("1f1b/vocab-2", "v-half/vocab-2", "zb-h1/none"),
+        ranks=4,
+        slow=True,
+    ),
+    Case(
+        "mixture of experts, sigmoid router with bias, shared expert, dense layers between",
+        {**MOE, **SIGMOID_ROUTER, "moe_shared_expert_intermediate_size": 64, "moe_layer_freq": 2},
+        ("1f1b/vocab-2", "v-half/vocab-2"),
+        slow=True,
+    ),
+    Case(
+        "expert parallelism, everything overlapped",
+        {**EXPERT, **BOTH},
+        EVERY_SHAPE + WHOLE_LAYERS,
+        ranks=4,
+        slow=True,
+    ),
+    Case(
+        "expert, tensor and sequence parallelism",
+        {**EXPERT, **SEQUENCE},
+        ("1f1b/vocab-2", "v-half/vocab-2", "zb-h1/none"),
+        ranks=8,
         slow=True,
     ),
     Case("full recomputation", FULL_RECOMPUTE, EVERY_SHAPE),
@@ -185,5 +253,7 @@ PROOFS = (
 NOT_YET = (
     "CUDA, NCCL, several nodes",
     "Transformer Engine's layers, among them the Mamba, gated delta net and latent attention layers of hybrid models",
+    "Transformer Engine's attention under `--context-parallel-size`",
+    "grouped GEMMs of experts (`--moe-grouped-gemm`), the all-to-all and flex token dispatchers",
 )
 """Neither tested nor refused."""

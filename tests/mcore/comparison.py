@@ -53,4 +53,5 @@ def _gradient_distances(found: Run, expected: Run) -> Iterator[tuple[int, str, f
         if ours.loss is None:
             continue
         for name, gradient in theirs.gradients.items():
-            yield number, name, np.linalg.norm(ours.gradients[name] - gradient) / np.linalg.norm(gradient)
+            # An expert that no token chose has a gradient of zero.
+            yield number, name, np.linalg.norm(ours.gradients[name] - gradient) / (np.linalg.norm(gradient) or 1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.harness.training import tiny_model, train
+from tests.harness.training import Run, tiny_model, train
 
 LLAMA_LIKE = {"group_query_attention": True, "num_query_groups": 2, "position_embedding_type": "rope"}
 CASES = [
@@ -19,10 +19,22 @@ def test_training_equals_megatrons_own_attention(size, options):
     arguments = {"pipeline_model_parallel_size": size, "train_iters": 2, **options}
     own = train(size, tiny_model(**arguments))
     fused = train(size, tiny_model(**arguments, core_attention="sdpa"))
-    assert fused.losses == pytest.approx(own.losses, rel=1e-6)
-    for found, expected in zip(fused.steps, own.steps, strict=True):
-        for name, gradient in expected.gradients.items():
-            distance = np.linalg.norm(found.gradients[name] - gradient) / np.linalg.norm(gradient)
+    _assert_equal(fused, own)
+
+
+def test_parts_of_sequences_train_as_whole_ones_do():
+    """Context parallelism 2, vocabulary parallel, against plain Megatron on whole sequences."""
+    arguments = {"pipeline_model_parallel_size": 2, "train_iters": 2, **LLAMA_LIKE}
+    whole = train(2, tiny_model(**arguments))
+    parts = train(4, tiny_model(**arguments, core_attention="sdpa", context_parallel_size=2, vocab_parallel=True))
+    _assert_equal(parts, whole)
+
+
+def _assert_equal(found: Run, expected: Run) -> None:
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    for ours, theirs in zip(found.steps, expected.steps, strict=True):
+        for name, gradient in theirs.gradients.items():
+            distance = np.linalg.norm(ours.gradients[name] - gradient) / np.linalg.norm(gradient)
             assert distance < 1e-5, f"gradient of {name}: {distance:.1e}"
 
 
