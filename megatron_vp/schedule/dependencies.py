@@ -8,51 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
 
-from megatron_vp.schedule.instructions import Channel, Collective, CollectiveKind, Loss, Message, Operation
+from megatron_vp.schedule.graph import Graph, Node, Step
+from megatron_vp.schedule.instructions import Channel, Collective, CollectiveKind, Loss, Message
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, ScheduleError, VocabMethod
 
 
-class Step(NamedTuple):
-    """Computation on a rank: a pass, or the loss function."""
-
-    rank: int
-    action: Pass | Loss
-
-    def __str__(self) -> str:
-        return f"{self.action} on rank {self.rank}"
-
-
-class Graph:
-    """Nodes are steps and operations, numbered as they are added; an edge means that the second waits for the first."""
-
-    def __init__(self) -> None:
-        self.nodes: list[Step | Operation] = []
-        self.index: dict[Step | Operation, int] = {}
-        self.successors: list[list[int]] = []
-        self.predecessors: list[list[int]] = []
-
-    def add(self, node: Step | Operation, after: Sequence[int] = ()) -> int:
-        """Number of the new `node`, which waits for the nodes `after`."""
-        number = self.index[node] = len(self.nodes)
-        self.nodes.append(node)
-        self.successors.append([])
-        self.predecessors.append([])
-        for before in after:
-            self.link(before, number)
-        return number
-
-    def link(self, before: int, after: int) -> None:
-        """Make node `after` wait for node `before`."""
-        self.successors[before].append(after)
-        self.predecessors[after].append(before)
-
-
-def expected_passes(schedule: Schedule, rank: int) -> list[Pass]:
-    """The passes that `rank` must run once each."""
+def expected_passes(schedule: Schedule) -> list[Pass]:
+    """The passes that every rank must run once each."""
     chunked = [PassKind.F]
     whole = [PassKind.IF, PassKind.S] if schedule.vocab.is_sharded else []
     whole += [PassKind.V] if schedule.vocab is VocabMethod.INTERLACED else []
@@ -73,10 +38,12 @@ def check_passes(schedule: Schedule) -> None:
         raise ScheduleError(
             f"schedule lists {len(schedule.ranks)} ranks, but its placement has {schedule.pipeline_size}"
         )
+    passes = expected_passes(schedule)
+    each_once = set(passes)
     for rank, order in enumerate(schedule.ranks):
-        found, expected = Counter(order), Counter(expected_passes(schedule, rank))
-        if found == expected:
+        if len(order) == len(passes) and set(order) == each_once:
             continue
+        found, expected = Counter(order), Counter(passes)
         for words, which in (("lacks", expected - found), ("should not have or repeats", found - expected)):
             if which:
                 listed = " ".join(map(str, list(which)[:8])) + (" ..." if len(which) > 8 else "")
@@ -90,10 +57,9 @@ def build_graph(schedule: Schedule, with_loss: bool = False, looks_ahead: bool =
     the published table, in which T follows the statistics at once. `looks_ahead` sends the embedded rows to the last
     stage, too, for multi-token prediction.
     """
-    graph = Graph()
-    for microbatch in range(schedule.microbatches):
-        _Microbatch(graph, schedule, microbatch, with_loss, looks_ahead).add()
-    return graph
+    rules = _Rules(schedule, with_loss, looks_ahead)
+    rules.apply()
+    return Graph(rules.nodes, rules.before, schedule.microbatches)
 
 
 def join_vocabulary_passes(graph: Graph, orders: Sequence[Sequence[int]]) -> None:
@@ -103,21 +69,21 @@ def join_vocabulary_passes(graph: Graph, orders: Sequence[Sequence[int]]) -> Non
     """
     for order in orders:
         for before, after in pairwise(order):
-            if graph.nodes[after].action.kind is PassKind.V:
+            if graph.kinds[after] is PassKind.V:
                 graph.link(before, graph.predecessors[after][0])
 
 
 @dataclass(frozen=True, slots=True)
-class _Microbatch:
-    """Adds the nodes of one microbatch; methods take and return node numbers."""
+class _Rules:
+    """Lists the nodes of microbatch 0 and what each waits for; methods take and return places in `nodes`."""
 
-    graph: Graph
     schedule: Schedule
-    microbatch: int
     with_loss: bool
     looks_ahead: bool
+    nodes: list[Node] = field(default_factory=list)
+    before: list[list[int]] = field(default_factory=list)
 
-    def add(self) -> None:
+    def apply(self) -> None:
         placement, sharded = self.schedule.placement, self.schedule.vocab.is_sharded
         arrived = embedded = []
         if sharded:
@@ -150,7 +116,7 @@ class _Microbatch:
         scores = self.shards(PassKind.S, [broadcast])
         gates = [self.collective(CollectiveKind.C1, root, scores)]
         if self.with_loss:
-            loss = self.graph.add(Step(loss_rank, Loss(self.microbatch)), gates)
+            loss = self.add(Step(loss_rank, Loss(0)), gates)
         if not self.schedule.has_backward:
             return []
         if self.with_loss:
@@ -168,36 +134,39 @@ class _Microbatch:
         if not self.with_loss:
             return [last_forward]
         loss_rank, last_rank = self.schedule.pipeline_size - 1, self.schedule.placement.last_rank
-        loss = Step(loss_rank, Loss(self.microbatch))
+        loss = Step(loss_rank, Loss(0))
         if last_rank == loss_rank:
-            return [self.graph.add(loss, [last_forward])]
-        reader = self.graph.index[Step(loss_rank, Pass(PassKind.F, self.microbatch))]
-        self.graph.link(self.last_stage_message(Channel.LABELS, reader, loss_rank, last_rank), last_forward)
+            return [self.add(loss, [last_forward])]
+        reader = self.nodes.index(Step(loss_rank, Pass(PassKind.F, 0)))
+        self.before[last_forward].append(self.last_stage_message(Channel.LABELS, reader, loss_rank, last_rank))
         token_loss = self.last_stage_message(Channel.TOKEN_LOSS, last_forward, last_rank, loss_rank)
-        done = self.graph.add(loss, [token_loss])
+        done = self.add(loss, [token_loss])
         if not self.schedule.has_backward:
             return []
         return [self.last_stage_message(Channel.TOKEN_GRADIENT, done, loss_rank, last_rank)]
 
+    def add(self, node: Node, after: Sequence[int]) -> int:
+        self.nodes.append(node)
+        self.before.append(list(after))
+        return len(self.nodes) - 1
+
     def chunk(self, kind: PassKind, stage: int, after: list[int]) -> int:
         placement = self.schedule.placement
-        return self.graph.add(
-            Step(placement.rank_of(stage), Pass(kind, self.microbatch, placement.chunk_of(stage))), after
-        )
+        return self.add(Step(placement.rank_of(stage), Pass(kind, 0, placement.chunk_of(stage))), after)
 
     def shards(self, kind: PassKind, after: Sequence[int] = ()) -> list[int]:
-        return [self.graph.add(Step(r, Pass(kind, self.microbatch)), after) for r in range(self.schedule.pipeline_size)]
+        return [self.add(Step(r, Pass(kind, 0)), after) for r in range(self.schedule.pipeline_size)]
 
     def collective(self, kind: CollectiveKind, root: int, after: list[int]) -> int:
-        return self.graph.add(Collective(kind, self.microbatch, root), after)
+        return self.add(Collective(kind, 0, root), after)
 
     def hand_over(self, channel: Channel, before: int, source_stage: int, target_stage: int) -> int:
         """What the target waits for: a message, or the source's own step where both stages share a rank."""
         source, target = (self.schedule.placement.rank_of(stage) for stage in (source_stage, target_stage))
         if source == target:
             return before
-        return self.graph.add(Message(channel, self.microbatch, source_stage, target_stage, source, target), [before])
+        return self.add(Message(channel, 0, source_stage, target_stage, source, target), [before])
 
     def last_stage_message(self, channel: Channel, before: int, source: int, target: int) -> int:
         last = self.schedule.placement.stages - 1
-        return self.graph.add(Message(channel, self.microbatch, last, last, source, target), [before])
+        return self.add(Message(channel, 0, last, last, source, target), [before])

@@ -10,13 +10,12 @@ given order is within the caps, so some rank can always go on, whatever the cost
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from megatron_vp.schedule.dependencies import Graph, Step
-from megatron_vp.schedule.instructions import communicator
+from megatron_vp.schedule.graph import Graph
 from megatron_vp.schedule.passes import PassKind
 
 
@@ -61,10 +60,14 @@ class _Store:
 
     def remove(self, place: int, kind: PassKind) -> None:
         """Run a pass ahead of all that were to run before it."""
-        change = self.change.get(kind)
-        if change and place + 1 < len(self.held):
+        if kind in self.change and place + 1 < len(self.held):
+            change = self.change[kind]
             self.held[place + 1 :] = [level + change for level in self.held[place + 1 :]]
         del self.held[place]
+
+
+Ready = list[int]
+"""A heap of the places of ready passes, negated: the first in order comes first."""
 
 
 class _Rank:
@@ -74,25 +77,18 @@ class _Rank:
         self.order, self.kinds, self.stores = order, kinds, stores
         self.left = list(range(len(order)))
         # Of the ready passes that take from one store, the first in order fits or none does.
-        self.takers: dict[PassKind, tuple[_Store, list[int]]] = {store.taker: (store, []) for store in stores}
-        self.others: list[int] = []
-        self.fillers: list[int] = []
+        self.takers: list[tuple[_Store, Ready]] = [(store, []) for store in stores]
+        self.others: Ready = []
+        self.fillers: Ready = []
         self.result: list[int] = []
         self.free_at = 0.0
-
-    def arrive(self, place: int, fills_gaps: bool) -> None:
-        """The pass at `place` is ready."""
-        if self.kinds[place] in self.takers:
-            heappush(self.takers[self.kinds[place]][1], -place)
-        else:
-            heappush(self.fillers if fills_gaps else self.others, -place)
 
     def take(self) -> int | None:
         """Number of the pass to run now, or None where no ready pass fits."""
         best, chosen = (self.others[0], self.others) if self.others else (1, self.fillers)
-        for store, ready in self.takers.values():
+        for store, ready in self.takers:
             if ready and ready[0] < best:
-                if store.fits(bisect_left(self.left, -ready[0])):
+                if self.left[-1] == -ready[0] or store.fits(bisect_left(self.left, -ready[0])):
                     best, chosen = ready[0], ready
                 elif self.fillers and self.fillers[0] < ready[0]:
                     # What waits for room goes first in the order: the fillers ahead of it make that room.
@@ -100,7 +96,7 @@ class _Rank:
         return self._run(-heappop(chosen)) if chosen else None
 
     def _run(self, place: int) -> int:
-        index = bisect_left(self.left, place)
+        index = len(self.left) - 1 if self.left[-1] == place else bisect_left(self.left, place)
         for store in self.stores:
             store.remove(index, self.kinds[place])
         del self.left[index]
@@ -123,25 +119,31 @@ class _ListScheduler:
         before: Sequence[Sequence[int]],
         after: Sequence[Sequence[int]],
     ) -> None:
-        self.graph, self.took, self.after = graph, took, after
+        self.lanes, self.took, self.after = graph.lanes, took, after
         self.ranks = []
+        # Where a pass goes when it is ready, and what stands for it there.
+        self.ready: list[Ready | None] = [None] * len(took)
+        self.entry = [0] * len(took)
         for order, most in zip(orders, caps.activations, strict=True):
-            kinds = [graph.nodes[number].action.kind for number in order]
+            kinds = [graph.kinds[number] for number in order]
             release = PassKind.W if PassKind.W in kinds else PassKind.B
             kept = [(PassKind.F, release, most), (PassKind.S, PassKind.T, caps.scores)]
             if after is graph.predecessors:
                 kept = [(giver, taker, cap) for taker, giver, cap in kept]
             # Without a backward there is neither B nor T, and nothing is kept.
             stores = [_Store(kinds, *entry) for entry in kept if entry[0] in kinds and entry[1] in kinds]
-            self.ranks.append(_Rank(order, kinds, stores))
-        self.seat: list[tuple[int, int] | None] = [None] * len(took)
-        for rank, order in enumerate(orders):
-            for place, number in enumerate(order):
-                self.seat[number] = rank, place
-        self.waits = [len(numbers) for numbers in before]
+            rank = _Rank(order, kinds, stores)
+            self.ranks.append(rank)
+            takers = {store.taker: ready for store, ready in rank.takers}
+            for place, (number, kind) in enumerate(zip(order, kinds, strict=True)):
+                self.ready[number] = takers[kind] if kind in takers else rank.others if after[number] else rank.fillers
+                self.entry[number] = -place
+        self.waits = list(map(len, before))
         self.losses: deque[int] = deque()
-        self.events: list[tuple[float, int]] = []
-        self.lane_free_at: dict[tuple, float] = defaultdict(float)
+        # What ends when: a heap of times, for many passes end at the same time.
+        self.times: list[float] = []
+        self.ending: dict[float, list[int]] = {}
+        self.lane_free_at = [0.0] * (1 + max(graph.lanes))
         self.stirred: set[int] = set()
         # The same durations summed in another order are the same moment.
         self.tolerance = 1e-7 * max(took, default=0.0)
@@ -151,30 +153,38 @@ class _ListScheduler:
         for number in [number for number, count in enumerate(self.waits) if not count]:
             self._arrive(number, 0.0)
         self._start_passes(0.0)
-        while self.events:
-            now = self.events[0][0]
-            while self.events and self.events[0][0] <= now + self.tolerance:
-                number = heappop(self.events)[1]
-                seat = self.seat[number]
-                if seat:
-                    self.stirred.add(seat[0])
-                self._finish(number, now)
+        while self.times:
+            now = self.times[0]
+            while self.times and self.times[0] <= now + self.tolerance:
+                for number in sorted(self.ending.pop(heappop(self.times))):
+                    if self.ready[number] is not None:
+                        self.stirred.add(self.lanes[number])
+                    self._finish(number, now)
             self._start_passes(now)
         assert not any(rank.left for rank in self.ranks), "the given order exceeds the caps"
         return max(rank.free_at for rank in self.ranks), [rank.result for rank in self.ranks]
 
     def _start_passes(self, now: float) -> None:
+        latest = now + self.tolerance
         while self.stirred:
             index = self.stirred.pop()
             rank = self.ranks[index]
-            if rank.free_at > now + self.tolerance:
+            if rank.free_at > latest:
                 continue
             while self.losses and index == len(self.ranks) - 1:
                 self._finish(self.losses.popleft(), now)
             number = rank.take()
             if number is not None:
                 rank.free_at = now + self.took[number]
-                heappush(self.events, (rank.free_at, number))
+                self._end(number, rank.free_at)
+
+    def _end(self, number: int, time: float) -> None:
+        """Note that `number` ends at `time`."""
+        if time in self.ending:
+            self.ending[time].append(number)
+        else:
+            self.ending[time] = [number]
+            heappush(self.times, time)
 
     def _finish(self, number: int, now: float) -> None:
         for waiting in self.after[number]:
@@ -184,17 +194,16 @@ class _ListScheduler:
 
     def _arrive(self, number: int, now: float) -> None:
         """All that `number` waits for is done."""
-        seat = self.seat[number]
-        if seat:
-            rank, place = seat
-            self.ranks[rank].arrive(place, fills_gaps=not self.after[number])
-            self.stirred.add(rank)
-        elif isinstance(self.graph.nodes[number], Step):
+        ready = self.ready[number]
+        if ready is not None:
+            heappush(ready, self.entry[number])
+            self.stirred.add(self.lanes[number])
+        elif self.lanes[number] < len(self.ranks):
             self.losses.append(number)
-            self.stirred.add(len(self.ranks) - 1)
+            self.stirred.add(self.lanes[number])
         elif self.took[number]:
-            lane = communicator(self.graph.nodes[number])
+            lane = self.lanes[number]
             self.lane_free_at[lane] = max(now, self.lane_free_at[lane]) + self.took[number]
-            heappush(self.events, (self.lane_free_at[lane], number))
+            self._end(number, self.lane_free_at[lane])
         else:
             self._finish(number, now)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from megatron_vp.schedule.collector import collector_paused
 from megatron_vp.schedule.costs import Costs, PassCosts
-from megatron_vp.schedule.dependencies import Graph, Step, build_graph, check_passes
+from megatron_vp.schedule.dependencies import build_graph, check_passes
+from megatron_vp.schedule.graph import Graph, Step
 from megatron_vp.schedule.instructions import (
     Collective,
     CollectiveKind,
@@ -27,7 +28,7 @@ from megatron_vp.schedule.instructions import (
     Wait,
 )
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule
-from megatron_vp.schedule.playback import Durations, Moment, Playback, play
+from megatron_vp.schedule.playback import Moment, Playback, durations, play
 from megatron_vp.schedule.unfold import unfold
 
 
@@ -56,9 +57,9 @@ class _Line:
 
 def _lay_out(schedule: Schedule, costs: Costs, looks_ahead: bool) -> _Line:
     graph = build_graph(schedule, with_loss=True, looks_ahead=looks_ahead)
-    orders = [[graph.index[Step(rank, step)] for step in order] for rank, order in enumerate(schedule.ranks)]
+    orders = graph.numbers(schedule.ranks)
     orders[-1] = _with_losses(schedule, costs, graph, orders)
-    times = play(graph, orders, Durations(graph, schedule)(costs))
+    times = play(graph, orders, durations(graph, schedule, costs))
     starts = times.moments(times.start)
     collectives = [(starts[number], node) for number, node in enumerate(graph.nodes) if isinstance(node, Collective)]
     collectives += _token_moments(schedule, graph, times)
@@ -72,10 +73,10 @@ def _with_losses(schedule: Schedule, costs: Costs, graph: Graph, orders: list[li
     depend on one that waits for it.
     """
     bare = build_graph(schedule)
-    took = Durations(bare, schedule)(costs)
-    times = play(bare, [[bare.index[graph.nodes[number]] for number in order] for order in orders], took)
+    bare_orders = bare.numbers(schedule.ranks)
+    times = play(bare, bare_orders, durations(bare, schedule, costs))
     moment = times.moments(times.start)
-    starts = [moment[bare.index[graph.nodes[number]]] for number in orders[-1]]
+    starts = [moment[number] for number in bare_orders[-1]]
     arrived = times.moments(times.end)
     placement, losses = schedule.placement, []
     for microbatch in range(schedule.microbatches):
@@ -84,7 +85,7 @@ def _with_losses(schedule: Schedule, costs: Costs, graph: Graph, orders: list[li
         else:
             needed = Step(placement.last_rank, Pass(PassKind.F, microbatch, placement.chunk_of(placement.stages - 1)))
         loss = Step(schedule.pipeline_size - 1, Loss(microbatch))
-        losses.append((arrived[bare.index[needed]], graph.index[loss]))
+        losses.append((arrived[bare.number(needed)], graph.number(loss)))
     inserted: dict[int, list[int]] = {}
     for arrival, loss in sorted(losses):
         inserted.setdefault(bisect_right(starts, arrival), []).append(loss)
@@ -102,7 +103,7 @@ def _token_moments(schedule: Schedule, graph: Graph, times: Playback) -> list[tu
     moments = []
     for microbatch in range(schedule.microbatches):
         first = min(
-            times.start[graph.index[Step(rank, Pass(PassKind.IF, either))]]
+            times.start[graph.number(Step(rank, Pass(PassKind.IF, either)))]
             for rank in range(schedule.pipeline_size)
             for either in (microbatch, max(0, microbatch - 1))
         )
@@ -145,10 +146,11 @@ class _RankLowering:
             operations.append(Collective(CollectiveKind.TOKENS, action.microbatch, 0))
         return operations
 
-    def own_input(self, operation: Operation) -> int | None:
+    def own_input(self, operation: Collective) -> int | None:
         """Place of the step of this rank that makes its part of the operation; None for a receiver."""
-        number = self.line.graph.index.get(operation)
-        before = self.line.graph.predecessors[number] if number is not None else ()
+        if operation.kind is CollectiveKind.TOKENS:
+            return None
+        before = self.line.graph.predecessors[self.line.graph.number(operation)]
         return next((self.place[step] for step in before if step in self.place), None)
 
     def post_sent_messages(self) -> None:
@@ -178,7 +180,7 @@ class _RankLowering:
         }
         arriving: dict[tuple, list[tuple[Moment, Message]]] = {}
         for message in consumer:
-            sender = self.line.graph.predecessors[self.line.graph.index[message]][0]
+            sender = self.line.graph.predecessors[self.line.graph.number(message)][0]
             key = (message.source, message.channel)
             arriving.setdefault(key, []).append((self.line.over[sender], message))
         for messages in arriving.values():

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import pairwise
 
 from megatron_vp.schedule.costs import Costs
-from megatron_vp.schedule.dependencies import Graph, Step
-from megatron_vp.schedule.instructions import Loss, Operation, communicator
+from megatron_vp.schedule.graph import Graph, Node, Step
+from megatron_vp.schedule.instructions import Loss
 from megatron_vp.schedule.passes import Schedule, ScheduleError
 
 Moment = tuple[float, int]
@@ -33,80 +32,45 @@ class Playback:
         return list(zip(times, position, strict=True))
 
 
-class Durations:
-    """How to look the duration of every node up: nodes that take the same time by their nature are asked for once."""
+def durations(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
+    """Duration of every node, the same for all microbatches; the loss function takes none."""
 
-    def __init__(self, graph: Graph, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._kinds: dict[tuple, int] = {}
-        self._examples: list[Step | Operation] = []
-        self._kind_of = [self._kind(node) for node in graph.nodes]
-
-    def __call__(self, costs: Costs) -> list[float]:
-        """Duration of every node; the loss function takes none."""
-        known = [self._duration(node, costs) for node in self._examples]
-        return [known[kind] for kind in self._kind_of]
-
-    def _kind(self, node: Step | Operation) -> int:
-        if isinstance(node, Step):
-            action = node.action
-            key = (node.rank, Loss) if isinstance(action, Loss) else (node.rank, action.kind, action.chunk)
-        else:
-            key = node[:1] + communicator(node)
-        kind = self._kinds.setdefault(key, len(self._examples))
-        if kind == len(self._examples):
-            self._examples.append(node)
-        return kind
-
-    def _duration(self, node: Step | Operation, costs: Costs) -> float:
+    def of(node: Node) -> float:
         if not isinstance(node, Step):
             return costs.communication(node)
-        return 0.0 if isinstance(node.action, Loss) else costs.duration(self._schedule, node.rank, node.action)
+        return 0.0 if isinstance(node.action, Loss) else costs.duration(schedule, node.rank, node.action)
 
-
-def lane_of(node: Step | Operation) -> int | tuple:
-    """What runs one node at a time: the rank of a step, the communicator of an operation."""
-    return node.rank if isinstance(node, Step) else communicator(node)
-
-
-def next_on_rank(graph: Graph, orders: Sequence[Sequence[int]]) -> list[int | None]:
-    """For every node the step that its rank runs next, None for the last and for communication."""
-    following: list[int | None] = [None] * len(graph.nodes)
-    for order in orders:
-        for before, after in pairwise(order):
-            following[before] = after
-    return following
+    return graph.microbatches * list(map(of, graph.pattern))
 
 
 def play(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[float]) -> Playback:
     """Start every node as soon as what it waits for has ended and its lane is free.
 
-    A rank is the lane of its steps: `orders[r]` are the numbers of rank r's, in order. A communicator is the lane of
-    its operations, which run one after another, in the order in which they become ready: that is the order in which
-    lowering has them issued. Raises ScheduleError where the order cannot proceed.
+    A rank is the lane of its steps: `orders[r]` are the numbers of rank r's, in order; a loss that is not listed there
+    waits for the end of the pass that its rank is at. A communicator is the lane of its operations, which run one after
+    another, in the order in which they become ready: that is the order in which lowering has them issued. Raises
+    ScheduleError where the order cannot proceed.
     """
-    waits = [len(before) for before in graph.predecessors]
-    following = next_on_rank(graph, orders)
-    for after in following:
-        if after is not None:
+    successors, lanes = graph.successors, graph.lanes
+    waits = list(map(len, graph.predecessors))
+    following: list[list[int]] = [[] for _ in waits]
+    for order in orders:
+        for before, after in pairwise(order):
+            following[before].append(after)
             waits[after] += 1
     start, end = [0.0] * len(waits), [0.0] * len(waits)
-    nodes = graph.nodes
-    free: dict[tuple, float] = defaultdict(float)
+    free = [0.0] * (1 + max(lanes))
     ready = [(0.0, number) for number, count in enumerate(waits) if not count]
     done: list[int] = []
     while ready:
         _, number = heappop(ready)
         done.append(number)
-        if isinstance(nodes[number], Step):
-            end[number] = finish = start[number] + took[number]
-        else:
-            lane = communicator(nodes[number])
-            start[number] = max(start[number], free[lane])
-            end[number] = finish = free[lane] = start[number] + took[number]
-        after = following[number]
-        for successor in graph.successors[number] if after is None else [*graph.successors[number], after]:
-            start[successor] = max(start[successor], finish)
+        lane = lanes[number]
+        start[number] = max(start[number], free[lane])
+        end[number] = free[lane] = finish = start[number] + took[number]
+        for successor in successors[number] + following[number]:
+            if start[successor] < finish:
+                start[successor] = finish
             waits[successor] -= 1
             if not waits[successor]:
                 heappush(ready, (start[successor], successor))

@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_vp.schedule.costs import PassCosts
-from megatron_vp.schedule.dependencies import Graph, Step, build_graph
+from megatron_vp.schedule.dependencies import build_graph
+from megatron_vp.schedule.graph import Graph, Step
 from megatron_vp.schedule.list_scheduler import Caps, list_schedule
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
-from megatron_vp.schedule.playback import Durations, play
+from megatron_vp.schedule.playback import durations, play
 from megatron_vp.schedule.unfold import EMBEDDED_AHEAD, unfold
 
 EMBEDDING_GRADIENTS = 4
@@ -26,13 +27,17 @@ def squeeze(schedule: Schedule, caps: Caps, costs: PassCosts) -> Schedule:
     graph = build_graph(schedule, with_loss=schedule.vocab is not VocabMethod.NONE)
     if schedule.vocab.is_sharded:
         _limit_embedding(graph, schedule)
-    took = Durations(graph, schedule)(costs)
-    orders = [[graph.index[Step(rank, step)] for step in order] for rank, order in enumerate(schedule.ranks)]
+    took = durations(graph, schedule, costs)
+    orders = graph.numbers(schedule.ranks)
     found = [(max(play(graph, orders, took).end), orders)]
     found += [list_schedule(graph, orders, took, caps, backwards) for backwards in (False, True)]
     shortest = min(makespan for makespan, _ in found)
     best = next(orders for makespan, orders in found if makespan <= shortest * (1 + 1e-9))
-    return replace(schedule, ranks=tuple(tuple(graph.nodes[number].action for number in order) for order in best))
+    ranks = []
+    for numbers, steps, order in zip(orders, schedule.ranks, best, strict=True):
+        named = dict(zip(numbers, steps, strict=True))
+        ranks.append(tuple(named[number] for number in order))
+    return replace(schedule, ranks=tuple(ranks))
 
 
 def evaluation(schedule: Schedule, costs: PassCosts | None = None) -> Schedule:
@@ -48,12 +53,12 @@ def _limit_embedding(graph: Graph, schedule: Schedule) -> None:
     first, chunk = schedule.placement.first_rank, schedule.placement.chunk_of(0)
 
     def on_first_stage(kind: PassKind, microbatch: int) -> int:
-        return graph.index[Step(first, Pass(kind, microbatch, chunk))]
+        return graph.number(Step(first, Pass(kind, microbatch, chunk)))
 
     for rank in range(schedule.pipeline_size):
         for later in range(EMBEDDED_AHEAD, schedule.microbatches):
             used = on_first_stage(PassKind.F, later - EMBEDDED_AHEAD)
-            graph.link(used, graph.index[Step(rank, Pass(PassKind.IF, later))])
+            graph.link(used, graph.number(Step(rank, Pass(PassKind.IF, later))))
         for later in range(EMBEDDING_GRADIENTS, schedule.microbatches if schedule.has_backward else 0):
-            added = graph.index[Step(rank, Pass(PassKind.IB, later - EMBEDDING_GRADIENTS))]
+            added = graph.number(Step(rank, Pass(PassKind.IB, later - EMBEDDING_GRADIENTS)))
             graph.link(added, on_first_stage(PassKind.B, later))

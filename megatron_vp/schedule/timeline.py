@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron_vp.schedule.collector import collector_paused
 from megatron_vp.schedule.costs import Costs, PassCosts
-from megatron_vp.schedule.dependencies import Step, build_graph, check_passes, join_vocabulary_passes
+from megatron_vp.schedule.dependencies import build_graph, check_passes, join_vocabulary_passes
+from megatron_vp.schedule.graph import Graph, Node, Step
 from megatron_vp.schedule.instructions import Operation
 from megatron_vp.schedule.passes import PassKind, Schedule, VocabMethod
-from megatron_vp.schedule.playback import Durations, lane_of, play
+from megatron_vp.schedule.playback import durations, play
 
 Span = tuple[float, float]
 """Start and end."""
 
 
+class _Times(NamedTuple):
+    """Times by the numbers of a graph's nodes."""
+
+    graph: Graph
+    start: list[float]
+    end: list[float]
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """`spans[r][k]` are start and end of the k-th pass of rank r; `operations` those of every communication."""
+    """`spans[r][k]` are start and end of the k-th pass of rank r; `nodes` those of all that was played."""
 
     schedule: Schedule
     costs: Costs
     spans: tuple[tuple[Span, ...], ...]
-    operations: dict[Operation, Span]
+    nodes: _Times | None = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def operations(self) -> dict[Operation, Span]:
+        """Start and end of every communication."""
+        if self.nodes is None:
+            return {}
+        named = zip(self.nodes.graph.nodes, zip(self.nodes.start, self.nodes.end, strict=True), strict=True)
+        return {node: span for node, span in named if not isinstance(node, Step)}
 
     @cached_property
     def makespan(self) -> float:
         """End of the last pass on any rank; the first pass starts at 0."""
-        return max(end for rank in self.spans for _, end in rank)
+        return max(rank[-1][1] for rank in self.spans)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
@@ -88,17 +106,15 @@ class Player:
     @collector_paused()
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         check_passes(schedule)
-        graph = build_graph(schedule)
-        self.schedule, self._nodes = schedule, graph.nodes
-        self._orders = [[graph.index[Step(rank, step)] for step in order] for rank, order in enumerate(schedule.ranks)]
+        self.schedule, self._graph = schedule, build_graph(schedule)
+        self._orders = self._graph.numbers(schedule.ranks)
         if schedule.vocab is VocabMethod.INTERLACED:
-            join_vocabulary_passes(graph, self._orders)
-        self._durations = Durations(graph, schedule)
-        times = play(graph, self._orders, self._durations(costs))
-        self._order, self._before = times.order, graph.predecessors
-        latest: dict[tuple, int] = {}
-        for number in times.order:
-            lane = lane_of(graph.nodes[number])
+            join_vocabulary_passes(self._graph, self._orders)
+        self._order = play(self._graph, self._orders, durations(self._graph, schedule, costs)).order
+        self._before, lanes = self._graph.predecessors, self._graph.lanes
+        latest: dict[int, int] = {}
+        for number in self._order:
+            lane = lanes[number]
             if lane in latest:
                 self._before[number].append(latest[lane])
             latest[lane] = number
@@ -108,13 +124,10 @@ class Player:
         """Times of every pass, each as early as its rank and its dependencies allow."""
         start, end = self._times(costs)
         spans = tuple(tuple((start[number], end[number]) for number in order) for order in self._orders)
-        operations = {
-            node: (start[number], end[number]) for number, node in enumerate(self._nodes) if not isinstance(node, Step)
-        }
-        return Timeline(self.schedule, costs, spans, operations)
+        return Timeline(self.schedule, costs, spans, _Times(self._graph, start, end))
 
     @collector_paused()
-    def critical_path(self, costs: Costs) -> list[Step | Operation]:
+    def critical_path(self, costs: Costs) -> list[Node]:
         """Passes and operations, the first one first, each waiting for the one before: together the makespan."""
         start, end = self._times(costs)
         number = max(range(len(end)), key=end.__getitem__)
@@ -122,13 +135,17 @@ class Player:
         while self._before[number] and start[number] > 0:
             number = max(self._before[number], key=end.__getitem__)
             path.append(number)
-        return [self._nodes[number] for number in reversed(path)]
+        return [self._graph.nodes[number] for number in reversed(path)]
 
     def _times(self, costs: Costs) -> tuple[list[float], list[float]]:
-        took, before = self._durations(costs), self._before
+        took, before = durations(self._graph, self.schedule, costs), self._before
         start, end = [0.0] * len(took), [0.0] * len(took)
         for number in self._order:
-            start[number] = begin = max([end[earlier] for earlier in before[number]], default=0.0)
+            begin = 0.0
+            for earlier in before[number]:
+                if end[earlier] > begin:
+                    begin = end[earlier]
+            start[number] = begin
             end[number] = begin + took[number]
         return start, end
 

@@ -125,7 +125,7 @@ def held_activations(traces: Sequence[RankTrace]) -> list[perfetto.Event]:
     events = []
     for iteration in sorted(traces[0].microbatches):
         spans = tuple(tuple((span.start, span.end) for span in _passes(trace, iteration)) for trace in traces)
-        timeline = Timeline(ran(traces, iteration), PassCosts(), spans, {})
+        timeline = Timeline(ran(traces, iteration), PassCosts(), spans)
         for rank, times in enumerate(spans):
             for (start, end), (during, after) in zip(times, timeline.activation_levels(rank), strict=True):
                 events += [perfetto.activations(rank, start, during), perfetto.activations(rank, end, after)]

@@ -111,10 +111,12 @@ def test_t_of_vocab_2_leaves_its_s_and_fills_the_cool_down():
     assert order.index("T7") > order.index("B7")
 
 
-@pytest.mark.parametrize("name", [name for name in GENERATORS if name != "interlaced"])
-def test_large_schedules_are_generated_quickly(name):
+@pytest.mark.parametrize(
+    ("name", "chunks"), [(name, None) for name in GENERATORS if name != "interlaced"] + [("interleaved", 8)]
+)
+def test_large_schedules_are_generated_quickly(name, chunks):
     started = process_time()
-    generate(name, 32, 256, vocab="vocab-2")
+    generate(name, 32, 256, vocab="vocab-2", chunks=chunks)
     # Two seconds are promised of a machine of its own; the margin is for one that runs other tests as well.
     assert process_time() - started < 4
 

@@ -29,7 +29,8 @@ from megatron_vp.schedule import (
     validate,
     validate_programs,
 )
-from megatron_vp.schedule.dependencies import Step, build_graph
+from megatron_vp.schedule.dependencies import build_graph
+from megatron_vp.schedule.graph import Step
 
 
 def texts(program):

@@ -17,9 +17,9 @@ from megatron_vp.schedule import (
     generate,
     simulate,
 )
-from megatron_vp.schedule.dependencies import Step, build_graph
+from megatron_vp.schedule.dependencies import build_graph
 from megatron_vp.schedule.instructions import communicator
-from megatron_vp.schedule.playback import Durations, play
+from megatron_vp.schedule.playback import durations, play
 
 COSTS = PassCosts(F=0.9, B=1.1, W=0.7, S=0.4, T=0.2, IF=0.03, IB=0.06, comm=0.01)
 
@@ -82,8 +82,7 @@ def test_orders_are_compared_and_lowered_at_the_times_that_are_simulated(comm):
     costs = PassCosts(comm=comm)
     schedule = generate("zb-v", 4, 8, vocab="vocab-1", costs=costs)
     graph = build_graph(schedule)
-    orders = [[graph.index[Step(rank, step)] for step in order] for rank, order in enumerate(schedule.ranks)]
-    played = play(graph, orders, Durations(graph, schedule)(costs))
+    played = play(graph, graph.numbers(schedule.ranks), durations(graph, schedule, costs))
     assert max(played.end) == pytest.approx(simulate(schedule, costs).makespan)
 
 
