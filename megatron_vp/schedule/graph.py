@@ -30,7 +30,7 @@ class Graph:
     """Node `i * size + k` is microbatch i's copy of `pattern[k]`, a node of microbatch 0.
 
     `successors[n]` wait for node n, which waits for `predecessors[n]`. `lanes[n]` is what runs it, one node at a time:
-    a rank r < `ranks`, or a communicator.
+    a rank r < `ranks`, or a communicator. `kinds[n]` is the kind of a pass, None for other nodes.
     """
 
     def __init__(self, pattern: Sequence[Node], before: Sequence[Sequence[int]], microbatches: int) -> None:
@@ -83,6 +83,15 @@ class Graph:
         """Make node `after` wait for node `before`, too."""
         self.successors[before].append(after)
         self.predecessors[after].append(before)
+
+    def link_across(self, before: Node, after: Node, distance: int) -> None:
+        """Make every microbatch's `after` wait for the `before` of the microbatch `distance` earlier.
+
+        Both are nodes of microbatch 0.
+        """
+        first, second = self.number(before), self.number(after) + distance * self.size
+        for base in range(0, (self.microbatches - distance) * self.size, self.size):
+            self.link(base + first, base + second)
 
 
 def _of_microbatch(node: Node, microbatch: int) -> Node:

@@ -51,14 +51,9 @@ def evaluation(schedule: Schedule, costs: PassCosts | None = None) -> Schedule:
 
 def _limit_embedding(graph: Graph, schedule: Schedule) -> None:
     first, chunk = schedule.placement.first_rank, schedule.placement.chunk_of(0)
-
-    def on_first_stage(kind: PassKind, microbatch: int) -> int:
-        return graph.number(Step(first, Pass(kind, microbatch, chunk)))
-
     for rank in range(schedule.pipeline_size):
-        for later in range(EMBEDDED_AHEAD, schedule.microbatches):
-            used = on_first_stage(PassKind.F, later - EMBEDDED_AHEAD)
-            graph.link(used, graph.number(Step(rank, Pass(PassKind.IF, later))))
-        for later in range(EMBEDDING_GRADIENTS, schedule.microbatches if schedule.has_backward else 0):
-            added = graph.number(Step(rank, Pass(PassKind.IB, later - EMBEDDING_GRADIENTS)))
-            graph.link(added, on_first_stage(PassKind.B, later))
+        used, embedded = Step(first, Pass(PassKind.F, 0, chunk)), Step(rank, Pass(PassKind.IF, 0))
+        graph.link_across(used, embedded, EMBEDDED_AHEAD)
+        if schedule.has_backward:
+            added, freed = Step(rank, Pass(PassKind.IB, 0)), Step(first, Pass(PassKind.B, 0, chunk))
+            graph.link_across(added, freed, EMBEDDING_GRADIENTS)
