@@ -159,6 +159,8 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
             patches.apply(patches.group("pipeline schedule"))
             if args.pipeline_schedule in SPLIT_SCHEDULES:
                 patches.apply(patches.group("split backward"))
+                if args.transformer_impl == "transformer_engine":
+                    patches.apply(patches.group("delayed weight gradients"))
             if args.pipeline_schedule in V_SHAPED_SCHEDULES:
                 patches.apply(patches.group("v-shaped placement"))
         elif args.rank_report is not None:

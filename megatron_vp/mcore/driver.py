@@ -13,10 +13,11 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.capture import Capture, capture
+from megatron_vp.mcore.delayed_weights import delaying_layers
 from megatron_vp.mcore.gradient_sync import GradientSynchronisation
 from megatron_vp.mcore.loss_check import LossCheck, report_birth_of_nan
 from megatron_vp.mcore.multi_token import with_further_heads
-from megatron_vp.mcore.split_backward import PendingWeightGradient, backward_without_weights
+from megatron_vp.mcore.split_backward import PendingGradient, backward_without_weights
 from megatron_vp.runtime.model import Shapes
 
 
@@ -63,7 +64,7 @@ class MegatronModel:
         # Megatron runs an iteration with an unexpected loss a second time: the time to look closely.
         self._watches_numbers = get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE
         self._loss_check = LossCheck(self._chunks[-1].core.vocab_size)
-        self._pending_weights: dict[tuple[int, int], list[PendingWeightGradient]] = {}
+        self._pending_weights: dict[tuple[int, int], list[PendingGradient]] = {}
         self.losses: list[Any] = []
         """What the user's loss function reported, one entry a microbatch; on the last pipeline rank only."""
         self.tokens_seen = torch.zeros([], dtype=torch.int, device=shapes.device)
@@ -120,10 +121,11 @@ class MegatronModel:
 
     def backward(self, chunk: int, microbatch: int, output: torch.Tensor, gradient: torch.Tensor) -> None:
         """Backward of the chunk; the last one of the iteration lets Megatron synchronise gradients."""
-        self._chunks[chunk].before_backward()
+        part = self._chunks[chunk]
+        part.before_backward()
         if self._split_backward:
             self._pending_weights[chunk, microbatch] = backward_without_weights(
-                lambda: schedules.backward_step(None, output, gradient, self._config)
+                lambda: schedules.backward_step(None, output, gradient, self._config), part.delaying
             )
         else:
             schedules.backward_step(None, output, gradient, self._config)
@@ -133,7 +135,9 @@ class MegatronModel:
         pending = self._pending_weights.pop((chunk, microbatch))
         for each in pending:
             each.accumulate()
-        self._chunks[chunk].after_weight_gradient(each.weight for each in pending)
+        self._chunks[chunk].after_weight_gradient(
+            microbatch, (parameter for each in pending for parameter in each.parameters)
+        )
 
     def loss(
         self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor | None
@@ -231,9 +235,11 @@ class _Chunk:
         self.data_iterator = data_iterator
         self.captures: dict[int, Capture] = {}
         self.captured = 0
+        self.delaying = delaying_layers(model)
         self.synchronisation = GradientSynchronisation(model)
         self._synchronises_in_schedule = synchronises_in_schedule
-        self._backwards_left = self._weight_passes_left = microbatches
+        self._microbatches = self._backwards_left = microbatches
+        self._weight_passes = 0
 
     def owns(self, parameter: torch.nn.Parameter) -> bool:
         """Whether the parameter belongs to this chunk."""
@@ -245,12 +251,14 @@ class _Chunk:
         if not self._backwards_left and self._synchronises_in_schedule:
             self.synchronisation.start()
 
-    def after_weight_gradient(self, weights: Iterable[torch.nn.Parameter]) -> None:
-        """After the last pass W of the iteration the chunk's weights are complete."""
-        self._weight_passes_left -= 1
-        if not self._weight_passes_left:
-            for weight in dict.fromkeys(weights):
-                self.synchronisation.complete(weight)
+    def after_weight_gradient(self, microbatch: int, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """After the last pass W of the iteration the parameters that it accumulated are complete."""
+        # Transformer Engine's fused product overwrites main_grad in the first microbatch.
+        assert microbatch == self._weight_passes, "W out of order"
+        self._weight_passes += 1
+        if self._weight_passes == self._microbatches:
+            for parameter in dict.fromkeys(parameters):
+                self.synchronisation.complete(parameter)
 
 
 def _listed(value: Any, count: int) -> list[Any]:

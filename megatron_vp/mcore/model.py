@@ -27,6 +27,7 @@ from torch import nn
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.choices import V_SHAPED_SCHEDULES
+from megatron_vp.mcore.delayed_weights import leave_out_hooks
 from megatron_vp.mcore.multi_token import follow_decoder
 from megatron_vp.runtime.collectives import VocabularyLayers
 from megatron_vp.runtime.groups import Edge, PipelineGroups, pipeline_device
@@ -160,6 +161,7 @@ def prepare_chunk(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollec
     builds its chunks in order. Raises UserError for a model that cannot be cut as --vocab-parallel asks.
     """
     args = get_args()
+    leave_out_hooks(chunk)
     if args.vocab_parallel:
         _shard_vocabulary(chunk, first, groups, index)
     # Not before: with tied weights Megatron's first and last chunk communicate while they are built.

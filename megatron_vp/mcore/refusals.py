@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.utils import get_te_version, is_te_min_version
+
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.choices import SPLIT_SCHEDULES, V_SHAPED_SCHEDULES, replaces_schedule
+from megatron_vp.mcore.delayed_weights import MINIMUM_VERSION
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,11 @@ class Refusal:
 def _keeps_layers(a: argparse.Namespace) -> bool:
     """A schedule of ours with Megatron's own vocabulary layers."""
     return replaces_schedule(a) and not a.vocab_parallel
+
+
+def _delays_weights(a: argparse.Namespace) -> bool:
+    """Weight gradients are split off Transformer Engine's layers."""
+    return a.pipeline_schedule in SPLIT_SCHEDULES and a.transformer_impl == "transformer_engine"
 
 
 def _evenly_cut(a: argparse.Namespace) -> bool:
@@ -90,9 +98,27 @@ REFUSALS = (
         for option, asks in _WITH_WHOLE_LAYERS.items()
     ),
     Refusal(
-        lambda a: a.pipeline_schedule in SPLIT_SCHEDULES and a.transformer_impl != "local",
-        "--pipeline-schedule {pipeline_schedule} with --transformer-impl {transformer_impl} is not supported yet: "
-        "weight gradients are split off Megatron's local layers only; add --transformer-impl local, or use 1f1b",
+        lambda a: a.pipeline_schedule in SPLIT_SCHEDULES and a.transformer_impl not in ("local", "transformer_engine"),
+        "--pipeline-schedule {pipeline_schedule} with --transformer-impl {transformer_impl} is not supported: weight "
+        "gradients are split off Transformer Engine's and Megatron's local layers; use --transformer-impl "
+        "transformer_engine or local, or use 1f1b",
+    ),
+    Refusal(
+        lambda a: _delays_weights(a) and not is_te_min_version(MINIMUM_VERSION),
+        f"--pipeline-schedule {{pipeline_schedule}} needs Transformer Engine {MINIMUM_VERSION} or newer, whose layers "
+        "can leave weight gradients to pass W, and this is {transformer_engine_version}: update it, add "
+        "--transformer-impl local, or use 1f1b",
+    ),
+    *(
+        Refusal(
+            lambda a, asks=asks: _delays_weights(a) and asks(a),
+            f"--pipeline-schedule {{pipeline_schedule}} with {option} is not supported: Transformer Engine does not "
+            f"delay the weight gradients of {what}; leave {option} out, or use 1f1b",
+        )
+        for option, what, asks in (
+            ("--tp-comm-overlap", "layers that overlap their communication", lambda a: a.tp_comm_overlap),
+            ("--use-transformer-engine-op-fuser", "fused operations", lambda a: a.use_transformer_engine_op_fuser),
+        )
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.pipeline_model_parallel_size < 2,
@@ -294,4 +320,5 @@ def refuse(args: argparse.Namespace) -> None:
     """Raise UserError for the first combination in REFUSALS that `args` (validated by Megatron) asks for."""
     for refusal in REFUSALS:
         if refusal.applies(args):
-            raise UserError(refusal.message.format_map(vars(args)))
+            found = {"transformer_engine_version": get_te_version(), **vars(args)}
+            raise UserError(refusal.message.format_map(found))

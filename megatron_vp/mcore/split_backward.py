@@ -1,21 +1,35 @@
-"""B and W apart, for Megatron's local layers: the backward makes input gradients and leaves weight gradients for later.
+"""B and W apart: the backward makes input gradients and leaves weight gradients for later.
 
 Megatron's column- and row-parallel layers all compute through one function. Under a schedule with W passes it is
 replaced by a product whose weight has no edge in autograd's graph: pass B yields the gradients of inputs, biases and
-norms, and puts every weight's (input, output gradient) aside; pass W multiplies them into `main_grad`.
+norms, and puts every weight's (input, output gradient) aside; pass W multiplies them into `main_grad`. Transformer
+Engine's layers do so by themselves (`megatron_vp.mcore.delayed_weights`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from megatron_vp.mcore.delayed_weights import take_delayed
 from megatron_vp.mcore.patches import Patch
+
+
+class PendingGradient(Protocol):
+    """What pass B leaves of one layer and microbatch.
+
+    parameters: those that have their whole gradient once every microbatch has been accumulated.
+    """
+
+    parameters: tuple[torch.nn.Parameter, ...]
+
+    def accumulate(self) -> None:
+        """Add the gradients to `main_grad`."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +44,11 @@ class PendingWeightGradient:
     output_gradient: torch.Tensor
     tensor_group: dist.ProcessGroup | None
 
+    @property
+    def parameters(self) -> tuple[torch.nn.Parameter]:
+        """The weight; a bias has its gradient from pass B."""
+        return (self.weight,)
+
     @torch.no_grad()
     def accumulate(self) -> None:
         """Add the weight's gradient to its `main_grad`; the GEMM runs in the model's dtype, as Megatron's does."""
@@ -38,11 +57,11 @@ class PendingWeightGradient:
         self.weight.main_grad.add_(gradient_oi)
 
 
-_collected: list[PendingWeightGradient] | None = None
+_collected: list[PendingGradient] | None = None
 
 
-def backward_without_weights(backward: Callable[[], Any]) -> list[PendingWeightGradient]:
-    """Run a backward; returns the weight gradients that it left for pass W."""
+def backward_without_weights(backward: Callable[[], Any], delaying: Iterable[torch.nn.Module]) -> list[PendingGradient]:
+    """Run a backward through layers of which some delay weight gradients; returns those that are left for pass W."""
     global _collected
     assert _collected is None, "a backward inside a backward"
     _collected = pending = []
@@ -50,7 +69,7 @@ def backward_without_weights(backward: Callable[[], Any]) -> list[PendingWeightG
         backward()
     finally:
         _collected = None
-    return pending
+    return pending + take_delayed(delaying)
 
 
 def _whole_sequence(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -1,0 +1,120 @@
+"""B and W apart, for Transformer Engine's layers, through their own delayed weight gradients.
+
+Under `delay_wgrad_compute` the backward of such a layer puts what its weight's gradient is made of into a queue of the
+layer. Megatron empties the queues within the same microbatch, by `backward_dw` and hooks of its data parallelism. Here
+a W may come several microbatches later, so pass B takes what it finds in the queues along, as it does with local
+layers, and gradients are accumulated and reported by us.
+
+Written against the source of Transformer Engine 2.8 to 2.20; not yet run with it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_vp.mcore.patches import Patch
+
+MINIMUM_VERSION = "2.8"
+"""Of Transformer Engine: the first in which Megatron's data parallelism can be told to leave a weight's hook out."""
+
+
+@dataclass(frozen=True)
+class DelayedWeightGradient:
+    """What pass W needs of one layer and microbatch: the queued operands, and the layer's product of them.
+
+    product: returns the gradients of weight and bias. The bias's is None or empty where autograd has it; with fused
+        accumulation the weight's is in `main_grad` already.
+    """
+
+    layer: torch.nn.Module
+    operands: list[torch.Tensor]
+    product: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+    @property
+    def parameters(self) -> tuple[torch.nn.Parameter, ...]:
+        """The parameters that are complete after the last pass W."""
+        return _delayed_parameters(self.layer)
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add the gradients to `main_grad`."""
+        weight_gradient, bias_gradient = self.product(*self.operands)
+        if not self.layer.fuse_wgrad_accumulation:
+            self.layer.weight.main_grad.add_(weight_gradient)
+        if bias_gradient is not None and bias_gradient.numel():
+            self.layer.bias.main_grad.add_(bias_gradient)
+
+
+def delaying_layers(chunk: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+    """The layers of a chunk that queue the operands of their weight gradients; none are Megatron's local layers."""
+    return tuple(
+        module
+        for module in chunk.modules()
+        if getattr(module, "wgrad_store", None) is not None and module.wgrad_store.delay_wgrad_compute()
+    )
+
+
+def leave_out_hooks(chunk: torch.nn.Module) -> None:
+    """Have Megatron's data parallelism register no hooks in autograd for weights and biases of delaying layers.
+
+    The layers mark them themselves, but Megatron replaces their biases when it initialises on the CPU.
+    """
+    for layer in delaying_layers(chunk):
+        for parameter in _delayed_parameters(layer):
+            parameter.skip_backward_post_hook = True
+
+
+@torch.no_grad()
+def take_delayed(layers: Iterable[torch.nn.Module]) -> list[DelayedWeightGradient]:
+    """Empty the layers' queues after a backward, and accumulate what autograd has left in their parameters.
+
+    That is the gradient of a bias that is added outside its layer. A weight has none, or a dummy where the product
+    writes to `main_grad` itself.
+    """
+    taken = []
+    for layer in layers:
+        while not layer.wgrad_store.context.empty():
+            taken.append(DelayedWeightGradient(layer, *layer.wgrad_store.context.get()))
+        for parameter in _delayed_parameters(layer):
+            if parameter.grad is not None and not getattr(parameter, "grad_added_to_main_grad", False):
+                parameter.main_grad.add_(parameter.grad)
+            parameter.grad = None
+    return taken
+
+
+def _delayed_parameters(layer: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
+    return (layer.weight, layer.bias) if layer.use_bias else (layer.weight,)
+
+
+def _delaying(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Megatron accepts the flag together with overlapped expert-parallel communication only, whose schedule uses it."""
+
+    @functools.wraps(original)
+    def __post_init__(self: Any) -> None:
+        self.delay_wgrad_compute = False
+        original(self)
+        self.delay_wgrad_compute = True
+
+    return __post_init__
+
+
+PATCHES = (
+    Patch(
+        "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+        _delaying,
+        "have Transformer Engine's layers leave weight gradients to pass W",
+        "(self)",
+    ),
+    Patch(
+        "megatron.core.distributed.distributed_data_parallel_config:DistributedDataParallelConfig.__post_init__",
+        _delaying,
+        "leave weights of Transformer Engine's layers out of autograd's hooks; pass W reports them",
+        "(self)",
+    ),
+)
+"""Applied with a --pipeline-schedule whose backward is split and --transformer-impl transformer_engine."""
