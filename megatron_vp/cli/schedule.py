@@ -98,7 +98,7 @@ def _read(source: Path) -> Schedule:
     from megatron_vp.schedule import from_csv, from_json
 
     try:
-        text = source.read_text(encoding="utf-8")
+        text = source.read_text(encoding="utf-8-sig")  # spreadsheets begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UserError(f"cannot read schedule file {source}: {reason}") from None

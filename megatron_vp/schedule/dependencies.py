@@ -43,11 +43,18 @@ def check_passes(schedule: Schedule) -> None:
     for rank, order in enumerate(schedule.ranks):
         if len(order) == len(passes) and set(order) == each_once:
             continue
-        found, expected = Counter(order), Counter(passes)
-        for words, which in (("lacks", expected - found), ("should not have or repeats", found - expected)):
-            if which:
-                listed = " ".join(map(str, list(which)[:8])) + (" ..." if len(which) > 8 else "")
-                raise ScheduleError(f"rank {rank} {words} {listed} ({schedule.name}, {schedule.vocab})")
+        found = Counter(order)
+        defects = {
+            "lacks": [step for step in passes if step not in found],
+            "repeats": [step for step in found if found[step] > 1],
+            "has no place for": [step for step in found if step not in each_once],
+        }
+        words = [f"{verb} {_listed(steps)}" for verb, steps in defects.items() if steps]
+        raise ScheduleError(f"rank {rank} {' and '.join(words)} ({schedule.name}, {schedule.vocab})")
+
+
+def _listed(steps: Sequence[Pass]) -> str:
+    return " ".join(map(str, steps[:8])) + (" ..." if len(steps) > 8 else "")
 
 
 def build_graph(schedule: Schedule, with_loss: bool = False, looks_ahead: bool = False) -> Graph:

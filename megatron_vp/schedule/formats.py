@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Sequence
 from itertools import repeat
 
@@ -14,7 +15,7 @@ from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.timeline import Timeline
 
 CSV_COLUMNS = ["rank", "pass", "chunk", "microbatch", "stage", "start", "end"]
-_HEADER = "# schedule="
+_HEADER = re.compile(r"# schedule=(?P<name>.*) vocab=(?P<vocab>\S*) microbatches=(?P<microbatches>\d+)")
 
 
 def to_json(schedule: Schedule, timeline: Timeline | None = None) -> str:
@@ -60,13 +61,13 @@ def from_json(text: str) -> Schedule:
             placement,
             _whole(document["microbatches"]),
             [
-                [Pass(PassKind(e["pass"]), _whole(e["microbatch"]), _whole(e.get("chunk", 0))) for e in order]
+                [Pass(_kind(e["pass"]), _whole(e["microbatch"]), _whole(e.get("chunk", 0))) for e in order]
                 for order in document["ranks"]
             ],
         )
     except KeyError as error:
         raise UserError(f"schedule file has no {error}; the keys of the JSON format must all be there") from None
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"schedule file is not in the JSON format: {error}") from None
     for key, actual in (("pipeline_size", schedule.pipeline_size), ("chunks", schedule.chunks)):
         if document.get(key, actual) != actual:
@@ -80,6 +81,12 @@ def _whole(value: object) -> int:
     return value
 
 
+def _kind(name: object) -> PassKind:
+    if name not in PassKind:
+        raise ValueError(f"{name!r} is not a pass; passes are {', '.join(PassKind)}")
+    return PassKind(name)
+
+
 def _assemble(
     name: str, vocab: str, placement: Placement, microbatches: int, orders: Sequence[Sequence[Pass]]
 ) -> Schedule:
@@ -88,6 +95,8 @@ def _assemble(
     longest = max(map(len, orders), default=0)
     if microbatches > longest:
         raise ValueError(f"{microbatches} microbatches, but no rank lists more than {longest} passes")
+    if vocab not in VocabMethod:
+        raise ValueError(f"{vocab!r} is not a vocabulary method; methods are {', '.join(VocabMethod)}")
     split = any(step.kind is PassKind.W for order in orders for step in order)
     return Schedule(str(name), VocabMethod(vocab), placement, microbatches, tuple(map(tuple, orders)), split)
 
@@ -98,7 +107,7 @@ def to_csv(schedule: Schedule, timeline: Timeline | None = None) -> str:
     Start and end are empty without a timeline.
     """
     out = io.StringIO()
-    out.write(f"{_HEADER}{schedule.name} vocab={schedule.vocab} microbatches={schedule.microbatches}\n")
+    out.write(f"# schedule={schedule.name} vocab={schedule.vocab} microbatches={schedule.microbatches}\n")
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
     for rank, order in enumerate(schedule.ranks):
@@ -115,23 +124,29 @@ def from_csv(text: str) -> Schedule:
     Raises UserError naming what does not fit.
     """
     header, _, body = text.partition("\n")
-    if not header.startswith(_HEADER):
-        raise UserError(f"schedule file does not begin with '{_HEADER}NAME vocab=METHOD microbatches=M'")
+    about = _HEADER.fullmatch(header.rstrip())
+    if about is None:
+        raise UserError(
+            "schedule file begins neither with '{', as JSON does, nor, as CSV does, with "
+            "'# schedule=NAME vocab=METHOD microbatches=M'"
+        )
     try:
-        words = dict(word.split("=", 1) for word in header.removeprefix("# ").split())
         orders: dict[int, list[Pass]] = {}
         stages: dict[int, dict[int, int]] = {}
         for row in csv.DictReader(io.StringIO(body)):
-            step = Pass(PassKind(row["pass"]), int(row["microbatch"]), int(row["chunk"]))
-            orders.setdefault(int(row["rank"]), []).append(step)
-            if step.kind is PassKind.F:
-                stages.setdefault(int(row["rank"]), {})[step.chunk] = int(row["stage"])
+            rank, stage = int(row["rank"]), int(row["stage"])
+            step = Pass(_kind(row["pass"]), int(row["microbatch"]), int(row["chunk"]))
+            orders.setdefault(rank, []).append(step)
+            if step.kind is PassKind.F and stages.setdefault(rank, {}).setdefault(step.chunk, stage) != stage:
+                raise ValueError(f"chunk {step.chunk} of rank {rank} is stage {stages[rank][step.chunk]} and {stage}")
         ranks = range(len(orders))
+        if orders.keys() != set(ranks) or stages.keys() != set(ranks):
+            raise ValueError(f"F passes of ranks {sorted(stages)} of {sorted(orders)}; ranks count from 0")
         placement = Placement(tuple(tuple(stages[rank][chunk] for chunk in sorted(stages[rank])) for rank in ranks))
         return _assemble(
-            words["schedule"], words["vocab"], placement, int(words["microbatches"]), [orders[rank] for rank in ranks]
+            about["name"], about["vocab"], placement, int(about["microbatches"]), [orders[rank] for rank in ranks]
         )
     except KeyError as error:
-        raise UserError(f"schedule file is not in the CSV format: {error} is missing") from None
+        raise UserError(f"schedule file is not in the CSV format: column {error} is missing") from None
     except (ValueError, TypeError) as error:
         raise UserError(f"schedule file is not in the CSV format: {error}") from None

@@ -99,6 +99,7 @@ def test_files_of_chunked_split_schedules_read_back():
     ]
     schedule = Schedule("by hand", VocabMethod.NONE, Placement(((0, 1),)), 1, (tuple(steps[0]),), split_backward=True)
     assert from_json(to_json(schedule)) == schedule
+    assert from_csv(to_csv(schedule)) == schedule
 
 
 def test_json_has_the_agreed_layout():
@@ -128,7 +129,7 @@ def test_json_has_the_agreed_layout():
         (lambda d: d.update(vocab="vocab-3"), "vocab-3"),
         (lambda d: d.update(pipeline_size=7), "pipeline_size 7"),
         (lambda d: d.update(placement=[[0], [0]]), "placement"),
-        (lambda d: d["ranks"][0][0].update({"pass": "Q"}), "'Q'"),
+        (lambda d: d["ranks"][0][0].update({"pass": "Q"}), "'Q' is not a pass; passes are IF, F, S, T, V, B, W, IB"),
         (lambda d: d["ranks"][0][0].update(microbatch="one"), "'one'"),
         (lambda d: d.update(ranks=3), "JSON format"),
         (lambda d: d.update(microbatches=0), "0 microbatches"),
@@ -148,22 +149,26 @@ def test_the_room_imports_the_standard_library_only():
     assert not {"torch", "megatron.core", "numpy", "matplotlib"} & set(loaded)
 
 
-@pytest.mark.parametrize("text", ["", "no json", "[1]", '"x"'])
+@pytest.mark.parametrize("text", ["", "no json", "[1]", '"x"', '{"a":' * 100_000])
 def test_no_json_object_is_refused(text):
     with pytest.raises(UserError, match="JSON format"):
         from_json(text)
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "words"),
     [
-        lambda text: text.split("\n", 1)[1],
-        lambda text: text.replace("stage", "floor"),
-        lambda text: text.replace("0,F,0,0,0", "0,F,0,zero,0"),
-        lambda text: "\n".join(text.splitlines()[:2]),
-        lambda text: text.replace("vocab=none", ""),
+        (lambda text: text.split("\n", 1)[1], "begins neither with"),
+        (lambda text: text.replace("vocab=none", ""), "begins neither with"),
+        (lambda text: text.replace("stage", "floor"), "column 'stage' is missing"),
+        (lambda text: text.replace("0,F,0,0,0", "0,F,0,zero,0"), "'zero'"),
+        (lambda text: text.replace("0,F,0,0,0", "0,Q,0,0,0"), "'Q' is not a pass"),
+        (lambda text: text.replace("0,F,0,0,0", "0,F,0,0,1"), "chunk 0 of rank 0 is stage 1 and 0"),
+        (lambda text: text.replace("\n1,", "\n2,"), "ranks count from 0"),
+        (lambda text: text.replace("\n1,F", "\n1,B"), "F passes of ranks"),
+        (lambda text: "\n".join(text.splitlines()[:2]), "CSV format"),
     ],
 )
-def test_a_damaged_csv_is_refused(damage):
-    with pytest.raises(UserError, match="schedule file"):
+def test_a_damaged_csv_is_refused(damage, words):
+    with pytest.raises(UserError, match=words):
         from_csv(damage(to_csv(generate("1f1b", 2, 2))))
