@@ -24,7 +24,7 @@ LIBRARIES = {
     "data": {"tokenizers", "transformers", "huggingface_hub"},
     "runtime": {"torch"},
     "mcore": {"torch", "megatron", "omegaconf", "yaml", "numpy", "tokenizers"},
-    "cost": {"matplotlib"},
+    "cost": {"matplotlib", "numpy"},
     "cli": {"typer", "rich"},
 }
 

@@ -6,9 +6,11 @@ Along its critical path the time of a cell is a sum of durations, so a fit plays
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, fields
 from statistics import fmean
+
+import numpy as np
 
 from megatron_vp.cost.constants import FITTED, Constants
 from megatron_vp.cost.flops import model_flops
@@ -146,40 +148,18 @@ def _residuals(constants: Constants, paths: Iterable[PathTime], measured: Mappin
 
 def _least_squares(residuals: Residuals, start: Constants, steps: int = 4) -> Constants:
     """Gauss-Newton with numerical derivatives; a step that does not improve ends it."""
-    found, now = start, residuals(start)
+    found, now = start, np.array(residuals(start))
     for _ in range(steps):
         values = astuple(found)
-        columns = []
-        for place, value in enumerate(values):
-            moved = residuals(Constants(*values[:place], value * 1.001, *values[place + 1 :]))
-            columns.append([(after - before) / 1e-3 for after, before in zip(moved, now, strict=True)])
-        step = _solve(
-            [[_dot(one, other) for other in columns] for one in columns], [-_dot(column, now) for column in columns]
-        )
-        tried = Constants(*(v * (1 + max(-0.4, min(0.4, change))) for v, change in zip(values, step, strict=True)))
-        then = residuals(tried)
-        if _dot(then, then) >= _dot(now, now):
+        moved = (Constants(*values[:i], 1.001 * value, *values[i + 1 :]) for i, value in enumerate(values))
+        slopes = np.column_stack([(np.array(residuals(each)) - now) / 1e-3 for each in moved])
+        changes = np.linalg.lstsq(slopes, -now)[0].clip(-0.4, 0.4)
+        tried = Constants(*(value * (1 + float(change)) for value, change in zip(values, changes, strict=True)))
+        then = np.array(residuals(tried))
+        if then @ then >= now @ now:
             break
         found, now = tried, then
     return found
-
-
-def _dot(one: Sequence[float], other: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(one, other, strict=True))
-
-
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Gaussian elimination with pivoting."""
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    size = len(rows)
-    for column in range(size):
-        pivot = max(range(column, size), key=lambda row: abs(rows[row][column]))
-        rows[column], rows[pivot] = rows[pivot], rows[column]
-        for row in range(size):
-            if row != column:
-                factor = rows[row][column] / rows[column][column]
-                rows[row] = [a - factor * b for a, b in zip(rows[row], rows[column], strict=True)]
-    return [rows[place][-1] / rows[place][place] for place in range(size)]
 
 
 @dataclass(frozen=True)
