@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from megatron_vp.cli.output import write
-from megatron_vp.cli.planning import GIB, Request, flags_of, read_request, rendered, yaml_of
+from megatron_vp.cli.planning import (
+    GIB,
+    ConfigArgument,
+    Format,
+    FormatOption,
+    HardwareOption,
+    MemoryOption,
+    NodesOption,
+    OutputOption,
+    OverlaysOption,
+    Request,
+    flags_of,
+    read_request,
+    rendered,
+    yaml_of,
+)
 
 if TYPE_CHECKING:
     from megatron_vp.cost.planner import Impossible, Outcome
-
-
-class Format(StrEnum):
-    """What to print or write."""
-
-    TABLE = "table"
-    JSON = "json"
-    PNG = "png"
 
 
 def register(app: typer.Typer) -> None:
@@ -31,19 +36,13 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="What trains the model: configs/llama3_8b.yaml.")],
-    overlays: Annotated[
-        list[Path] | None, typer.Option("--config", metavar="FILE", help="Laid over CONFIG; may be repeated.")
-    ] = None,
-    hardware: Annotated[str, typer.Option(help="a100, h100, h200, b200, mi300x or cpu.")] = "h100",
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Nodes of the job (default: GPUs for one replica of the model).")
-    ] = None,
-    memory: Annotated[
-        float | None, typer.Option(help="GiB that a rank may take (default: what the hardware has).")
-    ] = None,
-    output_format: Annotated[Format, typer.Option("--format", help="What to show.")] = Format.TABLE,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write instead of the screen.")] = None,
+    config: ConfigArgument,
+    overlays: OverlaysOption = None,
+    hardware: HardwareOption = "h100",
+    nodes: NodesOption = None,
+    memory: MemoryOption = None,
+    output_format: FormatOption = Format.TABLE,
+    output: OutputOption = None,
 ) -> None:
     """Rank plain, redistributed and vocabulary-parallel runs of a job, over all schedules, without running any.
 

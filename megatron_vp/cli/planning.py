@@ -1,4 +1,4 @@
-"""What `plan` and `simulate` share: the job they are asked about, and how answers are written."""
+"""What `plan` and `simulate` share: their options, the job they are asked about, and how answers are written."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from megatron_vp.cli.job_config import JobConfig, flag, read_job_config
 from megatron_vp.errors import UserError
@@ -20,6 +23,29 @@ if TYPE_CHECKING:
     from megatron_vp.cost.shapes import Job
 
 GIB = 2**30
+
+
+class Format(StrEnum):
+    """What to print or write."""
+
+    TABLE = "table"
+    JSON = "json"
+    PNG = "png"
+
+
+ConfigArgument = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="What trains the model: configs/llama3_8b.yaml.")
+]
+OverlaysOption = Annotated[
+    list[Path] | None, typer.Option("--config", metavar="FILE", help="Laid over CONFIG; may be repeated.")
+]
+HardwareOption = Annotated[str, typer.Option(help="a100, h100, h200, b200, mi300x or cpu.")]
+NodesOption = Annotated[
+    int | None, typer.Option(min=1, help="Nodes of the job (default: GPUs for one replica of the model).")
+]
+MemoryOption = Annotated[float | None, typer.Option(help="GiB that a rank may take (default: what the hardware has).")]
+FormatOption = Annotated[Format, typer.Option("--format", help="What to show.")]
+OutputOption = Annotated[Path | None, typer.Option("-o", "--output", help="File to write instead of the screen.")]
 
 
 @dataclass(frozen=True)

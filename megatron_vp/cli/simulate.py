@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megatron_vp.cli.output import write
-from megatron_vp.cli.planning import GIB, Request, read_request, rendered
+from megatron_vp.cli.planning import (
+    GIB,
+    ConfigArgument,
+    Format,
+    FormatOption,
+    HardwareOption,
+    MemoryOption,
+    NodesOption,
+    OutputOption,
+    OverlaysOption,
+    Request,
+    read_request,
+    rendered,
+)
 
 if TYPE_CHECKING:
     from megatron_vp.cost.planner import Outcome
-
-
-class Format(StrEnum):
-    """What to print or write."""
-
-    TABLE = "table"
-    JSON = "json"
-    PNG = "png"
 
 
 def register(app: typer.Typer) -> None:
@@ -31,23 +35,17 @@ def register(app: typer.Typer) -> None:
 
 def simulate(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="What trains the model: configs/llama3_8b.yaml.")],
-    overlays: Annotated[
-        list[Path] | None, typer.Option("--config", metavar="FILE", help="Laid over CONFIG; may be repeated.")
-    ] = None,
-    hardware: Annotated[str, typer.Option(help="a100, h100, h200, b200, mi300x or cpu.")] = "h100",
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Nodes of the job (default: GPUs for one replica of the model).")
-    ] = None,
-    memory: Annotated[
-        float | None, typer.Option(help="GiB that a rank may take (default: what the hardware has).")
-    ] = None,
+    config: ConfigArgument,
+    overlays: OverlaysOption = None,
+    hardware: HardwareOption = "h100",
+    nodes: NodesOption = None,
+    memory: MemoryOption = None,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Take pass times from this run's --pipeline-trace, not from the cost model."),
     ] = None,
-    output_format: Annotated[Format, typer.Option("--format", help="What to show.")] = Format.TABLE,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write instead of the screen.")] = None,
+    output_format: FormatOption = Format.TABLE,
+    output: OutputOption = None,
 ) -> None:
     """Predict time and memory of every pipeline rank for one job, as its configuration runs it.
 
