@@ -161,12 +161,16 @@ def run_schedule(
 
 
 def _rank(rank: int, options: argparse.Namespace, port: int) -> None:
+    # With a core for every rank no thread that moves messages would take one from a pass that begins. Threads inherit
+    # the policy that their process has when they start: those of gloo do not push others aside, this one does.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(1)
     ranks = options.ranks
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     edges = {(a, b, channel) for a in range(ranks) for b in (a - 1, a + 1) if 0 <= b < ranks for channel in Channel}
     groups = PipelineGroups.create([range(ranks)], edges)
     message, collectives = measured_latencies(groups)
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     for name in options.schedule:
         row = run_schedule(name, options, groups, message, collectives)
         if rank == 0:
