@@ -42,7 +42,8 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
     """Metrics, one line a rank, and the ranks over time in `width` columns."""
     schedule = timeline.schedule
     costs = timeline.costs.nominal(schedule.pipeline_size)
-    sizes = f"{schedule.pipeline_size} ranks, {schedule.chunks} chunks a rank, {schedule.microbatches} microbatches"
+    chunks = "1 chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
+    sizes = f"{schedule.pipeline_size} ranks, {chunks} a rank, {schedule.microbatches} microbatches"
     lines = [
         f"schedule {schedule.name}, vocabulary {schedule.vocab}: {sizes}",
         f"makespan {timeline.makespan:.6g}   bubble {100 * timeline.bubble_fraction:.2f} %   "
@@ -54,7 +55,7 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
     for rank, busy in enumerate(timeline.busy):
         idle = 100 * (1 - busy / timeline.makespan) if timeline.makespan else 0.0
         lines.append(
-            f"{rank:4d} {busy:6.6g} {idle:10.2f} {timeline.peak_activation[rank]:17g} "
+            f"{rank:4d} {busy:6.6g} {idle:10.2f} {timeline.peak_activation[rank]:17.4g} "
             f"{timeline.between_s_and_t[rank]:17d}"
         )
     column = timeline.makespan / width
@@ -101,7 +102,7 @@ def to_picture(timeline: Timeline, file_format: str) -> bytes:
         axes.set_yticks([rank + 0.28 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.set_xlabel(f"time; grey below each rank: activations held, of a peak of {peak:g} microbatches")
+        axes.set_xlabel(f"time; grey below each rank: activations held, of a peak of {peak:.4g} microbatches")
         axes.set_title(
             f"{schedule.name}, vocabulary {schedule.vocab}, {ranks} ranks, {schedule.microbatches} microbatches: "
             f"makespan {timeline.makespan:.6g}, bubble {100 * timeline.bubble_fraction:.2f} %",
@@ -148,7 +149,8 @@ def _collectives(timeline: Timeline) -> list[tuple[float, float]]:
 
 def _draw_memory(axes, timeline: Timeline, rank: int, peak: float) -> None:
     times, levels = [0.0], [0.0]
-    for (start, end), (during, after) in zip(timeline.spans[rank], timeline.activation_levels(rank), strict=True):
+    held = timeline.schedule.activation_levels(rank)
+    for (start, end), (during, after) in zip(timeline.spans[rank], held, strict=True):
         times += [start, end]
         levels += [during, after]
     times.append(timeline.makespan)
@@ -184,7 +186,8 @@ def to_perfetto(timeline: Timeline) -> str:
     events: list[perfetto.Event] = []
     for rank, (order, spans) in enumerate(zip(timeline.schedule.ranks, timeline.spans, strict=True)):
         events += perfetto.process(rank, Lane.COMPUTE, Lane.SECOND_STREAM)
-        for step, (start, end), (during, after) in zip(order, spans, timeline.activation_levels(rank), strict=True):
+        held = timeline.schedule.activation_levels(rank)
+        for step, (start, end), (during, after) in zip(order, spans, held, strict=True):
             args = {"microbatch": step.microbatch, "chunk": step.chunk}
             events += [
                 perfetto.slice_event(rank, Lane.COMPUTE, str(step), step.kind.value, start, end, args),

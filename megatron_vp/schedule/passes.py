@@ -114,6 +114,21 @@ class Schedule:
         """False for a schedule made by `forward_only`."""
         return any(step.kind is PassKind.B for order in self.ranks for step in order)
 
+    def activation_levels(self, rank: int) -> list[tuple[float, float]]:
+        """Activations held during and after each pass of `rank`, in microbatches of a whole rank.
+
+        A chunk holds 1/chunks from the start of its F to the end of its B, or of its W where the backward is split;
+        without a backward, during its F only.
+        """
+        release = PassKind.W if self.split_backward else PassKind.B
+        release = release if self.has_backward else PassKind.F
+        levels, held = [], 0
+        for step in self.ranks[rank]:
+            during = held + (step.kind is PassKind.F)
+            held = during - (step.kind is release)
+            levels.append((during / self.chunks, held / self.chunks))
+        return levels
+
     def forward_only(self) -> Schedule:
         """The same order with only IF, F and S, or F and V: what evaluation runs."""
         kept = tuple(tuple(step for step in order if step.kind in FORWARD_KINDS) for order in self.ranks)

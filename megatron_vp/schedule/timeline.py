@@ -33,13 +33,11 @@ class Timeline:
     schedule: Schedule
     costs: Costs
     spans: tuple[tuple[Span, ...], ...]
-    nodes: _Times | None = field(default=None, compare=False, repr=False)
+    nodes: _Times = field(compare=False, repr=False)
 
     @cached_property
     def operations(self) -> dict[Operation, Span]:
         """Start and end of every communication."""
-        if self.nodes is None:
-            return {}
         named = zip(self.nodes.graph.nodes, zip(self.nodes.start, self.nodes.end, strict=True), strict=True)
         return {node: span for node, span in named if not isinstance(node, Step)}
 
@@ -61,25 +59,11 @@ class Timeline:
 
     @cached_property
     def peak_activation(self) -> tuple[float, ...]:
-        """Most activations held at once on each rank, in microbatches of a whole rank: see `activation_levels`."""
+        """Most activations held at once on each rank, in microbatches: see `Schedule.activation_levels`."""
         return tuple(
-            max((during for during, _ in self.activation_levels(rank)), default=0.0) for rank in range(len(self.spans))
+            max((during for during, _ in self.schedule.activation_levels(rank)), default=0.0)
+            for rank in range(len(self.spans))
         )
-
-    def activation_levels(self, rank: int) -> list[tuple[float, float]]:
-        """Activations held during and after each pass of `rank`, in microbatches of a whole rank.
-
-        A chunk holds 1/chunks from the start of its F to the end of its B, or of its W where the backward is split;
-        without a backward, during its F only.
-        """
-        release = PassKind.W if self.schedule.split_backward else PassKind.B
-        release = release if self.schedule.has_backward else PassKind.F
-        levels, held, chunks = [], 0, self.schedule.chunks
-        for step in self.schedule.ranks[rank]:
-            during = held + (step.kind is PassKind.F)
-            held = during - (step.kind is release)
-            levels.append((during / chunks, held / chunks))
-        return levels
 
     @cached_property
     def between_s_and_t(self) -> tuple[int, ...]:

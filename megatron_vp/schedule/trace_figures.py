@@ -9,12 +9,12 @@ from statistics import fmean
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import perfetto
-from megatron_vp.schedule.costs import PassCosts, StageCosts
+from megatron_vp.schedule.costs import StageCosts
 from megatron_vp.schedule.instructions import Channel, CollectiveKind
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.placement import Placement
-from megatron_vp.schedule.timeline import Span, Timeline, simulate
+from megatron_vp.schedule.timeline import Span, simulate
 from megatron_vp.schedule.trace_files import COLLECTIVE, LOSS, RankTrace, TracedSpan
 
 VOCABULARY_KINDS = (PassKind.S, PassKind.T)
@@ -124,11 +124,10 @@ def held_activations(traces: Sequence[RankTrace]) -> list[perfetto.Event]:
     """Each rank's held activations over time as the simulator shows them: counter events."""
     events = []
     for iteration in sorted(traces[0].microbatches):
-        spans = tuple(tuple((span.start, span.end) for span in _passes(trace, iteration)) for trace in traces)
-        timeline = Timeline(ran(traces, iteration), PassCosts(), spans)
-        for rank, times in enumerate(spans):
-            for (start, end), (during, after) in zip(times, timeline.activation_levels(rank), strict=True):
-                events += [perfetto.activations(rank, start, during), perfetto.activations(rank, end, after)]
+        schedule = ran(traces, iteration)
+        for rank, trace in enumerate(traces):
+            for span, (during, after) in zip(_passes(trace, iteration), schedule.activation_levels(rank), strict=True):
+                events += [perfetto.activations(rank, span.start, during), perfetto.activations(rank, span.end, after)]
     return events
 
 

@@ -20,7 +20,7 @@ def validate(schedule: Schedule, costs: Costs | None = None, memory_bound: Seque
     """
     timeline = simulate(schedule, costs)
     for rank, bound in enumerate(memory_bound or ()):
-        for place, (level, _) in enumerate(timeline.activation_levels(rank)):
+        for place, (level, _) in enumerate(schedule.activation_levels(rank)):
             if level > bound + 1e-9:
                 step = schedule.ranks[rank][place]
                 raise ScheduleError(
