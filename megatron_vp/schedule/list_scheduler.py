@@ -144,6 +144,7 @@ class _ListScheduler:
         self.times: list[float] = []
         self.ending: dict[float, list[int]] = {}
         self.lane_free_at = [0.0] * (1 + max(graph.lanes))
+        # Ranks that something has changed for. Small integers leave a set in the same order every time.
         self.stirred: set[int] = set()
         # The same durations summed in another order are the same moment.
         self.tolerance = 1e-7 * max(took, default=0.0)

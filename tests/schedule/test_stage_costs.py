@@ -19,6 +19,7 @@ from megatron_vp.schedule import (
 )
 from megatron_vp.schedule.dependencies import build_graph
 from megatron_vp.schedule.instructions import communicator
+from megatron_vp.schedule.list_scheduler import Caps, list_schedule
 from megatron_vp.schedule.playback import durations, play
 
 COSTS = PassCosts(F=0.9, B=1.1, W=0.7, S=0.4, T=0.2, IF=0.03, IB=0.06, comm=0.01)
@@ -84,6 +85,16 @@ def test_orders_are_compared_and_lowered_at_the_times_that_are_simulated(comm):
     graph = build_graph(schedule)
     played = play(graph, graph.numbers(schedule.ranks), durations(graph, schedule, costs))
     assert max(played.end) == pytest.approx(simulate(schedule, costs).makespan)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "v-half", "interleaved"])
+def test_a_list_schedule_takes_no_longer_than_it_was_found_to(name):
+    costs = PassCosts(comm=1.5)
+    schedule = generate(name, 4, 12, vocab="vocab-1", costs=costs)
+    graph = build_graph(schedule, with_loss=True)
+    took, caps = durations(graph, schedule, costs), Caps((12 * schedule.chunks,) * 4)
+    makespan, orders = list_schedule(graph, graph.numbers(schedule.ranks), took, caps, backwards=False)
+    assert max(play(graph, orders, took).end) <= makespan + 1e-9
 
 
 def test_a_collective_occupies_the_second_stream_of_all_ranks():
