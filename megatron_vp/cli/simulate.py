@@ -57,23 +57,25 @@ def simulate(
     from megatron_vp.cost.planner import Candidate, method_of, outcome
     from megatron_vp.cost.predict import make_player, predict
     from megatron_vp.cost.traced import traced_costs
+    from megatron_vp.schedule.collector import collector_paused
 
     request = read_request([config, *(overlays or ())], context.args, hardware, nodes, memory)
     plan = request.config.plan()
     measured = None if trace is None else traced_costs(trace, request.job, plan)
-    player = make_player(request.job, plan, request.hardware, measured=measured)
-    prediction = predict(request.job, plan, request.hardware, measured=measured, player=player)
-    found = outcome(Candidate(method_of(plan), plan), prediction, player, request.job)
-    match output_format:
-        case Format.TABLE:
-            content: str | bytes = _table(request, found)
-        case Format.JSON:
-            content = json.dumps(_document(request, found), indent=1) + "\n"
-        case Format.PNG:
-            from megatron_vp.cost.charts import rank_chart
+    with collector_paused():
+        player = make_player(request.job, plan, request.hardware, measured=measured)
+        prediction = predict(request.job, plan, request.hardware, measured=measured, player=player)
+        found = outcome(Candidate(method_of(plan), plan), prediction, player, request.job)
+        match output_format:
+            case Format.TABLE:
+                content: str | bytes = _table(request, found)
+            case Format.JSON:
+                content = json.dumps(_document(request, found), indent=1) + "\n"
+            case Format.PNG:
+                from megatron_vp.cost.charts import rank_chart
 
-            content = rank_chart(found, request.limit, request.title)
-    write(content, output)
+                content = rank_chart(found, request.limit, request.title)
+        write(content, output)
 
 
 def _table(request: Request, found: Outcome) -> str:

@@ -19,6 +19,7 @@ from megatron_vp.cost.predict import Prediction, make_player, predict
 from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import GENERATORS, Placement, Player, StageCosts, Timeline, VocabMethod, generate
+from megatron_vp.schedule.collector import collector_paused
 
 PLAIN, REDISTRIBUTED = "plain", "redistributed"
 """Whole vocabulary layers on the first and last stage; with layers spread evenly, or so that no rank has too much."""
@@ -190,6 +191,7 @@ def balanced_layers(
     return tuple(layers)
 
 
+@collector_paused()
 def weigh(candidate: Candidate, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Outcome:
     """Predict one candidate; of very many microbatches only some are played: see `extended`.
 
