@@ -100,7 +100,7 @@ def _plain(layers: int, microbatches: int, tied: bool, positions: str, masked: b
     return train(1, _arguments(layers, microbatches, tied, positions), masked=masked)
 
 
-@pytest.mark.parametrize(("schedule", "size", "method", "microbatches", "tied", "positions", "masked"), _cases())
+@pytest.mark.parametrize(("schedule", "size", "method", "microbatches", "tied", "positions", "masked"), list(_cases()))
 def test_parity(schedule, size, method, microbatches, tied, positions, masked):
     data = LAYERS[size], microbatches, tied, positions
     ours = train(size, _arguments(*data, **_schedule(schedule, size, method)), masked=masked)
