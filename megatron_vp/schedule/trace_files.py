@@ -84,16 +84,19 @@ class RankTrace:
 
     @classmethod
     def from_json(cls, text: str) -> RankTrace:
-        """Read what `to_json` wrote. Raises ValueError, KeyError, TypeError or AttributeError for anything else."""
+        """Read what `to_json` wrote.
+
+        Raises ValueError, KeyError, TypeError, AttributeError or RecursionError for anything else.
+        """
         document = json.loads(text)
         about = document["otherData"]
         return cls(
             run=about["run"],
-            rank=about["rank"],
+            rank=int(about["rank"]),
             schedule=about["schedule"],
             vocab=about["vocab"],
             placement=tuple(map(tuple, about["placement"])),
-            microbatches={int(iteration): count for iteration, count in about["microbatches"].items()},
+            microbatches={int(iteration): int(count) for iteration, count in about["microbatches"].items()},
             clock_error=float(about["clock_error_ms"]),
             spans=tuple(_span(event) for event in document["traceEvents"] if event["ph"] == "X"),
         )
@@ -153,7 +156,7 @@ def _read(path: Path) -> RankTrace:
         return RankTrace.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path} is not a trace of --pipeline-trace; give a folder that holds nothing else") from None
 
 
