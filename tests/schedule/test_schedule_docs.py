@@ -3,6 +3,8 @@
 import importlib.util
 from pathlib import Path
 
+from megatron_vp.schedule import from_csv, validate
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -27,3 +29,9 @@ def test_every_picture_of_the_page_exists():
     pictures = [line.split("](")[1].rstrip(")") for line in page.splitlines() if line.startswith("![")]
     assert len(pictures) == 8
     assert all((ROOT / "docs" / picture).is_file() for picture in pictures)
+
+
+def test_the_schedule_written_by_hand_runs():
+    page = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+    example = page.split("```\n# schedule=")[1].split("```")[0]
+    assert validate(from_csv(f"# schedule={example}")).makespan == 9
