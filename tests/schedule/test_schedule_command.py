@@ -6,10 +6,12 @@ from itertools import pairwise
 
 import pytest
 import typer
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from megatron_vp.cli import schedule as command
 from megatron_vp.errors import UserError
+from megatron_vp.schedule import draw, generate, simulate
 
 app = typer.Typer()
 app.callback()(lambda: None)
@@ -37,6 +39,8 @@ def test_table_shows_metrics_and_every_rank():
     rows = [line.split() for line in lines[-3:]]
     assert [row[0] for row in rows] == ["0", "1", "2"]
     assert all({"F", "S", "T", "B", "."} <= set(row[1]) for row in rows)
+    column = float(lines[-4].split(";")[0].split()[-1])
+    assert f"makespan {100 * column:.6g} " in lines[1]
 
 
 def test_json_and_csv_read_back_from_files(tmp_path):
@@ -87,6 +91,21 @@ def test_pictures_are_pictures(tmp_path):
     assert "collectives" not in svg.read_text()
     assert "collectives" in run(*FAMILY, "--cost", "comm=0.2", "--format", "svg").stdout
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_has_every_pass_at_its_time_and_memory_up_to_the_peak():
+    timeline = simulate(generate("v-half", 2, 4, vocab="vocab-2"))
+    for rank, spans in enumerate(timeline.spans):
+        axes = Figure().add_subplot()
+        draw._draw_passes(axes, timeline, rank, points_per_unit=10)
+        boxes = [path.get_extents() for drawn in axes.collections for path in drawn.get_paths()]
+        assert sorted((box.x0, box.x1) for box in boxes) == [pytest.approx(span) for span in spans]
+        assert {box.y0 for box in boxes} == {rank}
+        axes = Figure().add_subplot()
+        draw._draw_memory(axes, timeline, rank, peak=timeline.peak_activation[rank])
+        (strip,) = (path.get_extents() for drawn in axes.collections for path in drawn.get_paths())
+        assert (strip.x0, strip.x1) == (0, timeline.makespan)
+        assert rank + 0.56 < strip.y0 == pytest.approx(strip.y1 - 0.28) and strip.y1 < rank + 1
 
 
 def test_perfetto_trace_has_every_pass_on_its_rank():

@@ -83,6 +83,8 @@ def test_messages_follow_their_pass_and_precede_their_reader(p, m, vocab):
                 assert words.index(f"+{sent}") == words.index(f"F{i}") + 1
                 assert f"?{sent}" not in words
                 assert_in_order(words, f"+{received}", f"?{received}", f"B{i}")
+                ahead = words[words.index(f"+{received}") : words.index(f"?{received}")]
+                assert any(word[0] not in "+?" for word in ahead), "a receive is posted a step ahead of its reader"
 
 
 @pytest.mark.parametrize("vocab", ["none", "vocab-1", "vocab-2"])
