@@ -9,6 +9,7 @@ from schedule_checks import HELD, assert_follows_the_table, assert_keeps_the_emb
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import GENERATORS, Pass, PassCosts, PassKind, evaluation, generate, simulate, validate
+from megatron_vp.schedule.generators import FAMILIES
 
 METHODS = {name: ["none"] if name == "interlaced" else ["none", "vocab-1", "vocab-2"] for name in GENERATORS}
 
@@ -90,6 +91,15 @@ def test_v_shaped_schedules_put_first_and_last_stage_on_rank_0():
         placement = generate(name, 4, 2, vocab="vocab-2").placement
         assert placement.stage_of == ((0, 7), (1, 6), (2, 5), (3, 4))
         assert placement.first_rank == placement.last_rank == 0
+
+
+@pytest.mark.parametrize("name", ["zb-v", "v-half", "v-min"])
+def test_passes_of_a_v_have_a_slot_of_their_own_on_their_rank(name):
+    for p in range(1, 14):
+        block = FAMILIES[name](p, None, PassCosts(F=2, B=2, W=2))
+        for stages in block.placement.stage_of:
+            slots = {times[s] % 6 for s in stages for times in (block.forward, block.backward, block.weight)}
+            assert len(slots) == 6, (p, stages)
 
 
 def test_v_half_holds_the_same_on_every_rank():
