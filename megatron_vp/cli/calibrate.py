@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from megatron_vp.cli.output import progress_bar
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
@@ -16,14 +18,11 @@ def calibrate() -> None:
     Prints the constants, the errors of pass times and of table 3, and, for every setup (table, GPUs, sequence length),
     the errors of its cells with constants fitted to the other setups alone. Takes a minute or two.
     """
-    from rich.console import Console
-    from rich.progress import Progress
-
     from megatron_vp.cost.calibration import fit, known_to_fit, leave_one_out, report
 
     cells = known_to_fit()
     setups = {cell.setup for cell in cells}
-    with Progress(transient=True, console=Console(stderr=True)) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("fitting", total=1 + len(setups))
         constants = fit(cells)
         progress.advance(task)

@@ -67,16 +67,18 @@ def collect(
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder: give the one that megatron-vp cells wrote and the runs logged to")
     device = None if hardware is None else find_hardware(hardware)
-    rows = []
+    rows, missing = [], []
     for cell in sorted(jobs()):
         run = read_run(folder / cell_name(cell))
         if isinstance(run, str):
-            typer.echo(f"{cell}: {run}", err=True)
+            missing.append(f"{cell}: {run}")
             continue
         peak = PEAK_FLOPS[cell.table] if device is None else device.peak_flops
         rows.append(_row(cell, run, folder / cell_name(cell), peak))
     if not rows:
-        raise UserError(f"{folder} has no run of any cell: see megatron-vp cells")
+        raise UserError(f"{folder} has no run of any cell, such as {missing[0]}; see megatron-vp cells")
+    for line in missing:
+        typer.echo(line, err=True)
     table = io.StringIO()
     csv.writer(table, lineterminator="\n").writerows([COLUMNS, *rows])
     if output is None:

@@ -1,12 +1,16 @@
-"""Where a command's result goes: the screen or a file."""
+"""Where a command's result goes, the screen or a file, and how it shows that it works on it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from megatron_vp.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 def write(content: str | bytes, output: Path | None) -> None:
@@ -20,3 +24,12 @@ def write(content: str | bytes, output: Path | None) -> None:
         output.write_bytes(content if isinstance(content, bytes) else content.encode())
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from None
+
+
+def progress_bar() -> Progress:
+    """On standard error, gone when it is done; nothing where that is no terminal, not even an empty line."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megatron_vp.cli.output import write
+from megatron_vp.cli.output import progress_bar, write
 from megatron_vp.cli.planning import (
     GIB,
     ConfigArgument,
@@ -51,14 +51,11 @@ def plan(
     \b
     megatron-vp plan configs/llama3_8b.yaml --hardware h100 --nodes 4 --pipeline-model-parallel-size 16
     """
-    from rich.console import Console
-    from rich.progress import Progress
-
     from megatron_vp.cost.planner import best
     from megatron_vp.cost.planner import plan as make_plan
 
     request = read_request([config, *(overlays or ())], context.args, hardware, nodes, memory)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with progress_bar() as bar:
         task = bar.add_task("predicting", total=None)
         outcomes, impossible = make_plan(
             request.job,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.cli.output import write
+from megatron_vp.cli.output import progress_bar, write
 from megatron_vp.errors import UserError
 
 if TYPE_CHECKING:
@@ -64,13 +64,10 @@ def tables(
 
 
 def _predict(cells: list[Cell]) -> list[CellPrediction]:
-    from rich.console import Console
-    from rich.progress import Progress
-
     from megatron_vp.cost.paper import predict_cells
 
     found = []
-    with Progress(transient=True, console=Console(stderr=True)) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("predicting cells", total=len(cells))
         for group in predict_cells(cells, processes=len(os.sched_getaffinity(0))):
             found += group

@@ -79,7 +79,8 @@ def known_cells() -> dict[Cell, Measurement]:
 def read_cells(path: Path) -> dict[Cell, Measurement]:
     """The cells of a file in the format of the package's `published_mfu.csv`.
 
-    Raises UserError for a file that cannot be read, lacks a column, or has a cell that the tables do not have.
+    Raises UserError for a file that cannot be read, lacks a column, or has a cell twice or one that the tables do not
+    have.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -114,6 +115,8 @@ def _cells(rows: Iterable[dict[str, str]], source: str) -> dict[Cell, Measuremen
         )
         if cell not in known:
             raise UserError(f"{source}, line {number}: the paper's tables have no cell {cell}")
+        if cell in found:
+            raise UserError(f"{source}, line {number}: {cell} is there twice; keep one of the two")
         found[cell] = Measurement(value("mfu_percent", float), value("peak_memory_gb", float))
     if not found:
         raise UserError(f"{source} holds no cells; its first line names table, gpus, seq_length, method, vocab_k, ...")

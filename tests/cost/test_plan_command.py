@@ -186,8 +186,9 @@ def test_chunks_that_the_layers_cannot_fill_are_named_beside_the_plans(small):
 
 
 def test_a_plan_that_nothing_fits_is_one_line(small):
-    error = run("plan", small, "--memory", "2").exception
-    assert isinstance(error, UserError)
+    found = run("plan", small, "--memory", "2")
+    error = found.exception
+    assert isinstance(error, UserError) and not found.stderr
     assert str(error).startswith("nothing fits 2 GiB: the least is ") and "\n" not in str(error)
 
 
