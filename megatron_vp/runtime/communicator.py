@@ -47,7 +47,7 @@ class NativeCommunicator:
 
     def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
         """See `Communicator`."""
-        dist.all_gather(list(gathered.unbind()), own, self._group)
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), own, self._group)
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
         """See `Communicator`."""

@@ -98,7 +98,25 @@ class PipelineGroups:
                     own = {edge: group for edge, group in groups.items() if rank in edge[:2]}
                     mine = cls(members, rank, tensor_size, tensor_rank, vocabulary, shards, tensor[rank], own)
         assert mine is not None, f"rank {dist.get_rank()} is in none of the replicas"
+        mine._connect()
         return mine
+
+    def _connect(self) -> None:
+        """Use every communicator once, in an order in which no two ranks wait for each other.
+
+        NCCL makes a communicator when it is first used, and holds up the host until the peers get there, too. In a
+        schedule, which posts receives ahead of the passes that they depend on, they might never.
+        """
+        probe = torch.zeros(1, device=pipeline_device())
+        self.vocabulary.broadcast(probe, 0)
+        if self.tensor is not None:
+            self.shards.broadcast(probe, 0)
+            dist.all_reduce(probe, group=self.tensor)
+        for (source, target, _), group in self.edges.items():
+            if self.rank == source:
+                dist.send(probe, self.members[target], group=group)
+            else:
+                dist.recv(probe, self.members[source], group=group)
 
 
 def _urgent_options() -> object:
