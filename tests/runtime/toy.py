@@ -1,4 +1,4 @@
-"""A pipeline without Megatron: one tanh layer a rank between the vocabulary layers, in fp64, and its reference."""
+"""A pipeline without Megatron: one tanh layer a rank between the vocabulary layers, and its reference in fp64."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def batch(iteration: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def reference(
-    stages: int, microbatches: int, iteration: int, tied: bool
+    stages: int, microbatches: int, iteration: int, tied: bool, dtype: torch.dtype = torch.float64
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses by microbatch and gradients by name, from autograd in one process."""
-    weights = {name: weight.requires_grad_() for name, weight in parameters(stages).items()}
+    """Losses by microbatch and gradients by name, from autograd in one process, of weights rounded to `dtype`."""
+    weights = {name: weight.to(dtype).double().requires_grad_() for name, weight in parameters(stages).items()}
     output = weights["embedding"] if tied else weights["output"]
     losses = []
     for microbatch in range(microbatches):
@@ -77,10 +77,10 @@ class ToyModel:
         self.completed: list[torch.nn.Parameter] = []
 
     def tokens(self, microbatch: int) -> torch.Tensor:
-        return batch(self.iteration, microbatch)[0]
+        return batch(self.iteration, microbatch)[0].to(self.weight.device)
 
     def labels(self, microbatch: int) -> torch.Tensor:
-        return batch(self.iteration, microbatch)[1]
+        return batch(self.iteration, microbatch)[1].to(self.weight.device)
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
         return words_bsh.transpose(0, 1).contiguous()
@@ -106,7 +106,7 @@ class ToyModel:
 
     def loss(self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor) -> torch.Tensor | None:
         assert microbatch == len(self.losses)
-        loss_weights = batch(self.iteration, microbatch)[2]
+        loss_weights = batch(self.iteration, microbatch)[2].to(self.weight.device)
         self.losses.append((token_loss_bs * loss_weights).sum().item())
         return loss_weights if self.gradients else None
 
@@ -122,13 +122,15 @@ def run_pipeline(
     steps: list[tuple[int, bool]],
     tied: bool,
     trace_folder: Path | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float64,
 ) -> list[tuple[list[float], dict[str, torch.Tensor], tuple[float, int], int]]:
     """Run iterations (microbatches, gradients) on one rank; of each: losses, own gradients, peaks, completions.
 
     With `trace_folder` every iteration but the first is traced.
     """
     with process_group(rank, world):
-        weights = parameters(world)
+        weights = {name: weight.to(device, dtype) for name, weight in parameters(world).items()}
         shards = VocabShards(VOCAB, world)
 
         def shard(name: str) -> torch.nn.Parameter:
@@ -140,14 +142,14 @@ def run_pipeline(
         forward_edges = [(stage, stage + 1, Channel.ACTIVATION) for stage in range(world - 1)]
         backward_edges = [(stage + 1, stage, Channel.GRADIENT) for stage in range(world - 1)]
         pipeline = Pipeline(PipelineGroups.create([range(world)], forward_edges + backward_edges))
-        shapes = Shapes(SEQUENCE, BATCH, HIDDEN, torch.float64, torch.device("cpu"))
+        shapes = Shapes(SEQUENCE, BATCH, HIDDEN, dtype, torch.device(device))
         trace = trace_folder and PipelineTrace(trace_folder, range(2, len(steps) + 1), pipeline.groups)
         results = []
         for iteration, (microbatches, gradients) in enumerate(steps):
             schedule = generate(name, world, microbatches, vocab=VocabMethod(method))
             schedule = schedule if gradients else schedule.forward_only()
             for weight in {embedding, output}:
-                weight.main_grad = torch.zeros_like(weight)
+                weight.main_grad = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
             layer.grad = None
             model = ToyModel(layer, iteration, gradients, schedule.split_backward)
             recorder = Recorder(shapes.device) if trace and trace.begin() else None
@@ -160,6 +162,7 @@ def run_pipeline(
             found = {"embedding": embedding.main_grad, f"layer{rank}": layer.grad}
             if not tied:
                 found["output"] = output.main_grad
+            found = {name: gradient if gradient is None else gradient.cpu() for name, gradient in found.items()}
             peaks = (report.peak_in_flight, report.peak_between_s_and_t)
             results.append((model.losses, found, peaks, len(model.completed)))
         dist.barrier()

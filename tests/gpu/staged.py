@@ -1,0 +1,179 @@
+"""Several ranks on one GPU, for correctness: NCCL refuses to share a device, so messages go through pinned host memory.
+
+Streams, events, kernels and the order of everything are those of a real run. An operation copies its tensors to the
+host on the current stream, a thread of its group passes them on over gloo, and the stream waits for a number in host
+memory that the thread writes, before it copies back. The host that issues the operation waits for nothing, as with
+NCCL. On CPU, where there is no such stream, the thread that issues it waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import cache
+from queue import SimpleQueue
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megatron_vp.runtime import groups, links, pipeline
+from megatron_vp.runtime.communicator import MessageCommunicator
+
+
+class HostFlag:
+    """Raised by a thread; the CPU's threads wait for it."""
+
+    def __init__(self) -> None:
+        self._raised = threading.Event()
+
+    def set(self) -> None:
+        self._raised.set()
+
+    def hold_up_current_stream(self) -> None:
+        self._raised.wait()
+
+
+class DeviceFlag:
+    """A number in pinned memory; written by a thread of the host, awaited by a stream of the device."""
+
+    def __init__(self) -> None:
+        self._value = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+
+    def set(self) -> None:
+        self._value.fill_(1)
+
+    def hold_up_current_stream(self) -> None:
+        at_least = 0  # CU_STREAM_WAIT_VALUE_GEQ
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        address = ctypes.c_uint64(self._value.data_ptr())
+        status = _driver().cuStreamWaitValue32_v2(stream, address, ctypes.c_uint32(1), ctypes.c_uint(at_least))
+        assert status == 0, f"cuStreamWaitValue32 failed with {status}"
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+class Lane:
+    """The thread of one group: passes messages on in the order in which they were issued."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def issue(
+        self, operation: Callable[..., None], given: Sequence[torch.Tensor], filled: Sequence[torch.Tensor]
+    ) -> StagedWork:
+        """Start `operation(*given, *filled)` on copies in host memory; `wait` of the result hands `filled` over."""
+        on_device = filled[0].is_cuda if filled else given[0].is_cuda
+        copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=on_device) for each in (*given, *filled)]
+        for copy, each in zip(copies, (*given, *filled), strict=True):
+            copy.copy_(each, non_blocking=True)
+        copied = torch.cuda.Event() if on_device else None
+        if copied is not None:
+            copied.record()
+        work = StagedWork(DeviceFlag() if on_device else HostFlag(), filled, copies[len(given) :])
+
+        def run() -> None:
+            if copied is not None:
+                copied.synchronize()
+            operation(*copies)
+            work.finish()
+
+        self._queue.put(run)
+        return work
+
+    def _work(self) -> None:
+        while True:
+            run = self._queue.get()
+            try:
+                run()
+            except BaseException:  # nobody waits for this thread: the rank must not hang
+                traceback.print_exc()
+                os._exit(1)
+
+
+_under_way: list[tuple[torch.cuda.Event, object]] = []
+"""Host memory that a device may still read."""
+
+
+class StagedWork:
+    """What Links and the communicators use of torch's Work."""
+
+    def __init__(self, flag: HostFlag | DeviceFlag, filled: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]):
+        self._flag, self._filled, self._copies = flag, filled, copies
+        self._done: Future[None] = Future()
+
+    def finish(self) -> None:
+        """Called by the lane."""
+        self._flag.set()
+        self._done.set_result(None)
+
+    def is_completed(self) -> bool:
+        return self._done.done()
+
+    def wait(self) -> None:
+        """Order the current stream after the message."""
+        self._flag.hold_up_current_stream()
+        for tensor, copy in zip(self._filled, self._copies, strict=True):
+            tensor.copy_(copy, non_blocking=True)
+        if isinstance(self._flag, DeviceFlag):
+            passed = torch.cuda.Event()
+            passed.record()
+            _under_way[:] = [(event, memory) for event, memory in _under_way if not event.query()]
+            _under_way.append((passed, (self._flag, self._copies)))
+
+
+class StagedCommunicator:
+    """A `Communicator` for tensors of any device over gloo."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._over_gloo = MessageCommunicator(group)
+        self._lane = Lane()
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        self._lane.issue(lambda copy: self._over_gloo.broadcast(copy, root), [], [tensor]).wait()
+
+    def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
+        self._lane.issue(lambda own, gathered: self._over_gloo.all_gather(gathered, own), [own], [gathered]).wait()
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> None:
+        self._lane.issue(lambda copy: self._over_gloo.reduce(copy, root), [], [tensor]).wait()
+
+    def exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, incoming: Sequence[int], outgoing: Sequence[int]
+    ) -> None:
+        def operation(sent: torch.Tensor, received: torch.Tensor) -> None:
+            self._over_gloo.exchange(received, sent, incoming, outgoing)
+
+        self._lane.issue(operation, [sent], [received]).wait()
+
+
+@contextmanager
+def ranks_share(device: torch.device) -> Iterator[None]:
+    """Inside, the runtime computes on `device`, and sends everything through host memory."""
+    lanes: dict[dist.ProcessGroup, Lane] = {}
+
+    def isend(tensor: torch.Tensor, target: int, group: dist.ProcessGroup) -> StagedWork:
+        lane = lanes.setdefault(group, Lane())
+        return lane.issue(lambda copy: dist.send(copy, target, group=group), [tensor], [])
+
+    def irecv(buffer: torch.Tensor, source: int, group: dist.ProcessGroup) -> StagedWork:
+        lane = lanes.setdefault(group, Lane())
+        return lane.issue(lambda copy: dist.recv(copy, source, group=group), [], [buffer])
+
+    with (
+        mock.patch.object(groups, "communicator", StagedCommunicator),
+        mock.patch.object(groups.PipelineGroups, "_connect", lambda self: None),
+        mock.patch.object(pipeline, "pipeline_device", lambda: device),
+        mock.patch.object(links, "dist", SimpleNamespace(isend=isend, irecv=irecv)),
+    ):
+        yield
