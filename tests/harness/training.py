@@ -158,8 +158,9 @@ def train_case(
         reports.clear()
         with mock.patch.object(optimizer, "step", record_and_step):
             result = one_step(forward_step, data_iterator, model, optimizer, *args, **kwargs)
-        step.loss = float(result[0]["lm loss"]) if result[0] else None
-        step.grad_norm = float(result[5])
+        skipped = result[1]
+        step.loss = float(result[0]["lm loss"]) if result[0] and not skipped else None
+        step.grad_norm = float(result[5] or 0.0)  # None where the step was skipped
         step.microbatches = list(reports)
         run.steps.append(step)
         return result

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 BASIC = ("1f1b/vocab-2",)
 EVERY_SHAPE = ("1f1b/vocab-2", "interleaved/vocab-1", "v-half/vocab-2")
+ONE_CHUNK = ("1f1b/vocab-2", "zb-h1/vocab-1", "zb-h1/none")
 WHOLE_LAYERS = ("zb-h1/none", "v-half/none", "interleaved/none")
 FP32 = 1e-6
 
@@ -80,6 +81,7 @@ MOE = {
     "moe_aux_loss_coeff": 0.1,
     "disable_bias_linear": True,
 }
+OVERFLOW = {"fp16": True, "initial_loss_scale": 2**21, "hysteresis": 1}
 EXPERT = {**MOE, "expert_model_parallel_size": 2}
 SIGMOID_ROUTER = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 CONTEXT = {"context_parallel_size": 2, "core_attention": "sdpa", "position_embedding_type": "rope"}
@@ -138,10 +140,16 @@ CASES = (
         slow=True,
     ),
     Case("mixture of experts", MOE, ("v-half/vocab-2", "1f1b/vocab-2", "interleaved/vocab-1", *WHOLE_LAYERS)),
+    Case(
+        "mixture of experts, multi-token prediction",
+        {**MOE, **AHEAD},
+        ("1f1b/vocab-2", "v-half/vocab-2", "zb-h1/none"),
+        slow=True,
+    ),
     Case("mixture of experts, fp16, loss scaling", {**MOE, "fp16": True, "initial_loss_scale": 1024}, slow=True),
     Case(
-        "mixture of experts, full recomputation, losses averaged over tokens",
-        {**MOE, **FULL_RECOMPUTE, "calculate_per_token_loss": True},
+        "mixture of experts, full recomputation, router z-loss, losses averaged over tokens",
+        {**MOE, **FULL_RECOMPUTE, "moe_z_loss_coeff": 1e-3, "calculate_per_token_loss": True},
         ("1f1b/vocab-2", "v-half/vocab-2"),
         slow=True,
     ),
@@ -174,7 +182,32 @@ CASES = (
     ),
     Case("full recomputation", FULL_RECOMPUTE, EVERY_SHAPE),
     Case("Llama-like: RMSNorm, SwiGLU, grouped queries, rotary positions, no biases", LLAMA),
+    Case("selective recomputation", {"recompute_granularity": "selective"}, EVERY_SHAPE + WHOLE_LAYERS, slow=True),
+    Case("fp16, loss scaling, steps skipped at overflow", OVERFLOW, ("1f1b/vocab-2", "v-half/vocab-1"), slow=True),
+    Case(
+        "bf16 main gradients",
+        {**BOTH, "bf16": True, "grad_reduce_in_bf16": True},
+        ("1f1b/vocab-2", "v-half/vocab-2"),
+        ranks=4,
+        slow=True,
+    ),
     Case("uneven layers", {"decoder_last_pipeline_num_layers": 1}),
+    Case("a layout of uneven stages", {"pipeline_model_parallel_layout": "Et|tttL"}, ONE_CHUNK, slow=True),
+    Case(
+        "a layout of uneven chunks, some empty, the vocabulary layers alone",
+        {"pipeline_model_parallel_layout": "E|t|t||t||t|L", "global_batch_size": 16},
+        ("interleaved/vocab-2", "v-half/vocab-1", "interleaved/none", "v-half/none"),
+        ranks=4,
+        size=4,
+        slow=True,
+    ),
+    Case(
+        "data and tensor parallelism, distributed optimizer",
+        {**TENSOR, **DISTRIBUTED},
+        EVERY_SHAPE + WHOLE_LAYERS,
+        ranks=8,
+        slow=True,
+    ),
     Case("decoupled learning rate, weight decay", GROUPS),
     Case("MuP", MUP, EVERY_SHAPE),
     Case("MuP, tied", {**MUP, **TIED}, slow=True),
