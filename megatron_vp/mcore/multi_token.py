@@ -44,6 +44,8 @@ def follow_decoder(chunk: nn.Module) -> None:
     words = ReceivedWords()
     chunk.received_embedding, chunk.embedding = chunk.embedding, None
     chunk.received_embedding.word_embeddings = words
+    # The words arrive whole on every tensor rank; Megatron cuts the sequence after it has looked them up.
+    chunk.received_embedding.reduce_scatter_embeddings = False
     chunk.mtp_process = False
 
     def run_heads(_decoder: nn.Module, _args: tuple, given: dict[str, Any], hidden_sbh: torch.Tensor) -> torch.Tensor:

@@ -180,11 +180,6 @@ REFUSALS = (
         "a --pipeline-model-parallel-layout with every m in its last segment, or leave it out",
     ),
     Refusal(
-        lambda a: a.vocab_parallel and a.mtp_num_layers and a.sequence_parallel,
-        "--vocab-parallel with --mtp-num-layers and --sequence-parallel is not supported yet: each head's states "
-        "are cut apart; leave --sequence-parallel out",
-    ),
-    Refusal(
         lambda a: a.vocab_parallel and a.mtp_num_layers and a.mtp_detach_heads,
         "--vocab-parallel with --mtp-detach-heads is not supported: all heads train the output layer; leave it out",
     ),

@@ -157,8 +157,8 @@ class VocabularyCollectives:
             # IF and EMBED; then the same way back.
             self._store.put(("exchange", microbatch), exchange, 4 if self._gradients else 2)
             # Head k predicts k tokens further. Beyond a sequence's end stands token 0, as in Megatron.
-            ahead = [pad(labels_bs[:, head:], (0, head)).t().flatten() for head in range(shapes.heads)]
-            self._store.put(("labels", microbatch), torch.cat(ahead))
+            ahead_hsb = torch.stack([pad(labels_bs[:, head:], (0, head)).t() for head in range(shapes.heads)])
+            self._store.put(("labels", microbatch), shapes.by_output(ahead_hsb))
 
         return communicate, complete
 

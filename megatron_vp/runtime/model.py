@@ -15,7 +15,7 @@ class Shapes:
     heads: the last stage puts out this many states a token, head after head: one for the next token, and one for each
         further token that multi-token prediction looks ahead.
     parts, part: sequence parallelism cuts the activations between chunks along s, in how many parts; which is this
-        rank's.
+        rank's. The last stage's whole output is part after part, each with all heads.
     """
 
     sequence: int
@@ -42,6 +42,16 @@ class Shapes:
         """The rows of the last stage's output that this rank holds where it is on that stage."""
         size = self.outputs // self.parts
         return slice(self.part * size, (self.part + 1) * size)
+
+    def by_output(self, values_hsb: torch.Tensor) -> torch.Tensor:
+        """Values of tokens [heads, s, b] in the order of the last stage's output, [heads n]."""
+        cut = values_hsb.view(self.heads, self.parts, -1, self.batch)
+        return cut.transpose(0, 1).flatten()
+
+    def by_head(self, values_n: torch.Tensor) -> torch.Tensor:
+        """Values in the order of the last stage's output, [heads n], as [heads, s, b]."""
+        cut = values_n.view(self.parts, self.heads, -1, self.batch)
+        return cut.transpose(0, 1).reshape(self.heads, self.sequence, self.batch)
 
     def activation(self) -> torch.Tensor:
         """An empty activation [s / parts, b, h] in the model's dtype."""

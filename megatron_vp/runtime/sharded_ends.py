@@ -94,13 +94,13 @@ class ShardedEnds:
             microbatch, self._by_sequence(token_loss_n), self._by_sequence(statistics.likeliest_n)
         )
         if row_gradient_bs is not None:
-            by_head = row_gradient_bs.float().view(self._shapes.heads, self._shapes.batch, self._shapes.sequence)
-            self._store.put(("loss gradient", microbatch), by_head.transpose(1, 2).flatten())
+            by_head_hbs = row_gradient_bs.float().view(self._shapes.heads, self._shapes.batch, self._shapes.sequence)
+            self._store.put(("loss gradient", microbatch), self._shapes.by_output(by_head_hbs.transpose(1, 2)))
 
     def _by_sequence(self, values_n: torch.Tensor) -> torch.Tensor:
-        """[heads n], each head s-major, as [heads b, s]."""
-        by_head = values_n.view(self._shapes.heads, self._shapes.sequence, self._shapes.batch)
-        return by_head.transpose(1, 2).contiguous().view(-1, self._shapes.sequence)
+        """Values in the order of the last stage's output, [heads n], as [heads b, s]."""
+        by_head_hbs = self._shapes.by_head(values_n).transpose(1, 2)
+        return by_head_hbs.contiguous().view(-1, self._shapes.sequence)  # users' loss functions ask for views of it
 
     def _embed(self, microbatch: int, chunk: int) -> None:
         exchange = self._store.take(("exchange", microbatch))

@@ -125,9 +125,9 @@ CASES = (
         slow=True,
     ),
     Case(
-        "tensor and sequence parallelism, multi-token prediction, whole vocabulary layers",
+        "tensor and sequence parallelism, multi-token prediction",
         {**SEQUENCE, **AHEAD},
-        ("zb-h1/none", "interleaved/none"),
+        ("1f1b/vocab-2", "v-half/vocab-1", "zb-h1/none", "interleaved/none"),
         ranks=4,
         slow=True,
     ),

@@ -26,16 +26,6 @@ VP = {**TWO_STAGES, "vocab_parallel": True}
 
 REFUSED = [
     ({"pipeline_model_parallel_size": 1, "vocab_parallel": True}, "one pipeline stage"),
-    (
-        {
-            **VP,
-            "mtp_num_layers": 1,
-            "position_embedding_type": "rope",
-            "tensor_model_parallel_size": 2,
-            "sequence_parallel": True,
-        },
-        "--mtp-num-layers and --sequence-parallel is not supported yet",
-    ),
     ({**VP, "num_layers_per_virtual_pipeline_stage": 1}, "virtual pipeline stages"),
     ({**VP, "context_parallel_size": 2}, "local attention takes whole sequences; use --core-attention sdpa"),
     ({**VP, **AHEAD, "context_parallel_size": 2}, "with --mtp-num-layers and --context-parallel-size 2"),
