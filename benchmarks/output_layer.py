@@ -24,7 +24,7 @@ from megatron_vp.vocab import output
 from megatron_vp.vocab.operations import EagerOperations
 from megatron_vp.vocab.output import OutputLayer, PendingOutput
 from megatron_vp.vocab.shards import VocabShards
-from megatron_vp.vocab.statistics import fold
+from megatron_vp.vocab.statistics import GlobalStatistics, fold
 
 SHARDS = 4
 
@@ -41,7 +41,9 @@ class Shape:
         self.labels_n = torch.randint(rows * SHARDS, (tokens,), generator=generator).to(device)
         self.row_gradient_n = torch.full((tokens,), 1 / tokens, device=device)
         self.pending = self.s()
-        self.total = fold(self.pending.statistics_3n.expand(SHARDS, *self.pending.statistics_3n.shape))
+        statistics_3n = self.pending.statistics_3n
+        self.total = GlobalStatistics(*torch.empty_like(statistics_3n).unbind())
+        fold(statistics_3n.expand(SHARDS, *statistics_3n.shape), self.total)
 
     def s(self) -> PendingOutput:
         """S of vocab-1."""

@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(
     path.relative_to(ROOT)
-    for path in [*(ROOT / "scripts").rglob("*.sh"), *(ROOT / "scripts").rglob("*.sbatch"), ROOT / ".ci" / "run"]
+    for folder, pattern in [("scripts", "*.sh"), ("scripts", "*.sbatch"), ("benchmarks", "*.sh"), (".ci", "run")]
+    for path in (ROOT / folder).rglob(pattern)
 )
 
 
