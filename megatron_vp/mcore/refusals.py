@@ -121,6 +121,11 @@ REFUSALS = (
         )
     ),
     Refusal(
+        lambda a: _delays_weights(a) and a.num_experts,
+        "--pipeline-schedule {pipeline_schedule} with --num-experts and --transformer-impl transformer_engine is not "
+        "supported: weight gradients of grouped experts are not split off; add --transformer-impl local, or use 1f1b",
+    ),
+    Refusal(
         lambda a: a.vocab_parallel and a.pipeline_model_parallel_size < 2,
         "--vocab-parallel with one pipeline stage has nothing to split: use --pipeline-model-parallel-size 2 or more, "
         "or leave --vocab-parallel out",

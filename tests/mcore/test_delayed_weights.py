@@ -84,6 +84,7 @@ def test_transformer_engine_has_what_pass_w_relies_on():
         ({}, "2.7.0", ["Transformer Engine 2.8", "2.7.0", "--transformer-impl local"]),
         ({"tp_comm_overlap": True}, "2.8.0", ["--tp-comm-overlap", "leave"]),
         ({"use_transformer_engine_op_fuser": True}, "2.8.0", ["--use-transformer-engine-op-fuser", "leave"]),
+        ({"num_experts": 4}, "2.8.0", ["--num-experts", "--transformer-impl local"]),
         ({"transformer_impl": "inference_optimized"}, "2.8.0", ["inference_optimized", "use"]),
     ],
 )
@@ -94,7 +95,9 @@ def test_what_its_layers_cannot_delay_is_refused(changes, version, words):
     from megatron_vp.mcore import refusals
 
     options = {"pipeline_schedule": "zb-h1", "transformer_impl": "transformer_engine", **changes}
-    args = argparse.Namespace(**{"tp_comm_overlap": False, "use_transformer_engine_op_fuser": False, **options})
+    args = argparse.Namespace(
+        **{"tp_comm_overlap": False, "use_transformer_engine_op_fuser": False, "num_experts": None, **options}
+    )
     about_split = [each for each in refusals.REFUSALS if "weight gradients" in each.message]
     with (
         mock.patch.object(utils, "_te_version", Version(version)),
