@@ -1,15 +1,13 @@
-"""Patches that the platform needs: unmodified Megatron without CUDA, over gloo, and without Transformer Engine.
+"""Patches that let unmodified Megatron run without CUDA, over gloo.
 
-Three groups, by when they are needed. WHEEL_PATCHES: always, because the wheel as shipped cannot start. LOCAL_PATCHES:
-where Transformer Engine is not installed, on GPUs too. PATCHES: where no CUDA device is used. Each was found necessary
-by leaving it out; `torch.cuda.is_available` is overridden while Megatron initialises and never longer, because
-Megatron's checkpointing and torch's compiler ask it in earnest.
+Two groups, by when they are needed. WHEEL_PATCHES: always, because the wheel as shipped cannot start. PATCHES: where no
+CUDA device is used. Each was found necessary by leaving it out; `torch.cuda.is_available` is overridden while Megatron
+initialises and never longer, because Megatron's checkpointing and torch's compiler ask it in earnest.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -94,75 +92,33 @@ def _compile_only_if_missing(original: Callable[[], None]) -> Callable[[], None]
     return compile_helpers
 
 
-def _norm_under_sequence_parallelism(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        if not config.sequence_parallel:
-            return original(cls, config, *args, **kwargs)
-        whole = copy.copy(config)
-        whole.sequence_parallel = False
-        norm = original(cls, whole, *args, **kwargs)
-        for parameter in norm.parameters():
-            # Megatron sums the gradients of parameters with this mark over the tensor-parallel ranks.
-            parameter.sequence_parallel = True
-        return norm
-
-    return new
-
-
-def _torch_norm(original: type) -> Callable[..., torch.nn.Module]:
-    def norm(config: Any, hidden_size: int, eps: float = 1e-5, has_residual: bool = False) -> torch.nn.Module:
-        from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-        return WrappedTorchNorm(config, hidden_size, eps)
-
-    return norm
-
-
-def _with_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def sharded_state_dict(
-        self: Any, model_sharded_state_dict: Any = None, is_loading: bool = False, **kwargs: Any
-    ) -> Any:
-        if is_loading and isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    if not self.optimizer.state[parameter]:
-                        self.optimizer.state[parameter] = {
-                            "step": torch.tensor(0.0),
-                            "exp_avg": torch.zeros_like(parameter),
-                            "exp_avg_sq": torch.zeros_like(parameter),
-                        }
-        return original(self, model_sharded_state_dict or {}, is_loading, **kwargs)
-
-    return sharded_state_dict
-
-
-def _without_step_tensor(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    @torch.no_grad()
-    def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
-        original(self, model_param, {**tensors, "step": None})
-
-    return set_states
-
-
-def _own_step_per_parameter(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        original(self, state_dict)
-        for state in self.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
-
-    return load_state_dict
-
-
 def _exact_l2_norm(
     chunk_size: Any, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], per_tensor: bool, *args: Any
 ) -> tuple[torch.Tensor, None]:
     squares = [torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in tensor_lists[0]]
     return torch.stack(squares).sum().sqrt().float().view(1), None
+
+
+def checkpoint_writer(*args: Any) -> None:
+    """Megatron's process that writes asynchronous checkpoints, without a device to select.
+
+    It starts afresh: nothing is patched in it, and it finds this function by its name.
+    """
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    with (
+        mock.patch.object(torch.cuda, "device_count", lambda: 1),
+        mock.patch.object(torch.cuda, "set_device", lambda device: None),
+    ):
+        PersistentAsyncCaller.async_loop(*args)
+
+
+def copied_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
+    """What Megatron's writer is to write, as it is now; it finds this function by its name."""
+    return [
+        (file, key, (others, [(item, tensor.clone()) for item, tensor in tensors]))
+        for file, key, (others, tensors) in write_buckets
+    ]
 
 
 def _always(replacement: Any) -> Callable[[Any], Any]:
@@ -175,42 +131,6 @@ WHEEL_PATCHES = (
         _compile_only_if_missing,
         "the wheel holds the compiled index helpers but no Makefile: compiling them again ends the job",
         "()",
-    ),
-)
-
-_DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
-
-LOCAL_PATCHES = (
-    Patch(
-        "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-        _norm_under_sequence_parallelism,
-        "torch's norms work under sequence parallelism once their gradients are marked for the reduction",
-        "(cls, config, hidden_size, eps=1e-05, persist_layer_norm=False, zero_centered_gamma=False, "
-        "normalization='LayerNorm')",
-    ),
-    Patch(
-        "megatron.core.models.hybrid.hybrid_block:TENorm",
-        _torch_norm,
-        "a hybrid model's final norm is Transformer Engine's whatever its layers are",
-        "(config, hidden_size, eps=1e-05, has_residual=False)",
-    ),
-    Patch(
-        f"{_DISTRIBUTED_OPTIMIZER}.sharded_state_dict",
-        _with_adam_state,
-        "loading reads the step from Adam's state, which a fresh torch Adam does not have yet",
-        "(self, model_sharded_state_dict={}, is_loading=False, sharding_type=None, metadata=None)",
-    ),
-    Patch(
-        f"{_DISTRIBUTED_OPTIMIZER}._set_main_param_and_optimizer_states",
-        _without_step_tensor,
-        "a step tensor per parameter is asked for, but the step is stored with the group; leaves are written into",
-        "(self, model_param, tensors)",
-    ),
-    Patch(
-        f"{_DISTRIBUTED_OPTIMIZER}.load_state_dict",
-        _own_step_per_parameter,
-        "one step tensor shared by all parameters would count every parameter's update",
-        "(self, state_dict)",
     ),
 )
 
@@ -323,6 +243,18 @@ PATCHES = (
             _INITIALIZE,
         )
         for module in ("megatron.training.initialize", "megatron.training.training", "megatron.training")
+    ),
+    Patch(
+        "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.async_loop",
+        _always(checkpoint_writer),
+        "the process that writes asynchronous checkpoints selects a device",
+        "(rank, queue, preload_q, comp_q, log_level=20, cpu_priority=10, io_priority=None)",
+    ),
+    Patch(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.preload_tensors",
+        _always(copied_tensors),
+        "an asynchronous save shares the weights with its writer, and the next step would change them under it",
+        "(write_buckets, non_blocking=True)",
     ),
     Patch(
         "megatron.core.optimizer.clip_grads:l2_norm_impl",

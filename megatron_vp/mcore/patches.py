@@ -18,11 +18,11 @@ from typing import Any
 from megatron_vp.errors import UserError
 
 SUPPORTED_SERIES = ("0.19",)
-TESTED_VERSIONS = ("0.19.2",)
+TESTED_VERSIONS = ("0.19.0", "0.19.2")
 
 GROUPS = {
     "wheel": "megatron_vp.mcore.cpu_platform:WHEEL_PATCHES",
-    "no transformer engine": "megatron_vp.mcore.cpu_platform:LOCAL_PATCHES",
+    "no transformer engine": "megatron_vp.mcore.without_transformer_engine:PATCHES",
     "arguments": "megatron_vp.mcore.arguments:PATCHES",
     "cpu platform": "megatron_vp.mcore.cpu_platform:PATCHES",
     "pipeline schedule": "megatron_vp.mcore.vocab_patches:SCHEDULE_PATCHES",

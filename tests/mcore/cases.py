@@ -248,6 +248,11 @@ PROOFS = (
         "mcore/test_checkpoints.py::test_training_continues_as_if_nothing_had_happened",
     ),
     Proof(
+        "a rank that dies in a save, synchronous or asynchronous (`--async-strategy mcore`): the run goes on from the "
+        "checkpoint before, bit for bit",
+        "mcore/test_faults.py::test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before_and_the_run_goes_on_from_it",
+    ),
+    Proof(
         "a run resumed at its own layout, bit for bit, also with the distributed optimizer's default form",
         "mcore/test_checkpoints.py::test_resuming_at_the_same_layout_gives_the_same_bits",
     ),

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import platform
@@ -56,6 +57,15 @@ def test_tensors_asked_for_on_cuda_are_on_the_cpu_and_torch_is_restored_afterwar
             "restored": True,
         }
     ]
+
+
+def test_what_an_asynchronous_save_writes_is_not_changed_by_the_next_step():
+    from megatron_vp.mcore.cpu_platform import copied_tensors
+
+    weight = torch.zeros(3)
+    [(file, key, (others, [(item, kept)]))] = copied_tensors([("file", "key", (["bytes"], [("item", weight)]))])
+    weight += 1
+    assert (file, key, others, item, kept.tolist()) == ("file", "key", ["bytes"], "item", [0.0, 0.0, 0.0])
 
 
 def environment_of_a_start(_rank, _world_size):

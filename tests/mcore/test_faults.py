@@ -7,11 +7,12 @@ import re
 import signal
 import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from tests.harness import run_ranks_to_their_end
+from tests.harness import run_ranks_to_their_end, train
 from tests.harness.training import tiny_model
 
 RANKS = 3
@@ -53,6 +54,40 @@ def train_with_fault(rank, _world_size, arguments, fault, faulty_rank, where):
             script.main()
         except SystemExit as stop:
             os._exit(stop.code or 0)
+
+
+def train_and_die_in_a_save(rank, _world_size, arguments, faulty_rank):
+    """Train as the script does; the rank dies in its second save: over its file, or beside the process that writes."""
+    import pretrain_gpt_vp as script
+
+    sys.argv = ["pretrain_gpt_vp.py", *arguments]
+    script.prepare()
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+    from megatron.training import checkpointing, get_args
+
+    def second_save():
+        return rank == faulty_rank and get_args().curr_iteration == 3
+
+    schedule, write = checkpointing.schedule_async_save, FileSystemWriterAsync.write_preloaded_data_multithread
+
+    def schedule_and_die(request):
+        schedule(request)
+        if second_save():
+            die()
+
+    def write_half(transforms, use_msc, writer, buckets, results):
+        if second_save():
+            Path(buckets[0][0]).write_bytes(b"half a file")
+            die()
+        write(transforms, use_msc, writer, buckets, results)
+
+    fault = (
+        mock.patch.object(checkpointing, "schedule_async_save", schedule_and_die)
+        if "--async-save" in arguments
+        else mock.patch.object(FileSystemWriterAsync, "write_preloaded_data_multithread", staticmethod(write_half))
+    )
+    with fault, script.one_line_errors():
+        script.main()
 
 
 def die():
@@ -104,6 +139,31 @@ def test_when_a_rank_is_killed_the_others_say_where_they_waited(schedule):
     assert [status for status, _ in ends] == [1, -signal.SIGKILL, 1]
     for rank in (0, 2):
         assert _said(ends[rank][1], rank) and "Traceback" not in ends[rank][1]
+
+
+@pytest.mark.parametrize(
+    "asynchronous",
+    [
+        {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": "mcore"},
+        pytest.param({}, marks=pytest.mark.slow),
+    ],
+    ids=["asynchronous", "synchronous"],
+)
+def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(tmp_path, asynchronous):
+    saving = {"train_iters": 6, "save": tmp_path, "save_interval": 2, **asynchronous}
+    ends = run_ranks_to_their_end(RANKS, train_and_die_in_a_save, _arguments(**saving), 1)
+    assert [status for status, _ in ends] == [1, -signal.SIGKILL, 1]
+    for rank in (0, 2):
+        assert re.search(f"^error: rank {rank} waited ", ends[rank][1], re.M), ends[rank][1]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+    whole = train(RANKS, _arguments(train_iters=6), same_weights=False)
+    rest = train(RANKS, _arguments(**saving, load=tmp_path), same_weights=False)
+    # It saves over what the rank left behind.
+    assert rest.losses == whole.losses[2:]
+    assert (
+        train(RANKS, _arguments(train_iters=6, load=tmp_path, ckpt_step=4), same_weights=False).losses
+        == rest.losses[2:]
+    )
 
 
 def test_a_stopped_rank_is_named_by_the_others():
