@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.choices import V_SHAPED_SCHEDULES
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _PARTS = ("metadata.json", ".metadata")
 
 # What decides how a rank's parameters lie in the buffers of the distributed optimizer, and its value where a checkpoint
 # knows nothing of it.
-_LAYOUT = {
+_LAYOUT: dict[str, Any] = {
     "vocab_parallel": False,
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
     "pipeline_model_parallel_layout": None,
+    "hybrid_layer_pattern": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
 }
 
 
@@ -31,8 +38,14 @@ def check_checkpoint(args: argparse.Namespace) -> None:
     """Check the checkpoint that validated Megatron arguments ask for; reads its metadata only.
 
     Left to Megatron: checkpoints on object storage, non-persistent ones, and formats other than torch_dist. An empty
-    directory is where a run starts that saves to and loads from the same place. Raises UserError.
+    directory is where a run starts that saves to and loads from the same place. Raises UserError, for an asynchronous
+    save by a package that is not installed, too.
     """
+    if args.async_save and args.async_strategy == "nvrx" and find_spec("nvidia_resiliency_ext") is None:
+        raise UserError(
+            "--async-save writes with nvidia-resiliency-ext, which is not installed: use --async-strategy mcore, "
+            "Megatron's own writer, or install it"
+        )
     if args.load is None or "://" in str(args.load) or args.non_persistent_ckpt_type is not None:
         return
     folder = _folder(args)
@@ -105,15 +118,21 @@ def _check_optimizer_form(args: argparse.Namespace, folder: Path) -> None:
     form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     if form != "dp_reshardable":
         return
-    written = common["args"]
-    for name, absent in _LAYOUT.items():
-        there, here = (getattr(each, name, absent) for each in (written, args))
-        if there != here:
+    written, asked = (_layout(each) for each in (common["args"], args))
+    for name, there in written.items():
+        if there != (here := asked[name]):
             raise UserError(
                 f"the optimizer state in {folder} is in the distributed optimizer's default form (dp_reshardable), "
                 f"which fits only the layout that wrote it, and there {name} was {there}, here it is {here}: write it "
                 f"with --dist-ckpt-optim-fully-reshardable, or go on with a fresh optimizer by --no-load-optim"
             )
+
+
+def _layout(args: argparse.Namespace) -> dict[str, Any]:
+    layout = {name: getattr(args, name, absent) for name, absent in _LAYOUT.items()}
+    # The same string places other layers on a rank where the second chunks are laid out backwards.
+    layout["a V-shaped pipeline_schedule"] = getattr(args, "pipeline_schedule", None) in V_SHAPED_SCHEDULES
+    return layout
 
 
 def _others(folder: Path) -> str:

@@ -200,7 +200,17 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ({"load": good, **DISTRIBUTED}, "vocab_parallel was True, here it is False: write it with --dist-ckpt-optim"),
         ({"load": good, **DISTRIBUTED, "no_load_optim": True}, None),
     ]
-    said = run_ranks(1, refusals, [_arguments("plain/1", False, **changes) for changes, _ in cases])[0]
+    layout = {"pipeline_model_parallel_layout": "Et*2|t|t|t*2L", "dist_ckpt_optim_fully_reshardable": False}
+    laid_out = written("v-half/2", False, {**DISTRIBUTED, **layout})
+    interleaved = {**DISTRIBUTED, **layout, **LAYOUTS["vocab-2/2"][1], "pipeline_schedule": "interleaved"}
+    cases += [
+        ({"load": laid_out, **interleaved, "pipeline_model_parallel_size": 2}, "V-shaped pipeline_schedule was True"),
+        (
+            {"save": tmp_path / "a", "save_interval": 2, "async_save": True, "use_persistent_ckpt_worker": True},
+            "use --async-strategy mcore",
+        ),
+    ]
+    said = run_ranks(2, refusals, [_arguments("plain/1", False, **changes) for changes, _ in cases])[0]
     for (changes, expected), found in zip(cases, said, strict=True):
         assert (found is None) == (expected is None) and (expected or "") in (found or ""), (changes, found)
         assert "\n" not in (found or "")
