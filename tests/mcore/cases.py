@@ -154,7 +154,7 @@ CASES = (
         slow=True,
     ),
     Case(
-        "mixture of experts, most without a token",
+        "mixture of experts, 32 of them, one a token, everything overlapped",
         {**MOE, **BOTH, "num_experts": 32, "moe_router_topk": 1, "moe_router_pre_softmax": True},
         ("1f1b/vocab-2", "v-half/vocab-2", "zb-h1/none"),
         ranks=4,
