@@ -77,7 +77,9 @@ def _roll_call(progress: Progress, seconds: float) -> str:
     with suppress(RuntimeError, KeyError):  # the store may have been in the process that is gone
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=seconds))
-        keys = {rank: f"megatron_vp/stalled/{progress.iteration}/{rank}" for rank in progress.members}
+        # A launcher that starts the ranks again keeps the store.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        keys = {rank: f"megatron_vp/stalled/{attempt}/{progress.iteration}/{rank}" for rank in progress.members}
         store.set(keys[progress.members[progress.rank]], progress.sentence())
         while len(said) < len(keys) and time.monotonic() < deadline:
             time.sleep(0.1)
