@@ -1,6 +1,12 @@
-"""The slow marker: `pytest -m slow` runs the longer matrices, which are left out otherwise."""
+"""The slow marker: `pytest -m slow` runs longer matrices, which are left out otherwise. And Triton's interpreter."""
+
+import os
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which Megatron's utilities do, too
 
 
 def pytest_configure(config):

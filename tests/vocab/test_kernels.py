@@ -10,8 +10,6 @@ import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
