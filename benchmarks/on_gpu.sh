@@ -2,7 +2,7 @@
 # What to run first when a GPU is at hand for minutes: the most important first, every step with a time limit of its
 # own, every result in a file as soon as it is there. Needs PyTorch, Triton, the megatron-core wheel and pytest.
 #
-#     benchmarks/gpu_session.sh FOLDER [STEP...]
+#     benchmarks/on_gpu.sh FOLDER [STEP...]
 #
 # Without steps all of them, in this order: env kernels streams layer ranks replay rest. A run that is cut off loses the
 # step it was at; name the steps that are left to go on. PYTHON says which Python (default: python3). Without a GPU the
