@@ -13,11 +13,16 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 
+def check_destination(is_picture: bool, output: Path | None) -> None:
+    """To be called before the work. Raises UserError for a picture without a file."""
+    if is_picture and output is None:
+        raise UserError("a picture does not go to the screen; name a file with -o")
+
+
 def write(content: str | bytes, output: Path | None) -> None:
     """Write to `output`, or print where it is None. Raises UserError for a picture without a file, and a bad file."""
+    check_destination(isinstance(content, bytes), output)
     if output is None:
-        if isinstance(content, bytes):
-            raise UserError("a picture does not go to the screen; name a file with -o")
         typer.echo(content, nl=False)
         return
     try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megatron_vp.cli.output import progress_bar, write
+from megatron_vp.cli.output import check_destination, progress_bar, write
 from megatron_vp.cli.planning import (
     GIB,
     ConfigArgument,
@@ -54,6 +54,7 @@ def plan(
     from megatron_vp.cost.planner import best
     from megatron_vp.cost.planner import plan as make_plan
 
+    check_destination(output_format is Format.PNG, output)
     request = read_request([config, *(overlays or ())], context.args, hardware, nodes, memory)
     with progress_bar() as bar:
         task = bar.add_task("predicting", total=None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.cli.output import write
+from megatron_vp.cli.output import check_destination, write
 from megatron_vp.cli.planning import (
     GIB,
     ConfigArgument,
@@ -59,6 +59,7 @@ def simulate(
     from megatron_vp.cost.traced import traced_costs
     from megatron_vp.schedule.collector import collector_paused
 
+    check_destination(output_format is Format.PNG, output)
     request = read_request([config, *(overlays or ())], context.args, hardware, nodes, memory)
     plan = request.config.plan()
     measured = None if trace is None else traced_costs(trace, request.job, plan)

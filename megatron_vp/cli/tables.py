@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.cli.output import progress_bar, write
-from megatron_vp.errors import UserError
+from megatron_vp.cli.output import check_destination, progress_bar, write
 
 if TYPE_CHECKING:
     from megatron_vp.cost.paper import CellPrediction
@@ -46,8 +45,7 @@ def tables(
     from megatron_vp.cost.published import jobs, read_cells
     from megatron_vp.cost.tables import make_rows, to_csv
 
-    if output_format is Format.PNG and output is None:
-        raise UserError("a picture does not go to the screen; name a file with -o")
+    check_destination(output_format is Format.PNG, output)
     known = {} if published is None else read_cells(published)
     rows = make_rows(_predict(list(jobs())), known)
     match output_format:

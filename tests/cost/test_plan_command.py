@@ -125,6 +125,13 @@ def test_plan_prints_what_to_use(small, tmp_path):
     assert any("times as fast as the best plain run" in line for line in lines)
 
 
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_a_picture_without_a_file_is_refused_before_any_work(small, monkeypatch, command):
+    monkeypatch.setattr(f"megatron_vp.cli.{command}.read_request", None)
+    result = run(command, small, "--format", "png")
+    assert isinstance(result.exception, UserError) and "name a file with -o" in str(result.exception)
+
+
 def test_settings_unset_what_the_configuration_has_and_the_plan_has_not(small):
     flags = [
         "--vocab-parallel",
