@@ -18,18 +18,38 @@ from megatron.core.utils import unwrap_model
 
 from megatron_vp.errors import UserError
 
+_ELSEWHERE = {
+    "decoder_input": "embeddings made outside the model",
+    "output_processor": "an output processor",
+    "packed_seq_params": "packed sequences",
+}
+"""Arguments of the model that our passes would leave unread, and what they ask for."""
+
+
+class Placeholder(torch.Tensor):
+    """Stands for the model's output, which is made when the schedule says so; nobody can compute with it."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse every use: its result would be made of nothing, and lost. Raises UserError."""
+        raise UserError(
+            "this forward_step computes with the model's output, which is not there yet when the schedule asks for the "
+            "microbatch: leave that to the loss function, which is given the token losses"
+        )
+
 
 class Probe:
     """Stands for the model in one call of `forward_step`; attribute reads go to the model itself."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
+        self.output = torch.zeros(()).as_subclass(Placeholder)
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Record the call."""
         self.calls.append((args, kwargs))
-        return torch.zeros((), requires_grad=torch.is_grad_enabled())
+        return self.output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -46,11 +66,16 @@ class Capture:
 
     def argument(self, name: str) -> Any:
         """The value that the model's parameter `name` would have got; None where it was left out."""
-        return self._bound().arguments.get(name)
+        return self.arguments().get(name)
+
+    def arguments(self) -> dict[str, Any]:
+        """What the model's parameters would have got, by name, without those that were left out."""
+        return self._bound().arguments
 
     def keep(self, *names: str) -> None:
         """Forget all arguments but these; the model has been run."""
-        self.args, self.kwargs = (), {name: self.argument(name) for name in names if self.argument(name) is not None}
+        asked = self.arguments()
+        self.args, self.kwargs = (), {name: asked[name] for name in names if asked.get(name) is not None}
 
     def given(self, **arguments: Any) -> Capture:
         """The same microbatch with some of the model's arguments replaced."""
@@ -65,11 +90,13 @@ class Capture:
 def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.nn.Module) -> Capture:
     """Run the user's `forward_step` against a probe.
 
-    Raises UserError where the data ends, or where the model is not called exactly once, as Megatron's own scripts do.
+    Raises UserError where the data ends, and for what our passes could not do as the script asks: where the model is
+    not called exactly once and its output returned as it is, as Megatron's own scripts do, or is called for more than
+    tokens and labels.
     """
     probe = Probe(model)
     try:
-        _, loss_func = forward_step(data_iterator, probe)
+        output, loss_func = forward_step(data_iterator, probe)
     except StopIteration as end:
         raise UserError(
             "the data ended before the iteration did: the iterator that forward_step reads has no further microbatch; "
@@ -77,11 +104,25 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
         ) from end
     if len(probe.calls) != 1:
         raise UserError(
-            f"vocabulary parallelism runs the model itself from the arguments of forward_step's one call of it; this "
-            f"forward_step called it {len(probe.calls)} times; call the model once or run without --vocab-parallel"
+            f"the schedule runs the model itself from the arguments of forward_step's one call of it; this "
+            f"forward_step called it {len(probe.calls)} times: call the model once, or leave --vocab-parallel and "
+            f"--pipeline-schedule out"
+        )
+    if output is not probe.output:
+        raise UserError(
+            "this forward_step returns something else than what the model returned: return the model's output as it "
+            "is, and leave the rest to the loss function"
         )
     args, kwargs = probe.calls[0]
-    return Capture(args, kwargs, loss_func, _signature(type(unwrap_model(model))))
+    captured = Capture(args, kwargs, loss_func, _signature(type(unwrap_model(model))))
+    asked = captured.arguments()
+    for name, what in _ELSEWHERE.items():
+        if asked.get(name) is not None:
+            raise UserError(
+                f"this forward_step calls the model with {name} ({what}), which is not supported: leave it out, or "
+                f"leave --vocab-parallel and --pipeline-schedule out"
+            )
+    return captured
 
 
 @cache

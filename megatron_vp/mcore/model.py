@@ -25,9 +25,9 @@ from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.models.hybrid import HybridModelBuilder
 from torch import nn
 
-from megatron_vp.errors import UserError
 from megatron_vp.mcore.choices import V_SHAPED_SCHEDULES
 from megatron_vp.mcore.delayed_weights import leave_out_hooks
+from megatron_vp.mcore.model_check import check_model, check_vocabulary_layers
 from megatron_vp.mcore.multi_token import follow_decoder
 from megatron_vp.runtime.collectives import VocabularyLayers
 from megatron_vp.runtime.groups import Edge, PipelineGroups, pipeline_device
@@ -161,6 +161,7 @@ def prepare_chunk(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollec
     builds its chunks in order. Raises UserError for a model that cannot be cut as --vocab-parallel asks.
     """
     args = get_args()
+    check_model(chunk)
     leave_out_hooks(chunk)
     if args.vocab_parallel:
         _shard_vocabulary(chunk, first, groups, index)
@@ -172,11 +173,7 @@ def prepare_chunk(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollec
 
 def _shard_vocabulary(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int) -> None:
     """Turn a chunk into a middle chunk; the first gets a shard of the embedding, the last one of the output layer."""
-    if not hasattr(chunk, "share_embeddings_and_output_weights"):
-        raise UserError(
-            f"vocabulary parallelism needs a language model with Megatron's embedding and output_layer, the script "
-            f"built a {type(chunk).__name__}; build a GPTModel or HybridModel, or run without --vocab-parallel"
-        )
+    check_vocabulary_layers(chunk)
     if getattr(chunk, "mtp_process", False):
         follow_decoder(chunk)
     placement = pipeline_placement(get_args())

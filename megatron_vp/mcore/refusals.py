@@ -214,6 +214,33 @@ REFUSALS = (
         "supported: Megatron's own schedules alone repeat an iteration whose experts overflow; leave them out",
     ),
     Refusal(
+        lambda a: replaces_schedule(a) and a.gtp_weight_remat_size * a.expert_gtp_weight_remat_size > 1,
+        "--pipeline-schedule {pipeline_schedule} with --tensor-parallel-num-weight-shards or "
+        "--expert-tensor-parallel-num-weight-shards is not supported: weights that are gathered for every use know the "
+        "order of Megatron's own schedules alone; leave them out",
+    ),
+    Refusal(
+        lambda a: a.pipeline_schedule in V_SHAPED_SCHEDULES and a.reset_attention_mask,
+        "--pipeline-schedule {pipeline_schedule} with --reset-attention-mask is not supported: Megatron hands masks to "
+        "the first and to the last rank, and a V's last stage is on the first; use 1f1b, interleaved, zb-h1 or "
+        "interlaced",
+    ),
+    Refusal(
+        lambda a: replaces_schedule(a) and a.freeze_all_layers,
+        "--pipeline-schedule {pipeline_schedule} with --freeze-all-layers is not supported: without gradients there is "
+        "no schedule; leave --vocab-parallel and --pipeline-schedule out",
+    ),
+    Refusal(
+        lambda a: replaces_schedule(a) and a.log_straggler,
+        "--pipeline-schedule {pipeline_schedule} with --log-straggler is not supported: it times forward_step, which "
+        "does not run the model here; use --rank-report or --pipeline-trace for each rank's pass times",
+    ),
+    Refusal(
+        lambda a: replaces_schedule(a) and a.inprocess_restart,
+        "--pipeline-schedule {pipeline_schedule} with --inprocess-restart is not supported: communicators of our own "
+        "outlive the restart; leave it out, and let the launcher start the ranks again",
+    ),
+    Refusal(
         lambda a: replaces_schedule(a) and a.fine_grained_activation_offloading,
         "--pipeline-schedule {pipeline_schedule} with --fine-grained-activation-offloading is not supported: it counts "
         "on the order of Megatron's own schedules; leave it out",

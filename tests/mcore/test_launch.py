@@ -39,6 +39,11 @@ REFUSED = [
     ({**VP, "dataloader_inter_document_masking": True}, "packed sequences"),
     ({**VP, "logits_load_dir": "there"}, "--logits-load-dir"),
     ({**VP, "optimizer": "lion"}, "--optimizer lion"),
+    ({**VP, "tensor_parallel_num_weight_shards": 2}, "--tensor-parallel-num-weight-shards"),
+    ({**VP, "pipeline_schedule": "v-half", "reset_attention_mask": True}, "v-half with --reset-attention-mask"),
+    ({**VP, "freeze_all_layers": True}, "--freeze-all-layers"),
+    ({**VP, "log_straggler": True}, "--log-straggler"),
+    ({**VP, "inprocess_restart": True}, "--inprocess-restart"),
     ({**TWO_STAGES, "pipeline_schedule": "interlaced"}, "no vocabulary passes to interlace"),
     ({"pipeline_model_parallel_size": 1, "pipeline_schedule": "zb-h1"}, "zb-h1 with one pipeline stage"),
     (

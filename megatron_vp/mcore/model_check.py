@@ -1,0 +1,61 @@
+"""Whether a script's own model is one that our schedules run as its author meant it.
+
+A chunk whose vocabulary layers are cut keeps its decoder and embedding; Megatron's output layer and loss give way to
+the passes S and T. What a model does there beyond Megatron's own would be left out without a word, so it is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+from torch import nn
+
+from megatron_vp.errors import UserError
+
+_LEFT_OUT = ("forward", "_preprocess", "_postprocess", "_scale_logits", "compute_language_model_loss")
+"""Methods of Megatron's models that run in another way, or not at all, in a chunk without vocabulary layers."""
+
+
+def check_model(chunk: nn.Module) -> None:
+    """Raise UserError for a model that is no GPTModel and no HybridModel."""
+    if not isinstance(chunk, GPTModel | HybridModel):
+        raise UserError(
+            f"--vocab-parallel and --pipeline-schedule run Megatron's language models, the script built a "
+            f"{type(chunk).__name__}: build a GPTModel or HybridModel, or leave both options out"
+        )
+
+
+def check_vocabulary_layers(chunk: nn.Module) -> None:
+    """Check a chunk that `check_model` has passed, before its vocabulary layers are cut.
+
+    Raises UserError for methods, layers, biases and hooks that are not Megatron's own, and for a frozen weight.
+    """
+    base = GPTModel if isinstance(chunk, GPTModel) else HybridModel
+    for name in _LEFT_OUT:
+        if inspect.getattr_static(type(chunk), name, None) is not inspect.getattr_static(base, name, None):
+            _refuse(f"{type(chunk).__name__} has a {name} of its own, of which parts would be left out", base.__name__)
+    if chunk.pre_process:
+        _check_layer("embedding.word_embeddings", chunk.embedding.word_embeddings, VocabParallelEmbedding)
+    if chunk.post_process:
+        _check_layer("output_layer", chunk.output_layer, ColumnParallelLinear)
+
+
+def _check_layer(name: str, layer: nn.Module, expected: type[nn.Module]) -> None:
+    if type(layer) is not expected:
+        _refuse(f"{name} is a {type(layer).__name__}, whose own ways would be left out", expected.__name__)
+    if getattr(layer, "bias", None) is not None:
+        _refuse(f"{name} has a bias, which would be left out", f"{expected.__name__} without one")
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        _refuse(f"{name} has a hook on its forward, which would be left out", f"{expected.__name__} without one")
+    if layer.weight is not None and not layer.weight.requires_grad:
+        _refuse(f"the weight of {name} is frozen, and its shards would be trained", "trainable vocabulary layers")
+
+
+def _refuse(found: str, instead: str) -> None:
+    raise UserError(
+        f"--vocab-parallel with this model is not supported: {found}; use Megatron's {instead}, or leave "
+        f"--vocab-parallel out"
+    )

@@ -1,0 +1,118 @@
+"""A user's own model and forward_step: what our passes would leave out without a word is refused in one line."""
+
+from functools import partial
+
+import pytest
+import torch
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+from torch import nn
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.capture import capture
+from megatron_vp.mcore.model_check import check_model, check_vocabulary_layers
+
+
+class Scaled(GPTModel):
+    def _postprocess(self, *args, **kwargs):
+        return 2 * super()._postprocess(*args, **kwargs)
+
+
+class Extended(GPTModel):
+    """What a subclass may do: more methods and layers of its own."""
+
+    def extra(self):
+        return None
+
+
+class SoftCapped(ColumnParallelLinear):
+    pass
+
+
+def unbuilt(kind, **attributes):
+    """A module of a Megatron class without its constructor, which needs process groups."""
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+def model(kind=GPTModel, head=ColumnParallelLinear, bias=None, trainable=True):
+    words = unbuilt(VocabParallelEmbedding, weight=nn.Parameter(torch.zeros(4, 2), requires_grad=trainable))
+    layer = unbuilt(head, weight=nn.Parameter(torch.zeros(4, 2)), bias=bias)
+    embedding = unbuilt(nn.Module, word_embeddings=words)
+    return unbuilt(kind, pre_process=True, post_process=True, embedding=embedding, output_layer=layer)
+
+
+def hooked():
+    built = model()
+    built.output_layer.register_forward_hook(lambda layer, inputs, output: output)
+    return built
+
+
+@pytest.mark.parametrize("kind", [GPTModel, Extended])
+def test_megatrons_own_vocabulary_layers_and_loss_pass(kind):
+    check_model(model(kind))
+    check_vocabulary_layers(model(kind))
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: model(Scaled), "Scaled has a _postprocess of its own"),
+        (lambda: model(head=SoftCapped), "output_layer is a SoftCapped"),
+        (lambda: model(bias=nn.Parameter(torch.zeros(4))), "output_layer has a bias"),
+        (hooked, "output_layer has a hook"),
+        (lambda: model(trainable=False), "weight of embedding.word_embeddings is frozen"),
+    ],
+)
+def test_what_the_cut_would_leave_out_is_named(made, said):
+    with pytest.raises(UserError, match=said) as refused:
+        check_vocabulary_layers(made())
+    assert "\n" not in str(refused.value) and "leave --vocab-parallel out" in str(refused.value)
+
+
+def test_other_models_are_refused_whatever_layers_they_have():
+    with pytest.raises(UserError, match="built a BertModel: build a GPTModel or HybridModel"):
+        check_model(unbuilt(BertModel, share_embeddings_and_output_weights=True))
+
+
+def loss_func(output):
+    return output.sum(), {}
+
+
+def forward_step(data_iterator, called, *, change=lambda output: output, in_loss=None, calls=1, **arguments):
+    for _ in range(calls):
+        output = called(next(data_iterator), None, None, labels=torch.ones(1, 2), **arguments)
+    return change(output), partial(loss_func) if in_loss is None else partial(loss_func, in_loss(output))
+
+
+def captured(**changes):
+    return capture(partial(forward_step, **changes), iter([torch.zeros(1, 2)] * 2), model())
+
+
+def test_a_plain_forward_step_is_captured_with_its_arguments_by_name():
+    found = captured()
+    assert found.argument("input_ids").tolist() == [[0, 0]] and found.argument("labels").tolist() == [[1, 1]]
+    assert found.argument("position_ids") is None and found.loss_func.func is loss_func
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"change": lambda output: output * 2}, "computes with the model's output"),
+        ({"change": lambda output: output.float()}, "computes with the model's output"),
+        ({"in_loss": lambda output: output.mean()}, "computes with the model's output"),
+        ({"change": lambda output: torch.zeros(())}, "returns something else"),
+        ({"change": lambda output: (output, None)}, "returns something else"),
+        ({"calls": 2}, "called it 2 times"),
+        ({"decoder_input": torch.zeros(2, 1, 2)}, "decoder_input"),
+        ({"output_processor": print}, "output_processor"),
+        ({"packed_seq_params": object()}, "packed sequences"),
+    ],
+)
+def test_a_forward_step_that_does_more_than_call_the_model_is_refused(changes, said):
+    with pytest.raises(UserError, match=said):
+        captured(**changes)
