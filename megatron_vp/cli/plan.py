@@ -22,6 +22,7 @@ from megatron_vp.cli.planning import (
     flags_of,
     read_request,
     rendered,
+    seconds,
     yaml_of,
 )
 
@@ -91,7 +92,7 @@ def _table(request: Request, outcomes: list[Outcome], impossible: list[Impossibl
         table.add_row(
             each.candidate.plan.schedule,
             each.candidate.method,
-            f"{each.iteration_seconds:.4g}",
+            seconds(each.iteration_seconds),
             f"{each.tokens_per_second:,.0f}",
             f"{100 * each.mfu:.1f}",
             f"{100 * each.bubble_fraction:.1f}",

@@ -125,6 +125,11 @@ def yaml_of(settings: dict[str, Any]) -> str:
     return "parallelism:\n" + "".join(lines) if lines else ""
 
 
+def seconds(value: float) -> str:
+    """With four digits, trailing zeros among them, so that a column of them can be compared."""
+    return f"{value:.{max(0, 3 - math.floor(math.log10(value)))}f}"
+
+
 def rendered(table: Table) -> str:
     """A rich table as text, as wide as it needs."""
     from rich.console import Console

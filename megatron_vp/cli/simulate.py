@@ -22,6 +22,7 @@ from megatron_vp.cli.planning import (
     Request,
     read_request,
     rendered,
+    seconds,
 )
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def _table(request: Request, found: Outcome) -> str:
     for rank, (busy, memory) in enumerate(zip(found.busy, found.memory, strict=True)):
         held = [f"{memory.parts()[part] / GIB:.1f}" for part in parts]
         table.add_row(
-            str(rank), f"{busy:.4g}", f"{100 * (1 - busy / makespan):.1f}", f"{memory.total / GIB:.1f}", *held
+            str(rank), seconds(busy), f"{100 * (1 - busy / makespan):.1f}", f"{memory.total / GIB:.1f}", *held
         )
     plan, loss = found.candidate.plan, found.loss
     fits = "fits" if found.fits(request.limit) else "does not fit"
@@ -99,10 +100,10 @@ def _table(request: Request, found: Outcome) -> str:
             request.title,
             f"schedule {plan.schedule}, vocabulary {found.candidate.method}",
             "",
-            f"{found.iteration_seconds:.4g} s an iteration, {found.tokens_per_second:,.0f} tokens/s, "
+            f"{seconds(found.iteration_seconds)} s an iteration, {found.tokens_per_second:,.0f} tokens/s, "
             f"MFU {100 * found.mfu:.1f} % of {request.hardware.peak_flops / 1e12:.0f} TFLOP/s, "
             f"bubble {100 * found.bubble_fraction:.1f} %",
-            f"of that: work of the mean rank {loss.work:.4g} s, the busiest rank's more {loss.imbalance:.3g} s, bubble "
+            f"of that: work of the mean rank {seconds(loss.work)} s, the busiest rank's more {loss.imbalance:.3g} s, bubble "
             f"{loss.bubble:.3g} s, communication {loss.communication:.3g} s, after the passes {loss.step:.3g} s",
             f"peak {found.peak_memory / GIB:.1f} GiB: {fits} into {request.limit / GIB:.4g} GiB; bound by "
             f"{found.bound_by(request.limit)}",

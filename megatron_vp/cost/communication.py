@@ -49,10 +49,20 @@ class Wires:
         return 2 * (LATENCY * ranks + count * (ranks - 1) / ranks / self.bandwidth(within_a_node))
 
     @property
+    def whole_hidden_bytes(self) -> float:
+        """Bytes of a microbatch's hidden states."""
+        return self.job.element_bytes * self.job.tokens * self.job.model.hidden
+
+    @property
     def hidden_bytes(self) -> float:
-        """Bytes of a microbatch's hidden states on one rank."""
-        job = self.job
-        return job.element_bytes * job.tokens * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
+        """The same on one rank."""
+        return self.whole_hidden_bytes / (self.job.tensor if self.job.sequence_parallel else 1)
+
+    @property
+    def tensor_sum(self) -> float:
+        """Hidden states summed over the tensor ranks of a stage; with sequence parallelism scattered and gathered."""
+        near = self.job.tensor * self.job.context <= self.hardware.gpus_per_node
+        return self.all_reduce(self.whole_hidden_bytes, self.job.tensor, near)
 
     @property
     def pipeline_in_a_node(self) -> bool:
@@ -70,22 +80,27 @@ class Wires:
         return took
 
     def collectives(self, method: VocabMethod) -> dict[CollectiveKind, float]:
-        """Every collective of a microbatch over the pipeline ranks. Embedding rows travel once."""
+        """Every collective of a microbatch over the pipeline ranks, and what the tensor ranks of a stage add to it.
+
+        Embedding rows travel once, in each of the pipelines side by side those that its own shards hold.
+        """
         p, near = self.job.pipeline, self.pipeline_in_a_node
-        hidden = self.broadcast(self.hidden_bytes, p, near)
+        hidden, whole = self.broadcast(self.hidden_bytes, p, near), self.tensor_sum
+        gathered, summed = (whole / 2, whole / 2) if self.job.sequence_parallel else (0.0, whole)
+        rows = self.broadcast(self.whole_hidden_bytes / self.job.tensor, p, near)
         statistics = self.all_reduce(3 * 4 * self.job.tokens, p, near)
         return {
-            CollectiveKind.EMBED: hidden,
-            CollectiveKind.C0: hidden,
-            CollectiveKind.C1: statistics + (hidden if method is VocabMethod.VOCAB_2 else 0.0),
-            CollectiveKind.C2: hidden,
-            CollectiveKind.EMBED_GRAD: hidden,
+            CollectiveKind.EMBED: rows + whole,
+            CollectiveKind.C0: hidden + gathered,
+            CollectiveKind.C1: statistics + (hidden + summed if method is VocabMethod.VOCAB_2 else 0.0),
+            CollectiveKind.C2: hidden + summed,
+            CollectiveKind.EMBED_GRAD: rows,
         }
 
     def synchronous_vocabulary(self) -> float:
         """What V waits for: the all-reduces of the embedding, the input gradient and the statistics."""
         p, near = self.job.pipeline, self.pipeline_in_a_node
-        sums = 2 * self.all_reduce(self.hidden_bytes, p, near)
+        sums = 2 * (self.all_reduce(self.hidden_bytes, p, near) + self.tensor_sum)
         return sums + self.all_reduce(3 * 4 * self.job.tokens, p, near)
 
     def layer_traffic(self) -> float:
@@ -93,17 +108,19 @@ class Wires:
 
         The exchange of keys and values over context ranks runs behind the attention and is not counted.
         """
-        job, count = self.job, self.job.element_bytes * self.job.tokens * self.job.model.hidden
-        near = job.tensor * job.context <= self.hardware.gpus_per_node
-        sums = 2 * self.all_reduce(count, job.tensor, near)
+        job, sums = self.job, 2 * self.tensor_sum
         if job.expert == 1:
             return sums
         near = job.tensor * job.context * job.expert <= self.hardware.gpus_per_node
-        moved = count * job.model.mlps_per_token * (job.expert - 1) / job.expert / job.tensor
+        moved = self.whole_hidden_bytes * job.model.mlps_per_token * (job.expert - 1) / job.expert / job.tensor
         return sums + 2 * (LATENCY * job.expert + moved / self.bandwidth(near))
 
-    def gradient_sync(self, parameters: float) -> float:
-        """Gradients summed over the replicas of a rank with `parameters`, once an iteration, behind no computation."""
+    def gradient_sync(self, shared: float, experts: float) -> float:
+        """Gradients summed over the replicas, once an iteration, behind no computation.
+
+        Of a rank's parameters all replicas have the `shared` ones, and one in `job.expert` those of its experts.
+        """
         near = self.job.gpus_per_stage <= self.hardware.gpus_per_node
-        count = (4 if self.job.wide_gradients else self.job.element_bytes) * parameters
-        return self.all_reduce(count, self.job.data * self.job.context, near)
+        width, replicas = 4 if self.job.wide_gradients else self.job.element_bytes, self.job.data * self.job.context
+        of_experts = self.all_reduce(width * experts, replicas // self.job.expert, near)
+        return self.all_reduce(width * shared, replicas, near) + of_experts

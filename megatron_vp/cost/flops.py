@@ -70,3 +70,8 @@ def model_flops(job: Job) -> float:
 def layer_weights(job: Job) -> int:
     """Parameters of one transformer layer on one rank, its two norms included."""
     return sum(matrix.weights for matrix in layer_matrices(job)) + 4 * job.model.hidden
+
+
+def expert_weights(job: Job) -> int:
+    """Those of them that belong to experts, the last two matrices of a layer that has any."""
+    return sum(matrix.weights for matrix in layer_matrices(job)[-2:]) if job.model.experts else 0

@@ -105,8 +105,8 @@ HARDWARE = {entry.name: entry for entry in _ALL}
 
 
 def find_hardware(name: str) -> Hardware:
-    """The description called `name`, in any case. Raises UserError for an unknown one."""
-    found = HARDWARE.get(name.lower())
+    """The description called `name`, in any case; `mi300` is `mi300x`. Raises UserError for an unknown one."""
+    found = HARDWARE.get(name.lower()) or HARDWARE.get(f"{name.lower()}x")
     if found is None:
         near = difflib.get_close_matches(name.lower(), HARDWARE, 1, 0)
         raise UserError(f"hardware {name!r} is unknown; nearest is {near[0]!r}, known are {', '.join(HARDWARE)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from megatron_vp.cost.flops import layer_weights
+from megatron_vp.cost.flops import expert_weights, layer_weights
 from megatron_vp.cost.shapes import Job, Recompute
 from megatron_vp.schedule import PassKind, Schedule, VocabMethod
 
@@ -95,19 +95,29 @@ class MemoryModel:
         ends = {(placement.first_rank, "embedding"), (placement.last_rank, "embedding" if tied else "output")}
         return held + sum(job.whole_rows * hidden for end, _ in ends if end == rank)
 
+    def expert_parameters(self, rank: int) -> int:
+        """Those of them that belong to experts: each is on a part of the replicas only."""
+        return sum(self.layers[stage] for stage in self.schedule.placement.stage_of[rank]) * expert_weights(self.job)
+
+    def stepped_parameters(self, rank: int) -> float:
+        """Parameters that a rank's optimizer steps: with a distributed optimizer its share of those of all replicas."""
+        job, parameters, experts = self.job, self.parameters(rank), self.expert_parameters(rank)
+        if not job.distributed_optimizer:
+            return parameters
+        return (parameters - experts + job.expert * experts) / (job.data * job.context)
+
     def rank(self, rank: int) -> RankMemory:
         """The peak of a rank: inside the passes, or in the optimizer step, which holds narrow gradients in fp32 too."""
-        job, parameters = self.job, self.parameters(rank)
-        replicas = job.data * job.context if job.distributed_optimizer else 1
+        job, parameters, stepped = self.job, self.parameters(rank), self.stepped_parameters(rank)
         gradient = 4 if job.wide_gradients else job.element_bytes
-        widened = 0 if gradient == 4 else 4 * parameters / replicas
+        widened = 0 if gradient == 4 else 4 * stepped
         activations, vocabulary = self._peak_of_passes(rank)
         in_step = widened > activations + vocabulary
         counted = {
             "parameters": job.element_bytes * parameters,
             "gradients": gradient * parameters + in_step * widened,
             # Adam's two moments, and the fp32 copy of 16-bit parameters.
-            "optimizer": (12 if job.element_bytes < 4 else 8) * parameters / replicas,
+            "optimizer": (12 if job.element_bytes < 4 else 8) * stepped,
             "activations": WORKSPACES + (0.0 if in_step else activations),
             "vocabulary": 0.0 if in_step else vocabulary,
             "communication": 2 * len(self.schedule.placement.stage_of[rank]) * self._unit * job.element_bytes,

@@ -114,9 +114,9 @@ class PassTimes:
         return scores, gradients + self.constants.gap
 
     def embedding_shard(self) -> tuple[float, float]:
-        """IF and IB."""
+        """IF and IB. Of the pipelines side by side each exchanges the words whose rows its own shards hold."""
         job = self.job
-        units, rows = job.tokens * job.model.hidden, job.shard_rows * job.model.hidden
+        units, rows = job.tokens * job.model.hidden / job.tensor, job.shard_rows * job.model.hidden
         return (
             self.stream(EMBED_FORWARD * units) + self.constants.gap,
             self.stream(EMBED_BACKWARD * units + SHARD_EMBEDDING_GRADIENT * rows) + self.constants.gap,

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
+from megatron_vp.cost.communication import Wires
 from megatron_vp.cost.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware import Hardware
 from megatron_vp.cost.memory import RankMemory
@@ -168,7 +169,7 @@ def balanced_layers(
     Raises UserError for fewer layers than that.
     """
     times = PassTimes(job, hardware, constants)
-    layer = sum(times.layer())
+    layer = sum(times.layer()) + 2 * Wires(job, hardware, constants).layer_traffic()
     work = [0.0] * placement.ranks
     work[placement.first_rank] += sum(times.whole_embedding())
     work[placement.last_rank] += sum(times.whole_output())
@@ -308,8 +309,16 @@ def _too_few_layers(job: Job, stages: int) -> str:
 
 
 def _spread(job: Job, placement: Placement) -> tuple[int, ...] | None:
-    """As evenly as whole layers allow over the stages, None where that is equally."""
-    layers, stages = job.model.layers, placement.stages
-    if not layers % stages:
+    """As evenly as whole layers allow over the ranks; None where all stages get equally many.
+
+    Layers that a rank's stages cannot share equally go to another chunk on every next rank.
+    """
+    total, p, chunks = job.model.layers, placement.ranks, placement.chunks
+    if not total % placement.stages:
         return None
-    return tuple(layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages))
+    layers = [0] * placement.stages
+    for rank, stages in enumerate(placement.stage_of):
+        each, larger = divmod(total * (rank + 1) // p - total * rank // p, chunks)
+        for place in range(chunks):
+            layers[stages[(rank + place) % chunks]] = each + (place < larger)
+    return tuple(layers)

@@ -103,10 +103,10 @@ def after_passes(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, c
     replicas summed, and the optimizer's step.
     """
     memory = MemoryModel(job, schedule, layers_of(job, plan, schedule.placement))
-    parameters = max(map(memory.parameters, range(job.pipeline)))
-    replicas = job.data * job.context if job.distributed_optimizer else 1
-    step = PassTimes(job, hardware, constants).optimizer_step(parameters / replicas)
-    return Wires(job, hardware, constants).gradient_sync(parameters) + step
+    fullest = max(range(job.pipeline), key=memory.parameters)
+    experts = memory.expert_parameters(fullest)
+    sync = Wires(job, hardware, constants).gradient_sync(memory.parameters(fullest) - experts, experts)
+    return sync + PassTimes(job, hardware, constants).optimizer_step(memory.stepped_parameters(fullest))
 
 
 def make_player(

@@ -1,8 +1,10 @@
 """FLOPs, parameters, activations and layouts against figures worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
-from megatron_vp.cost.communication import Wires
+from megatron_vp.cost.communication import LATENCY, Wires
 from megatron_vp.cost.constants import CALIBRATED
 from megatron_vp.cost.flops import layer_flops, layer_weights, model_flops
 from megatron_vp.cost.hardware import HARDWARE, find_hardware
@@ -12,7 +14,7 @@ from megatron_vp.cost.passes import PassTimes
 from megatron_vp.cost.published import Cell, jobs
 from megatron_vp.cost.shapes import Job, ModelShape, Recompute
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import Placement, VocabMethod
+from megatron_vp.schedule import CollectiveKind, Placement, VocabMethod
 
 A100 = HARDWARE["a100"]
 
@@ -95,7 +97,7 @@ def test_what_cannot_be_split_is_one_line():
         with pytest.raises(UserError) as error:
             call()
         assert "\n" not in str(error.value)
-    assert find_hardware("H100").peak_flops == 989.4e12
+    assert find_hardware("H100").peak_flops == 989.4e12 and find_hardware("mi300") is HARDWARE["mi300x"]
 
 
 def test_vocabulary_passes_share_the_whole_layer_s_work():
@@ -111,6 +113,21 @@ def test_small_products_wait_for_memory():
     narrow = PassTimes(job(gpt(vocab=8), sequence=8), A100, CALIBRATED)
     flops = 2 * 8 * 3072 * 8
     assert 3 * flops / (A100.peak_flops * CALIBRATED.matrix) < narrow.whole_output().F
+
+
+def test_pipelines_side_by_side_share_the_words_and_wait_for_their_tensor_ranks():
+    alone, tensor = job(), job(tensor=8, sequence_parallel=True, pipeline=16)
+    launched = replace(CALIBRATED, gap=0.0)
+    one, eighth = (PassTimes(each, A100, launched).embedding_shard() for each in (alone, tensor))
+    assert eighth[0] == pytest.approx(one[0] / 8) and eighth[1] < one[1] / 8
+    wires, pipelines = Wires(tensor, A100, CALIBRATED), Wires(job(pipeline=16), A100, CALIBRATED)
+    method = VocabMethod.VOCAB_1
+    rows = [each.collectives(method)[CollectiveKind.EMBED_GRAD] - 16 * LATENCY for each in (wires, pipelines)]
+    assert rows[0] == pytest.approx(rows[1] / 8)
+    # X is gathered from the tensor ranks of a stage and its gradient scattered: together a sum over them.
+    took, messages = wires.collectives(method), wires.broadcast(wires.hidden_bytes, 16, False)
+    extra = [took[kind] - messages for kind in (CollectiveKind.C0, CollectiveKind.C2)]
+    assert extra == pytest.approx([wires.tensor_sum / 2] * 2) and wires.tensor_sum > 0 == pipelines.tensor_sum
 
 
 def test_messages_between_nodes_take_longer():

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 
 from megatron_vp.cost import planner
+from megatron_vp.cost.communication import Wires
 from megatron_vp.cost.constants import CALIBRATED
 from megatron_vp.cost.hardware import find_hardware
 from megatron_vp.cost.passes import PassTimes
@@ -21,17 +22,18 @@ JOB = Job(MODEL, sequence=2048, micro_batch=1, microbatches=12, pipeline=4)
 
 @pytest.mark.parametrize("place", [Placement.linear, Placement.v_shape, lambda p: Placement.round_robin(p, 2)])
 @pytest.mark.parametrize("layers", [5, 7])
-@pytest.mark.parametrize("vocab", [1024, 32768, 131072])
-def test_no_integer_layout_is_better_than_the_balanced_one(place, layers, vocab):
-    job = replace(JOB, model=replace(MODEL, layers=layers, vocab=vocab), pipeline=3)
+@pytest.mark.parametrize(("vocab", "tensor"), [(1024, 1), (32768, 1), (131072, 1), (131072, 8)])
+def test_no_integer_layout_is_better_than_the_balanced_one(place, layers, vocab, tensor):
+    job = replace(JOB, model=replace(MODEL, layers=layers, vocab=vocab), pipeline=3, tensor=tensor)
     placement = place(3)
     times = PassTimes(job, H100, CALIBRATED)
+    layer = sum(times.layer()) + 2 * Wires(job, H100, CALIBRATED).layer_traffic()
     ends = {placement.first_rank: 0.0} | {placement.last_rank: 0.0}
     ends[placement.first_rank] += sum(times.whole_embedding())
     ends[placement.last_rank] += sum(times.whole_output())
 
     def busiest(by_rank):
-        return max(count * sum(times.layer()) + ends.get(rank, 0.0) for rank, count in enumerate(by_rank))
+        return max(count * layer + ends.get(rank, 0.0) for rank, count in enumerate(by_rank))
 
     found = balanced_layers(job, placement, H100)
     assert sum(found) == layers
@@ -100,6 +102,16 @@ def test_layers_that_no_stage_count_divides_are_spread():
     }
     assert {sum(each) for each in layers} == {14}
     assert all(max(each) - min(each) == 1 for each in layers)
+
+
+@pytest.mark.parametrize("place", [Placement.v_shape, lambda p: Placement.round_robin(p, 2)])
+@pytest.mark.parametrize("total", [20, 24, 42])
+def test_uneven_chunks_leave_the_ranks_even(place, total):
+    placement = place(8)
+    layers = planner._spread(replace(JOB, model=replace(MODEL, layers=total), pipeline=8), placement)
+    ranks = [sum(layers[stage] for stage in stages) for stages in placement.stage_of]
+    assert sum(ranks) == total and max(ranks) - min(ranks) <= 1
+    assert max(layers) - min(layers) == 1
 
 
 def test_one_stage_is_refused():

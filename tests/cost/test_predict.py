@@ -63,6 +63,28 @@ def test_parallel_sizes_share_memory():
     assert shared.memory[0].activations < alone.memory[0].activations
 
 
+def test_experts_have_fewer_replicas_to_share_their_optimizer_with():
+    model = ModelShape(layers=16, hidden=2048, heads=16, ffn=8192, vocab=128000, experts=8, experts_per_token=2)
+    sizes = {"model": model, "data": 8, "distributed_optimizer": True}
+    spread, whole = (predict(replace(job(), **sizes, expert=expert), Plan(), H100) for expert in (8, 1))
+    # An eighth of the experts, whole, or all of them, shared by eight: as much optimizer state, fewer parameters.
+    assert spread.memory[1].optimizer == pytest.approx(whole.memory[1].optimizer, rel=1e-6)
+    assert spread.memory[1].parameters < 0.3 * whole.memory[1].parameters
+    # What the replicas sum of the dense layers alone: the whole run sums the experts too.
+    after = [found.iteration_seconds - found.timeline.makespan for found in (spread, whole)]
+    assert after[0] < 0.5 * after[1]
+
+
+def test_interlaced_waits_for_its_collectives_between_nodes():
+    model = ModelShape(layers=32, hidden=8192, heads=64, ffn=28672, vocab=128256, kv_groups=8, gated=True)
+    sizes = {"sequence": 8192, "micro_batch": 1, "microbatches": 64, "pipeline": 16}
+    for tensor in (1, 8):
+        large = Job(model, **sizes, tensor=tensor, sequence_parallel=tensor > 1)
+        plans = Plan("interlaced", VocabMethod.INTERLACED), Plan("1f1b", VocabMethod.VOCAB_2)
+        waits, hides = (predict(large, plan, H100).iteration_seconds for plan in plans)
+        assert waits > 1.02 * hides, tensor
+
+
 @pytest.mark.parametrize(
     "cell",
     [
