@@ -127,7 +127,8 @@ def yaml_of(settings: dict[str, Any]) -> str:
 
 def seconds(value: float) -> str:
     """With four digits, trailing zeros among them, so that a column of them can be compared."""
-    return f"{value:.{max(0, 3 - math.floor(math.log10(value)))}f}"
+    digits = 3 - math.floor(math.log10(value)) if value else 0
+    return f"{value:.{max(0, digits)}f}"
 
 
 def rendered(table: Table) -> str:

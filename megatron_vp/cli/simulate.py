@@ -103,8 +103,8 @@ def _table(request: Request, found: Outcome) -> str:
             f"{seconds(found.iteration_seconds)} s an iteration, {found.tokens_per_second:,.0f} tokens/s, "
             f"MFU {100 * found.mfu:.1f} % of {request.hardware.peak_flops / 1e12:.0f} TFLOP/s, "
             f"bubble {100 * found.bubble_fraction:.1f} %",
-            f"of that: work of the mean rank {seconds(loss.work)} s, the busiest rank's more {loss.imbalance:.3g} s, bubble "
-            f"{loss.bubble:.3g} s, communication {loss.communication:.3g} s, after the passes {loss.step:.3g} s",
+            f"of that: work of the mean rank {seconds(loss.work)} s, the busiest rank's more {loss.imbalance:.3g} s, "
+            f"bubble {loss.bubble:.3g} s, communication {loss.communication:.3g} s, after the passes {loss.step:.3g} s",
             f"peak {found.peak_memory / GIB:.1f} GiB: {fits} into {request.limit / GIB:.4g} GiB; bound by "
             f"{found.bound_by(request.limit)}",
             "",
