@@ -2,14 +2,20 @@
 
 All events are laid on one line, by their times in the timeline: a pass and the loss function where they end, a
 communication where its last input is ready. On that line everything comes after what it waits for, so ranks that post
-and wait in its order cannot block each other. Posts then move forward as far as the order of their communicator allows,
-which blocks nobody: a post only starts what others may wait for.
+and wait in its order cannot block each other, not even where posts wait, too. They do where streams of a device share a
+hardware queue: what is issued behind something that cannot start yet does not start either. The later parts of a
+collective stand behind its first, and a message stands behind the one before it on its communicator. So collectives are
+posted where the line has them; a receive may come earlier, but not before the message ahead of it has arrived.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
+from operator import itemgetter
 
 from megatron_vp.schedule.collector import collector_paused
 from megatron_vp.schedule.costs import Costs, PassCosts
@@ -30,6 +36,8 @@ from megatron_vp.schedule.instructions import (
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule
 from megatron_vp.schedule.playback import Moment, Playback, durations, play
 from megatron_vp.schedule.unfold import unfold
+
+_BEFORE_ALL: Moment = (-inf, 0)
 
 
 @collector_paused()
@@ -112,29 +120,28 @@ def _token_moments(schedule: Schedule, graph: Graph, times: Playback) -> list[tu
 
 
 class _RankLowering:
-    """One rank's steps, and what it posts before each of them: `posts[k]` before step k, the last after all steps."""
+    """One rank's steps, when each is over, and the moments at which it posts its part of the operations."""
 
     def __init__(self, line: _Line, rank: int) -> None:
         self.line, self.rank = line, rank
         self.order = line.orders[rank]
-        self.place = {number: place for place, number in enumerate(self.order)}
-        self.posts: list[list[Operation]] = [[] for _ in range(len(self.order) + 1)]
+        self.over = [line.over[number] for number in self.order]
 
     def program(self) -> Program:
-        self.post_received_messages()
-        self.post_sent_messages()
-        self.post_collectives()
+        collectives = self.line.collectives
+        posts = deque(sorted([*self.sent_messages(), *self.received_messages(), *collectives], key=itemgetter(0)))
         waited: set[Operation] = set()
         instructions: list[Instruction] = []
-        for number, posts in zip(self.order, self.posts, strict=False):
-            instructions += map(Post, posts)
+        for number, over in zip(self.order, self.over, strict=True):
+            while posts and posts[0][0] < over:
+                instructions.append(Post(posts.popleft()[1]))
             needed = [operation for operation in self.inputs(number) if operation not in waited]
             waited.update(needed)
             instructions += map(Wait, needed)
             action = self.line.graph.nodes[number].action
             instructions.append(action if isinstance(action, Loss) else Run(action))
-        instructions += map(Post, self.posts[-1])
-        return Program(self.rank, tuple(instructions), tuple(operation for _, operation in self.line.collectives))
+        instructions += (Post(operation) for _, operation in posts)
+        return Program(self.rank, tuple(instructions), tuple(operation for _, operation in collectives))
 
     def inputs(self, number: int) -> list[Operation]:
         """The operations whose result a step uses."""
@@ -146,45 +153,25 @@ class _RankLowering:
             operations.append(Collective(CollectiveKind.TOKENS, action.microbatch, 0))
         return operations
 
-    def own_input(self, operation: Collective) -> int | None:
-        """Place of the step of this rank that makes its part of the operation; None for a receiver."""
-        if operation.kind is CollectiveKind.TOKENS:
-            return None
-        before = self.line.graph.predecessors[self.line.graph.number(operation)]
-        return next((self.place[step] for step in before if step in self.place), None)
-
-    def post_sent_messages(self) -> None:
+    def sent_messages(self) -> Iterator[tuple[Moment, Message]]:
         """Right after the step that made the tensor."""
         graph = self.line.graph
-        for place, number in enumerate(self.order):
+        for number, over in zip(self.order, self.over, strict=True):
             sent = (graph.nodes[after] for after in graph.successors[number])
-            self.posts[place + 1][:0] = [node for node in sent if isinstance(node, Message)]
+            yield from ((over, node) for node in sent if isinstance(node, Message))
 
-    def post_collectives(self) -> None:
-        """In the line's order: what this rank has a part in as soon as the part is there, the rest one step ahead."""
-        over = [self.line.over[number] for number in self.order]
-        place = 0
-        for moment, operation in self.line.collectives:
-            latest = bisect_left(over, moment)
-            made = self.own_input(operation)
-            place = max(place, latest - 1 if made is None else made + 1)
-            self.posts[place].append(operation)
-
-    def post_received_messages(self) -> None:
-        """Before the step ahead of the consumer, or earlier where the sender's order asks for it."""
-        consumer = {
-            operation: place
-            for place, number in enumerate(self.order)
-            for operation in self.inputs(number)
-            if isinstance(operation, Message)
-        }
-        arriving: dict[tuple, list[tuple[Moment, Message]]] = {}
-        for message in consumer:
-            sender = self.line.graph.predecessors[self.line.graph.number(message)][0]
-            key = (message.source, message.channel)
-            arriving.setdefault(key, []).append((self.line.over[sender], message))
+    def received_messages(self) -> Iterator[tuple[Moment, Message]]:
+        """Before the step ahead of the consumer, or earlier where the message is sent earlier."""
+        arriving: dict[tuple, list[tuple[Moment, Moment, Message]]] = {}
+        for place, number in enumerate(self.order):
+            ahead = self.over[place - 2] if place > 1 else _BEFORE_ALL
+            for message in self.inputs(number):
+                if isinstance(message, Message):
+                    sender = self.line.graph.predecessors[self.line.graph.number(message)][0]
+                    lane = arriving.setdefault((message.source, message.channel), [])
+                    lane.append((self.line.over[sender], ahead, message))
         for messages in arriving.values():
-            place = len(self.order)
-            for _, message in sorted(messages, key=lambda item: item[0], reverse=True):
-                place = min(place, max(0, consumer[message] - 1))
-                self.posts[place].insert(0, message)
+            arrived = _BEFORE_ALL
+            for sent, ahead, message in sorted(messages, key=itemgetter(0)):
+                yield max(arrived, min(ahead, sent)), message
+                arrived = sent

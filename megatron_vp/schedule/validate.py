@@ -44,10 +44,11 @@ def members(operation: Operation, ranks: int) -> Sequence[int]:
 
 
 def validate_programs(programs: Sequence[Program]) -> None:
-    """Play the programs as the ranks would.
+    """Play the programs as ranks would whose streams all share one hardware queue, which is the most they can block.
 
-    Ranks block only at a wait. An operation is complete when all its members have posted it and all earlier operations
-    of its communicator are complete.
+    A rank goes on behind a wait when the operation is complete, behind the post of a collective, too, because its later
+    parts stand behind its first, and behind the post of a message when the message before it on its communicator is. An
+    operation is complete when all its members have posted it.
 
     Raises ScheduleError where members post different operations as their i-th of a communicator, where an operation is
     never posted by a member, and where ranks wait for each other.
@@ -56,35 +57,39 @@ def validate_programs(programs: Sequence[Program]) -> None:
     _check_posts(programs)
     places = [0] * ranks
     posted: dict[Operation, int] = defaultdict(int)
-    queues: dict[tuple, list[Operation]] = defaultdict(list)
-    heads: dict[tuple, int] = defaultdict(int)
+    latest: list[dict[tuple, Operation]] = [{} for _ in range(ranks)]
     complete: set[Operation] = set()
     blocked: dict[Operation, list[int]] = defaultdict(list)
     runnable = list(range(ranks))
+
+    def post(rank: int, operation: Operation) -> Operation | None:
+        """What the rank waits for before it goes on: an operation, complete or not."""
+        channel = communicator(operation)
+        before = latest[rank].get(channel)
+        if before not in (None, operation) and before not in complete:
+            return before
+        if before != operation:
+            latest[rank][channel] = operation
+            posted[operation] += 1
+            if posted[operation] == len(members(operation, ranks)):
+                complete.add(operation)
+                runnable.extend(blocked.pop(operation, ()))
+        return operation if isinstance(operation, Collective) else None
+
     while runnable:
         rank = runnable.pop()
         instructions = programs[rank].instructions
         while places[rank] < len(instructions):
             instruction = instructions[places[rank]]
-            if isinstance(instruction, Wait) and instruction.operation not in complete:
-                blocked[instruction.operation].append(rank)
+            awaited = None
+            if isinstance(instruction, Wait):
+                awaited = instruction.operation
+            elif isinstance(instruction, Post):
+                awaited = post(rank, instruction.operation)
+            if awaited is not None and awaited not in complete:
+                blocked[awaited].append(rank)
                 break
             places[rank] += 1
-            if not isinstance(instruction, Post):
-                continue
-            operation = instruction.operation
-            channel = communicator(operation)
-            if not posted[operation]:
-                queues[channel].append(operation)
-            posted[operation] += 1
-            queue = queues[channel]
-            while heads[channel] < len(queue):
-                head = queue[heads[channel]]
-                if posted[head] < len(members(head, ranks)):
-                    break
-                complete.add(head)
-                heads[channel] += 1
-                runnable += blocked.pop(head, ())
     stuck = [rank for rank in range(ranks) if places[rank] < len(programs[rank].instructions)]
     if stuck:
         named = ", ".join(f"rank {rank} at {programs[rank].instructions[places[rank]]}" for rank in stuck)
