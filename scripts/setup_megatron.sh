@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # setup_megatron.sh VERSION: makes .venv-megatron-VERSION, an environment with another megatron-core on top of .venv.
-# Whatever that release does not ask for in another version (PyTorch above all) is .venv's, and costs nothing.
+# Whatever that release does not ask for in another version (PyTorch above all) is .venv's, and costs nothing. Releases
+# that the patches are not made for are refused.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,6 +15,15 @@ readonly version=$1 venv=.venv-megatron-$1
 readonly stamp=$venv/.megatron_vp_complete
 
 scripts/setup_env.sh
+.venv/bin/python - "$version" <<'END'
+import sys
+
+from megatron_vp.mcore.launch import one_line_errors
+from megatron_vp.mcore.patches import require_supported
+
+with one_line_errors():
+    require_supported(sys.argv[1])
+END
 if [[ -f $stamp ]] && cmp -s "$stamp" .venv/.megatron_vp_complete; then exit 0; fi
 
 say "making $venv"

@@ -123,11 +123,11 @@ def installed_version() -> str:
         raise UserError(
             f"megatron-core is not installed; install megatron-core[training]=={TESTED_VERSIONS[-1]}"
         ) from None
-    _require_supported(distribution)
+    require_supported(distribution)
     # The module may be another copy than the one that the metadata describes (an editable checkout on the path). It
     # adds "+<commit>" when its files lie inside somebody's git repository.
     module = importlib.import_module("megatron.core").__version__.partition("+")[0]
-    _require_supported(module)
+    require_supported(module)
     return module
 
 
@@ -198,7 +198,8 @@ def all_patches() -> list[tuple[str, Patch]]:
     return [(name, patch) for name in GROUPS for patch in group(name)]
 
 
-def _require_supported(version: str) -> None:
+def require_supported(version: str) -> None:
+    """Raise UserError for a release of megatron-core outside SUPPORTED_SERIES."""
     if ".".join(version.split(".")[:2]) not in SUPPORTED_SERIES:
         raise UserError(
             f"megatron-core {version} is not supported: the patches are made for {', '.join(SUPPORTED_SERIES)}.x "
