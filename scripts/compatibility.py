@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_vp.mcore.refusals import REFUSALS  # noqa: E402
+from megatron_vp.mcore.refusals import OUR_SCHEDULE, REFUSALS  # noqa: E402
 from tests.mcore.cases import CASES, NOT_YET, PROOFS, Case  # noqa: E402
 
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -46,7 +46,8 @@ def tested() -> str:
 
 def refused() -> str:
     """Every refusal's message; what it fills in from the arguments is in capitals."""
-    messages = (re.sub(r"{(\w+)}", lambda name: name[1].upper(), refusal.message) for refusal in REFUSALS)
+    messages = (refusal.message.replace("{our_schedule}", OUR_SCHEDULE) for refusal in REFUSALS)
+    messages = (re.sub(r"{(\w+)}", lambda name: name[1].upper(), message) for message in messages)
     return "\n".join("- " + re.sub(r"--[\w-]+", r"`\g<0>`", message) for message in messages)
 
 

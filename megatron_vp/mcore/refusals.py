@@ -14,6 +14,7 @@ from megatron.core.utils import get_te_version, is_te_min_version
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.choices import SPLIT_SCHEDULES, V_SHAPED_SCHEDULES, replaces_schedule
 from megatron_vp.mcore.delayed_weights import MINIMUM_VERSION
+from megatron_vp.mcore.refused_options import REFUSED_OPTIONS
 
 
 @dataclass(frozen=True)
@@ -47,21 +48,9 @@ def _evenly_cut(a: argparse.Namespace) -> bool:
     return all(value is None for value in placed)
 
 
-# What Megatron's own schedule runs and ours without --vocab-parallel does not.
-_WITH_WHOLE_LAYERS: dict[str, Callable[[argparse.Namespace], Any]] = {
-    "FSDP": lambda a: a.use_megatron_fsdp or a.use_torch_fsdp2,
-    "--cuda-graph-impl {cuda_graph_impl}": lambda a: a.cuda_graph_impl != "none",
-    "--overlap-moe-expert-parallel-comm": lambda a: a.overlap_moe_expert_parallel_comm,
-    "--delay-wgrad-compute": lambda a: a.delay_wgrad_compute,
-    "--defer-embedding-wgrad-compute": lambda a: a.defer_embedding_wgrad_compute,
-    "packed sequences (--sft, --dataloader-inter-document-masking)": lambda a: (
-        a.sft or a.dataloader_inter_document_masking
-    ),
-    "--perform-rl-step": lambda a: a.perform_rl_step,
-    "--logits-save-dir or --logits-load-dir": lambda a: a.logits_save_dir or a.logits_load_dir,
-    "--fp32-residual-connection": lambda a: a.fp32_residual_connection,
-    "fp8 or fp4": lambda a: a.fp8 or a.fp4,
-}
+OUR_SCHEDULE = "--vocab-parallel or --pipeline-schedule {pipeline_schedule}"
+"""What may have been typed to get a schedule of ours; a message says which for {our_schedule}."""
+
 
 # The order is the order of the checks; {names} are filled from the arguments.
 REFUSALS = (
@@ -91,11 +80,11 @@ REFUSALS = (
     ),
     *(
         Refusal(
-            lambda a, asks=asks: _keeps_layers(a) and asks(a),
-            f"--pipeline-schedule {{pipeline_schedule}} without --vocab-parallel is not supported with {option}: leave "
-            "one of them out (1f1b is Megatron's own schedule)",
+            lambda a, given=option.given: replaces_schedule(a) and given(a),
+            f"{{our_schedule}} with {option.name} is not supported: {option.why}; {option.instead}, or use Megatron's "
+            "own schedule (1f1b without --vocab-parallel)",
         )
-        for option, asks in _WITH_WHOLE_LAYERS.items()
+        for option in REFUSED_OPTIONS
     ),
     Refusal(
         lambda a: a.pipeline_schedule in SPLIT_SCHEDULES and a.transformer_impl not in ("local", "transformer_engine"),
@@ -166,11 +155,6 @@ REFUSALS = (
         "yet: a head's labels and words are the next rank's; use --context-parallel-size 1",
     ),
     Refusal(
-        lambda a: replaces_schedule(a) and a.hybrid_context_parallel,
-        "--pipeline-schedule {pipeline_schedule} with --hybrid-context-parallel is not supported: every microbatch "
-        "must have the same shape; leave --hybrid-context-parallel out",
-    ),
-    Refusal(
         lambda a: a.mtp_num_layers and a.hybrid_layer_pattern and a.pipeline_schedule in V_SHAPED_SCHEDULES,
         "--pipeline-schedule {pipeline_schedule} with a hybrid model of several heads is not supported: Megatron "
         "builds the heads on the last rank, a V ends on the first; use 1f1b, interleaved, zb-h1 or interlaced",
@@ -194,66 +178,10 @@ REFUSALS = (
         "target's logit alone; leave one of them out",
     ),
     Refusal(
-        lambda a: a.vocab_parallel and (a.use_megatron_fsdp or a.use_torch_fsdp2),
-        "--vocab-parallel with FSDP is not supported: vocabulary gradients go to the buffers of Megatron's own data "
-        "parallelism; use --use-distributed-optimizer instead",
-    ),
-    Refusal(
-        lambda a: a.vocab_parallel and a.cuda_graph_impl != "none",
-        "--vocab-parallel with --cuda-graph-impl {cuda_graph_impl} is not supported: the schedule interleaves streams "
-        "that no graph records; use --cuda-graph-impl none",
-    ),
-    Refusal(
-        lambda a: a.vocab_parallel and a.overlap_moe_expert_parallel_comm,
-        "--vocab-parallel with --overlap-moe-expert-parallel-comm is not supported: both replace the pipeline "
-        "schedule; leave one of them out",
-    ),
-    Refusal(
-        lambda a: replaces_schedule(a) and (a.moe_paged_stash or a.moe_expert_rank_capacity_factor is not None),
-        "--pipeline-schedule {pipeline_schedule} with --moe-paged-stash or --moe-expert-rank-capacity-factor is not "
-        "supported: Megatron's own schedules alone repeat an iteration whose experts overflow; leave them out",
-    ),
-    Refusal(
-        lambda a: replaces_schedule(a) and a.gtp_weight_remat_size * a.expert_gtp_weight_remat_size > 1,
-        "--pipeline-schedule {pipeline_schedule} with --tensor-parallel-num-weight-shards or "
-        "--expert-tensor-parallel-num-weight-shards is not supported: weights that are gathered for every use know the "
-        "order of Megatron's own schedules alone; leave them out",
-    ),
-    Refusal(
         lambda a: a.pipeline_schedule in V_SHAPED_SCHEDULES and a.reset_attention_mask,
         "--pipeline-schedule {pipeline_schedule} with --reset-attention-mask is not supported: Megatron hands masks to "
         "the first and to the last rank, and a V's last stage is on the first; use 1f1b, interleaved, zb-h1 or "
         "interlaced",
-    ),
-    Refusal(
-        lambda a: replaces_schedule(a) and a.freeze_all_layers,
-        "--pipeline-schedule {pipeline_schedule} with --freeze-all-layers is not supported: without gradients there is "
-        "no schedule; leave --vocab-parallel and --pipeline-schedule out",
-    ),
-    Refusal(
-        lambda a: replaces_schedule(a) and a.log_straggler,
-        "--pipeline-schedule {pipeline_schedule} with --log-straggler is not supported: it times forward_step, which "
-        "does not run the model here; use --rank-report or --pipeline-trace for each rank's pass times",
-    ),
-    Refusal(
-        lambda a: replaces_schedule(a) and a.inprocess_restart,
-        "--pipeline-schedule {pipeline_schedule} with --inprocess-restart is not supported: communicators of our own "
-        "outlive the restart; leave it out, and let the launcher start the ranks again",
-    ),
-    Refusal(
-        lambda a: replaces_schedule(a) and a.fine_grained_activation_offloading,
-        "--pipeline-schedule {pipeline_schedule} with --fine-grained-activation-offloading is not supported: it counts "
-        "on the order of Megatron's own schedules; leave it out",
-    ),
-    Refusal(
-        lambda a: a.vocab_parallel and a.delay_wgrad_compute,
-        "--vocab-parallel with --delay-wgrad-compute is not supported: the schedule decides when weight gradients run; "
-        "leave --delay-wgrad-compute out",
-    ),
-    Refusal(
-        lambda a: a.vocab_parallel and a.defer_embedding_wgrad_compute,
-        "--vocab-parallel with --defer-embedding-wgrad-compute is not supported: the output layer's weight gradient is "
-        "already a pass of its own; leave --defer-embedding-wgrad-compute out",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.init_model_with_meta_device,
@@ -261,32 +189,9 @@ REFUSALS = (
         "weights; leave --init-model-with-meta-device out",
     ),
     Refusal(
-        lambda a: a.vocab_parallel and (a.sft or a.dataloader_inter_document_masking),
-        "--vocab-parallel with packed sequences (--sft, --dataloader-inter-document-masking) is not supported: every "
-        "microbatch must have the same shape; leave these options out",
-    ),
-    Refusal(
-        lambda a: a.vocab_parallel and a.perform_rl_step,
-        "--vocab-parallel with --perform-rl-step is not supported: it is for pretraining; leave --vocab-parallel out",
-    ),
-    Refusal(
-        lambda a: a.vocab_parallel and (a.logits_save_dir or a.logits_load_dir),
-        "--vocab-parallel with --logits-save-dir or --logits-load-dir is not supported: no rank holds whole logits; "
-        "leave --vocab-parallel out for distillation",
-    ),
-    Refusal(
         lambda a: a.vocab_parallel and a.fp16_lm_cross_entropy,
         "--vocab-parallel with --fp16-lm-cross-entropy is not supported: softmax statistics are kept in fp32; leave "
         "--fp16-lm-cross-entropy out",
-    ),
-    Refusal(
-        lambda a: a.vocab_parallel and a.fp32_residual_connection,
-        "--vocab-parallel with --fp32-residual-connection is not supported: the last stage's output travels in the "
-        "model's dtype; leave --fp32-residual-connection out",
-    ),
-    Refusal(
-        lambda a: a.vocab_parallel and (a.fp8 or a.fp4),
-        "--vocab-parallel with fp8 or fp4 is not tested: use --bf16",
     ),
     Refusal(
         lambda a: (a.vocab_label_smoothing or a.vocab_z_loss) and not a.vocab_parallel,
@@ -347,5 +252,6 @@ def refuse(args: argparse.Namespace) -> None:
     """Raise UserError for the first combination in REFUSALS that `args` (validated by Megatron) asks for."""
     for refusal in REFUSALS:
         if refusal.applies(args):
-            found = {"transformer_engine_version": get_te_version(), **vars(args)}
+            asked = "--vocab-parallel" if args.vocab_parallel else f"--pipeline-schedule {args.pipeline_schedule}"
+            found = {"transformer_engine_version": get_te_version(), "our_schedule": asked, **vars(args)}
             raise UserError(refusal.message.format_map(found))

@@ -94,10 +94,9 @@ def test_what_its_layers_cannot_delay_is_refused(changes, version, words):
 
     from megatron_vp.mcore import refusals
 
-    options = {"pipeline_schedule": "zb-h1", "transformer_impl": "transformer_engine", **changes}
-    args = argparse.Namespace(
-        **{"tp_comm_overlap": False, "use_transformer_engine_op_fuser": False, "num_experts": None, **options}
-    )
+    absent = {"vocab_parallel": False, "tp_comm_overlap": False, "use_transformer_engine_op_fuser": False}
+    options = {"pipeline_schedule": "zb-h1", "transformer_impl": "transformer_engine", "num_experts": None}
+    args = argparse.Namespace(**absent | options | changes)
     about_split = [each for each in refusals.REFUSALS if "weight gradients" in each.message]
     with (
         mock.patch.object(utils, "_te_version", Version(version)),

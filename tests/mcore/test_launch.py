@@ -36,7 +36,7 @@ REFUSED = [
     ({**VP, "num_experts": 4, "moe_paged_stash": True}, "--moe-paged-stash"),
     ({**VP, "fp16_lm_cross_entropy": True, "fp16": True}, "--fp16-lm-cross-entropy"),
     ({**VP, "fp32_residual_connection": True, "bf16": True}, "--fp32-residual-connection"),
-    ({**VP, "dataloader_inter_document_masking": True}, "packed sequences"),
+    ({**VP, "dataloader_inter_document_masking": True}, "--vocab-parallel with packed sequences"),
     ({**VP, "logits_load_dir": "there"}, "--logits-load-dir"),
     ({**VP, "optimizer": "lion"}, "--optimizer lion"),
     ({**VP, "tensor_parallel_num_weight_shards": 2}, "--tensor-parallel-num-weight-shards"),
@@ -51,7 +51,7 @@ REFUSED = [
         "--pipeline-schedule v-min with tied embeddings and without --vocab-parallel",
     ),
     ({**TWO_STAGES, "pipeline_schedule": "v-min", **AHEAD}, "v-min with --mtp-num-layers and without --vocab-parallel"),
-    ({**TWO_STAGES, "pipeline_schedule": "zb-h1", "sft": True}, "zb-h1 without --vocab-parallel is not supported"),
+    ({**TWO_STAGES, "pipeline_schedule": "zb-h1", "sft": True}, "--pipeline-schedule zb-h1 with packed sequences"),
     (
         {**TWO_STAGES, "pipeline_schedule": "zb-h1", "num_layers_per_virtual_pipeline_stage": 1},
         "--pipeline-schedule zb-h1 has one chunk a rank",

@@ -1,0 +1,111 @@
+"""Options of Megatron's that none of our schedules runs, with --vocab-parallel or without: a row each."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RefusedOption:
+    """What the user asks for, and the parts of the line that refuses it.
+
+    name: as the line names it; {names} are filled from the arguments.
+    given: whether the arguments ask for it.
+    why: why it cannot work.
+    instead: what does, beside Megatron's own schedule.
+    """
+
+    name: str
+    given: Callable[[argparse.Namespace], Any]
+    why: str
+    instead: str = "leave it out"
+
+
+# The order is the order of the checks.
+REFUSED_OPTIONS = (
+    RefusedOption(
+        "FSDP",
+        lambda a: a.use_megatron_fsdp or a.use_torch_fsdp2,
+        "our passes put gradients into the buffers of Megatron's own data parallelism",
+        "use --use-distributed-optimizer instead",
+    ),
+    RefusedOption(
+        "--cuda-graph-impl {cuda_graph_impl}",
+        lambda a: a.cuda_graph_impl != "none",
+        "the schedule interleaves streams that no graph records",
+        "use --cuda-graph-impl none",
+    ),
+    RefusedOption(
+        "--overlap-moe-expert-parallel-comm",
+        lambda a: a.overlap_moe_expert_parallel_comm,
+        "both replace the pipeline schedule",
+    ),
+    RefusedOption(
+        "--delay-wgrad-compute",
+        lambda a: a.delay_wgrad_compute,
+        "the schedule decides when gradients of weights are computed",
+    ),
+    RefusedOption(
+        "--defer-embedding-wgrad-compute",
+        lambda a: a.defer_embedding_wgrad_compute,
+        "Megatron's own schedule alone comes back to it, and with --vocab-parallel the output layer's weight gradient "
+        "is a pass of its own already",
+    ),
+    RefusedOption(
+        "packed sequences (--sft, --dataloader-inter-document-masking)",
+        lambda a: a.sft or a.dataloader_inter_document_masking,
+        "every microbatch must have the same shape",
+        "leave them out",
+    ),
+    RefusedOption(
+        "--hybrid-context-parallel", lambda a: a.hybrid_context_parallel, "every microbatch must have the same shape"
+    ),
+    RefusedOption("--perform-rl-step", lambda a: a.perform_rl_step, "our schedules are for pretraining"),
+    RefusedOption(
+        "--logits-save-dir or --logits-load-dir",
+        lambda a: a.logits_save_dir or a.logits_load_dir,
+        "the logits are taken from each rank's last chunk, and with --vocab-parallel no rank holds them whole",
+        "leave them out",
+    ),
+    RefusedOption(
+        "--fp32-residual-connection",
+        lambda a: a.fp32_residual_connection,
+        "what stages and vocabulary layers hand to each other travels in the model's dtype",
+    ),
+    RefusedOption("fp8 or fp4", lambda a: a.fp8 or a.fp4, "no test stands behind it", "use --bf16"),
+    RefusedOption(
+        "--moe-paged-stash or --moe-expert-rank-capacity-factor",
+        lambda a: a.moe_paged_stash or a.moe_expert_rank_capacity_factor is not None,
+        "Megatron's own schedules alone repeat an iteration whose experts overflow",
+        "leave them out",
+    ),
+    RefusedOption(
+        "--tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards",
+        lambda a: a.gtp_weight_remat_size * a.expert_gtp_weight_remat_size > 1,
+        "weights that are gathered for every use know the order of Megatron's own schedules alone",
+        "leave them out",
+    ),
+    RefusedOption(
+        "--freeze-all-layers", lambda a: a.freeze_all_layers, "without gradients there is nothing to schedule"
+    ),
+    RefusedOption(
+        "--log-straggler",
+        lambda a: a.log_straggler,
+        "it times forward_step, which does not run the model here",
+        "use --rank-report or --pipeline-trace for each rank's pass times",
+    ),
+    RefusedOption(
+        "--inprocess-restart",
+        lambda a: a.inprocess_restart,
+        "communicators of our own outlive the restart",
+        "leave it out and let the launcher start the ranks again",
+    ),
+    RefusedOption(
+        "--fine-grained-activation-offloading",
+        lambda a: a.fine_grained_activation_offloading,
+        "it counts on the order of Megatron's own schedules",
+    ),
+)
