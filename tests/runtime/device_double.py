@@ -1,0 +1,319 @@
+"""A device that computes nothing and forgives nothing: it keeps account of what is ordered after what.
+
+Inside `Device.active` the real runtime runs on fake CUDA tensors, which have shapes and storages but no data. Streams
+and events are vector clocks (Mattern, 1988; one component a stream): an operation may follow another only if its
+stream's clock has passed the other's stamp, whatever order the host issued them in. Checked are
+
+- every read and write of a storage, against the writes, and for writes the reads, of other streams;
+- every release of a storage, against its uses by streams other than the one it was allocated on, because the caching
+  allocator hands the memory to that stream's next allocation at once;
+- every operation for which the host would wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Clock = dict[int, int]
+"""By stream, how many of its operations are known to be over."""
+
+MAKES_ROOM = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+"""Operations that allocate and launch nothing."""
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "is_nonzero"}
+"""Operations whose result the host needs."""
+
+
+class Hazard(AssertionError):
+    """Something that a GPU would do wrong, in some runs."""
+
+
+@dataclass
+class Block:
+    """The memory of a storage: where it was allocated and who has used it since."""
+
+    alive: StorageWeakRef
+    stream: int
+    what: str
+    written: tuple[int, int] | None = None
+    uses: Clock = field(default_factory=dict)
+
+
+class Stream:
+    """Stands for torch.cuda.Stream."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.number = len(device.streams)
+        self.clock: Clock = {}
+        device.streams.append(self)
+
+    def wait_event(self, event: Event) -> None:
+        self.device.sweep()
+        _merge(self.clock, event.clock)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.device.sweep()
+        _merge(self.clock, other.clock)
+
+
+class Event:
+    """Stands for torch.cuda.Event."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.clock: Clock = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.device.sweep()
+        self.clock = dict((stream or self.device.current).clock)
+
+    def synchronize(self) -> None:
+        current = self.device.current
+        self.device.behind.append(current.clock.get(current.number, 0) - self.clock.get(current.number, 0))
+        _merge(self.device.host, self.clock)
+
+    def query(self) -> bool:
+        """Over or not: an event that nobody has waited for may be either."""
+        over = _passed(self.device.host, self.clock) or self.device.random.random() < 0.5
+        if over:
+            _merge(self.device.host, self.clock)
+        return over
+
+
+class Device(TorchDispatchMode):
+    """One rank's GPU, with the host that drives it."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.streams: list[Stream] = []
+        self.current = Stream(self)
+        self.host: Clock = {}
+        self.behind: list[int] = []
+        """At every wait of the host for an event: operations of the current stream that it need not wait for."""
+        self.random = Random(seed)
+        self.may_wait = False
+        self.blocks: dict[int, Block] = {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Tensors are fake and on this device."""
+        stand_ins = {
+            "Stream": lambda: Stream(self),
+            "Event": lambda: Event(self),
+            "current_stream": lambda: self.current,
+            "stream": self.on,
+            "synchronize": self._whole_device,
+        }
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.multiple(torch.cuda, **stand_ins))
+            stack.enter_context(FakeTensorMode())
+            stack.enter_context(self)
+            yield
+            self.sweep()
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """As torch.cuda.stream."""
+        outer, self.current = self.current, stream
+        yield
+        self.current = outer
+
+    @contextmanager
+    def outside_the_loop(self) -> Iterator[None]:
+        """The host may wait for the device."""
+        outer, self.may_wait = self.may_wait, True
+        yield
+        self.may_wait = outer
+
+    def kernel(self, name: str, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()) -> None:
+        """Launch something on the current stream."""
+        self.sweep()
+        stream = self.current
+        _merge(stream.clock, self.host)
+        reads, writes = ([self.block(tensor, name) for tensor in tensors] for tensors in (reads, writes))
+        for block in (*reads, *writes):
+            if block.written is not None and not _passed(stream.clock, dict([block.written])):
+                raise Hazard(f"{name} on stream {stream.number} may come before the write of {block.what}")
+        for block in writes:
+            if not _passed(stream.clock, block.uses):
+                raise Hazard(f"{name} on stream {stream.number} may overwrite {block.what} while it is read")
+        stamp = stream.number, stream.clock.get(stream.number, 0) + 1
+        _merge(stream.clock, dict([stamp]))
+        for block in (*reads, *writes):
+            _merge(block.uses, dict([stamp]))
+        for block in writes:
+            block.written = stamp
+
+    def read_by_host(self, tensor: torch.Tensor) -> None:
+        """The host looks at pinned memory."""
+        block = self.block(tensor, "host")
+        if block.written is not None and not _passed(self.host, dict([block.written])):
+            raise Hazard(f"the host reads {block.what} before it is written")
+
+    def block(self, tensor: torch.Tensor, what: str) -> Block:
+        """The account of a tensor's memory; a new one belongs to the current stream."""
+        reference = StorageWeakRef(tensor.untyped_storage())
+        if reference.cdata not in self.blocks:
+            self.blocks[reference.cdata] = Block(reference, self.current.number, f"{what} {list(tensor.shape)}")
+        return self.blocks[reference.cdata]
+
+    def sweep(self) -> None:
+        """What has been released since the last look goes back to its stream's pool."""
+        for key, block in list(self.blocks.items()):
+            if block.alive.expired():
+                del self.blocks[key]
+                known = dict(self.streams[block.stream].clock)
+                _merge(known, self.host)
+                if not _passed(known, block.uses):
+                    raise Hazard(f"{block.what} of stream {block.stream} is released while another stream uses it")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        schema, name = function._schema, function._schema.name.removeprefix("aten::")
+        named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | (kwargs or {})
+        if not self.may_wait and _waits(name, named):
+            raise Hazard(f"the host waits for the device in {name}")
+        given = _tensors([*named.values()])
+        known = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in given}
+        result = function(*args, **(kwargs or {}))
+        new = [each for each in _tensors(result) if StorageWeakRef(each.untyped_storage()).cdata not in known]
+        if name in MAKES_ROOM:
+            self.block(result, name)
+            return result
+        written = [
+            argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write
+        ]
+        changed = _tensors([named[argument] for argument in written if argument in named])
+        if new or changed:  # else a view
+            self.kernel(name, given, [*new, *changed])
+        return result
+
+    def _whole_device(self) -> None:
+        raise Hazard("the host waits for the whole device")
+
+
+class Work:
+    """What Links uses of torch's Work, over an NCCL stream of its own."""
+
+    def __init__(self, device: Device, stream: Stream) -> None:
+        self._device = device
+        with device.on(stream):
+            self._event = Event(device)
+            self._event.record()
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        self._device.current.wait_event(self._event)
+
+
+class Messages:
+    """torch.distributed's isend and irecv over NCCL: every group has a stream, behind the current one at each call."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._streams: dict[object, Stream] = {}
+
+    def isend(self, tensor: torch.Tensor, target: int, group: object) -> Work:
+        return self._on_its_stream(group, "isend", [tensor], [])
+
+    def irecv(self, buffer: torch.Tensor, source: int, group: object) -> Work:
+        return self._on_its_stream(group, "irecv", [], [buffer])
+
+    def _on_its_stream(self, group: object, name: str, reads: list, writes: list) -> Work:
+        if group not in self._streams:
+            self._streams[group] = Stream(self._device)
+        stream = self._streams[group]
+        stream.wait_stream(self._device.current)
+        with self._device.on(stream):
+            self._device.kernel(name, reads, writes)
+        return Work(self._device, stream)
+
+
+class Collectives:
+    """A `Communicator`, and the collectives over tensor ranks: kernels on the current stream."""
+
+    def __init__(self, device: Device, rank: int) -> None:
+        self._launch = device.kernel
+        self._rank = rank
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        own = self._rank == root
+        self._launch("broadcast", [tensor] if own else [], [] if own else [tensor])
+
+    def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
+        self._launch("all_gather", [own], [gathered])
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> None:
+        self._launch("reduce", [tensor], [tensor])
+
+    def exchange(self, received, sent, incoming, outgoing) -> None:
+        assert len(received) == sum(incoming) and len(sent) == sum(outgoing)
+        self._launch("exchange", [sent], [received])
+
+    def over_tensor_ranks(self) -> SimpleNamespace:
+        """Stands for torch.distributed in `megatron_vp.runtime.collectives`."""
+        return SimpleNamespace(
+            all_reduce=lambda tensor, group: self._launch("all_reduce", [tensor], [tensor]),
+            all_gather_into_tensor=lambda gathered, own, group: self.all_gather(gathered, own),
+            reduce_scatter_tensor=lambda part, whole, group: self._launch("reduce_scatter", [whole], [part]),
+        )
+
+
+class Kernels:
+    """The fused `Operations`: one launch each."""
+
+    def __init__(self, device: Device) -> None:
+        self._launch: Callable[..., None] = device.kernel
+
+    def exponentiate_(self, logits_nv, target_n, statistics_3n) -> None:
+        self._launch("exponentiate_", [logits_nv, target_n], [logits_nv, statistics_3n])
+
+    def rescale_(self, product_nh, weight_vh, scale_n, target_n, entry_n) -> None:
+        self._launch("rescale_", [product_nh, weight_vh, scale_n, target_n, entry_n], [product_nh])
+
+    def weigh(self, rows_nh, factor_n) -> torch.Tensor:
+        result = torch.empty_like(rows_nh)
+        self._launch("weigh", [rows_nh, factor_n], [result])
+        return result
+
+    def add_product_(self, matrix_vh, left_nv, right_nh) -> None:
+        self._launch("add_product_", [left_nv, right_nh, matrix_vh], [matrix_vh])
+
+    def add_rows_(self, matrix_vh, row_n, source_nh, factor_n) -> None:
+        factors = [] if factor_n is None else [factor_n]
+        self._launch("add_rows_", [row_n, source_nh, matrix_vh, *factors], [matrix_vh])
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+
+
+def _waits(name: str, named: dict[str, object]) -> bool:
+    """Whether the host needs the result, or the end, of an operation on a device."""
+    if name in ("copy_", "_to_copy") and not named.get("non_blocking"):
+        source = named["src" if name == "copy_" else "self"]
+        target = named["self"].device if name == "copy_" else named.get("device") or source.device
+        return source.device != torch.device(target)
+    by_mask = name.startswith("index") and any(each.dtype == torch.bool for each in _tensors(named.get("indices")))
+    return name in WAITS or by_mask
+
+
+def _merge(clock: Clock, other: Clock) -> None:
+    for stream, count in other.items():
+        clock[stream] = max(count, clock.get(stream, 0))
+
+
+def _passed(clock: Clock, other: Clock) -> bool:
+    return all(clock.get(stream, 0) >= count for stream, count in other.items())

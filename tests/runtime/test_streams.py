@@ -1,0 +1,215 @@
+"""Whole iterations of every schedule on a device that keeps account of order and lifetime (`device_double`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import lru_cache
+from itertools import product
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_vp.runtime import collectives, links, pipeline
+from megatron_vp.runtime.collectives import VocabularyLayers
+from megatron_vp.runtime.groups import PipelineGroups
+from megatron_vp.runtime.model import Shapes
+from megatron_vp.runtime.streams import CudaEvent, CudaStream
+from megatron_vp.schedule import Channel, Message, generate, lower
+from megatron_vp.schedule.unfold import unfold
+from megatron_vp.vocab import embedding, output
+from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
+from megatron_vp.vocab.loss import TokenLoss
+from megatron_vp.vocab.output import OutputLayer
+from megatron_vp.vocab.shards import VocabShards
+from megatron_vp.vocab.statistics import GlobalStatistics
+from tests.runtime.device_double import Collectives, Device, Hazard, Kernels, Messages
+
+CUDA = torch.device("cuda", 0)
+SCHEDULES = ["1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "v-min"]
+VOCAB, HIDDEN, SEQUENCE, BATCH = 16, 4, 8, 2
+
+
+class Model:
+    """The transformer part of one rank: a few kernels a pass, and what autograd would keep for the backward."""
+
+    def __init__(self, shapes: Shapes, stages: tuple[int, ...], last: int, gradients: bool) -> None:
+        self._shapes, self._gradients = shapes, gradients
+        self._stages, self._last = stages, last
+        self._main_grad = torch.zeros(HIDDEN, device=CUDA)
+        self._leaves: list[torch.Tensor] = []
+        self._saved: dict[tuple[int, int], tuple[list[torch.Tensor], torch.Tensor]] = {}
+        self._left_for_w: dict[tuple[int, int], torch.Tensor] = {}
+
+    def tokens(self, microbatch: int) -> torch.Tensor:
+        return torch.zeros_like(self._shapes.token_ids())
+
+    labels = tokens
+
+    def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
+        self._leaves = [words_bsh._base]
+        return words_bsh.detach().transpose(0, 1).chunk(self._shapes.parts)[self._shapes.part].contiguous()
+
+    def receive_words(self, words_rh: torch.Tensor) -> None:
+        self._leaves = [words_rh]
+
+    @torch.no_grad()
+    def forward(self, chunk: int, microbatch: int, input_sbh: torch.Tensor, labels_bs: None) -> torch.Tensor:
+        stage = self._stages[chunk]
+        words, self._leaves = self._leaves, []
+        self._saved[chunk, microbatch] = (words if stage == 0 else [input_sbh, *words], input_sbh)
+        return torch.tanh(input_sbh).repeat(self._shapes.heads if stage == self._last else 1, 1, 1)
+
+    def release_output(self, output_sbh: torch.Tensor) -> None:
+        output_sbh.data = output_sbh.new_empty(1)
+
+    @torch.no_grad()
+    def backward(self, chunk: int, microbatch: int, output: torch.Tensor, gradient_sbh: torch.Tensor) -> None:
+        leaves, saved = self._saved.pop((chunk, microbatch))
+        product = gradient_sbh[: len(saved)] * saved
+        self._left_for_w[chunk, microbatch] = product
+        for leaf in leaves:
+            leaf.grad = leaf + product.sum()
+
+    def weight_gradient(self, chunk: int, microbatch: int) -> None:
+        self._main_grad += self._left_for_w.pop((chunk, microbatch)).sum((0, 1))
+
+    def loss(self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor) -> torch.Tensor | None:
+        return token_loss_bs * likeliest_bs if self._gradients else None
+
+    def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
+        pass
+
+
+def iterations(
+    device: Device, name: str, method: str, ranks: int, rank: int, tensor_size: int = 1, heads: int = 1, parts: int = 1
+) -> None:
+    """One of training and one of evaluation, on one rank whose peers are always ready."""
+    transfers = Collectives(device, rank)
+
+    def counts(exchange: RowExchange) -> tuple[int, ...]:
+        device.read_by_host(exchange._counts)
+        each = len(exchange.tokens_n) // (ranks * tensor_size)
+        rest = len(exchange.tokens_n) - each * ranks if tensor_size == 1 else 0
+        return (each + rest, *[each] * (ranks - 1))
+
+    make_tables = embedding._owner_tables.__wrapped__
+
+    @lru_cache
+    def tables(*arguments: object) -> tuple[torch.Tensor, ...]:
+        with device.outside_the_loop():  # once in the life of a job
+            return make_tables(*arguments)
+
+    kernels = Kernels(device)
+    with ExitStack() as stack:
+        for target, attribute, stand_in in (
+            (pipeline, "pipeline_device", lambda: CUDA),
+            (links, "dist", Messages(device)),
+            (collectives, "dist", transfers.over_tensor_ranks()),
+            (output, "operations_for", lambda tensor: kernels),
+            (embedding, "operations_for", lambda tensor: kernels),
+            (embedding, "_owner_tables", tables),
+            (RowExchange, "counts", property(counts)),
+        ):
+            stack.enter_context(mock.patch.object(target, attribute, stand_in))
+        stack.enter_context(device.active())
+        edges = {
+            (source, target, channel): (source, target, channel)
+            for source in range(ranks)
+            for target in range(ranks)
+            for channel in Channel
+        }
+        tensor = "the ranks of a stage" if tensor_size > 1 else None
+        groups = PipelineGroups(tuple(range(ranks)), rank, tensor_size, 0, transfers, transfers, tensor, edges)
+        runner = pipeline.Pipeline(groups)
+        shards = VocabShards(VOCAB, ranks * tensor_size)
+        weights = [torch.nn.Parameter(torch.zeros(shards.rows(0), HIDDEN, device=CUDA)) for _ in range(2)]
+        index = rank * tensor_size
+        layers = VocabularyLayers(EmbeddingLayer(weights[0], shards, index), OutputLayer(weights[1], shards, index))
+        whole = unfold(generate(name, ranks, ranks + 1, vocab=method))
+        for gradients in (True, False):
+            schedule = whole if gradients else whole.forward_only()
+            several = heads if gradients else 1
+            shapes = Shapes(SEQUENCE, BATCH, HIDDEN, torch.bfloat16, CUDA, heads=several, parts=parts)
+            for weight in weights:
+                weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+            stages = schedule.placement.stage_of[rank]
+            model = Model(shapes, stages, schedule.placement.stages - 1, gradients)
+            program = lower(schedule, looks_ahead=several > 1)[rank]
+            device.behind.clear()
+            runner.run(schedule, program, model, layers, shapes, gradients=gradients)
+            assert len(device.behind) == schedule.microbatches, "the host waits for nothing but tokens"
+            assert all(behind > 0 for behind in device.behind[2:]), "and never until the device has nothing to do"
+
+
+QUICK = {("1f1b", "vocab-1", 2), ("zb-h1", "vocab-2", 2), ("v-half", "vocab-1", 2), ("interlaced", "interlaced", 2)}
+
+
+def cases() -> Iterator[object]:
+    for ranks in (2, 3, 4):
+        for name, method in (*product(SCHEDULES, ["vocab-1", "vocab-2"]), ("interlaced", "interlaced")):
+            marks = [] if (name, method, ranks) in QUICK else [pytest.mark.slow]
+            yield pytest.param(name, method, ranks, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "method", "ranks"), cases())
+def test_everything_is_ordered_and_kept_alive(name, method, ranks):
+    for rank in range(ranks):
+        iterations(Device(rank), name, method, ranks, rank)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "sizes"),
+    [
+        ("1f1b", "vocab-2", {"tensor_size": 2}),
+        ("v-half", "vocab-2", {"tensor_size": 2, "parts": 2, "heads": 2}),
+        pytest.param("1f1b", "vocab-1", {"heads": 2}, marks=pytest.mark.slow),
+        pytest.param("zb-v", "vocab-1", {"tensor_size": 2, "parts": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_with_tensor_ranks_and_further_heads(name, method, sizes):
+    for rank in range(2):
+        iterations(Device(rank), name, method, 2, rank, **sizes)
+
+
+def not_behind_the_passes(stream: CudaStream, function: Callable[[], None]) -> CudaEvent:
+    with torch.cuda.stream(stream._stream), torch.no_grad():
+        function()
+        event = torch.cuda.Event()
+        event.record(stream._stream)
+    return CudaEvent(event, function)
+
+
+def without_its_buffers(event: CudaEvent, device_event: object, function: Callable[[], None]) -> None:
+    event._event, event._function = device_event, None
+
+
+def not_kept(self: links.Links, message: Message, tensor: torch.Tensor, send: Callable = links.Links.send) -> None:
+    send(self, message, tensor)
+    self._sending.clear()
+
+
+def looked_at(self: GlobalStatistics, loss: TokenLoss, token_loss: Callable = GlobalStatistics.token_loss) -> object:
+    token_loss_n = token_loss(self, loss)
+    token_loss_n.sum().item()
+    return token_loss_n
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "words"),
+    [
+        (CudaEvent, "wait", lambda self: None, "is released while another stream uses it"),
+        (CudaEvent, "host_wait", lambda self: None, "the host reads .* before it is written"),
+        (CudaEvent, "__init__", without_its_buffers, "is released while another stream uses it"),
+        (CudaStream, "submit", not_behind_the_passes, "may come before the write of"),
+        (CudaStream, "synchronise", lambda self: None, "is released while another stream uses it"),
+        (links.Links, "send", not_kept, "is released while another stream uses it"),
+        (links.Links, "wait", lambda self, message: self._receiving.pop(message)[1], "may come before the write of"),
+        (GlobalStatistics, "token_loss", looked_at, "the host waits for the device"),
+    ],
+)
+def test_a_broken_runtime_is_noticed(owner, name, broken, words):
+    with mock.patch.object(owner, name, broken), pytest.raises(Hazard, match=words):
+        for rank in range(2):
+            iterations(Device(rank), "1f1b", "vocab-1", 2, rank)
