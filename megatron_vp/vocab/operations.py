@@ -58,10 +58,12 @@ class EagerOperations:
             largest = wide.amax(-1)
             statistics_3n[MAX, span] = largest
             statistics_3n[LINEAR, span] = torch.where(owned, wide.gather(-1, column).squeeze(-1), 0)
-            wide = (wide - largest[:, None]).exp_()
+            wide.sub_(largest[:, None]).exp_()
             statistics_3n[SUM, span] = wide.sum(-1)
             kept = torch.where(owned, 0, wide.gather(-1, column).squeeze(-1))
-            logits.copy_(wide.scatter_(-1, column, kept[:, None]))
+            wide.scatter_(-1, column, kept[:, None])
+            if wide is not logits:
+                logits.copy_(wide)
 
     def rescale_(
         self,
