@@ -15,6 +15,7 @@ small against a microbatch times the cores. The best iteration counts, for other
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -118,11 +119,9 @@ def known_costs(schedule: Schedule, costs: PassCosts, message: float, collective
     return StageCosts(*chunk, *vocabulary, messages=dict.fromkeys(pairs, message), collectives=collectives)
 
 
-def run_schedule(
-    name: str, options: argparse.Namespace, groups: PipelineGroups, message: float, collectives: dict
-) -> dict:
+def run_schedule(name: str, options: argparse.Namespace, pipeline: Pipeline, message: float, collectives: dict) -> dict:
     """A row of results; `cpu_ms` is processor time, of a rank and microbatch, all threads."""
-    ranks, rank = len(groups.members), groups.rank
+    ranks, rank = len(pipeline.groups.members), pipeline.groups.rank
     method = VocabMethod(METHODS[name])
     chunks = 2 if name == "v-half" else 1
     unit = options.pass_ms / 1000 * chunks
@@ -133,7 +132,6 @@ def run_schedule(
     program = lower(schedule, known)[rank]
     model, layers = SleepingModel(schedule, costs), sleeping_layers(ranks, rank)
     layers.embedding.costs = layers.output.costs = costs
-    pipeline = Pipeline(groups)
     times, cpu = [], []
     for _ in range(options.iterations + 1):
         dist.barrier()
@@ -162,7 +160,8 @@ def run_schedule(
 
 def _rank(rank: int, options: argparse.Namespace, port: int) -> None:
     # With a core for every rank no thread that moves messages would take one from a pass that begins. Threads inherit
-    # the policy that their process has when they start: those of gloo do not push others aside, this one does.
+    # the policy that their process has when they start: gloo's and the second stream's do not push others aside, this
+    # one does. Garbage is collected at no time of its own choice, as with Megatron's `--manual-gc`.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(1)
     ranks = options.ranks
@@ -170,9 +169,11 @@ def _rank(rank: int, options: argparse.Namespace, port: int) -> None:
     edges = {(a, b, channel) for a in range(ranks) for b in (a - 1, a + 1) if 0 <= b < ranks for channel in Channel}
     groups = PipelineGroups.create([range(ranks)], edges)
     message, collectives = measured_latencies(groups)
+    pipeline = Pipeline(groups)
+    gc.disable()
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     for name in options.schedule:
-        row = run_schedule(name, options, groups, message, collectives)
+        row = run_schedule(name, options, pipeline, message, collectives)
         if rank == 0:
             row["message_ms"] = round(1e3 * message, 3)
             row["collective_ms"] = {kind.value: round(1e3 * each, 3) for kind, each in collectives.items()}
