@@ -212,12 +212,14 @@ def _lay_out_in_a_v(args: argparse.Namespace) -> None:
 
 
 def _warn_of_one_queue(args: argparse.Namespace) -> None:
-    if args.tensor_model_parallel_size > 1 or args.distributed_backend != "nccl" or args.rank != 0:
+    if args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1:  # Megatron asks for it
+        return
+    if args.distributed_backend != "nccl" or args.rank != 0:
         return
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         warnings.warn(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one hardware queue: a vocabulary collective that "
-            "waits for its peers holds up the passes behind it; unset it, tensor parallelism alone needs it",
+            "waits for its peers holds up the passes behind it; unset it: only tensor and context parallelism need it",
             stacklevel=2,
         )
 

@@ -96,8 +96,8 @@ _PARTS: tuple[tuple[str, Callable[[], str | None], str], ...] = (
     (
         "hardware queues",
         _one_queue,
-        "CUDA_DEVICE_MAX_CONNECTIONS=1: the vocabulary collectives wait behind the passes; only tensor parallelism "
-        "asks for it",
+        "CUDA_DEVICE_MAX_CONNECTIONS=1: a vocabulary collective that waits for its peers holds up the passes behind "
+        "it; only tensor and context parallelism ask for it",
     ),
     (
         "dataset index",

@@ -23,9 +23,10 @@ from megatron_vp.schedule.instructions import Channel
 Edge = tuple[int, int, Channel]
 """A directed edge between two pipeline ranks, and what it carries."""
 
-VOCABULARY_CTAS = 4
-"""Thread blocks that NCCL may use for the vocabulary communicator: its collectives run beside transformer passes and
-must leave them the multiprocessors. Not yet measured on a GPU."""
+CTAS = 4
+"""Thread blocks, and so multiprocessors, that NCCL may use for an operation of ours, which runs beside transformer
+passes. It holds them while it waits for a peer, too: a receive that is posted ahead would by default keep up to 32 busy
+over NVLink, and those of all edges together nearly a whole device. Not yet measured on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class PipelineGroups:
         mine = None
 
         def collective(ranks: Sequence[int]) -> dist.ProcessGroup:
-            return dist.new_group(list(ranks), timeout, pg_options=_vocabulary_options())
+            return dist.new_group(list(ranks), timeout, pg_options=_nccl_options(timeout, urgent=False))
 
         for replica in map(tuple, replicas):
             several = tensor_size > 1
@@ -87,7 +88,7 @@ class PipelineGroups:
                 pipeline = collective(members) if several else whole
                 groups = {
                     (source, target, channel): dist.new_group(
-                        [members[source], members[target]], timeout, pg_options=_urgent_options()
+                        [members[source], members[target]], timeout, pg_options=_nccl_options(timeout, urgent=True)
                     )
                     for source, target, channel in edges
                 }
@@ -119,17 +120,14 @@ class PipelineGroups:
                 dist.recv(probe, self.members[source], group=group)
 
 
-def _urgent_options() -> object:
+def _nccl_options(timeout: timedelta | None, urgent: bool) -> object:
+    """Few thread blocks; `urgent` asks for a stream of high priority. None for other backends."""
     if dist.get_backend() != "nccl":
         return None
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-
-
-def _vocabulary_options() -> object:
-    if dist.get_backend() != "nccl":
-        return None
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = VOCABULARY_CTAS
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
+    options.config.max_ctas = CTAS
+    if timeout is not None:
+        options._timeout = timeout  # `new_group` warns where the two differ
     return options
 
 

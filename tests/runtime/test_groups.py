@@ -1,13 +1,15 @@
-"""Communicators that are made at their first use, as NCCL's are, hold up no schedule."""
+"""Communicators that are made at their first use, as NCCL's are, hold up no schedule; what NCCL is told."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from megatron_vp.runtime.groups import PipelineGroups
+from megatron_vp.runtime.groups import CTAS, PipelineGroups
+from megatron_vp.schedule import Channel
 from tests.harness.ranks import RankError, run_ranks
 from tests.runtime.toy import reference, run_pipeline
 
@@ -48,3 +50,23 @@ def test_the_first_iteration_ends(schedule, world, method):
 def test_without_a_first_use_ahead_of_it_it_would_not():
     with pytest.raises(RankError, match="did not finish"):
         run_ranks(2, made_at_first_use, "1f1b", "vocab-1", False, timeout=8)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="PyTorch without NCCL")
+def test_nccl_may_take_few_thread_blocks_and_messages_are_urgent():
+    made = []
+
+    def new_group(ranks, timeout, pg_options):
+        made.append((tuple(ranks), pg_options.is_high_priority_stream, pg_options.config.max_ctas))
+        assert pg_options._timeout == timeout
+        return mock.Mock()
+
+    with (
+        mock.patch.multiple(dist, new_group=new_group, get_backend=lambda group=None: "nccl", get_rank=lambda: 0),
+        mock.patch.object(PipelineGroups, "_connect"),
+    ):
+        PipelineGroups.create([[0, 2], [1, 3]], [(0, 1, Channel.ACTIVATION)], timedelta(minutes=7))
+    pipelines, edges = [(0, 2), (1, 3)], [(0, 2), (1, 3)]
+    assert sorted(made) == sorted(
+        [*((ranks, False, CTAS) for ranks in pipelines), *((ranks, True, CTAS) for ranks in edges)]
+    )

@@ -102,6 +102,21 @@ def test_add_rows(main_dtype, weighed):
     torch.testing.assert_close(matrix.double(), expected, rtol=ROUNDING[main_dtype], atol=1e-5)
 
 
+# Lengths of runs of equal rows, against segments of four: inside one, up to its end, over several, all of them.
+@pytest.mark.parametrize("runs", [[1, 2, 1, 4, 4], [3, 2, 7, 9, 1], [4, 5, 12, 3], [8, 8, 1], [23], [1]])
+@pytest.mark.parametrize("left_out", [0, 3])
+def test_add_rows_whose_equal_rows_lie_in_several_segments(monkeypatch, runs, left_out):
+    monkeypatch.setattr(rows, "SEGMENT", 4)
+    counts = torch.tensor([left_out, *runs])
+    row = torch.repeat_interleave(torch.arange(len(counts)), counts) - 1
+    row = row[torch.randperm(len(row), generator=torch.Generator().manual_seed(0))].to(DEVICE)
+    matrix, source, factor = _random(len(runs), 3), _random(len(row), 3), _random(len(row))
+    expected = matrix.double()
+    expected.index_add_(0, row.clamp(0), (source * factor[:, None] * (row >= 0)[:, None]).double())
+    rows.add_rows_(matrix, row, source, factor)
+    torch.testing.assert_close(matrix.double(), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_add_rows_of_nothing():
     matrix = _random(3, 4)
     before = matrix.clone()

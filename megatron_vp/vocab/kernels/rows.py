@@ -9,6 +9,9 @@ import triton.language as tl
 BLOCK = 1024
 """Elements of a row that a program handles at a time."""
 
+SEGMENT = 32
+"""Of sorted rows, how many a program adds at most; the n / SEGMENT partial sums of equal rows are added by another."""
+
 
 @triton.jit
 def _rescale(product, weight, scale, target, entry, hidden, BLOCK: tl.constexpr):
@@ -62,14 +65,20 @@ def weigh(rows_nh: torch.Tensor, factor_n: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _add_rows(matrix, row, order, source, factor, count, hidden, BLOCK: tl.constexpr, WEIGHED: tl.constexpr):
+def _add_segments(
+    matrix, row, order, source, factor, partial, count, hidden,
+    BLOCK: tl.constexpr, SEGMENT: tl.constexpr, WEIGHED: tl.constexpr,
+):  # fmt: skip
     place, part = tl.program_id(0), tl.program_id(1)
     own = tl.load(row + place)
     before = tl.load(row + place - 1, mask=place > 0, other=-1)
-    # The first of equal rows adds them all, in their order: no atomics, and the same bits every time.
-    if (own != before) & (own >= 0):
+    first_of_segment = place % SEGMENT == 0
+    # One program adds the equal rows of a segment, in their order.
+    if ((own != before) | first_of_segment) & (own >= 0):
         lane = part * BLOCK + tl.arange(0, BLOCK)
         inside = lane < hidden
+        segment = place // SEGMENT
+        end = tl.minimum((segment + 1) * SEGMENT, count)
         total = tl.zeros((BLOCK,), tl.float32)
         following = own
         while following == own:
@@ -79,7 +88,36 @@ def _add_rows(matrix, row, order, source, factor, count, hidden, BLOCK: tl.const
                 piece = piece * tl.load(factor + token)
             total += piece
             place += 1
-            following = tl.load(row + place, mask=place < count, other=-1)
+            following = tl.load(row + place, mask=place < end, other=-1)
+        goes_on = tl.load(row + place, mask=place < count, other=-1) == own
+        if goes_on | (own == before):
+            slot = 2 * segment + tl.where(first_of_segment, 0, 1)
+            tl.store(partial + slot.to(tl.int64) * hidden + lane, total, mask=inside)
+        else:
+            address = matrix + own * hidden + lane
+            total += tl.load(address, mask=inside, other=0.0).to(tl.float32)
+            tl.store(address, total.to(matrix.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_partial_sums(matrix, row, partial, count, hidden, BLOCK: tl.constexpr, SEGMENT: tl.constexpr):
+    segment, part = tl.program_id(0), tl.program_id(1)
+    first, after = segment * SEGMENT, (segment + 1) * SEGMENT
+    own = tl.load(row + after - 1, mask=after < count, other=-1)
+    fills = tl.load(row + first) == own
+    comes_in = fills & (tl.load(row + first - 1, mask=first > 0, other=-1) == own)
+    following = tl.load(row + after, mask=after < count, other=-1)
+    # The segment in which equal rows begin adds up what those after it hold.
+    if (own >= 0) & (following == own) & (comes_in == 0):
+        lane = part * BLOCK + tl.arange(0, BLOCK)
+        inside = lane < hidden
+        slot = 2 * segment + tl.where(fills, 0, 1)
+        total = tl.load(partial + slot.to(tl.int64) * hidden + lane, mask=inside, other=0.0)
+        while following == own:
+            segment += 1
+            total += tl.load(partial + 2 * segment.to(tl.int64) * hidden + lane, mask=inside, other=0.0)
+            after = (segment + 1) * SEGMENT
+            following = tl.load(row + after, mask=after < count, other=-1)
         address = matrix + own * hidden + lane
         total += tl.load(address, mask=inside, other=0.0).to(tl.float32)
         tl.store(address, total.to(matrix.dtype.element_ty), mask=inside)
@@ -89,6 +127,10 @@ def add_rows_(
     matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Tensor, factor_n: torch.Tensor | None
 ) -> None:
     """matrix[row_i] += factor_i * source_i, deterministic whatever rows repeat; sums in fp32.
+
+    Sorted by row, then cut into segments: equal rows of a segment are added by one program, and those that lie in
+    several segments meet in partial sums. So no program adds more than a segment or a number of segments, were all n
+    rows the same (padding, say), and no atomics are needed.
 
     Args:
         matrix_vh: [V/p, h] in any float dtype, contiguous: `main_grad`.
@@ -101,7 +143,13 @@ def add_rows_(
     if not count:
         return
     sorted_n, order_n = row_n.sort(stable=True)
+    segments, parts = triton.cdiv(count, SEGMENT), triton.cdiv(hidden, BLOCK)
+    # Of a segment the sum that may have come in from the one before it, and the one that may go on.
+    partial = torch.empty(2 * segments, hidden, dtype=torch.float32, device=source_nh.device)
     weighed = factor_n is not None
-    grid = (count, triton.cdiv(hidden, BLOCK))
     factor = factor_n if weighed else sorted_n
-    _add_rows[grid](matrix_vh, sorted_n, order_n, source_nh, factor, count, hidden, BLOCK=BLOCK, WEIGHED=weighed)
+    _add_segments[(count, parts)](
+        matrix_vh, sorted_n, order_n, source_nh, factor, partial, count, hidden,
+        BLOCK=BLOCK, SEGMENT=SEGMENT, WEIGHED=weighed,
+    )  # fmt: skip
+    _add_partial_sums[(segments, parts)](matrix_vh, sorted_n, partial, count, hidden, BLOCK=BLOCK, SEGMENT=SEGMENT)
