@@ -106,21 +106,20 @@ def _add_partial_sums(matrix, row, partial, count, hidden, BLOCK: tl.constexpr, 
     own = tl.load(row + after - 1, mask=after < count, other=-1)
     fills = tl.load(row + first) == own
     comes_in = fills & (tl.load(row + first - 1, mask=first > 0, other=-1) == own)
-    following = tl.load(row + after, mask=after < count, other=-1)
     # The segment in which equal rows begin adds up what those after it hold.
-    if (own >= 0) & (following == own) & (comes_in == 0):
-        lane = part * BLOCK + tl.arange(0, BLOCK)
-        inside = lane < hidden
-        slot = 2 * segment + tl.where(fills, 0, 1)
-        total = tl.load(partial + slot.to(tl.int64) * hidden + lane, mask=inside, other=0.0)
-        while following == own:
-            segment += 1
-            total += tl.load(partial + 2 * segment.to(tl.int64) * hidden + lane, mask=inside, other=0.0)
-            after = (segment + 1) * SEGMENT
-            following = tl.load(row + after, mask=after < count, other=-1)
-        address = matrix + own * hidden + lane
-        total += tl.load(address, mask=inside, other=0.0).to(tl.float32)
-        tl.store(address, total.to(matrix.dtype.element_ty), mask=inside)
+    if (own >= 0) & (comes_in == 0):
+        end = segment + 1
+        while tl.load(row + end * SEGMENT, mask=end * SEGMENT < count, other=-1) == own:
+            end += 1
+        if end > segment + 1:
+            lane = part * BLOCK + tl.arange(0, BLOCK)
+            inside = lane < hidden
+            address = matrix + own * hidden + lane
+            total = tl.load(address, mask=inside, other=0.0).to(tl.float32)
+            for each in range(segment, end):
+                slot = 2 * each + tl.where((each == segment) & (fills == 0), 1, 0)
+                total += tl.load(partial + slot.to(tl.int64) * hidden + lane, mask=inside, other=0.0)
+            tl.store(address, total.to(matrix.dtype.element_ty), mask=inside)
 
 
 def add_rows_(

@@ -6,8 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-LARGEST_ROW = 32768
-"""Logits of one token that a program keeps in registers; longer rows are read twice, the second time from L2."""
+LARGEST_ROW = 16384
+"""Logits of one token that a program keeps in registers; longer rows are read twice, the second time from L2. With
+twice as many, what 1024 threads hold of them spills (compiled for capability 9.0; not yet timed)."""
+
+LOGITS_A_THREAD = 16
+"""Registers then suffice for 32 warps on a multiprocessor at every length of a row."""
 
 
 @triton.jit
@@ -78,5 +82,5 @@ def exponentiate_(logits_nv: torch.Tensor, target_n: torch.Tensor, statistics_3n
         columns,
         BLOCK=block,
         WHOLE_ROW=whole,
-        num_warps=min(max(block // 1024, 4), 32),
+        num_warps=min(max(block // (32 * LOGITS_A_THREAD), 4), 32),
     )
