@@ -145,6 +145,7 @@ class VocabularyCollectives:
         looked_up_n = tokens_bs.view(-1) if shapes.heads == 1 else tokens_bs.new_zeros(1 + shapes.tokens)
         groups = self._groups
         exchange = RowExchange(looked_up_n, self._layers.embedding.shards, groups.tensor_size, groups.tensor_rank)
+        labels_n = labels_bs.new_empty(shapes.outputs)
 
         def communicate() -> None:
             self._communicator.broadcast(tokens_bs, 0)
@@ -152,13 +153,14 @@ class VocabularyCollectives:
             if shapes.heads > 1:
                 looked_up_n[1:].copy_(tokens_bs.view(-1))
             exchange.plan()
+            # Head k predicts k tokens further. Beyond a sequence's end stands token 0, as in Megatron.
+            ahead_hsb = torch.stack([pad(labels_bs[:, head:], (0, head)).t() for head in range(shapes.heads)])
+            labels_n.copy_(shapes.by_output(ahead_hsb))
 
         def complete() -> None:
             # IF and EMBED; then the same way back.
             self._store.put(("exchange", microbatch), exchange, 4 if self._gradients else 2)
-            # Head k predicts k tokens further. Beyond a sequence's end stands token 0, as in Megatron.
-            ahead_hsb = torch.stack([pad(labels_bs[:, head:], (0, head)).t() for head in range(shapes.heads)])
-            self._store.put(("labels", microbatch), shapes.by_output(ahead_hsb))
+            self._store.put(("labels", microbatch), labels_n)
 
         return communicate, complete
 
