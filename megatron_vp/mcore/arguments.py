@@ -20,6 +20,7 @@ from typing import Any
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import patches
 from megatron_vp.mcore.checkpoint_check import check_checkpoint
+from megatron_vp.mcore.checkpoint_files import check_writable
 from megatron_vp.mcore.choices import ALGORITHMS, SCHEDULES, SPLIT_SCHEDULES, V_SHAPED_SCHEDULES, replaces_schedule
 from megatron_vp.mcore.config_file import arguments_from_config, write_resolved
 from megatron_vp.mcore.dataset import check_inputs
@@ -147,6 +148,9 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         validated = validate(original, args, defaults or {})
         check_inputs(args)
         check_checkpoint(args)
+        for option, folder in (("--save", args.save), ("--tensorboard-dir", args.tensorboard_dir)):
+            if folder is not None and "://" not in folder:
+                check_writable(option, folder)
         check_trace(args)
         if args.core_attention == "sdpa":
             patches.apply(patches.group("flash attention"))

@@ -7,15 +7,16 @@ is damaged. Neither is what somebody wants who asked for a checkpoint.
 from __future__ import annotations
 
 import argparse
+import json
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.checkpoint_files import TRACKER
 from megatron_vp.mcore.choices import V_SHAPED_SCHEDULES
 
-_TRACKER = "latest_checkpointed_iteration.txt"
 _PARTS = ("metadata.json", ".metadata")
 
 # What decides how a rank's parameters lie in the buffers of the distributed optimizer, and its value where a checkpoint
@@ -57,7 +58,9 @@ def check_checkpoint(args: argparse.Namespace) -> None:
         if any(folder.glob("mp_rank_*")):
             return  # Megatron's format before torch_dist
         raise UserError(f"{folder} holds no checkpoint of Megatron's torch_dist format; {_others(folder)}")
-    _check_files(folder)
+    damage = _damage(folder)
+    if damage is not None:
+        raise UserError(f"{damage}; {_others(folder)}")
     if args.use_distributed_optimizer and not (args.no_load_optim or args.finetune):
         _check_optimizer_form(args, folder)
 
@@ -67,13 +70,13 @@ def _folder(args: argparse.Namespace) -> Path | None:
     load = Path(args.load)
     if args.ckpt_step is not None:
         return load / f"iter_{args.ckpt_step:07d}"
-    tracker = load / _TRACKER
+    tracker = load / TRACKER
     if not tracker.is_file():
         resumes_later = args.save is not None and Path(args.save) == load and not args.exit_on_missing_checkpoint
         if resumes_later or args.pretrained_checkpoint is not None:
             return None
         raise UserError(
-            f"--load {load} holds no checkpoint (no {_TRACKER}): give the directory that a run saved to, or leave "
+            f"--load {load} holds no checkpoint (no {TRACKER}): give the directory that a run saved to, or leave "
             f"--load out; a run that is to start here and resume later gives --save the same directory"
         )
     said = tracker.read_text().strip()
@@ -84,25 +87,29 @@ def _folder(args: argparse.Namespace) -> Path | None:
     return load / f"iter_{int(said):07d}"
 
 
-def _check_files(folder: Path) -> None:
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint's files; None if its metadata can be read and no file is shorter than it says."""
     from torch.distributed.checkpoint import FileSystemReader
 
     missing = [name for name in _PARTS if not (folder / name).is_file()]
     if missing:
-        raise UserError(f"the checkpoint {folder} lacks {' and '.join(missing)}; {_others(folder)}")
+        return f"the checkpoint {folder} lacks {' and '.join(missing)}"
+    part = _PARTS[0]
     try:
+        json.loads((folder / part).read_bytes())
+        part = _PARTS[1]
         stored = FileSystemReader(folder).read_metadata().storage_data
-    except Exception as error:  # whatever unpickling a damaged file comes upon
-        raise UserError(f"{folder / '.metadata'} is corrupt ({_brief(error)}); {_others(folder)}") from error
+    except Exception as error:  # whatever reading a damaged file comes upon
+        return f"{folder / part} is corrupt ({_brief(error)})"
     ends: dict[str, int] = {}
-    for part in stored.values():
-        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+    for piece in stored.values():
+        ends[piece.relative_path] = max(ends.get(piece.relative_path, 0), piece.offset + piece.length)
     for name, end in sorted(ends.items()):
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
         if size is None or size < end:
-            found = "is missing" if size is None else f"is cut short: {size} of {end} bytes"
-            raise UserError(f"{path} {found}; {_others(folder)}")
+            return f"{path} {'is missing' if size is None else f'is cut short: {size} of {end} bytes'}"
+    return None
 
 
 def _check_optimizer_form(args: argparse.Namespace, folder: Path) -> None:
@@ -137,14 +144,11 @@ def _layout(args: argparse.Namespace) -> dict[str, Any]:
 
 def _others(folder: Path) -> str:
     """What to do about a checkpoint that cannot be used."""
-    complete = sorted(
-        int(other.name.removeprefix("iter_"))
-        for other in folder.parent.glob("iter_*")
-        if other != folder and all((other / name).is_file() for name in _PARTS)
-    )
-    if complete:
-        return f"use --ckpt-step with an iteration that is there: {', '.join(map(str, complete[-5:]))}"
-    return f"{folder.parent} holds no other checkpoint: check --load, or leave it out to start afresh"
+    steps = (other.name.removeprefix("iter_") for other in folder.parent.glob("iter_*") if other != folder)
+    for step in sorted(map(int, filter(str.isdecimal, steps)), reverse=True):
+        if _damage(folder.parent / f"iter_{step:07d}") is None:
+            return f"use --ckpt-step {step}, the newest other one that is whole"
+    return f"{folder.parent} holds no other checkpoint that is whole: check --load, or leave it out to start afresh"
 
 
 def _brief(error: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import runpy
 import sys
@@ -16,11 +17,13 @@ from typing import NoReturn
 from megatron_vp.errors import Fault, UserError
 
 _LINES_WITHIN_SECONDS = 10.0
+_STORAGE_FAILS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE}
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn a UserError into one line on standard error, with the rank, and exit status 2; a lost peer into status 1.
+    """Turn a UserError into one line on standard error, with the rank, and exit status 2; into status 1 a lost peer,
+    a checkpoint that cannot be written or read, and storage that fails.
 
     Once ranks are connected, a process that fails ends at once, whatever the error: destructors of process groups wait
     for peers, who would wait for this rank's end.
@@ -32,10 +35,12 @@ def one_line_errors() -> Iterator[None]:
         print(f"{who}error: {error}", file=sys.stderr, flush=True)
         _wait_for_other_lines()
         _exit(2)
-    except Exception as error:
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
         if not _connected():
             raise
-        line = _lost_peer_line(error)
+        line = _checkpoint_line(error) or _storage_line(error) or _lost_peer_line(error)
         if line is None:
             sys.excepthook(*sys.exc_info())
         else:
@@ -56,7 +61,25 @@ def _exit(status: int) -> NoReturn:
     sys.exit(status)
 
 
-def _lost_peer_line(error: Exception) -> str | None:
+def _checkpoint_line(error: BaseException) -> str | None:
+    """That a checkpoint could not be written or read; None for any other error. Rank 0 alone hears by whom."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    if not isinstance(error, CheckpointException):
+        return None
+    failed = [f"rank {rank}: {str(reason).strip().partition('\n')[0]}" for rank, (reason, _) in error.failures.items()]
+    where = f" on {'; '.join(failed)}" if failed else "; rank 0 says where"
+    return f"{_who()} gave the checkpoint up, because its {error.args[0]} failed{where}"
+
+
+def _storage_line(error: BaseException) -> str | None:
+    """Where storage refused; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in _STORAGE_FAILS:
+        return None
+    return f"{_who()} was in {_place(error)}: {error.strerror}{f': {error.filename}' if error.filename else ''}"
+
+
+def _lost_peer_line(error: BaseException) -> str | None:
     """Where this rank waited for a peer that is lost or silent; None for any other error."""
     from megatron_vp.runtime.progress import lost_peer
 
@@ -65,9 +88,17 @@ def _lost_peer_line(error: Exception) -> str | None:
     reason = lost_peer(error)
     if reason is None:
         return None
+    return f"{_who()} waited in {_place(error)}, outside the pipeline schedule: {reason}"
+
+
+def _who() -> str:
+    return f"rank {os.environ.get('RANK', '?')}"
+
+
+def _place(error: BaseException) -> str:
+    """The innermost function outside torch."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if f"{os.sep}torch{os.sep}" not in frame[0]]
-    place = f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})"
-    return f"rank {os.environ.get('RANK', '?')} waited in {place}, outside the pipeline schedule: {reason}"
+    return f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})"
 
 
 def prepare() -> None:
@@ -139,7 +170,7 @@ def patch_megatron(argv: list[str]) -> None:
     platform.prepare_environment(cpu)
     platform.quiet_fallback_warnings()
     patches.installed_version()
-    names = ["wheel", "arguments"]
+    names = ["wheel", "arguments", "checkpoint files"]
     names += [] if platform.has_transformer_engine() else ["no transformer engine"]
     names += ["cpu platform"] if cpu else []
     names += ["replay"] if "--fake-process-group" in argv else []

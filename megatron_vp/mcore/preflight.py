@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.checkpoint_files import TRACKER
 
 
 def check_job(arguments: list[str], ranks: int) -> argparse.Namespace:
@@ -110,7 +111,7 @@ def describe_job(args: argparse.Namespace, ranks: int) -> list[str]:
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> int:
     """Iteration of the newest checkpoint that is whole in `folder`; 0 if there is none."""
-    tracker = Path(folder) / "latest_checkpointed_iteration.txt"
+    tracker = Path(folder) / TRACKER
     try:
         return int(tracker.read_text())
     except (OSError, ValueError):

@@ -164,6 +164,8 @@ def _tail(output: Path, rank: int) -> str:
 
 def _rank_main(rank: int, world_size: int, port: int, call: bytes, writer: Connection, output: Path) -> None:
     os.setsid()
+    # As where a launcher starts a rank; Megatron's data loaders cannot hand their workers anything otherwise.
+    multiprocessing.set_start_method("fork", force=True)
     with open(output, "w") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())

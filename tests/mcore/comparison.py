@@ -26,6 +26,13 @@ def assert_equal(found: Run, expected: Run, bound: float) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=bound)
 
 
+def assert_same_bits(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """The same arrays under the same names."""
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
 def assert_as_close(found: Run, plain: Run, exact: Run) -> None:
     """Half precision: as close to `exact`, a run in fp32, as `plain`, whose rounding is the yardstick.
 

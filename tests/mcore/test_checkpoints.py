@@ -7,11 +7,11 @@ import shutil
 import sys
 from functools import cache
 
-import numpy as np
 import pytest
 
 from tests.harness import run_ranks
 from tests.harness.training import Run, tiny_model, train
+from tests.mcore.comparison import assert_same_bits
 
 ROWS = 40  # uneven on three ranks
 LAYOUTS = {
@@ -120,30 +120,7 @@ def test_resuming_at_the_same_layout_gives_the_same_bits(written, layout, option
     whole = _uninterrupted(layout, **options)
     rest = _resumed(layout, False, written(layout, False, options), **options)
     assert rest.losses == whole.losses[2:]
-    _assert_same_bits(rest.parameters, whole.parameters)
-
-
-@pytest.mark.parametrize(
-    ("layout", "options"),
-    [
-        ("vocab-2/2", DISTRIBUTED),
-        pytest.param("v-half/3", {"deterministic_mode": True}, marks=pytest.mark.slow),
-        pytest.param("interleaved/2", {"deterministic_mode": True}, marks=pytest.mark.slow),
-    ],
-)
-def test_two_runs_give_the_same_bits(layout, options):
-    one, other = _uninterrupted(layout, **options), train(LAYOUTS[layout][0], _arguments(layout, False, **options))
-    assert one.losses == other.losses and one.grad_norms == other.grad_norms
-    for step, again in zip(one.steps, other.steps, strict=True):
-        assert step.microbatches == again.microbatches
-        _assert_same_bits(step.gradients, again.gradients)
-    _assert_same_bits(one.parameters, other.parameters)
-
-
-def _assert_same_bits(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    assert_same_bits(rest.parameters, whole.parameters)
 
 
 def refusals(_rank, _world_size, cases):
@@ -185,18 +162,26 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
     (step / ".metadata").unlink()
     unreadable, step = damaged("unreadable")
     (step / ".metadata").write_bytes(b"no metadata")
+    unmarked, step = damaged("without its mark")
+    (step / "metadata.json").write_bytes(b"")
     wrong_tracker, _ = damaged("tracker")
     (wrong_tracker / "latest_checkpointed_iteration.txt").write_text("twelve")
+    empty_tracker, step = damaged("empty tracker")
+    shutil.copytree(unmarked / "iter_0000002", empty_tracker / "iter_0000004")
+    (empty_tracker / "latest_checkpointed_iteration.txt").write_text("")
     cases = [
         ({"load": good}, None),
         ({"load": tmp_path / "new", "save": tmp_path / "new", "save_interval": 2}, None),
         ({"load": tmp_path / "no such"}, "holds no checkpoint"),
-        ({"load": good, "ckpt_step": 3}, "iter_0000003 is not there; use --ckpt-step with an iteration that is there"),
+        ({"load": good, "ckpt_step": 3}, "iter_0000003 is not there; use --ckpt-step 2"),
         ({"load": cut}, f"{first_file} is cut short"),
         ({"load": without_file}, "is missing"),
         ({"load": without_end}, "lacks .metadata"),
         ({"load": unreadable}, ".metadata is corrupt"),
+        ({"load": unmarked}, "metadata.json is corrupt"),
         ({"load": wrong_tracker}, "holds 'twelve' and not an iteration"),
+        ({"load": empty_tracker}, "holds '' and not an iteration; use --ckpt-step 2"),
+        ({"save": first_file / "below", "save_interval": 2}, "is a file; choose another place"),
         ({"load": good, **DISTRIBUTED}, "vocab_parallel was True, here it is False: write it with --dist-ckpt-optim"),
         ({"load": good, **DISTRIBUTED, "no_load_optim": True}, None),
     ]
@@ -210,7 +195,8 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
             "use --async-strategy mcore",
         ),
     ]
-    said = run_ranks(2, refusals, [_arguments("plain/1", False, **changes) for changes, _ in cases])[0]
+    said, other = run_ranks(2, refusals, [_arguments("plain/1", False, **changes) for changes, _ in cases])
+    assert said == other
     for (changes, expected), found in zip(cases, said, strict=True):
         assert (found is None) == (expected is None) and (expected or "") in (found or ""), (changes, found)
         assert "\n" not in (found or "")

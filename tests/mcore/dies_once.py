@@ -1,0 +1,30 @@
+"""A training job for a launcher that starts ranks again: DIRECTORY ARGUMENTS..., what it recorded goes to DIRECTORY.
+
+In the first attempt one rank is killed.
+"""
+
+import os
+import pickle
+import sys
+from pathlib import Path
+
+
+def main():
+    """Run one rank."""
+    folder, *arguments = sys.argv[1:]
+    sys.argv[1:] = arguments
+    import pretrain_gpt_vp as script
+
+    script.prepare()
+    from tests.harness.training import train_case
+    from tests.mcore.faults import Fault, die, injected
+
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    fault = Fault(die, 1, "F") if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else None
+    with injected(fault, rank), script.one_line_errors():
+        run = train_case(rank, ranks, arguments, same_weights=False)
+    (Path(folder) / f"rank{rank}").write_bytes(pickle.dumps(run))
+
+
+if __name__ == "__main__":
+    main()

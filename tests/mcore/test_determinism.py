@@ -1,0 +1,46 @@
+"""Two runs of the same job give the same bits: losses, gradients of every step, weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import train
+from tests.harness.training import tiny_model
+from tests.mcore.comparison import assert_same_bits
+
+OURS = {"pipeline_model_parallel_size": 2, "vocab_parallel": True}
+SHAPES = {
+    "1f1b": {},
+    "interleaved": {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2},
+    "v-half": {"pipeline_schedule": "v-half"},
+}
+REPLICAS = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+CASES = {
+    f"{shape}, {algorithm}{', --deterministic-mode' if mode else ''}": (
+        2,
+        {**options, "vocab_parallel_algorithm": algorithm, "deterministic_mode": mode},
+    )
+    for shape, options in SHAPES.items()
+    for algorithm in ("vocab-1", "vocab-2")
+    for mode in (True, False)
+} | {
+    "dropout": (2, {"attention_dropout": 0.1, "hidden_dropout": 0.1}),
+    "bf16, tied": (2, {"bf16": True, "untie_embeddings_and_output_weights": False}),
+    "replicas, everything overlapped": (4, {**SHAPES["v-half"], **REPLICAS}),
+    "tensor and sequence parallelism": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "without --vocab-parallel": (2, {**SHAPES["v-half"], "vocab_parallel": False}),
+}
+DEFAULT = "v-half, vocab-2, --deterministic-mode"
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=() if name == DEFAULT else pytest.mark.slow) for name in CASES]
+)
+def test_two_runs_give_the_same_bits(case):
+    ranks, options = CASES[case]
+    one, other = (train(ranks, tiny_model(**{**OURS, **options})) for _ in range(2))
+    assert one.losses == other.losses and one.grad_norms == other.grad_norms
+    for step, again in zip(one.steps, other.steps, strict=True):
+        assert step.gradients and step.microbatches == again.microbatches
+        assert_same_bits(step.gradients, again.gradients)
+    assert_same_bits(one.parameters, other.parameters)

@@ -1,0 +1,71 @@
+"""Data and vocabularies that do not fit a run: one line on every rank, before anything trains on them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_vp.mcore.dataset import prepare
+from tests.harness import run_ranks, run_ranks_to_their_end, train
+from tests.mcore.faults import errors, few_steps, train_with_fault
+from tests.mcore.test_launch import start
+
+TEXT = "one two three four five six seven eight nine ten eleven twelve "
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """283 tokens of text and a tokenizer of 264."""
+    return prepare([("text", TEXT * 6)], tmp_path_factory.mktemp("data"), vocab_size=264)
+
+
+@pytest.fixture
+def copy(prepared, tmp_path):
+    """The prefix of a dataset to damage."""
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{prepared.dataset}{suffix}", tmp_path / f"copy{suffix}")
+    return tmp_path / "copy"
+
+
+def _on(dataset, tokenizer, **changes):
+    model = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer} if tokenizer else {}
+    options = {"mock_data": None, "vocab_size": None, "data_path": dataset, "split": "1,0,0", **model, **changes}
+    return few_steps(data_cache_path=Path(dataset).parent / "cache", **options)
+
+
+@pytest.mark.parametrize(
+    ("cut", "changes", "said"),
+    [
+        (".bin", {}, "bytes where its index lists"),
+        (".idx", {}, "is corrupt or cut short"),
+        (None, {"padded_vocab_size": 256}, "--padded-vocab-size 256 is smaller than the tokenizer's vocabulary of 264"),
+    ],
+    ids=["data cut short", "index cut short", "small vocabulary"],
+)
+def test_what_does_not_fit_is_refused_on_every_rank(prepared, copy, cut, changes, said):
+    if cut:
+        os.truncate(f"{copy}{cut}", os.path.getsize(f"{copy}{cut}") - 6)
+    for rank, (status, text) in enumerate(run_ranks(2, start, _on(copy, prepared.tokenizer, **changes), {})):
+        assert status == 2 and text.startswith(f"rank {rank}: error: ") and said in text and text.count("\n") == 1
+
+
+def test_data_made_with_a_larger_vocabulary_is_named_by_its_first_id_outside(copy):
+    arguments = _on(copy, None, vocab_size=63)
+    ends = run_ranks_to_their_end(2, train_with_fault, arguments)
+    assert 2 in {status for status, _ in ends} <= {1, 2}
+    lines = [line for _, output in ends for line in errors(output)]
+    assert any("is outside the vocabulary of 64: the data was made with another tokenizer" in line for line in lines)
+    assert len(lines) == 2 and not any("Traceback" in output for _, output in ends), lines
+
+
+@pytest.mark.slow
+def test_data_shorter_than_the_run_starts_over_as_in_plain_megatron(prepared):
+    """Five iterations read 640 tokens."""
+    ours, plain = (
+        train(2, _on(prepared.dataset, prepared.tokenizer, vocab_parallel=vocab_parallel))
+        for vocab_parallel in (True, False)
+    )
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
