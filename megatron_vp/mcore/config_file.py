@@ -94,13 +94,18 @@ def write_resolved(args: argparse.Namespace, path: str | os.PathLike[str]) -> No
     """Write every argument of `args` as plain YAML, sorted by name; the file appears complete or not at all.
 
     Values that YAML does not know (enums, data types, functions) are written as their text. Call it on one rank.
+    Raises UserError where the file cannot be written.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     plain = {name: _plain(value) for name, value in vars(args).items() if not name.startswith("_")}
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(yaml.safe_dump(plain, sort_keys=True, default_flow_style=None, width=120), encoding="utf-8")
-    partial.replace(path)
+    text = yaml.safe_dump(plain, sort_keys=True, default_flow_style=None, width=120)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; make room or choose another directory") from error
 
 
 def read_resolved(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -158,3 +158,9 @@ def test_write_resolved_is_plain_sorted_yaml(tmp_path):
     assert list(loaded) == ["a", "b", "f", "kind", "text"]
     assert loaded["b"] == [1, 2] and loaded["a"] == {"x": None} and loaded["text"] == "yes"
     assert [p.name for p in path.parent.iterdir()] == ["resolved.yaml"]
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "resolved.yaml").mkdir()
+    with pytest.raises(UserError, match=r"cannot write .*/resolved\.yaml: Is a directory; make room"):
+        write_resolved(argparse.Namespace(a=1), tmp_path / "resolved.yaml")

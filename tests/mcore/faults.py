@@ -1,6 +1,6 @@
 """Faults to train with: a rank that dies, stalls, fails or calculates nonsense, in a known place of a known iteration.
 
-That is the third: from the second on Megatron judges losses, and what needs no longer than it did is known.
+That is the third: from the second on Megatron judges losses and the short time limit holds.
 """
 
 from __future__ import annotations
