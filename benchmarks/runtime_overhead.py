@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from sleeping import SHAPES, SleepingModel, sleeping_layers
 
-from megatron_vp.runtime.groups import PipelineGroups
+from megatron_vp.runtime.groups import Edge, PipelineGroups
 from megatron_vp.runtime.links import Links
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.streams import ThreadStream
@@ -39,6 +39,7 @@ from megatron_vp.schedule import (
     CollectiveKind,
     Message,
     PassCosts,
+    Post,
     Schedule,
     StageCosts,
     VocabMethod,
@@ -119,15 +120,25 @@ def known_costs(schedule: Schedule, costs: PassCosts, message: float, collective
     return StageCosts(*chunk, *vocabulary, messages=dict.fromkeys(pairs, message), collectives=collectives)
 
 
+def made_schedule(name: str, options: argparse.Namespace, communication: float) -> tuple[Schedule, PassCosts]:
+    """A schedule for passes of the lengths asked for, and their costs in seconds."""
+    chunks = 2 if name == "v-half" else 1
+    unit = options.pass_ms / 1000 * chunks
+    costs = PassCosts(**{kind: value * unit for kind, value in UNITS.items()}, comm=communication)
+    method = VocabMethod(METHODS[name])
+    return unfold(generate(name, options.ranks, options.microbatches, vocab=method, costs=costs)), costs
+
+
+def used_edges(schedule: Schedule) -> set[Edge]:
+    """The links that a schedule needs; each is a communicator, whose thread gloo wakes a hundred times a second."""
+    posted = (step.operation for program in lower(schedule) for step in program.instructions if isinstance(step, Post))
+    return {(each.source, each.target, each.channel) for each in posted if isinstance(each, Message)}
+
+
 def run_schedule(name: str, options: argparse.Namespace, pipeline: Pipeline, message: float, collectives: dict) -> dict:
     """A row of results; `cpu_ms` is processor time, of a rank and microbatch, all threads."""
     ranks, rank = len(pipeline.groups.members), pipeline.groups.rank
-    method = VocabMethod(METHODS[name])
-    chunks = 2 if name == "v-half" else 1
-    unit = options.pass_ms / 1000 * chunks
-    mean = statistics.fmean([message, *collectives.values()])
-    costs = PassCosts(**{kind: value * unit for kind, value in UNITS.items()}, comm=mean)
-    schedule = unfold(generate(name, ranks, options.microbatches, vocab=method, costs=costs))
+    schedule, costs = made_schedule(name, options, statistics.fmean([message, *collectives.values()]))
     known = known_costs(schedule, costs, message, collectives)
     program = lower(schedule, known)[rank]
     model, layers = SleepingModel(schedule, costs), sleeping_layers(ranks, rank)
@@ -158,7 +169,7 @@ def run_schedule(name: str, options: argparse.Namespace, pipeline: Pipeline, mes
     }
 
 
-def _rank(rank: int, options: argparse.Namespace, port: int) -> None:
+def _rank(rank: int, name: str, options: argparse.Namespace, port: int) -> None:
     # With a core for every rank no thread that moves messages would take one from a pass that begins. Threads inherit
     # the policy that their process has when they start: gloo's and the second stream's do not push others aside, this
     # one does. Garbage is collected at no time of its own choice, as with Megatron's `--manual-gc`.
@@ -166,28 +177,26 @@ def _rank(rank: int, options: argparse.Namespace, port: int) -> None:
     torch.set_num_threads(1)
     ranks = options.ranks
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    edges = {(a, b, channel) for a in range(ranks) for b in (a - 1, a + 1) if 0 <= b < ranks for channel in Channel}
-    groups = PipelineGroups.create([range(ranks)], edges)
+    groups = PipelineGroups.create([range(ranks)], used_edges(made_schedule(name, options, 0.0)[0]))
     message, collectives = measured_latencies(groups)
     pipeline = Pipeline(groups)
     gc.disable()
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    for name in options.schedule:
-        row = run_schedule(name, options, pipeline, message, collectives)
-        if rank == 0:
-            row["message_ms"] = round(1e3 * message, 3)
-            row["collective_ms"] = {kind.value: round(1e3 * each, 3) for kind, each in collectives.items()}
-            print(json.dumps(row), flush=True)
-            if options.output:
-                settings = {name: getattr(options, name) for name in ("ranks", "microbatches", "pass_ms")}
-                machine = {"torch": torch.__version__, "machine": platform.machine(), "cores": os.cpu_count()}
-                with Path(options.output).open("a") as file:
-                    file.write(json.dumps(row | settings | machine) + "\n")
+    row = run_schedule(name, options, pipeline, message, collectives)
+    if rank == 0:
+        row["message_ms"] = round(1e3 * message, 3)
+        row["collective_ms"] = {kind.value: round(1e3 * each, 3) for kind, each in collectives.items()}
+        print(json.dumps(row), flush=True)
+        if options.output:
+            settings = {name: getattr(options, name) for name in ("ranks", "microbatches", "pass_ms")}
+            machine = {"torch": torch.__version__, "machine": platform.machine(), "cores": os.cpu_count()}
+            with Path(options.output).open("a") as file:
+                file.write(json.dumps(row | settings | machine) + "\n")
     dist.destroy_process_group()
 
 
 def main() -> None:
-    """Run every schedule on its ranks."""
+    """Run every schedule on ranks of its own."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=32)
@@ -196,10 +205,11 @@ def main() -> None:
     parser.add_argument("--schedule", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--output", help="append a line of JSON a schedule to this file")
     options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    multiprocessing.spawn(_rank, (options, port), nprocs=options.ranks)
+    for name in options.schedule:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        multiprocessing.spawn(_rank, (name, options, port), nprocs=options.ranks)
 
 
 if __name__ == "__main__":
