@@ -98,6 +98,27 @@ def tiny_model(**changes: object) -> list[str]:
     return words
 
 
+def comparable_model(**changes: object) -> list[str]:
+    """Arguments of a tiny GPT whose own rounding in fp32 stays at half of a bound of 1e-6; otherwise as `tiny_model`.
+
+    Many tokens and few words: sums over 128 positions, dot products over 40 logits. Adam turns the rounding of small
+    gradients into whole updates, and two plain runs that differ in the pipeline size alone drift apart, so the learning
+    rate is small; it still moves every gradient by far more than the bound. 39 tokens and the end of document make 40
+    rows, uneven on three ranks. Evaluation runs between the steps.
+    """
+    arguments = {
+        "hidden_size": 64,
+        "seq_length": 128,
+        "max_position_embeddings": 128,
+        "vocab_size": 39,
+        "make_vocab_size_divisible_by": 4,
+        "lr": 1e-5,
+        "eval_iters": 1,
+        "eval_interval": 2,
+    }
+    return tiny_model(**arguments | changes)
+
+
 def train(
     world_size: int,
     arguments: Sequence[str],

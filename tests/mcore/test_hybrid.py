@@ -11,7 +11,7 @@ import pytest
 
 from megatron_vp.mcore.pass_costs import pass_costs
 from megatron_vp.schedule.passes import VocabMethod
-from tests.harness.training import tiny_model, train
+from tests.harness.training import comparable_model, train
 from tests.mcore.cases import FP32, TIED
 from tests.mcore.comparison import assert_equal
 
@@ -36,22 +36,13 @@ CASES = [
 
 
 def _arguments(pattern: str, **changes: object) -> list[str]:
-    # As in the parity tests: many tokens and few words keep plain Megatron's own rounding at half of the bound.
     arguments = {
         "num_layers": None,
         "hybrid_layer_pattern": pattern,
         "spec": ["megatron_vp.mcore.hybrid_stack", "local_stack_spec"],
         "position_embedding_type": "rope",
-        "hidden_size": 64,
-        "seq_length": 128,
-        "max_position_embeddings": 128,
-        "vocab_size": 39,
-        "make_vocab_size_divisible_by": 4,
-        "lr": 1e-5,
-        "eval_iters": 1,
-        "eval_interval": 2,
     }
-    return tiny_model(**arguments | changes)
+    return comparable_model(**arguments | changes)
 
 
 @pytest.mark.parametrize(("size", "schedule", "algorithm", "pattern", "options"), CASES)

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from tests.harness import Run, run_ranks, train
-from tests.harness.training import tiny_model, train_case
+from tests.harness.training import comparable_model, train_case
 from tests.mcore.cases import FP32, TIED
 from tests.mcore.comparison import assert_equal
 
@@ -48,21 +48,8 @@ def eager_loss(rank: int, world_size: int, arguments: list[str], label_smoothing
 
 @pytest.mark.parametrize(("size", "schedule", "algorithm", "smoothing", "z_loss", "options"), CASES)
 def test_losses_and_gradients(size, schedule, algorithm, smoothing, z_loss, options):
-    # As in the parity tests: many tokens and few words keep plain Megatron's own rounding at half of the bound.
-    common = {
-        "num_layers": 2 * size,
-        "hidden_size": 64,
-        "seq_length": 128,
-        "max_position_embeddings": 128,
-        "vocab_size": 39,
-        "make_vocab_size_divisible_by": 4,
-        "lr": 1e-5,
-        "global_batch_size": 10,
-        "eval_iters": 1,
-        "eval_interval": 2,
-        **options,
-    }
-    (plain,) = run_ranks(1, eager_loss, tiny_model(**common), smoothing, z_loss)
+    common = {"num_layers": 2 * size, "global_batch_size": 10, **options}
+    (plain,) = run_ranks(1, eager_loss, comparable_model(**common), smoothing, z_loss)
     split = {
         "pipeline_model_parallel_size": size,
         "vocab_parallel": True,
@@ -72,4 +59,4 @@ def test_losses_and_gradients(size, schedule, algorithm, smoothing, z_loss, opti
         "vocab_label_smoothing": smoothing,
         "vocab_z_loss": z_loss,
     }
-    assert_equal(train(size, tiny_model(**common, **split), masked=True), plain, FP32)
+    assert_equal(train(size, comparable_model(**common, **split), masked=True), plain, FP32)

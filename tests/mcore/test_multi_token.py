@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from tests.harness import run_ranks
-from tests.harness.training import _merge, tiny_model, train, train_case
+from tests.harness.training import _merge, comparable_model, train, train_case
 from tests.mcore.cases import FP32, MUP, TIED
 from tests.mcore.comparison import assert_equal
 
@@ -48,19 +48,7 @@ def watched(rank: int, world_size: int, arguments: list[str]) -> tuple:
 
 
 def _arguments(**changes: object) -> list[str]:
-    # As in the parity tests: many tokens and few words keep plain Megatron's own rounding at half of the bound.
-    arguments = {
-        "hidden_size": 64,
-        "seq_length": 128,
-        "max_position_embeddings": 128,
-        "vocab_size": 39,
-        "make_vocab_size_divisible_by": 4,
-        "position_embedding_type": "rope",
-        "lr": 1e-5,
-        "eval_iters": 1,
-        "eval_interval": 2,
-    }
-    return tiny_model(**arguments | changes)
+    return comparable_model(**{"position_embedding_type": "rope"} | changes)
 
 
 @pytest.mark.parametrize(("size", "schedule", "algorithm", "heads", "options", "ours"), CASES)

@@ -10,7 +10,6 @@ import pytest
 from megatron_vp.cli.app import main
 from megatron_vp.mcore import patches, preflight
 
-FOLDERS = {"save": "save", "load": "save", "tensorboard-dir": "tensorboard"}
 LLAMA = ("configs/llama3_8b.yaml", "--config", "configs/data/mock.yaml")
 
 
