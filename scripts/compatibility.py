@@ -15,8 +15,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megatron_vp.mcore.ignored import IGNORED  # noqa: E402
 from megatron_vp.mcore.refusals import OUR_SCHEDULE, REFUSALS  # noqa: E402
-from tests.mcore.cases import CASES, NOT_YET, PROOFS, Case  # noqa: E402
+from tests.mcore.cases import CASES, Case  # noqa: E402
+from tests.mcore.proofs import NOT_YET, PROOFS  # noqa: E402
 
 PAGE = ROOT / "docs" / "compatibility.md"
 
@@ -29,7 +31,8 @@ def flags(case: Case) -> str:
         if name == "untie_embeddings_and_output_weights":
             words.append("tied")
         elif value is not None and value is not False:
-            words.append(f"`{option}`" if value is True else f"`{option} {value}`".replace("|", "\\|"))
+            given = "" if value is True else f" {' '.join(value) if isinstance(value, list) else value}"
+            words.append(f"`{option}{given}`".replace("|", "\\|"))
     return ", ".join(words)
 
 
@@ -51,6 +54,11 @@ def refused() -> str:
     return "\n".join("- " + re.sub(r"--[\w-]+", r"`\g<0>`", message) for message in messages)
 
 
+def ignored() -> str:
+    """Every option that a run takes and that has no effect."""
+    return "\n".join(f"- `{each.option}`: {each.why}" for each in IGNORED)
+
+
 def not_yet() -> str:
     """What was neither tested nor refused."""
     return "\n".join(f"- {what}" for what in NOT_YET)
@@ -58,7 +66,7 @@ def not_yet() -> str:
 
 def page(present: str) -> str:
     """The page with its generated parts, between `<!-- begin NAME -->` and `<!-- end NAME -->`, made anew."""
-    for part in (tested, refused, not_yet):
+    for part in (tested, refused, ignored, not_yet):
         begin, end = f"<!-- begin {part.__name__} -->\n", f"\n<!-- end {part.__name__} -->"
         before, rest = present.split(begin)
         present = before + begin + part() + end + rest.split(end)[1]

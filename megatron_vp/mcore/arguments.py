@@ -24,6 +24,7 @@ from megatron_vp.mcore.checkpoint_files import check_writable
 from megatron_vp.mcore.choices import ALGORITHMS, SCHEDULES, SPLIT_SCHEDULES, V_SHAPED_SCHEDULES, replaces_schedule
 from megatron_vp.mcore.config_file import arguments_from_config, write_resolved
 from megatron_vp.mcore.dataset import check_inputs
+from megatron_vp.mcore.ignored import warn_of_ignored
 from megatron_vp.mcore.platform import platform_arguments, wants_cpu
 from megatron_vp.mcore.refusals import refuse
 
@@ -152,6 +153,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
             if folder is not None and "://" not in folder:
                 check_writable(option, folder)
         check_trace(args)
+        warn_of_ignored(args)
         if args.core_attention == "sdpa":
             patches.apply(patches.group("flash attention"))
         if args.fake_process_group:

@@ -178,6 +178,14 @@ REFUSALS = (
         "target's logit alone; leave one of them out",
     ),
     Refusal(
+        lambda a: (
+            a.distributed_backend == "gloo" and a.num_distributed_optimizer_instances > 1 and a.overlap_grad_reduce
+        ),
+        "--num-distributed-optimizer-instances {num_distributed_optimizer_instances} with --overlap-grad-reduce and "
+        "--distributed-backend gloo is not supported: Megatron orders the two reductions by a CUDA stream, and without "
+        "one gradients are wrong; leave --overlap-grad-reduce out",
+    ),
+    Refusal(
         lambda a: a.pipeline_schedule in V_SHAPED_SCHEDULES and a.reset_attention_mask,
         "--pipeline-schedule {pipeline_schedule} with --reset-attention-mask is not supported: Megatron hands masks to "
         "the first and to the last rank, and a V's last stage is on the first; use 1f1b, interleaved, zb-h1 or "

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mcore.cases import CASES, PROOFS
+from tests.mcore.cases import CASES
+from tests.mcore.proofs import PROOFS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,0 +1,141 @@
+"""What is tested beside the table of cases, and what is neither tested nor refused: rows of docs/compatibility.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A row of the page whose cases live in another test: what it says, and `file::function` under tests/."""
+
+    name: str
+    test: str
+
+
+_PARITY = "mcore/test_parity.py::test_parity"
+PROOFS = (
+    Proof(
+        "every schedule with vocab-1 and vocab-2, and without `--vocab-parallel`; p = 2, 3, 4, 8; any number of "
+        "microbatches",
+        _PARITY,
+    ),
+    Proof("tied and untied; learned and rotary positions; loss masks", _PARITY),
+    Proof("a vocabulary that p does not divide; empty stages", _PARITY),
+    Proof("gradient clipping, Adam; evaluation between training steps", _PARITY),
+    Proof(
+        "bf16 and fp16: as close to fp32 as plain Megatron is",
+        "mcore/test_parity.py::test_half_precision_is_as_close_to_fp32_as_plain_megatron",
+    ),
+    Proof(
+        "checkpoints (`torch_dist`) between plain and vocabulary-parallel runs and other p, optimizer state included "
+        "(with the distributed optimizer: `--dist-ckpt-optim-fully-reshardable`)",
+        "mcore/test_checkpoints.py::test_training_continues_as_if_nothing_had_happened",
+    ),
+    Proof(
+        "a run resumed at its own layout, bit for bit, also with the distributed optimizer's default form",
+        "mcore/test_checkpoints.py::test_resuming_at_the_same_layout_gives_the_same_bits",
+    ),
+    Proof(
+        "two runs give the same bits, losses, gradients and weights, also under `--deterministic-mode`",
+        "mcore/test_determinism.py::test_two_runs_give_the_same_bits",
+    ),
+    Proof(
+        "a rank that is killed in a pass: the others end and name pass, microbatch and rank that they waited for",
+        "mcore/test_faults.py::test_when_a_rank_is_killed_the_others_say_where_they_waited",
+    ),
+    Proof(
+        "ranks started again by `torchrun --max-restarts` go on with the same losses, bit for bit",
+        "mcore/test_faults.py::test_ranks_that_a_launcher_starts_again_go_on_with_the_same_losses",
+    ),
+    Proof(
+        "a rank that stands still is named by the others",
+        "mcore/test_faults.py::test_a_stopped_rank_is_named_by_the_others",
+    ),
+    Proof("data that does not come", "mcore/test_faults.py::test_a_rank_whose_data_hangs_says_so"),
+    Proof("an exception in a pass", "mcore/test_faults.py::test_a_defect_keeps_its_traceback_and_ends_all_ranks"),
+    Proof("SIGTERM", "mcore/test_faults.py::test_a_rank_that_is_told_to_end_says_where_it_was"),
+    Proof(
+        "SIGTERM under `--exit-signal-handler`: saved after the iteration, status 0, the same losses after it",
+        "mcore/test_faults.py::test_sigterm_saves_after_the_iteration_and_the_run_goes_on_from_there",
+    ),
+    Proof(
+        "a rank that dies in a save, synchronous or asynchronous (`--async-strategy mcore`): the run goes on from the "
+        "checkpoint before, bit for bit",
+        "mcore/test_save_faults.py::test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before_and_the_run_goes_on_from_it",
+    ),
+    Proof(
+        "a full disk in a save: status 1 and one line on every rank, the checkpoint before untouched and the last one",
+        "mcore/test_save_faults.py::test_a_disk_that_is_full_leaves_the_checkpoint_before",
+    ),
+    Proof(
+        "a rank that dies while it writes which checkpoint is the last",
+        "mcore/test_save_faults.py::test_a_rank_that_dies_while_it_names_the_last_checkpoint_leaves_the_name_before",
+    ),
+    Proof(
+        "a checkpoint that is missing, damaged or does not fit; a directory that takes no files",
+        "mcore/test_checkpoints.py::test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts",
+    ),
+    Proof(
+        "NaN or infinity in a loss, named with rank and microbatch, and the pass that made it",
+        "mcore/test_bad_numbers.py::test_a_loss_that_is_no_number_is_named_with_rank_and_microbatch_and_so_is_where_it_was_born",
+    ),
+    Proof(
+        "after such a loss the run ends as plain Megatron does",
+        "mcore/test_bad_numbers.py::test_a_loss_that_is_no_number_ends_a_run_where_it_ends_plain_megatron",
+    ),
+    Proof(
+        "overflows under dynamic loss scaling: the steps are skipped that plain Megatron skips",
+        "mcore/test_bad_numbers.py::test_an_overflow_under_dynamic_loss_scaling_skips_the_step_that_plain_megatron_skips",
+    ),
+    Proof(
+        "token ids and labels outside the vocabulary",
+        "mcore/test_bad_numbers.py::test_an_id_outside_the_vocabulary_is_named",
+    ),
+    Proof(
+        "files of data that are cut short; a vocabulary smaller than the tokenizer's",
+        "mcore/test_inputs.py::test_what_does_not_fit_is_refused_on_every_rank",
+    ),
+    Proof(
+        "data made with a larger vocabulary",
+        "mcore/test_inputs.py::test_data_made_with_a_larger_vocabulary_is_named_by_its_first_id_outside",
+    ),
+    Proof(
+        "data shorter than the run: several epochs, as in plain Megatron",
+        "mcore/test_inputs.py::test_data_shorter_than_the_run_starts_over_as_in_plain_megatron",
+    ),
+    Proof(
+        "a script with its own `model_provider`",
+        "mcore/test_launch.py::test_somebodys_own_script_trains_unchanged_with_and_without_vocabulary_parallelism",
+    ),
+    Proof(
+        "a HybridModel of attention and MLP layers (`megatron_vp.mcore.hybrid_stack`), cut by the "
+        "bars of its pattern, two segments a rank in interleaved and V-shaped schedules",
+        "mcore/test_hybrid.py::test_every_step_equals_plain_megatron",
+    ),
+    Proof(
+        "a hybrid model's checkpoint in plain Megatron and back",
+        "mcore/test_hybrid.py::test_a_checkpoint_continues_in_plain_megatron_and_back",
+    ),
+    Proof(
+        "multi-token prediction (`--mtp-num-layers`), tied and untied; V shapes, too",
+        "mcore/test_multi_token.py::test_every_step_equals_plain_megatron",
+    ),
+    Proof(
+        "checkpoints of models with multi-token prediction in plain Megatron and back",
+        "mcore/test_multi_token.py::test_a_checkpoint_continues_in_plain_megatron_and_back",
+    ),
+    Proof(
+        "label smoothing and z-loss, against an eager loss inside plain Megatron, which has neither",
+        "mcore/test_losses.py::test_losses_and_gradients",
+    ),
+    Proof("`--pipeline-trace`, `--rank-report`", "mcore/test_trace.py::test_the_command_reads_what_training_recorded"),
+)
+
+NOT_YET = (
+    "CUDA, NCCL, several nodes",
+    "Transformer Engine's layers, among them the Mamba, gated delta net and latent attention layers of hybrid models",
+    "Transformer Engine's attention under `--context-parallel-size`",
+    "grouped GEMMs of experts (`--moe-grouped-gemm`), the all-to-all and flex token dispatchers",
+)
+"""Neither tested nor refused."""
