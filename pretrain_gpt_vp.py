@@ -39,12 +39,22 @@ from megatron.training.argument_utils import (
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
+from megatron_vp.errors import UserError
 from megatron_vp.mcore.arguments import refused_by_megatron
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
+SPIKE = 10.0
+"""Under --check-for-spiky-loss: how many times the largest loss so far a loss is expected to stay below."""
 
-def get_batch(data_iterator: Any, vp_stage: int | None) -> tuple[torch.Tensor | None, ...]:
+# Options that Megatron leaves to the script, and this one does not serve.
+UNSERVED = (
+    *("sft", "fim_data", "dataloader_inter_document_masking", "hybrid_context_parallel", "per_dataset_sequences_path"),
+    *("logits_save_dir", "logits_load_dir", "perform_rl_step", "log_straggler"),
+)
+
+
+def get_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int) -> tuple[torch.Tensor | None, ...]:
     """The next microbatch in the order of BATCH_KEYS: int64 [b, s] (loss mask fp32, attention mask bool [b, 1, s, s]).
 
     Middle pipeline stages get None for everything and leave the iterator alone; the first stage has no labels, the last
@@ -67,7 +77,7 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> tuple[torch.Tensor | 
         broadcast_group=mpu.get_tensor_model_parallel_group(),
         cp_size=args.context_parallel_size,
         tp_rank=tp_rank,
-        micro_batch_size=args.micro_batch_size,
+        micro_batch_size=micro_batch_size,
         seq_length=args.seq_length,
         mtp_on_this_rank=predicts_further_tokens(vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -93,24 +103,26 @@ def loss_func(loss_mask: torch.Tensor, token_loss: torch.Tensor) -> tuple[torch.
     mask = loss_mask.view(-1).float()
     loss = torch.sum(token_loss.view(-1).float() * mask)
     tokens = mask.sum().detach().to(torch.int)
-    if get_args().check_for_nan_in_loss_and_grad:
-        for is_bad, name in ((torch.isnan, "NaN"), (torch.isinf, "infinity")):
-            get_rerun_state_machine().validate_result(
-                result=loss,
-                rejection_func=is_bad,
-                message=f"{name} in the loss of a microbatch",
-                tolerance=0.0,
-                fatal=True,
-            )
+    args, rerun = get_args(), get_rerun_state_machine()
+    checks: list[tuple[Any, str, bool]] = []
+    if args.check_for_nan_in_loss_and_grad:
+        checks += [(torch.isnan, "NaN in the loss of a microbatch", True)]
+        checks += [(torch.isinf, "infinity in the loss of a microbatch", True)]
+    if args.check_for_spiky_loss:
+        spiked = partial(rerun.is_unexpectedly_large, threshold=SPIKE, context="loss")
+        checks += [(spiked, "a spike in the loss of a microbatch", False)]
+    for is_bad, message, fatal in checks:
+        rerun.validate_result(result=loss, rejection_func=is_bad, message=message, tolerance=0.0, fatal=fatal)
     # A clone, because the schedule divides the loss in place.
     return loss, tokens, {"lm loss": torch.cat([loss.detach().clone().view(1), tokens.view(1)])}
 
 
 def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, partial]:
     """Run one microbatch; returns the model's output and the loss function that the last stage applies to it."""
-    timers = get_timers()
+    args, timers = get_args(), get_timers()
     timers("batch-generator", log_level=2).start()
-    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    size = args.micro_batch_size if model.training else args.eval_micro_batch_size
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"), size)
     tokens, labels, loss_mask, attention_mask, position_ids = batch
     timers("batch-generator").stop()
     output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
@@ -135,6 +147,10 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> list[A
         full_validation=args.full_validation,
         multiple_validation_sets=args.multiple_validation_sets,
         num_dataset_builder_threads=args.num_dataset_builder_threads,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         path_to_cache=args.data_cache_path,
         mmap_bin_files=args.mmap_bin_files,
         tokenizer=get_tokenizer(),
@@ -164,6 +180,11 @@ def main() -> None:
     """Parse, check and train. Raises UserError for arguments and inputs that cannot work, before any process group."""
     set_startup_timestamps(program_start=STARTED, main_entry=time.time())
     args = parse_and_validate_args()
+    for name in filter(partial(getattr, args), UNSERVED):
+        raise UserError(
+            f"--{name.replace('_', '-')} is the script's to serve, and this one does not: run one that does, NVIDIA's "
+            f"pretrain_gpt.py for instance, with `megatron-vp run pretrain_gpt.py ...`"
+        )
     with refused_by_megatron():
         model_config = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
         config = pretrain_cfg_container_from_args(args, model_config(args))
