@@ -145,18 +145,18 @@ class MegatronModel:
         """The user's loss function, averaged and scaled as Megatron's schedules do it; returns g, fp32 [b, s]."""
         self._start_timer("forward-compute")
         token_loss_bs.requires_grad_(self._gradients)
-        part = self._chunks[-1]
+        part, labels_bs = self._chunks[-1], self.labels(microbatch)
         captured = part.captures.pop(microbatch)
         next_loss_bs = token_loss_bs
         if self._shapes.heads > 1:
-            given = captured.argument("labels"), captured.argument("loss_mask")
+            given = labels_bs, captured.argument("loss_mask")
             next_loss_bs = with_further_heads(token_loss_bs, likeliest_bs, *given, self._config)
         loss, token_count = self._calculate_loss(part, next_loss_bs, captured.loss_func, is_last_stage=True)
         self.tokens_seen += token_count
         if self._gradients:
             scaled = loss if self._config.grad_scale_func is None else self._config.grad_scale_func(loss)
             scaled.backward()
-        self._loss_check.add(microbatch, loss, captured.argument("labels"), token_loss_bs.grad)
+        self._loss_check.add(microbatch, loss, labels_bs, token_loss_bs.grad)
         return token_loss_bs.grad
 
     def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
@@ -194,7 +194,7 @@ class MegatronModel:
         if value is None or tuple(value.shape) != expected:
             found = "nothing" if value is None else f"a tensor {list(value.shape)}"
             raise UserError(
-                f"vocabulary parallelism needs {name} of shape [micro batch, sequence] = {list(expected)} from "
+                f"--pipeline-schedule needs {name} of shape [micro batch, sequence] = {list(expected)} from "
                 f"forward_step's call of the model, and got {found} for microbatch {microbatch}"
             )
         return value.contiguous()

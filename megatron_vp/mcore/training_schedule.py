@@ -63,11 +63,21 @@ def forward_backward(
             "adjusted tensor shapes (distillation) are not supported: leave --vocab-parallel and "
             "--pipeline-schedule out"
         )
+    if p2p_communicator is not None:
+        raise UserError(
+            "a p2p_communicator of the script's own is not supported: every edge of the pipeline has a communicator of "
+            "ours; leave --vocab-parallel and --pipeline-schedule out"
+        )
     args = get_args()
     chunks = model if isinstance(model, list) else [model]
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     cores = unwrap_model(chunks)
-    pipeline: Pipeline = getattr(cores[0], PIPELINE_ATTRIBUTE)
+    pipeline: Pipeline | None = getattr(cores[0], PIPELINE_ATTRIBUTE, None)
+    if pipeline is None:
+        raise UserError(
+            f"this script's {type(cores[0]).__name__} was made by a builder of its own, which --vocab-parallel and "
+            f"--pipeline-schedule know nothing of: use Megatron's builder or a model_provider, or leave both out"
+        )
     config = get_model_config(chunks[0])
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     sequence = seq_length // groups.cp.size()

@@ -14,6 +14,8 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 
 def add_arguments(parser):
     parser.add_argument("--stride", type=int, default=1)
+    parser.add_argument("--mean-loss", action="store_true", help="report the mean alone, in Megatron's older way")
+    parser.add_argument("--no-labels", action="store_true", help="ask the model for logits")
     return parser
 
 
@@ -60,6 +62,9 @@ def loss_func(loss_mask, output):
     losses = output.float() * loss_mask
     tokens = loss_mask.sum().to(torch.int)
     total = losses.sum()
+    if get_args().mean_loss:
+        mean = total / tokens
+        return mean, {"lm loss": mean.detach().clone()}
     return total, tokens, {"lm loss": torch.cat([total.detach().clone().view(1), tokens.view(1)])}
 
 
@@ -71,6 +76,7 @@ def forward_step(data_iterator, model):
     position_ids = torch.arange(tokens.shape[1]).expand_as(tokens)
     loss_mask = torch.ones(labels.shape)
     loss_mask[:, ::3] = 0
+    labels = None if get_args().no_labels else labels
     return model(tokens, position_ids, None, labels=labels), partial(loss_func, loss_mask)
 
 

@@ -16,7 +16,7 @@ from megatron_vp.cli import run as run_command
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import launch
 from megatron_vp.mcore.refusals import REFUSALS
-from tests.harness import run_ranks
+from tests.harness.ranks import RankError, run_ranks
 from tests.harness.training import tiny_model
 
 TWO_STAGES = {"pipeline_model_parallel_size": 2}
@@ -41,6 +41,10 @@ REFUSED = [
     ({**VP, "optimizer": "lion"}, "--optimizer lion"),
     ({**VP, "tensor_parallel_num_weight_shards": 2}, "--tensor-parallel-num-weight-shards"),
     ({**VP, "pipeline_schedule": "v-half", "reset_attention_mask": True}, "v-half with --reset-attention-mask"),
+    (
+        {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2, "overlap_grad_reduce": True},
+        "gloo",
+    ),
     ({**VP, "freeze_all_layers": True}, "--freeze-all-layers"),
     ({**VP, "log_straggler": True}, "--log-straggler"),
     ({**VP, "inprocess_restart": True}, "--inprocess-restart"),
@@ -153,6 +157,11 @@ def test_every_rank_says_it_once_and_exits_with_status_2():
         assert text.startswith(f"rank {rank}: error: --vocab-parallel with one pipeline stage")
 
 
+def test_an_option_that_this_script_does_not_serve_is_refused():
+    ((code, text),) = run_ranks(1, start, tiny_model(fim_data=True), {})
+    assert code == 2 and text.startswith("rank 0: error: --fim-data is the script's to serve") and text.count("\n") == 1
+
+
 def test_a_start_without_a_launcher_says_how_to_launch():
     ((code, text),) = run_ranks(1, start, tiny_model(), {"RANK": ""})
     assert (
@@ -208,15 +217,24 @@ def run_own_script(_rank, _world_size, arguments):
     return output.getvalue()
 
 
-def test_somebodys_own_script_trains_unchanged_with_and_without_vocabulary_parallelism(tmp_path):
+@pytest.mark.parametrize("loss", [{}, pytest.param({"mean_loss": True}, marks=pytest.mark.slow)], ids=str)
+def test_somebodys_own_script_trains_unchanged_with_and_without_vocabulary_parallelism(tmp_path, loss):
     (tmp_path / "own.yaml").write_text("data: {stride: 3}")  # an option of the script's own
     case = {"pipeline_model_parallel_size": 3, "num_layers": 3, "train_iters": 8, "lr": 1e-2, "mock_data": None}
-    words = tiny_model(**case, cpu=True, config=tmp_path / "own.yaml")
+    words = tiny_model(**case, **loss, cpu=True, config=tmp_path / "own.yaml")
     outputs = run_ranks(3, run_own_script, words), run_ranks(3, run_own_script, [*words, "--vocab-parallel"])
     plain, split = ([float(loss) for loss in re.findall(r"lm loss: (\S+)", ranks[-1])] for ranks in outputs)
     assert all("building the user's model" in ranks[0] for ranks in outputs)
     assert len(plain) == 8 and plain[-1] < plain[0] - 0.5
     assert split == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [{"vocab_parallel": True}, {"pipeline_schedule": "zb-h1"}], ids=str)
+def test_a_script_that_asks_for_logits_is_told_to_give_labels(schedule):
+    words = tiny_model(**TWO_STAGES, **schedule, mock_data=None, no_labels=True)
+    with pytest.raises(RankError, match="needs labels of shape"):
+        run_ranks(2, run_own_script, words)
 
 
 def test_the_run_command_passes_everything_after_the_script_on(monkeypatch):
