@@ -240,6 +240,11 @@ REFUSALS = (
         "have an attention of their own; leave one of them out",
     ),
     Refusal(
+        lambda a: a.core_attention == "sdpa" and (a.softmax_type != "vanilla" or a.window_size is not None),
+        "--core-attention sdpa with --softmax-type or --window-size is not supported: PyTorch's attention has the plain "
+        "softmax over all earlier positions; use --core-attention megatron",
+    ),
+    Refusal(
         lambda a: a.core_attention == "sdpa" and a.reset_attention_mask,
         "--core-attention sdpa with --reset-attention-mask is not supported: the fused kernel knows no document "
         "boundaries; use --core-attention megatron",

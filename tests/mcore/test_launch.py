@@ -45,6 +45,7 @@ REFUSED = [
         {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2, "overlap_grad_reduce": True},
         "gloo",
     ),
+    ({"core_attention": "sdpa", "window_size": "(8,0)"}, "--softmax-type or --window-size"),
     ({**VP, "freeze_all_layers": True}, "--freeze-all-layers"),
     ({**VP, "log_straggler": True}, "--log-straggler"),
     ({**VP, "inprocess_restart": True}, "--inprocess-restart"),
@@ -158,8 +159,8 @@ def test_every_rank_says_it_once_and_exits_with_status_2():
 
 
 def test_an_option_that_this_script_does_not_serve_is_refused():
-    ((code, text),) = run_ranks(1, start, tiny_model(fim_data=True), {})
-    assert code == 2 and text.startswith("rank 0: error: --fim-data is the script's to serve") and text.count("\n") == 1
+    ((code, text),) = run_ranks(1, start, tiny_model(log_straggler=True), {})
+    assert code == 2 and text.startswith("rank 0: error: --log-straggler is the script's to serve") and text.count("\n") == 1
 
 
 def test_a_start_without_a_launcher_says_how_to_launch():
