@@ -79,8 +79,8 @@ _PARTS: tuple[tuple[str, Callable[[], str | None], str], ...] = (
     (
         "Transformer Engine",
         _package("transformer-engine", "transformer_engine"),
-        "local layers (--transformer-impl local): no fp8, no context parallelism, no fused layer norm; their attention "
-        "writes all scores to memory unless --core-attention sdpa is given",
+        "local layers (--transformer-impl local): no fp8, no fused layer norm; their attention writes all scores to "
+        "memory and takes whole sequences, without context parallelism, unless --core-attention sdpa is given",
     ),
     (
         "Apex",

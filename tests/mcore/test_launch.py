@@ -160,7 +160,11 @@ def test_every_rank_says_it_once_and_exits_with_status_2():
 
 def test_an_option_that_this_script_does_not_serve_is_refused():
     ((code, text),) = run_ranks(1, start, tiny_model(log_straggler=True), {})
-    assert code == 2 and text.startswith("rank 0: error: --log-straggler is the script's to serve") and text.count("\n") == 1
+    assert (
+        code == 2
+        and text.startswith("rank 0: error: --log-straggler is the script's to serve")
+        and text.count("\n") == 1
+    )
 
 
 def test_a_start_without_a_launcher_says_how_to_launch():
