@@ -35,17 +35,16 @@ def _delays_weights(a: argparse.Namespace) -> bool:
     return a.pipeline_schedule in SPLIT_SCHEDULES and a.transformer_impl == "transformer_engine"
 
 
+def _shifts_layers(a: argparse.Namespace) -> bool:
+    """The first or the last stage gets fewer layers than the others."""
+    ends = (a.decoder_first_pipeline_num_layers, a.decoder_last_pipeline_num_layers)
+    accounted = a.account_for_embedding_in_pipeline_split or a.account_for_loss_in_pipeline_split
+    return accounted or any(count is not None for count in ends)
+
+
 def _evenly_cut(a: argparse.Namespace) -> bool:
     """Megatron gives every chunk the same number of layers."""
-    placed = (
-        a.pipeline_model_parallel_layout,
-        a.hybrid_layer_pattern,
-        a.decoder_first_pipeline_num_layers,
-        a.decoder_last_pipeline_num_layers,
-        a.account_for_embedding_in_pipeline_split or None,
-        a.account_for_loss_in_pipeline_split or None,
-    )
-    return all(value is None for value in placed)
+    return a.pipeline_model_parallel_layout is None and a.hybrid_layer_pattern is None and not _shifts_layers(a)
 
 
 OUR_SCHEDULE = "--vocab-parallel or --pipeline-schedule {pipeline_schedule}"
@@ -145,6 +144,13 @@ REFUSALS = (
         "their product, or say with --pipeline-model-parallel-layout which stage holds what",
     ),
     Refusal(
+        lambda a: a.pipeline_schedule in V_SHAPED_SCHEDULES and _shifts_layers(a),
+        "--pipeline-schedule {pipeline_schedule} with fewer layers in the first or last stage "
+        "(--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers, "
+        "--account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split) is not supported: in a V "
+        "both are on the first rank; use --pipeline-model-parallel-layout with two segments a rank",
+    ),
+    Refusal(
         lambda a: a.pipeline_schedule in V_SHAPED_SCHEDULES and a.virtual_pipeline_model_parallel_size != 2,
         "--pipeline-schedule {pipeline_schedule} has two chunks a rank: leave --pipeline-model-parallel-layout out, or "
         "give it (of a hybrid model, --hybrid-layer-pattern) two segments a rank",
@@ -241,8 +247,8 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: a.core_attention == "sdpa" and (a.softmax_type != "vanilla" or a.window_size is not None),
-        "--core-attention sdpa with --softmax-type or --window-size is not supported: PyTorch's attention has the plain "
-        "softmax over all earlier positions; use --core-attention megatron",
+        "--core-attention sdpa with --softmax-type or --window-size is not supported: PyTorch's attention has the "
+        "plain softmax over all earlier positions; use --core-attention megatron",
     ),
     Refusal(
         lambda a: a.core_attention == "sdpa" and a.reset_attention_mask,

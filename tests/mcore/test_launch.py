@@ -75,6 +75,10 @@ REFUSED = [
         {**TWO_STAGES, "pipeline_schedule": "v-half", "pipeline_model_parallel_layout": "Ett|ttL"},
         "--pipeline-schedule v-half has two chunks a rank",
     ),
+    (
+        {**TWO_STAGES, "pipeline_schedule": "v-half", "decoder_last_pipeline_num_layers": 1},
+        "v-half with fewer layers in the first or last stage",
+    ),
     ({**TWO_STAGES, "pipeline_schedule": "zigzag"}, "invalid choice: 'zigzag'"),
     ({**VP, "vocab_parallel_algorithm": "vocab-3"}, "invalid choice: 'vocab-3'"),
     ({**TWO_STAGES, "vocab_z_loss": 1e-4}, "need --vocab-parallel: Megatron's own loss has neither"),
