@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from megatron_vp.cli.output import progress_bar
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
@@ -43,8 +45,7 @@ def data(
     Trains a tokenizer on the text (or takes an existing one), writes one document per file, line or JSON object, each
     closed by the end-of-text token, and prints the flags to train with.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from megatron_vp.data.texts import TextFiles
     from megatron_vp.mcore.dataset import prepare
@@ -53,7 +54,7 @@ def data(
         os.environ["RAYON_NUM_THREADS"] = str(workers)
     texts = TextFiles.find(inputs, json_key, split_lines)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bars:
+    with progress_bar(*columns, TimeElapsedColumn(), transient=False) as bars:
         tasks: dict[str, int] = {}
 
         def show(stage: str, done: int, total: int | None) -> None:

@@ -74,6 +74,8 @@ class JobConfig:
         if schedule == "1f1b" and chunks is not None and not split:
             schedule = "interleaved"  # what Megatron does with several chunks
         if schedule == "interlaced":
+            if not split:
+                raise UserError("--pipeline-schedule interlaced is a way to split the vocabulary: add --vocab-parallel")
             vocab = VocabMethod.INTERLACED
         elif split:
             algorithm = self.values.get("vocab_parallel_algorithm") or VocabMethod.VOCAB_2
@@ -127,19 +129,22 @@ def read_job_config(paths: Sequence[Path], flags: Sequence[str]) -> JobConfig:
     """Overlaid files, then flags (`--name value`, `--name=value`, `--switch`); later ones win.
 
     Arguments that say nothing about sizes are passed over. Raises UserError for a file that cannot be read, for what is
-    no flag, and for a flag that looks like a misspelt size.
+    no flag, and for a key or a flag that looks like a misspelt size.
     """
     from megatron_vp.mcore.config_file import read_leaves
 
-    values = {leaf.key: leaf.value for leaf in read_leaves(paths)}
+    values: dict[str, Any] = {}
+    given: dict[str, str] = {}
+    for leaf in read_leaves(paths):
+        _refuse_misspelt(leaf.key, str(leaf))
+        values[leaf.key], given[leaf.key] = leaf.value, str(leaf)
     name = None
     for word in flags:
         if word.startswith("--"):
             name, equals, text = word[2:].partition("=")
             name = name.replace("-", "_")
-            near = difflib.get_close_matches(name, (*SIZES, *OTHERS), 1, 0.92)
-            if near and near[0] != name:
-                raise UserError(f"--{word[2:]} is no flag that sizes a job; the nearest is {flag(near[0])}")
+            given[name] = flag(name)
+            _refuse_misspelt(name, flag(name))
             values[name] = _value(text) if equals else True
         elif name is None:
             raise UserError(f"{word!r} is no flag; after the configuration come --flags")
@@ -148,8 +153,15 @@ def read_job_config(paths: Sequence[Path], flags: Sequence[str]) -> JobConfig:
     for name in SIZES:
         value = values.get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise UserError(f"{flag(name)} {value!r} is no whole number of at least 1")
+            found = "without a value" if value is True and given[name] == flag(name) else repr(value)
+            raise UserError(f"{given[name]} {found} is no whole number of at least 1")
     return JobConfig(values)
+
+
+def _refuse_misspelt(name: str, given: str) -> None:
+    near = difflib.get_close_matches(name, (*SIZES, *OTHERS), 1, 0.92)
+    if near and near[0] != name:
+        raise UserError(f"{given} is no argument that sizes a job; the nearest is {flag(near[0])}")
 
 
 def layers_in(layout: str) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.cli.output import write
+from megatron_vp.cli.output import progress_bar, write
 from megatron_vp.errors import UserError
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ def schedule(
                 raise UserError(f"--from names a whole schedule; leave out {', '.join(clash)}")
             timeline = validate(_read(source), costs)
         else:
-            timeline = simulate(_generate(name, pipeline_size, microbatches, vocab, chunks, costs), costs)
+            with progress_bar() as bar:
+                bar.add_task("generating and simulating", total=None)
+                timeline = simulate(_generate(name, pipeline_size, microbatches, vocab, chunks, costs), costs)
     except ScheduleError as error:
         raise UserError(str(error).splitlines()[0]) from error
     write(_render(timeline, output_format), output)

@@ -23,6 +23,8 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
 
     def size(name: str) -> int:
         value = given(name)
+        if value is None:
+            raise UserError(f"{name} is missing: set it in the configuration or as --{name.replace('_', '-')}")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UserError(f"{name} is {value!r}: give a whole number of at least 1")
         return value

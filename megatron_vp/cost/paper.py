@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -15,6 +15,7 @@ from megatron_vp.cost.passes import PassTimes
 from megatron_vp.cost.predict import make_player, predict
 from megatron_vp.cost.published import Cell, jobs
 from megatron_vp.cost.shapes import Plan
+from megatron_vp.cost.workers import worker_pool
 from megatron_vp.schedule import PassCosts, Player, VocabMethod, generate
 
 A100 = HARDWARE["a100"]
@@ -96,7 +97,7 @@ def predict_cells(cells: Sequence[Cell], processes: int) -> Iterator[list[CellPr
         groups.setdefault((cell.gpus, cell.table, plan.schedule, plan.vocab), []).append(cell)
     # The largest first, so that no process is left alone with them.
     ordered = [groups[key] for key in sorted(groups, reverse=True)]
-    with ProcessPoolExecutor(processes) as pool:
+    with worker_pool(processes) as pool:
         for done in as_completed(pool.submit(_predict_group, group) for group in ordered):
             yield done.result()
 

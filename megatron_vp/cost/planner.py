@@ -6,9 +6,8 @@ import heapq
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
 from typing import Any
 
 from megatron_vp.cost.communication import Wires
@@ -18,6 +17,7 @@ from megatron_vp.cost.memory import RankMemory
 from megatron_vp.cost.passes import PassTimes
 from megatron_vp.cost.predict import Prediction, make_player, predict
 from megatron_vp.cost.shapes import Job, Plan
+from megatron_vp.cost.workers import worker_pool
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import GENERATORS, Placement, Player, StageCosts, Timeline, VocabMethod, generate
 from megatron_vp.schedule.collector import collector_paused
@@ -268,7 +268,7 @@ def plan(
     shared: dict[tuple, list[Candidate]] = defaultdict(list)
     for candidate in tried:
         shared[candidate.plan.schedule, candidate.plan.vocab].append(candidate)
-    with ProcessPoolExecutor(min(len(shared), os.cpu_count() or 1), get_context("spawn")) as pool:
+    with worker_pool(min(len(shared), len(os.sched_getaffinity(0)))) as pool:
         running = [pool.submit(_weigh_all, group, job, hardware, constants) for group in shared.values()]
         for future in as_completed(running):
             for found in future.result():

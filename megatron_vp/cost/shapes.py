@@ -17,6 +17,10 @@ class Recompute(StrEnum):
     """every layer keeps its input alone"""
 
 
+MOST_LAYERS = 10_000
+"""More are a slip of the keyboard."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a GPT-like model. `kv_groups` pairs of keys and values; `ffn` of one expert; `gated`: three matrices.
@@ -41,6 +45,8 @@ class ModelShape:
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "ffn", "vocab"):
             _at_least_one(name, getattr(self, name))
+        if self.layers > MOST_LAYERS:
+            raise UserError(f"{self.layers} layers make no model; give at most {MOST_LAYERS}")
         object.__setattr__(self, "kv_groups", self.kv_groups or self.heads)
         if not self.head_size:
             if self.hidden % self.heads:

@@ -196,8 +196,12 @@ def refused_by_megatron() -> Iterator[None]:
         raise
     except (AssertionError, ValueError, RuntimeError) as error:
         # Megatron states some conditions without a message; the condition itself is the next best thing.
-        said = " ".join(str(error).split()) or f"it requires {traceback.extract_tb(error.__traceback__)[-1].line}"
+        said = " ".join(str(error).split()) or f"it requires {_condition(error)}"
         raise UserError(f"Megatron refuses these arguments: {said}") from error
+
+
+def _condition(error: Exception) -> str:
+    return (traceback.extract_tb(error.__traceback__)[-1].line or "").removeprefix("assert ")
 
 
 def _lay_out_in_a_v(args: argparse.Namespace) -> None:

@@ -42,10 +42,12 @@ def has_transformer_engine() -> bool:
 
 
 def quiet_fallback_warnings() -> None:
-    """Silence Megatron's import-time warnings that Transformer Engine or Apex is missing: one line says it once.
+    """Silence import-time warnings that Transformer Engine, Apex or a device is missing: one line says it once.
 
     In child processes too: the checkpoint writers of an asynchronous save import the script again.
     """
+    # Where a CUDA toolkit is installed and no device.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     for start in _FALLBACK_WARNINGS:
         warnings.filterwarnings("ignore", message=start, category=UserWarning)
     filters = [word for word in os.environ.get("PYTHONWARNINGS", "").split(",") if word]

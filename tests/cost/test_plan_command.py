@@ -172,6 +172,9 @@ def test_settings_unset_what_the_configuration_has_and_the_plan_has_not(small):
         (["--pipeline-schedule", "v-half-ish"], "'v-half-ish' is unknown"),
         (["--pipeline-model-parallel-layout", "Et*4|t*4L"], "no layout of 8 layers"),
         (["--config", "nowhere.yaml"], "cannot read configuration file nowhere.yaml"),
+        (["--num-layers"], "--num-layers without a value is no whole number"),
+        (["--num-layers", "100000000000"], "100000000000 layers make no model"),
+        (["--pipeline-schedule", "interlaced"], "add --vocab-parallel"),
     ],
 )
 def test_bad_input_is_one_line(small, arguments, words):
@@ -197,6 +200,27 @@ def test_a_plan_that_nothing_fits_is_one_line(small):
     error = found.exception
     assert isinstance(error, UserError) and not found.stderr
     assert str(error).startswith("nothing fits 2 GiB: the least is ") and "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("was", "line", "words"),
+    [
+        (
+            "num_layers: 8",
+            "num_layer: 8",
+            "'num_layer' in section 'model' is no argument that sizes a job; the nearest",
+        ),
+        ("num_layers: 8", "num_layers: true", "'num_layers' in section 'model' True is no whole number"),
+        ("num_layers: 8", "num_layers: 8\n  num_layers: 9", "found duplicate key num_layers"),
+        ("  num_layers: 8", "\tnum_layers: 8", "is not valid YAML"),
+    ],
+    ids=["misspelt", "switch", "twice", "tab"],
+)
+def test_a_bad_line_in_the_configuration_is_named_with_its_file(small, was, line, words):
+    small.write_text(SMALL.replace(was, line, 1))
+    error = run("plan", small).exception
+    assert isinstance(error, UserError) and str(error).startswith(str(small)) and words in str(error)
+    assert "\n" not in str(error)
 
 
 def test_an_incomplete_configuration_names_what_is_missing(tmp_path):

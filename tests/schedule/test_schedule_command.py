@@ -136,6 +136,8 @@ def test_perfetto_trace_has_collectives_on_every_rank_and_each_link_on_its_sende
         (["1f1c", "-p", 2, "-m", 2], "nearest"),
         ([*FAMILY, "--cost", "F=fast"], "'fast' is not a number"),
         ([*FAMILY, "--format", "png"], "-o"),
+        (["1f1b", "-p", 8, "-m", 1000000], "more than 1,000,000 forwards"),
+        ([*FAMILY, "-o", "/dev/full"], "cannot write /dev/full"),
         ([*FAMILY, "-o", "/no/such/folder/file"], "cannot write"),
         (["--from", "no such file"], "cannot read"),
         (["1f1b", "--from", "file"], "leave out NAME"),

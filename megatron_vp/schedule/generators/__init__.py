@@ -39,6 +39,9 @@ FAMILIES: dict[str, Family] = {
 GENERATORS = (*FAMILIES, "interlaced")
 """Names that `generate` knows."""
 
+LARGEST = 1_000_000
+"""Ranks x microbatches x chunks: some three minutes on one core and 6 GB."""
+
 
 @collector_paused()
 def generate(
@@ -53,7 +56,7 @@ def generate(
     """A complete schedule of family `name`, vocabulary passes included, ordered for `costs`.
 
     Raises UserError for an unknown family or vocabulary method, fewer than one rank or microbatch, vocabulary passes
-    on fewer than two ranks, and chunks that the family cannot have.
+    on fewer than two ranks, chunks that the family cannot have, and more than LARGEST forwards.
     """
     if name not in GENERATORS:
         near = difflib.get_close_matches(name, GENERATORS, 1, 0)
@@ -74,6 +77,11 @@ def generate(
         )
     if microbatches < 1:
         raise UserError(f"{microbatches} microbatches make no schedule; give at least 1")
+    if pipeline_size * microbatches * (chunks or 1) > LARGEST:
+        raise UserError(
+            f"{pipeline_size} ranks x {microbatches} microbatches are more than {LARGEST:,} forwards, which would take "
+            "minutes and gigabytes; fewer microbatches show the same steady state"
+        )
     if name == "interlaced":
         refuse_chunks(name, chunks, 1)
         return interlaced(pipeline_size, microbatches)

@@ -1,0 +1,32 @@
+"""Processes that share the work of a command, a core each."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import active_children, get_context
+
+
+@contextmanager
+def worker_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+    """A pool that ends at once, and in silence, when its block is left by an exception, such as an interruption."""
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        _start(pool, processes)
+        try:
+            yield pool
+        except BaseException:
+            for worker in active_children():
+                worker.terminate()
+            raise
+
+
+def _start(pool: ProcessPoolExecutor, processes: int) -> None:
+    """Start all workers, deaf to the interruption that a terminal sends them too: they inherit what is blocked here."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for _ in range(processes):
+            pool.submit(int)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
