@@ -4,13 +4,13 @@
 #
 #     benchmarks/on_gpu.sh FOLDER [STEP...]
 #
-# Without steps all of them, in this order: env kernels streams layer ranks replay rest. A run that is cut off loses the
+# Without steps all of them, in this order: env kernels streams layer overlap ranks replay rest. A run that is cut off loses the
 # step it was at; name the steps that are left to go on. PYTHON says which Python (default: python3). Without a GPU the
 # same steps run at sizes that only show that they run.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 if [ $# -lt 1 ]; then
-    echo "usage: $0 FOLDER [STEP...]; steps: env kernels streams layer ranks replay rest" >&2
+    echo "usage: $0 FOLDER [STEP...]; steps: env kernels streams layer overlap ranks replay rest" >&2
     exit 2
 fi
 folder=$1
@@ -57,17 +57,23 @@ step() {
         limited layer_short 120 "$python" benchmarks/output_layer.py "${short[@]}" --output "$folder/layer.jsonl"
         limited layer 240 "$python" benchmarks/output_layer.py "${whole[@]}" --output "$folder/layer.jsonl"
         ;;
+    overlap)
+        for queues in 8 1 32; do
+            limited "overlap_$queues" 90 env CUDA_DEVICE_MAX_CONNECTIONS=$queues \
+                "$python" benchmarks/overlap_tax.py --output "$folder/overlap.jsonl"
+        done
+        ;;
     ranks) limited ranks 420 "$python" -m pytest -q -rs tests/gpu ;;
     replay) limited replay 540 "$python" benchmarks/replay_tables.py --output "$folder/replay.jsonl" "${jobs[@]}" ;;
     rest) limited rest 540 "$python" benchmarks/replay_tables.py --output "$folder/replay.jsonl" "${rest[@]}" ;;
     *)
-        echo "unknown step $1; steps: env kernels streams layer ranks replay rest" >&2
+        echo "unknown step $1; steps: env kernels streams layer overlap ranks replay rest" >&2
         exit 2
         ;;
     esac
 }
 
-[ $# -gt 0 ] || set -- env kernels streams layer ranks replay rest
+[ $# -gt 0 ] || set -- env kernels streams layer overlap ranks replay rest
 for name in "$@"; do
     step "$name"
 done

@@ -1,15 +1,21 @@
-"""S and T of one shard beside their bare GEMMs, beside the eager operations, and what is kept between them.
+"""S and T of one shard beside their bare GEMMs, eager operations and Liger's kernel, and what is kept between them.
 
     python benchmarks/output_layer.py [--tokens 4096] [--hidden 4096] [--rows 8192,32768] [--output FILE.jsonl]
 
 Every line is one shape. All times of a line come from one process, in turns: the medians' ratios are the result, the
 milliseconds belong to the machine. Without a GPU it runs the eager operations on small shapes, to be tried at all.
+
+Where the package `liger-kernel` is installed, its fused linear cross entropy runs beside S and T: forward and backward
+over a vocabulary of this shard's size, so the same three GEMMs, with the weight gradient accumulated in fp32. It
+recomputes nothing and keeps no logits, but returns only when the loss is known: it cannot be cut in two at a barrier.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import platform
 import statistics
 import time
@@ -27,6 +33,7 @@ from megatron_vp.vocab.shards import VocabShards
 from megatron_vp.vocab.statistics import GlobalStatistics, fold
 
 SHARDS = 4
+HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None
 
 
 class Shape:
@@ -44,6 +51,11 @@ class Shape:
         statistics_3n = self.pending.statistics_3n
         self.total = GlobalStatistics(*torch.empty_like(statistics_3n).unbind())
         fold(statistics_3n.expand(SHARDS, *statistics_3n.shape), self.total)
+        if HAS_LIGER:
+            from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+            self.liger_loss = LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.float32)
+            self.leaf_nh = self.x_nh.clone().requires_grad_()
 
     def s(self) -> PendingOutput:
         """S of vocab-1."""
@@ -82,6 +94,20 @@ class Shape:
         self.layer.unscaled_input_gradient(pending)
         self.layer.t_pass(pending, self.total, self.row_gradient_n, input_gradient=False)
 
+    def liger(self) -> None:
+        """Loss and both gradients by Liger's fused linear cross entropy; the last layer's gradient of the loss is 1."""
+        weight = self.layer.weight
+        self.liger_loss(weight, self.leaf_nh, self.labels_n % len(weight)).backward()
+        weight.grad = self.leaf_nh.grad = None
+
+    def bytes_allocated_by_s(self) -> int:
+        """What S has taken from a GPU's memory when it is over."""
+        before = torch.cuda.memory_allocated()
+        pending = self.s()
+        taken = torch.cuda.memory_allocated() - before
+        del pending
+        return taken
+
     def bytes_kept_a_logit(self) -> float:
         """What S leaves for T, X and four vectors included, over the number of logits."""
         kept = (self.pending.exp_nv, self.x_nh, self.pending.statistics_3n, self.pending.target_logit_n)
@@ -104,7 +130,8 @@ def milliseconds(function: Callable[[], object], device: torch.device) -> float:
 
 def measure(shape: Shape, rounds: int, device: torch.device) -> dict[str, float]:
     """Median milliseconds of everything, in turns, after two rounds that warm up."""
-    names = ("s_gemm", "s", "s_of_vocab_2_gemms", "s_of_vocab_2", "t_gemm", "t", "s_and_t", "eager_s_and_t")
+    names = ["s_gemm", "s", "s_of_vocab_2_gemms", "s_of_vocab_2", "t_gemm", "t", "s_and_t", "eager_s_and_t"]
+    names += ["liger"] if HAS_LIGER else []
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds + 2):
         for name in names:
@@ -115,6 +142,8 @@ def measure(shape: Shape, rounds: int, device: torch.device) -> dict[str, float]
 def main() -> None:
     """Measure every combination and print, or append to a file, a line of JSON each."""
     on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        os.environ["TRITON_INTERPRET"] = "1"  # for Liger, before anything imports Triton
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (
         ("tokens", "2048,4096,8192" if on_gpu else "256"),
@@ -142,7 +171,9 @@ def main() -> None:
             "s_of_vocab_2_over_gemms": times["s_of_vocab_2"] / times["s_of_vocab_2_gemms"],
             "t_over_gemm": times["t"] / times["t_gemm"],
             "eager_over_ours": times["eager_s_and_t"] / times["s_and_t"],
+            "liger_over_ours": times["liger"] / times["s_and_t"] if HAS_LIGER else None,
             "bytes_kept_a_logit": shape.bytes_kept_a_logit(),
+            "bytes_allocated_a_logit": shape.bytes_allocated_by_s() / (tokens * rows) if on_gpu else None,
             "milliseconds": times,
         }
         text = json.dumps(line)

@@ -67,12 +67,15 @@ class CudaMark:
     """Where the compute stream is now; told apart from what the host has issued since."""
 
     def __init__(self) -> None:
+        self._device = torch.cuda.current_device()
         self._event = torch.cuda.Event()
         self._event.record()
 
     def done(self) -> bool:
-        """Whether the device has passed the mark."""
-        return self._event.query()
+        """Whether the device has passed the mark; may be asked by another thread."""
+        # A thread starts out on device 0, and asking there would make a context on it.
+        with torch.cuda.device(self._device):
+            return self._event.query()
 
 
 class CudaStream:

@@ -13,7 +13,7 @@ stream's clock has passed the other's stamp, whatever order the host issued them
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
@@ -112,6 +112,8 @@ class Device(TorchDispatchMode):
             "Stream": lambda: Stream(self),
             "Event": lambda: Event(self),
             "current_stream": lambda: self.current,
+            "current_device": lambda: 0,
+            "device": lambda index: nullcontext(),
             "stream": self.on,
             "synchronize": self._whole_device,
         }

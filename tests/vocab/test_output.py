@@ -13,6 +13,19 @@ TOKENS, HIDDEN = 37, 16
 CUTS = [(50, 3), (9, 4), (5, 4), (64, 1), (64, 8)]
 
 
+def test_what_is_kept_from_s_to_t_is_two_bytes_a_logit_and_x_and_vectors():
+    vocab, shards = 640, VocabShards(640, 2)
+    x, weight, labels, _ = _problem(vocab, torch.bfloat16)
+    pending = OutputLayer(torch.nn.Parameter(weight[: vocab // 2]), shards, 0)(x, labels)
+    storages = {
+        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
+        for value in vars(pending).values()
+        if isinstance(value, torch.Tensor)
+    }
+    vectors = 3 * 4 + 8 + 4  # statistics and the target's logit in fp32, the target's column
+    assert sum(storages.values()) == TOKENS * (2 * vocab // 2 + 2 * HIDDEN + vectors)
+
+
 def _problem(vocab, dtype, seed=0, logit_scale=1.0):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64) * logit_scale

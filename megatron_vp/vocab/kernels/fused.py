@@ -6,6 +6,8 @@ import torch
 
 from megatron_vp.vocab.kernels import rows, softmax
 
+_ADDS_INTO_FP32 = hasattr(torch.ops.aten.addmm, "dtype_out")  # PyTorch 2.8
+
 
 class FusedOperations:
     """Triton kernels beside cuBLAS; see `Operations` for what each computes."""
@@ -20,7 +22,7 @@ class FusedOperations:
         """See `Operations`. 16-bit operands are multiplied into an fp32 matrix without rounding the product first."""
         if matrix_vh.dtype == left_nv.dtype:
             matrix_vh.addmm_(left_nv.t(), right_nh)
-        elif matrix_vh.dtype == torch.float32:
+        elif matrix_vh.dtype == torch.float32 and _ADDS_INTO_FP32:
             torch.addmm(matrix_vh, left_nv.t(), right_nh, out_dtype=torch.float32, out=matrix_vh)
         else:
             matrix_vh.add_(left_nv.t() @ right_nh)

@@ -1,0 +1,161 @@
+"""What collectives in flight cost the passes beside them: F and B of a few layers, with and without copies.
+
+    python benchmarks/overlap_tax.py [--tokens 4096] [--hidden 4096] [--layers 4] [--output FILE.jsonl]
+
+One GPU has no peers, so a kernel stands for NCCL's: a fixed number of thread blocks that move X, [n, h] in 16 bits,
+from one buffer to another. F runs beside one copy (C0) and B beside one (C1 of vocab-2), through the runtime's own
+second stream and events. What that shows is the price of the multiprocessors and of the memory traffic; what it cannot
+show is waiting for peers and traffic between devices. Every line is one number of thread blocks, all measured in turns
+in one process: the tax is a ratio of medians. Run it with several CUDA_DEVICE_MAX_CONNECTIONS. Without a GPU it runs
+tiny sizes in Triton's interpreter, whose times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+from torch.nn.functional import gelu, scaled_dot_product_attention  # noqa: E402
+
+from megatron_vp.runtime.groups import CTAS  # noqa: E402
+from megatron_vp.runtime.streams import Event, second_stream  # noqa: E402
+
+HEAD = 128 if ON_GPU else 8
+
+
+@triton.jit
+def copy(source, target, count, BLOCK: tl.constexpr):
+    """As many programs as are launched share the elements, block by block."""
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        here = start + tl.arange(0, BLOCK)
+        tl.store(target + here, tl.load(source + here, mask=here < count), mask=here < count)
+
+
+class Layer(torch.nn.Module):
+    """The GEMMs and the attention of a transformer layer."""
+
+    def __init__(self, hidden: int, device: torch.device) -> None:
+        super().__init__()
+        sizes = ((hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden))
+        self.query_key_value, self.projection, self.up, self.down = (
+            torch.nn.Linear(*size, bias=False, device=device, dtype=torch.bfloat16) for size in sizes
+        )
+
+    def forward(self, x_nh: torch.Tensor) -> torch.Tensor:
+        """[n, h] of one sequence to [n, h]."""
+        heads = self.query_key_value(x_nh).view(len(x_nh), 3, -1, HEAD).permute(1, 2, 0, 3)
+        attended = scaled_dot_product_attention(*heads, is_causal=True).transpose(0, 1).flatten(1)
+        x_nh = x_nh + self.projection(attended)
+        return x_nh + self.down(gelu(self.up(x_nh)))
+
+
+class Passes:
+    """F and B of some layers with or without a copy each beside them."""
+
+    def __init__(self, tokens: int, hidden: int, layers: int, device: torch.device) -> None:
+        self.device = device
+        self.x_nh = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+        self.layers = torch.nn.Sequential(*(Layer(hidden, device) for _ in range(layers)))
+        self.gradient_nh = torch.randn_like(self.x_nh)
+        self.source, self.target = (torch.randn_like(self.x_nh, requires_grad=False) for _ in range(2))
+        self.stream = second_stream(device)
+
+    def post(self, blocks: int) -> Event | None:
+        """Start a copy on the second stream."""
+        if not blocks:
+            return None
+        count = self.source.numel()
+        return self.stream.submit(lambda: copy[(blocks,)](self.source, self.target, count, BLOCK=4096, num_warps=16))
+
+    def run(self, blocks: int) -> tuple[float, float]:
+        """Milliseconds of F and of B, each to its own end; the copy's end is waited for behind it."""
+
+        def beside(work: Callable[[], object]) -> float:
+            event = self.post(blocks)
+            took = milliseconds(work, self.device)
+            if event is not None:
+                event.wait()
+            return took
+
+        outputs: list[torch.Tensor] = []
+        forward = beside(lambda: outputs.append(self.layers(self.x_nh)))
+        backward = beside(lambda: outputs[0].backward(self.gradient_nh))
+        for parameter in (self.x_nh, *self.layers.parameters()):
+            parameter.grad = None
+        return forward, backward
+
+    def alone(self, blocks: int) -> float:
+        """Milliseconds of a copy with nothing beside it."""
+        return milliseconds(lambda: self.post(blocks).wait(), self.device)
+
+
+def milliseconds(work: Callable[[], object], device: torch.device) -> float:
+    """One call, by device events on a GPU."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        work()
+        return 1e3 * (time.perf_counter() - start)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def main() -> None:
+    """Measure and print, or append to a file, a line of JSON for every number of thread blocks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, here, tried in (("tokens", 4096, 16), ("hidden", 4096, 16), ("layers", 4, 1), ("rounds", 20, 1)):
+        parser.add_argument(f"--{name}", type=int, default=here if ON_GPU else tried)
+    parser.add_argument("--blocks", default=f"1,2,{CTAS},8,16,32", help="thread blocks, comma-separated")
+    parser.add_argument("--output", type=Path, help="append the lines to this file")
+    args = parser.parse_args()
+    device = torch.device("cuda" if ON_GPU else "cpu")
+    passes = Passes(args.tokens, args.hidden, args.layers, device)
+    choices = [0, *map(int, args.blocks.split(","))]
+    times: dict[int, list[tuple[float, float]]] = {blocks: [] for blocks in choices}
+    for _ in range(args.rounds + 2):
+        for blocks in choices:
+            times[blocks].append(passes.run(blocks))
+    # The first two rounds warm up.
+    medians = {
+        blocks: [statistics.median(part) for part in zip(*taken[2:], strict=True)] for blocks, taken in times.items()
+    }
+    for blocks in choices[1:]:
+        copied = statistics.median(passes.alone(blocks) for _ in range(args.rounds))
+        line = {
+            "machine": torch.cuda.get_device_name() if ON_GPU else "no GPU: times mean nothing",
+            "torch": torch.__version__,
+            "hardware_queues": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset"),
+            "tokens": args.tokens,
+            "hidden": args.hidden,
+            "layers": args.layers,
+            "blocks": blocks,
+            "forward_tax": medians[blocks][0] / medians[0][0] - 1,
+            "backward_tax": medians[blocks][1] / medians[0][1] - 1,
+            "copy_gb_per_s": 2e-6 * passes.source.numel() / copied,
+            "milliseconds": {"forward": medians[0][0], "backward": medians[0][1], "copy": copied},
+        }
+        text = json.dumps(line)
+        print(text, flush=True)
+        if args.output is not None:
+            with args.output.open("a") as file:
+                file.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
