@@ -1,4 +1,4 @@
-"""Write the tables of `docs/compatibility.md` from the tests' table of cases and from the refusals.
+"""Write the tables of `docs/compatibility.md` from the tests' tables of cases and moves and from the refusals.
 
     python scripts/compatibility.py [--check]
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,16 +18,17 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_vp.mcore.ignored import IGNORED  # noqa: E402
 from megatron_vp.mcore.refusals import OUR_SCHEDULE, REFUSALS  # noqa: E402
-from tests.mcore.cases import CASES, Case  # noqa: E402
+from tests.mcore.cases import CASES  # noqa: E402
+from tests.mcore.moves import MOVES  # noqa: E402
 from tests.mcore.proofs import NOT_YET, PROOFS  # noqa: E402
 
 PAGE = ROOT / "docs" / "compatibility.md"
 
 
-def flags(case: Case) -> str:
-    """The options of a case as they are typed."""
-    words = [f"{case.replicas} replicas"] if case.replicas > 1 else []
-    for name, value in case.options.items():
+def flags(options: Mapping[str, object], *before: str) -> str:
+    """Options as they are typed, behind other words."""
+    words = list(before)
+    for name, value in options.items():
         option = "--" + name.replace("_", "-")
         if name == "untie_embeddings_and_output_weights":
             words.append("tied")
@@ -40,10 +42,24 @@ def tested() -> str:
     """Every case, with the schedules it ran under, and every proof that lives elsewhere."""
     lines = ["| together with | options, beside p = 2 | `--pipeline-schedule`, algorithm |", "|---|---|---|"]
     for case in CASES:
-        size = "" if case.size == 2 else f"p = {case.size}, "
-        lines.append(f"| {case.name} | {size}{flags(case)} | {', '.join(case.methods).replace('/', ' ')} |")
+        size = [] if case.size == 2 else [f"p = {case.size}"]
+        replicas = [f"{case.replicas} replicas"] if case.replicas > 1 else []
+        typed = flags(case.options, *size, *replicas)
+        lines.append(f"| {case.name} | {typed} | {', '.join(case.methods).replace('/', ' ')} |")
     lines += ["", "| | tested by |", "|---|---|"]
     lines += [f"| {proof.name} | `tests/{proof.test.replace('::', '`, `')}` |" for proof in PROOFS]
+    return "\n".join(lines)
+
+
+def moved() -> str:
+    """Every move of a checkpoint."""
+    lines = ["| checkpoints | options | trained in | moved to, and back |", "|---|---|---|---|"]
+    for move in MOVES:
+        carried = ["bit for bit"] if move.carried else []
+        first, *rest = (other.replace("/", " ") for other in move.others)
+        others = ", ".join([f"{first} *" if move.default else first, *rest])
+        typed = flags(move.options, *carried)
+        lines.append(f"| {move.name} | {typed} | {move.start.replace('/', ' ')} | {others} |")
     return "\n".join(lines)
 
 
@@ -66,7 +82,7 @@ def not_yet() -> str:
 
 def page(present: str) -> str:
     """The page with its generated parts, between `<!-- begin NAME -->` and `<!-- end NAME -->`, made anew."""
-    for part in (tested, refused, ignored, not_yet):
+    for part in (tested, moved, refused, ignored, not_yet):
         begin, end = f"<!-- begin {part.__name__} -->\n", f"\n<!-- end {part.__name__} -->"
         before, rest = present.split(begin)
         present = before + begin + part() + end + rest.split(end)[1]

@@ -22,6 +22,7 @@ _PARTS = ("metadata.json", ".metadata")
 # What decides how a rank's parameters lie in the buffers of the distributed optimizer, and its value where a checkpoint
 # knows nothing of it.
 _LAYOUT: dict[str, Any] = {
+    "expert_model_parallel_size": 1,
     "vocab_parallel": False,
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,

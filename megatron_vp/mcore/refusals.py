@@ -157,8 +157,9 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.context_parallel_size > 1 and a.mtp_num_layers,
-        "--vocab-parallel with --mtp-num-layers and --context-parallel-size {context_parallel_size} is not supported "
-        "yet: a head's labels and words are the next rank's; use --context-parallel-size 1",
+        "--vocab-parallel with --mtp-num-layers and --context-parallel-size {context_parallel_size} is not supported: "
+        "at the end of a rank's part of a sequence, labels and words of the further heads are those of another "
+        "context-parallel rank, and are not exchanged; use --context-parallel-size 1, or leave --vocab-parallel out",
     ),
     Refusal(
         lambda a: a.mtp_num_layers and a.hybrid_layer_pattern and a.pipeline_schedule in V_SHAPED_SCHEDULES,

@@ -1,6 +1,7 @@
 """Imported once by the fork server: everything expensive that the ranks share, and nothing that starts a thread."""
 
 import os
+from functools import partial
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MEGATRON_VP_CPU"] = "1"
@@ -12,4 +13,11 @@ platform.quiet_fallback_warnings()
 
 for name in patches.GROUPS:
     patches.group(name)
+import megatron.core.tokenizers.text  # noqa: E402, F401
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
+
 import pretrain_gpt_vp  # noqa: E402, F401
+
+# What collects the results of a checkpoint's writers: in asynchronous saves Megatron forks it, else it would be a new
+# Python that imports all this again.
+filesystem_async.get_write_results_queue = partial(filesystem_async.get_write_results_queue, mp_mode="fork")

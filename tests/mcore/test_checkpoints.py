@@ -2,124 +2,123 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import sys
-from functools import cache
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from tests.harness import run_ranks
 from tests.harness.training import Run, tiny_model, train
+from tests.mcore.cases import BOTH, DISTRIBUTED, EXPERT, FP32, MOE, SEQUENCE
 from tests.mcore.comparison import assert_same_bits
+from tests.mcore.moves import AHEAD, ASYNCHRONOUS, LONG_HYBRID, MOVES, RESHARDABLE, Layout
 
-ROWS = 40  # uneven on three ranks
-LAYOUTS = {
-    "plain/1": (1, {}),
-    "plain/2": (2, {}),
-    "plain/3": (3, {}),
-    "vocab-2/2": (2, {"vocab_parallel": True}),
-    "vocab-2/3": (3, {"vocab_parallel": True}),
-    "vocab-1/3": (3, {"vocab_parallel": True, "vocab_parallel_algorithm": "vocab-1"}),
-    "interleaved/2": (
-        2,
-        {"vocab_parallel": True, "pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 3},
-    ),
-    "v-half/2": (2, {"vocab_parallel": True, "pipeline_schedule": "v-half"}),
-    "whole v-half/2": (2, {"pipeline_schedule": "v-half"}),
-    "v-half/3": (3, {"vocab_parallel": True, "pipeline_schedule": "v-half"}),
-}
-DISTRIBUTED = {"use_distributed_optimizer": True}
-RESHARDABLE = {**DISTRIBUTED, "dist_ckpt_optim_fully_reshardable": True}
-
-# Written by, read by, tied, optimizer options.
-MOVES = [
-    ("plain/2", "vocab-2/3", False, {}),
-    ("vocab-1/3", "plain/1", True, RESHARDABLE),
-    ("v-half/2", "plain/3", True, {}),
-    ("plain/1", "v-half/3", False, {}),
-]
-EVERY_MOVE = [
-    (written, read, False, optimizer)
-    for written, read in itertools.permutations(LAYOUTS, 2)
-    for optimizer in ({}, RESHARDABLE)
-    if (written, read, False, optimizer) not in MOVES
-] + [("vocab-2/2", "vocab-1/3", True, {})]
-
-
-def _arguments(layout: str, tied: bool, **changes: object) -> list[str]:
-    size, options = LAYOUTS[layout]
-    return tiny_model(
-        **{
-            "num_layers": 6,
-            "lr": 1e-3,
-            "train_iters": 4,
-            "pipeline_model_parallel_size": size,
-            "vocab_size": ROWS - 1,
-            "make_vocab_size_divisible_by": 4,
-            "untie_embeddings_and_output_weights": not tied,
-            **options,
-            **changes,
-        }
+BY_NAME = {move.name: move for move in MOVES}
+RUNS = [
+    pytest.param(
+        move.name,
+        other,
+        marks=() if move.default and not number else pytest.mark.slow,
+        id=f"{move.name}: {move.start} and {other}",
     )
+    for move in MOVES
+    for number, other in enumerate(move.others)
+]
+DEFAULT_FORM = ("1f1b/vocab-2 p2", DISTRIBUTED)
+slow = pytest.mark.slow
+
+# Layout and options.
+RESUMED = [
+    DEFAULT_FORM,
+    *(
+        pytest.param(layout, options, marks=slow, id=" ".join((layout, *options)))
+        for layout, options in [
+            ("1f1b/vocab-1 p3", {}),
+            ("interleaved/vocab-2 p2", RESHARDABLE),
+            ("zb-h1/vocab-2 p3", {"bf16": True}),
+            ("zb-v/vocab-1 p2", DISTRIBUTED),
+            ("v-half/vocab-2 p3", {}),
+            ("v-half/vocab-1 p2 d2", {**BOTH, "bf16": True}),
+            ("v-min/vocab-2 p4", DISTRIBUTED),
+            ("interlaced/vocab-1 p2", {"fp16": True, "initial_loss_scale": 1024}),
+            ("zb-h1/none p2", {}),
+            ("v-half/none p2 d2", BOTH),
+            ("interleaved/none p2", {}),
+            ("v-half/vocab-2 p2 t2", {**SEQUENCE, **DISTRIBUTED}),
+            ("1f1b/vocab-2 p2", ASYNCHRONOUS),
+            ("v-half/vocab-2 p2", {**AHEAD, **DISTRIBUTED}),
+            ("interleaved/vocab-1 p2", {**LONG_HYBRID, **DISTRIBUTED}),
+            ("1f1b/vocab-2 p2 d2 e2", {**MOE, **BOTH}),
+        ]
+    ),
+]
 
 
-@cache
-def _uninterrupted(layout: str, tied: bool = False, **options: object) -> Run:
-    return train(LAYOUTS[layout][0], _arguments(layout, tied, **options))
-
-
-def _resumed(layout: str, tied: bool, folder: object, **options: object) -> Run:
-    return train(LAYOUTS[layout][0], _arguments(layout, tied, load=folder, **options), same_weights=False)
+def _arguments(layout: Layout, **changes: object) -> list[str]:
+    pattern = changes.get("hybrid_layer_pattern")
+    if pattern:
+        cuts = [len(pattern) * stage // layout.stages for stage in range(layout.stages + 1)]
+        segments = [pattern[start:end] for start, end in pairwise(cuts)]
+        changes |= {"hybrid_layer_pattern": "|".join(segments), "num_virtual_stages_per_pipeline_rank": None}
+    # Forty rows are uneven on three ranks.
+    sizes = {"num_layers": 12, "vocab_size": 39, "make_vocab_size_divisible_by": 4}
+    # A checkpoint holds how far the learning rate has come, too.
+    rate = {"lr": 1e-3, "lr_decay_style": "linear", "lr_decay_iters": 12}
+    return tiny_model(**sizes | rate | dict(layout.options) | changes)
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """The directory of a checkpoint at iteration 2, written once by each layout, optimizer and kind of tying."""
-    folders = {}
+def train_along(tmp_path_factory):
+    """Trains some steps in each of several layouts, through checkpoints: the runs, and the last checkpoint's directory.
 
-    def folder(layout, tied, optimizer):
-        key = layout, tied, *optimizer
-        if key not in folders:
-            folders[key] = tmp_path_factory.mktemp("checkpoint")
-            saving = {"save": folders[key], "save_interval": 2, "exit_interval": 2}
-            train(LAYOUTS[layout][0], _arguments(layout, tied, **saving, **optimizer))
-        return folders[key]
+    What two paths begin with runs once.
+    """
+    done = {}
 
-    return folder
+    def along(
+        layouts: tuple[str, ...], steps: tuple[int, ...], options: Mapping[str, object]
+    ) -> tuple[list[Run], Path | None]:
+        if not layouts:
+            return [], None
+        key = layouts, steps, repr(options)
+        if key not in done:
+            before, load = along(layouts[:-1], steps[:-1], options)
+            save = tmp_path_factory.mktemp("checkpoint")
+            layout = Layout.read(layouts[-1])
+            folders = {"load": load, "save": save, "save_interval": 1000}
+            # A checkpoint also says how long its run was to be.
+            until = {"train_iters": sum(steps), "override_opt_param_scheduler": True}
+            arguments = _arguments(layout, **options, **folders, **until)
+            done[key] = [*before, train(layout.ranks, arguments, same_weights=not before)], save
+        return done[key]
 
-
-@pytest.mark.parametrize(
-    ("writer", "reader", "tied", "optimizer"), MOVES + [pytest.param(*m, marks=pytest.mark.slow) for m in EVERY_MOVE]
-)
-def test_training_continues_as_if_nothing_had_happened(written, writer, reader, tied, optimizer):
-    rest = _resumed(reader, tied, written(writer, tied, optimizer), **optimizer)
-    # The fourth loss comes after an update by the optimizer's restored state.
-    assert rest.losses == pytest.approx(_uninterrupted("plain/1", tied).losses[2:], rel=2e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [44, 48])
-def test_another_padding_changes_what_it_changes_in_plain_megatron(written, rows):
-    other = {"make_vocab_size_divisible_by": rows}
-    folder = written("plain/2", False, {})
-    plain = _resumed("plain/1", False, folder, **other)
-    for layout in ("vocab-2/3", "v-half/2"):
-        assert _resumed(layout, False, folder, **other).losses == pytest.approx(plain.losses, rel=2e-6)
+    return along
 
 
-@pytest.mark.parametrize(
-    ("layout", "options"),
-    [
-        ("vocab-2/2", DISTRIBUTED),
-        pytest.param("v-half/3", {}, marks=pytest.mark.slow),
-        pytest.param("interleaved/2", RESHARDABLE, marks=pytest.mark.slow),
-    ],
-)
-def test_resuming_at_the_same_layout_gives_the_same_bits(written, layout, options):
-    whole = _uninterrupted(layout, **options)
-    rest = _resumed(layout, False, written(layout, False, options), **options)
-    assert rest.losses == whole.losses[2:]
+@pytest.mark.parametrize(("name", "other"), RUNS)
+def test_training_continues_as_if_nothing_had_happened(train_along, name, other):
+    move = BY_NAME[name]
+    path, steps = (move.start, other, move.start), (2, 0 if move.carried else 2, 2)
+    moved, _ = train_along(path, steps, move.options)
+    if move.pads:
+        path = tuple(f"plain {layout.split()[-1]}" for layout in path)
+        unmoved, _ = train_along(path, steps, move.options)
+    else:
+        unmoved, _ = train_along((move.start,), (6,), move.options)
+    for numbers in ("losses", "grad_norms"):
+        found, expected = ([each for run in runs for each in getattr(run, numbers)] for runs in (moved, unmoved))
+        # From the second step after a move on, it is the optimizer's restored state that counts.
+        assert found == pytest.approx(expected[: sum(steps)], rel=0 if move.carried else FP32, abs=0), numbers
+
+
+@pytest.mark.parametrize(("layout", "options"), RESUMED)
+def test_resuming_at_the_same_layout_gives_the_same_bits(train_along, layout, options):
+    (whole,), _ = train_along((layout,), (6,), options)
+    (start, rest), _ = train_along((layout, layout), (2, 4), options)
+    assert start.losses + rest.losses == whole.losses and start.grad_norms + rest.grad_norms == whole.grad_norms
     assert_same_bits(rest.parameters, whole.parameters)
 
 
@@ -146,8 +145,9 @@ def refusals(_rank, _world_size, cases):
     return said
 
 
-def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts(written, tmp_path):
-    good = written("vocab-2/2", False, DISTRIBUTED)
+def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts(train_along, tmp_path):
+    layout, options = DEFAULT_FORM
+    _, good = train_along((layout,), (2,), options)
 
     def damaged(name):
         shutil.copytree(good, tmp_path / name)
@@ -183,19 +183,20 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ({"load": empty_tracker}, "holds '' and not an iteration; use --ckpt-step 2"),
         ({"save": first_file / "below", "save_interval": 2}, "is a file; choose another place"),
         ({"load": good, **DISTRIBUTED}, "vocab_parallel was True, here it is False: write it with --dist-ckpt-optim"),
+        ({"load": good, **DISTRIBUTED, **EXPERT}, "expert_model_parallel_size was 1, here it is 2"),
         ({"load": good, **DISTRIBUTED, "no_load_optim": True}, None),
     ]
-    layout = {"pipeline_model_parallel_layout": "Et*2|t|t|t*2L", "dist_ckpt_optim_fully_reshardable": False}
-    laid_out = written("v-half/2", False, {**DISTRIBUTED, **layout})
-    interleaved = {**DISTRIBUTED, **layout, **LAYOUTS["vocab-2/2"][1], "pipeline_schedule": "interleaved"}
+    laid_out = {**DISTRIBUTED, "pipeline_model_parallel_layout": "Et*4|t*2|t*2|t*4L"}
+    _, in_a_v = train_along(("v-half/vocab-2 p2",), (2,), laid_out)
+    interleaved = {**Layout.read("1f1b/vocab-2 p2").options, **laid_out, "pipeline_schedule": "interleaved"}
     cases += [
-        ({"load": laid_out, **interleaved, "pipeline_model_parallel_size": 2}, "V-shaped pipeline_schedule was True"),
+        ({"load": in_a_v, **interleaved}, "V-shaped pipeline_schedule was True"),
         (
             {"save": tmp_path / "a", "save_interval": 2, "async_save": True, "use_persistent_ckpt_worker": True},
             "use --async-strategy mcore",
         ),
     ]
-    said, other = run_ranks(2, refusals, [_arguments("plain/1", False, **changes) for changes, _ in cases])
+    said, other = run_ranks(2, refusals, [_arguments(Layout.read("plain"), **changes) for changes, _ in cases])
     assert said == other
     for (changes, expected), found in zip(cases, said, strict=True):
         assert (found is None) == (expected is None) and (expected or "") in (found or ""), (changes, found)

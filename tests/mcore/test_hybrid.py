@@ -15,7 +15,6 @@ from tests.harness.training import comparable_model, train
 from tests.mcore.cases import FP32, TIED
 from tests.mcore.comparison import assert_equal
 
-VP = {"vocab_parallel": True}
 slow = pytest.mark.slow
 
 # p, schedule, algorithm, pattern, options of both runs.
@@ -60,24 +59,6 @@ def test_every_step_equals_plain_megatron(size, schedule, algorithm, pattern, op
         ),
     )
     assert_equal(split, plain, FP32)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("written", "read"), [((3, "*-|*|-", VP), (2, "*-|*-", {})), ((1, "*-*-", {}), (2, "*|-*-", VP))]
-)
-def test_a_checkpoint_continues_in_plain_megatron_and_back(tmp_path, written, read):
-    (size, pattern, method), (other_size, other_pattern, other_method) = written, read
-    steps = {"train_iters": 4, "lr": 1e-3, "eval_iters": 0}
-    saving = {"save": tmp_path, "save_interval": 2, "exit_interval": 2}
-    train(size, _arguments(pattern, pipeline_model_parallel_size=size, **steps, **saving, **method))
-    rest = train(
-        other_size,
-        _arguments(other_pattern, pipeline_model_parallel_size=other_size, load=tmp_path, **steps, **other_method),
-        same_weights=False,
-    )
-    whole = train(1, _arguments("*-*-", **steps))
-    assert rest.losses == pytest.approx(whole.losses[2:], rel=2e-6)
 
 
 def test_pass_costs_count_the_layers_of_a_pattern():

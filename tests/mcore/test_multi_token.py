@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from tests.harness import run_ranks
-from tests.harness.training import _merge, comparable_model, train, train_case
+from tests.harness.training import _merge, comparable_model, train_case
 from tests.mcore.cases import FP32, MUP, TIED
 from tests.mcore.comparison import assert_equal
 
@@ -70,16 +70,3 @@ def test_every_step_equals_plain_megatron(size, schedule, algorithm, heads, opti
     assert len(logged[-1]) == len(expected) == 3 * 4 * heads
     for found, theirs in zip(logged[-1], expected, strict=True):
         assert found == pytest.approx(theirs, rel=FP32)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("written", "read"), [((3, VP), (2, {})), ((1, {}), (2, VP))])
-def test_a_checkpoint_continues_in_plain_megatron_and_back(tmp_path, written, read):
-    (size, method), (other_size, other_method) = written, read
-    steps = {"num_layers": 6, "mtp_num_layers": 1, "train_iters": 4, "lr": 1e-3, "eval_iters": 0}
-    saving = {"save": tmp_path, "save_interval": 2, "exit_interval": 2}
-    train(size, _arguments(pipeline_model_parallel_size=size, **steps, **saving, **method))
-    loading = {"load": tmp_path, "pipeline_model_parallel_size": other_size, **other_method}
-    rest = train(other_size, _arguments(**steps, **loading), same_weights=False)
-    whole = train(1, _arguments(**steps))
-    assert rest.losses == pytest.approx(whole.losses[2:], rel=2e-6)
