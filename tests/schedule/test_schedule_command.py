@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from megatron_vp.cli import schedule as command
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import draw, generate, simulate
+from megatron_vp.schedule import Collective, PassCosts, draw, generate, simulate
 
 app = typer.Typer()
 app.callback()(lambda: None)
@@ -106,6 +106,15 @@ def test_a_picture_has_every_pass_at_its_time_and_memory_up_to_the_peak():
         (strip,) = (path.get_extents() for drawn in axes.collections for path in drawn.get_paths())
         assert (strip.x0, strip.x1) == (0, timeline.makespan)
         assert rank + 0.56 < strip.y0 == pytest.approx(strip.y1 - 0.28) and strip.y1 < rank + 1
+
+
+def test_a_picture_has_every_collective_on_every_rank():
+    timeline = simulate(generate("1f1b", 3, 4, vocab="vocab-2"), PassCosts(comm=0.2))
+    drawn = draw.to_picture(timeline, "svg").decode()
+    collectives = sum(isinstance(operation, Collective) for operation in timeline.operations)
+    assert collectives == 4 * 4
+    in_legend = 1
+    assert drawn.lower().count(f"fill: {draw.SECOND_STREAM.lower()}") == 3 * collectives + in_legend
 
 
 def test_perfetto_trace_has_every_pass_on_its_rank():

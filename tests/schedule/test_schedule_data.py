@@ -76,6 +76,11 @@ def test_bad_costs_are_refused_with_the_item(text):
         PassCosts.parse(text)
 
 
+def test_nominal_times_have_no_zeros():
+    assert PassCosts(F=0, B=3, W=1).without_zeros() == PassCosts(F=4e-3, B=3, W=1)
+    assert PassCosts(F=0, B=0, W=0).without_zeros() == PassCosts(F=1, B=1, W=1)
+
+
 def test_an_unsplit_backward_takes_both_gradients_and_chunks_share_a_rank():
     costs = PassCosts(F=2, B=3, W=4)
     whole, chunked = generate("1f1b", 2, 1), generate("v-half", 2, 1)

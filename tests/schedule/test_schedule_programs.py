@@ -125,6 +125,24 @@ def test_receivers_hold_at_most_two_outputs_of_the_last_stage(vocab):
             held -= isinstance(instruction, Run) and instruction.action.kind is PassKind.S
 
 
+@pytest.mark.parametrize("vocab", ["vocab-1", "vocab-2"])
+def test_collectives_are_posted_behind_the_own_part_or_one_step_ahead_of_the_others(vocab):
+    schedule = generate("1f1b", 4, 12, vocab=vocab)
+    starts = {str(operation): start for operation, (start, _) in simulate(schedule).operations.items()}
+    ends = simulate(schedule).spans
+    ahead = set()
+    for program in lower(schedule)[:-1]:
+        steps = [i for i in program.instructions if not isinstance(i, Post | Wait)]
+        for place, instruction in enumerate(program.instructions):
+            if not isinstance(instruction, Post) or not str(instruction).startswith("+C0"):
+                continue
+            begun = len([i for i in program.instructions[:place] if not isinstance(i, Post | Wait)])
+            over = sum(end <= starts[str(instruction.operation)] for _, end in ends[program.rank])
+            ahead.add(over - begun)
+        assert len(steps) == len(ends[program.rank])
+    assert ahead <= {0, 1} and 0 in ahead
+
+
 def v_shaped() -> Schedule:
     """Two ranks, first and last stage on rank 0, one microbatch, split backward, vocab-1."""
     ranks = (
@@ -276,6 +294,15 @@ def test_a_deadlock_across_ranks_names_what_each_rank_waits_for():
     )
     assert around[0].endswith("waits for gradient:1[1>0]")
     assert around[1].endswith("waits for activation:1[0>1]")
+
+
+def test_a_long_circle_is_cut_short():
+    schedule = edited(generate("interleaved", 6, 6), 0, swap("F0", "F0.1"))
+    with pytest.raises(ScheduleError) as caught:
+        simulate(schedule)
+    circle = str(caught.value).splitlines()[0]
+    assert circle.startswith("deadlock: F0.1 on rank 0 waits for F0 on rank 5; F0 on rank 5 waits for F0 on rank 4; ")
+    assert circle.count(" waits for ") == 4 and circle.endswith("; ...")
 
 
 def test_a_rank_too_few_is_refused():
