@@ -103,6 +103,7 @@ class MegatronModel:
         part.core.set_input_tensor(input_sbh)
         given = captured if labels_bs is None else captured.given(labels=labels_bs)
         output = part.model(*given.args, **given.kwargs, **self._output_options)
+        part.core.set_input_tensor(None)
         if part.core.post_process:
             # A tensor of its own, whose data `release_output` may free.
             output = output.float().clone()

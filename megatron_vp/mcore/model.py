@@ -27,7 +27,7 @@ from torch import nn
 
 from megatron_vp.mcore.choices import V_SHAPED_SCHEDULES
 from megatron_vp.mcore.delayed_weights import leave_out_hooks
-from megatron_vp.mcore.model_check import check_model, check_vocabulary_layers
+from megatron_vp.mcore.model_check import check_model, check_vocabulary_layers, refuse_outside_of_passes
 from megatron_vp.mcore.multi_token import follow_decoder
 from megatron_vp.runtime.collectives import VocabularyLayers
 from megatron_vp.runtime.groups import Edge, PipelineGroups, pipeline_device
@@ -205,6 +205,7 @@ def _shard_vocabulary(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCo
     chunk.pre_process = chunk.post_process = chunk.decoder.pre_process = False
     # Else Megatron would all-reduce the tied weight over first and last rank, which hold different rows now.
     chunk.share_embeddings_and_output_weights = False
+    chunk.register_forward_pre_hook(refuse_outside_of_passes)
 
 
 def pipeline_placement(args: Any) -> Placement:

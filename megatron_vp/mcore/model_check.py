@@ -43,6 +43,18 @@ def check_vocabulary_layers(chunk: nn.Module) -> None:
         _check_layer("output_layer", chunk.output_layer, ColumnParallelLinear)
 
 
+def refuse_outside_of_passes(chunk: nn.Module, _inputs: tuple) -> None:
+    """A hook before the forward of a cut chunk, which makes hidden states and no losses. Raises UserError.
+
+    A pass F sets the decoder's input before it calls the chunk and takes it away afterwards.
+    """
+    if chunk.decoder.input_tensor is None:
+        raise UserError(
+            f"this script calls its {type(chunk).__name__} outside of forward_step, where its vocabulary layers are "
+            f"spread over all ranks: leave that call out, or leave --vocab-parallel out"
+        )
+
+
 def _check_layer(name: str, layer: nn.Module, expected: type[nn.Module]) -> None:
     if type(layer) is not expected:
         _refuse(f"{name} is a {type(layer).__name__}, whose own ways would be left out", expected.__name__)

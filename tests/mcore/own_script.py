@@ -16,6 +16,7 @@ def add_arguments(parser):
     parser.add_argument("--stride", type=int, default=1)
     parser.add_argument("--mean-loss", action="store_true", help="report the mean alone, in Megatron's older way")
     parser.add_argument("--no-labels", action="store_true", help="ask the model for logits")
+    parser.add_argument("--own-evaluation", action="store_true", help="call the model beside Megatron's evaluation")
     return parser
 
 
@@ -88,4 +89,5 @@ if __name__ == "__main__":
         ModelType.encoder_or_decoder,
         forward_step,
         model_provider=model_provider,
+        non_loss_data_func=(lambda chunks: chunks[0](None, None, None)) if parsed.own_evaluation else None,
     )

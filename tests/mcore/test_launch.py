@@ -239,10 +239,21 @@ def test_somebodys_own_script_trains_unchanged_with_and_without_vocabulary_paral
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", [{"vocab_parallel": True}, {"pipeline_schedule": "zb-h1"}], ids=str)
-def test_a_script_that_asks_for_logits_is_told_to_give_labels(schedule):
-    words = tiny_model(**TWO_STAGES, **schedule, mock_data=None, no_labels=True)
-    with pytest.raises(RankError, match="needs labels of shape"):
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"vocab_parallel": True, "no_labels": True}, "needs labels of shape"),
+        ({"pipeline_schedule": "zb-h1", "no_labels": True}, "needs labels of shape"),
+        (
+            {"vocab_parallel": True, "own_evaluation": True, "eval_iters": 1},
+            "calls its GPTModel outside of forward_step",
+        ),
+    ],
+    ids=str,
+)
+def test_a_script_that_asks_more_of_the_model_is_told_what_cannot_be(options, said):
+    words = tiny_model(**TWO_STAGES, **options, mock_data=None)
+    with pytest.raises(RankError, match=said):
         run_ranks(2, run_own_script, words)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.capture import capture
-from megatron_vp.mcore.model_check import check_model, check_vocabulary_layers
+from megatron_vp.mcore.model_check import check_model, check_vocabulary_layers, refuse_outside_of_passes
 
 
 class Scaled(GPTModel):
@@ -77,6 +77,27 @@ def test_what_the_cut_would_leave_out_is_named(made, said):
 def test_other_models_are_refused_whatever_layers_they_have():
     with pytest.raises(UserError, match="built a BertModel: build a GPTModel or HybridModel"):
         check_model(unbuilt(BertModel, share_embeddings_and_output_weights=True))
+
+
+class Echo(nn.Module):
+    """A chunk whose forward returns its decoder's input."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = nn.Module()
+        self.decoder.input_tensor = None
+        self.register_forward_pre_hook(refuse_outside_of_passes)
+
+    def forward(self):
+        return self.decoder.input_tensor
+
+
+def test_a_cut_chunk_runs_in_passes_only():
+    chunk = Echo()
+    with pytest.raises(UserError, match="calls its Echo outside of forward_step"):
+        chunk()
+    chunk.decoder.input_tensor = "given by a pass"
+    assert chunk() == "given by a pass"
 
 
 def loss_func(output):
