@@ -43,7 +43,7 @@ class LossCheck:
         counts_bs = labels_bs >= 0 if gradient_ks is None else gradient_ks[: len(labels_bs)] != 0
         wrong_bs = ((labels_bs < 0) | (labels_bs >= self._vocab_size)) & counts_bs
         label = torch.where(wrong_bs, labels_bs, 0).flatten()
-        worst = label[label.abs().argmax()]
+        worst = label.take(label.abs().argmax())  # `[]` would bring the index to the host
         self._microbatches.append(microbatch)
         self._verdicts.append(torch.stack([(~loss.detach().isfinite()).long().squeeze(), wrong_bs.any().long(), worst]))
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_vp.mcore.delayed_weights import take_delayed
 from megatron_vp.mcore.patches import Patch
+from megatron_vp.vocab.operations import operations_for
 
 
 class PendingGradient(Protocol):
@@ -51,10 +52,12 @@ class PendingWeightGradient:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Add the weight's gradient to its `main_grad`; the GEMM runs in the model's dtype, as Megatron's does."""
-        whole_input = _whole_sequence(self.layer_input, self.tensor_group)
-        gradient_oi = self.output_gradient.flatten(0, -2).t() @ whole_input.flatten(0, -2)
-        self.weight.main_grad.add_(gradient_oi)
+        """Add the weight's gradient to its `main_grad`.
+
+        The GEMM runs in the model's dtype; on a GPU it adds to an fp32 `main_grad` itself, as with Apex in Megatron.
+        """
+        rows_ni = _whole_sequence(self.layer_input, self.tensor_group).flatten(0, -2)
+        operations_for(rows_ni).add_product_(self.weight.main_grad, self.output_gradient.flatten(0, -2), rows_ni)
 
 
 _collected: list[PendingGradient] | None = None

@@ -7,10 +7,13 @@ from contextlib import redirect_stderr
 from io import StringIO
 
 import pytest
+import torch
 
+from megatron_vp.mcore.loss_check import LossCheck
 from tests.harness import run_ranks, run_ranks_to_their_end
 from tests.harness.training import train_case
 from tests.mcore.faults import Fault, errors, few_steps, injected, to_a_large_id, to_infinity, to_nan, train_with_fault
+from tests.runtime.device_double import Device
 
 RERUN = 16
 """Megatron ran the iteration again, found the same, saved a checkpoint, and asks to be started on other devices."""
@@ -119,3 +122,11 @@ def test_an_id_outside_the_vocabulary_is_named(fault, said):
     assert all(status in (1, 2) for status, _ in ends) and ends[fault.rank][0] == 2
     output = ends[fault.rank][1]
     assert f"rank {fault.rank}: error: {said}" in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_judging_losses_does_not_hold_up_a_gpu(gradients):
+    with Device().active():
+        labels_bs, loss = torch.zeros(2, 8, dtype=torch.int64, device="cuda"), torch.zeros((), device="cuda")
+        gradient_ks = torch.zeros(4, 8, device="cuda") if gradients else None
+        LossCheck(100).add(0, loss, labels_bs, gradient_ks)
