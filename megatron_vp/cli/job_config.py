@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_vp.cost.planner import V_SHAPED
 from megatron_vp.errors import UserError
 
 if TYPE_CHECKING:
     from megatron_vp.cost.shapes import Job, Plan
-
-V_SHAPED = ("zb-v", "v-half", "v-min")
 
 SIZES = (
     "num_layers",
@@ -122,6 +121,10 @@ class JobConfig:
             chunks, uneven = divmod(stages, job.pipeline)
             if rest or uneven:
                 raise UserError(f"--num-layers-per-virtual-pipeline-stage {each} does not divide the layers of a rank")
+        layout = self.values.get("pipeline_model_parallel_layout")
+        if chunks is None and layout is not None and self.values.get("pipeline_schedule") not in V_SHAPED:
+            # As Megatron does; a number of stages that does not go with the ranks is refused with the layers.
+            chunks = max(1, len(layers_in(str(layout))) // (self.values.get("pipeline_model_parallel_size") or 1))
         return None if chunks == 1 else chunks
 
 

@@ -128,6 +128,19 @@ def test_pipelines_side_by_side_share_the_words_and_wait_for_their_tensor_ranks(
     took, messages = wires.collectives(method), wires.broadcast(wires.hidden_bytes, 16, False)
     extra = [took[kind] - messages for kind in (CollectiveKind.C0, CollectiveKind.C2)]
     assert extra == pytest.approx([wires.tensor_sum / 2] * 2) and wires.tensor_sum > 0 == pipelines.tensor_sum
+    assert took[CollectiveKind.EMBED] == pytest.approx(took[CollectiveKind.EMBED_GRAD] + wires.tensor_sum)
+    early = wires.collectives(VocabMethod.VOCAB_2)[CollectiveKind.C1]
+    assert early == pytest.approx(took[CollectiveKind.C1] + took[CollectiveKind.C2])
+
+
+def test_a_ring_moves_all_but_an_own_part_twice_and_experts_exchange_what_is_not_theirs():
+    wires = Wires(job(), A100, CALIBRATED)
+    took = wires.all_reduce(8e9, 4, within_a_node=True)
+    assert took == pytest.approx(2 * (4 * LATENCY + 6e9 / wires.bandwidth(True)))
+    spread = Wires(job(gpt(experts=8, experts_per_token=2), data=4, expert=4), A100, CALIBRATED)
+    # Tokens go to two experts each and come back; three of four experts are on other ranks.
+    moved = 2 * spread.whole_hidden_bytes * 3 / 4
+    assert spread.layer_traffic() == pytest.approx(2 * (4 * LATENCY + moved / spread.bandwidth(True)))
 
 
 def test_messages_between_nodes_take_longer():

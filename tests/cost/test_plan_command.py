@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 from megatron_vp.cli.app import app
 from megatron_vp.cli.job_config import layers_in, layout_of, read_job_config
 from megatron_vp.cli.planning import flags_of, yaml_of
+from megatron_vp.cost.hardware import find_hardware
+from megatron_vp.cost.planner import candidates
 from megatron_vp.cost.shapes import Plan
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
@@ -115,6 +117,29 @@ def test_plan_ranks_and_its_flags_simulate_to_what_it_promised(small):
     assert promised["iteration_seconds"] == pytest.approx(chosen["iteration_seconds"])
     moved = next(e for e in plans if (e["schedule"], e["method"]) == ("1f1b", "redistributed"))
     assert "pipeline_model_parallel_layout" in moved["settings"]
+
+
+def test_what_plan_prints_for_uneven_chunks_reads_back_as_the_same_plan(small, tmp_path):
+    flags = ["--num-layers", "20"]
+    job = read_job_config([small], flags).job(None)
+    for schedule, vocab in (
+        ("interleaved", VocabMethod.NONE),
+        ("interleaved", VocabMethod.VOCAB_1),
+        ("v-half", "none"),
+    ):
+        found = candidates(job, find_hardware("h100"))
+        wanted = next(e.plan for e in found if (e.plan.schedule, e.plan.vocab) == (schedule, vocab))
+        assert len(wanted.layers) == 8
+        overlay = tmp_path / "overlay.yaml"
+        overlay.write_text(yaml_of(read_job_config([small], flags).settings_of(wanted, job)))
+        assert read_job_config([small, overlay], flags).plan() == wanted
+
+
+def test_tied_embeddings_need_a_split_in_a_v(small):
+    small.write_text(SMALL.replace("  untie_embeddings_and_output_weights: true\n", ""))
+    table = run("plan", small).stdout
+    assert "not possible: v-half, plain: tied embeddings would belong to both chunks" in table
+    assert "not possible: v-half, vocab" not in table and "not possible: 1f1b" not in table
 
 
 def test_plan_prints_what_to_use(small, tmp_path):
