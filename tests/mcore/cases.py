@@ -149,6 +149,7 @@ CASES = (
         slow=True,
     ),
     Case("context parallelism", CONTEXT, EVERY_SHAPE + WHOLE_LAYERS, ranks=4, slow=True),
+    Case("context parallelism, multi-token prediction", {**CONTEXT, **AHEAD}, ("zb-h1/none",), ranks=4, slow=True),
     Case(
         "context, tensor and sequence parallelism, tied, everything overlapped",
         {**CONTEXT, **SEQUENCE, **TIED, **BOTH},

@@ -168,9 +168,9 @@ MOVES = (
         AHEAD,
     ),
     Move(
-        "multi-token prediction, tied, fully reshardable",
+        "multi-token prediction, tied, fully reshardable",  # Megatron's own stages cannot save it so
         "v-half/vocab-2 p2",
-        ("plain p2", "1f1b/vocab-1 p3"),
+        ("1f1b/vocab-1 p3",),
         {**AHEAD, **TIED, **RESHARDABLE},
     ),
     Move("hybrid model", "1f1b/vocab-2 p3", ("plain p2", "plain", "v-half/vocab-1 p2"), LONG_HYBRID),
@@ -180,16 +180,11 @@ MOVES = (
         ("plain p2", "interleaved/vocab-2 p3"),
         {**LONG_HYBRID, **TIED, **RESHARDABLE},
     ),
+    Move("mixture of experts", "v-half/vocab-2 p2", ("plain", "zb-h1/none p3"), MOE),
     Move(
-        "mixture of experts",
-        "v-half/vocab-2 p2",
-        ("plain", "plain p2 d2 e2", "1f1b/vocab-2 p2 d2 e2", "zb-h1/none p3"),
-        MOE,
-    ),
-    Move(
-        "mixture of experts, fully reshardable",
+        "expert parallelism, fully reshardable",
         "1f1b/vocab-2 p2 d2 e2",
-        ("plain", "plain p2 d2", "v-half/vocab-1 p3"),
+        ("plain p2 d2 e2", "v-half/vocab-1 p2 d2 e2"),
         {**MOE, **RESHARDABLE},
     ),
     Move(
