@@ -174,7 +174,7 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ({"load": tmp_path / "new", "save": tmp_path / "new", "save_interval": 2}, None),
         ({"load": tmp_path / "no such"}, "holds no checkpoint"),
         ({"load": good, "ckpt_step": 3}, "iter_0000003 is not there; use --ckpt-step 2"),
-        ({"load": cut}, f"{first_file} is cut short"),
+        ({"load": cut, "save": cut, "save_interval": 2}, f"{first_file} is cut short"),
         ({"load": without_file}, "is missing"),
         ({"load": without_end}, "lacks .metadata"),
         ({"load": unreadable}, ".metadata is corrupt"),
@@ -196,8 +196,13 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
             "use --async-strategy mcore",
         ),
     ]
+    before = _contents(cut)
     said, other = run_ranks(2, refusals, [_arguments(Layout.read("plain"), **changes) for changes, _ in cases])
-    assert said == other
+    assert said == other and _contents(cut) == before
     for (changes, expected), found in zip(cases, said, strict=True):
         assert (found is None) == (expected is None) and (expected or "") in (found or ""), (changes, found)
         assert "\n" not in (found or "")
+
+
+def _contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
