@@ -2,8 +2,9 @@
 
     python benchmarks/cpu_balance.py [--rounds 3] [--iterations 6] [--output FILE.jsonl]
 
-Two ranks, one thread each, a model whose output layer costs about as much as its transformer layers. Plain Megatron and
-vocab-2 train in turns; times are those of the schedule (`--rank-report`), medians without a training's first iteration.
+Two ranks, one core and one thread each, a model whose output layer costs about as much as its transformer layers. Plain
+Megatron and vocab-2 train in turns; times are those of the schedule (`--rank-report`), medians without a training's
+first iteration.
 
     measured speed-up   plain Megatron's iteration over vocab-2's
     perfect speed-up    the iteration that plain Megatron's pass times give in the simulator, over the one that they
@@ -30,6 +31,8 @@ from megatron_vp.schedule import StageCosts, generate, simulate
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2
+ON_A_CORE_OF_ITS_OWN = 'exec taskset --cpu-list $LOCAL_RANK "$0" "$@"'
+"""As on a device of its own: a rank that waits lends nothing to the one that works."""
 MODEL = {
     "num-layers": 4,
     "hidden-size": 256,
@@ -57,6 +60,7 @@ def train(flags: list[str], iterations: int) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"),
+            *("--no-python", "bash", "-c", ON_A_CORE_OF_ITS_OWN, sys.executable),
             *(str(ROOT / "pretrain_gpt_vp.py"), "--cpu", "--mock-data", "--untie-embeddings-and-output-weights"),
             *(f"--{name}={value}" for name, value in MODEL.items()),
             *(f"--train-iters={iterations}", f"--rank-report={folder}", *flags),
