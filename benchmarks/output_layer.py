@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import platform
 import statistics
-import time
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from unittest import mock
 
 import torch
+from measuring import milliseconds, write
 
 from megatron_vp.vocab import output
 from megatron_vp.vocab.operations import EagerOperations
@@ -114,20 +112,6 @@ class Shape:
         return sum(tensor.nbytes for tensor in kept) / self.pending.exp_nv.numel()
 
 
-def milliseconds(function: Callable[[], object], device: torch.device) -> float:
-    """One call, by device events on a GPU."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        function()
-        return 1e3 * (time.perf_counter() - start)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
 def measure(shape: Shape, rounds: int, device: torch.device) -> dict[str, float]:
     """Median milliseconds of everything, in turns, after two rounds that warm up."""
     names = ["s_gemm", "s", "s_of_vocab_2_gemms", "s_of_vocab_2", "t_gemm", "t", "s_and_t", "eager_s_and_t"]
@@ -176,11 +160,7 @@ def main() -> None:
             "bytes_allocated_a_logit": shape.bytes_allocated_by_s() / (tokens * rows) if on_gpu else None,
             "milliseconds": times,
         }
-        text = json.dumps(line)
-        print(text, flush=True)
-        if args.output is not None:
-            with args.output.open("a") as file:
-                file.write(text + "\n")
+        write(line, args.output)
 
 
 if __name__ == "__main__":

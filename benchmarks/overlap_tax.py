@@ -13,10 +13,8 @@ tiny sizes in Triton's interpreter, whose times mean nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +26,7 @@ if not ON_GPU:
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
+from measuring import milliseconds, write  # noqa: E402
 from torch.nn.functional import gelu, scaled_dot_product_attention  # noqa: E402
 
 from megatron_vp.runtime.groups import CTAS  # noqa: E402
@@ -102,20 +101,6 @@ class Passes:
         return milliseconds(lambda: self.post(blocks).wait(), self.device)
 
 
-def milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    """One call, by device events on a GPU."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        work()
-        return 1e3 * (time.perf_counter() - start)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
 def main() -> None:
     """Measure and print, or append to a file, a line of JSON for every number of thread blocks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -150,11 +135,7 @@ def main() -> None:
             "copy_gb_per_s": 2e-6 * passes.source.numel() / copied,
             "milliseconds": {"forward": medians[0][0], "backward": medians[0][1], "copy": copied},
         }
-        text = json.dumps(line)
-        print(text, flush=True)
-        if args.output is not None:
-            with args.output.open("a") as file:
-                file.write(text + "\n")
+        write(line, args.output)
 
 
 if __name__ == "__main__":

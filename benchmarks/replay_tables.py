@@ -16,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from measuring import write
+
 ROOT = Path(__file__).resolve().parents[1]
 METHODS = {
     "baseline": [],
@@ -60,11 +62,7 @@ def main() -> None:
                     flags += ["--max-position-embeddings", str(args.sequence), *args.flags]
                     found = replay(ROOT / "configs" / f"{model}.yaml", rank % size, flags)
                     line = {"model": model, "vocab_size": int(vocab_size), "method": method, "rank": rank % size}
-                    text = json.dumps(line | ({"error": found} if isinstance(found, str) else found))
-                    print(text, flush=True)
-                    if args.output is not None:
-                        with args.output.open("a") as file:
-                            file.write(text + "\n")
+                    write(line | ({"error": found} if isinstance(found, str) else found), args.output)
 
 
 if __name__ == "__main__":
