@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_vp.cost.planner import V_SHAPED
 from megatron_vp.errors import UserError
+from megatron_vp.schedule import V_SHAPED_SCHEDULES
 
 if TYPE_CHECKING:
     from megatron_vp.cost.shapes import Job, Plan
@@ -92,7 +92,7 @@ class JobConfig:
         layout = self.values.get("pipeline_model_parallel_layout")
         layers, chunks = plan.layers, plan.chunks
         if layers is None and layout is not None:
-            layers = equal_layers(job, job.pipeline * (chunks or (2 if plan.schedule in V_SHAPED else 1)))
+            layers = equal_layers(job, job.pipeline * (chunks or (2 if plan.schedule in V_SHAPED_SCHEDULES else 1)))
         if layers is not None and (layout is None or layers_in(str(layout)) != layers):
             layout = layout_of(layers)
         split = plan.vocab is not VocabMethod.NONE
@@ -122,7 +122,7 @@ class JobConfig:
             if rest or uneven:
                 raise UserError(f"--num-layers-per-virtual-pipeline-stage {each} does not divide the layers of a rank")
         layout = self.values.get("pipeline_model_parallel_layout")
-        if chunks is None and layout is not None and self.values.get("pipeline_schedule") not in V_SHAPED:
+        if chunks is None and layout is not None and self.values.get("pipeline_schedule") not in V_SHAPED_SCHEDULES:
             # As Megatron does; a number of stages that does not go with the ranks is refused with the layers.
             chunks = max(1, len(layers_in(str(layout))) // (self.values.get("pipeline_model_parallel_size") or 1))
         return None if chunks == 1 else chunks

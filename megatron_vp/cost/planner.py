@@ -19,7 +19,16 @@ from megatron_vp.cost.predict import Prediction, make_player, predict
 from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.cost.workers import worker_pool
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import GENERATORS, Placement, Player, StageCosts, Timeline, VocabMethod, generate
+from megatron_vp.schedule import (
+    GENERATORS,
+    V_SHAPED_SCHEDULES,
+    Placement,
+    Player,
+    StageCosts,
+    Timeline,
+    VocabMethod,
+    generate,
+)
 from megatron_vp.schedule.collector import collector_paused
 
 PLAIN, REDISTRIBUTED = "plain", "redistributed"
@@ -28,9 +37,6 @@ PLAIN, REDISTRIBUTED = "plain", "redistributed"
 SMALL = 0.05
 """Share of the iteration below which a loss of time is not worth a name."""
 
-
-V_SHAPED = ("zb-v", "v-half", "v-min")
-"""Schedules whose first and last stage share a rank."""
 
 PLAYED, PLAYED_PER_RANK = 2048, 4
 """Microbatches x ranks up to which all are played; microbatches a rank that show all phases of a schedule."""
@@ -203,7 +209,7 @@ def weigh(candidate: Candidate, job: Job, hardware: Hardware, constants: Constan
     """
     if 0 in (candidate.plan.layers or ()) and candidate.method != REDISTRIBUTED:
         raise UserError(_too_few_layers(job, len(candidate.plan.layers)))
-    if job.model.tied and candidate.plan.vocab is VocabMethod.NONE and candidate.plan.schedule in V_SHAPED:
+    if job.model.tied and candidate.plan.vocab is VocabMethod.NONE and candidate.plan.schedule in V_SHAPED_SCHEDULES:
         raise UserError("tied embeddings would belong to both chunks of the first rank; split or untie them")
     played = max(PLAYED_PER_RANK * job.pipeline, PLAYED // job.pipeline)
     sample = replace(job, microbatches=min(job.microbatches, played))

@@ -21,12 +21,13 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore import patches
 from megatron_vp.mcore.checkpoint_check import check_checkpoint
 from megatron_vp.mcore.checkpoint_files import check_writable
-from megatron_vp.mcore.choices import ALGORITHMS, SCHEDULES, SPLIT_SCHEDULES, V_SHAPED_SCHEDULES, replaces_schedule
+from megatron_vp.mcore.choices import ALGORITHMS, SPLIT_SCHEDULES, replaces_schedule
 from megatron_vp.mcore.config_file import arguments_from_config, write_resolved
 from megatron_vp.mcore.dataset import check_inputs
 from megatron_vp.mcore.ignored import warn_of_ignored
 from megatron_vp.mcore.platform import platform_arguments, wants_cpu
 from megatron_vp.mcore.refusals import refuse
+from megatron_vp.schedule import GENERATORS, V_SHAPED_SCHEDULES
 
 RESOLVED_NAME = "resolved_config.yaml"
 
@@ -108,7 +109,7 @@ def _with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...
         )
         ours.add_argument(
             "--pipeline-schedule",
-            choices=SCHEDULES,
+            choices=GENERATORS,
             default="1f1b",
             help="Order of the passes on the pipeline ranks. 1f1b without --vocab-parallel is Megatron's own schedule.",
         )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_vp.schedule import V_SHAPED_SCHEDULES
+
 ALGORITHMS = ("vocab-1", "vocab-2")
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "v-min", "interlaced")
-V_SHAPED_SCHEDULES = ("zb-v", "v-half", "v-min")
 SPLIT_SCHEDULES = ("zb-h1", *V_SHAPED_SCHEDULES)
 
 

@@ -25,7 +25,6 @@ from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.models.hybrid import HybridModelBuilder
 from torch import nn
 
-from megatron_vp.mcore.choices import V_SHAPED_SCHEDULES
 from megatron_vp.mcore.delayed_weights import leave_out_hooks
 from megatron_vp.mcore.model_check import check_model, check_vocabulary_layers, refuse_outside_of_passes
 from megatron_vp.mcore.multi_token import follow_decoder
@@ -33,6 +32,7 @@ from megatron_vp.runtime.collectives import VocabularyLayers
 from megatron_vp.runtime.groups import Edge, PipelineGroups, pipeline_device
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.watchdog import Watchdog
+from megatron_vp.schedule import V_SHAPED_SCHEDULES
 from megatron_vp.schedule.instructions import Channel
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange

@@ -2,7 +2,7 @@
 
 from megatron_vp.schedule.costs import Costs, PassCosts, StageCosts
 from megatron_vp.schedule.formats import from_csv, from_json, to_csv, to_json
-from megatron_vp.schedule.generators import GENERATORS, generate
+from megatron_vp.schedule.generators import GENERATORS, V_SHAPED_SCHEDULES, generate
 from megatron_vp.schedule.instructions import (
     Channel,
     Collective,
@@ -26,6 +26,7 @@ from megatron_vp.schedule.validate import validate, validate_programs
 
 __all__ = [
     "GENERATORS",
+    "V_SHAPED_SCHEDULES",
     "Channel",
     "Collective",
     "CollectiveKind",

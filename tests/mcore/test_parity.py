@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 
+from megatron_vp.schedule import V_SHAPED_SCHEDULES
 from tests.harness.training import Run, comparable_model, train
 from tests.mcore.comparison import assert_as_close, assert_equal
 
@@ -30,7 +31,6 @@ METHODS = {
     "v-min": ("none", "vocab-1", "vocab-2"),
     "interlaced": ("vocab-1",),  # it has a vocabulary pass of its own
 }
-V_SHAPED = ("zb-v", "v-half", "v-min")
 EXTREMES = [
     ("1f1b", 4, "vocab-1", 1, True, "rope", False),
     ("1f1b", 3, "vocab-2", 12, False, "rope", True),
@@ -50,7 +50,7 @@ def _cases() -> Iterator[tuple[object, ...]]:
             for place, microbatches in enumerate(MICROBATCHES[size]):
                 if size == 8 and (schedule == "interleaved" or (turn + place) % 3):
                     continue
-                tied = place == 1 and not (method == "none" and schedule in V_SHAPED)
+                tied = place == 1 and not (method == "none" and schedule in V_SHAPED_SCHEDULES)
                 positions = ("rope", "learned_absolute", "learned_absolute")[place]
                 by_default = place == turn % 3 and (size in (2, 4) or (size == 3 and turn % 5 == 3))
                 case = (schedule, size, method, microbatches, tied, positions, place == 2)

@@ -39,6 +39,9 @@ FAMILIES: dict[str, Family] = {
 GENERATORS = (*FAMILIES, "interlaced")
 """Names that `generate` knows."""
 
+V_SHAPED_SCHEDULES = ("zb-v", "v-half", "v-min")
+"""Those whose first and last stage share a rank."""
+
 LARGEST = 1_000_000
 """Ranks x microbatches x chunks: some three minutes on one core and 6 GB."""
 
