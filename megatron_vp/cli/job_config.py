@@ -48,6 +48,26 @@ OTHERS = (
     "untie_embeddings_and_output_weights",
     "recompute_granularity",
 )
+UNCOUNTED = (
+    "mtp_num_layers",
+    "hybrid_layer_pattern",
+    "multi_latent_attention",
+    "experimental_attention_variant",
+    "window_size",
+    "moe_layer_freq",
+    "moe_shared_expert_intermediate_size",
+    "moe_latent_size",
+    "fp8_format",
+    "fp4_format",
+    "recompute_modules",
+    "cpu_offloading_num_layers",
+    "fine_grained_activation_offloading",
+    "optimizer_cpu_offload",
+    "rampup_batch_size",
+    "step_batch_size_schedule",
+)
+"""What changes time or memory and is unknown to the cost model."""
+_LONGEST_LAYOUT = 10_000
 
 
 @dataclass(frozen=True)
@@ -61,6 +81,10 @@ class JobConfig:
         from megatron_vp.cost.arguments import job_of
 
         return job_of(self.values, gpus)
+
+    def uncounted(self) -> list[str]:
+        """Flags of this job that the cost model knows nothing of, though they change time or memory."""
+        return [flag(name) for name in UNCOUNTED if self.values.get(name) not in (None, False)]
 
     def plan(self) -> Plan:
         """How the configuration itself runs its pipeline. Raises UserError."""
@@ -140,6 +164,8 @@ def read_job_config(paths: Sequence[Path], flags: Sequence[str]) -> JobConfig:
     given: dict[str, str] = {}
     for leaf in read_leaves(paths):
         _refuse_misspelt(leaf.key, str(leaf))
+        if leaf.key in given:
+            raise UserError(f"{leaf} was already set elsewhere ({given[leaf.key]}); keep one of them")
         values[leaf.key], given[leaf.key] = leaf.value, str(leaf)
     name = None
     for word in flags:
@@ -173,9 +199,13 @@ def layers_in(layout: str) -> tuple[int, ...]:
     Raises UserError for anything else.
     """
     text = layout.replace(" ", "").replace(",", "")
-    while repeated := re.search(r"\(([^()]*)\)\*(\d+)", text):
-        text = text[: repeated.start()] + repeated[1] * int(repeated[2]) + text[repeated.end() :]
-    text = re.sub(r"([EtmL])\*(\d+)", lambda match: match[1] * int(match[2]), text)
+    while repeated := re.search(r"(?:\(([^()]*)\)|([EtmL]))\*(\d{1,9})", text):
+        part, times = repeated[1] or repeated[2] or "", int(repeated[3])
+        if len(text) + len(part) * times > _LONGEST_LAYOUT:
+            raise UserError(
+                f"--pipeline-model-parallel-layout {layout!r} stands for more than {_LONGEST_LAYOUT} letters"
+            )
+        text = text[: repeated.start()] + part * times + text[repeated.end() :]
     if not re.fullmatch(r"E?[t|]*m*L?", text):
         raise UserError(f"--pipeline-model-parallel-layout {layout!r} is not understood; write it as Et*4|(t*5|)*6t*3L")
     return tuple(segment.count("t") for segment in text.split("|"))

@@ -73,9 +73,11 @@ class Request:
         from megatron_vp.cost.constants import ERROR_BAND
 
         time, memory = (f"{100 * ERROR_BAND[name]:.0f} %" for name in ("time", "memory"))
+        uncounted = self.config.uncounted()
+        left_out = f" Not counted, though set: {', '.join(uncounted)}." if uncounted else ""
         return (
-            f"Predicted, not measured. Setups of A100s that the constants were not fitted on came out within {time} of "
-            f"their time and {memory} of their memory; other hardware is not calibrated (docs/cost_model.md)."
+            f"Predicted, not measured.{left_out} Setups of A100s that the constants were not fitted on came out within "
+            f"{time} of their time and {memory} of their memory; other hardware is not calibrated (docs/cost_model.md)."
         )
 
     def document(self) -> dict[str, Any]:

@@ -49,6 +49,9 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         experts=experts,
         experts_per_token=given("moe_router_topk", 2) if experts else 0,
     )
+    recompute = given("recompute_granularity")
+    if recompute not in (None, "full", "selective"):
+        raise UserError(f"recompute_granularity {recompute!r} is unknown; use full or selective")
     context, micro_batch = given("context_parallel_size", 1), size("micro_batch_size")
     replica = pipeline * tensor * context
     data = 1 if ranks is None else ranks // replica
@@ -71,7 +74,7 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         expert=given("expert_model_parallel_size", 1),
         sequence_parallel=bool(given("sequence_parallel")),
         distributed_optimizer=bool(given("use_distributed_optimizer")),
-        recompute=Recompute.FULL if given("recompute_granularity") == "full" else Recompute.NONE,
+        recompute=Recompute.FULL if recompute == "full" else Recompute.NONE,
         wide_gradients=not given("fp16") or bool(given("accumulate_allreduce_grads_in_fp32")),
         element_bytes=2 if given("bf16") or given("fp16") else 4,
     )

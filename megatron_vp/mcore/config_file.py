@@ -77,7 +77,9 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
     try:
         merged = OmegaConf.to_container(OmegaConf.merge(*(config for _, config in layers)), resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError(f"{', '.join(map(str, paths))}: {_one_line(error)}") from error
+        what = str(error).partition("\n")[0]  # the rest is OmegaConf's own position in its types
+        where = f" (at '{error.full_key}')" if error.full_key else ""
+        raise UserError(f"{', '.join(map(str, paths))}: {what}{where}") from error
     raw = [(file, OmegaConf.to_container(config)) for file, config in reversed(layers)]
     return [
         Leaf(
@@ -129,6 +131,10 @@ def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictC
         raise UserError(f"cannot read configuration file {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {_one_line(error)}") from error
+    except RecursionError as error:
+        raise UserError(f"{path} nests sections or lists too deeply; write them on one level") from error
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {str(error).partition('\n')[0]}; keys are sections and names of arguments") from error
     if not isinstance(config, DictConfig):
         raise UserError(f"{path} holds no mapping; write 'argument_name: value' lines, grouped in sections")
     base = config.pop(_BASE, None)

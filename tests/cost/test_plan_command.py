@@ -90,6 +90,21 @@ def test_layouts_read_back():
     assert layers_in(layout_of((0, 2, 3, 0))) == (0, 2, 3, 0)
     with pytest.raises(UserError, match="is not understood"):
         layers_in("E5|L")
+    for endless in ("Et*999999999|L", "E(((t)*999|)*999)*999L", "Et*" + "9" * 5000):
+        with pytest.raises(UserError, match="more than 10000 letters"):
+            layers_in(endless)
+
+
+def test_what_the_cost_model_does_not_know_is_named_beside_its_answer(small):
+    assert "Not counted" not in run("simulate", small).stdout
+    answer = run("simulate", small, "--mtp-num-layers", "1", "--fp8-format", "hybrid").stdout
+    assert "Not counted, though set: --mtp-num-layers, --fp8-format." in answer
+
+
+def test_an_argument_in_two_sections_is_refused_as_in_training(small):
+    small.write_text(SMALL + "again:\n  num_layers: 4\n")
+    error = run("simulate", small).exception
+    assert isinstance(error, UserError) and "'num_layers' in section 'again' was already set" in str(error)
 
 
 def test_simulate_shows_every_rank(small, tmp_path):
@@ -200,6 +215,7 @@ def test_settings_unset_what_the_configuration_has_and_the_plan_has_not(small):
         (["--num-layers"], "--num-layers without a value is no whole number"),
         (["--num-layers", "100000000000"], "100000000000 layers make no model"),
         (["--pipeline-schedule", "interlaced"], "add --vocab-parallel"),
+        (["--recompute-granularity", "ful"], "'ful' is unknown; use full or selective"),
     ],
 )
 def test_bad_input_is_one_line(small, arguments, words):
