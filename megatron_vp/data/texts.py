@@ -20,7 +20,7 @@ class TextFiles:
 
     Iterating yields (name, text) pairs: a text file is one document, or one a line with `split_lines`; a JSON line's
     text is under `json_key`. Empty lines are no documents. Raises UserError, naming file and line, for bytes that
-    are not UTF-8, lines that are not JSON, and objects without the key.
+    are not UTF-8, lines that are not JSON, objects without the key, and texts with half a surrogate pair.
     """
 
     files: tuple[Path, ...]
@@ -33,7 +33,7 @@ class TextFiles:
     ) -> TextFiles:
         """Collect `inputs`; a directory stands for all files below it except hidden ones, in the order of their paths.
 
-        Raises UserError for an input that does not exist and for a directory without files.
+        Raises UserError for an input that does not exist, for a pipe, and for a directory without files.
         """
         files: list[Path] = []
         for path in map(Path, inputs):
@@ -44,8 +44,10 @@ class TextFiles:
                 if not below:
                     raise UserError(f"the directory {path} holds no files; name text or .jsonl files")
                 files += below
-            elif path.exists():
+            elif path.is_file():
                 files.append(path)
+            elif path.exists():
+                raise UserError(f"{path} is a pipe or a device, and the input is read twice: write it to a file first")
             else:
                 raise UserError(f"there is no file or directory {path}")
         return cls(tuple(files), json_key, split_lines)
@@ -74,6 +76,11 @@ class TextFiles:
         if not isinstance(text, str):
             keys = ", ".join(map(str, record)) if isinstance(record, dict) else f"a {type(record).__name__}"
             raise UserError(f"{where}: no text under the key '{self.json_key}' (found: {keys}); see --json-key")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            raise UserError(f"{where}: \\u{ord(half):04x} is half of a character and no text; mend the line") from None
         return text
 
 

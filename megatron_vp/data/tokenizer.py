@@ -17,6 +17,8 @@ END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"
 # 256 bytes, the two special tokens, and at least one merge: anything smaller learns nothing.
 SMALLEST_VOCABULARY = 256 + 2 + 1
+# The trainer makes room for all tokens before it reads the first text.
+LARGEST_VOCABULARY = 1 << 22
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -32,6 +34,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             f"a vocabulary of {vocab_size} is too small: the bytes and special tokens alone need "
             f"{SMALLEST_VOCABULARY - 1}; ask for {SMALLEST_VOCABULARY} or more"
         )
+    if vocab_size > LARGEST_VOCABULARY:
+        raise UserError(f"a vocabulary of {vocab_size} is too large; ask for {LARGEST_VOCABULARY} or fewer")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

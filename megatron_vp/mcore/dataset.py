@@ -68,7 +68,7 @@ def prepare(
         raise UserError(
             "give either a vocabulary size to train a tokenizer (--vocab-size) or an existing one (--tokenizer)"
         )
-    if Path(name).name != name:
+    if Path(name).name != name or not name.strip("."):
         raise UserError(f"--name {name!r} is no plain file name; choose the directory with --output")
     output = Path(output)
     try:

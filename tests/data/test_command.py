@@ -1,5 +1,7 @@
 """`megatron-vp data` as a user calls it."""
 
+import os
+
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -36,6 +38,27 @@ def test_prints_flags_that_train(run, tmp_path):
 def test_bad_input_is_a_user_error(run, tmp_path):
     result = run(tmp_path / "gone.txt", "-o", tmp_path / "out", "--vocab-size", 280)
     assert isinstance(result.exception, UserError) and "gone.txt" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("--vocab-size", 10**12), "a vocabulary of 1000000000000 is too large"),
+        (("--vocab-size", 280, "--name", ""), "--name '' is no plain file name"),
+        (("--vocab-size", 280, "--name", ".."), "--name '..' is no plain file name"),
+    ],
+)
+def test_options_that_cannot_work_leave_nothing_behind(run, tmp_path, options, line):
+    (tmp_path / "in.txt").write_text("text")
+    result = run(tmp_path / "in.txt", "-o", tmp_path / "out", *options)
+    assert isinstance(result.exception, UserError) and line in str(result.exception)
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_a_pipe_is_refused_because_the_input_is_read_twice(run, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    result = run(tmp_path / "pipe", "-o", tmp_path / "out", "--vocab-size", 280)
+    assert isinstance(result.exception, UserError) and "read twice" in str(result.exception)
 
 
 def test_help_names_every_option(run):
