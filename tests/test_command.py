@@ -48,3 +48,9 @@ def test_an_interruption_ends_the_command_and_its_workers_with_status_130():
     said = command.communicate(timeout=30)[1]
     assert command.returncode == 130
     assert "Traceback" not in said
+
+
+def test_help_is_asked_for_by_either_name_and_named_where_a_word_is_unknown():
+    short, long = (start("schedule", word).communicate()[0] for word in ("-h", "--help"))
+    assert short == long != ""
+    assert start("frobnicate").communicate()[1] == "megatron-vp: error: No such command 'frobnicate'; see --help\n"

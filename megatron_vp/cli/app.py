@@ -32,6 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     # A script under `megatron-vp run` keeps its own plain traceback, not a box around every frame of Megatron.
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
     schedule,
@@ -68,7 +69,8 @@ def main(arguments: list[str] | None = None) -> None:
     except typer.Abort:
         status = 130
     except typer.TyperException as error:
-        print(f"megatron-vp: error: {error.format_message()}", file=sys.stderr)
+        said = error.format_message().rstrip(".")
+        print(f"megatron-vp: error: {said}{'' if said.endswith('?') else '; see --help'}", file=sys.stderr)
         status = 2
     except UserError as error:
         print(f"megatron-vp: error: {error}", file=sys.stderr)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatron_vp.cli.output import check_destination, write
 from megatron_vp.errors import UserError
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def collect(
     from megatron_vp.cost.paper import PEAK_FLOPS
     from megatron_vp.cost.published import jobs
 
+    check_destination(False, output)
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder: give the one that megatron-vp cells wrote and the runs logged to")
     device = None if hardware is None else find_hardware(hardware)
@@ -81,13 +83,7 @@ def collect(
         typer.echo(line, err=True)
     table = io.StringIO()
     csv.writer(table, lineterminator="\n").writerows([COLUMNS, *rows])
-    if output is None:
-        typer.echo(table.getvalue(), nl=False)
-        return
-    try:
-        output.write_text(table.getvalue(), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {output}: {error.strerror}") from None
+    write(table.getvalue(), output)
 
 
 def _row(cell: Cell, run: Run, folder: Path, peak: float) -> tuple[object, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,13 +15,23 @@ if TYPE_CHECKING:
 
 
 def check_destination(is_picture: bool, output: Path | None) -> None:
-    """To be called before the work. Raises UserError for a picture without a file."""
-    if is_picture and output is None:
-        raise UserError("a picture does not go to the screen; name a file with -o")
+    """To be called before the work. Raises UserError for a picture without a file, and a file that cannot be made."""
+    if output is None:
+        if is_picture:
+            raise UserError("a picture does not go to the screen; name a file with -o")
+    elif output.is_dir():
+        raise UserError(f"cannot write {output}: it is a folder; name a file")
+    elif not output.parent.is_dir():
+        raise UserError(f"cannot write {output}: there is no folder {output.parent}; make it first")
+    elif not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise UserError(f"cannot write {output}: permission denied; choose another place")
 
 
 def write(content: str | bytes, output: Path | None) -> None:
-    """Write to `output`, or print where it is None. Raises UserError for a picture without a file, and a bad file."""
+    """Write to `output`, which appears complete or not at all, or print where it is None.
+
+    Raises UserError for a picture without a file, and a file that cannot be written.
+    """
     check_destination(isinstance(content, bytes), output)
     if output is None:
         try:
@@ -30,8 +41,18 @@ def write(content: str | bytes, output: Path | None) -> None:
         except OSError as error:
             raise UserError(f"cannot write to standard output: {error.strerror}") from None
         return
+    data = content if isinstance(content, bytes) else content.encode()
+    whole = output.resolve()  # what a link points to, not the link
+    partial = whole.with_name(f".{whole.name}.{os.getpid()}")
     try:
-        output.write_bytes(content if isinstance(content, bytes) else content.encode())
+        if output.exists() and not output.is_file():  # a device or a pipe
+            output.write_bytes(data)
+            return
+        try:
+            partial.write_bytes(data)
+            partial.replace(whole)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from None
 

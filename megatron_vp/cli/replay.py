@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.errors import UserError
+from megatron_vp.cli.output import check_destination, write
 
 if TYPE_CHECKING:
     from megatron_vp.mcore.replay import Replayed
@@ -41,13 +41,11 @@ def replay(
     """
     from megatron_vp.mcore.replay import run_alone
 
+    check_destination(False, output)
     found = run_alone(script, [config], rank, ranks, iterations, context.args)
     typer.echo(_table(found))
     if output is not None:
-        try:
-            output.write_text(json.dumps(asdict(found), indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"cannot write {output}: {error.strerror}") from None
+        write(json.dumps(asdict(found), indent=1) + "\n", output)
 
 
 def _table(found: Replayed) -> str:

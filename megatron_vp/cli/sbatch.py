@@ -62,7 +62,7 @@ def sbatch(
     # The job runs with the Python that checked it.
     export = f"--export=ALL,MEGATRON_VP_PYTHON={sys.executable}"
     command = ["sbatch", f"--nodes={nodes}", resources, f"--job-name={config.stem}", export]
-    command += [f"--{option}" for option in slurm or ()]
+    command += [f"--{option.lstrip('-')}" for option in slurm or ()]
     command += [str(BATCH_SCRIPT), str(config), *context.args]
     typer.echo(f"{nodes} nodes x {per_node}; " + "\n".join(describe_job(args, ranks)))
     typer.echo(shlex.join(command))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.cli.output import progress_bar, write
+from megatron_vp.cli.output import check_destination, progress_bar, write
 from megatron_vp.errors import UserError
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def schedule(
     """
     from megatron_vp.schedule import PassCosts, ScheduleError, simulate, validate
 
+    check_destination(output_format is Format.PNG, output)
     costs = PassCosts.parse(cost)
     try:
         if source is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.errors import UserError
+from megatron_vp.cli.output import check_destination, write
 
 if TYPE_CHECKING:
     from megatron_vp.schedule.trace_figures import Figures
@@ -32,6 +32,7 @@ def trace(
     from megatron_vp.schedule.trace_figures import figures, held_activations
     from megatron_vp.schedule.trace_files import merge, read_traces
 
+    check_destination(False, output)
     traces = read_traces(folder)
     found = figures(traces)
     first = traces[0]
@@ -42,10 +43,7 @@ def trace(
     )
     typer.echo(_table(found))
     if output is not None:
-        try:
-            output.write_text(merge(traces, held_activations(traces)), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write {output}: {error.strerror}") from None
+        write(merge(traces, held_activations(traces)), output)
 
 
 def _table(found: Figures) -> str:

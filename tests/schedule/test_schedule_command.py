@@ -1,8 +1,11 @@
 """`megatron-vp schedule`: every format, reading back, and one line for what cannot work."""
 
+import errno
 import json
+import os
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import typer
@@ -147,7 +150,8 @@ def test_perfetto_trace_has_collectives_on_every_rank_and_each_link_on_its_sende
         ([*FAMILY, "--format", "png"], "-o"),
         (["1f1b", "-p", 8, "-m", 1000000], "more than 1,000,000 forwards"),
         ([*FAMILY, "-o", "/dev/full"], "cannot write /dev/full"),
-        ([*FAMILY, "-o", "/no/such/folder/file"], "cannot write"),
+        ([*FAMILY, "-o", "/no/such/folder/file"], "there is no folder /no/such/folder"),
+        ([*FAMILY, "-o", "/"], "it is a folder"),
         (["--from", "no such file"], "cannot read"),
         (["1f1b", "--from", "file"], "leave out NAME"),
     ],
@@ -156,6 +160,31 @@ def test_bad_input_is_one_line(arguments, words):
     result = run(*arguments)
     assert isinstance(result.exception, UserError)
     assert words in str(result.exception) and "\n" not in str(result.exception)
+
+
+def test_a_bad_destination_is_refused_before_any_work(monkeypatch):
+    monkeypatch.setattr("megatron_vp.cli.schedule._generate", None)
+    result = run(*FAMILY, "-o", "/no/such/folder/file")
+    assert isinstance(result.exception, UserError)
+
+
+def test_a_result_replaces_a_file_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    path, link = tmp_path / "schedule.json", tmp_path / "link.json"
+    path.write_text("before")
+    link.symlink_to(path)
+
+    def full(file, data):
+        with file.open("wb") as stream:
+            stream.write(data[:100])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        result = run(*FAMILY, "--format", "json", "-o", link)
+    assert isinstance(result.exception, UserError) and "No space left" in str(result.exception)
+    assert path.read_text() == "before" and sorted(os.listdir(tmp_path)) == ["link.json", "schedule.json"]
+    assert run(*FAMILY, "--format", "json", "-o", link).exit_code == 0
+    assert json.loads(path.read_text()) and link.is_symlink()
 
 
 def test_a_file_with_a_schedule_that_cannot_run_is_one_line(tmp_path):

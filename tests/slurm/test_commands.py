@@ -28,7 +28,8 @@ def said(capsys, monkeypatch):
 
 def test_dry_run_prints_what_would_be_submitted(said):
     status, printed, _ = said(
-        *("sbatch", *LLAMA, "--nodes", "4", "--vocab-parallel", "--lr", "1e-4", "--slurm", "time=1:00:00", "--dry-run")
+        *("sbatch", *LLAMA, "--nodes", "4", "--vocab-parallel", "--lr", "1e-4"),
+        *("--slurm", "time=1:00:00", "--slurm", "--qos=high", "--dry-run"),
     )
     job, checkpoints, command = printed.splitlines()
     assert status == 0
@@ -36,7 +37,7 @@ def test_dry_run_prints_what_would_be_submitted(said):
     assert checkpoints == "checkpoints in runs/llama3_8b/checkpoints: starts at iteration 0 of 100000"
     assert shlex.split(command) == [
         *("sbatch", "--nodes=4", "--gpus-per-node=8", "--job-name=llama3_8b"),
-        *(f"--export=ALL,MEGATRON_VP_PYTHON={sys.executable}", "--time=1:00:00"),
+        *(f"--export=ALL,MEGATRON_VP_PYTHON={sys.executable}", "--time=1:00:00", "--qos=high"),
         *("scripts/slurm/pretrain.sbatch", *LLAMA, "--vocab-parallel", "--lr", "1e-4"),
     ]
 
