@@ -137,7 +137,8 @@ def _wait_for_other_lines() -> None:
 
     key = f"megatron_vp/refused/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     deadline = time.monotonic() + _LINES_WITHIN_SECONDS
-    with suppress(RuntimeError):  # the store is gone: torchrun is ending the processes already
+    # The store is gone, because torchrun is ending the processes already; or its address is what was refused.
+    with suppress(RuntimeError, ValueError, TypeError):
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=_LINES_WITHIN_SECONDS))
         spoken = store.add(key, 1)
@@ -153,6 +154,24 @@ def _require_launcher(command: str) -> None:
             f"{', '.join(missing)} not set: start one process a rank, for instance with "
             f"`torchrun --nproc-per-node 4 {command} ...`"
         )
+    if not missing:
+        _check_place()
+
+
+def _check_place() -> None:
+    """A place that no launcher gives would wait for peers who never come, or bring Megatron down half-way."""
+    ranks = _whole("WORLD_SIZE", 1, sys.maxsize)
+    _whole("RANK", 0, ranks - 1)
+    _whole("LOCAL_RANK", 0, ranks - 1)
+    _whole("MASTER_PORT", 1, 65535)
+
+
+def _whole(name: str, least: int, most: int) -> int:
+    text = os.environ.get(name, "0")
+    if not text.isdecimal() or not least <= int(text) <= most:
+        limits = f"from {least} to {most}" if most < sys.maxsize else f"of at least {least}"
+        raise UserError(f"{name}={text} is no whole number {limits}: leave it to the launcher, or set it to one")
+    return int(text)
 
 
 def patch_megatron(argv: list[str]) -> None:

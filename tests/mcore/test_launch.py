@@ -181,6 +181,21 @@ def test_a_start_without_a_launcher_says_how_to_launch():
     )
 
 
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two is no whole number of at least 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is no whole number of at least 1"),
+        ({"RANK": "1"}, "RANK=1 is no whole number from 0 to 0"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 is no whole number from 0 to 0"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no whole number from 1 to 65535"),
+    ],
+)
+def test_a_place_that_no_launcher_gives_is_refused_before_anything_waits(environment, said):
+    ((code, text),) = run_ranks(1, start, tiny_model(), environment)
+    assert code == 2 and said in text and text.count("\n") == 1
+
+
 def help_text(_rank, _world_size):
     import pretrain_gpt_vp as script
 
