@@ -23,17 +23,18 @@ def check(
 ) -> None:
     """Check the arguments of a training job as its ranks would, without starting it.
 
-    All other arguments are the job's own: --config FILE and any flag. Reads configuration, tokenizer and the datasets'
-    indices. With --ranks-per-node also looks at this node: GPUs, network interface, room for checkpoints.
+    All other arguments are the job's own: --config FILE and any flag. Reads configuration, tokenizer, the datasets'
+    indices and the metadata of the checkpoint to load. With --ranks-per-node also looks at this node: GPUs, network
+    interface, room for checkpoints.
 
     \b
     megatron-vp check --ranks 32 --config configs/llama3_8b.yaml --vocab-parallel
     """
     from megatron_vp.mcore import preflight
-    from megatron_vp.mcore.dataset import check_inputs
+    from megatron_vp.mcore.arguments import check_files
 
     args = preflight.check_job(context.args, ranks)
-    check_inputs(args)
+    check_files(args)
     if ranks_per_node is not None:
         preflight.check_node(args, ranks_per_node)
         typer.echo(preflight.describe_node())

@@ -45,7 +45,7 @@ def sbatch(
     \b
     megatron-vp sbatch configs/llama3_8b.yaml --nodes 4 --vocab-parallel --slurm partition=long --dry-run
     """
-    from megatron_vp.mcore.dataset import check_inputs
+    from megatron_vp.mcore.arguments import check_files
     from megatron_vp.mcore.preflight import check_job, describe_job, ranks_of_one_replica
 
     if str(config).startswith("-"):
@@ -69,11 +69,11 @@ def sbatch(
     if dry_run:
         # The inputs may be elsewhere than the person who asks.
         try:
-            check_inputs(args)
+            check_files(args)
         except UserError as error:
             typer.echo(f"would be refused on this machine: {error}", err=True)
         return
-    check_inputs(args)
+    check_files(args)
     if shutil.which("sbatch") is None:
         raise UserError("sbatch is not found: run this where jobs are submitted, or add --dry-run")
     done = subprocess.run(command, capture_output=True, text=True, check=False)

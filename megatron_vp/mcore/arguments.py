@@ -148,11 +148,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron_vp.mcore.pipeline_trace import check_trace  # it imports functions that are patched before
 
         validated = validate(original, args, defaults or {})
-        check_inputs(args)
-        check_checkpoint(args)
-        for option, folder in (("--save", args.save), ("--tensorboard-dir", args.tensorboard_dir)):
-            if folder is not None and "://" not in folder:
-                check_writable(option, folder)
+        check_files(args)
         check_trace(args)
         warn_of_ignored(args)
         if args.core_attention == "sdpa":
@@ -186,6 +182,18 @@ def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: d
         validated = megatron(args, defaults)
     refuse(args)
     return validated
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Check what validated arguments read and where they write: data, tokenizer, checkpoint, folders. Makes nothing.
+
+    Raises UserError for the first that cannot be used.
+    """
+    check_inputs(args)
+    check_checkpoint(args)
+    for option, folder in (("--save", args.save), ("--tensorboard-dir", args.tensorboard_dir)):
+        if folder is not None and "://" not in folder:
+            check_writable(option, folder)
 
 
 @contextmanager

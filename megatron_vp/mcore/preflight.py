@@ -103,7 +103,10 @@ def describe_job(args: argparse.Namespace, ranks: int) -> list[str]:
     if args.save is None:
         return [*lines, "no --save: a job that is stopped starts again from nothing"]
     if args.save != args.load:
-        return [*lines, f"saves to {args.save} but loads from {args.load}: a job that is stopped does not go on"]
+        return [
+            *lines,
+            f"saves to {args.save} but loads from {args.load or 'nowhere'}: a job that is stopped does not go on",
+        ]
     reached = last_checkpoint(args.save)
     start = f"goes on from iteration {reached}" if reached else "starts at iteration 0"
     return [*lines, f"checkpoints in {args.save}: {start} of {args.train_iters}"]

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import socket
 import sys
 from pathlib import Path
 
@@ -75,6 +76,11 @@ def test_submission_goes_through_sbatch(said, tmp_path, monkeypatch):
         (("sbatch", *LLAMA, "--nodes", "3", "--gpus-per-node", "5", "--dry-run"), "world size (15) is not divisible"),
         (("sbatch", "configs/llama3_8b.yaml"), "data/corpus_text_document"),
         (("check", "--ranks", "1", "--config", "configs/quickstart.yaml"), "world size (1) is not divisible"),
+        (("check", "--ranks", "8", "--config", LLAMA[0], "--config", LLAMA[2], "--load", "configs"), "no checkpoint"),
+        (
+            ("check", "--ranks", "8", "--config", LLAMA[0], "--config", LLAMA[2], "--tensorboard-dir", "setup.py"),
+            "is a file",
+        ),
     ],
 )
 def test_bad_input_is_one_line(said, words, line):
@@ -86,10 +92,11 @@ def test_bad_input_is_one_line(said, words, line):
 
 def test_a_check_leaves_nothing_behind(said, tmp_path):
     before = dict(os.environ), list(sys.argv), patches.in_force()
-    words = ("--config", LLAMA[0], "--config", LLAMA[2], "--vocab-parallel", f"--save={tmp_path / 'new'}")
-    status, printed, _ = said("check", "--ranks", "8", *words)
+    (tmp_path / "afresh.yaml").write_text("checkpoints: {load: null}")
+    words = ("--config", LLAMA[0], "--config", LLAMA[2], "--config", str(tmp_path / "afresh.yaml"), "--vocab-parallel")
+    status, printed, _ = said("check", "--ranks", "8", *words, f"--save={tmp_path / 'new'}")
     assert status == 0
-    assert "loads from runs/llama3_8b/checkpoints: a job that is stopped does not go on" in printed
+    assert "loads from nowhere: a job that is stopped does not go on" in printed
     assert (dict(os.environ), list(sys.argv), patches.in_force()) == before
     assert not (tmp_path / "new").exists()
 
@@ -106,7 +113,7 @@ def test_a_check_of_a_node_names_it(said, tmp_path, monkeypatch):
         f"--tensorboard-dir={tmp_path / 'tb'}",
     )
     words += (f"--save={tmp_path / 'save'}", f"--load={tmp_path / 'save'}", "--ranks-per-node", "8")
-    (tmp_path / "save").mkdir()
+    (tmp_path / "save" / "iter_0000040" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text("40")
     status, printed, _ = said(*words)
     assert status == 0
@@ -116,9 +123,8 @@ def test_a_check_of_a_node_names_it(said, tmp_path, monkeypatch):
     status, _, errors = said(*words)
     assert status == 2 and "NCCL_SOCKET_IFNAME=ib7,bond names no interface of this node" in errors
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    (tmp_path / "file").touch()
-    status, _, errors = said(*words, f"--save={tmp_path / 'file'}")
-    assert status == 2 and f"cannot write to {tmp_path / 'file'}" in errors
+    status, _, errors = said(*words, "--save=/proc/checkpoints")  # permissions alone do not show it
+    assert status == 2 and f"{socket.gethostname()}: cannot write to /proc/checkpoints" in errors
 
 
 @pytest.mark.parametrize(
