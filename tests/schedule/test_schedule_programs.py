@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from dataclasses import replace
+from importlib import import_module
 from itertools import pairwise
 
 import pytest
@@ -54,6 +55,8 @@ def test_every_rank_waits_for_what_its_passes_need(p, m, vocab):
         for i in range(m):
             assert_in_order(words, f"+TOKENS:{i}", f"?TOKENS:{i}", f"IF{i}", f"+EMBED:{i}")
             assert_in_order(words, f"+C0:{i}", f"?C0:{i}", f"S{i}", f"+C1:{i}", f"?C1:{i}", f"T{i}")
+            if i:
+                assert_in_order(words, f"+TOKENS:{i - 1}", f"+TOKENS:{i}", f"IF{i - 1}")
             assert_in_order(words, f"+ROW_GRADIENT:{i}", f"?ROW_GRADIENT:{i}", f"T{i}")
             assert_in_order(words, f"+EMBED_GRAD:{i}", f"?EMBED_GRAD:{i}", f"IB{i}")
             assert (f"?EMBED:{i}" in words) == (program.rank == 0)
@@ -88,6 +91,29 @@ def test_messages_follow_their_pass_and_precede_their_reader(p, m, vocab):
                 assert any(word[0] not in "+?" for word in ahead), "a receive is posted a step ahead of its reader"
 
 
+@pytest.mark.parametrize(("name", "vocab"), [("1f1b", "vocab-1"), ("v-half", "vocab-2"), ("interleaved", "none")])
+def test_a_receive_is_posted_one_step_ahead_or_once_its_message_is_on_its_way(name, vocab):
+    schedule = generate(name, 4, 8, vocab=vocab)
+    rank_of, chunk_of = schedule.placement.rank_of, schedule.placement.chunk_of
+    orders = zip(schedule.ranks, simulate(schedule).spans, strict=True)
+    ended = [dict(zip(order, (end for _, end in spans), strict=True)) for order, spans in orders]
+    kinds = {"activation": PassKind.F, "gradient": PassKind.B}
+    for program in lower(schedule):
+        arrived = {}
+        for place, instruction in enumerate(program.instructions):
+            message = getattr(instruction, "operation", None)
+            if isinstance(message, Message) and message.target == program.rank and isinstance(instruction, Post):
+                kind, stage = kinds[message.channel], message.source_stage
+                sent = ended[rank_of(stage)][Pass(kind, message.microbatch, chunk_of(stage))]
+                waits = program.instructions.index(Wait(message))
+                between = [i.action for i in program.instructions[place:waits] if isinstance(i, Run)]
+                assert len(between) <= 1 or sent <= ended[program.rank][between[0]] + 1e-9, message
+                earlier = [i.action for i in program.instructions[:place] if isinstance(i, Run)]
+                lane = (message.source, message.channel)
+                assert between or not earlier or arrived.get(lane, 0) >= ended[program.rank][earlier[-1]] - 1e-9
+                arrived[lane] = sent
+
+
 @pytest.mark.parametrize("vocab", ["none", "vocab-1", "vocab-2"])
 def test_evaluation_has_no_gradients(vocab):
     for program in lower(generate("1f1b", 3, 5, vocab=vocab).forward_only()):
@@ -113,6 +139,24 @@ def test_all_ranks_post_the_collectives_in_the_one_order_and_wait_once(vocab):
         ]
         assert tuple(posted) == program.collectives == programs[0].collectives
         assert max(Counter(i.operation for i in program.instructions if isinstance(i, Wait)).values()) == 1
+
+
+@pytest.mark.parametrize("vocab", ["vocab-1", "vocab-2"])
+def test_collectives_and_losses_stand_where_the_costs_put_them(vocab):
+    costs = PassCosts(F=0.3, B=2, W=1, S=1.7, T=0.4, IF=0.2, IB=0.3)
+    schedule = generate("1f1b", 3, 6, vocab=vocab, costs=costs)
+    timeline = simulate(schedule, costs)
+    steps = [i for i in lower(schedule, costs)[-1].instructions if isinstance(i, Run | Loss)]
+    started = dict(zip(schedule.ranks[-1], (start for start, _ in timeline.spans[-1]), strict=True))
+    arrived = {str(operation): end for operation, (_, end) in timeline.operations.items()}
+    for before, loss, after in zip(steps, steps[1:], steps[2:], strict=False):
+        if isinstance(loss, Loss) and isinstance(before, Run) and isinstance(after, Run):
+            assert started[before.action] <= arrived[f"C1:{loss.microbatch}"] <= started[after.action]
+    forward = schedule.forward_only()
+    starts = {operation: start for operation, (start, _) in simulate(forward, costs).operations.items()}
+    # The tokens are no part of the simulation.
+    order = [starts[operation] for operation in lower(forward, costs)[0].collectives if operation in starts]
+    assert len(order) == 3 * 6 and order == sorted(order)
 
 
 @pytest.mark.parametrize("vocab", ["vocab-1", "vocab-2"])
@@ -245,6 +289,16 @@ def test_an_unfolded_interlaced_schedule_takes_about_the_same_time():
     assert unfold(unfolded) is unfolded
 
 
+def test_an_unfolded_rank_embeds_two_ahead_and_adds_embedding_gradients_behind_the_next_v():
+    first, second = unfold(generate("interlaced", 2, 4)).ranks
+    assert " ".join(map(str, first)) == (
+        "IF0 IF1 F0 IF2 S0 T0 F1 IF3 S1 T1 F2 B0 S2 T2 IB0 F3 B1 S3 T3 IB1 B2 B3 IB2 IB3"
+    )
+    assert " ".join(map(str, second)) == (
+        "IF0 IF1 IF2 F0 S0 T0 IF3 B0 F1 S1 T1 B1 F2 S2 T2 IB0 B2 F3 S3 T3 IB1 B3 IB2 IB3"
+    )
+
+
 def test_interlaced_ranks_that_come_to_different_vs_are_refused():
     schedule = edited(generate("interlaced", 2, 3), 1, swap("V1", "V2"))
     with pytest.raises(ScheduleError, match="deadlock"):
@@ -303,6 +357,14 @@ def test_a_long_circle_is_cut_short():
     circle = str(caught.value).splitlines()[0]
     assert circle.startswith("deadlock: F0.1 on rank 0 waits for F0 on rank 5; F0 on rank 5 waits for F0 on rank 4; ")
     assert circle.count(" waits for ") == 4 and circle.endswith("; ...")
+
+
+def test_a_schedule_whose_programs_hang_is_refused(monkeypatch):
+    schedule = generate("1f1b", 3, 4, vocab="vocab-2")
+    hanging = with_program(lower(schedule), 1, move_after("+EMBED_GRAD:2", "+EMBED_GRAD:1"))
+    monkeypatch.setattr(import_module("megatron_vp.schedule.validate"), "lower", lambda *_: hanging)
+    with pytest.raises(ScheduleError, match="deadlock"):
+        validate(schedule)
 
 
 def test_a_rank_too_few_is_refused():

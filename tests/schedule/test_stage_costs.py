@@ -54,6 +54,7 @@ def test_a_slow_last_stage_sets_the_pace_of_plain_1f1b():
     timeline = simulate(generate("1f1b", p, m), StageCosts(*stages))
     assert timeline.makespan == pytest.approx(m * (3 + 2 * head) + (p - 1) * 3)
     assert timeline.busy == pytest.approx([3 * m] * (p - 1) + [(3 + 2 * head) * m])
+    assert timeline.bubble_fraction == pytest.approx(1 - sum(timeline.busy) / p / timeline.makespan)
 
 
 def test_a_slow_link_delays_what_crosses_it_and_nothing_else():
