@@ -122,5 +122,5 @@ class Wires:
         """
         near = self.job.gpus_per_stage <= self.hardware.gpus_per_node
         width, replicas = 4 if self.job.wide_gradients else self.job.element_bytes, self.job.data * self.job.context
-        of_experts = self.all_reduce(width * experts, replicas // self.job.expert, near)
+        of_experts = self.all_reduce(width * experts, replicas // self.job.expert, near) if experts else 0.0
         return self.all_reduce(width * shared, replicas, near) + of_experts

@@ -14,10 +14,9 @@ TERA, GIGA, GIB = 1e12, 1e9, 2**30
 class Hardware:
     """Nominal figures of one GPU and its place in a node.
 
-    peak_flops: dense FLOP/s in bf16 and fp16, no sparsity. memory: bytes that a process can have, as PyTorch
-    reports it. memory_bandwidth: bytes/s. link_bandwidth and
-    network_bandwidth: bytes/s of one GPU in one direction, inside a node and between nodes.
-    source: where the figures are from.
+    peak_flops: dense FLOP/s in bf16 and fp16, no sparsity. memory: bytes that a process can have, as PyTorch reports
+    it. memory_bandwidth: bytes/s. link_bandwidth and network_bandwidth: bytes/s of one GPU in one direction, inside a
+    node and between nodes. source: where the figures are from.
     """
 
     name: str

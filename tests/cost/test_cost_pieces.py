@@ -6,7 +6,7 @@ import pytest
 
 from megatron_vp.cost.communication import LATENCY, Wires
 from megatron_vp.cost.constants import CALIBRATED
-from megatron_vp.cost.flops import layer_flops, layer_weights, model_flops
+from megatron_vp.cost.flops import Matrix, layer_flops, layer_weights, model_flops
 from megatron_vp.cost.hardware import HARDWARE, find_hardware
 from megatron_vp.cost.layouts import equal_layers, redistributed_layers
 from megatron_vp.cost.memory import layer_activations
@@ -14,7 +14,7 @@ from megatron_vp.cost.passes import PassTimes
 from megatron_vp.cost.published import Cell, jobs
 from megatron_vp.cost.shapes import Job, ModelShape, Recompute
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import CollectiveKind, Placement, VocabMethod
+from megatron_vp.schedule import Channel, CollectiveKind, Placement, VocabMethod
 
 A100 = HARDWARE["a100"]
 
@@ -63,9 +63,19 @@ def test_activations_of_a_plain_layer(changes, per_unit):
     assert layer_activations(job(**changes)) == pytest.approx(expected)
 
 
+def test_activations_of_grouped_queries_and_gates():
+    llama = ModelShape(32, 4096, 32, 14336, 128256, kv_groups=8, gated=True)
+    attention, mlp = 2 * (2 * 4096 + 2 * 1024) + 4 * 32, 2 * 3 * 14336
+    assert layer_activations(job(llama)) == 2048 * (8 * 4096 + attention + mlp)
+
+
 def test_dropout_keeps_two_masks_and_recomputation_the_input():
     assert layer_activations(job(gpt(dropout=True))) - layer_activations(job()) == 2 * 2048 * 3072
     assert layer_activations(job(recompute=Recompute.FULL)) == 2 * 2048 * 3072
+
+
+def test_the_last_shard_of_a_vocabulary_may_be_shorter():
+    assert job(gpt(vocab=1001)).shard_rows == 126 and job(gpt(vocab=1001), tensor=2).whole_rows == 501
 
 
 def test_redistributed_layers_are_the_published_ones():
@@ -91,7 +101,10 @@ def test_what_cannot_be_split_is_one_line():
         lambda: ModelShape(1, 10, 3, 1, 1),
         lambda: gpt(kv_groups=5),
         lambda: gpt(experts=2, experts_per_token=3),
+        lambda: job(gpt(kv_groups=3), tensor=2),
+        lambda: job(sequence=2046, tensor=4, sequence_parallel=True),
         lambda: job(expert=2),
+        lambda: job(gpt(experts=4, experts_per_token=1), data=3, expert=2),
         lambda: find_hardware("h1000"),
     ):
         with pytest.raises(UserError) as error:
@@ -113,6 +126,17 @@ def test_small_products_wait_for_memory():
     narrow = PassTimes(job(gpt(vocab=8), sequence=8), A100, CALIBRATED)
     flops = 2 * 8 * 3072 * 8
     assert 3 * flops / (A100.peak_flops * CALIBRATED.matrix) < narrow.whole_output().F
+    copied = narrow.product(Matrix(8, 16, tokens=1, copies=1000))
+    assert copied == narrow.stream(2 * 1000 * (8 + 16 + 8 * 16))
+    assert narrow.stream(2 * 2 * 2048 * 3072) == PassTimes(job(), A100, CALIBRATED).whole_embedding().F
+
+
+def test_recomputation_repeats_the_forward_and_sequence_parallelism_shares_what_is_no_product():
+    changes = ({}, {"recompute": Recompute.FULL}, {"sequence_parallel": True})
+    plain, again, shared = (PassTimes(job(tensor=2, **each), A100, CALIBRATED).layer() for each in changes)
+    assert pytest.approx((plain.F, plain.B + plain.F, plain.W)) == (again.F, again.B, again.W)
+    half = PassTimes(job(), A100, CALIBRATED).stream(CALIBRATED.layer_bytes * 2048 * 3072 / 2)
+    assert pytest.approx(half) == plain.F - shared.F and pytest.approx(2 * half) == plain.B - shared.B
 
 
 def test_pipelines_side_by_side_share_the_words_and_wait_for_their_tensor_ranks():
@@ -143,8 +167,38 @@ def test_a_ring_moves_all_but_an_own_part_twice_and_experts_exchange_what_is_not
     assert spread.layer_traffic() == pytest.approx(2 * (4 * LATENCY + moved / spread.bandwidth(True)))
 
 
-def test_messages_between_nodes_take_longer():
-    wires = Wires(job(pipeline=16), A100, CALIBRATED)
-    within, between = wires.message(6, 7, 1e7), wires.message(7, 8, 1e7)
-    assert between > 4 * within
-    assert Wires(job(tensor=8, pipeline=2), A100, CALIBRATED).message(0, 1, 1e7) == between
+def test_messages_take_the_wires_between_their_ranks():
+    # Four GPUs a stage: ranks 0 and 1 share a node of eight, rank 2 is on the next.
+    wires = Wires(job(pipeline=3, tensor=4, sequence_parallel=True), A100, CALIBRATED)
+    count = 2 * 2048 * 3072 / 4
+    near, far = LATENCY + count / (0.7 * 300e9), LATENCY + count / (25e9 * CALIBRATED.network)
+    forward, back = Channel.ACTIVATION, Channel.GRADIENT
+    assert wires.messages(Placement.linear(3)) == pytest.approx(
+        {(0, 1, forward): near, (1, 0, back): near, (1, 2, forward): far, (2, 1, back): far}
+    )
+    assert set(wires.messages(Placement.v_shape(2))) == {(0, 1, forward), (1, 0, back), (1, 0, forward), (0, 1, back)}
+
+
+def test_what_stays_in_a_node_takes_its_links():
+    one, two = (Wires(job(pipeline=p), A100, CALIBRATED) for p in (8, 9))
+    assert one.pipeline_in_a_node and not two.pipeline_in_a_node
+    assert one.collectives(VocabMethod.VOCAB_1)[CollectiveKind.C1] == one.all_reduce(3 * 4 * 2048, 8, True)
+    node = Wires(job(tensor=8), A100, CALIBRATED)
+    assert node.tensor_sum == node.all_reduce(2 * 2048 * 3072, 8, True)
+    assert node.layer_traffic() == 2 * node.tensor_sum
+    wider = Wires(job(tensor=8, context=2), A100, CALIBRATED)
+    assert wider.tensor_sum == wider.all_reduce(2 * 1024 * 3072, 8, False)
+    experts = Wires(job(gpt(experts=8, experts_per_token=2), tensor=4, data=4, expert=4), A100, CALIBRATED)
+    moved = 2 * experts.whole_hidden_bytes * 3 / 4 / 4
+    exchange = 2 * (4 * LATENCY + moved / experts.bandwidth(False))
+    assert experts.layer_traffic() == pytest.approx(2 * experts.tensor_sum + exchange)
+
+
+def test_replicas_sum_what_they_share():
+    # Each expert is on two of the four replicas of a stage, which are four of a node's GPUs.
+    sizes = {"data": 2, "context": 2, "expert": 2}
+    wires = Wires(job(gpt(experts=8, experts_per_token=2), **sizes), A100, CALIBRATED)
+    expected = wires.all_reduce(4 * 1e9, 4, True) + wires.all_reduce(4 * 3e8, 2, True)
+    assert wires.gradient_sync(1e9, 3e8) == pytest.approx(expected)
+    narrow = Wires(replace(wires.job, wide_gradients=False), A100, CALIBRATED)
+    assert narrow.gradient_sync(1e9, 0) == pytest.approx(wires.all_reduce(2 * 1e9, 4, True))

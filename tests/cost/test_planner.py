@@ -8,9 +8,9 @@ import pytest
 from megatron_vp.cost import planner
 from megatron_vp.cost.communication import Wires
 from megatron_vp.cost.constants import CALIBRATED
-from megatron_vp.cost.hardware import find_hardware
+from megatron_vp.cost.hardware import GIB, find_hardware
 from megatron_vp.cost.passes import PassTimes
-from megatron_vp.cost.planner import Candidate, balanced_layers, best, candidates, method_of, plan, weigh
+from megatron_vp.cost.planner import Candidate, Loss, balanced_layers, best, candidates, method_of, plan, weigh
 from megatron_vp.cost.shapes import Job, ModelShape, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import GENERATORS, Placement, VocabMethod
@@ -53,6 +53,18 @@ def test_every_schedule_is_a_candidate_with_every_method():
     assert all(method_of(each.plan) == each.method for each in candidates(JOB, H100) if each.plan.layers is None)
 
 
+def test_redistributed_is_what_has_uneven_layers():
+    assert (method_of(Plan(layers=(3, 3, 3, 3))), method_of(Plan(layers=(3, 3, 4, 2)))) == ("plain", "redistributed")
+    small, shallow = (replace(JOB, model=replace(MODEL, **size)) for size in ({"vocab": 128}, {"layers": 8}))
+    assert ("1f1b", "redistributed") not in {(e.plan.schedule, e.method) for e in candidates(small, H100)}
+    assert ("v-half", "redistributed") in {(e.plan.schedule, e.method) for e in candidates(shallow, H100)}
+
+
+def test_what_costs_little_has_no_name():
+    losses = {"imbalance": 0.1, "bubble": 2.0, "communication": 1.0, "step": 0.5}
+    assert Loss(work=10, **losses).largest() == "bubble" and Loss(work=100, **losses).largest() == "compute"
+
+
 def test_a_large_vocabulary_is_split_and_the_seconds_add_up():
     heard = []
     outcomes, impossible = plan(JOB, H100, progress=lambda done, of: heard.append((done, of)))
@@ -62,6 +74,7 @@ def test_a_large_vocabulary_is_split_and_the_seconds_add_up():
     for each in outcomes:
         assert sum(vars(each.loss).values()) == pytest.approx(each.iteration_seconds)
         assert min(vars(each.loss).values()) >= 0
+        assert each.bubble_fraction == pytest.approx(1 - each.loss.work / (each.iteration_seconds - each.loss.step))
         assert len(each.busy) == len(each.memory) == 4
     fastest = {each.candidate.method: each for each in reversed(outcomes)}
     assert fastest["vocab-2"].iteration_seconds < fastest["redistributed"].iteration_seconds
@@ -77,8 +90,12 @@ def test_the_best_is_the_fastest_that_fits():
     assert best(outcomes, H100.memory) is outcomes[0]
     least = min(each.peak_memory for each in outcomes)
     assert best(outcomes, least).peak_memory == least
-    with pytest.raises(UserError, match=r"nothing fits .* GiB: the least is .* GiB with 1f1b"):
-        best(outcomes, least - 1)
+    method = min(outcomes, key=lambda each: each.peak_memory).candidate.method
+    for order in (outcomes, outcomes[::-1]):
+        with pytest.raises(
+            UserError, match=rf"nothing fits .*: the least is {least / GIB:.1f} GiB with 1f1b, {method};"
+        ):
+            best(order, least - 1)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved", "interlaced"])

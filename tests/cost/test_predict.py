@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_vp.cost.communication import Wires
 from megatron_vp.cost.constants import CALIBRATED, FITTED
 from megatron_vp.cost.hardware import HARDWARE
 from megatron_vp.cost.layouts import redistributed_layers
 from megatron_vp.cost.memory import GIB
 from megatron_vp.cost.paper import predict_cell
+from megatron_vp.cost.passes import PassTimes
 from megatron_vp.cost.predict import predict
 from megatron_vp.cost.published import Cell, jobs, known_cells
 from megatron_vp.cost.shapes import Job, ModelShape, Plan
@@ -30,6 +32,8 @@ def test_vocabulary_parallelism_balances_time_and_memory():
     assert max(split.busy_seconds) < 1.1 * min(split.busy_seconds)
     parameters = [[rank.parameters for rank in found.memory] for found in (plain, split)]
     assert max(parameters[0]) > 1.5 * min(parameters[0]) and len(set(parameters[1])) == 1
+    step = PassTimes(job(), H100, CALIBRATED).optimizer_step(max(parameters[0]) / 2)
+    assert plain.iteration_seconds == pytest.approx(plain.timeline.makespan + step)
     assert plain.mfu < split.mfu < 1 and split.tokens_per_second == 16 * 2048 / split.iteration_seconds
 
 
@@ -39,6 +43,7 @@ def test_every_schedule_is_predicted(schedule):
     assert max(found.busy_seconds) < found.iteration_seconds and 0 < found.bubble_fraction < 0.5
     assert found.fits() and not found.fits(GIB)
     worst = max(found.memory, key=lambda rank: rank.total)
+    assert found.fits(worst.total) and not found.fits(worst.total - 1)
     assert found.peak_memory == worst.allocated == pytest.approx(sum(worst.parts().values()) - worst.framework)
 
 
@@ -61,6 +66,26 @@ def test_parallel_sizes_share_memory():
     assert shared.memory[0].optimizer == pytest.approx(alone.memory[0].optimizer / 8, rel=1e-3)
     assert shared.memory[0].parameters == pytest.approx(alone.memory[0].parameters / 2, rel=1e-3)
     assert shared.memory[0].activations < alone.memory[0].activations
+    assert shared.tokens_per_second == 4 * 16 * 2048 / shared.iteration_seconds
+
+
+def test_passes_take_what_their_layers_and_their_share_of_the_vocabulary_take():
+    halved = job(tensor=2)
+    times, wires = PassTimes(halved, H100, CALIBRATED), Wires(halved, H100, CALIBRATED)
+    layer, traffic, gap = times.layer(), wires.layer_traffic(), CALIBRATED.gap
+    split = predict(halved, Plan("zb-h1", VocabMethod.VOCAB_1), H100).timeline
+    costs, placement = split.costs, split.schedule.placement
+    assert (costs.F[1], costs.B[1], costs.W[1]) == pytest.approx(
+        (4 * (layer.F + traffic) + gap, 4 * (layer.B + traffic) + gap, 4 * layer.W + gap)
+    )
+    vocabulary = (*times.output_shard(VocabMethod.VOCAB_1), *times.embedding_shard())
+    assert (costs.S[1], costs.T[1], costs.IF[1], costs.IB[1]) == pytest.approx(vocabulary)
+    assert costs.messages == wires.messages(placement) and costs.collectives == wires.collectives(VocabMethod.VOCAB_1)
+    method = VocabMethod.INTERLACED
+    together = predict(halved, Plan("interlaced", method), H100).timeline.costs
+    work = sum(times.output_shard(method)) + sum(times.synchronous_embedding())
+    assert together.V[1] == pytest.approx(work + wires.synchronous_vocabulary())
+    assert together.W[1] == pytest.approx(4 * layer.W)
 
 
 def test_experts_have_fewer_replicas_to_share_their_optimizer_with():

@@ -1,0 +1,89 @@
+"""Memory of a rank against figures worked out by hand, for schedules short enough to read."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_vp.cost.layouts import equal_layers
+from megatron_vp.cost.memory import (
+    EMBEDDED,
+    SCORES,
+    SHARED_BUFFERS,
+    SPLIT_BACKWARD,
+    WORKING_SET,
+    WORKSPACES,
+    MemoryModel,
+    layer_activations,
+)
+from megatron_vp.cost.shapes import Job, ModelShape
+from megatron_vp.schedule import generate
+
+HIDDEN, ROWS = 64, 1000
+MODEL = ModelShape(layers=4, hidden=HIDDEN, heads=4, ffn=4 * HIDDEN, vocab=ROWS)
+JOB = Job(MODEL, sequence=32, micro_batch=1, microbatches=3, pipeline=2)
+LAYER = 12 * HIDDEN**2 + 4 * HIDDEN
+
+
+def memory(job, name="1f1b", microbatches=3, vocab="none"):
+    schedule = generate(name, 2, microbatches, vocab=vocab)
+    return MemoryModel(job, schedule, equal_layers(job, schedule.placement.stages))
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab", "tied", "rows"),
+    [
+        ("1f1b", "none", False, (ROWS, ROWS)),
+        ("1f1b", "none", True, (ROWS, ROWS)),
+        ("v-half", "none", False, (2 * ROWS, 0)),
+        ("v-half", "none", True, (ROWS, 0)),
+        ("1f1b", "vocab-2", False, (ROWS, ROWS)),
+        ("v-half", "vocab-2", True, (ROWS / 2, ROWS / 2)),
+    ],
+)
+def test_vocabulary_rows_are_where_their_layers_are(name, vocab, tied, rows):
+    found = memory(replace(JOB, model=replace(MODEL, tied=tied)), name, vocab=vocab)
+    assert [found.parameters(rank) for rank in range(2)] == [2 * LAYER + count * HIDDEN for count in rows]
+
+
+def test_a_distributed_optimizer_is_shared_by_all_replicas_and_gradients_are_as_wide_as_they_are_accumulated():
+    found = memory(replace(JOB, data=2, context=2, distributed_optimizer=True))
+    parameters = 2 * LAYER + ROWS * HIDDEN
+    assert found.rank(0).gradients == 4 * parameters and found.rank(0).optimizer == 12 * parameters / 4
+    narrow = replace(JOB, wide_gradients=False)
+    assert memory(narrow, microbatches=40).rank(0).optimizer == 12 * parameters
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tensor": 2, "sequence_parallel": True}])
+def test_a_plain_backward_holds_its_microbatches_one_layer_s_work_and_the_logits(parallel):
+    job = replace(JOB, **parallel)
+    ranks = job.tensor
+    unit, kept = 32 * HIDDEN / ranks, 2 * layer_activations(job)
+    first, last = map(memory(job).rank, range(2))
+    assert first.activations == pytest.approx(WORKSPACES + 2 * kept + WORKING_SET * unit) and first.vocabulary == 0
+    assert last.activations == pytest.approx(WORKSPACES + kept + WORKING_SET * unit)
+    assert last.vocabulary == SCORES * 32 * ROWS / ranks
+    assert first.communication == last.communication == 2 * 2 * unit
+
+
+def test_an_embedding_s_dense_gradient_comes_when_its_backward_is_over():
+    large = replace(JOB, model=replace(MODEL, vocab=10 * ROWS))
+    first = memory(large).rank(0)
+    assert first.activations == pytest.approx(WORKSPACES + 2 * layer_activations(JOB))
+    assert first.vocabulary == 2 * 10 * ROWS * HIDDEN
+
+
+def test_a_split_backward_holds_one_more_layer_and_leaves_the_logits_gradient_to_w():
+    last = memory(JOB, "zb-h1", microbatches=1).rank(1)
+    kept = 2 * layer_activations(JOB)
+    assert last.activations == pytest.approx(WORKSPACES + kept + (WORKING_SET + SPLIT_BACKWARD) * 32 * HIDDEN)
+    short = replace(JOB, model=replace(MODEL, vocab=10 * ROWS), sequence=8)
+    last = memory(short, "zb-h1", microbatches=1).rank(1)
+    assert last.vocabulary == 2 * 8 * 10 * ROWS + 2 * 10 * ROWS * HIDDEN
+
+
+def test_split_vocabulary_layers_hold_a_microbatch_more_their_buffers_and_their_share_of_the_logits():
+    first, last = map(memory(JOB, microbatches=4, vocab="vocab-2").rank, range(2))
+    unit, kept = 32 * HIDDEN, 2 * layer_activations(JOB)
+    assert first.activations == pytest.approx(WORKSPACES + 3 * (kept + EMBEDDED * unit) + WORKING_SET * unit)
+    assert last.activations == pytest.approx(WORKSPACES + 2 * kept + WORKING_SET * unit)
+    assert first.vocabulary == last.vocabulary == SHARED_BUFFERS * unit + SCORES * 32 * ROWS / 2
