@@ -18,7 +18,7 @@ from megatron_vp.cost.paper import A100, PEAK_FLOPS, plan_of, player_of, predict
 from megatron_vp.cost.passes import PassTimes
 from megatron_vp.cost.predict import after_passes, stage_costs
 from megatron_vp.cost.published import Cell, Measurement, jobs, known_cells, pass_times, scaling_factors
-from megatron_vp.cost.tables import UNPUBLISHED_LAYOUT_GPUS
+from megatron_vp.cost.tables import layout_unknown
 from megatron_vp.schedule import Collective, Message, Operation, VocabMethod
 from megatron_vp.schedule.dependencies import Step
 
@@ -184,17 +184,13 @@ def leave_one_out(cells: Mapping[Cell, Measurement], progress: Callable[[], None
         errors = [
             (predict_cell(cell, constants), entry)
             for cell, entry in cells.items()
-            if cell.setup == setup and entry.mfu is not None and not _layout_unknown(cell)
+            if cell.setup == setup and entry.mfu is not None and not layout_unknown(cell)
         ]
         mfu = [100 * abs(predicted.mfu / entry.mfu - 1) for predicted, entry in errors]
         memory = [100 * abs(predicted.memory / entry.memory - 1) for predicted, entry in errors]
         found.append(LeftOut(setup, len(errors), (fmean(mfu), max(mfu)), (fmean(memory), max(memory))))
         progress()
     return found
-
-
-def _layout_unknown(cell: Cell) -> bool:
-    return cell.method == "redis" and cell.gpus >= UNPUBLISHED_LAYOUT_GPUS
 
 
 def report(constants: Constants) -> list[str]:
@@ -210,4 +206,4 @@ def report(constants: Constants) -> list[str]:
 
 def known_to_fit() -> dict[Cell, Measurement]:
     """The package's published cells but those of unknown layout."""
-    return {cell: entry for cell, entry in known_cells().items() if not _layout_unknown(cell)}
+    return {cell: entry for cell, entry in known_cells().items() if not layout_unknown(cell)}

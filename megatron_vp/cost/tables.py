@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from megatron_vp.cost.paper import CellPrediction, other_layouts, predict_cell
-from megatron_vp.cost.published import Cell, Measurement
+from megatron_vp.cost.published import METHODS, Cell, Measurement
 
 COLUMNS = (
     "table",
@@ -25,8 +25,10 @@ COLUMNS = (
     "memory_error_percent",
 )
 
-UNPUBLISHED_LAYOUT_GPUS = 16
-"""From here on the layouts of `redis` are not published: a cell may have been run with another than the rule's."""
+
+def layout_unknown(cell: Cell) -> bool:
+    """Whether a cell may have been run with other layers than the rule's: those of `redis` are published for 8 GPUs."""
+    return cell.method == "redis" and cell.gpus > 8
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,7 @@ def make_rows(predictions: Iterable[CellPrediction], published: Mapping[Cell, Me
 
 
 def _order(cell: Cell) -> tuple:
-    methods = ("baseline", "redis", "vocab-1", "vocab-2", "interlaced")
-    return (*cell.setup, methods.index(cell.method), cell.vocab_k)
+    return (*cell.setup, METHODS[cell.table].index(cell.method), cell.vocab_k)
 
 
 def errors(rows: Iterable[Row], of: Callable[[Row], float | None]) -> Errors | None:
@@ -95,7 +96,7 @@ def other_layout_rows(rows: Iterable[Row], worse_than: float = 5.0) -> list[Row]
     found = []
     for row in rows:
         cell = row.cell
-        if cell.method != "redis" or cell.gpus < UNPUBLISHED_LAYOUT_GPUS or abs(row.mfu_error or 0) <= worse_than:
+        if not layout_unknown(cell) or abs(row.mfu_error or 0) <= worse_than:
             continue
         others = [Row(predict_cell(cell, layers=layers), row.published) for layers in other_layouts(cell)]
         found.append(min([row, *others], key=lambda candidate: abs(candidate.mfu_error)))

@@ -2,12 +2,13 @@
 
 import csv
 import io
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from statistics import fmean
 
 import pytest
 
 from megatron_vp.cli.app import main
+from megatron_vp.cost import calibration
 from megatron_vp.cost.calibration import (
     PathTime,
     factor_errors,
@@ -120,6 +121,23 @@ def test_pass_times_and_scaling_factors_are_within_their_bounds():
 def test_time_along_the_critical_path_is_the_iteration_s():
     cell = Cell(5, 8, 2048, "vocab-2", 64)
     assert PathTime.of(cell, FITTED).mfu(FITTED) == pytest.approx(predict_cell(cell).mfu)
+
+
+def test_a_setup_is_predicted_by_constants_that_have_not_seen_it(monkeypatch):
+    seen = []
+    monkeypatch.setattr(calibration, "fit", lambda cells, **_: seen.append(set(cells)) or FITTED)
+    eight, sixteen = Cell(5, 8, 2048, "vocab-2", 64), Cell(5, 16, 2048, "vocab-2", 64)
+    unknown = replace(sixteen, method="redis")
+    found = leave_one_out({cell: known_cells()[cell] for cell in (eight, sixteen, unknown)})
+    assert seen == [{sixteen, unknown}, {eight}]
+    assert [(entry.setup, entry.cells) for entry in found] == [(eight.setup, 1), (sixteen.setup, 1)]
+
+
+def test_a_fit_bounds_every_error_and_keeps_what_a_step_does_not_improve(monkeypatch):
+    monkeypatch.setattr(calibration, "pass_errors", lambda _: {"far off": [-3.0, 3.0]})
+    monkeypatch.setattr(calibration, "factor_errors", lambda _: [])
+    assert calibration._residuals(FITTED, [], {})[:2] == [-calibration.WORST, calibration.WORST]
+    assert calibration._least_squares(lambda tried: [1.0 if tried == FITTED else 5.0], FITTED) == FITTED
 
 
 def test_methods_run_what_the_paper_ran():
