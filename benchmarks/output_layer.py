@@ -47,8 +47,9 @@ class Shape:
         self.row_gradient_n = torch.full((tokens,), 1 / tokens, device=device)
         self.pending = self.s()
         statistics_3n = self.pending.statistics_3n
-        self.total = GlobalStatistics(*torch.empty_like(statistics_3n).unbind())
-        fold(statistics_3n.expand(SHARDS, *statistics_3n.shape), self.total)
+        total_3n = torch.empty_like(statistics_3n)
+        fold(statistics_3n.expand(SHARDS, *statistics_3n.shape), total_3n)
+        self.total = GlobalStatistics(*total_3n)
         if HAS_LIGER:
             from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 

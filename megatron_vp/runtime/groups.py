@@ -4,8 +4,8 @@ A communicator carries one kind of traffic in one order, so that no two logical 
 none waits behind an unrelated one.
 
 With tensor parallelism a model replica is t pipelines of p ranks side by side, and the vocabulary is cut into p x t
-shards. What every rank needs whole (tokens, X, g) travels within each pipeline, statistics are gathered from all
-shards, and the partial sums of the t pipelines meet among the t ranks of a stage.
+shards. What every rank needs whole (tokens, X, g) travels within each pipeline; statistics and the partial sums of the
+t pipelines meet among the t ranks of a stage.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ class PipelineGroups:
     """The communicators of one pipeline, as seen from one of its ranks.
 
     `members` are the global ranks in pipeline order, `rank` is this process's position among them, and `tensor_rank`
-    that of the pipeline among the `tensor_size` pipelines of its replica. `vocabulary` joins the pipeline, `shards` all
-    ranks of the replica (pipeline rank major: the order of the vocabulary shards), `tensor` the ranks of a stage. With
-    one pipeline a replica the first two are one communicator, and `tensor` is None.
+    that of the pipeline among the `tensor_size` pipelines of its replica. `vocabulary` joins the pipeline, `tensor` the
+    ranks of a stage; with one pipeline a replica it is None. Vocabulary shards are ordered pipeline rank major.
     """
 
     members: tuple[int, ...]
@@ -44,14 +43,8 @@ class PipelineGroups:
     tensor_size: int
     tensor_rank: int
     vocabulary: Communicator
-    shards: Communicator
     tensor: dist.ProcessGroup | None
     edges: dict[Edge, dist.ProcessGroup]
-
-    @property
-    def shard_count(self) -> int:
-        """p x t."""
-        return len(self.members) * self.tensor_size
 
     @classmethod
     def create(
@@ -80,12 +73,10 @@ class PipelineGroups:
             return dist.new_group(list(ranks), timeout, pg_options=_nccl_options(timeout, urgent=False))
 
         for replica in map(tuple, replicas):
-            several = tensor_size > 1
-            whole = collective(replica)
             stages = [replica[first : first + tensor_size] for first in range(0, len(replica), tensor_size)]
-            tensor = [collective(stage) if several else None for stage in stages]
+            tensor = [collective(stage) if tensor_size > 1 else None for stage in stages]
             for tensor_rank, members in enumerate(zip(*stages, strict=True)):
-                pipeline = collective(members) if several else whole
+                pipeline = collective(members)
                 groups = {
                     (source, target, channel): dist.new_group(
                         [members[source], members[target]], timeout, pg_options=_nccl_options(timeout, urgent=True)
@@ -94,10 +85,8 @@ class PipelineGroups:
                 }
                 if dist.get_rank() in members:
                     rank = members.index(dist.get_rank())
-                    vocabulary = communicator(pipeline)
-                    shards = communicator(whole) if several else vocabulary
                     own = {edge: group for edge, group in groups.items() if rank in edge[:2]}
-                    mine = cls(members, rank, tensor_size, tensor_rank, vocabulary, shards, tensor[rank], own)
+                    mine = cls(members, rank, tensor_size, tensor_rank, communicator(pipeline), tensor[rank], own)
         assert mine is not None, f"rank {dist.get_rank()} is in none of the replicas"
         mine._connect()
         return mine
@@ -111,7 +100,6 @@ class PipelineGroups:
         probe = torch.zeros(1, device=pipeline_device())
         self.vocabulary.broadcast(probe, 0)
         if self.tensor is not None:
-            self.shards.broadcast(probe, 0)
             dist.all_reduce(probe, group=self.tensor)
         for (source, target, _), group in self.edges.items():
             if self.rank == source:

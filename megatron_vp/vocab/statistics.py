@@ -2,8 +2,8 @@
 
 A shard contributes three floats a token: the largest logit a, the sum l of exp(logit - a), and its part of what the
 loss subtracts from the log-sum-exp (with cross entropy the target's logit, zero where the target belongs to another
-shard). They travel packed, as one [3, n] tensor, and every rank folds the gathered [shards, 3, n] in the same order, so
-all ranks hold the same bits.
+shard). They travel packed, as one [3, n] tensor, and every rank folds what it gathered in the same order, so all ranks
+hold the same bits. With tensor parallelism the shards of a stage are folded first, and the stages' results then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX, SUM, LINEAR = 0, 1, 2
 
 @dataclass(frozen=True)
 class GlobalStatistics:
-    """Softmax over the whole vocabulary, filled by `fold`. All fp32 [n] (fp64 where the model is fp64)."""
+    """Softmax over the whole vocabulary: the rows that `fold` fills. All fp32 [n] (fp64 where the model is fp64)."""
 
     max_n: torch.Tensor
     """A, the largest logit."""
@@ -58,12 +58,14 @@ def statistics_dtype(model_dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(model_dtype, torch.float32)
 
 
-def fold(gathered_r3n: torch.Tensor, total: GlobalStatistics) -> None:
-    """Fold the packed statistics [shards, 3, n] of all shards, in shard order, into `total`, the whole vocabulary's.
+def fold(gathered_r3n: torch.Tensor, total_3n: torch.Tensor) -> None:
+    """Fold the packed statistics [shards, 3, n] of some shards, in shard order, into those of all of them together.
 
-    An empty shard contributes a = -inf, l = 0, linear = 0 and leaves no trace.
+    An empty shard contributes a = -inf, l = 0, linear = 0 and leaves no trace; empty shards together are one.
     """
     max_rn, sum_rn, linear_rn = gathered_r3n.unbind(1)
-    torch.amax(max_rn, 0, out=total.max_n)
-    torch.sum(sum_rn * torch.exp(max_rn - total.max_n), 0, out=total.sum_n)
-    torch.sum(linear_rn, 0, out=total.linear_n)
+    max_n, sum_n, linear_n = total_3n.unbind()
+    torch.amax(max_rn, 0, out=max_n)
+    finite_n = max_n.clamp(min=torch.finfo(max_n.dtype).min)  # the difference of two infinities is no number
+    torch.sum(sum_rn * torch.exp(max_rn - finite_n), 0, out=sum_n)
+    torch.sum(linear_rn, 0, out=linear_n)

@@ -121,7 +121,7 @@ def iterations(
             for channel in Channel
         }
         tensor = "the ranks of a stage" if tensor_size > 1 else None
-        groups = PipelineGroups(tuple(range(ranks)), rank, tensor_size, 0, transfers, transfers, tensor, edges)
+        groups = PipelineGroups(tuple(range(ranks)), rank, tensor_size, 0, transfers, tensor, edges)
         runner = pipeline.Pipeline(groups)
         shards = VocabShards(VOCAB, ranks * tensor_size)
         weights = [torch.nn.Parameter(torch.zeros(shards.rows(0), HIDDEN, device=CUDA)) for _ in range(2)]
@@ -205,7 +205,7 @@ def looked_at(self: GlobalStatistics, loss: TokenLoss, token_loss: Callable = Gl
         (CudaStream, "submit", not_behind_the_passes, "may come before the write of"),
         (CudaStream, "synchronise", lambda self: None, "is released while another stream uses it"),
         (links.Links, "send", not_kept, "is released while another stream uses it"),
-        (links.Links, "wait", lambda self, message: self._receiving.pop(message)[1], "may come before the write of"),
+        (links.Links, "wait", lambda self, message: self._receiving.pop(message)[-1], "may come before the write of"),
         (GlobalStatistics, "token_loss", looked_at, "the host waits for the device"),
     ],
 )

@@ -58,8 +58,9 @@ def _sharded(x, weight, labels, row_gradient, count, algorithm, loss=CROSS_ENTRO
         layers.append(OutputLayer(parameter, shards, index))
     pending = [layer(x, labels, loss) for layer in layers]
     unscaled = [layer.unscaled_input_gradient(state) for layer, state in zip(layers, pending, strict=True)]
-    total = GlobalStatistics(*torch.empty_like(pending[0].statistics_3n))
-    fold(torch.stack([state.statistics_3n for state in pending]), total)
+    total_3n = torch.empty_like(pending[0].statistics_3n)
+    fold(torch.stack([state.statistics_3n for state in pending]), total_3n)
+    total = GlobalStatistics(*total_3n)
     if algorithm == "vocab-2":
         parts = [
             layer.rescaled_input_gradient(early, state, total)
@@ -97,6 +98,21 @@ def test_loss_and_gradients(algorithm, vocab, count, dtype, loss_bound, gradient
     bounds = (loss_bound, gradient_bound, gradient_bound)
     for name, value, reference, bound in zip(("loss", "dX", "dW"), found, expected, bounds, strict=True):
         assert _distance(value, reference) <= bound, name
+
+
+def test_statistics_of_stages_fold_as_those_of_shards():
+    logits_srn = torch.randn(2, 3, 5, dtype=torch.float64)  # of two stages, three shards each, one logit a shard
+    shards = torch.stack([logits_srn, torch.ones_like(logits_srn), torch.rand_like(logits_srn)], dim=2)
+    empty = torch.tensor([-torch.inf, 0, 0], dtype=torch.float64)[None, :, None].expand(3, 3, 5)
+    shards = torch.cat([shards, empty[None]])
+    total_3n, stages = torch.empty(3, 5, dtype=torch.float64), torch.empty(3, 3, 5, dtype=torch.float64)
+    for shards_of_stage, stage_3n in zip(shards, stages, strict=True):
+        fold(shards_of_stage, stage_3n)
+    assert torch.equal(stages[2], empty[0])
+    fold(stages, total_3n)
+    total = GlobalStatistics(*total_3n)
+    torch.testing.assert_close(total.log_sum_exp_n, logits_srn.flatten(0, 1).logsumexp(0))
+    torch.testing.assert_close(total.linear_n, shards[:, :, 2].sum((0, 1)))
 
 
 # Large coefficients, so that a wrong term shows; a z-loss alone, smoothing alone, and both.
