@@ -81,7 +81,10 @@ class SleepingModel:
 
 
 class SleepingOutput(OutputLayer):
-    """S and T of a tiny shard: results of the right shape, made once. `forward` sleeps for all of vocab-2's S."""
+    """S and T of a tiny shard: results of the right shape, made once or while a pass lasts.
+
+    `forward` sleeps for all of vocab-2's S.
+    """
 
     costs = PassCosts()
 
@@ -96,11 +99,12 @@ class SleepingOutput(OutputLayer):
     def forward(self, *arguments: object) -> PendingOutput:
         """Pass S."""
         with lasting(self.costs.S):
+            self._unscaled_nh = self._x_nh.clone()
             return self._pending
 
     def unscaled_input_gradient(self, pending: PendingOutput) -> torch.Tensor:
         """Nothing."""
-        return self._x_nh.clone()
+        return self._unscaled_nh
 
     def rescaled_input_gradient(self, unscaled_nh: torch.Tensor, *arguments: object) -> torch.Tensor:
         """Nothing."""
