@@ -21,7 +21,6 @@ from megatron_vp.cost.workers import worker_pool
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import (
     GENERATORS,
-    V_SHAPED_SCHEDULES,
     Placement,
     Player,
     StageCosts,
@@ -209,8 +208,6 @@ def weigh(candidate: Candidate, job: Job, hardware: Hardware, constants: Constan
     """
     if 0 in (candidate.plan.layers or ()) and candidate.method != REDISTRIBUTED:
         raise UserError(_too_few_layers(job, len(candidate.plan.layers)))
-    if job.model.tied and candidate.plan.vocab is VocabMethod.NONE and candidate.plan.schedule in V_SHAPED_SCHEDULES:
-        raise UserError("tied embeddings would belong to both chunks of the first rank; split or untie them")
     played = max(PLAYED_PER_RANK * job.pipeline, PLAYED // job.pipeline)
     sample = replace(job, microbatches=min(job.microbatches, played))
     player = make_player(sample, candidate.plan, hardware, constants)

@@ -15,7 +15,17 @@ from megatron_vp.cost.memory import MemoryModel, RankMemory
 from megatron_vp.cost.passes import PassTimes, Split
 from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import PassCosts, Placement, Player, Schedule, StageCosts, Timeline, VocabMethod, generate
+from megatron_vp.schedule import (
+    V_SHAPED_SCHEDULES,
+    PassCosts,
+    Placement,
+    Player,
+    Schedule,
+    StageCosts,
+    Timeline,
+    VocabMethod,
+    generate,
+)
 
 IDLE = 0.85
 """A rank with less than this share of the busiest one's work is not throttled."""
@@ -116,7 +126,15 @@ def make_player(
     constants: Constants = CALIBRATED,
     measured: PassCosts | StageCosts | None = None,
 ) -> Player:
-    """The schedule of `plan`, ordered for its costs, ready to be played; made once for nearly equal proportions."""
+    """The schedule of `plan`, ordered for its costs, ready to be played; made once for nearly equal proportions.
+
+    Raises UserError for what training refuses: whole vocabulary layers that share one weight on both chunks of a rank.
+    """
+    if job.model.tied and plan.vocab is VocabMethod.NONE and plan.schedule in V_SHAPED_SCHEDULES:
+        raise UserError(
+            "tied embeddings would belong to both chunks of the first rank; add --vocab-parallel or "
+            "--untie-embeddings-and-output-weights"
+        )
     single = generate(plan.schedule, job.pipeline, 1, vocab=plan.vocab, chunks=plan.chunks)
     costs = measured or stage_costs(job, plan, single, hardware, constants)
     return _player(

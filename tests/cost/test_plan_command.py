@@ -155,6 +155,8 @@ def test_tied_embeddings_need_a_split_in_a_v(small):
     table = run("plan", small).stdout
     assert "not possible: v-half, plain: tied embeddings would belong to both chunks" in table
     assert "not possible: v-half, vocab" not in table and "not possible: 1f1b" not in table
+    assert "both chunks of the first rank" in str(run("simulate", small, "--pipeline-schedule", "v-half").exception)
+    assert not run("simulate", small, "--pipeline-schedule", "v-half", "--vocab-parallel").exception
 
 
 def test_plan_prints_what_to_use(small, tmp_path):
