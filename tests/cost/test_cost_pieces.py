@@ -176,6 +176,7 @@ def test_messages_take_the_wires_between_their_ranks():
     assert wires.messages(Placement.linear(3)) == pytest.approx(
         {(0, 1, forward): near, (1, 0, back): near, (1, 2, forward): far, (2, 1, back): far}
     )
+    assert Wires(job(pipeline=2, tensor=4, context=2), A100, CALIBRATED).node(1) == 1
     assert set(wires.messages(Placement.v_shape(2))) == {(0, 1, forward), (1, 0, back), (1, 0, forward), (0, 1, back)}
 
 

@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
 from megatron_vp.cli.job_config import layers_in, layout_of, read_job_config
-from megatron_vp.cli.planning import flags_of, yaml_of
+from megatron_vp.cli.planning import flags_of, seconds, yaml_of
+from megatron_vp.cost import planner
 from megatron_vp.cost.hardware import find_hardware
 from megatron_vp.cost.planner import candidates
 from megatron_vp.cost.shapes import Plan
@@ -69,7 +71,7 @@ def test_every_model_of_the_repository_can_be_planned():
         assert plan.layers is None or sum(plan.layers) == job.model.layers, path
 
 
-def test_overlays_and_flags_say_how_the_pipeline_runs(small):
+def test_overlays_and_flags_say_how_the_pipeline_runs(small, tmp_path):
     def planned(*flags):
         return read_job_config([small], flags).plan()
 
@@ -82,6 +84,9 @@ def test_overlays_and_flags_say_how_the_pipeline_runs(small):
     overlays = [small, CONFIGS / "methods" / "v-half.yaml", CONFIGS / "methods" / "vocab-1.yaml"]
     plan = read_job_config(overlays, []).plan()
     assert (plan.schedule, plan.vocab) == ("v-half", VocabMethod.VOCAB_1)
+    longer = tmp_path / "longer.yaml"
+    longer.write_text("model:\n  num_layers: 16\n")
+    assert read_job_config([small, longer], []).job(None).model.layers == 16
 
 
 def test_layouts_read_back():
@@ -110,6 +115,13 @@ def test_an_argument_in_two_sections_is_refused_as_in_training(small):
 def test_simulate_shows_every_rank(small, tmp_path):
     table = run("simulate", small, "--vocab-parallel").stdout
     assert "schedule 1f1b, vocabulary vocab-2" in table and "Predicted, not measured" in table
+    found = json.loads(run("simulate", small, "--vocab-parallel", "--format", "json").stdout)["plan"]
+    passes = found["iteration_seconds"] - found["seconds"]["step"]
+    idle = [f"{100 * (1 - busy / passes):.1f}" for busy in found["busy_seconds"]]
+    rows = [[cell.strip() for cell in line.split("│")] for line in table.splitlines() if line.startswith("│")]
+    assert [row[3] for row in rows] == idle
+    assert "fits into 79.1 GiB" in table
+    assert "does not fit into 0.5 GiB; bound by memory" in run("simulate", small, "--memory", "0.5").stdout
     document = json.loads(run("simulate", small, "--pipeline-schedule", "v-half", "--format", "json").stdout)
     found = document["plan"]
     assert (document["gpus"], found["schedule"], found["method"]) == (4, "v-half", "plain")
@@ -146,7 +158,9 @@ def test_what_plan_prints_for_uneven_chunks_reads_back_as_the_same_plan(small, t
         wanted = next(e.plan for e in found if (e.plan.schedule, e.plan.vocab) == (schedule, vocab))
         assert len(wanted.layers) == 8
         overlay = tmp_path / "overlay.yaml"
-        overlay.write_text(yaml_of(read_job_config([small], flags).settings_of(wanted, job)))
+        settings = read_job_config([small], flags).settings_of(wanted, job)
+        assert "num_virtual_stages_per_pipeline_rank" not in settings  # Megatron counts those of the layout
+        overlay.write_text(yaml_of(settings))
         assert read_job_config([small, overlay], flags).plan() == wanted
 
 
@@ -165,6 +179,48 @@ def test_plan_prints_what_to_use(small, tmp_path):
     assert "--vocab-parallel" in used
     assert "  vocab_parallel: true" in lines
     assert any("times as fast as the best plain run" in line for line in lines)
+
+
+@pytest.fixture
+def outcomes(small, monkeypatch):
+    """Three made-up outcomes of any `plan`, the fastest first; its arguments are noted in `asked`."""
+    job = read_job_config([small], []).job(None)
+    gpu = find_hardware("h100")
+    one = planner.weigh(planner.Candidate("plain", Plan()), job, gpu)
+    full = [replace(rank, activations=1e12) for rank in one.memory]
+    split = planner.Candidate("vocab-1", Plan(vocab=VocabMethod.VOCAB_1))
+    made = [
+        replace(one, iteration_seconds=1.0, memory=full),
+        replace(one, iteration_seconds=2.0, candidate=split),
+        replace(one, iteration_seconds=3.0, candidate=planner.Candidate("plain", Plan("zb-h1"))),
+    ]
+    asked = []
+    monkeypatch.setattr(planner, "plan", lambda *_, **options: asked.append(options) or (made, []))
+    return made, asked
+
+
+def test_plan_chooses_among_what_fits_and_lists_it_first(small, outcomes):
+    lines = run("plan", small, "--num-virtual-stages-per-pipeline-rank", "4").stdout.splitlines()
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    assert [(row[0], row[1], row[2], row[-2]) for row in rows] == [
+        ("1f1b", "vocab-1", "2.000", "yes"),
+        ("zb-h1", "plain", "3.000", "yes"),
+        ("1f1b", "plain", "1.000", "no"),
+    ]
+    assert "1.50 times as fast as the best plain run that fits (zb-h1)" in lines
+    assert outcomes[1][0]["chunks"] == 4
+    document = json.loads(run("plan", small, "--format", "json").stdout)
+    assert document["best"] == 1 and [each["fits"] for each in document["plans"]] == [False, True, True]
+
+
+def test_plan_says_what_a_file_must_unset(small, outcomes):
+    del outcomes[0][1]
+    small.write_text(SMALL.replace("data:", "  vocab_parallel: true\ndata:"))
+    assert "and without vocab_parallel, which a file must unset" in run("plan", small).stdout
+
+
+def test_seconds_have_four_digits():
+    assert [seconds(value) for value in (0.0123456, 1.59, 12345.6)] == ["0.01235", "1.590", "12346"]
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
@@ -196,6 +252,8 @@ def test_settings_unset_what_the_configuration_has_and_the_plan_has_not(small):
     plain = read_job_config([small], [])
     assert plain.settings_of(Plan("interleaved", chunks=2), job) == {"num_virtual_stages_per_pipeline_rank": 2}
     assert plain.settings_of(Plan("1f1b"), job) == {}
+    chunked = read_job_config([small], ["--num-layers-per-virtual-pipeline-stage", "1"])
+    assert chunked.settings_of(Plan("1f1b"), job) == {"num_layers_per_virtual_pipeline_stage": None}
 
 
 @pytest.mark.parametrize(
@@ -210,6 +268,11 @@ def test_settings_unset_what_the_configuration_has_and_the_plan_has_not(small):
         (["--pipeline-model-parallel-size", "eight"], "'eight' is no whole number"),
         (["--pipeline-model-paralel-size", "8"], "nearest is --pipeline-model-parallel-size"),
         (["--memory", "-1"], "--memory -1.0 is no amount of memory"),
+        (["--memory", "inf"], "--memory inf is no amount of memory"),
+        (["--num-layers-per-virtual-pipeline-stage", "3"], "3 does not divide the layers of a rank"),
+        (["--num-layers-per-virtual-pipeline-stage", "4"], "4 does not divide the layers of a rank"),
+        (["--vocab-parallel", "--vocab-parallel-algorithm", "vocab-3"], "algorithm 'vocab-3' is unknown"),
+        (["--vocab-parallel", "--num-virtual-stages-per-pipeline-rank", "2"], "1f1b"),
         (["8"], "'8' is no flag"),
         (["--pipeline-schedule", "v-half-ish"], "'v-half-ish' is unknown"),
         (["--pipeline-model-parallel-layout", "Et*4|t*4L"], "no layout of 8 layers"),

@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 
 from megatron_vp.cli.app import main
-from megatron_vp.cost import calibration
+from megatron_vp.cost import calibration, paper
 from megatron_vp.cost.calibration import (
     PathTime,
     factor_errors,
@@ -70,6 +70,31 @@ def test_text_shows_what_does_not_fit_and_the_summary():
     assert "!95.00   oom" in text and "all published cells: MFU error mean 6.00, largest 10.00" in text
     assert "Table 3" in text and max(map(len, text.splitlines())) <= 125
     assert "error" not in to_text(rows_of((Cell(5, 8, 2048, "baseline", 32), 49.0, 11.0, None)))
+
+
+def test_a_cell_that_fits_against_its_publication_is_named():
+    rows = rows_of((Cell(6, 32, 4096, "baseline", 256), 20.0, 70.0, Measurement(None, None)))
+    assert "fits in one and not in the other: table 6, 32 GPUs, sequence 4096, baseline, 256k" in to_text(rows)
+
+
+def test_the_command_predicts_every_cell_and_sets_what_was_published_beside_it(tmp_path, monkeypatch, capsys):
+    def made_up(cells, processes):
+        for cell in cells:
+            yield [CellPrediction(cell, 40.0, 20.0, True, None)]
+
+    monkeypatch.setattr(paper, "predict_cells", made_up)
+    published = tmp_path / "cells.csv"
+    published.write_text(HEADER + "5,8,2048,baseline,32,50,10\n")
+    written = tmp_path / "tables.csv"
+    for arguments in (["-o", str(written)], []):
+        with pytest.raises(SystemExit) as stopped:
+            main(["tables", "--published", str(published), "--format", "csv", *arguments])
+        assert stopped.value.code == 0
+    assert capsys.readouterr().out == written.read_text()
+    rows = list(csv.DictReader(written.read_text().splitlines()))
+    assert len(rows) == len(jobs()) == 168
+    (beside,) = (row for row in rows if row["mfu_error_percent"])
+    assert (beside["mfu_error_percent"], beside["memory_error_percent"]) == ("-20.00", "100.00")
 
 
 def test_picture_is_a_png():

@@ -1,5 +1,7 @@
 """Pass times of a recorded run in a simulation of the same job."""
 
+import json
+
 import pytest
 from typer.testing import CliRunner
 
@@ -56,6 +58,10 @@ def test_the_command_takes_them(folder, tmp_path):
     modelled, traced = (CliRunner().invoke(app, [*arguments, *extra]) for extra in ([], ["--trace", str(folder)]))
     assert modelled.exit_code == traced.exit_code == 0, traced.output
     assert modelled.output != traced.output
+    found = json.loads(traced.output)["plan"]
+    expected = simulate(generate("1f1b", 3, 9, vocab="vocab-2", costs=COSTS), COSTS)
+    assert found["busy_seconds"] == pytest.approx([busy / 1000 for busy in expected.busy])
+    assert found["iteration_seconds"] - found["seconds"]["step"] == pytest.approx(expected.makespan / 1000)
 
 
 @pytest.mark.parametrize(

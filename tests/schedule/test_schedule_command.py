@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import xml.etree.ElementTree as ElementTree
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from megatron_vp.cli import schedule as command
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import Collective, PassCosts, draw, generate, simulate
+from megatron_vp.schedule import Collective, PassCosts, ScheduleError, draw, generate, simulate
 
 app = typer.Typer()
 app.callback()(lambda: None)
@@ -74,6 +75,16 @@ def test_schedules_with_chunks_and_w_and_v_passes_read_back_and_draw(family, tmp
     assert ("W weight gradient" in drawn) == any(event["cat"] == "W" for event in passes)
     assert ("chunk 1" in drawn) == any(event["args"]["chunk"] == 1 for event in passes)
     assert ("V vocabulary" in drawn) == (family[0] == "interlaced")
+
+
+def test_a_schedule_is_ordered_for_the_costs_it_is_given():
+    costs = "F=0.9,B=1.1,W=0.7,S=1.3,T=0.7"
+    family = ["v-half", "-p", "4", "-m", "8", "--vocab", "vocab-1"]
+    found = json.loads(run(*family, "--cost", costs, "--format", "json").stdout)
+    given = PassCosts.parse(costs)
+    expected = simulate(generate("v-half", 4, 8, vocab="vocab-1", costs=given), given).makespan
+    assert found["metrics"]["makespan"] == expected
+    assert expected < simulate(generate("v-half", 4, 8, vocab="vocab-1"), given).makespan
 
 
 def test_json_of_a_v_shaped_schedule_has_the_documented_content():
@@ -154,6 +165,7 @@ def test_perfetto_trace_has_collectives_on_every_rank_and_each_link_on_its_sende
         ([*FAMILY, "-o", "/"], "it is a folder"),
         (["--from", "no such file"], "cannot read"),
         (["1f1b", "--from", "file"], "leave out NAME"),
+        (["--from", "file", "--vocab", "vocab-1"], "leave out --vocab"),
     ],
 )
 def test_bad_input_is_one_line(arguments, words):
@@ -194,6 +206,18 @@ def test_a_file_with_a_schedule_that_cannot_run_is_one_line(tmp_path):
     result = run("--from", path)
     assert isinstance(result.exception, UserError)
     assert str(result.exception) == "rank 1 lacks S2 (1f1b, vocab-2)"
+
+
+def test_the_programs_of_a_file_are_proven_too(tmp_path, monkeypatch):
+    path = tmp_path / "schedule.json"
+    run(*FAMILY, "--format", "json", "-o", path)
+
+    def hang(_):
+        raise ScheduleError("they hang")
+
+    monkeypatch.setattr(import_module("megatron_vp.schedule.validate"), "validate_programs", hang)
+    result = run("--from", path)
+    assert isinstance(result.exception, UserError) and str(result.exception) == "they hang"
 
 
 def test_a_file_with_a_circle_is_one_line_that_names_it(tmp_path):

@@ -48,9 +48,9 @@ def test_the_smallest_job_is_one_replica(said):
         "sbatch", *LLAMA, "--ntasks-per-node", "3", "--pipeline-model-parallel-size=6", "--dry-run"
     )
     assert status == 2, "32 layers do not go into 6 stages"
-    status, printed, _ = said("sbatch", *LLAMA, "--ntasks-per-node", "4", "--dry-run")
-    assert status == 0
-    assert "--nodes=2 --ntasks-per-node=4" in printed
+    status, printed, _ = said("sbatch", *LLAMA, "--ntasks-per-node", "16", "--dry-run")
+    assert status == 0 and printed.startswith("1 nodes x 16; 16 ranks = 8 pipeline x 2 data")
+    assert "--nodes=1 --ntasks-per-node=16" in printed
 
 
 def test_inputs_that_are_elsewhere_do_not_stop_a_dry_run(said):
@@ -61,11 +61,18 @@ def test_inputs_that_are_elsewhere_do_not_stop_a_dry_run(said):
 
 
 def test_submission_goes_through_sbatch(said, tmp_path, monkeypatch):
-    (tmp_path / "sbatch").write_text('#!/bin/sh\n[ "$1" = --nodes=1 ] && echo Submitted batch job 7 || echo no >&2\n')
+    (tmp_path / "sbatch").write_text(
+        '#!/bin/sh\n[ "$1" = --nodes=1 ] && echo Submitted batch job 7 && exit\necho no such partition >&2; exit 1\n'
+    )
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     status, printed, _ = said("sbatch", *LLAMA)
     assert (status, printed.splitlines()[-1]) == (0, "Submitted batch job 7")
+    status, _, errors = said("sbatch", *LLAMA, "--nodes", "2")
+    assert (status, errors) == (2, "megatron-vp: error: no such partition\n")
+    monkeypatch.setenv("PATH", "")
+    status, _, errors = said("sbatch", *LLAMA)
+    assert status == 2 and "sbatch is not found" in errors
 
 
 @pytest.mark.parametrize(
