@@ -14,7 +14,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from megatron_vp.vocab import output  # noqa: E402
-from megatron_vp.vocab.kernels import rows, softmax  # noqa: E402
+from megatron_vp.vocab.kernels import fused, rows, softmax  # noqa: E402
 from megatron_vp.vocab.kernels.fused import FusedOperations  # noqa: E402
 from tests.vocab.test_output import _distance, _problem, _reference, _sharded  # noqa: E402
 
@@ -65,9 +65,9 @@ def test_exponentiate_leaves_what_lies_between_rows_alone():
 
 @pytest.fixture
 def sparse(tmp_path):
-    """Makes bf16 tensors of a size that 32 bits cannot count; memory is taken where something is written."""
-    if DEVICE != "cpu":
-        pytest.skip("in the interpreter only")
+    """Makes bf16 zeros of a size that 32 bits cannot count; on CPU memory is taken where something is written."""
+    if DEVICE == "cuda":
+        return lambda size: torch.zeros(size, dtype=torch.bfloat16, device=DEVICE)
     return lambda size: torch.from_file(str(tmp_path / "memory"), shared=True, size=size, dtype=torch.bfloat16)
 
 
@@ -76,8 +76,8 @@ def test_logits_beyond_32_bits(sparse):
     # Memory ahead of the logits, too, for addresses that have become negative.
     logits = sparse(5 * stride + 8).as_strided((4, 8), (stride, 1), 2 * stride)
     logits.copy_(_random(4, 8, dtype=torch.bfloat16))
-    expected, target = logits.clone(), torch.tensor([-1, -1, -1, 5])
-    statistics, expected_statistics = torch.empty(3, 4), torch.empty(3, 4)
+    expected, target = logits.clone(), torch.tensor([-1, -1, -1, 5], device=DEVICE)
+    statistics, expected_statistics = (torch.empty(3, 4, device=DEVICE) for _ in range(2))
     softmax.exponentiate_(logits, target, statistics)
     softmax.exponentiate_(expected, target, expected_statistics)
     assert torch.equal(statistics, expected_statistics)
@@ -86,13 +86,27 @@ def test_logits_beyond_32_bits(sparse):
 
 def test_rows_beyond_32_bits(sparse):
     vocab, hidden = 2**20 + 1, 2**12
-    matrix, row = sparse(vocab * hidden).view(vocab, hidden), torch.tensor([0, vocab - 1])
+    matrix, row = sparse(vocab * hidden).view(vocab, hidden), torch.tensor([0, vocab - 1], device=DEVICE)
     source = _random(2, hidden, dtype=torch.bfloat16)
     rows.add_rows_(matrix, row, source, None)
     assert torch.equal(matrix[row], source)
-    product = torch.zeros_like(source)
-    rows.rescale_(product, matrix, torch.ones(2), row, torch.ones(2))
+    product, ones = torch.zeros_like(source), torch.ones(2, device=DEVICE)
+    rows.rescale_(product, matrix, ones, row, ones)
     assert torch.equal(product, source)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("main_dtype", [torch.float32, None])
+# Not on CPU, where PyTorch's `addmm` has no output of another dtype.
+@pytest.mark.parametrize("inside_the_gemm", [False] if DEVICE == "cpu" else [True, False])
+def test_add_product(monkeypatch, dtype, main_dtype, inside_the_gemm):
+    monkeypatch.setattr(fused, "_ADDS_INTO_FP32", inside_the_gemm)
+    matrix = _random(130, 60, dtype=main_dtype or dtype)
+    left, right = _random(77, 130, dtype=dtype), _random(77, 60, dtype=dtype)
+    expected = matrix.double() + left.double().t() @ right.double()
+    FusedOperations.add_product_(matrix, left, right)
+    exact = inside_the_gemm and main_dtype == torch.float32
+    assert _distance(matrix, expected) < (1e-6 if exact else ROUNDING[dtype])
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)

@@ -6,7 +6,8 @@ import torch
 
 from megatron_vp.vocab.kernels import rows, softmax
 
-_ADDS_INTO_FP32 = hasattr(torch.ops.aten.addmm, "dtype_out")  # PyTorch 2.8
+_ADDS_INTO_FP32 = torch.__version__ >= (2, 10)
+"""Where `addmm` takes fp32 beside 16-bit factors; PyTorch 2.8 and 2.9 have its `out_dtype`, too, and refuse that."""
 
 
 class FusedOperations:
