@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
 
+HEAD_START_BYTES = 2**30
+"""Written before every timed call: about 0.3 ms on a device of 3 TB/s, and 20 times its L2."""
+
 
 def milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    """One call, by device events on a GPU."""
+    """One call, by device events on a GPU.
+
+    There the host gets a head start, as it has in a run: it issues the call's kernels while the device still writes
+    elsewhere, so the time is the device's and not that of launches. The inputs have left L2 by then.
+    """
     if device.type != "cuda":
         start = time.perf_counter()
         work()
         return 1e3 * (time.perf_counter() - start)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    _elsewhere(device).zero_()
     start.record()
     work()
     end.record()
@@ -24,9 +34,14 @@ def milliseconds(work: Callable[[], object], device: torch.device) -> float:
     return start.elapsed_time(end)
 
 
+@cache
+def _elsewhere(device: torch.device) -> torch.Tensor:
+    return torch.empty(HEAD_START_BYTES, dtype=torch.uint8, device=device)
+
+
 def write(line: dict, output: Path | None) -> None:
     """Print a line of JSON, and append it to a file where there is one: what is done stays when the rest is cut off."""
-    text = json.dumps(line)
+    text = json.dumps({"benchmark": Path(sys.argv[0]).stem} | line)
     print(text, flush=True)
     if output is not None:
         with output.open("a") as file:

@@ -38,12 +38,12 @@ class Shape:
     """One shard of `SHARDS` with everything that its passes need, and each thing to be timed as a method."""
 
     def __init__(self, tokens: int, hidden: int, rows: int, device: torch.device, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.x_nh = torch.randn(tokens, hidden, generator=generator).to(device, dtype)
-        weight = torch.nn.Parameter((torch.randn(rows, hidden, generator=generator) * 0.02).to(device, dtype))
+        torch.manual_seed(0)
+        self.x_nh = torch.randn(tokens, hidden, device=device).to(dtype)
+        weight = torch.nn.Parameter((torch.randn(rows, hidden, device=device) * 0.02).to(dtype))
         weight.main_grad = torch.zeros(rows, hidden, device=device)
         self.layer = OutputLayer(weight, VocabShards(rows * SHARDS, SHARDS), 0)
-        self.labels_n = torch.randint(rows * SHARDS, (tokens,), generator=generator).to(device)
+        self.labels_n = torch.randint(rows * SHARDS, (tokens,), device=device)
         self.row_gradient_n = torch.full((tokens,), 1 / tokens, device=device)
         self.pending = self.s()
         statistics_3n = self.pending.statistics_3n
@@ -152,6 +152,7 @@ def main() -> None:
             "tokens": tokens,
             "hidden": hidden,
             "rows": rows,
+            "gemm_tflops": 2e-9 * tokens * hidden * rows / times["s_gemm"],
             "s_over_gemm": times["s"] / times["s_gemm"],
             "s_of_vocab_2_over_gemms": times["s_of_vocab_2"] / times["s_of_vocab_2_gemms"],
             "t_over_gemm": times["t"] / times["t_gemm"],

@@ -4,12 +4,14 @@
 
 Every line is one rank of one job: pass times, peak memory and its parts, as `megatron-vp replay` reports them. The
 first and last rank hold the vocabulary layers of a plain job; with vocabulary parallelism all ranks hold as much, and
-differ in microbatches in flight.
+differ in microbatches in flight. Without Transformer Engine attention is PyTorch's (`--core-attention sdpa`). A rank
+that fails or takes longer than --timeout is a line with the error, and the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -29,41 +31,55 @@ METHODS = {
     ],
 }
 SIZES = {"gpt_4b": 8, "gpt_10b": 16, "gpt_21b": 32, "gpt_7b": 16, "gpt_16b": 24, "gpt_30b": 32}
+ATTENTION = [] if importlib.util.find_spec("transformer_engine") else ["--core-attention", "sdpa"]
 
 
-def replay(config: Path, rank: int, flags: list[str]) -> dict | str:
+def replay(config: Path, rank: int, flags: list[str], timeout: float) -> dict:
     """The report of one rank, run in a process of its own; where it fails, the last line that it said."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "megatron_vp.cli.app", "replay", str(config), "--rank", str(rank)]
-        done = subprocess.run([*command, "-o", str(report), *flags], cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            return (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return json.loads(report.read_text())
+        try:
+            done = subprocess.run(
+                [*command, "-o", str(report), *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=timeout
+            )
+        except subprocess.TimeoutExpired as expired:
+            said, reason = (expired.stderr or b"").decode(errors="replace"), f"not done after {timeout:g} s"
+        else:
+            if not done.returncode:
+                return json.loads(report.read_text())
+            said = done.stderr
+            reason = (said.strip().splitlines() or ["no message"])[-1]
+        print(said[-4000:], file=sys.stderr, flush=True)
+        return {"error": reason}
 
 
-def main() -> None:
-    """Replay every combination and print, or append to a file, a line of JSON each."""
+def main() -> int:
+    """Replay every combination and print, or append to a file, a line of JSON each; 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="gpt_4b,gpt_10b,gpt_21b", help="names of files in configs/")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--vocab-sizes", default="32768,262144")
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--ranks", default="0,-1", help="pipeline ranks; negative ones count from the end")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds for a rank")
     parser.add_argument("--output", type=Path, help="append the lines to this file")
     parser.add_argument("flags", nargs="*", help="after --: more flags of the job")
     args = parser.parse_args()
+    status = 0
     for model in args.models.split(","):
         for vocab_size in args.vocab_sizes.split(","):
             for method in args.methods.split(","):
                 for rank in map(int, args.ranks.split(",")):
                     size = SIZES[model]
                     flags = [*METHODS[method], "--seq-length", str(args.sequence), "--vocab-size", vocab_size]
-                    flags += ["--max-position-embeddings", str(args.sequence), *args.flags]
-                    found = replay(ROOT / "configs" / f"{model}.yaml", rank % size, flags)
+                    flags += ["--max-position-embeddings", str(args.sequence), *ATTENTION, *args.flags]
+                    found = replay(ROOT / "configs" / f"{model}.yaml", rank % size, flags, args.timeout)
                     line = {"model": model, "vocab_size": int(vocab_size), "method": method, "rank": rank % size}
-                    write(line | ({"error": found} if isinstance(found, str) else found), args.output)
+                    write(line | found, args.output)
+                    status |= "error" in found
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import sys
 from unittest import mock
 
 import pytest
@@ -13,6 +15,8 @@ from tests.harness import ranks
 from tests.runtime.toy import reference, run_pipeline
 
 STEPS = [(1, True), (3, False), (2, True), (6, True)]
+TIMEOUT = 80
+"""Seconds for the ranks of a case on a GPU, which start from nothing."""
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 3e-2}
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -20,7 +24,8 @@ DEVICES = [pytest.param("cuda", marks=needs_gpu), "cpu"]
 
 
 def shared_device(rank: int, world: int, device: str, dtype: torch.dtype, schedule: str, method: str) -> list:
-    """`run_pipeline` with all ranks on one device."""
+    """`run_pipeline` with all ranks on one device; ranks that hang say where before they are given up."""
+    faulthandler.dump_traceback_later(0.7 * TIMEOUT, file=sys.stderr)
     with ranks_share(torch.device(device, 0) if device == "cuda" else torch.device(device)):
         return run_pipeline(rank, world, schedule, method, STEPS, False, device=device, dtype=dtype)
 
@@ -32,7 +37,7 @@ def _run(device: str, dtype: torch.dtype, world: int, schedule: str, method: str
     if device == "cpu":
         return ranks.run_ranks(*case)
     with context:
-        return ranks.run_ranks(*case, timeout=240)
+        return ranks.run_ranks(*case, timeout=TIMEOUT)
 
 
 CASES = [
@@ -41,9 +46,10 @@ CASES = [
     ("zb-h1", 4, "vocab-2", torch.bfloat16),
     ("zb-h1", 2, "vocab-1", torch.float32),
 ]
+NAMES = ["two ranks, 1f1b", "three ranks", "four ranks", "two ranks, split"]
 
 
-@pytest.mark.parametrize(("schedule", "world", "method", "dtype"), CASES)
+@pytest.mark.parametrize(("schedule", "world", "method", "dtype"), CASES, ids=NAMES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_losses_and_gradients(device, schedule, world, method, dtype):
     found = _run(device, dtype, world, schedule, method)

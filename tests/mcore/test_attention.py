@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from tests.harness.training import Run, tiny_model, train
 
@@ -40,7 +41,6 @@ def _assert_equal(found: Run, expected: Run) -> None:
 
 def test_scores_are_never_written_to_memory():
     """What the backward keeps of an attention of 4 x 256 x 256 scores is queries, keys, values, context, statistics."""
-    import torch
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -63,7 +63,6 @@ def test_scores_are_never_written_to_memory():
 
 
 def test_a_layer_that_is_not_causal_takes_the_mask():
-    import torch
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -78,3 +77,34 @@ def test_a_layer_that_is_not_causal_takes_the_mask():
     scores = torch.einsum("ibnd,jbnd->bnij", query, key) / 8**0.5
     expected = torch.einsum("bnij,jbnd->ibnd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
     torch.testing.assert_close(found, expected.flatten(2))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("groups", [4, 2])
+def test_flash_attention_on_a_device(groups):
+    """The kernel that keeps no scores takes our layouts, grouped queries included, in bf16; against fp64."""
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from megatron_vp.mcore.attention import ScaledDotProductAttention
+
+    config = TransformerConfig(num_layers=1, hidden_size=512, num_attention_heads=4, attention_dropout=0.0)
+    attention = ScaledDotProductAttention(config, 1, AttnMaskType.causal, "self")
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(256, 2, heads, 128) for heads in (4, groups, groups)]
+    wide = [torch.randn(*shape, generator=generator, device="cuda", dtype=torch.float64) for shape in shapes]
+    narrow = [tensor.bfloat16().requires_grad_() for tensor in wide]
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        found = attention(*narrow, attention_mask=None)
+    gradient = torch.randn(found.shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+    found.backward(gradient)
+    query, key, value = leaves = [tensor.detach().double().requires_grad_() for tensor in narrow]
+    key, value = (tensor.repeat_interleave(4 // groups, dim=2) for tensor in (key, value))
+    scores = torch.einsum("ibnd,jbnd->bnij", query, key) / 128**0.5
+    later = torch.ones(256, 256, dtype=torch.bool, device="cuda").triu(1)
+    expected = torch.einsum("bnij,jbnd->ibnd", scores.masked_fill(later, -torch.inf).softmax(-1), value).flatten(2)
+    expected.backward(gradient.double())
+    results = [(found, expected), *((narrow.grad, wide.grad) for narrow, wide in zip(narrow, leaves, strict=True))]
+    for ours, reference in results:
+        assert (ours.double() - reference).norm() / reference.norm() < 2e-2
