@@ -102,6 +102,7 @@ def forward_backward(
         pass_costs(args, method),
         forward_only,
         heads > 1,
+        pipeline.has_run(gradients),
     )
     rank = pipeline.groups.rank
     megatron = MegatronModel(
@@ -159,9 +160,17 @@ def _programs(
     costs: PassCosts,
     forward_only: bool,
     looks_ahead: bool,
+    early_receives: bool,
 ) -> tuple[Schedule, tuple[Program, ...]]:
-    vocab = VocabMethod.INTERLACED if name == "interlaced" else method
-    schedule = unfold(generate(name, pipeline_size, microbatches, vocab=vocab, chunks=chunks, costs=costs))
+    schedule = _schedule(name, pipeline_size, chunks, microbatches, method, costs)
     if forward_only:
         schedule = evaluation(schedule, costs)
-    return schedule, lower(schedule, costs, looks_ahead)
+    return schedule, lower(schedule, costs, looks_ahead, early_receives)
+
+
+@lru_cache(maxsize=8)
+def _schedule(
+    name: str, pipeline_size: int, chunks: int, microbatches: int, method: VocabMethod, costs: PassCosts
+) -> Schedule:
+    vocab = VocabMethod.INTERLACED if name == "interlaced" else method
+    return unfold(generate(name, pipeline_size, microbatches, vocab=vocab, chunks=chunks, costs=costs))

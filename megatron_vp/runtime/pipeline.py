@@ -38,6 +38,15 @@ class Pipeline:
         self.progress = Progress(groups.members, groups.rank)
         self._stream = second_stream(pipeline_device())
         self._posts = posting_stream(pipeline_device())
+        self._has_run: set[bool] = set()
+
+    def has_run(self, gradients: bool) -> bool:
+        """Whether an iteration of this kind is over.
+
+        In the first CUDA loads kernels when they are first used, and waits for the device: its programs must be without
+        early receives.
+        """
+        return gradients in self._has_run
 
     def run(
         self,
@@ -131,6 +140,7 @@ class Pipeline:
                 collectives.finish()
             links.finish()
         store.assert_empty()
+        self._has_run.add(gradients)
         return Report(chunks.in_flight.peak / schedule.chunks, ends.between_s_and_t.peak)
 
 

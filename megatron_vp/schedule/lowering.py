@@ -6,6 +6,9 @@ and wait in its order cannot block each other, not even where posts wait, too. T
 hardware queue: what is issued behind something that cannot start yet does not start either. The later parts of a
 collective stand behind its first, and a message stands behind the one before it on its communicator. So collectives are
 posted where the line has them; a receive may come earlier, but not before the message ahead of it has arrived.
+
+An early receive hangs a host that waits for its whole device before it has issued what the sender waits for. CUDA waits
+so where it loads a kernel at its first use. With all posts where the line has them a host may wait anywhere.
 """
 
 from __future__ import annotations
@@ -41,16 +44,20 @@ _BEFORE_ALL: Moment = (-inf, 0)
 
 
 @collector_paused()
-def lower(schedule: Schedule, costs: Costs | None = None, looks_ahead: bool = False) -> tuple[Program, ...]:
+def lower(
+    schedule: Schedule, costs: Costs | None = None, looks_ahead: bool = False, early_receives: bool = True
+) -> tuple[Program, ...]:
     """Programs of all ranks. `costs` steer only where losses and collectives go; any costs give programs that end.
 
-    `looks_ahead`: the last stage uses the embedded rows, too (multi-token prediction). The programs of an interlaced
-    schedule are those of `unfold(schedule)`. Raises ScheduleError for a schedule that cannot run.
+    `looks_ahead`: the last stage uses the embedded rows, too (multi-token prediction). Without `early_receives` the
+    programs end even where hosts wait for their devices. The programs of an interlaced schedule are those of
+    `unfold(schedule)`. Raises ScheduleError for a schedule that cannot run.
     """
     costs = costs or PassCosts()
     check_passes(schedule)
     line = _lay_out(unfold(schedule), costs, looks_ahead)
-    return tuple(_RankLowering(line, rank).program() for rank in range(schedule.pipeline_size))
+    ranks = range(schedule.pipeline_size)
+    return tuple(_RankLowering(line, rank, early_receives).program() for rank in ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +129,8 @@ def _token_moments(schedule: Schedule, graph: Graph, times: Playback) -> list[tu
 class _RankLowering:
     """One rank's steps, when each is over, and the moments at which it posts its part of the operations."""
 
-    def __init__(self, line: _Line, rank: int) -> None:
-        self.line, self.rank = line, rank
+    def __init__(self, line: _Line, rank: int, early_receives: bool) -> None:
+        self.line, self.rank, self.early_receives = line, rank, early_receives
         self.order = line.orders[rank]
         self.over = [line.over[number] for number in self.order]
 
@@ -161,7 +168,7 @@ class _RankLowering:
             yield from ((over, node) for node in sent if isinstance(node, Message))
 
     def received_messages(self) -> Iterator[tuple[Moment, Message]]:
-        """Before the step ahead of the consumer, or earlier where the message is sent earlier."""
+        """Where they are sent, or early: before the step ahead of the consumer."""
         arriving: dict[tuple, list[tuple[Moment, Moment, Message]]] = {}
         for place, number in enumerate(self.order):
             ahead = self.over[place - 2] if place > 1 else _BEFORE_ALL
@@ -173,5 +180,5 @@ class _RankLowering:
         for messages in arriving.values():
             arrived = _BEFORE_ALL
             for sent, ahead, message in sorted(messages, key=itemgetter(0)):
-                yield max(arrived, min(ahead, sent)), message
+                yield max(arrived, min(ahead, sent)) if self.early_receives else sent, message
                 arrived = sent

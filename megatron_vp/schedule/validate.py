@@ -43,12 +43,13 @@ def members(operation: Operation, ranks: int) -> Sequence[int]:
     return range(ranks) if isinstance(operation, Collective) else (operation.source, operation.target)
 
 
-def validate_programs(programs: Sequence[Program]) -> None:
+def validate_programs(programs: Sequence[Program], hosts_wait: bool = False) -> None:
     """Play the programs as ranks would whose streams all share one hardware queue, which is the most they can block.
 
     A rank goes on behind a wait when the operation is complete, behind the post of a collective, too, because its later
     parts stand behind its first, and behind the post of a message when the message before it on its communicator is. An
-    operation is complete when all its members have posted it.
+    operation is complete when all its members have posted it. Where `hosts_wait`, for their devices, which they may do
+    anywhere, it goes on behind no post before the operation is complete.
 
     Raises ScheduleError where members post different operations as their i-th of a communicator, where an operation is
     never posted by a member, and where ranks wait for each other.
@@ -74,7 +75,7 @@ def validate_programs(programs: Sequence[Program]) -> None:
             if posted[operation] == len(members(operation, ranks)):
                 complete.add(operation)
                 runnable.extend(blocked.pop(operation, ()))
-        return operation if isinstance(operation, Collective) else None
+        return operation if hosts_wait or isinstance(operation, Collective) else None
 
     while runnable:
         rank = runnable.pop()

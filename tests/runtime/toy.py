@@ -153,9 +153,8 @@ def run_pipeline(
             layer.grad = None
             model = ToyModel(layer, iteration, gradients, schedule.split_backward)
             recorder = Recorder(shapes.device) if trace and trace.begin() else None
-            report = pipeline.run(
-                schedule, lower(schedule)[rank], model, layers, shapes, gradients=gradients, observer=recorder
-            )
+            program = lower(schedule, early_receives=pipeline.has_run(gradients))[rank]
+            report = pipeline.run(schedule, program, model, layers, shapes, gradients=gradients, observer=recorder)
             if recorder:
                 recorder.finish()
                 trace.add(recorder, schedule)

@@ -233,8 +233,9 @@ def test_any_valid_order_on_any_placement_lowers_to_programs_that_end(p, m, voca
             if not waits[after]:
                 ready.append(after)
     schedule = replace(schedule, ranks=tuple(map(tuple, orders)))
-    validate(schedule, costs)
-    validate(schedule.forward_only(), costs)
+    for each in (schedule, schedule.forward_only()):
+        validate(each, costs)
+        validate_programs(lower(each, costs, early_receives=False), hosts_wait=True)
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "v-half", "v-min", "interleaved"])
@@ -464,3 +465,11 @@ def test_posts_that_hang_streams_in_one_hardware_queue_are_refused(vocab, rank, 
     validate_programs(programs)
     with pytest.raises(ScheduleError, match=rf"deadlock: .*rank {rank} at {re.escape(early)}"):
         validate_programs(with_program(programs, rank, move_after(early, after)))
+
+
+def test_receives_posted_early_hang_hosts_that_wait_for_their_devices():
+    """As in a first iteration, where CUDA loads kernels: rank 0 waits for a gradient before it has run its first F."""
+    schedule = generate("1f1b", 2, 1)
+    validate_programs(lower(schedule, early_receives=False), hosts_wait=True)
+    with pytest.raises(ScheduleError, match=r"deadlock: rank 0 at \+gradient:0"):
+        validate_programs(lower(schedule), hosts_wait=True)
