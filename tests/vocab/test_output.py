@@ -169,3 +169,19 @@ def test_logits_far_from_zero_do_not_overflow():
     for value, reference in zip((losses, input_gradient, weight_gradient), expected, strict=True):
         assert torch.isfinite(value).all()
         assert _distance(value, reference) < 1e-5
+
+
+@pytest.mark.parametrize("algorithm", ["vocab-1", "vocab-2"])
+@pytest.mark.parametrize(("mean", "fits"), [(2.0, True), (20.0, False)])
+def test_in_fp16_the_unscaled_product_fits_or_shows(algorithm, mean, fits):
+    """A softmax that is uniform over 4096 rows of a shard, whose mean is far from zero: E W is 4096 times the mean."""
+    x, weight, labels, row_gradient = _problem(8192, torch.float64)
+    x, weight = 1e-3 * x, weight + mean
+    x[:, -1] -= x.sum(-1)  # orthogonal to the mean: the logits stay near each other
+    problem = x.half(), weight.half(), labels, row_gradient
+    _, input_gradient, _ = _sharded(*problem, 2, algorithm)
+    if not fits:  # not a wrong number: the loss scaler sees it
+        assert not torch.isfinite(input_gradient).any()
+        return
+    # Every shard's part and their sum are rounded beside the mean, which the whole gradient is without.
+    assert _distance(input_gradient, _reference(*problem)[1]) < 2 * mean * 2**-10
