@@ -62,8 +62,8 @@ def check_checkpoint(args: argparse.Namespace) -> None:
     damage = _damage(folder)
     if damage is not None:
         raise UserError(f"{damage}; {_others(folder)}")
-    if args.use_distributed_optimizer and not (args.no_load_optim or args.finetune):
-        _check_optimizer_form(args, folder)
+    if not (args.no_load_optim or args.finetune):
+        _check_optimizer_state(args, folder)
 
 
 def _folder(args: argparse.Namespace) -> Path | None:
@@ -113,8 +113,8 @@ def _damage(folder: Path) -> str | None:
     return None
 
 
-def _check_optimizer_form(args: argparse.Namespace, folder: Path) -> None:
-    """The distributed optimizer's default form stores its buffers as they lie, which fit the same layout only."""
+def _check_optimizer_state(args: argparse.Namespace, folder: Path) -> None:
+    """Whether the optimizer of this job can take over what the one of the checkpoint knew."""
     from megatron.core.dist_checkpointing import load_common_state_dict
 
     with warnings.catch_warnings():
@@ -123,9 +123,19 @@ def _check_optimizer_form(args: argparse.Namespace, folder: Path) -> None:
             common = load_common_state_dict(str(folder))
         except Exception as error:
             raise UserError(f"the checkpoint {folder} is corrupt ({_brief(error)}); {_others(folder)}") from error
-    form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
-    if form != "dp_reshardable":
+    if "args" not in common:
         return
+    there, here = (getattr(each, "expert_model_parallel_size", 1) for each in (common["args"], args))
+    # Only experts that are spread have an optimizer of their own, and its state other names.
+    if args.num_experts and (there > 1) != (here > 1):
+        raise UserError(
+            f"Megatron cannot load the optimizer state in {folder}, saved with --expert-model-parallel-size {there}, "
+            f"with {here}: keep both at 1 or both above, or go on with a fresh optimizer by --no-load-optim"
+        )
+    form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    if not args.use_distributed_optimizer or form != "dp_reshardable":
+        return
+    # Its buffers as they lie, which fit the same layout only.
     written, asked = (_layout(each) for each in (common["args"], args))
     for name, there in written.items():
         if there != (here := asked[name]):

@@ -183,7 +183,7 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ({"load": empty_tracker}, "holds '' and not an iteration; use --ckpt-step 2"),
         ({"save": first_file / "below", "save_interval": 2}, "is a file; choose another place"),
         ({"load": good, **DISTRIBUTED}, "vocab_parallel was True, here it is False: write it with --dist-ckpt-optim"),
-        ({"load": good, **DISTRIBUTED, **EXPERT}, "expert_model_parallel_size was 1, here it is 2"),
+        ({"load": good, **DISTRIBUTED, **EXPERT}, "saved with --expert-model-parallel-size 1, with 2: keep both"),
         ({"load": good, **DISTRIBUTED, "no_load_optim": True}, None),
     ]
     laid_out = {**DISTRIBUTED, "pipeline_model_parallel_layout": "Et*4|t*2|t*2|t*4L"}
