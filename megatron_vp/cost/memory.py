@@ -89,11 +89,12 @@ class MemoryModel:
         """Parameters on a rank: its layers, and its rows of the vocabulary layers."""
         job, placement = self.job, self.schedule.placement
         held = sum(self.layers[stage] for stage in placement.stage_of[rank]) * layer_weights(job)
-        hidden, tied = job.model.hidden, job.model.tied
+        hidden = job.model.hidden
         if self.schedule.vocab is not VocabMethod.NONE:
-            return held + (1 if tied else 2) * job.shard_rows * hidden
-        ends = {(placement.first_rank, "embedding"), (placement.last_rank, "embedding" if tied else "output")}
-        return held + sum(job.whole_rows * hidden for end, _ in ends if end == rank)
+            return held + (1 if job.model.tied else 2) * job.shard_rows * hidden
+        # Tied layers, too, are two copies: no plain run has both ends of a tied model on one rank.
+        ends = placement.first_rank, placement.last_rank
+        return held + ends.count(rank) * job.whole_rows * hidden
 
     def expert_parameters(self, rank: int) -> int:
         """Those of them that belong to experts: each is on a part of the replicas only."""

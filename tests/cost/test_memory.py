@@ -35,7 +35,6 @@ def memory(job, name="1f1b", microbatches=3, vocab="none"):
         ("1f1b", "none", False, (ROWS, ROWS)),
         ("1f1b", "none", True, (ROWS, ROWS)),
         ("v-half", "none", False, (2 * ROWS, 0)),
-        ("v-half", "none", True, (ROWS, 0)),
         ("1f1b", "vocab-2", False, (ROWS, ROWS)),
         ("v-half", "vocab-2", True, (ROWS / 2, ROWS / 2)),
     ],
