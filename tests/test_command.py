@@ -7,6 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from megatron_vp.cli.app import main
+
 COMMAND = [sys.executable, "-m", "megatron_vp.cli.app"]
 LONG = ["schedule", "1f1b", "-p", "8", "-m", "400", "--format", "json"]
 
@@ -21,6 +25,15 @@ def start(*arguments, **streams):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         **streams,
     )
+
+
+@pytest.mark.parametrize("words", [["schedule", "--no-such-option"], ["no-such-command"], ["schedule", "-p", "two"]])
+def test_words_that_are_no_command_are_one_line(capsys, words):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    said = capsys.readouterr()
+    assert stopped.value.code == 2 and not said.out
+    assert said.err.startswith("megatron-vp: error: ") and said.err.count("\n") == 1
 
 
 def test_a_reader_that_has_seen_enough_gets_no_traceback():

@@ -63,11 +63,14 @@ def _options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command; never returns. Exit status 2 and one line for bad input, a traceback only for a defect."""
+    """Run the command, and what it returns to be run outside of typer; never returns.
+
+    Exit status 2 and one line for bad input, a traceback only for a defect.
+    """
     try:
         status = app(arguments, standalone_mode=False)
-    except typer.Abort:
-        status = 130
+        if callable(status):
+            status = status()
     except typer.TyperException as error:
         said = error.format_message().rstrip(".")
         print(f"megatron-vp: error: {said}{'' if said.endswith('?') else '; see --help'}", file=sys.stderr)

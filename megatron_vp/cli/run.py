@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import typer
 
 
@@ -15,7 +18,7 @@ def register(app: typer.Typer) -> None:
     def run_command(
         context: typer.Context,
         script: str = typer.Argument(help="Path of a Megatron training script, unchanged."),
-    ) -> None:
+    ) -> Callable[[], None]:
         """Run a Megatron training script under the plug-in, in every process of a launcher.
 
         Everything after SCRIPT goes to the script; the plug-in's own flags (--vocab-parallel, --config FILE, --cpu) are
@@ -27,4 +30,5 @@ def register(app: typer.Typer) -> None:
         """
         from megatron_vp.mcore.launch import run_script
 
-        run_script(script, context.args)
+        # Inside of typer some of the script's exceptions would end it in silence.
+        return partial(run_script, script, context.args)

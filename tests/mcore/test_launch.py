@@ -1,6 +1,7 @@
 """Starting a run: what is refused, in which words, on every rank; and somebody's own script under the plug-in."""
 
 import contextlib
+import errno
 import io
 import os
 import re
@@ -8,11 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 import yaml
-from typer.testing import CliRunner
 
-from megatron_vp.cli import run as run_command
+from megatron_vp.cli.app import main
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import launch
 from megatron_vp.mcore.refusals import REFUSALS
@@ -275,11 +274,19 @@ def test_a_script_that_asks_more_of_the_model_is_told_what_cannot_be(options, sa
 def test_the_run_command_passes_everything_after_the_script_on(monkeypatch):
     started = []
     monkeypatch.setattr(launch, "run_script", lambda script, arguments: started.append((script, arguments)))
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    run_command.register(app)
-    result = CliRunner().invoke(app, ["run", "own.py", "--bf16", "--help", "--lr=1", "--", "x"])
-    assert result.exit_code == 0 and started == [("own.py", ["--bf16", "--help", "--lr=1", "--", "x"])]
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", "own.py", "--bf16", "--help", "--lr=1", "--", "x"])
+    assert stopped.value.code == 0 and started == [("own.py", ["--bf16", "--help", "--lr=1", "--", "x"])]
+
+
+@pytest.mark.parametrize("error", [EOFError("a file was cut short"), BrokenPipeError(errno.EPIPE, "a peer is gone")])
+def test_what_a_script_raises_is_not_passed_over_in_silence(monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(launch, "run_script", fail)
+    with pytest.raises(type(error), match=str(error.args[-1])):
+        main(["run", "own.py"])
 
 
 def test_a_script_that_is_not_there_is_named():
