@@ -269,7 +269,7 @@ def test_settings_unset_what_the_configuration_has_and_the_plan_has_not(small):
         (["--pipeline-model-paralel-size", "8"], "nearest is --pipeline-model-parallel-size"),
         (["--memory", "-1"], "--memory -1.0 is no amount of memory"),
         (["--memory", "inf"], "--memory inf is no amount of memory"),
-        (["--num-layers-per-virtual-pipeline-stage", "3"], "3 does not divide the layers of a rank"),
+        (["--num-layers=9", "--num-layers-per-virtual-pipeline-stage=2"], "2 does not divide the layers of a rank"),
         (["--num-layers-per-virtual-pipeline-stage", "4"], "4 does not divide the layers of a rank"),
         (["--vocab-parallel", "--vocab-parallel-algorithm", "vocab-3"], "algorithm 'vocab-3' is unknown"),
         (["--vocab-parallel", "--num-virtual-stages-per-pipeline-rank", "2"], "1f1b"),
