@@ -50,7 +50,8 @@ if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; th
     short=(--tokens 4096 --hidden 4096 --rows "8192,32768")
     whole=()
     jobs=(--models gpt_4b --methods "baseline,vocab-1,vocab-2" --vocab-sizes 262144)
-    rest=(--models gpt_21b --vocab-sizes 262144 --ranks=-1)
+    rest=(--models gpt_21b --methods "baseline,vocab-2" --vocab-sizes 262144 --ranks=-1)
+    both_ends=(--models gpt_7b --methods "v-half baseline,v-half vocab-1" --vocab-sizes 262144 --ranks 0)
 else
     say "no CUDA device: a rehearsal, whose times mean nothing"
     short=(--tokens 64 --hidden 32 --rows 48 --rounds 2)
@@ -58,6 +59,7 @@ else
     tiny=(-- --num-layers 8 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4)
     jobs=(--models gpt_4b --methods baseline --vocab-sizes 512 --sequence 32 --ranks=-1 "${tiny[@]}")
     rest=("${jobs[@]}")
+    both_ends=("${jobs[@]}")
 fi
 tests=("$python" -m pytest -q -W ignore -rs -p no:cacheprovider)
 
@@ -82,7 +84,10 @@ step() {
         done
         ;;
     ranks) limited ranks 300 "${tests[@]}" tests/gpu ;;
-    rest) limited rest 290 "$python" benchmarks/replay_tables.py "${results[@]}" "${rest[@]}" ;;
+    rest)
+        limited rest 145 "$python" benchmarks/replay_tables.py "${results[@]}" "${rest[@]}"
+        limited rest_v 145 "$python" benchmarks/replay_tables.py "${results[@]}" "${both_ends[@]}"
+        ;;
     esac
 }
 
