@@ -97,7 +97,7 @@ def test_bad_input_is_one_line(said, words, line):
     assert line in said_once
 
 
-def test_a_check_leaves_nothing_behind(said, tmp_path):
+def test_a_check_leaves_nothing_behind(said, tmp_path, monkeypatch):
     before = dict(os.environ), list(sys.argv), patches.in_force()
     (tmp_path / "afresh.yaml").write_text("checkpoints: {load: null}")
     words = ("--config", LLAMA[0], "--config", LLAMA[2], "--config", str(tmp_path / "afresh.yaml"), "--vocab-parallel")
@@ -105,6 +105,8 @@ def test_a_check_leaves_nothing_behind(said, tmp_path):
     assert status == 0
     assert "loads from nowhere: a job that is stopped does not go on" in printed
     assert (dict(os.environ), list(sys.argv), patches.in_force()) == before
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    assert said("check", "--ranks", "8", *words)[:2] == (0, ""), "one rank says what all have found"
     assert not (tmp_path / "new").exists()
 
 

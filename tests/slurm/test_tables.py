@@ -73,6 +73,8 @@ def test_lists_hold_every_cell_and_say_how_to_submit_them(said, tmp_path):
         f"scripts/slurm/tables.sbatch {tmp_path}/{gpus}_gpus.tsv"
         for gpus, nodes, count in ((8, 1, 40), (16, 2, 56), (24, 3, 16), (32, 4, 56))
     ]
+    _, printed, _ = said("cells", "-o", tmp_path, "--gpus-per-node", "16")
+    assert printed.startswith("sbatch --nodes=1 --gpus-per-node=8 ")
     rows = [line.split("\t") for path in tmp_path.glob("*.tsv") for line in path.read_text().splitlines()[1:]]
     assert {name: words.split(" ") for name, words in rows} == {cell_name(c): cell_arguments(c) for c in jobs()}
 
@@ -126,6 +128,11 @@ def test_flops_are_those_of_what_ran(said, tmp_path):
     ran = 3 * 64 * (2 * 2048 * 3072 * 256000 + 8 * (24 * 2048 * 3072**2 + 4 * 2048**2 * 3072))
     assert float(printed.splitlines()[1].split(",")[5]) == pytest.approx(100 * ran / 8 / 320e12, rel=1e-3)
     assert ran < model_flops(job)
+    # The peak is the table's.
+    write_run(tmp_path, SOME[5], [1000.0] * 5, [])
+    _, printed, _ = said("collect", tmp_path)
+    expected = 100 * model_flops(jobs()[SOME[5]]) / 24 / 312e12
+    assert float(printed.splitlines()[2].split(",")[5]) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(
