@@ -144,9 +144,12 @@ def invoke(*arguments):
 
 
 @pytest.mark.parametrize("arguments", [(), ("--dry-run",)])
-def test_the_command_lists_everything_and_leaves_nothing_patched(arguments):
+def test_the_command_lists_everything_and_leaves_nothing_patched(arguments, monkeypatch):
+    real, applied = patches.patched, []
+    monkeypatch.setattr(patches, "patched", lambda declared: applied.append(declared) or real(declared))
     result = invoke(*arguments)
     assert result.exit_code == 0, result.output
+    assert applied == ([] if arguments else [patches.group(name) for name in patches.GROUPS])
     for name, patch in patches.all_patches():
         assert name in result.output and patch.target in result.output and patch.reason in result.output
     assert f"all patches fit megatron-core {patches.installed_version()}" in result.output and patches.in_force() == ()
