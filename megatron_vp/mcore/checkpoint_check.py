@@ -62,8 +62,14 @@ def check_checkpoint(args: argparse.Namespace) -> None:
     damage = _damage(folder)
     if damage is not None:
         raise UserError(f"{damage}; {_others(folder)}")
-    if not (args.no_load_optim or args.finetune):
-        _check_optimizer_state(args, folder)
+    common = _common_state(folder)
+    written_by = common.get("args")
+    if written_by is None:
+        return
+    _check_tying(args, written_by, folder)
+    if not (args.no_load_optim or args.finetune or args.skip_train or folder.name == "release"):
+        _check_optimizer_form(args, written_by, common, folder)
+        _check_optimizer_schedule(args, common, folder)
 
 
 def _folder(args: argparse.Namespace) -> Path | None:
@@ -113,19 +119,42 @@ def _damage(folder: Path) -> str | None:
     return None
 
 
-def _check_optimizer_state(args: argparse.Namespace, folder: Path) -> None:
-    """Whether the optimizer of this job can take over what the one of the checkpoint knew."""
+def _common_state(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors: the arguments of the run that wrote it, and optimizer settings."""
     from megatron.core.dist_checkpointing import load_common_state_dict
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of being read by a single process
         try:
-            common = load_common_state_dict(str(folder))
+            return load_common_state_dict(str(folder))
         except Exception as error:
             raise UserError(f"the checkpoint {folder} is corrupt ({_brief(error)}); {_others(folder)}") from error
-    if "args" not in common:
-        return
-    there, here = (getattr(each, "expert_model_parallel_size", 1) for each in (common["args"], args))
+
+
+def _check_tying(args: argparse.Namespace, written_by: argparse.Namespace, folder: Path) -> None:
+    """Megatron passes over weights that a model has no place for: an output layer would be lost in silence."""
+    untied = getattr(written_by, "untie_embeddings_and_output_weights", False)
+    if untied and not args.untie_embeddings_and_output_weights:
+        raise UserError(
+            f"the model in {folder} has an output layer of its own, which this run would drop: add "
+            f"--untie-embeddings-and-output-weights"
+        )
+
+
+def _check_optimizer_form(
+    args: argparse.Namespace, written_by: argparse.Namespace, common: dict[str, Any], folder: Path
+) -> None:
+    """Megatron reads optimizer state only into the kind of optimizer that wrote it, and the distributed optimizer's
+    default form, which stores its buffers as they lie, only in the same layout.
+    """
+    distributed = getattr(written_by, "use_distributed_optimizer", args.use_distributed_optimizer)
+    if distributed != args.use_distributed_optimizer:
+        raise UserError(
+            f"the optimizer state in {folder} was written {'with' if distributed else 'without'} "
+            f"--use-distributed-optimizer, and Megatron cannot read it {'without' if distributed else 'with'} it: "
+            f"{'add it' if distributed else 'leave it out'}, or go on with a fresh optimizer by --no-load-optim"
+        )
+    there, here = (getattr(each, "expert_model_parallel_size", 1) for each in (written_by, args))
     # Only experts that are spread have an optimizer of their own, and its state other names.
     if args.num_experts and (there > 1) != (here > 1):
         raise UserError(
@@ -133,10 +162,9 @@ def _check_optimizer_state(args: argparse.Namespace, folder: Path) -> None:
             f"with {here}: keep both at 1 or both above, or go on with a fresh optimizer by --no-load-optim"
         )
     form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
-    if not args.use_distributed_optimizer or form != "dp_reshardable":
+    if form != "dp_reshardable":
         return
-    # Its buffers as they lie, which fit the same layout only.
-    written, asked = (_layout(each) for each in (common["args"], args))
+    written, asked = _layout(written_by), _layout(args)
     for name, there in written.items():
         if there != (here := asked[name]):
             raise UserError(
@@ -144,6 +172,44 @@ def _check_optimizer_state(args: argparse.Namespace, folder: Path) -> None:
                 f"which fits only the layout that wrote it, and there {name} was {there}, here it is {here}: write it "
                 f"with --dist-ckpt-optim-fully-reshardable, or go on with a fresh optimizer by --no-load-optim"
             )
+
+
+def _check_optimizer_schedule(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
+    """Megatron goes on only with the very course of learning rate and weight decay, unless told which one to take."""
+    told = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
+    if told or not (args.train_iters or args.train_samples):  # Megatron refuses a run without an end itself
+        return
+    written = common.get("opt_param_scheduler", {})
+    for name, here in _course(args).items():
+        if (there := written.get(name, here)) != here:
+            raise UserError(
+                f"learning rate and weight decay would not go on as in {folder}, where {name} is {there} and here "
+                f"{here} (steps are samples): add --override-opt-param-scheduler to go on with the new values, as "
+                f"after a change of --train-iters or of the batch, or --use-checkpoint-opt-param-scheduler with the old"
+            )
+
+
+def _course(args: argparse.Namespace) -> dict[str, Any]:
+    """What Megatron makes its OptimizerParamScheduler of (`get_optimizer_param_scheduler`), by its names."""
+    if args.train_iters:
+        batch = args.global_batch_size
+        length, decay, warmup = args.train_iters, args.lr_decay_iters, args.lr_warmup_iters
+    else:
+        batch = 1
+        length, decay, warmup = args.train_samples, args.lr_decay_samples, args.lr_warmup_samples
+    decay_steps = (length if decay is None else decay) * batch
+    fraction = args.lr_warmup_fraction
+    return {
+        "max_lr": args.lr,
+        "min_lr": args.min_lr,
+        "lr_warmup_steps": warmup * batch if fraction is None else fraction * decay_steps,
+        "lr_decay_steps": decay_steps,
+        "lr_decay_style": args.lr_decay_style,
+        "start_wd": args.start_weight_decay,
+        "end_wd": args.end_weight_decay,
+        "wd_incr_steps": length * batch,
+        "wd_incr_style": args.weight_decay_incr_style,
+    }
 
 
 def _layout(args: argparse.Namespace) -> dict[str, Any]:

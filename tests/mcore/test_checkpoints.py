@@ -169,8 +169,21 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
     empty_tracker, step = damaged("empty tracker")
     shutil.copytree(unmarked / "iter_0000002", empty_tracker / "iter_0000004")
     (empty_tracker / "latest_checkpointed_iteration.txt").write_text("")
+    as_before = {"load": good, **Layout.read(layout).options, **options, "override_opt_param_scheduler": None}
     cases = [
-        ({"load": good}, None),
+        ({**as_before, "train_iters": 2}, None),
+        ({**as_before, "use_checkpoint_opt_param_scheduler": True}, None),
+        (as_before, "where wd_incr_steps is 16 and here 24 (steps are samples): add --override-opt-param-scheduler"),
+        ({**as_before, "lr": 1e-2}, "where max_lr is 0.001 and here 0.01"),
+        (
+            {**as_before, "no_load_optim": True, "untie_embeddings_and_output_weights": None},
+            "an output layer of its own",
+        ),
+        (
+            {"load": good},
+            "was written with --use-distributed-optimizer, and Megatron cannot read it without it: add it",
+        ),
+        ({"load": good, "no_load_optim": True}, None),
         ({"load": tmp_path / "new", "save": tmp_path / "new", "save_interval": 2}, None),
         ({"load": tmp_path / "no such"}, "holds no checkpoint"),
         ({"load": good, "ckpt_step": 3}, "iter_0000003 is not there; use --ckpt-step 2"),
@@ -197,7 +210,9 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ),
     ]
     before = _contents(cut)
-    said, other = run_ranks(2, refusals, [_arguments(Layout.read("plain"), **changes) for changes, _ in cases])
+    overridden = {"override_opt_param_scheduler": True}  # where the case is not about it
+    arguments = [_arguments(Layout.read("plain"), **overridden | changes) for changes, _ in cases]
+    said, other = run_ranks(2, refusals, arguments)
     assert said == other and _contents(cut) == before
     for (changes, expected), found in zip(cases, said, strict=True):
         assert (found is None) == (expected is None) and (expected or "") in (found or ""), (changes, found)
