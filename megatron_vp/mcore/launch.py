@@ -189,7 +189,7 @@ def patch_megatron(argv: list[str]) -> None:
     platform.prepare_environment(cpu)
     platform.quiet_fallback_warnings()
     patches.installed_version()
-    names = ["wheel", "arguments", "checkpoint files"]
+    names = ["wheel", "arguments", "checkpoint files", "same job"]
     names += [] if platform.has_transformer_engine() else ["no transformer engine"]
     names += ["cpu platform"] if cpu else []
     names += ["replay"] if "--fake-process-group" in argv else []

@@ -37,6 +37,10 @@ PROOFS = (
         "mcore/test_determinism.py::test_two_runs_give_the_same_bits",
     ),
     Proof(
+        "ranks that were given different jobs: status 2 and one line on every rank that names the difference",
+        "mcore/test_same_job.py::test_ranks_of_different_jobs_end_with_one_line_each",
+    ),
+    Proof(
         "a rank that is killed in a pass: the others end and name pass, microbatch and rank that they waited for",
         "mcore/test_faults.py::test_when_a_rank_is_killed_the_others_say_where_they_waited",
     ),
