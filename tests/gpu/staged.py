@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -41,7 +42,11 @@ class HostFlag:
 
 
 class DeviceFlag:
-    """A number in pinned memory; written by a thread of the host, awaited by a stream of the device."""
+    """A number in pinned memory; written and awaited by a stream of the device and by a thread of the host.
+
+    The thread makes no call to CUDA for it: such a call waits while another thread loads a kernel, and that waits for
+    the device.
+    """
 
     def __init__(self) -> None:
         self._value = torch.zeros(1, dtype=torch.int32, pin_memory=True)
@@ -49,12 +54,21 @@ class DeviceFlag:
     def set(self) -> None:
         self._value.fill_(1)
 
+    def set_by_current_stream(self) -> None:
+        self._enqueue("cuStreamWriteValue32_v2", 0)  # CU_STREAM_WRITE_VALUE_DEFAULT
+
+    def hold_up_host(self) -> None:
+        while not self._value.item():
+            time.sleep(1e-4)
+
     def hold_up_current_stream(self) -> None:
-        at_least = 0  # CU_STREAM_WAIT_VALUE_GEQ
+        self._enqueue("cuStreamWaitValue32_v2", 0)  # CU_STREAM_WAIT_VALUE_GEQ
+
+    def _enqueue(self, operation: str, flags: int) -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         address = ctypes.c_uint64(self._value.data_ptr())
-        status = _driver().cuStreamWaitValue32_v2(stream, address, ctypes.c_uint32(1), ctypes.c_uint(at_least))
-        assert status == 0, f"cuStreamWaitValue32 failed with {status}"
+        status = getattr(_driver(), operation)(stream, address, ctypes.c_uint32(1), ctypes.c_uint(flags))
+        assert status == 0, f"{operation} failed with {status}"
 
 
 @cache
@@ -77,14 +91,14 @@ class Lane:
         copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=on_device) for each in (*given, *filled)]
         for copy, each in zip(copies, (*given, *filled), strict=True):
             copy.copy_(each, non_blocking=True)
-        copied = torch.cuda.Event() if on_device else None
+        copied = DeviceFlag() if on_device else None
         if copied is not None:
-            copied.record()
+            copied.set_by_current_stream()
         work = StagedWork(DeviceFlag() if on_device else HostFlag(), filled, copies[len(given) :])
 
         def run() -> None:
             if copied is not None:
-                copied.synchronize()
+                copied.hold_up_host()
             operation(*copies)
             work.finish()
 
@@ -160,6 +174,10 @@ class StagedCommunicator:
 @contextmanager
 def ranks_share(device: torch.device) -> Iterator[None]:
     """Inside, the runtime computes on `device`, and sends everything through host memory."""
+    if device.type == "cuda":
+        # PyTorch keeps what is released and hands it out again: asking CUDA for more may wait for the device.
+        pinned = [torch.empty(2**power, dtype=torch.uint8, pin_memory=True) for power in range(13) for _ in range(200)]
+        del pinned
     lanes: dict[dist.ProcessGroup, Lane] = {}
 
     def isend(tensor: torch.Tensor, target: int, group: dist.ProcessGroup) -> StagedWork:
