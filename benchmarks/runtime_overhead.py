@@ -141,11 +141,12 @@ def run_schedule(name: str, options: argparse.Namespace, pipeline: Pipeline, mes
     ranks, rank = len(pipeline.groups.members), pipeline.groups.rank
     schedule, costs = made_schedule(name, options, statistics.fmean([message, *collectives.values()]))
     known = known_costs(schedule, costs, message, collectives)
-    program = lower(schedule, known)[rank]
+    programs = {early: lower(schedule, known, early_receives=early)[rank] for early in (False, True)}
     model, layers = SleepingModel(schedule, costs), sleeping_layers(ranks, rank)
     layers.embedding.costs = layers.output.costs = costs
     times, cpu = [], []
     for _ in range(options.iterations + 1):
+        program = programs[pipeline.has_run(gradients=True)]
         dist.barrier()
         burnt = time.process_time()
         start = time.perf_counter()

@@ -63,13 +63,14 @@ class Pipeline:
 
         Args:
             schedule: the schedule that `program` was lowered from.
-            program: of this rank.
+            program: of this rank; without early receives until `has_run`.
             model: transformer part, data and loss function of this rank.
             layers: vocabulary shards of this rank; None for a schedule without vocabulary passes.
             shapes: sizes of a microbatch, equal on all ranks.
             gradients: False for evaluation, whose schedule holds forward passes only.
             observer: watches the instructions and the collectives.
         """
+        assert self.has_run(gradients) or not program.early_receives, "a first iteration waits for the device"
         placement, rank = schedule.placement, self.groups.rank
         observer = observer or Unobserved()
         marks_device = shapes.device.type == "cuda"

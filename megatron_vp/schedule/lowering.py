@@ -148,7 +148,8 @@ class _RankLowering:
             action = self.line.graph.nodes[number].action
             instructions.append(action if isinstance(action, Loss) else Run(action))
         instructions += (Post(operation) for _, operation in posts)
-        return Program(self.rank, tuple(instructions), tuple(operation for _, operation in collectives))
+        in_order = tuple(operation for _, operation in collectives)
+        return Program(self.rank, tuple(instructions), in_order, self.early_receives)
 
     def inputs(self, number: int) -> list[Operation]:
         """The operations whose result a step uses."""

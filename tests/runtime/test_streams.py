@@ -85,7 +85,7 @@ class Model:
 def iterations(
     device: Device, name: str, method: str, ranks: int, rank: int, tensor_size: int = 1, heads: int = 1, parts: int = 1
 ) -> None:
-    """One of training and one of evaluation, on one rank whose peers are always ready."""
+    """Two of training and one of evaluation, on one rank whose peers are always ready."""
     transfers = Collectives(device, rank)
 
     def counts(exchange: RowExchange) -> tuple[int, ...]:
@@ -128,7 +128,7 @@ def iterations(
         index = rank * tensor_size
         layers = VocabularyLayers(EmbeddingLayer(weights[0], shards, index), OutputLayer(weights[1], shards, index))
         whole = unfold(generate(name, ranks, ranks + 1, vocab=method))
-        for gradients in (True, False):
+        for gradients in (True, False, True):  # the second time with early receives
             schedule = whole if gradients else whole.forward_only()
             several = heads if gradients else 1
             shapes = Shapes(SEQUENCE, BATCH, HIDDEN, torch.bfloat16, CUDA, heads=several, parts=parts)
@@ -136,7 +136,7 @@ def iterations(
                 weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
             stages = schedule.placement.stage_of[rank]
             model = Model(shapes, stages, schedule.placement.stages - 1, gradients)
-            program = lower(schedule, looks_ahead=several > 1)[rank]
+            program = lower(schedule, looks_ahead=several > 1, early_receives=runner.has_run(gradients))[rank]
             device.behind.clear()
             runner.run(schedule, program, model, layers, shapes, gradients=gradients)
             assert len(device.behind) == schedule.microbatches, "the host waits for nothing but tokens"
