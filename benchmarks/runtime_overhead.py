@@ -73,8 +73,7 @@ def latency(operation: Callable[[], None]) -> float:
 def measured_latencies(groups: PipelineGroups) -> tuple[float, dict[CollectiveKind, float]]:
     """Latency of a message between neighbours and of every kind of collective, on ranks that do nothing else."""
     ranks, rank = len(groups.members), groups.rank
-    stream, posts = ThreadStream("collectives"), ThreadStream("messages")
-    communicator = groups.vocabulary
+    stream, communicator = ThreadStream(), groups.vocabulary
     rows, statistics_3n = SHAPES.rows(SHAPES.tokens), torch.zeros(3, SHAPES.tokens)
     gathered, number_n = torch.zeros(ranks, 3, SHAPES.tokens), torch.zeros(SHAPES.tokens)
     counts = [SHAPES.tokens // ranks] * ranks
@@ -100,7 +99,7 @@ def measured_latencies(groups: PipelineGroups) -> tuple[float, dict[CollectiveKi
     }
 
     def message() -> None:
-        links, forward = Links(groups, posts), Message(Channel.ACTIVATION, 0, 0, 1, 0, 1)
+        links, forward = Links(groups), Message(Channel.ACTIVATION, 0, 0, 1, 0, 1)
         if rank == 0:
             links.send(forward, SHAPES.activation())
         if rank == 1:

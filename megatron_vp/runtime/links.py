@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_vp.runtime.groups import PipelineGroups
-from megatron_vp.runtime.streams import Event, Stream
 from megatron_vp.schedule.instructions import Message
 
 
@@ -15,48 +14,33 @@ class Links:
 
     A sent tensor is kept alive until its send is known to be complete: gloo's send is a rendezvous, and NCCL's reads
     the buffer when the peer is ready. Nothing ever blocks on a send inside the schedule.
-
-    Args:
-        groups: communicators of the pipeline.
-        posts: where sends and receives are started, in the program's order; see `posting_stream`.
     """
 
-    def __init__(self, groups: PipelineGroups, posts: Stream) -> None:
+    def __init__(self, groups: PipelineGroups) -> None:
         self._groups = groups
-        self._posts = posts
         self._sending: list[tuple[dist.Work, torch.Tensor]] = []
-        self._receiving: dict[Message, tuple[Event, list[dist.Work], torch.Tensor]] = {}
+        self._receiving: dict[Message, tuple[dist.Work, torch.Tensor]] = {}
 
     def send(self, message: Message, tensor: torch.Tensor) -> None:
         """Start sending a contiguous tensor."""
-
-        def start() -> None:
-            self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
-            work = dist.isend(tensor, self._groups.members[message.target], group=self._group(message))
-            self._sending.append((work, tensor))
-
-        self._posts.submit(start)
+        self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
+        work = dist.isend(tensor, self._groups.members[message.target], group=self._group(message))
+        self._sending.append((work, tensor))
 
     def receive(self, message: Message, buffer: torch.Tensor) -> None:
         """Start receiving into `buffer`."""
-        started: list[dist.Work] = []
-
-        def start() -> None:
-            started.append(dist.irecv(buffer, self._groups.members[message.source], group=self._group(message)))
-
-        self._receiving[message] = (self._posts.submit(start), started, buffer)
+        work = dist.irecv(buffer, self._groups.members[message.source], group=self._group(message))
+        self._receiving[message] = (work, buffer)
 
     def wait(self, message: Message) -> torch.Tensor:
         """The received tensor; compute work issued later sees it complete."""
-        posted, started, buffer = self._receiving.pop(message)
-        posted.wait()
-        started[0].wait()
+        work, buffer = self._receiving.pop(message)
+        work.wait()
         return buffer
 
     def finish(self) -> None:
         """Wait for all sends of the iteration: every peer has posted its receives by then."""
         assert not self._receiving, f"received but never used: {[str(message) for message in self._receiving]}"
-        self._posts.synchronise()
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()

@@ -14,7 +14,7 @@ from megatron_vp.runtime.passes import ChunkPasses
 from megatron_vp.runtime.progress import FINISHING, Progress
 from megatron_vp.runtime.sharded_ends import ShardedEnds
 from megatron_vp.runtime.store import Store
-from megatron_vp.runtime.streams import CudaMark, posting_stream, second_stream
+from megatron_vp.runtime.streams import CudaMark, second_stream
 from megatron_vp.runtime.whole_ends import WholeEnds
 from megatron_vp.schedule.instructions import Channel, Collective, Loss, Message, Post, Program, Run, Wait
 from megatron_vp.schedule.passes import Schedule
@@ -31,13 +31,12 @@ class Report:
 
 
 class Pipeline:
-    """A pipeline rank with its communicators and streams; lives as long as the training job."""
+    """A pipeline rank with its communicators and its second stream; lives as long as the training job."""
 
     def __init__(self, groups: PipelineGroups) -> None:
         self.groups = groups
         self.progress = Progress(groups.members, groups.rank)
         self._stream = second_stream(pipeline_device())
-        self._posts = posting_stream(pipeline_device())
         self._has_run: set[bool] = set()
 
     def has_run(self, gradients: bool) -> bool:
@@ -74,7 +73,7 @@ class Pipeline:
         placement, rank = schedule.placement, self.groups.rank
         observer = observer or Unobserved()
         marks_device = shapes.device.type == "cuda"
-        store, links = Store(), Links(self.groups, self._posts)
+        store, links = Store(), Links(self.groups)
         if layers is None:
             ends, collectives = WholeEnds(store, model, placement), None
         else:

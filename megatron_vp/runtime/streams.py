@@ -1,4 +1,4 @@
-"""A second stream for the vocabulary collectives, and one that starts messages, with one face for CUDA and for CPU.
+"""A second stream for the vocabulary collectives, with one face for CUDA and for CPU.
 
 `submit` starts a function after everything submitted before it and after the compute work issued so far; the returned
 event's `wait` orders later compute work after it. On CUDA both orderings are device events and the host goes on. On
@@ -101,7 +101,7 @@ class ThreadEvent:
     """A function of the worker thread that will have returned, or raised."""
 
     def __init__(self) -> None:
-        # A lock that is held until then: a Future takes several objects and ten times as long.
+        # A lock that is held until then: a Future takes several objects and four times as long.
         self._pending = threading.Lock()
         self._pending.acquire()
         self._error: BaseException | None = None
@@ -132,9 +132,9 @@ class ThreadStream:
     The thread is a daemon: a process that fails must be able to end while a collective still waits for its peers.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Callable[[], None], ThreadEvent]] = SimpleQueue()
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        threading.Thread(target=self._work, name="vocabulary-collectives", daemon=True).start()
 
     def submit(self, function: Callable[[], None]) -> ThreadEvent:
         """Queue the function on the worker thread."""
@@ -160,41 +160,6 @@ class ThreadStream:
             del function, event  # else the buffers of the last collective would live until the next one
 
 
-class _Over:
-    """The event of what is over already."""
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-    host_wait = wait
-
-    def done(self) -> bool:
-        """Yes."""
-        return True
-
-
-class Inline:
-    """No stream: a submitted function runs at once."""
-
-    _OVER = _Over()
-
-    def submit(self, function: Callable[[], None]) -> Event:
-        """Call `function`."""
-        function()
-        return self._OVER
-
-    def synchronise(self) -> None:
-        """Nothing to wait for."""
-
-
 def second_stream(device: torch.device) -> Stream:
-    """The stream of the vocabulary collectives on `device`."""
-    return CudaStream() if device.type == "cuda" else ThreadStream("vocabulary-collectives")
-
-
-def posting_stream(device: torch.device) -> Stream:
-    """Where messages are started: by a thread on CPU, where starting one takes a system call out of a pass's time.
-
-    On CUDA it is a launch behind the compute work issued so far, and the host is ahead of the device anyway.
-    """
-    return Inline() if device.type == "cuda" else ThreadStream("messages")
+    """The second stream of `device`."""
+    return CudaStream() if device.type == "cuda" else ThreadStream()
