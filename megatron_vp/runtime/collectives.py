@@ -212,12 +212,12 @@ class VocabularyCollectives:
         """The packed statistics to all ranks; with vocab-2 then also the input gradient to the last virtual stage."""
         pending: PendingOutput = self._store.take(("pending", microbatch))
         statistics_3n = pending.statistics_3n
-        tensor, tensor_size = self._groups.tensor, self._groups.tensor_size
+        tensor, stage_3n = self._groups.tensor, statistics_3n
         gathered_r3n = statistics_3n.new_empty((len(self._groups.members), *statistics_3n.shape))
         total_3n = torch.empty_like(statistics_3n)
         total = GlobalStatistics(*total_3n.unbind())
         if tensor is not None:
-            gathered_t3n = statistics_3n.new_empty((tensor_size, *statistics_3n.shape))
+            gathered_t3n = statistics_3n.new_empty((self._groups.tensor_size, *statistics_3n.shape))
             stage_3n = torch.empty_like(statistics_3n)
         gradient_nh = None
         if self._reduces_in_c1:
@@ -225,12 +225,10 @@ class VocabularyCollectives:
             reduce, gradient_nh = self._reduction_to_last_stage(part_nh, root)
 
         def communicate() -> None:
-            own_3n = statistics_3n
             if tensor is not None:
                 dist.all_gather_into_tensor(gathered_t3n.flatten(0, 1), statistics_3n, tensor)
                 fold(gathered_t3n, stage_3n)
-                own_3n = stage_3n
-            self._communicator.all_gather(gathered_r3n, own_3n)
+            self._communicator.all_gather(gathered_r3n, stage_3n)
             fold(gathered_r3n, total_3n)
             if gradient_nh is not None:
                 self._layers.output.rescaled_input_gradient(part_nh, pending, total)
