@@ -1,13 +1,17 @@
 """What the runtime adds to a schedule: real processes and real communication, computation replaced by sleep.
 
     python benchmarks/runtime_overhead.py [--ranks 8] [--microbatches 32] [--pass-ms 20] [--schedule 1f1b ...]
+                                          [--device asynchronous | host]
 
 A sleeping rank needs no core, so eight ranks fit on two. Every F, B and W of a chunk lasts `--pass-ms`, vocabulary
-passes last in proportion; messages, collectives, second stream and bookkeeping are the runtime's own.
+passes last in proportion; messages, collectives, second stream and bookkeeping are the runtime's own. The passes last
+on a device that the host runs ahead of, as it does on a GPU; with `--device host` they hold up the host, and its
+bookkeeping comes on top of them, as on a CPU.
 
 Printed is the measured time of an iteration over the timeline's prediction. The prediction knows the passes' lengths
-and the latency of every kind of message and collective, each measured in the same processes before, alone. What is
-above 1 is bookkeeping, late wake-ups, and communication that gets in each other's way. `free_s` is the prediction for
+and the latency of every kind of message and collective, each measured in the same processes before, alone, without the
+device. What is above 1 is bookkeeping, late wake-ups, and communication that gets in each other's way; below 1 comes
+what arrives sooner than alone, because the ranks do not all get to it at once. `free_s` is the prediction for
 communication that costs nothing, `cpu_ms` the processor time of a rank and microbatch: all ranks' together must be
 small against a microbatch times the cores. The best iteration counts, for other work on the machine only adds.
 """
@@ -29,6 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from sleeping import SHAPES, SleepingModel, sleeping_layers
+from sleeping_device import DEVICES, SleepingDevice
 
 from megatron_vp.runtime.groups import Edge, PipelineGroups
 from megatron_vp.runtime.links import Links
@@ -135,14 +140,20 @@ def used_edges(schedule: Schedule) -> set[Edge]:
     return {(each.source, each.target, each.channel) for each in posted if isinstance(each, Message)}
 
 
-def run_schedule(name: str, options: argparse.Namespace, pipeline: Pipeline, message: float, collectives: dict) -> dict:
+def run_schedule(
+    name: str,
+    options: argparse.Namespace,
+    pipeline: Pipeline,
+    device: SleepingDevice,
+    message: float,
+    collectives: dict[CollectiveKind, float],
+) -> dict:
     """A row of results; `cpu_ms` is processor time, of a rank and microbatch, all threads."""
     ranks, rank = len(pipeline.groups.members), pipeline.groups.rank
     schedule, costs = made_schedule(name, options, statistics.fmean([message, *collectives.values()]))
     known = known_costs(schedule, costs, message, collectives)
     programs = {early: lower(schedule, known, early_receives=early)[rank] for early in (False, True)}
-    model, layers = SleepingModel(schedule, costs), sleeping_layers(ranks, rank)
-    layers.embedding.costs = layers.output.costs = costs
+    model, layers = SleepingModel(schedule, costs, device), sleeping_layers(ranks, rank, costs, device)
     times, cpu = [], []
     for _ in range(options.iterations + 1):
         program = programs[pipeline.has_run(gradients=True)]
@@ -150,6 +161,7 @@ def run_schedule(name: str, options: argparse.Namespace, pipeline: Pipeline, mes
         burnt = time.process_time()
         start = time.perf_counter()
         pipeline.run(schedule, program, model, layers, SHAPES, gradients=True)
+        device.synchronise()
         cpu.append(time.process_time() - burnt)
         dist.barrier()
         times.append(time.perf_counter() - start)
@@ -161,6 +173,7 @@ def run_schedule(name: str, options: argparse.Namespace, pipeline: Pipeline, mes
     predicted = simulate(schedule, known).makespan
     return {
         "schedule": name,
+        "device": options.device,
         "ratio": round(best / predicted, 4),
         "median_ratio": round(middle / predicted, 4),
         "predicted_s": round(predicted, 4),
@@ -180,10 +193,11 @@ def _rank(rank: int, name: str, options: argparse.Namespace, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     groups = PipelineGroups.create([range(ranks)], used_edges(made_schedule(name, options, 0.0)[0]))
     message, collectives = measured_latencies(groups)
-    pipeline = Pipeline(groups)
     gc.disable()
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    row = run_schedule(name, options, pipeline, message, collectives)
+    device = DEVICES[options.device]()
+    with device.serving():
+        row = run_schedule(name, options, Pipeline(groups), device, message, collectives)
     if rank == 0:
         row["message_ms"] = round(1e3 * message, 3)
         row["collective_ms"] = {kind.value: round(1e3 * each, 3) for kind, each in collectives.items()}
@@ -202,7 +216,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--pass-ms", type=float, default=20.0, help="how long F, B and W of a chunk last")
-    parser.add_argument("--iterations", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=6)
+    parser.add_argument("--device", default="asynchronous", choices=list(DEVICES), help="what the passes run on")
     parser.add_argument("--schedule", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--output", help="append a line of JSON a schedule to this file")
     options = parser.parse_args()

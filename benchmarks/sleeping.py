@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 
 import torch
+from sleeping_device import SleepingDevice
 
 from megatron_vp.runtime.collectives import VocabularyLayers
 from megatron_vp.runtime.model import Shapes
@@ -20,25 +18,11 @@ SHAPES = Shapes(sequence=16, batch=1, hidden=16, dtype=torch.float32, device=tor
 VOCABULARY = 256
 
 
-LATE = 8e-5
-"""Seconds by which the kernel ends a sleep late: timer slack, and the way to a core."""
-
-
-@contextmanager
-def lasting(seconds: float) -> Iterator[None]:
-    """A pass of this length: what the runtime makes of its inputs is part of it, the rest is slept."""
-    end = time.perf_counter() + seconds
-    yield
-    while (left := end - LATE - time.perf_counter()) > 0:
-        time.sleep(left)
-    while time.perf_counter() < end:
-        pass
-
-
 class SleepingModel:
     """A rank's chunks: forward and backward sleep and pass tensors on unchanged."""
 
-    def __init__(self, schedule: Schedule, costs: PassCosts) -> None:
+    def __init__(self, schedule: Schedule, costs: PassCosts, device: SleepingDevice) -> None:
+        self._lasting = device.lasting
         self.forward_seconds = costs.F / schedule.chunks
         self.backward_seconds = (costs.B if schedule.split_backward else costs.B + costs.W) / schedule.chunks
         self.weight_seconds = costs.W / schedule.chunks
@@ -56,7 +40,7 @@ class SleepingModel:
 
     def forward(self, chunk: int, microbatch: int, input_sbh: torch.Tensor, labels_bs: None) -> torch.Tensor:
         """Sleep."""
-        with lasting(self.forward_seconds):
+        with self._lasting(self.forward_seconds):
             return input_sbh * 1.0
 
     def release_output(self, output_sbh: torch.Tensor) -> None:
@@ -64,12 +48,12 @@ class SleepingModel:
 
     def backward(self, chunk: int, microbatch: int, output_sbh: torch.Tensor, gradient_sbh: torch.Tensor) -> None:
         """Sleep, and make the gradients that travel on."""
-        with lasting(self.backward_seconds):
+        with self._lasting(self.backward_seconds):
             output_sbh.backward(gradient_sbh)
 
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
         """Sleep."""
-        with lasting(self.weight_seconds):
+        with self._lasting(self.weight_seconds):
             pass
 
     def loss(self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor) -> torch.Tensor:
@@ -86,7 +70,8 @@ class SleepingOutput(OutputLayer):
     `forward` sleeps for all of vocab-2's S.
     """
 
-    costs = PassCosts()
+    costs: PassCosts
+    device: SleepingDevice
 
     @cached_property
     def _x_nh(self) -> torch.Tensor:
@@ -98,7 +83,7 @@ class SleepingOutput(OutputLayer):
 
     def forward(self, *arguments: object) -> PendingOutput:
         """Pass S."""
-        with lasting(self.costs.S):
+        with self.device.lasting(self.costs.S):
             self._unscaled_nh = self._x_nh.clone()
             return self._pending
 
@@ -112,30 +97,34 @@ class SleepingOutput(OutputLayer):
 
     def t_pass(self, *arguments: object, input_gradient: bool) -> torch.Tensor | None:
         """Pass T."""
-        with lasting(self.costs.T):
+        with self.device.lasting(self.costs.T):
             return self._x_nh.clone() if input_gradient else None
 
 
 class SleepingEmbedding(EmbeddingLayer):
     """IF and IB of a tiny shard; the rows that travel are as many as the tokens say."""
 
-    costs = PassCosts()
+    costs: PassCosts
+    device: SleepingDevice
 
     def forward(self, exchange: RowExchange) -> torch.Tensor:
         """Pass IF."""
-        with lasting(self.costs.IF):
+        with self.device.lasting(self.costs.IF):
             return SHAPES.rows(exchange.counts[self.index])
 
     def backward_pass(self, *arguments: object) -> None:
         """Pass IB."""
-        with lasting(self.costs.IB):
+        with self.device.lasting(self.costs.IB):
             pass
 
 
-def sleeping_layers(ranks: int, rank: int) -> VocabularyLayers:
-    """A rank's shards of a tiny vocabulary; `costs` of each layer say how long its passes sleep."""
+def sleeping_layers(ranks: int, rank: int, costs: PassCosts, device: SleepingDevice) -> VocabularyLayers:
+    """A rank's shards of a tiny vocabulary, whose passes last on `device`."""
     shards = VocabShards(VOCABULARY, ranks)
     weights = [torch.nn.Parameter(torch.randn(shards.rows(rank), SHAPES.hidden)) for _ in range(2)]
     for weight in weights:
         weight.main_grad = torch.zeros_like(weight)
-    return VocabularyLayers(SleepingEmbedding(weights[0], shards, rank), SleepingOutput(weights[1], shards, rank))
+    layers = SleepingEmbedding(weights[0], shards, rank), SleepingOutput(weights[1], shards, rank)
+    for layer in layers:
+        layer.costs, layer.device = costs, device
+    return VocabularyLayers(*layers)
