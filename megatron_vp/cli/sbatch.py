@@ -78,5 +78,5 @@ def sbatch(
         raise UserError("sbatch is not found: run this where jobs are submitted, or add --dry-run")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UserError(" ".join(done.stderr.split()))
+        raise UserError(" ".join(done.stderr.split()) or f"sbatch ended with status {done.returncode} and said nothing")
     typer.echo(done.stdout.strip())

@@ -10,12 +10,13 @@ import functools
 import hashlib
 from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.training import get_args
 
-from megatron_vp import __version__
+import megatron_vp
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.patches import Patch, installed_version
 
@@ -33,14 +34,27 @@ _TEXTS = {
 
 
 def facts(arguments: dict[str, Any]) -> dict[str, str]:
-    """What all ranks must have alike, as text by name: numbers, switches, choices, and the versions of packages."""
+    """What all ranks must have alike, as text by name: numbers, switches, choices, versions of packages, our code."""
     alike = {
         name: str(value)
         for name, value in arguments.items()
         if name not in _OF_A_RANK and (isinstance(value, bool | int | float | Enum) or name in _TEXTS)
     }
-    versions = {"megatron_vp": __version__, "megatron-core": installed_version(), "torch": torch.__version__}
-    return alike | {f"the version of {package}": str(found) for package, found in versions.items()}
+    packages = {
+        "megatron_vp": megatron_vp.__version__,
+        "megatron-core": installed_version(),
+        "torch": torch.__version__,
+    }
+    versions = {f"the version of {package}": str(found) for package, found in packages.items()}
+    return alike | versions | {"the code of megatron_vp": code(Path(megatron_vp.__file__).parent)}
+
+
+def code(package: Path) -> str:
+    """A fingerprint of a package's sources: two checkouts may go by one version."""
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def difference(ranks: list[dict[str, str]]) -> str:

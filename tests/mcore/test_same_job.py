@@ -58,3 +58,17 @@ def test_places_of_files_may_differ_and_versions_may_not():
     assert here == there
     older = here | {"the version of torch": "2.6"}
     assert difference([here, here, older]).endswith(" on 2 ranks (the first is 0), 2.6 on rank 2")
+
+
+def test_two_checkouts_of_one_version_are_told_apart(tmp_path):
+    from megatron_vp.mcore.same_job import code
+
+    checkouts = [tmp_path / name for name in ("one", "copy", "edited")]
+    for checkout in checkouts:
+        (checkout / "inner").mkdir(parents=True)
+        (checkout / "inner" / "module.py").write_text("step = 1\n")
+        (checkout / "__init__.py").touch()
+    (checkouts[1] / "notes.txt").write_text("no code")
+    (checkouts[2] / "inner" / "module.py").write_text("step = 2\n")
+    one, copy, edited = map(code, checkouts)
+    assert one == copy != edited

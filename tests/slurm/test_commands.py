@@ -62,7 +62,8 @@ def test_inputs_that_are_elsewhere_do_not_stop_a_dry_run(said):
 
 def test_submission_goes_through_sbatch(said, tmp_path, monkeypatch):
     (tmp_path / "sbatch").write_text(
-        '#!/bin/sh\n[ "$1" = --nodes=1 ] && echo Submitted batch job 7 && exit\necho no such partition >&2; exit 1\n'
+        '#!/bin/sh\n[ "$1" = --nodes=1 ] && echo Submitted batch job 7 && exit\n'
+        '[ "$1" = --nodes=2 ] && echo no such partition >&2; exit 1\n'
     )
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -70,6 +71,8 @@ def test_submission_goes_through_sbatch(said, tmp_path, monkeypatch):
     assert (status, printed.splitlines()[-1]) == (0, "Submitted batch job 7")
     status, _, errors = said("sbatch", *LLAMA, "--nodes", "2")
     assert (status, errors) == (2, "megatron-vp: error: no such partition\n")
+    status, _, errors = said("sbatch", *LLAMA, "--nodes", "4")
+    assert (status, errors) == (2, "megatron-vp: error: sbatch ended with status 1 and said nothing\n")
     monkeypatch.setenv("PATH", "")
     status, _, errors = said("sbatch", *LLAMA)
     assert status == 2 and "sbatch is not found" in errors
