@@ -1,11 +1,13 @@
-"""Time and memory of single ranks of the paper's models, each replayed alone on one GPU.
+"""Time and memory of single ranks of the paper's models, each replayed alone on one GPU, or without one.
 
     python benchmarks/replay_tables.py [--models gpt_4b,gpt_10b,gpt_21b] [--ranks 0,-1] [--output FILE.jsonl]
+    python benchmarks/replay_tables.py --shapes-only [...]
 
 Every line is one rank of one job: pass times, peak memory and its parts, as `megatron-vp replay` reports them. The
 first and last rank hold the vocabulary layers of a plain job; with vocabulary parallelism all ranks hold as much, and
 differ in microbatches in flight. Without Transformer Engine attention is PyTorch's (`--core-attention sdpa`). A rank
-that fails or takes longer than --timeout is a line with the error, and the exit status is 1.
+that fails or takes longer than --timeout is a line with the error, and the exit status is 1. With --shapes-only nothing
+is computed and memory alone is found, in seconds on a CPU, with 3 p microbatches, which hold as much as any more.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ def main() -> int:
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--ranks", default="0,-1", help="pipeline ranks; negative ones count from the end")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for a rank")
+    parser.add_argument("--shapes-only", action="store_true", help="memory alone, without a GPU")
     parser.add_argument("--output", type=Path, help="append the lines to this file")
     parser.add_argument("flags", nargs="*", help="after --: more flags of the job")
     args = parser.parse_args()
@@ -73,7 +76,10 @@ def main() -> int:
                 for rank in map(int, args.ranks.split(",")):
                     size = SIZES[model]
                     flags = [*METHODS[method], "--seq-length", str(args.sequence), "--vocab-size", vocab_size]
-                    flags += ["--max-position-embeddings", str(args.sequence), *ATTENTION, *args.flags]
+                    flags += ["--max-position-embeddings", str(args.sequence), *ATTENTION]
+                    if args.shapes_only:
+                        flags += ["--shapes-only", "--iterations", "1", "--global-batch-size", str(3 * size)]
+                    flags += args.flags
                     found = replay(ROOT / "configs" / f"{model}.yaml", rank % size, flags, args.timeout)
                     line = {"model": model, "vocab_size": int(vocab_size), "method": method, "rank": rank % size}
                     write(line | found, args.output)

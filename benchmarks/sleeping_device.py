@@ -108,7 +108,7 @@ class AsynchronousDevice:
             return streams[group].submit(lambda: dist.recv(buffer, source, group=group))
 
         with (
-            mock.patch.object(pipeline, "second_stream", lambda device: DeviceStream(self)),
+            mock.patch.object(pipeline, "second_stream", lambda *_, **__: DeviceStream(self)),
             mock.patch.object(links, "dist", SimpleNamespace(isend=isend, irecv=irecv)),
         ):
             yield

@@ -28,13 +28,16 @@ def replay(
         int | None, typer.Option("--ranks", help="Ranks of the job; default: one replica of the model.")
     ] = None,
     iterations: Annotated[int, typer.Option("--iterations", min=1, help="Iterations to time, after one more.")] = 3,
+    shapes_only: Annotated[
+        bool, typer.Option("--shapes-only", help="Compute nothing and count memory: no GPU, seconds for any model.")
+    ] = False,
     script: Annotated[str, typer.Option("--script", help="The training script.")] = "pretrain_gpt_vp.py",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the figures as JSON.")] = None,
 ) -> None:
     """Run one rank of a job alone: its real model part and schedule, made-up inputs, no peers.
 
-    Prints the time of every kind of pass and the rank's memory. Needs one device, however many ranks the job has.
-    Any other flag is the job's own:
+    Prints the time of every kind of pass and the rank's memory. Needs one device, however many ranks the job has;
+    with --shapes-only none, and shows memory only. Any other flag is the job's own:
 
     \b
     megatron-vp replay configs/gpt_21b.yaml --rank 31 --vocab-parallel --pipeline-schedule 1f1b
@@ -42,21 +45,27 @@ def replay(
     from megatron_vp.mcore.replay import run_alone
 
     check_destination(False, output)
-    found = run_alone(script, [config], rank, ranks, iterations, context.args)
+    found = run_alone(script, [config], rank, ranks, iterations, context.args, shapes_only)
     typer.echo(_table(found))
     if output is not None:
         write(json.dumps(asdict(found), indent=1) + "\n", output)
 
 
 def _table(found: Replayed) -> str:
+    place = f"pipeline rank {found.pipeline_rank} of {found.pipeline_size}, {found.microbatches} microbatches, alone"
+    memory = [f"{name:>12}  {value / 2**30:15.3f}  GiB" for name, value in found.memory_bytes.items()]
+    if found.iteration_milliseconds is None:
+        return "\n".join(
+            [place, *memory, "of tensors; an allocator's fragments, workspaces and communicators come on top"]
+        )
     lines = [
-        f"pipeline rank {found.pipeline_rank} of {found.pipeline_size}, {found.microbatches} microbatches, alone",
+        place,
         f"{'pass':>12}  ms a microbatch",
         *(f"{kind:>12}  {value:15.3f}" for kind, value in found.pass_milliseconds.items()),
         f"{'iteration':>12}  {found.iteration_milliseconds:15.3f}  (without waiting for other ranks)",
-        *(f"{name:>12}  {value / 2**30:15.3f}  GiB" for name, value in found.memory_bytes.items()),
+        *memory,
     ]
     if "peak" not in found.memory_bytes:
-        lines.append("activations and buffers: not measured without a GPU")
+        lines.append("activations and buffers: not measured without a GPU; --shapes-only counts them")
     lines.append(f"for the simulator: --cost {found.costs()}")
     return "\n".join(lines)

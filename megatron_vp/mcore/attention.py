@@ -19,6 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_vp.errors import UserError
@@ -126,9 +127,10 @@ class ScaledDotProductAttention(MegatronModule):
         for piece_bnsd, index in zip(query_bnsd.chunk(2, dim=2), (rank, 2 * ranks - 1 - rank), strict=True):
             length = piece_bnsd.shape[2]
             end = length * (index + 1)
-            # Not a matrix: the fused kernels know this mask, whose last row sees every key.
-            mask = causal_lower_right(length, end)
-            contexts.append(self._attend(piece_bnsd, key_bgsd[:, :, :end], value_bgsd[:, :, :end], attn_mask=mask))
+            # Not a matrix: the fused kernels know this mask, whose last row sees every key. There is no fake one.
+            fake = isinstance(piece_bnsd, FakeTensor)
+            mask = {"is_causal": True} if fake else {"attn_mask": causal_lower_right(length, end)}
+            contexts.append(self._attend(piece_bnsd, key_bgsd[:, :, :end], value_bgsd[:, :, :end], **mask))
         return torch.cat(contexts, dim=2)
 
 

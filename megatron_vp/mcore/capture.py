@@ -37,13 +37,15 @@ class Placeholder(torch.Tensor):
             "microbatch: leave that to the loss function, which is given the token losses"
         )
 
+    __torch_dispatch__ = __torch_function__
+
 
 class Probe:
     """Stands for the model in one call of `forward_step`; attribute reads go to the model itself."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self.output = torch.zeros(()).as_subclass(Placeholder)
+        self.output = torch.Tensor._make_wrapper_subclass(Placeholder, ())
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -181,6 +181,7 @@ def patch_megatron(argv: list[str]) -> None:
     """
     # Torch is imported here and Megatron after the environment is set; a launcher's mistake was reported before either.
     from megatron_vp.mcore import patches, platform
+    from megatron_vp.mcore.shapes_only import LiveStorages
 
     cpu = platform.wants_cpu(argv)
     if "--cpu" in argv:
@@ -193,6 +194,7 @@ def patch_megatron(argv: list[str]) -> None:
     names += [] if platform.has_transformer_engine() else ["no transformer engine"]
     names += ["cpu platform"] if cpu else []
     names += ["replay"] if "--fake-process-group" in argv else []
+    names += ["shapes only"] if LiveStorages.current is not None else []
     active = [patch for name in names for patch in patches.group(name)]
     when_asked = ("pipeline schedule", "vocabulary parallelism", "split backward", "rank report")
     later = [patch for name in when_asked for patch in patches.group(name)]

@@ -35,6 +35,7 @@ GROUPS = {
     "rank report": "megatron_vp.mcore.rank_report:PLAIN_PATCHES",
     "flash attention": "megatron_vp.mcore.attention:PATCHES",
     "replay": "megatron_vp.mcore.replay:PATCHES",
+    "shapes only": "megatron_vp.mcore.shapes_only:PATCHES",
 }
 WHEN = {
     "wheel": "always",
@@ -51,6 +52,7 @@ WHEN = {
     "rank report": "only with --rank-report and Megatron's own schedule",
     "flash attention": "only with --core-attention sdpa",
     "replay": "only in `megatron-vp replay`, with --fake-process-group",
+    "shapes only": "only in `megatron-vp replay --shapes-only`",
 }
 
 _MISSING = object()

@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.training import get_args
 
 from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.shapes_only import LiveStorages
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.store import Occupancy
@@ -40,7 +41,10 @@ class RankReport:
 
     def begin(self) -> None:
         """An iteration begins."""
-        if pipeline_device().type == "cuda":
+        if LiveStorages.current is not None:
+            LiveStorages.current.restart()
+            self._allocated = LiveStorages.current.allocated
+        elif pipeline_device().type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             self._allocated = torch.cuda.memory_allocated()
 
@@ -55,7 +59,9 @@ class RankReport:
                 case PassKind() as kind:
                     milliseconds[kind] += span.computed
         self._pass_milliseconds.append(milliseconds)
-        if pipeline_device().type == "cuda":
+        if LiveStorages.current is not None:
+            self._peak_allocated = max(self._peak_allocated, LiveStorages.current.peak)
+        elif pipeline_device().type == "cuda":
             self._peak_allocated = max(self._peak_allocated, torch.cuda.max_memory_allocated())
         chunks = model if isinstance(model, list) else [model]
         self._write([parameter for chunk in chunks for parameter in chunk.parameters()], microbatches)
@@ -84,7 +90,8 @@ class RankReport:
         path.write_text(json.dumps(content, indent=1) + "\n")
 
     def _memory(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
-        """Bytes of weights and of main gradients; on a GPU also what was allocated before an iteration and at most."""
+        """Bytes of weights and of main gradients; where it is known, also what was allocated before an iteration and at
+        most: on a GPU, and of shapes only."""
         gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
         memory = {
             "parameters": sum(parameter.nbytes for parameter in parameters),

@@ -25,6 +25,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.config_file import read_leaves
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.platform import stated
+from megatron_vp.mcore.shapes_only import fake_tensors
 from megatron_vp.schedule import PassCosts
 
 LEFT_OUT = {
@@ -47,11 +48,12 @@ class Replayed:
     pipeline_size: int
     microbatches: int
     pass_milliseconds: dict[str, float]
-    """Of each kind, the time of all its passes of one microbatch, all chunks of the rank together."""
-    iteration_milliseconds: float
-    """The passes and what lies between them, without waiting for peers."""
+    """Of each kind, the time of all its passes of one microbatch, all chunks of the rank together; of shapes only,
+    empty."""
+    iteration_milliseconds: float | None
+    """The passes and what lies between them, without waiting for peers; None of shapes only."""
     memory_bytes: dict[str, int]
-    """parameters, gradients, allocated (before an iteration), peak (in it); the last two on a GPU only."""
+    """parameters, gradients, allocated (before an iteration), peak (in it); the last two on a GPU, or of shapes."""
 
     def costs(self) -> str:
         """The times in the form that `megatron-vp schedule --cost` takes: a pass that did not run takes none.
@@ -63,7 +65,13 @@ class Replayed:
 
 
 def run_alone(
-    script: str, configs: Sequence[str], rank: int, ranks: int | None, iterations: int, flags: list[str]
+    script: str,
+    configs: Sequence[str],
+    rank: int,
+    ranks: int | None,
+    iterations: int,
+    flags: list[str],
+    shapes_only: bool = False,
 ) -> Replayed:
     """Run rank `rank` of the job that `configs` and `flags` describe, alone in this process.
 
@@ -74,6 +82,8 @@ def run_alone(
         ranks: size of the job; None for one model replica.
         iterations: training iterations to time; one more runs before them.
         flags: any Megatron flag, as on the command line of the job.
+        shapes_only: compute nothing, on whatever machine, and count memory. This process can compute nothing afterwards
+            that shares a cached tensor with the replay.
 
     Raises:
         UserError: a rank outside the job, a missing vocabulary size, and whatever the job itself would refuse.
@@ -103,8 +113,13 @@ def run_alone(
         )
         made_up = "--fake-process-group --mock-data --tokenizer-type NullTokenizer"
         arguments = ["--config", str(kept), *flags, *length.split(), *made_up.split(), "--rank-report", str(report)]
-        run_script(script, arguments)
-        return _read(next(report.iterdir()), sizes[0])
+        if shapes_only:
+            # Loaders in processes of their own would hand over fake tensors.
+            with fake_tensors():
+                run_script(script, [*arguments, "--cpu", "--num-workers", "0"])
+        else:
+            run_script(script, arguments)
+        return _read(next(report.iterdir()), sizes[0], timed=not shapes_only)
 
 
 def _made_up_receives(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,18 +164,18 @@ def _fill(batch: dict[str, torch.Tensor | None], vocab_size: int) -> None:
                 tensor.copy_(torch.ones(tensor.shape[-2:], dtype=torch.bool).triu(1).expand_as(tensor))
 
 
-def _read(path: Path, pipeline_size: int) -> Replayed:
+def _read(path: Path, pipeline_size: int, timed: bool) -> Replayed:
     report = json.loads(path.read_text())
-    timed = report["pass_milliseconds_by_iteration"][1:]
+    passes = report["pass_milliseconds_by_iteration"][1:] if timed else [{}]
     microbatches = report["microbatches"]
     return Replayed(
         pipeline_rank=report["pipeline_rank"],
         pipeline_size=pipeline_size,
         microbatches=microbatches,
         pass_milliseconds={
-            kind: statistics.median(iteration[kind] for iteration in timed) / microbatches for kind in timed[0]
+            kind: statistics.median(iteration[kind] for iteration in passes) / microbatches for kind in passes[0]
         },
-        iteration_milliseconds=statistics.median(report["iteration_milliseconds"][1:]),
+        iteration_milliseconds=statistics.median(report["iteration_milliseconds"][1:]) if timed else None,
         memory_bytes=report["memory_bytes"],
     )
 

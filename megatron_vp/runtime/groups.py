@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_vp.runtime.communicator import Communicator, communicator
+from megatron_vp.runtime.communicator import Communicator, LoneCommunicator, communicator
 from megatron_vp.schedule.instructions import Channel
 
 Edge = tuple[int, int, Channel]
@@ -45,6 +45,11 @@ class PipelineGroups:
     vocabulary: Communicator
     tensor: dist.ProcessGroup | None
     edges: dict[Edge, dist.ProcessGroup]
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank has no peers: in a replay."""
+        return isinstance(self.vocabulary, LoneCommunicator)
 
     @classmethod
     def create(

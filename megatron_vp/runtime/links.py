@@ -13,7 +13,7 @@ class Links:
     """The messages of one iteration, seen from one rank.
 
     A sent tensor is kept alive until its send is known to be complete: gloo's send is a rendezvous, and NCCL's reads
-    the buffer when the peer is ready. Nothing ever blocks on a send inside the schedule.
+    the buffer when the peer is ready. Nothing ever blocks on a send inside the schedule. Gloo knows at the end only.
     """
 
     def __init__(self, groups: PipelineGroups) -> None:
@@ -25,7 +25,8 @@ class Links:
         """Start sending a contiguous tensor."""
         self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
         work = dist.isend(tensor, self._groups.members[message.target], group=self._group(message))
-        self._sending.append((work, tensor))
+        if not self._groups.alone:  # a send to nobody would never be complete
+            self._sending.append((work, tensor))
 
     def receive(self, message: Message, buffer: torch.Tensor) -> None:
         """Start receiving into `buffer`."""

@@ -36,7 +36,7 @@ class Pipeline:
     def __init__(self, groups: PipelineGroups) -> None:
         self.groups = groups
         self.progress = Progress(groups.members, groups.rank)
-        self._stream = second_stream(pipeline_device())
+        self._stream = second_stream(pipeline_device(), alone=groups.alone)
         self._has_run: set[bool] = set()
 
     def has_run(self, gradients: bool) -> bool:

@@ -160,6 +160,34 @@ class ThreadStream:
             del function, event  # else the buffers of the last collective would live until the next one
 
 
-def second_stream(device: torch.device) -> Stream:
-    """The second stream of `device`."""
-    return CudaStream() if device.type == "cuda" else ThreadStream()
+class FinishedEvent:
+    """A function that has returned."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    host_wait = wait
+
+    def done(self) -> bool:
+        """It has."""
+        return True
+
+
+class InlineStream:
+    """Runs functions at once, for a rank without peers: on CPU there is nothing that they could wait for."""
+
+    def submit(self, function: Callable[[], None]) -> FinishedEvent:
+        """Run `function`."""
+        with torch.no_grad():
+            function()
+        return FinishedEvent()
+
+    def synchronise(self) -> None:
+        """Everything submitted is over."""
+
+
+def second_stream(device: torch.device, alone: bool = False) -> Stream:
+    """The second stream of `device`; `alone` says that nobody takes part in the collectives but this rank."""
+    if device.type == "cuda":
+        return CudaStream()
+    return InlineStream() if alone else ThreadStream()

@@ -8,9 +8,11 @@ reduction would grow with the number of ranks instead.
 from __future__ import annotations
 
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_vp.errors import UserError
 from megatron_vp.vocab.operations import operations_for
@@ -59,6 +61,10 @@ class RowExchange:
         Raises:
             UserError: a token id outside the vocabulary, which no shard owns.
         """
+        if isinstance(self._counts, FakeTensor):  # nobody knows the tokens: every shard owns as many
+            ends = [len(self.tokens_n) * end // self.shards.count for end in range(self.shards.count + 1)]
+            owned = [end - start for start, end in pairwise(ends)]
+            return tuple(owned[self._tensor_rank :: self._tensor_size])
         *counts, _, outside = self._counts.tolist()
         if outside:
             token = self.tokens_n[self.order_n[-1]].item()

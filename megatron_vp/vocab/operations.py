@@ -11,6 +11,7 @@ from functools import cache
 from typing import Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_vp.vocab.statistics import LINEAR, MAX, SUM
 
@@ -105,13 +106,36 @@ class EagerOperations:
             matrix_vh.index_add_(0, row_n[kept_n], rows_kh)
 
 
+class ShapeOperations:
+    """For fake tensors, which have no contents: allocates what Triton's kernels do, and computes nothing."""
+
+    def exponentiate_(self, logits_nv: torch.Tensor, target_n: torch.Tensor, statistics_3n: torch.Tensor) -> None:
+        """See `Operations`."""
+
+    def rescale_(self, product_nh: torch.Tensor, *others: torch.Tensor) -> None:
+        """See `Operations`."""
+
+    def weigh(self, rows_nh: torch.Tensor, factor_n: torch.Tensor) -> torch.Tensor:
+        """See `Operations`."""
+        return torch.empty_like(rows_nh)
+
+    def add_product_(self, matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:
+        """See `Operations`."""
+
+    def add_rows_(self, matrix_vh: torch.Tensor, *others: torch.Tensor | None) -> None:
+        """See `Operations`."""
+
+
 def operations_for(tensor: torch.Tensor) -> Operations:
     """Triton's kernels for CUDA tensors in fp32, bf16 and fp16 where Triton is installed, else the eager operations."""
+    if isinstance(tensor, FakeTensor):
+        return _SHAPES
     fused = tensor.is_cuda and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and _has_triton()
     return _fused() if fused else _EAGER
 
 
 _EAGER = EagerOperations()
+_SHAPES = ShapeOperations()
 
 
 @cache

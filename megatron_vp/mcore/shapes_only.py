@@ -1,0 +1,165 @@
+"""A replay without numbers: tensors have shapes and no contents, so that any rank of any job fits on a laptop.
+
+PyTorch's fake tensors stand in for all others. The rank builds its real part of the model and its optimizer and runs
+its real program, autograd and all, but computes nothing. What it shows is memory: which storages live at once. What an
+allocator adds (rounding, fragments), workspaces of libraries, and communicators are not in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.patches import Patch
+
+_READ = torch.ops.aten._local_scalar_dense.default
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts the bytes of the storages that are alive, inside a `FakeTensorMode`."""
+
+    current: ClassVar[LiveStorages | None] = None
+    """Of the replay that runs now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated = 0
+        self.peak = 0
+        self._alive: set[int] = set()
+
+    def restart(self) -> None:
+        """Forget the peak so far."""
+        self.peak = self.allocated
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let the operation make its fake results, and count their storages."""
+        if function.namespace == "c10d":
+            return _communicated(function, args)
+        if function is _READ:
+            return _read(function, *args)
+        try:
+            results = function(*args, **(kwargs or {}))
+        except (DynamicOutputShapeException, UnsupportedOperatorException) as error:
+            raise UserError(
+                f"--shapes-only cannot tell what {function} makes: the shape depends on numbers, as where tokens go "
+                f"to experts; leave --shapes-only out, on a GPU"
+            ) from error
+        return self._counted(results, FakeTensor)
+
+    def _counted(self, results: Any, kind: type[torch.Tensor]) -> Any:
+        for result in tree_iter(results):
+            if isinstance(result, kind):
+                self._count(result.untyped_storage())
+        return results
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._alive:
+            return
+        size = storage.nbytes()
+        self._alive.add(key)
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+        # PyTorch keeps the Python object as long as anything uses the storage.
+        weakref.finalize(storage, self._release, key, size)
+
+    def _release(self, key: int, size: int) -> None:
+        self._alive.remove(key)
+        self.allocated -= size
+
+
+def _communicated(function: Any, args: tuple[Any, ...]) -> Any:
+    """Every buffer of an operation on process groups, which comes first, stays what it was."""
+    results = [FakeWork().boxed() if "Work" in str(result.type) else args[0] for result in function._schema.returns]
+    return results[0] if len(results) == 1 else tuple(results) if results else None
+
+
+def _read(function: Any, tensor: torch.Tensor) -> Any:
+    """A number that the host asks for: known if the host made it, else none, which nothing counts as a failure."""
+    try:
+        return function(tensor)
+    except DataDependentOutputException:
+        if tensor.is_floating_point():
+            return float("nan")
+        return False if tensor.dtype is torch.bool else 0
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Inside, every tensor is a fake one and its memory is counted; tables that outlive it poison the process."""
+    live = LiveStorages()
+    with FakeTensorMode(allow_non_fake_inputs=True), live:
+        LiveStorages.current = live
+        try:
+            yield
+        finally:
+            LiveStorages.current = None
+
+
+def _in_place(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    @functools.wraps(original)
+    def _apply(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        for module in self.modules() if recurse else (self,):
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    tensor.data = fn(tensor.data)
+        return self
+
+    return _apply
+
+
+def _own_everywhere(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * len(object_list)
+
+    return all_gather_object
+
+
+def _untracked(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def fork(self: Any, name: str = "model-parallel-rng") -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    return fork
+
+
+PATCHES = (
+    Patch(
+        "torch.nn:Module._apply",
+        _in_place,
+        "a model that is moved or gets another dtype would swap its fake parameters, which PyTorch cannot do",
+        "(self, fn, recurse=True)",
+    ),
+    Patch(
+        "torch.distributed:all_gather_object",
+        _own_everywhere,
+        "objects travel as bytes in tensors, and fake tensors have none",
+        "(object_list, obj, group=None)",
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
+        _untracked,
+        "random states are contents, too",
+        "(self, name='model-parallel-rng')",
+    ),
+)
+"""Applied with --shapes-only."""

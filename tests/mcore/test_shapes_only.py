@@ -1,0 +1,112 @@
+"""Memory without numbers: `megatron-vp replay --shapes-only`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.harness.ranks import run_ranks
+from tests.mcore.test_replay import CONFIG, SMALL
+
+
+def _shapes_only(tmp_path, job_rank, flags):
+    """A process of its own: caches would keep fake tensors."""
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "megatron_vp.cli.app", "replay", CONFIG, "--rank", str(job_rank), "--shapes-only"]
+    words = [*command, "--iterations", "1", "-o", str(report), *SMALL, "--vocab-size", "500", *flags]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    return done, json.loads(report.read_text()) if report.exists() else None
+
+
+def _with_numbers(rank, world_size, job_rank, flags):
+    """The same replay on real tensors, whose storages are counted in the same way."""
+    from megatron_vp.mcore.replay import run_alone
+    from megatron_vp.mcore.shapes_only import LiveStorages
+    from megatron_vp.vocab import operations
+
+    class RealStorages(LiveStorages):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return self._counted(function(*args, **(kwargs or {})), torch.Tensor)
+
+    options = [*SMALL, "--vocab-size", "500", "--num-workers", "0", *flags]
+    with (
+        RealStorages() as live,
+        mock.patch.object(LiveStorages, "current", live),
+        # The eager operations move more than the kernels on a device, which fake tensors stand for.
+        mock.patch.object(operations, "_EAGER", operations.ShapeOperations()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        return run_alone("pretrain_gpt_vp.py", [CONFIG], job_rank, None, 1, options).memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("job_rank", "flags"),
+    [
+        (3, ["--num-layers", "8", "--pipeline-schedule", "v-half"]),
+        (1, ["--bf16", "--vocab-parallel", "--core-attention", "sdpa"]),
+        pytest.param(0, [], marks=pytest.mark.slow),
+        pytest.param(3, ["--bf16", "--mtp-num-layers", "1", "--vocab-parallel"], marks=pytest.mark.slow),
+    ],
+)
+def test_as_many_bytes_as_with_numbers(tmp_path, job_rank, flags):
+    done, found = _shapes_only(tmp_path, job_rank, flags)
+    assert done.returncode == 0, done.stderr
+    (expected,) = run_ranks(1, _with_numbers, job_rank, flags)
+    found = found["memory_bytes"]
+    assert found["peak"] > found["allocated"] > found["parameters"] + found["gradients"]
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_more_microbatches_hold_no_more(tmp_path):
+    peaks = []
+    for batch in ("32", "64"):
+        (tmp_path / batch).mkdir()
+        _, found = _shapes_only(tmp_path / batch, 1, ["--vocab-parallel", "--global-batch-size", batch])
+        peaks.append(found["memory_bytes"]["peak"])
+    assert peaks[1] == pytest.approx(peaks[0], rel=1e-4)
+
+
+def test_it_prints_memory_alone(tmp_path):
+    done, found = _shapes_only(
+        tmp_path, 3, ["--vocab-parallel", "--context-parallel-size", "2", "--core-attention", "sdpa"]
+    )
+    assert done.returncode == 0, done.stderr
+    assert found["pass_milliseconds"] == {} and found["iteration_milliseconds"] is None
+    last = done.stdout.splitlines()[-6:]
+    assert last[0] == "pipeline rank 1 of 4, 4 microbatches, alone"
+    assert [line.split()[0] for line in last[1:5]] == ["parameters", "gradients", "allocated", "peak"]
+
+
+def test_what_depends_on_numbers_is_one_line(tmp_path):
+    done, _ = _shapes_only(tmp_path, 3, ["--num-experts", "4"])
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("rank 3: error: --shapes-only cannot tell what aten.")
+
+
+def test_a_storage_counts_once_and_until_its_last_user_is_gone():
+    from megatron_vp.mcore.shapes_only import LiveStorages, fake_tensors
+
+    with fake_tensors():
+        live = LiveStorages.current
+        whole = torch.zeros(1024)
+        part = whole[:10]
+        assert (live.allocated, live.peak) == (4096, 4096)
+        del whole
+        assert live.allocated == 4096
+        weight = torch.nn.Parameter(torch.zeros(1024))
+        squared = weight * weight  # of which the graph keeps nothing but the weight
+        hidden = squared.relu()
+        del part, squared
+        assert live.allocated == 3 * 4096 - 4096  # weight, result of relu
+        del hidden
+        assert (live.allocated, live.peak) == (4096, 4 * 4096)
+        live.restart()
+        assert live.peak == 4096
+    assert LiveStorages.current is None
