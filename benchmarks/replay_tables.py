@@ -7,7 +7,8 @@ Every line is one rank of one job: pass times, peak memory and its parts, as `me
 first and last rank hold the vocabulary layers of a plain job; with vocabulary parallelism all ranks hold as much, and
 differ in microbatches in flight. Without Transformer Engine attention is PyTorch's (`--core-attention sdpa`). A rank
 that fails or takes longer than --timeout is a line with the error, and the exit status is 1. With --shapes-only nothing
-is computed and memory alone is found, in seconds on a CPU, with 3 p microbatches, which hold as much as any more.
+is computed and memory alone is found, in seconds on a CPU, with 3 p microbatches, which hold as much as any more;
+`predicted_bytes` is what the cost model says of that rank, without what no tensor holds.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ import json
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 from measuring import write
+
+from megatron_vp.cost.memory import WORKSPACES
 
 ROOT = Path(__file__).resolve().parents[1]
 METHODS = {
@@ -56,6 +60,14 @@ def replay(config: Path, rank: int, flags: list[str], timeout: float) -> dict:
         return {"error": reason}
 
 
+def predicted_bytes(config: Path, rank: int, flags: list[str]) -> float:
+    """The cost model's peak of the rank's tensors; its workspaces of libraries are the last part that is left out."""
+    command = [sys.executable, "-m", "megatron_vp.cli.app", "simulate", str(config), "--hardware", "a100", *flags]
+    said = subprocess.run([*command, "--format", "json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    parts = json.loads(said)["plan"]["memory_bytes"][rank]
+    return sum(value for name, value in parts.items() if name != "framework") - WORKSPACES
+
+
 def main() -> int:
     """Replay every combination and print, or append to a file, a line of JSON each; 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -69,21 +81,21 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="append the lines to this file")
     parser.add_argument("flags", nargs="*", help="after --: more flags of the job")
     args = parser.parse_args()
+    only_shapes = ["--shapes-only", "--iterations", "1"] if args.shapes_only else []
+    rows = product(args.models.split(","), args.vocab_sizes.split(","), args.methods.split(","), args.ranks.split(","))
     status = 0
-    for model in args.models.split(","):
-        for vocab_size in args.vocab_sizes.split(","):
-            for method in args.methods.split(","):
-                for rank in map(int, args.ranks.split(",")):
-                    size = SIZES[model]
-                    flags = [*METHODS[method], "--seq-length", str(args.sequence), "--vocab-size", vocab_size]
-                    flags += ["--max-position-embeddings", str(args.sequence), *ATTENTION]
-                    if args.shapes_only:
-                        flags += ["--shapes-only", "--iterations", "1", "--global-batch-size", str(3 * size)]
-                    flags += args.flags
-                    found = replay(ROOT / "configs" / f"{model}.yaml", rank % size, flags, args.timeout)
-                    line = {"model": model, "vocab_size": int(vocab_size), "method": method, "rank": rank % size}
-                    write(line | found, args.output)
-                    status |= "error" in found
+    for model, vocab_size, method, place in rows:
+        config, size = ROOT / "configs" / f"{model}.yaml", SIZES[model]
+        rank = int(place) % size
+        flags = [*METHODS[method], "--seq-length", str(args.sequence), "--vocab-size", vocab_size]
+        flags += ["--max-position-embeddings", str(args.sequence), *ATTENTION]
+        flags += ["--global-batch-size", str(3 * size)] if args.shapes_only else []
+        flags += args.flags
+        found = replay(config, rank, [*flags, *only_shapes], args.timeout)
+        if args.shapes_only:
+            found["predicted_bytes"] = predicted_bytes(config, rank, flags)
+        write({"model": model, "vocab_size": int(vocab_size), "method": method, "rank": rank} | found, args.output)
+        status |= "error" in found
     return status
 
 

@@ -114,9 +114,11 @@ def run_alone(
         made_up = "--fake-process-group --mock-data --tokenizer-type NullTokenizer"
         arguments = ["--config", str(kept), *flags, *length.split(), *made_up.split(), "--rank-report", str(report)]
         if shapes_only:
-            # Loaders in processes of their own would hand over fake tensors.
+            # Loaders in processes of their own would hand over fake tensors; what Megatron keeps to run an iteration
+            # again is the host's, and here would count as the device's.
+            host = "--cpu --num-workers 0 --rerun-mode disabled"
             with fake_tensors():
-                run_script(script, [*arguments, "--cpu", "--num-workers", "0"])
+                run_script(script, [*arguments, *host.split()])
         else:
             run_script(script, arguments)
         return _read(next(report.iterdir()), sizes[0], timed=not shapes_only)

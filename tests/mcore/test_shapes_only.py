@@ -35,7 +35,7 @@ def _with_numbers(rank, world_size, job_rank, flags):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             return self._counted(function(*args, **(kwargs or {})), torch.Tensor)
 
-    options = [*SMALL, "--vocab-size", "500", "--num-workers", "0", *flags]
+    options = [*SMALL, "--vocab-size", "500", "--num-workers", "0", "--rerun-mode", "disabled", *flags]
     with (
         RealStorages() as live,
         mock.patch.object(LiveStorages, "current", live),
