@@ -92,6 +92,8 @@ class ScaledDotProductAttention(MegatronModule):
         """
         assert attention_bias is None and packed_seq_params is None, "refused with the arguments"
         causal = (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal
+        if _alone_keeps_more(value, query):
+            value = value.clone(memory_format=torch.contiguous_format)
         # [s, b, heads, d] -> [b, heads, s, d]
         query_bnsd, key_bgsd, value_bgsd = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         # Each tensor-parallel rank draws for its own heads, from the generator that Megatron's attention draws from.
@@ -132,6 +134,12 @@ class ScaledDotProductAttention(MegatronModule):
             mask = {"is_causal": True} if fake else {"attn_mask": causal_lower_right(length, end)}
             contexts.append(self._attend(piece_bnsd, key_bgsd[:, :, :end], value_bgsd[:, :, :end], **mask))
         return torch.cat(contexts, dim=2)
+
+
+def _alone_keeps_more(value: torch.Tensor, query: torch.Tensor) -> bool:
+    """Whether the value, kept for the backward, keeps the projection of queries and keys, which were rotated, too."""
+    whole = value.untyped_storage()
+    return whole.nbytes() > value.nbytes and whole._cdata != query.untyped_storage()._cdata
 
 
 def _whole_sequence(part_bgsd: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -39,7 +39,8 @@ def _assert_equal(found: Run, expected: Run) -> None:
             assert distance < 1e-5, f"gradient of {name}: {distance:.1e}"
 
 
-def test_scores_are_never_written_to_memory():
+@pytest.mark.parametrize("rotated", [True, False])
+def test_no_scores_and_no_projection_twice_in_memory(rotated):
     """What the backward keeps of an attention of 4 x 256 x 256 scores is queries, keys, values, context, statistics."""
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -48,7 +49,10 @@ def test_scores_are_never_written_to_memory():
 
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
     attention = ScaledDotProductAttention(config, 1, AttnMaskType.causal, "self")
-    query, key, value = (torch.randn(256, 1, 4, 8, requires_grad=True) for _ in range(3))
+    projected = torch.randn(256, 1, 4, 24, requires_grad=True) * 1.0
+    query, key, value = projected.chunk(3, dim=-1)
+    if rotated:
+        query, key = query * 2.0, key * 2.0
     kept: dict[int, int] = {}
 
     def keep(tensor):
@@ -58,8 +62,8 @@ def test_scores_are_never_written_to_memory():
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         context = attention(query, key, value, attention_mask=None)
     assert context.shape == (256, 1, 32)
-    scores = 4 * 256 * 256 * 4
-    assert sum(kept.values()) < scores / 4
+    statistics = 4 * 256 * 4
+    assert sum(kept.values()) == 4 * 256 * 32 * 4 + statistics
 
 
 def test_a_layer_that_is_not_causal_takes_the_mask():
