@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -88,6 +87,8 @@ class LiveStorages(TorchDispatchMode):
 
 def _communicated(function: Any, args: tuple[Any, ...]) -> Any:
     """Every buffer of an operation on process groups, which comes first, stays what it was."""
+    from torch._C._distributed_c10d import FakeWork  # not in every build that trains
+
     results = [FakeWork().boxed() if "Work" in str(result.type) else args[0] for result in function._schema.returns]
     return results[0] if len(results) == 1 else tuple(results) if results else None
 
