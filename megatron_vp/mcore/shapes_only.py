@@ -12,6 +12,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -107,32 +108,28 @@ def _read(function: Any, tensor: torch.Tensor) -> Any:
 def fake_tensors() -> Iterator[None]:
     """Inside, every tensor is a fake one and its memory is counted; tables that outlive it poison the process."""
     live = LiveStorages()
-    with FakeTensorMode(allow_non_fake_inputs=True), live:
-        LiveStorages.current = live
-        try:
-            yield
-        finally:
-            LiveStorages.current = None
+    with (
+        # A model that is moved or gets another dtype would swap its fake parameters, which PyTorch cannot do.
+        mock.patch.object(torch.nn.Module, "_apply", _in_place),
+        # Objects travel as bytes in tensors, and fake tensors have none.
+        mock.patch.object(torch.distributed, "all_gather_object", _own_everywhere),
+        mock.patch.object(LiveStorages, "current", live),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        live,
+    ):
+        yield
 
 
-def _in_place(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    @functools.wraps(original)
-    def _apply(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        for module in self.modules() if recurse else (self,):
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None:
-                    tensor.data = fn(tensor.data)
-        return self
-
-    return _apply
+def _in_place(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    for each in module.modules() if recurse else (module,):
+        for tensor in (*each._parameters.values(), *each._buffers.values()):
+            if tensor is not None:
+                tensor.data = fn(tensor.data)
+    return module
 
 
-def _own_everywhere(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
-        object_list[:] = [obj] * len(object_list)
-
-    return all_gather_object
+def _own_everywhere(object_list: list[Any], obj: Any, *_others: Any, **_named: Any) -> None:
+    object_list[:] = [obj] * len(object_list)
 
 
 def _untracked(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,18 +141,6 @@ def _untracked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PATCHES = (
-    Patch(
-        "torch.nn:Module._apply",
-        _in_place,
-        "a model that is moved or gets another dtype would swap its fake parameters, which PyTorch cannot do",
-        "(self, fn, recurse=True)",
-    ),
-    Patch(
-        "torch.distributed:all_gather_object",
-        _own_everywhere,
-        "objects travel as bytes in tensors, and fake tensors have none",
-        "(object_list, obj, group=None)",
-    ),
     Patch(
         "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
         _untracked,
