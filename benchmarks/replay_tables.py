@@ -19,6 +19,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 
@@ -92,9 +93,10 @@ def main() -> int:
         flags += ["--global-batch-size", str(3 * size)] if args.shapes_only else []
         flags += args.flags
         found = replay(config, rank, [*flags, *only_shapes], args.timeout)
-        if args.shapes_only:
+        if args.shapes_only and "error" not in found:
             found["predicted_bytes"] = predicted_bytes(config, rank, flags)
-        write({"model": model, "vocab_size": int(vocab_size), "method": method, "rank": rank} | found, args.output)
+        line = {"model": model, "vocab_size": int(vocab_size), "method": method, "rank": rank} | found
+        write(line | {name: version(name) for name in ("torch", "megatron-core")}, args.output)
         status |= "error" in found
     return status
 
