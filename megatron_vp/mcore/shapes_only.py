@@ -106,7 +106,7 @@ def _read(function: Any, tensor: torch.Tensor) -> Any:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Inside, every tensor is a fake one and its memory is counted; tables that outlive it poison the process."""
+    """Inside, every tensor is a fake one and its memory is counted; what is cached inside stays fake."""
     live = LiveStorages()
     with (
         # A model that is moved or gets another dtype would swap its fake parameters, which PyTorch cannot do.
