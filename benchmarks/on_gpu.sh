@@ -4,13 +4,13 @@
 #
 #     benchmarks/on_gpu.sh FOLDER [STEP...]
 #
-# Without steps all of them, in this order: env kernels layer streams replay overlap ranks rest. A run that is cut off
+# Without steps all of them, in this order: env kernels layer streams replay overlap candidates ranks rest. A run that is cut off
 # loses the step it was at; name the steps that are left to go on. FOLDER gets three files, which grow with every call:
 # summary.txt (a line a command), log.txt (all that was said) and results.jsonl (a line a measurement). The exit status
 # is 1 where a command failed. PYTHON says which Python (default: python3). Without a GPU the same steps run at sizes
 # that only show that they run.
 set -uo pipefail
-steps=(env kernels layer streams replay overlap ranks rest)
+steps=(env kernels layer streams replay overlap candidates ranks rest)
 usage() {
     echo "usage: $0 FOLDER [STEP...]; steps: ${steps[*]}" >&2
     exit 2
@@ -83,6 +83,7 @@ step() {
                 "$python" benchmarks/overlap_tax.py "${results[@]}"
         done
         ;;
+    candidates) limited candidates 80 "$python" benchmarks/candidates.py "${results[@]}" ;;
     ranks) limited ranks 300 "${tests[@]}" tests/gpu ;;
     rest)
         limited rest 145 "$python" benchmarks/replay_tables.py "${results[@]}" "${rest[@]}"

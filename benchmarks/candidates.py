@@ -1,0 +1,330 @@
+"""Ways to compute S and the weight gradient of T, side by side: what the choice of the kernels rests on.
+
+    python benchmarks/candidates.py [--tokens 4096] [--hidden 4096] [--rows 8192,32768] [--output FILE.jsonl]
+
+Four ways, of which the first is the package's:
+
+    kernels     cuBLAS, then one pass of a Triton kernel over the logits, which turns them into E
+    blocks N    the same for N tokens at a time, so that the pass may find logits in L2
+    compiled    cuBLAS, then the pass as `torch.compile` makes it of PyTorch's operations
+    fused       no pass: S is a Triton GEMM whose epilogue takes statistics of its tile of logits, and T one that turns
+                logits into E as it loads them
+
+A Triton GEMM is no cuBLAS, and what a fused way saves is less than the difference may be: `triton_over_cublas` is
+that of the bare GEMM. Every line is one shape and one way, checked against fp64 before it is timed: `s_over_gemm` and
+`t_over_gemm` are times over the bare GEMM in cuBLAS, `over_kernels` is S + T over the package's, all from one process,
+in turns. Without a GPU everything runs on small shapes, Triton in its interpreter, to be tried at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import torch
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton  # noqa: E402  (reads the environment)
+import triton.language as tl  # noqa: E402
+from measuring import milliseconds, write  # noqa: E402
+from output_layer import Shape  # noqa: E402
+
+from megatron_vp.vocab.kernels.fused import FusedOperations  # noqa: E402
+from megatron_vp.vocab.statistics import LINEAR, MAX, SUM  # noqa: E402
+
+TILES = [(128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 64, 4, 4)] if ON_GPU else [(16, 16, 16, 4, 1)]
+"""Rows and columns of a tile of the result, depth of a step, warps, stages: the fastest counts."""
+
+TILES_IN_A_GROUP = 8
+BLOCKS = (1024, 2048) if ON_GPU else (48,)
+
+
+@triton.jit
+def _place(tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Tile of this program: a few rows of tiles together, so that operands are met again in L2."""
+    number = tl.program_id(0)
+    group = number // (GROUP * tiles_n)
+    height = tl.minimum(tiles_m - group * GROUP, GROUP)
+    inside = number % (GROUP * tiles_n)
+    return group * GROUP + inside % height, inside // height
+
+
+@triton.jit
+def _logits(
+    x, weight, logits, largest, total, tokens, columns, hidden,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, STATISTICS: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = _place(tl.cdiv(tokens, M), tl.cdiv(columns, N), GROUP)
+    token, column, depth = tile_m * M + tl.arange(0, M), tile_n * N + tl.arange(0, N), tl.arange(0, K)
+    token_safe, column_safe = (token % tokens).to(tl.int64), (column % columns).to(tl.int64)
+    product = tl.zeros((M, N), tl.float32)
+    for start in range(0, hidden, K):
+        inside = start + depth < hidden
+        left = tl.load(x + token_safe[:, None] * hidden + start + depth[None, :], mask=inside[None, :], other=0.0)
+        right = tl.load(
+            weight + column_safe[None, :] * hidden + start + depth[:, None], mask=inside[:, None], other=0.0
+        )
+        product = tl.dot(left, right, product)
+    rounded = product.to(logits.dtype.element_ty)
+    here = (token < tokens)[:, None] & (column < columns)[None, :]
+    tl.store(logits + token.to(tl.int64)[:, None] * columns + column[None, :], rounded, mask=here)
+    if STATISTICS:
+        logit = tl.where((column < columns)[None, :], rounded.to(tl.float32), -float("inf"))
+        largest_of_tile = tl.max(logit, 1)
+        total_of_tile = tl.sum(tl.exp(logit - largest_of_tile[:, None]), 1)
+        tl.store(largest + tile_n * tokens + token, largest_of_tile, mask=token < tokens)
+        tl.store(total + tile_n * tokens + token, total_of_tile, mask=token < tokens)
+
+
+@triton.jit
+def _weight_gradient(
+    logits, largest, target, weighed, main_grad, tokens, columns, hidden,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = _place(tl.cdiv(columns, M), tl.cdiv(hidden, N), GROUP)
+    column, place, step = tile_m * M + tl.arange(0, M), tile_n * N + tl.arange(0, N), tl.arange(0, K)
+    product = tl.zeros((M, N), tl.float32)
+    for start in range(0, tokens, K):
+        token = start + step
+        inside = token < tokens
+        address = token.to(tl.int64)
+        logit = tl.load(
+            logits + address[:, None] * columns + column[None, :],
+            mask=inside[:, None] & (column < columns)[None, :],
+            other=-float("inf"),
+        )
+        row_maximum = tl.load(largest + token, mask=inside, other=0.0)
+        own = tl.load(target + token, mask=inside, other=-1)
+        exp = tl.exp(logit.to(tl.float32) - row_maximum[:, None])
+        exp = tl.where(own[:, None] == column[None, :], 0.0, exp).to(weighed.dtype.element_ty)
+        right = tl.load(
+            weighed + address[:, None] * hidden + place[None, :],
+            mask=inside[:, None] & (place < hidden)[None, :],
+            other=0.0,
+        )
+        product = tl.dot(tl.trans(exp), right, product)
+    here = (column < columns)[:, None] & (place < hidden)[None, :]
+    address = main_grad + column.to(tl.int64)[:, None] * hidden + place[None, :]
+    tl.store(address, tl.load(address, mask=here, other=0.0) + product, mask=here)
+
+
+@torch.compile(dynamic=False)
+def _exponentiate_compiled(logits_nv: torch.Tensor, target_n: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    # exp(log-sum-exp - largest) and not the sum of what is stored: on that, PyTorch 2.13's compiler for CPUs gives up.
+    wide = logits_nv.float()
+    largest_n = wide.amax(-1)
+    total_n = (wide.logsumexp(-1) - largest_n).exp()
+    picked_n = wide.gather(1, target_n.clamp(0)[:, None]).squeeze(1)
+    own = target_n[:, None] == torch.arange(logits_nv.shape[1], device=logits_nv.device)
+    logits_nv.copy_((wide - largest_n[:, None]).exp().masked_fill(own, 0))
+    return largest_n, total_n, torch.where(target_n >= 0, picked_n, 0)
+
+
+class Way:
+    """One way on one shape. `s` returns [n, V/p] for T and fills the statistics; `t` adds to `main_grad`."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.x_nh, self.weight = shape.x_nh, shape.layer.weight.detach()
+        self.main_grad = shape.layer.weight.main_grad
+        self.target_n = shape.pending.target_n
+        self.statistics_3n = torch.empty_like(shape.pending.statistics_3n)
+        self.operations = FusedOperations()
+        scale_n = shape.pending.row_scale(shape.total)
+        self.softmax_factor_n = scale_n * shape.row_gradient_n
+        self.target_factor_n = shape.pending.target_entry(shape.total) * shape.row_gradient_n
+
+    def s(self) -> torch.Tensor:
+        """cuBLAS and one pass."""
+        exp_nv = self.x_nh @ self.weight.t()
+        self.operations.exponentiate_(exp_nv, self.target_n, self.statistics_3n)
+        return exp_nv
+
+    def t(self, kept_nv: torch.Tensor) -> None:
+        """Row factors on X, a GEMM into `main_grad`, rows of the targets."""
+        weighed_nh = self.operations.weigh(self.x_nh, self.softmax_factor_n)
+        self.add_product(kept_nv, weighed_nh)
+        self.operations.add_rows_(self.main_grad, self.target_n, self.x_nh, self.target_factor_n)
+
+    def add_product(self, kept_nv: torch.Tensor, weighed_nh: torch.Tensor) -> None:
+        """The GEMM of T."""
+        self.operations.add_product_(self.main_grad, kept_nv, weighed_nh)
+
+
+class Blocks(Way):
+    """S for some tokens at a time."""
+
+    def __init__(self, shape: Shape, tokens: int) -> None:
+        super().__init__(shape)
+        self.tokens = tokens
+
+    def s(self) -> torch.Tensor:
+        """cuBLAS and the pass, block after block."""
+        exp_nv = self.x_nh.new_empty(len(self.x_nh), len(self.weight))
+        for start in range(0, len(exp_nv), self.tokens):
+            span = slice(start, start + self.tokens)
+            torch.mm(self.x_nh[span], self.weight.t(), out=exp_nv[span])
+            part_3n = self.x_nh.new_empty(3, len(exp_nv[span]), dtype=self.statistics_3n.dtype)
+            self.operations.exponentiate_(exp_nv[span], self.target_n[span], part_3n)
+            self.statistics_3n[:, span] = part_3n
+        return exp_nv
+
+
+class Compiled(Way):
+    """The pass by `torch.compile`."""
+
+    def s(self) -> torch.Tensor:
+        """cuBLAS and what the compiler makes of the rest."""
+        exp_nv = self.x_nh @ self.weight.t()
+        torch.stack(_exponentiate_compiled(exp_nv, self.target_n), out=self.statistics_3n)
+        return exp_nv
+
+
+class Fused(Way):
+    """Statistics in the epilogue of S, E in the loads of T."""
+
+    def __init__(self, shape: Shape, tile: tuple[int, ...]) -> None:
+        super().__init__(shape)
+        self.tile = tile
+
+    def options(self) -> dict[str, int]:
+        """Tile and group as the kernels take them."""
+        names = ("M", "N", "K", "num_warps", "num_stages")
+        return dict(zip(names, self.tile, strict=True)) | {"GROUP": TILES_IN_A_GROUP}
+
+    def logits(self, take_statistics: bool) -> torch.Tensor:
+        """The GEMM of S, with statistics of every row or without."""
+        (tokens, hidden), columns = self.x_nh.shape, len(self.weight)
+        across = triton.cdiv(columns, self.tile[1])
+        logits_nv = self.x_nh.new_empty(tokens, columns)
+        parts_2tn = self.x_nh.new_empty(2, across, tokens, dtype=torch.float32)
+        grid = (triton.cdiv(tokens, self.tile[0]) * across,)
+        _logits[grid](
+            self.x_nh, self.weight, logits_nv, *parts_2tn, tokens, columns, hidden,
+            STATISTICS=take_statistics, **self.options(),
+        )  # fmt: skip
+        if take_statistics:
+            largest_tn, total_tn = parts_2tn
+            torch.amax(largest_tn, 0, out=self.statistics_3n[MAX])
+            shrunk_tn = total_tn * (largest_tn - self.statistics_3n[MAX]).exp()
+            torch.sum(shrunk_tn, 0, out=self.statistics_3n[SUM])
+            own = logits_nv.gather(1, self.target_n.clamp(0)[:, None]).squeeze(1)
+            self.statistics_3n[LINEAR] = torch.where(self.target_n >= 0, own, 0)
+        return logits_nv
+
+    def s(self) -> torch.Tensor:
+        """Logits, which T takes as they are."""
+        return self.logits(take_statistics=True)
+
+    def add_product(self, kept_nv: torch.Tensor, weighed_nh: torch.Tensor) -> None:
+        """The GEMM of T on logits."""
+        (tokens, hidden), columns = self.x_nh.shape, len(self.weight)
+        grid = (triton.cdiv(columns, self.tile[0]) * triton.cdiv(hidden, self.tile[1]),)
+        _weight_gradient[grid](
+            kept_nv, self.statistics_3n[MAX], self.target_n, weighed_nh, self.main_grad, tokens, columns, hidden,
+            **self.options(),
+        )  # fmt: skip
+
+
+def check(way: Way, name: str) -> None:
+    """Statistics and weight gradient against fp64 on the logits that a GEMM in the model's dtype gives."""
+    shape = way.shape
+    way.main_grad.zero_()
+    way.t(way.s())
+    x_nh = way.x_nh.double()
+    logits_nv = (way.x_nh @ way.weight.t()).double()
+    largest_n, total_n, linear_n = way.statistics_3n.double()
+    found = {
+        "log-sum-exp": largest_n + total_n.log(),
+        "logit of the target": linear_n,
+        "weight gradient": way.main_grad,
+    }
+    owned_n = way.target_n >= 0
+    exp_nv = (logits_nv - shape.pending.statistics_3n[MAX].double()[:, None]).exp()
+    exp_nv[owned_n, way.target_n[owned_n]] = 0
+    weight_gradient = exp_nv.t() @ (way.softmax_factor_n[:, None] * x_nh)
+    weight_gradient.index_add_(0, way.target_n[owned_n], (way.target_factor_n[:, None] * x_nh)[owned_n])
+    expected = {
+        "log-sum-exp": logits_nv.logsumexp(-1),
+        "logit of the target": shape.pending.statistics_3n[LINEAR].double(),
+        "weight gradient": weight_gradient,
+    }
+    for what, value in expected.items():
+        off = ((found[what] - value).norm() / value.norm()).item()
+        if not off < 2 * torch.finfo(way.x_nh.dtype).eps:  # logits of another GEMM may differ by a rounding
+            raise SystemExit(f"{name}: its {what} is {off:.2g} off")
+
+
+def medians(works: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
+    """Milliseconds of each, in turns, after two rounds that warm up."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds + 2):
+        for name, work in works.items():
+            times[name].append(milliseconds(work, device))
+    return {name: statistics.median(values[2:]) for name, values in times.items()}
+
+
+def ways(shape: Shape) -> dict[str, Way]:
+    """All ways by name; each tile of the fused one is a way."""
+    found = {"kernels": Way(shape), "compiled": Compiled(shape)}
+    found |= {f"blocks {tokens}": Blocks(shape, tokens) for tokens in BLOCKS if tokens < len(shape.x_nh)}
+    return found | {f"fused {'x'.join(map(str, tile))}": Fused(shape, tile) for tile in TILES}
+
+
+def measure(shape: Shape, rounds: int, device: torch.device) -> dict[str, dict[str, float | None]]:
+    """The ratios of every way."""
+    works: dict[str, Callable[[], object]] = {"gemm of s": shape.s_gemm, "gemm of t": shape.t_gemm}
+    found = ways(shape)
+    for name, way in found.items():
+        check(way, name)
+        kept_nv = way.s()
+        works[f"s {name}"] = way.s
+        works[f"t {name}"] = lambda way=way, kept_nv=kept_nv: way.t(kept_nv)
+        if isinstance(way, Fused):
+            works[f"bare {name}"] = lambda way=way: way.logits(take_statistics=False)
+    times = medians(works, rounds, device)
+    ours = times["s kernels"] + times["t kernels"]
+    return {
+        name: {
+            "s_over_gemm": times[f"s {name}"] / times["gemm of s"],
+            "t_over_gemm": times[f"t {name}"] / times["gemm of t"],
+            "over_kernels": (times[f"s {name}"] + times[f"t {name}"]) / ours,
+            "triton_over_cublas": times[f"bare {name}"] / times["gemm of s"] if f"bare {name}" in times else None,
+            "milliseconds": {"s": times[f"s {name}"], "t": times[f"t {name}"]},
+        }
+        for name in found
+    }
+
+
+def main() -> None:
+    """Measure every shape and print, or append to a file, a line of JSON for each way."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (
+        ("tokens", "4096" if ON_GPU else "128"),
+        ("hidden", "3072,6144" if ON_GPU else "48"),
+        ("rows", "8192,32768" if ON_GPU else "100"),
+    ):
+        parser.add_argument(f"--{name}", default=default, help=f"comma-separated (default {default})")
+    parser.add_argument("--rounds", type=int, default=20 if ON_GPU else 1)
+    parser.add_argument("--output", type=Path, help="append the lines to this file")
+    args = parser.parse_args()
+    device, dtype = (torch.device("cuda"), torch.bfloat16) if ON_GPU else (torch.device("cpu"), torch.float32)
+    machine = torch.cuda.get_device_name() if ON_GPU else f"{platform.machine()}, Triton's interpreter"
+    sizes = ([int(value) for value in getattr(args, name).split(",")] for name in ("tokens", "hidden", "rows"))
+    for tokens, hidden, rows in product(*sizes):
+        shape = Shape(tokens, hidden, rows, device, dtype)
+        for name, found in measure(shape, args.rounds, device).items():
+            line = {"machine": machine, "torch": torch.__version__, "triton": triton.__version__}
+            write(line | {"tokens": tokens, "hidden": hidden, "rows": rows, "way": name} | found, args.output)
+
+
+if __name__ == "__main__":
+    main()
