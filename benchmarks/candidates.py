@@ -103,8 +103,9 @@ def _weight_gradient(
         )
         row_maximum = tl.load(largest + token, mask=inside, other=0.0)
         own = tl.load(target + token, mask=inside, other=-1)
-        exp = tl.exp(logit.to(tl.float32) - row_maximum[:, None])
-        exp = tl.where(own[:, None] == column[None, :], 0.0, exp).to(weighed.dtype.element_ty)
+        logit = logit.to(tl.float32)
+        exp = tl.where(own[:, None] == column[None, :], logit, tl.exp(logit - row_maximum[:, None]))
+        exp = exp.to(weighed.dtype.element_ty)
         right = tl.load(
             weighed + address[:, None] * hidden + place[None, :],
             mask=inside[:, None] & (place < hidden)[None, :],
@@ -135,27 +136,21 @@ class Way:
         self.shape = shape
         self.x_nh, self.weight = shape.x_nh, shape.layer.weight.detach()
         self.main_grad = shape.layer.weight.main_grad
-        self.target_n = shape.pending.target_n
-        self.statistics_3n = torch.empty_like(shape.pending.statistics_3n)
+        self.first = shape.layer.shards.start(shape.layer.index)
         self.operations = FusedOperations()
-        scale_n = shape.pending.row_scale(shape.total)
-        self.softmax_factor_n = scale_n * shape.row_gradient_n
-        self.target_factor_n = shape.pending.target_entry(shape.total) * shape.row_gradient_n
+        self.derivative = shape.pending.derivative(shape.total)
+        self.statistics_3n = torch.empty_like(shape.pending.statistics_3n)
 
     def s(self) -> torch.Tensor:
         """cuBLAS and one pass."""
         exp_nv = self.x_nh @ self.weight.t()
-        self.operations.exponentiate_(exp_nv, self.target_n, self.statistics_3n)
+        self.statistics_3n, *_ = self.operations.exponentiate_(exp_nv, self.shape.labels_n, self.first, 1.0)
         return exp_nv
 
     def t(self, kept_nv: torch.Tensor) -> None:
-        """Row factors on X, a GEMM into `main_grad`, rows of the targets."""
-        weighed_nh = self.operations.weigh(self.x_nh, self.softmax_factor_n)
-        self.add_product(kept_nv, weighed_nh)
-        self.operations.add_rows_(self.main_grad, self.target_n, self.x_nh, self.target_factor_n)
-
-    def add_product(self, kept_nv: torch.Tensor, weighed_nh: torch.Tensor) -> None:
-        """The GEMM of T."""
+        """Entries of the targets into E and row factors on X, then a GEMM into `main_grad`."""
+        row_gradient_n = self.shape.row_gradient_n
+        weighed_nh = self.operations.enter_targets_(kept_nv, self.x_nh, row_gradient_n, self.derivative)
         self.operations.add_product_(self.main_grad, kept_nv, weighed_nh)
 
 
@@ -172,8 +167,7 @@ class Blocks(Way):
         for start in range(0, len(exp_nv), self.tokens):
             span = slice(start, start + self.tokens)
             torch.mm(self.x_nh[span], self.weight.t(), out=exp_nv[span])
-            part_3n = self.x_nh.new_empty(3, len(exp_nv[span]), dtype=self.statistics_3n.dtype)
-            self.operations.exponentiate_(exp_nv[span], self.target_n[span], part_3n)
+            part_3n, *_ = self.operations.exponentiate_(exp_nv[span], self.shape.labels_n[span], self.first, 1.0)
             self.statistics_3n[:, span] = part_3n
         return exp_nv
 
@@ -184,7 +178,7 @@ class Compiled(Way):
     def s(self) -> torch.Tensor:
         """cuBLAS and what the compiler makes of the rest."""
         exp_nv = self.x_nh @ self.weight.t()
-        torch.stack(_exponentiate_compiled(exp_nv, self.target_n), out=self.statistics_3n)
+        torch.stack(_exponentiate_compiled(exp_nv, self.derivative.target_n), out=self.statistics_3n)
         return exp_nv
 
 
@@ -216,21 +210,24 @@ class Fused(Way):
             torch.amax(largest_tn, 0, out=self.statistics_3n[MAX])
             shrunk_tn = total_tn * (largest_tn - self.statistics_3n[MAX]).exp()
             torch.sum(shrunk_tn, 0, out=self.statistics_3n[SUM])
-            own = logits_nv.gather(1, self.target_n.clamp(0)[:, None]).squeeze(1)
-            self.statistics_3n[LINEAR] = torch.where(self.target_n >= 0, own, 0)
+            target_n = self.derivative.target_n
+            own = logits_nv.gather(1, target_n.clamp(0)[:, None]).squeeze(1)
+            self.statistics_3n[LINEAR] = torch.where(target_n >= 0, own, 0)
         return logits_nv
 
     def s(self) -> torch.Tensor:
         """Logits, which T takes as they are."""
         return self.logits(take_statistics=True)
 
-    def add_product(self, kept_nv: torch.Tensor, weighed_nh: torch.Tensor) -> None:
-        """The GEMM of T on logits."""
+    def t(self, kept_nv: torch.Tensor) -> None:
+        """Row factors on X, entries of the targets into the logits, where they stay as they are; then the GEMM."""
         (tokens, hidden), columns = self.x_nh.shape, len(self.weight)
+        row_gradient_n = self.shape.row_gradient_n
+        weighed_nh = self.operations.enter_targets_(kept_nv, self.x_nh, row_gradient_n, self.derivative)
         grid = (triton.cdiv(columns, self.tile[0]) * triton.cdiv(hidden, self.tile[1]),)
         _weight_gradient[grid](
-            kept_nv, self.statistics_3n[MAX], self.target_n, weighed_nh, self.main_grad, tokens, columns, hidden,
-            **self.options(),
+            kept_nv, self.statistics_3n[MAX], self.derivative.target_n, weighed_nh, self.main_grad, tokens, columns,
+            hidden, **self.options(),
         )  # fmt: skip
 
 
@@ -247,11 +244,10 @@ def check(way: Way, name: str) -> None:
         "logit of the target": linear_n,
         "weight gradient": way.main_grad,
     }
-    owned_n = way.target_n >= 0
-    exp_nv = (logits_nv - shape.pending.statistics_3n[MAX].double()[:, None]).exp()
-    exp_nv[owned_n, way.target_n[owned_n]] = 0
-    weight_gradient = exp_nv.t() @ (way.softmax_factor_n[:, None] * x_nh)
-    weight_gradient.index_add_(0, way.target_n[owned_n], (way.target_factor_n[:, None] * x_nh)[owned_n])
+    target_n, owned_n = way.derivative.target_n, way.derivative.target_n >= 0
+    rows_of_d_nv = (logits_nv - way.derivative.largest_n.double()[:, None]).exp() * way.derivative.scale_n[:, None]
+    rows_of_d_nv[owned_n, target_n[owned_n]] = way.derivative.entry_n[owned_n].double()
+    weight_gradient = rows_of_d_nv.t() @ (shape.row_gradient_n[:, None] * x_nh)
     expected = {
         "log-sum-exp": logits_nv.logsumexp(-1),
         "logit of the target": shape.pending.statistics_3n[LINEAR].double(),

@@ -131,7 +131,7 @@ class EmbeddingLayer(nn.Module):
     def backward_pass(self, exchange: RowExchange, gradient_kh: torch.Tensor) -> None:
         """Pass IB: add the gradients of the owned rows [k, h] to `weight.main_grad`, deterministically."""
         rows_k = self._rows(exchange)
-        operations_for(gradient_kh).add_rows_(self.weight.main_grad, rows_k, gradient_kh, None)
+        operations_for(gradient_kh).add_rows_(self.weight.main_grad, rows_k, gradient_kh)
 
     def _rows(self, exchange: RowExchange) -> torch.Tensor:
         return exchange.owned_by(self.index) - self.shards.start(self.index)

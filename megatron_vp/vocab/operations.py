@@ -13,46 +13,71 @@ from typing import Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_vp.vocab.statistics import LINEAR, MAX, SUM
+from megatron_vp.vocab.derivative import Derivative
+from megatron_vp.vocab.statistics import LINEAR, MAX, SUM, statistics_dtype
 
 ROWS_PER_BLOCK = 1024
 """Tokens whose logits are widened to fp32 at a time: bounds the temporary to 4 bytes x this x V/p."""
 
 
 class Operations(Protocol):
-    """Names ending in `_` write into their first argument. `target_n` is int64 with -1 for "not in this shard"."""
+    """Names ending in `_` write into their first argument."""
 
-    def exponentiate_(self, logits_nv: torch.Tensor, target_n: torch.Tensor, statistics_3n: torch.Tensor) -> None:
-        """Turn logits into E = exp(logit - row maximum), zero in the target's column; fill a, l and (as LINEAR) z."""
+    def exponentiate_(
+        self, logits_nv: torch.Tensor, labels_n: torch.Tensor, first: int, target_weight: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Turn logits into E = exp(logit - row maximum), zero in the target's column.
 
-    def rescale_(
-        self,
-        product_nh: torch.Tensor,
-        weight_vh: torch.Tensor,
-        scale_n: torch.Tensor,
-        target_n: torch.Tensor,
-        entry_n: torch.Tensor,
-    ) -> None:
-        """Turn E W into D W: row i becomes scale_i (E W)_i + entry_i W[target_i], rounded once."""
+        Args:
+            logits_nv: [n, V/p], V/p >= 1. Overwritten.
+            labels_n: global token ids, int64 [n].
+            first: the token of column 0.
+            target_weight: t, what the target's logit counts in the loss.
 
-    def weigh(self, rows_nh: torch.Tensor, factor_n: torch.Tensor) -> torch.Tensor:
-        """Rows times a factor each, [n, h] in the rows' dtype, rounded once."""
+        Returns:
+            The packed statistics [3, n] a, l and t z; the target's column, int64 [n], -1 where it belongs to another
+            shard; z, zero there. Floats in fp32, or fp64 where the logits are.
+        """
+
+    def rescale_(self, product_nh: torch.Tensor, weight_vh: torch.Tensor, derivative: Derivative) -> None:
+        """Turn E W into D W: row i becomes c_i (E W)_i + e_i W[target_i], rounded once."""
+
+    def enter_targets_(
+        self, exp_nv: torch.Tensor, x_nh: torch.Tensor, row_gradient_n: torch.Tensor, derivative: Derivative
+    ) -> torch.Tensor:
+        """Give E the targets' entries, and the rest of D to X: returns X' with E'^T X' = D^T (g X), [n, h] as X.
+
+        A row of X' is c g times that of X, and the target's entry of E' is e / c, rounded once each. A row whose target
+        is here and whose c is less than `smallest_scale` becomes c E, and X' then has g alone.
+        """
 
     def add_product_(self, matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:
         """matrix += left^T right."""
 
-    def add_rows_(
-        self, matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Tensor, factor_n: torch.Tensor | None
-    ) -> None:
-        """matrix[row_i] += factor_i source_i for the rows that are not negative; the same bits in every run."""
+    def add_rows_(self, matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Tensor) -> None:
+        """matrix[row_i] += source_i for the rows that are not negative; the same bits in every run."""
+
+
+def smallest_scale(dtype: torch.dtype) -> float:
+    """The c from which on e / c is in the range of E's dtype, and c g X in that of X's.
+
+    fp16 has no room beside the loss scale: there no target's row is left to X.
+    """
+    return float("inf") if dtype == torch.float16 else 2.0**-60
 
 
 class EagerOperations:
     """Any device and float dtype; moves the logits several times, and may wait for the device."""
 
-    def exponentiate_(self, logits_nv: torch.Tensor, target_n: torch.Tensor, statistics_3n: torch.Tensor) -> None:
+    def exponentiate_(
+        self, logits_nv: torch.Tensor, labels_n: torch.Tensor, first: int, target_weight: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Operations`."""
-        for start in range(0, logits_nv.shape[0], ROWS_PER_BLOCK):
+        tokens, columns = logits_nv.shape
+        local_n = labels_n - first
+        target_n = torch.where((local_n >= 0) & (local_n < columns), local_n, -1)
+        statistics_3n = logits_nv.new_empty((3, tokens), dtype=statistics_dtype(logits_nv.dtype))
+        for start in range(0, tokens, ROWS_PER_BLOCK):
             span = slice(start, start + ROWS_PER_BLOCK)
             logits, column, owned = logits_nv[span], target_n[span].clamp(0)[:, None], target_n[span] >= 0
             wide = logits.to(statistics_3n.dtype)
@@ -65,24 +90,30 @@ class EagerOperations:
             wide.scatter_(-1, column, kept[:, None])
             if wide is not logits:
                 logits.copy_(wide)
+        target_logit_n = statistics_3n[LINEAR].clone()
+        statistics_3n[LINEAR] *= target_weight
+        return statistics_3n, target_n, target_logit_n
 
-    def rescale_(
-        self,
-        product_nh: torch.Tensor,
-        weight_vh: torch.Tensor,
-        scale_n: torch.Tensor,
-        target_n: torch.Tensor,
-        entry_n: torch.Tensor,
-    ) -> None:
+    def rescale_(self, product_nh: torch.Tensor, weight_vh: torch.Tensor, derivative: Derivative) -> None:
         """See `Operations`."""
-        scaled_nh = product_nh * scale_n[:, None]
-        owned_n = (target_n >= 0).nonzero().squeeze(-1)
-        scaled_nh[owned_n] += weight_vh[target_n[owned_n]] * entry_n[owned_n, None]
+        scaled_nh = product_nh * derivative.scale_n[:, None]
+        owned_n = (derivative.target_n >= 0).nonzero().squeeze(-1)
+        scaled_nh[owned_n] += weight_vh[derivative.target_n[owned_n]] * derivative.entry_n[owned_n, None]
         product_nh.copy_(scaled_nh)
 
-    def weigh(self, rows_nh: torch.Tensor, factor_n: torch.Tensor) -> torch.Tensor:
+    def enter_targets_(
+        self, exp_nv: torch.Tensor, x_nh: torch.Tensor, row_gradient_n: torch.Tensor, derivative: Derivative
+    ) -> torch.Tensor:
         """See `Operations`."""
-        return (rows_nh * factor_n[:, None]).to(rows_nh.dtype)
+        scale_n, owned_n = derivative.scale_n, derivative.target_n >= 0
+        taken_n = owned_n & (scale_n.abs() < smallest_scale(exp_nv.dtype))
+        rows_k = taken_n.nonzero().squeeze(-1)
+        exp_nv[rows_k] = (exp_nv[rows_k] * scale_n[rows_k, None]).to(exp_nv.dtype)
+        left_n = torch.where(taken_n, 1, scale_n)
+        column = derivative.target_n.clamp(0)[:, None]
+        entry = torch.where(owned_n, derivative.entry_n / left_n, exp_nv.gather(-1, column).squeeze(-1))
+        exp_nv.scatter_(-1, column, entry[:, None].to(exp_nv.dtype))
+        return (x_nh * (left_n * row_gradient_n)[:, None]).to(x_nh.dtype)
 
     def add_product_(self, matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:
         """See `Operations`. The product is rounded to the operands' dtype before it is added, as Megatron's is."""
@@ -91,15 +122,10 @@ class EagerOperations:
         else:
             matrix_vh.add_(left_nv.t() @ right_nh)
 
-    def add_rows_(
-        self, matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Tensor, factor_n: torch.Tensor | None
-    ) -> None:
+    def add_rows_(self, matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Tensor) -> None:
         """See `Operations`."""
         kept_n = (row_n >= 0).nonzero().squeeze(-1)
-        rows_kh = source_nh[kept_n]
-        if factor_n is not None:
-            rows_kh = rows_kh * factor_n[kept_n, None]
-        rows_kh = rows_kh.to(matrix_vh.dtype)
+        rows_kh = source_nh[kept_n].to(matrix_vh.dtype)
         if matrix_vh.is_cuda:  # there `index_add_` adds equal rows in any order; this sorts them
             matrix_vh.index_put_((row_n[kept_n],), rows_kh, accumulate=True)
         else:
@@ -109,20 +135,25 @@ class EagerOperations:
 class ShapeOperations:
     """For fake tensors, which have no contents: allocates what Triton's kernels do, and computes nothing."""
 
-    def exponentiate_(self, logits_nv: torch.Tensor, target_n: torch.Tensor, statistics_3n: torch.Tensor) -> None:
+    def exponentiate_(
+        self, logits_nv: torch.Tensor, labels_n: torch.Tensor, first: int, target_weight: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `Operations`."""
+        dtype = statistics_dtype(logits_nv.dtype)
+        statistics_3n, target_logit_n = (logits_nv.new_empty(*rows, len(logits_nv), dtype=dtype) for rows in ((3,), ()))
+        return statistics_3n, torch.empty_like(labels_n), target_logit_n
+
+    def rescale_(self, product_nh: torch.Tensor, *others: object) -> None:
         """See `Operations`."""
 
-    def rescale_(self, product_nh: torch.Tensor, *others: torch.Tensor) -> None:
+    def enter_targets_(self, exp_nv: torch.Tensor, x_nh: torch.Tensor, *others: object) -> torch.Tensor:
         """See `Operations`."""
-
-    def weigh(self, rows_nh: torch.Tensor, factor_n: torch.Tensor) -> torch.Tensor:
-        """See `Operations`."""
-        return torch.empty_like(rows_nh)
+        return torch.empty_like(x_nh)
 
     def add_product_(self, matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:
         """See `Operations`."""
 
-    def add_rows_(self, matrix_vh: torch.Tensor, *others: torch.Tensor | None) -> None:
+    def add_rows_(self, matrix_vh: torch.Tensor, *others: torch.Tensor) -> None:
         """See `Operations`."""
 
 

@@ -1,7 +1,7 @@
 """Output layer of one shard: passes S and T of both algorithms (Yeung et al., arXiv 2411.05288, Algorithms 1 and 2).
 
     S   Y = X W^T      a_i = max_j Y_ij      E_ij = exp(Y_ij - a_i)      l_i = sum_j E_ij      z_i = Y[i, y_i]
-    T   D_ij = c_i E_ij - onehot_ij  with  c_i = exp(a_i - A_i) / L_i    dW += D^T (g X) = E^T (c g X) - onehot^T (g X)
+    T   D_ij = c_i E_ij - onehot_ij  with  c_i = exp(a_i - A_i) / L_i    dW += D^T (g X)
     dX  = g * sum over shards of D W     (the receiving stage applies the row factor g)
 
 vocab-1 forms D W in T, from D itself. vocab-2 forms E W in S, before the global statistics are known, and rescales its
@@ -11,9 +11,11 @@ A z-loss multiplies c by a factor of its row. Label smoothing lowers the one-hot
 all of D (`megatron_vp.vocab.loss`). That part has rank one: it enters dX as u times the sum of W's rows, and dW as u
 times the weighted sum of X's rows, and no [n, V/p] matrix ever holds it.
 
-Precision: logits in the model's dtype, as the GEMM returns them; statistics and exponentials in fp32; E kept between S
-and T in the model's dtype. The target's column never enters E: c E - 1 cancels when the model is sure, so its entry of
-D is taken from z in fp32, exp(z - A) / L - 1.
+D is never formed: T enters the targets' entries over c into E, so that E^T (c g X) is all of D^T (g X), by one GEMM.
+The row factors ride on X, which is V/p / h times smaller than E (`megatron_vp.vocab.derivative`).
+
+Precision: logits in the model's dtype, as the GEMM returns them; statistics, exponentials and the targets' entries of D
+in fp32; E kept between S and T in the model's dtype.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megatron_vp.vocab.derivative import Derivative
 from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
 from megatron_vp.vocab.operations import operations_for
 from megatron_vp.vocab.shards import VocabShards
@@ -31,7 +34,7 @@ from megatron_vp.vocab.statistics import LINEAR, MAX, GlobalStatistics, statisti
 
 @dataclass
 class PendingOutput:
-    """What a shard keeps of one microbatch between S and T: E [n, V/p], X [n, h] and vectors [n]."""
+    """What a shard keeps of one microbatch between S and T: E [n, V/p], X [n, h] and vectors [n]. T uses E up."""
 
     x_nh: torch.Tensor
     exp_nv: torch.Tensor
@@ -43,14 +46,10 @@ class PendingOutput:
     smoothing_h: torch.Tensor | None
     """What label smoothing takes from every row of dX / g: u times the sum of the shard's rows; None without it."""
 
-    def row_scale(self, total: GlobalStatistics) -> torch.Tensor:
-        """The factor that turns this shard's E into the softmax's part of D, c (1 + 2 zeta LSE), [n]."""
-        return total.probability(self.statistics_3n[MAX]) * self.loss.softmax_weight(total.log_sum_exp_n)
-
-    def target_entry(self, total: GlobalStatistics) -> torch.Tensor:
-        """Entry of D + u at the target, in fp32; zero where the target belongs to another shard, [n]."""
-        softmax_part_n = total.probability(self.target_logit_n) * self.loss.softmax_weight(total.log_sum_exp_n)
-        return torch.where(self.target_n >= 0, softmax_part_n - self.loss.target_weight(self.vocab_size), 0)
+    def derivative(self, total: GlobalStatistics) -> Derivative:
+        """What turns E into D, once the statistics of the whole vocabulary are known."""
+        largest_n = self.statistics_3n[MAX]
+        return Derivative(largest_n, self.target_n, self.target_logit_n, total, self.loss, self.vocab_size)
 
 
 class OutputLayer(nn.Module):
@@ -79,16 +78,13 @@ class OutputLayer(nn.Module):
             The state that T needs, with the packed statistics [3, n] for barrier C1.
         """
         exp_nv = x_nh @ self.weight.t()
-        rows = self.weight.shape[0]
-        local_n = labels_n - self.shards.start(self.index)
-        target_n = torch.where((local_n >= 0) & (local_n < rows), local_n, -1)
-        statistics_3n = exp_nv.new_zeros((3, x_nh.shape[0]), dtype=statistics_dtype(exp_nv.dtype))
-        statistics_3n[MAX].fill_(-torch.inf)
-        if rows:
-            operations_for(exp_nv).exponentiate_(exp_nv, target_n, statistics_3n)
-        target_logit_n = statistics_3n[LINEAR].clone()
         vocab_size = self.shards.vocab_size
-        statistics_3n[LINEAR] *= loss.target_weight(vocab_size)
+        if self.weight.shape[0]:
+            statistics_3n, target_n, target_logit_n = operations_for(exp_nv).exponentiate_(
+                exp_nv, labels_n, self.shards.start(self.index), loss.target_weight(vocab_size)
+            )
+        else:
+            statistics_3n, target_n, target_logit_n = _of_no_rows(exp_nv, labels_n)
         smoothing_h = None
         if loss.label_smoothing:
             smoothing_h = loss.logit_weight(vocab_size) * self.weight.sum(0, dtype=statistics_3n.dtype)
@@ -106,8 +102,7 @@ class OutputLayer(nn.Module):
     ) -> torch.Tensor:
         """Turn E W into this shard's part of dX / g, [n, h] in the model's dtype, in place, once C1 is known."""
         if self.weight.shape[0]:
-            scale_n, entry_n = pending.row_scale(total), pending.target_entry(total)
-            operations_for(unscaled_nh).rescale_(unscaled_nh, self.weight, scale_n, pending.target_n, entry_n)
+            operations_for(unscaled_nh).rescale_(unscaled_nh, self.weight, pending.derivative(total))
         if pending.smoothing_h is not None:
             unscaled_nh -= pending.smoothing_h
         return unscaled_nh
@@ -118,25 +113,29 @@ class OutputLayer(nn.Module):
     ) -> torch.Tensor | None:
         """Pass T: accumulate the weight gradient into `main_grad`; vocab-1 also returns its part of dX / g, [n, h].
 
-        D is never formed: dW = E^T (c g X) and, in the rows of the targets, their entries times g X. The softmax's row
-        factors ride on X, which is V/p / h times smaller than E.
-
         Args:
-            pending: the state of S.
+            pending: the state of S, which this uses up.
             total: statistics of the whole vocabulary.
             row_gradient_n: g, the derivative of the loss by every token's loss, fp32 [n]; holds mask, averaging and
                 loss scale.
             input_gradient: return D W (vocab-1).
         """
         main_grad, x_nh = self.weight.main_grad, pending.x_nh
+        part_nh = None
+        if input_gradient:
+            part_nh = self.rescaled_input_gradient(self.unscaled_input_gradient(pending), pending, total)
         if self.weight.shape[0]:
             operations = operations_for(x_nh)
-            weighed_nh = operations.weigh(x_nh, pending.row_scale(total) * row_gradient_n)
+            weighed_nh = operations.enter_targets_(pending.exp_nv, x_nh, row_gradient_n, pending.derivative(total))
             operations.add_product_(main_grad, pending.exp_nv, weighed_nh)
-            operations.add_rows_(main_grad, pending.target_n, x_nh, pending.target_entry(total) * row_gradient_n)
         if pending.smoothing_h is not None:
             every_row_h = row_gradient_n.to(pending.smoothing_h.dtype) @ x_nh.to(pending.smoothing_h.dtype)
             main_grad.sub_(pending.loss.logit_weight(pending.vocab_size) * every_row_h)
-        if not input_gradient:
-            return None
-        return self.rescaled_input_gradient(self.unscaled_input_gradient(pending), pending, total)
+        return part_nh
+
+
+def _of_no_rows(logits_nv: torch.Tensor, labels_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `exponentiate_` returns, of an empty shard."""
+    statistics_3n = logits_nv.new_zeros((3, len(labels_n)), dtype=statistics_dtype(logits_nv.dtype))
+    statistics_3n[MAX].fill_(-torch.inf)
+    return statistics_3n, torch.full_like(labels_n, -1), torch.zeros_like(statistics_3n[LINEAR])

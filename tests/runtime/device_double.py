@@ -25,6 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_vp.vocab.derivative import Derivative
+
 Clock = dict[int, int]
 """By stream, how many of its operations are known to be over."""
 
@@ -279,23 +281,29 @@ class Kernels:
     def __init__(self, device: Device) -> None:
         self._launch: Callable[..., None] = device.kernel
 
-    def exponentiate_(self, logits_nv, target_n, statistics_3n) -> None:
-        self._launch("exponentiate_", [logits_nv, target_n], [logits_nv, statistics_3n])
+    def exponentiate_(self, logits_nv, labels_n, first, target_weight) -> tuple[torch.Tensor, ...]:
+        statistics_3n = logits_nv.new_empty((3, len(labels_n)), dtype=torch.float32)
+        result = statistics_3n, torch.empty_like(labels_n), torch.empty_like(statistics_3n[0])
+        self._launch("exponentiate_", [logits_nv, labels_n], [logits_nv, *result])
+        return result
 
-    def rescale_(self, product_nh, weight_vh, scale_n, target_n, entry_n) -> None:
-        self._launch("rescale_", [product_nh, weight_vh, scale_n, target_n, entry_n], [product_nh])
+    def rescale_(self, product_nh, weight_vh, derivative) -> None:
+        self._launch("rescale_", [product_nh, weight_vh, *self._read(derivative)], [product_nh])
 
-    def weigh(self, rows_nh, factor_n) -> torch.Tensor:
-        result = torch.empty_like(rows_nh)
-        self._launch("weigh", [rows_nh, factor_n], [result])
+    def enter_targets_(self, exp_nv, x_nh, row_gradient_n, derivative) -> torch.Tensor:
+        result = torch.empty_like(x_nh)
+        self._launch("enter_targets_", [exp_nv, x_nh, row_gradient_n, *self._read(derivative)], [exp_nv, result])
         return result
 
     def add_product_(self, matrix_vh, left_nv, right_nh) -> None:
         self._launch("add_product_", [left_nv, right_nh, matrix_vh], [matrix_vh])
 
-    def add_rows_(self, matrix_vh, row_n, source_nh, factor_n) -> None:
-        factors = [] if factor_n is None else [factor_n]
-        self._launch("add_rows_", [row_n, source_nh, matrix_vh, *factors], [matrix_vh])
+    def add_rows_(self, matrix_vh, row_n, source_nh) -> None:
+        self._launch("add_rows_", [row_n, source_nh, matrix_vh], [matrix_vh])
+
+    def _read(self, derivative: Derivative) -> list[torch.Tensor]:
+        total = derivative.total
+        return [derivative.largest_n, derivative.target_n, derivative.target_logit_n, total.max_n, total.sum_n]
 
 
 def _tensors(values: object) -> list[torch.Tensor]:

@@ -26,7 +26,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from megatron_vp.vocab.kernels import rows, softmax
+from megatron_vp.vocab.derivative import Derivative
+from megatron_vp.vocab.kernels import derivative, rows, softmax
+from megatron_vp.vocab.loss import CROSS_ENTROPY
+from megatron_vp.vocab.statistics import GlobalStatistics
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
@@ -58,13 +61,15 @@ def launch_all(dtype: torch.dtype, columns: int, hidden: int, tokens: int, main_
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    target, factor, weight = empty(tokens, dtype=torch.int64), empty(tokens), empty(columns, hidden, dtype=dtype)
+    token, factor, weight = empty(tokens, dtype=torch.int64), empty(tokens), empty(columns, hidden, dtype=dtype)
     states, main_grad = empty(tokens, hidden, dtype=dtype), empty(columns, hidden, dtype=main_dtype)
-    softmax.exponentiate_(empty(tokens, columns, dtype=dtype), target, empty(3, tokens))
-    rows.rescale_(states, weight, factor, target, factor)
-    rows.weigh(states, factor)
-    for each in (factor, None):
-        rows.add_rows_(main_grad, target, states, each)
+    exp = empty(tokens, columns, dtype=dtype)
+    statistics, target, target_logit = softmax.exponentiate_(exp, token, 64, 1.0)
+    total = GlobalStatistics(factor, factor, factor)
+    terms = Derivative(statistics[0], target, target_logit, total, CROSS_ENTROPY, 2 * columns)
+    derivative.rescale_(states, weight, terms)
+    derivative.enter_targets_(exp, states, factor, terms)
+    rows.add_rows_(main_grad, token, states)
 
 
 def resources(kernel: CompiledKernel) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -14,8 +15,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from megatron_vp.vocab import output  # noqa: E402
-from megatron_vp.vocab.kernels import fused, rows, softmax  # noqa: E402
+from megatron_vp.vocab.derivative import Derivative  # noqa: E402
+from megatron_vp.vocab.kernels import derivative, fused, rows, softmax  # noqa: E402
 from megatron_vp.vocab.kernels.fused import FusedOperations  # noqa: E402
+from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss  # noqa: E402
+from megatron_vp.vocab.operations import EagerOperations, smallest_scale  # noqa: E402
+from megatron_vp.vocab.statistics import GlobalStatistics  # noqa: E402
 from tests.vocab.test_output import _distance, _problem, _reference, _sharded  # noqa: E402
 
 # Half a unit in the last place; the interpreter cuts numbers off where a GPU rounds them, which may cost a whole one.
@@ -34,21 +39,24 @@ def _random(*shape, dtype=torch.float32, scale=1.0):
 @pytest.mark.parametrize(("columns", "largest_row"), [(1000, 32768), (1, 32768), (4096 * 2 + 1, 4096)])
 def test_exponentiate(monkeypatch, dtype, columns, largest_row):
     monkeypatch.setattr(softmax, "LARGEST_ROW", largest_row)
-    tokens = 5
+    tokens, first = 5, 100
     logits = _random(tokens, columns, dtype=dtype, scale=5)
     logits[1] = -1000  # equal logits, far below zero
-    target = torch.tensor([0, -1, columns - 1, columns // 2, -1], device=DEVICE)
-    exp, statistics = logits.clone(), torch.full((3, tokens), torch.nan, device=DEVICE)
-    softmax.exponentiate_(exp, target, statistics)
+    # The first, the last and a middle column; tokens of the shard before and of the one behind.
+    labels = first + torch.tensor([0, -1, columns - 1, columns // 2, columns], device=DEVICE)
+    exp = logits.clone()
+    statistics, target, target_logit = softmax.exponentiate_(exp, labels, first, 0.5)
 
     wide = logits.double()
     largest = wide.amax(-1)
     expected = (wide - largest[:, None]).exp()
     torch.testing.assert_close(statistics[0].double(), largest, rtol=0, atol=0)
     torch.testing.assert_close(statistics[1].double(), expected.sum(-1), rtol=1e-6, atol=0)
-    owned = target >= 0
+    owned = torch.tensor([True, False, True, True, False], device=DEVICE)
+    assert torch.equal(target, torch.where(owned, labels - first, -1))
     picked = torch.where(owned, wide.gather(1, target.clamp(0)[:, None])[:, 0], 0)
-    torch.testing.assert_close(statistics[2].double(), picked, rtol=0, atol=0)
+    torch.testing.assert_close(target_logit.double(), picked, rtol=0, atol=0)
+    torch.testing.assert_close(statistics[2], 0.5 * target_logit, rtol=0, atol=0)
     expected[owned, target[owned]] = 0
     torch.testing.assert_close(exp.double(), expected, rtol=ROUNDING[dtype] + 1e-6, atol=1e-7)
 
@@ -57,8 +65,7 @@ def test_exponentiate_leaves_what_lies_between_rows_alone():
     wide = _random(4, 130)
     logits = wide[:, :100]
     kept = wide[:, 100:].clone()
-    target, statistics = torch.full((4,), -1, device=DEVICE), torch.empty(3, 4, device=DEVICE)
-    softmax.exponentiate_(logits, target, statistics)
+    softmax.exponentiate_(logits, torch.full((4,), -1, device=DEVICE), 0, 1.0)
     assert logits.max() == 1
     torch.testing.assert_close(wide[:, 100:], kept, rtol=0, atol=0)
 
@@ -76,23 +83,38 @@ def test_logits_beyond_32_bits(sparse):
     # Memory ahead of the logits, too, for addresses that have become negative.
     logits = sparse(5 * stride + 8).as_strided((4, 8), (stride, 1), 2 * stride)
     logits.copy_(_random(4, 8, dtype=torch.bfloat16))
-    expected, target = logits.clone(), torch.tensor([-1, -1, -1, 5], device=DEVICE)
-    statistics, expected_statistics = (torch.empty(3, 4, device=DEVICE) for _ in range(2))
-    softmax.exponentiate_(logits, target, statistics)
-    softmax.exponentiate_(expected, target, expected_statistics)
-    assert torch.equal(statistics, expected_statistics)
+    expected, labels = logits.clone(), torch.tensor([-1, -1, -1, 5], device=DEVICE)
+    for found, beside in zip(_passed(logits, labels), _passed(expected, labels), strict=True):
+        assert torch.equal(found, beside)
     assert torch.equal(logits, expected)
+
+
+def _passed(logits, labels):
+    """What the last kernel of S and the one of T return; both have written to the logits."""
+    found = softmax.exponentiate_(logits, labels, 0, 1.0)
+    statistics, target, target_logit = found
+    terms = _terms(statistics[0], target, target_logit)
+    return *found, derivative.enter_targets_(
+        logits, torch.ones(4, 3, device=DEVICE), torch.ones(4, device=DEVICE), terms
+    )
+
+
+def _terms(largest, target, target_logit, total=None, loss=CROSS_ENTROPY):
+    """c = e = 1 where there is nothing else to go by."""
+    if total is None:
+        total = GlobalStatistics(torch.zeros_like(largest), torch.ones_like(largest), torch.zeros_like(largest))
+    return Derivative(largest, target, target_logit, total, loss, vocab_size=1000)
 
 
 def test_rows_beyond_32_bits(sparse):
     vocab, hidden = 2**20 + 1, 2**12
     matrix, row = sparse(vocab * hidden).view(vocab, hidden), torch.tensor([0, vocab - 1], device=DEVICE)
     source = _random(2, hidden, dtype=torch.bfloat16)
-    rows.add_rows_(matrix, row, source, None)
+    rows.add_rows_(matrix, row, source)
     assert torch.equal(matrix[row], source)
-    product, ones = torch.zeros_like(source), torch.ones(2, device=DEVICE)
-    rows.rescale_(product, matrix, ones, row, ones)
-    assert torch.equal(product, source)
+    product, zeros = torch.zeros_like(source), torch.zeros(2, device=DEVICE)
+    derivative.rescale_(product, matrix, _terms(zeros, row, zeros + math.log(2)))  # e = 2 - 1
+    torch.testing.assert_close(product, source)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -109,41 +131,74 @@ def test_add_product(monkeypatch, dtype, main_dtype, inside_the_gemm):
     assert _distance(matrix, expected) < (1e-6 if exact else ROUNDING[dtype])
 
 
+def _rows_of_d(tokens, columns, loss):
+    """Statistics whose c is ordinary, small, and too small to leave a row to X, with and without a target here."""
+    total = GlobalStatistics(
+        _random(tokens, scale=3), 1 + _random(tokens, 1)[:, 0].abs(), torch.zeros(tokens, device=DEVICE)
+    )
+    below = torch.tensor([0.0, 3.0, 20.0, 80.0], device=DEVICE).repeat(tokens)[:tokens]
+    largest = total.max_n - below
+    target = torch.tensor([-1, 0, columns - 1, 3, 5, 7], device=DEVICE).repeat(tokens)[:tokens]
+    target_logit = torch.where(target >= 0, largest - 0.5, 0)
+    return _terms(largest, target, target_logit, total, loss)
+
+
+LOSSES = [CROSS_ENTROPY, TokenLoss(label_smoothing=0.1, z_loss=0.05)]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_rescale(dtype):
-    tokens, hidden, vocab = 6, rows.BLOCK + 7, 11
+def test_rescale(dtype, loss):
+    tokens, hidden, vocab = 12, derivative.BLOCK + 7, 11
     product, weight = _random(tokens, hidden, dtype=dtype), _random(vocab, hidden, dtype=dtype)
-    scale, entry = _random(tokens).abs(), _random(tokens, scale=0.5)
-    target = torch.tensor([-1, 0, 10, 10, -1, 3], device=DEVICE)
-    expected = product.double() * scale.double()[:, None]
-    for token in (1, 2, 3, 5):
-        expected[token] += entry[token].double() * weight[target[token]].double()
-    rows.rescale_(product, weight, scale, target, entry)
-    torch.testing.assert_close(product.double(), expected, rtol=ROUNDING[dtype], atol=1e-6)
+    terms = _rows_of_d(tokens, vocab, loss)
+    expected = product.double() * terms.scale_n.double()[:, None]
+    for token, column in enumerate(terms.target_n.tolist()):
+        if column >= 0:
+            expected[token] += terms.entry_n[token].double() * weight[column].double()
+    derivative.rescale_(product, weight, terms)
+    torch.testing.assert_close(product.double(), expected, rtol=ROUNDING[dtype] + 1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_weigh(dtype):
-    source, factor = _random(3, rows.BLOCK + 1, dtype=dtype), _random(3)
-    expected = source.double() * factor.double()[:, None]
-    torch.testing.assert_close(rows.weigh(source, factor).double(), expected, rtol=ROUNDING[dtype], atol=1e-7)
+def test_enter_targets(dtype, loss):
+    tokens, hidden, columns = 12, derivative.BLOCK + 1, derivative.BLOCK + 9
+    exp, x = _random(tokens, columns, dtype=dtype).abs(), _random(tokens, hidden, dtype=dtype)
+    terms, row_gradient = _rows_of_d(tokens, columns, loss), _random(tokens).abs() + 0.1
+    scale, entry, target = terms.scale_n.double(), terms.entry_n.double(), terms.target_n
+    owned = (target >= 0).nonzero().squeeze(-1)
+    exp[owned, target[owned]] = 0
+    rows_of_d = exp.double() * scale[:, None]
+    rows_of_d[owned, target[owned]] = entry[owned]
+    for operations in (EagerOperations(), FusedOperations()):
+        entered = exp.clone()
+        weighed = operations.enter_targets_(entered, x, row_gradient, terms)
+        # What is taken over is known: where c is too small the row is D's, elsewhere X has c.
+        taken = torch.isin(torch.arange(tokens, device=DEVICE), owned) & (scale < smallest_scale(dtype))
+        assert taken.any() and not taken.all()
+        left = torch.where(taken, 1, scale)
+        torch.testing.assert_close(
+            weighed.double(), x.double() * (left * row_gradient)[:, None], rtol=2 * ROUNDING[dtype] + 2e-6, atol=1e-7
+        )
+        torch.testing.assert_close(
+            entered.double() * left[:, None], rows_of_d, rtol=2 * ROUNDING[dtype] + 2e-6, atol=1e-7
+        )
 
 
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("weighed", [True, False])
-def test_add_rows(main_dtype, weighed):
+def test_add_rows(main_dtype):
     tokens, hidden = 40, rows.BLOCK + 3
     matrix, source = _random(9, hidden, dtype=main_dtype), _random(tokens, hidden, dtype=torch.bfloat16)
     row = torch.randint(-2, 9, (tokens,), generator=torch.Generator().manual_seed(1)).clamp(-1).to(DEVICE)
     row[:12] = 4  # a word that comes often
-    factor = _random(tokens) if weighed else None
     expected = matrix.double()
     for token in range(tokens):
         if row[token] >= 0:
-            expected[row[token]] += source[token].double() * (factor[token].double() if weighed else 1)
+            expected[row[token]] += source[token].double()
     again = matrix.clone()
-    rows.add_rows_(matrix, row, source, factor)
-    rows.add_rows_(again, row, source, factor)
+    rows.add_rows_(matrix, row, source)
+    rows.add_rows_(again, row, source)
     assert torch.equal(matrix, again)
     torch.testing.assert_close(matrix.double(), expected, rtol=ROUNDING[main_dtype], atol=1e-5)
 
@@ -156,17 +211,17 @@ def test_add_rows_whose_equal_rows_lie_in_several_segments(monkeypatch, runs, le
     counts = torch.tensor([left_out, *runs])
     row = torch.repeat_interleave(torch.arange(len(counts)), counts) - 1
     row = row[torch.randperm(len(row), generator=torch.Generator().manual_seed(0))].to(DEVICE)
-    matrix, source, factor = _random(len(runs), 3), _random(len(row), 3), _random(len(row))
+    matrix, source = _random(len(runs), 3), _random(len(row), 3)
     expected = matrix.double()
-    expected.index_add_(0, row.clamp(0), (source * factor[:, None] * (row >= 0)[:, None]).double())
-    rows.add_rows_(matrix, row, source, factor)
+    expected.index_add_(0, row.clamp(0), (source * (row >= 0)[:, None]).double())
+    rows.add_rows_(matrix, row, source)
     torch.testing.assert_close(matrix.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_add_rows_of_nothing():
     matrix = _random(3, 4)
     before = matrix.clone()
-    rows.add_rows_(matrix, torch.empty(0, dtype=torch.int64, device=DEVICE), matrix[:0], None)
+    rows.add_rows_(matrix, torch.empty(0, dtype=torch.int64, device=DEVICE), matrix[:0])
     assert torch.equal(matrix, before)
 
 
@@ -184,7 +239,7 @@ def test_a_vocabulary_on_kernels_alone(monkeypatch, algorithm):
 @pytest.mark.parametrize(
     ("arguments", "launches"),
     [
-        (["--capabilities", "90"], 10),
+        (["--capabilities", "90"], 8),
         pytest.param(["--capabilities", "80,90,100", "--all"], 195, marks=pytest.mark.slow),
     ],
     ids=["what is launched", "whatever may be launched"],

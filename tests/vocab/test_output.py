@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
 from megatron_vp.vocab.output import OutputLayer
@@ -24,6 +26,42 @@ def test_what_is_kept_from_s_to_t_is_two_bytes_a_logit_and_x_and_vectors():
     }
     vectors = 3 * 4 + 8 + 4  # statistics and the target's logit in fp32, the target's column
     assert sum(storages.values()) == TOKENS * (2 * vocab // 2 + 2 * HIDDEN + vectors)
+
+
+class Launches(TorchDispatchMode):
+    """Lists what PyTorch would launch on a device: all but views and memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name, result = function.overloadpacket.__name__, function(*args, **(kwargs or {}))
+        made = isinstance(result, torch.Tensor) and not function.is_view
+        if made and not name.startswith(("empty", "new_empty", "detach")):
+            self.names.append(name)
+        return result
+
+
+def test_beside_the_operations_a_pass_is_its_gemms_alone():
+    """Of an operation, one launch on a GPU, fake tensors show none: whatever else there was would be listed."""
+    vocab = 64
+    with FakeTensorMode():
+        weight = torch.nn.Parameter(torch.empty(vocab // 2, HIDDEN, dtype=torch.bfloat16))
+        weight.main_grad = torch.empty(vocab // 2, HIDDEN)
+        x, labels, g = torch.empty(5, HIDDEN, dtype=torch.bfloat16), torch.empty(5, dtype=torch.int64), torch.empty(5)
+        total = GlobalStatistics(*torch.empty(3, 5))
+        layer = OutputLayer(weight, VocabShards(vocab, 2), 1)
+        for algorithm, of_s, of_c1, of_t in (("vocab-1", ["mm"], [], ["mm"]), ("vocab-2", ["mm", "mm"], [], [])):
+            with Launches() as s:
+                pending = layer(x, labels)
+                unscaled = layer.unscaled_input_gradient(pending) if algorithm == "vocab-2" else None
+            with Launches() as c1:
+                if algorithm == "vocab-2":
+                    layer.rescaled_input_gradient(unscaled, pending, total)
+            with Launches() as t:
+                layer.t_pass(pending, total, g, input_gradient=algorithm == "vocab-1")
+            assert (s.names, c1.names, t.names) == (of_s, of_c1, of_t)
 
 
 def _problem(vocab, dtype, seed=0, logit_scale=1.0):

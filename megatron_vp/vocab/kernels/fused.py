@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_vp.vocab.kernels import rows, softmax
+from megatron_vp.vocab.kernels import derivative, rows, softmax
 
 _ADDS_INTO_FP32 = torch.__version__ >= (2, 10)
 """Where `addmm` takes fp32 beside 16-bit factors; PyTorch 2.8 and 2.9 have its `out_dtype`, too, and refuse that."""
@@ -14,8 +14,8 @@ class FusedOperations:
     """Triton kernels beside cuBLAS; see `Operations` for what each computes."""
 
     exponentiate_ = staticmethod(softmax.exponentiate_)
-    rescale_ = staticmethod(rows.rescale_)
-    weigh = staticmethod(rows.weigh)
+    rescale_ = staticmethod(derivative.rescale_)
+    enter_targets_ = staticmethod(derivative.enter_targets_)
     add_rows_ = staticmethod(rows.add_rows_)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What S and T do with whole rows of h numbers, each in one pass (Triton)."""
+"""IB: rows of the embedding's gradient, added up by their words (Triton)."""
 
 from __future__ import annotations
 
@@ -14,60 +14,8 @@ SEGMENT = 32
 
 
 @triton.jit
-def _rescale(product, weight, scale, target, entry, hidden, BLOCK: tl.constexpr):
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    lane = part * BLOCK + tl.arange(0, BLOCK)
-    inside = lane < hidden
-    value = tl.load(product + token * hidden + lane, mask=inside).to(tl.float32) * tl.load(scale + token)
-    own = tl.load(target + token)
-    if own >= 0:
-        value += tl.load(weight + own * hidden + lane, mask=inside).to(tl.float32) * tl.load(entry + token)
-    tl.store(product + token * hidden + lane, value.to(product.dtype.element_ty), mask=inside)
-
-
-def rescale_(
-    product_nh: torch.Tensor,
-    weight_vh: torch.Tensor,
-    scale_n: torch.Tensor,
-    target_n: torch.Tensor,
-    entry_n: torch.Tensor,
-) -> None:
-    """E W to a shard's part of dX / g, in place: row i becomes c_i (E W)_i + entry_i W[target_i]; once rounded.
-
-    Args:
-        product_nh: [n, h] in the model's dtype, contiguous. Overwritten.
-        weight_vh: [V/p, h] in the model's dtype, contiguous.
-        scale_n, entry_n: fp32 [n], the factor c and the target's entry of D.
-        target_n: int64 [n], -1 where the target belongs to another shard.
-    """
-    tokens, hidden = product_nh.shape
-    assert product_nh.is_contiguous() and weight_vh.is_contiguous()
-    grid = (tokens, triton.cdiv(hidden, BLOCK))
-    _rescale[grid](product_nh, weight_vh, scale_n, target_n, entry_n, hidden, BLOCK=BLOCK)
-
-
-@triton.jit
-def _weigh(rows, factor, result, hidden, BLOCK: tl.constexpr):
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    lane = part * BLOCK + tl.arange(0, BLOCK)
-    inside = lane < hidden
-    value = tl.load(rows + token * hidden + lane, mask=inside).to(tl.float32) * tl.load(factor + token)
-    tl.store(result + token * hidden + lane, value.to(result.dtype.element_ty), mask=inside)
-
-
-def weigh(rows_nh: torch.Tensor, factor_n: torch.Tensor) -> torch.Tensor:
-    """Rows times a factor each, [n, h] in the rows' dtype; the product is rounded once, from fp32."""
-    tokens, hidden = rows_nh.shape
-    assert rows_nh.is_contiguous()
-    result = torch.empty_like(rows_nh)
-    _weigh[(tokens, triton.cdiv(hidden, BLOCK))](rows_nh, factor_n, result, hidden, BLOCK=BLOCK)
-    return result
-
-
-@triton.jit
 def _add_segments(
-    matrix, row, order, source, factor, partial, count, hidden,
-    BLOCK: tl.constexpr, SEGMENT: tl.constexpr, WEIGHED: tl.constexpr,
+    matrix, row, order, source, partial, count, hidden, BLOCK: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     place, part = tl.program_id(0), tl.program_id(1)
     own = tl.load(row + place)
@@ -83,10 +31,7 @@ def _add_segments(
         following = own
         while following == own:
             token = tl.load(order + place)
-            piece = tl.load(source + token * hidden + lane, mask=inside, other=0.0).to(tl.float32)
-            if WEIGHED:
-                piece = piece * tl.load(factor + token)
-            total += piece
+            total += tl.load(source + token * hidden + lane, mask=inside, other=0.0).to(tl.float32)
             place += 1
             following = tl.load(row + place, mask=place < end, other=-1)
         goes_on = tl.load(row + place, mask=place < count, other=-1) == own
@@ -122,10 +67,8 @@ def _add_partial_sums(matrix, row, partial, count, hidden, BLOCK: tl.constexpr, 
             tl.store(address, total.to(matrix.dtype.element_ty), mask=inside)
 
 
-def add_rows_(
-    matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Tensor, factor_n: torch.Tensor | None
-) -> None:
-    """matrix[row_i] += factor_i * source_i, deterministic whatever rows repeat; sums in fp32.
+def add_rows_(matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Tensor) -> None:
+    """matrix[row_i] += source_i, deterministic whatever rows repeat; sums in fp32.
 
     Sorted by row, then cut into segments: equal rows of a segment are added by one program, and those that lie in
     several segments meet in partial sums. So no program adds more than a segment or a number of segments, were all n
@@ -135,7 +78,6 @@ def add_rows_(
         matrix_vh: [V/p, h] in any float dtype, contiguous: `main_grad`.
         row_n: int64 [n]; a negative row is left out.
         source_nh: [n, h] in any float dtype, contiguous.
-        factor_n: fp32 [n], or None for ones.
     """
     count, hidden = source_nh.shape
     assert matrix_vh.is_contiguous() and source_nh.is_contiguous()
@@ -145,10 +87,7 @@ def add_rows_(
     segments, parts = triton.cdiv(count, SEGMENT), triton.cdiv(hidden, BLOCK)
     # Of a segment the sum that may have come in from the one before it, and the one that may go on.
     partial = torch.empty(2 * segments, hidden, dtype=torch.float32, device=source_nh.device)
-    weighed = factor_n is not None
-    factor = factor_n if weighed else sorted_n
     _add_segments[(count, parts)](
-        matrix_vh, sorted_n, order_n, source_nh, factor, partial, count, hidden,
-        BLOCK=BLOCK, SEGMENT=SEGMENT, WEIGHED=weighed,
-    )  # fmt: skip
+        matrix_vh, sorted_n, order_n, source_nh, partial, count, hidden, BLOCK=BLOCK, SEGMENT=SEGMENT
+    )
     _add_partial_sums[(segments, parts)](matrix_vh, sorted_n, partial, count, hidden, BLOCK=BLOCK, SEGMENT=SEGMENT)

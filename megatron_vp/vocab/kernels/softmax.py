@@ -1,4 +1,4 @@
-"""The part of S after its GEMM, in one pass over the logits: statistics out, E in place (Triton)."""
+"""S after its GEMM, in one pass over the logits: targets and statistics out, E in place (Triton)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ LOGITS_A_THREAD = 16
 
 
 @triton.jit
-def _exponentiate(logits, stride, target, statistics, tokens, columns, BLOCK: tl.constexpr, WHOLE_ROW: tl.constexpr):
+def _exponentiate(
+    logits, stride, labels, first, target_weight, statistics, target, target_logit, tokens, columns,
+    BLOCK: tl.constexpr, WHOLE_ROW: tl.constexpr,
+):  # fmt: skip
     # V x n passes 2^31: the row's address is the one place where 32 bits would not do.
     token = tl.program_id(0)
     row = logits + token.to(tl.int64) * stride
     lane = tl.arange(0, BLOCK)
-    own = tl.load(target + token)
+    local = tl.load(labels + token) - first
+    own = tl.where((local >= 0) & (local < columns), local, -1)
     if WHOLE_ROW:
         logit = tl.load(row + lane, mask=lane < columns, other=-float("inf")).to(tl.float32)
         largest = tl.max(logit, 0)
@@ -55,32 +59,41 @@ def _exponentiate(logits, stride, target, statistics, tokens, columns, BLOCK: tl
             tl.store(row + here, kept.to(logits.dtype.element_ty), mask=here < columns)
     tl.store(statistics + token, largest)
     tl.store(statistics + tokens + token, total)
-    tl.store(statistics + 2 * tokens + token, picked)
+    tl.store(statistics + 2 * tokens + token, picked * target_weight)
+    tl.store(target + token, own)
+    tl.store(target_logit + token, picked)
 
 
-def exponentiate_(logits_nv: torch.Tensor, target_n: torch.Tensor, statistics_3n: torch.Tensor) -> None:
-    """Replace logits by E = exp(logit - row maximum), the target's column by zero; fill the packed statistics.
+def exponentiate_(
+    logits_nv: torch.Tensor, labels_n: torch.Tensor, first: int, target_weight: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Replace logits by E = exp(logit - row maximum), the target's column by zero; `Operations.exponentiate_`.
 
     Everything is computed in fp32 from the logits as they are; E is rounded once, to the logits' dtype. The sums run in
     a fixed order: two runs give the same bits.
 
     Args:
         logits_nv: [n, V/p] in fp32, bf16 or fp16, rows contiguous; V/p >= 1. Overwritten.
-        target_n: int64 [n], the column of the target, -1 where it belongs to another shard.
-        statistics_3n: fp32 [3, n], contiguous; overwritten with maximum, sum, target's logit (0 without a target).
+        labels_n: global token ids, int64 [n].
+        first: the token of column 0.
+        target_weight: t, what the target's logit counts in the loss.
+
+    Returns:
+        Statistics a, l and t z, fp32 [3, n]; the target's column, int64 [n], -1 where it belongs to another shard; z,
+        fp32 [n], 0 there.
     """
     tokens, columns = logits_nv.shape
-    assert logits_nv.stride(1) == 1 and statistics_3n.is_contiguous() and columns
+    assert logits_nv.stride(1) == 1 and columns
+    labels_n = labels_n.contiguous()
+    statistics_3n = torch.empty(3, tokens, dtype=torch.float32, device=logits_nv.device)
+    target_n, target_logit_n = torch.empty_like(labels_n), torch.empty_like(statistics_3n[0])
     whole = columns <= LARGEST_ROW
     block = triton.next_power_of_2(columns) if whole else 4096
     _exponentiate[(tokens,)](
-        logits_nv,
-        logits_nv.stride(0),
-        target_n,
-        statistics_3n,
-        tokens,
-        columns,
+        logits_nv, logits_nv.stride(0), labels_n, first, target_weight, statistics_3n, target_n, target_logit_n,
+        tokens, columns,
         BLOCK=block,
         WHOLE_ROW=whole,
         num_warps=min(max(block // (32 * LOGITS_A_THREAD), 4), 32),
-    )
+    )  # fmt: skip
+    return statistics_3n, target_n, target_logit_n

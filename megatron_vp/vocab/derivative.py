@@ -1,0 +1,54 @@
+"""D, the derivative of the loss by a shard's logits, as S and T have it: never as a matrix.
+
+    D_ij = c_i E_ij + e_i onehot_ij      c_i = s_i exp(a_i - A_i) / L_i      e_i = s_i exp(z_i - A_i) / L_i - t
+
+with s = 1 + 2 zeta LSE, which is 1 without a z-loss, and the target's weight t, which is 1 without label smoothing
+(`megatron_vp.vocab.loss`; its u is left out here). S leaves the target's column of E zero: c E - 1 would cancel when
+the model is sure, so e is taken from z in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_vp.vocab.loss import TokenLoss
+from megatron_vp.vocab.statistics import GlobalStatistics
+
+
+@dataclass(frozen=True)
+class Derivative:
+    """What c and e are made of; all vectors [n], in fp32 (fp64 where the model is) but for `target_n`.
+
+    largest_n: a, the shard's largest logit of every token.
+    target_n: int64, the target's column, -1 where it belongs to another shard.
+    target_logit_n: z, zero without a target.
+    total: A and L of the whole vocabulary.
+    loss: what is minimised for a token.
+    vocab_size: padded, of all shards.
+    """
+
+    largest_n: torch.Tensor
+    target_n: torch.Tensor
+    target_logit_n: torch.Tensor
+    total: GlobalStatistics
+    loss: TokenLoss
+    vocab_size: int
+
+    @property
+    def target_weight(self) -> float:
+        """t."""
+        return self.loss.target_weight(self.vocab_size)
+
+    @property
+    def scale_n(self) -> torch.Tensor:
+        """c."""
+        return self.total.probability(self.largest_n) * self.loss.softmax_weight(self.total.log_sum_exp_n)
+
+    @property
+    def entry_n(self) -> torch.Tensor:
+        """e; zero where the target belongs to another shard."""
+        softmax_part_n = self.total.probability(self.target_logit_n)
+        entry_n = softmax_part_n * self.loss.softmax_weight(self.total.log_sum_exp_n) - self.target_weight
+        return torch.where(self.target_n >= 0, entry_n, 0)
