@@ -28,7 +28,7 @@ from megatron_vp.vocab import output
 from megatron_vp.vocab.operations import EagerOperations
 from megatron_vp.vocab.output import OutputLayer, PendingOutput
 from megatron_vp.vocab.shards import VocabShards
-from megatron_vp.vocab.statistics import GlobalStatistics, fold
+from megatron_vp.vocab.statistics import GlobalStatistics
 
 SHARDS = 4
 HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None
@@ -48,7 +48,7 @@ class Shape:
         self.pending = self.s()
         statistics_3n = self.pending.statistics_3n
         total_3n = torch.empty_like(statistics_3n)
-        fold(statistics_3n.expand(SHARDS, *statistics_3n.shape), total_3n)
+        output.operations_for(total_3n).fold_(total_3n, statistics_3n.repeat(SHARDS, 1, 1))
         self.total = GlobalStatistics(*total_3n)
         if HAS_LIGER:
             from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss

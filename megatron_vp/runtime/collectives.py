@@ -24,8 +24,9 @@ from megatron_vp.schedule.instructions import Collective, CollectiveKind
 from megatron_vp.schedule.passes import VocabMethod
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
 from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
+from megatron_vp.vocab.operations import operations_for
 from megatron_vp.vocab.output import OutputLayer, PendingOutput
-from megatron_vp.vocab.statistics import GlobalStatistics, fold
+from megatron_vp.vocab.statistics import GlobalStatistics
 
 Action = Callable[[], None]
 
@@ -212,6 +213,7 @@ class VocabularyCollectives:
         """The packed statistics to all ranks; with vocab-2 then also the input gradient to the last virtual stage."""
         pending: PendingOutput = self._store.take(("pending", microbatch))
         statistics_3n = pending.statistics_3n
+        operations = operations_for(statistics_3n)
         tensor, stage_3n = self._groups.tensor, statistics_3n
         gathered_r3n = statistics_3n.new_empty((len(self._groups.members), *statistics_3n.shape))
         total_3n = torch.empty_like(statistics_3n)
@@ -227,9 +229,9 @@ class VocabularyCollectives:
         def communicate() -> None:
             if tensor is not None:
                 dist.all_gather_into_tensor(gathered_t3n.flatten(0, 1), statistics_3n, tensor)
-                fold(gathered_t3n, stage_3n)
+                operations.fold_(stage_3n, gathered_t3n)
             self._communicator.all_gather(gathered_r3n, stage_3n)
-            fold(gathered_r3n, total_3n)
+            operations.fold_(total_3n, gathered_r3n)
             if gradient_nh is not None:
                 self._layers.output.rescaled_input_gradient(part_nh, pending, total)
                 reduce()

@@ -1,4 +1,5 @@
-"""What S, T and IB do besides their GEMMs: five operations, in plain PyTorch here and as Triton kernels in `kernels`.
+"""What S, C1, T and IB do besides GEMMs and collectives: six operations, in plain PyTorch here, as Triton kernels in
+`kernels`.
 
 `operations_for` picks by device and dtype. The eager versions serve CPU and fp64 and say what a kernel has to compute;
 tests compare both with fp64.
@@ -37,6 +38,12 @@ class Operations(Protocol):
         Returns:
             The packed statistics [3, n] a, l and t z; the target's column, int64 [n], -1 where it belongs to another
             shard; z, zero there. Floats in fp32, or fp64 where the logits are.
+        """
+
+    def fold_(self, total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
+        """Fold the packed statistics [shards, 3, n] of some shards, in their order, into those of all of them together.
+
+        An empty shard, with a = -inf, l = 0, t z = 0, leaves no trace; empty shards together are one.
         """
 
     def rescale_(self, product_nh: torch.Tensor, weight_vh: torch.Tensor, derivative: Derivative) -> None:
@@ -94,6 +101,15 @@ class EagerOperations:
         statistics_3n[LINEAR] *= target_weight
         return statistics_3n, target_n, target_logit_n
 
+    def fold_(self, total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
+        """See `Operations`."""
+        max_rn, sum_rn, linear_rn = gathered_r3n.unbind(1)
+        max_n, sum_n, linear_n = total_3n.unbind()
+        torch.amax(max_rn, 0, out=max_n)
+        finite_n = max_n.clamp(min=torch.finfo(max_n.dtype).min)  # the difference of two infinities is no number
+        torch.sum(sum_rn * torch.exp(max_rn - finite_n), 0, out=sum_n)
+        torch.sum(linear_rn, 0, out=linear_n)
+
     def rescale_(self, product_nh: torch.Tensor, weight_vh: torch.Tensor, derivative: Derivative) -> None:
         """See `Operations`."""
         scaled_nh = product_nh * derivative.scale_n[:, None]
@@ -142,6 +158,9 @@ class ShapeOperations:
         dtype = statistics_dtype(logits_nv.dtype)
         statistics_3n, target_logit_n = (logits_nv.new_empty(*rows, len(logits_nv), dtype=dtype) for rows in ((3,), ()))
         return statistics_3n, torch.empty_like(labels_n), target_logit_n
+
+    def fold_(self, total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
+        """See `Operations`."""
 
     def rescale_(self, product_nh: torch.Tensor, *others: object) -> None:
         """See `Operations`."""

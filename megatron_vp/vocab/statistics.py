@@ -20,7 +20,7 @@ MAX, SUM, LINEAR = 0, 1, 2
 
 @dataclass(frozen=True)
 class GlobalStatistics:
-    """Softmax over the whole vocabulary: the rows that `fold` fills. All fp32 [n] (fp64 where the model is fp64)."""
+    """Softmax over the whole vocabulary: the rows that `Operations.fold_` fills, [n], in `statistics_dtype`."""
 
     max_n: torch.Tensor
     """A, the largest logit."""
@@ -56,16 +56,3 @@ class GlobalStatistics:
 def statistics_dtype(model_dtype: torch.dtype) -> torch.dtype:
     """Dtype of statistics and loss: fp32, or fp64 where the model itself is."""
     return torch.promote_types(model_dtype, torch.float32)
-
-
-def fold(gathered_r3n: torch.Tensor, total_3n: torch.Tensor) -> None:
-    """Fold the packed statistics [shards, 3, n] of some shards, in shard order, into those of all of them together.
-
-    An empty shard contributes a = -inf, l = 0, linear = 0 and leaves no trace; empty shards together are one.
-    """
-    max_rn, sum_rn, linear_rn = gathered_r3n.unbind(1)
-    max_n, sum_n, linear_n = total_3n.unbind()
-    torch.amax(max_rn, 0, out=max_n)
-    finite_n = max_n.clamp(min=torch.finfo(max_n.dtype).min)  # the difference of two infinities is no number
-    torch.sum(sum_rn * torch.exp(max_rn - finite_n), 0, out=sum_n)
-    torch.sum(linear_rn, 0, out=linear_n)

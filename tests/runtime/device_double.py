@@ -287,6 +287,9 @@ class Kernels:
         self._launch("exponentiate_", [logits_nv, labels_n], [logits_nv, *result])
         return result
 
+    def fold_(self, total_3n, gathered_r3n) -> None:
+        self._launch("fold_", [gathered_r3n], [total_3n])
+
     def rescale_(self, product_nh, weight_vh, derivative) -> None:
         self._launch("rescale_", [product_nh, weight_vh, *self._read(derivative)], [product_nh])
 

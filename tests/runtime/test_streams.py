@@ -108,6 +108,7 @@ def iterations(
             (links, "dist", Messages(device)),
             (collectives, "dist", transfers.over_tensor_ranks()),
             (output, "operations_for", lambda tensor: kernels),
+            (collectives, "operations_for", lambda tensor: kernels),
             (embedding, "operations_for", lambda tensor: kernels),
             (embedding, "_owner_tables", tables),
             (RowExchange, "counts", property(counts)),

@@ -67,6 +67,7 @@ def launch_all(dtype: torch.dtype, columns: int, hidden: int, tokens: int, main_
     statistics, target, target_logit = softmax.exponentiate_(exp, token, 64, 1.0)
     total = GlobalStatistics(factor, factor, factor)
     terms = Derivative(statistics[0], target, target_logit, total, CROSS_ENTROPY, 2 * columns)
+    softmax.fold_(statistics, empty(8, 3, tokens))
     derivative.rescale_(states, weight, terms)
     derivative.enter_targets_(exp, states, factor, terms)
     rows.add_rows_(main_grad, token, states)

@@ -61,6 +61,22 @@ def test_exponentiate(monkeypatch, dtype, columns, largest_row):
     torch.testing.assert_close(exp.double(), expected, rtol=ROUNDING[dtype] + 1e-6, atol=1e-7)
 
 
+def test_fold():
+    tokens = softmax.TOKENS_A_PROGRAM + 3
+    gathered = torch.stack([_random(tokens, scale=5), _random(1, tokens)[0].abs(), _random(tokens, 1)[:, 0]]).repeat(
+        5, 1, 1
+    )
+    gathered[:, 0] += torch.arange(5, device=DEVICE)[:, None] * 30.0  # some sums vanish beside others
+    empty = torch.tensor([-torch.inf, 0, 0], device=DEVICE)
+    gathered[3] = empty[:, None]
+    gathered[:, :, 7] = empty
+    found, expected = torch.empty(3, tokens, device=DEVICE), torch.empty(3, tokens, dtype=torch.float64, device=DEVICE)
+    softmax.fold_(found, gathered)
+    EagerOperations().fold_(expected, gathered.double())
+    assert torch.equal(found[:, 7], empty)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_exponentiate_leaves_what_lies_between_rows_alone():
     wide = _random(4, 130)
     logits = wide[:, :100]
@@ -239,7 +255,7 @@ def test_a_vocabulary_on_kernels_alone(monkeypatch, algorithm):
 @pytest.mark.parametrize(
     ("arguments", "launches"),
     [
-        (["--capabilities", "90"], 8),
+        (["--capabilities", "90"], 9),
         pytest.param(["--capabilities", "80,90,100", "--all"], 195, marks=pytest.mark.slow),
     ],
     ids=["what is launched", "whatever may be launched"],

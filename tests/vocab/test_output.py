@@ -5,10 +5,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_vp.vocab import output
 from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
+from megatron_vp.vocab.operations import EagerOperations
 from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards
-from megatron_vp.vocab.statistics import GlobalStatistics, fold
+from megatron_vp.vocab.statistics import GlobalStatistics
 
 TOKENS, HIDDEN = 37, 16
 # Uneven, with an empty last shard, one shard alone, and even.
@@ -97,7 +99,7 @@ def _sharded(x, weight, labels, row_gradient, count, algorithm, loss=CROSS_ENTRO
     pending = [layer(x, labels, loss) for layer in layers]
     unscaled = [layer.unscaled_input_gradient(state) for layer, state in zip(layers, pending, strict=True)]
     total_3n = torch.empty_like(pending[0].statistics_3n)
-    fold(torch.stack([state.statistics_3n for state in pending]), total_3n)
+    output.operations_for(total_3n).fold_(total_3n, torch.stack([state.statistics_3n for state in pending]))
     total = GlobalStatistics(*total_3n)
     if algorithm == "vocab-2":
         parts = [
@@ -145,9 +147,9 @@ def test_statistics_of_stages_fold_as_those_of_shards():
     shards = torch.cat([shards, empty[None]])
     total_3n, stages = torch.empty(3, 5, dtype=torch.float64), torch.empty(3, 3, 5, dtype=torch.float64)
     for shards_of_stage, stage_3n in zip(shards, stages, strict=True):
-        fold(shards_of_stage, stage_3n)
+        EagerOperations().fold_(stage_3n, shards_of_stage)
     assert torch.equal(stages[2], empty[0])
-    fold(stages, total_3n)
+    EagerOperations().fold_(total_3n, stages)
     total = GlobalStatistics(*total_3n)
     torch.testing.assert_close(total.log_sum_exp_n, logits_srn.flatten(0, 1).logsumexp(0))
     torch.testing.assert_close(total.linear_n, shards[:, :, 2].sum((0, 1)))

@@ -14,6 +14,7 @@ class FusedOperations:
     """Triton kernels beside cuBLAS; see `Operations` for what each computes."""
 
     exponentiate_ = staticmethod(softmax.exponentiate_)
+    fold_ = staticmethod(softmax.fold_)
     rescale_ = staticmethod(derivative.rescale_)
     enter_targets_ = staticmethod(derivative.enter_targets_)
     add_rows_ = staticmethod(rows.add_rows_)

@@ -1,4 +1,4 @@
-"""S after its GEMM, in one pass over the logits: targets and statistics out, E in place (Triton)."""
+"""S after its GEMM, in one pass over the logits: targets and statistics out, E in place. Statistics of C1 (Triton)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ twice as many, what 1024 threads hold of them spills (compiled for capability 9.
 
 LOGITS_A_THREAD = 16
 """Registers then suffice for 32 warps on a multiprocessor at every length of a row."""
+
+
+TOKENS_A_PROGRAM = 128
+"""When statistics are folded."""
 
 
 @triton.jit
@@ -97,3 +101,38 @@ def exponentiate_(
         num_warps=min(max(block // (32 * LOGITS_A_THREAD), 4), 32),
     )  # fmt: skip
     return statistics_3n, target_n, target_logit_n
+
+
+@triton.jit
+def _fold(total, gathered, shards, tokens, BLOCK: tl.constexpr):
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < tokens
+    size = 3 * tokens.to(tl.int64)
+    largest = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for shard in range(shards):
+        own = tl.load(gathered + shard * size + token, mask=inside, other=-float("inf"))
+        largest = tl.maximum(largest, own)
+    finite = tl.maximum(largest, -3.4e38)  # the difference of two infinities is no number
+    sum_of_all = tl.zeros((BLOCK,), tl.float32)
+    linear_of_all = tl.zeros((BLOCK,), tl.float32)
+    for shard in range(shards):
+        row = gathered + shard * size + token
+        own = tl.load(row, mask=inside, other=-float("inf"))
+        sum_of_all += tl.load(row + tokens, mask=inside, other=0.0) * tl.exp(own - finite)
+        linear_of_all += tl.load(row + 2 * tokens, mask=inside, other=0.0)
+    tl.store(total + token, largest, mask=inside)
+    tl.store(total + tokens + token, sum_of_all, mask=inside)
+    tl.store(total + 2 * tokens + token, linear_of_all, mask=inside)
+
+
+def fold_(total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
+    """Fold the packed statistics of some shards, in their order, into those of all together; `Operations.fold_`.
+
+    Args:
+        total_3n: fp32 [3, n], contiguous. Overwritten.
+        gathered_r3n: fp32 [shards, 3, n], contiguous.
+    """
+    shards, _, tokens = gathered_r3n.shape
+    assert total_3n.is_contiguous() and gathered_r3n.is_contiguous()
+    grid = (triton.cdiv(tokens, TOKENS_A_PROGRAM),)
+    _fold[grid](total_3n, gathered_r3n, shards, tokens, BLOCK=TOKENS_A_PROGRAM)
