@@ -12,7 +12,7 @@ from statistics import fmean
 
 import numpy as np
 
-from megatron_vp.cost.constants import FITTED, Constants
+from megatron_vp.cost.constants import Constants
 from megatron_vp.cost.flops import model_flops
 from megatron_vp.cost.paper import A100, PEAK_FLOPS, plan_of, player_of, predict_cell, scaling_factor, software
 from megatron_vp.cost.passes import PassTimes
@@ -58,7 +58,13 @@ PASS_WEIGHT, FACTOR_WEIGHT = 0.5, 0.7
 WORST = 0.1
 """Errors count up to here, so that a run with another layout does not bend the fit."""
 
+ROUNDS = 3
+"""How often the schedules are played anew, for another path may have become critical."""
+
 Residuals = Callable[[Constants], list[float]]
+
+Part = tuple[int, ...]
+"""Cells of one (table, GPUs, sequence length), or of one (table, GPUs) whatever the length: how their setup begins."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +133,11 @@ def factor_errors(constants: Constants) -> list[float]:
     ]
 
 
-def fit(cells: Mapping[Cell, Measurement], rounds: int = 3, start: Constants = EXPECTED) -> Constants:
+def fit(cells: Mapping[Cell, Measurement]) -> Constants:
     """The constants that fit the published `cells`, pass times and factors best."""
     measured = {cell: entry.mfu for cell, entry in cells.items() if entry.mfu is not None}
-    found = start
-    for _ in range(rounds):
+    found = EXPECTED
+    for _ in range(ROUNDS):
         paths = [PathTime.of(cell, found) for cell in measured]
         found = _least_squares(lambda constants, paths=paths: _residuals(constants, paths, measured), found)
     return found
@@ -164,31 +170,34 @@ def _least_squares(residuals: Residuals, start: Constants, steps: int = 4) -> Co
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A setup that a fit has not seen: mean and largest absolute error of its cells' MFU and memory, in percent."""
+    """Cells that a fit has not seen, how many, and the mean and largest absolute error of MFU and memory in percent."""
 
-    setup: tuple[int, int, int]
+    part: Part
     cells: int
     mfu: tuple[float, float]
     memory: tuple[float, float]
 
 
-def leave_one_out(cells: Mapping[Cell, Measurement], progress: Callable[[], None] = lambda: None) -> list[LeftOut]:
-    """Every setup (table, GPUs, sequence length), predicted with constants fitted to the others.
+def leave_out(
+    cells: Mapping[Cell, Measurement], parts: Iterable[Part], progress: Callable[[], None] = lambda: None
+) -> list[LeftOut]:
+    """Every part of the cells, predicted with constants fitted to the others alone.
 
     Pass times and Table 3 stay in the fit. `redis` on 16 GPUs and more is left out of the errors where its layout is
     not the rule's: there the error is not the model's.
     """
     found = []
-    for setup in sorted({cell.setup for cell in cells}):
-        constants = fit({cell: entry for cell, entry in cells.items() if cell.setup != setup}, rounds=2, start=FITTED)
+    for part in parts:
+        unseen = {cell for cell in cells if cell.setup[: len(part)] == part}
+        constants = fit({cell: entry for cell, entry in cells.items() if cell not in unseen})
         errors = [
             (predict_cell(cell, constants), entry)
             for cell, entry in cells.items()
-            if cell.setup == setup and entry.mfu is not None and not layout_unknown(cell)
+            if cell in unseen and entry.mfu is not None and not layout_unknown(cell)
         ]
         mfu = [100 * abs(predicted.mfu / entry.mfu - 1) for predicted, entry in errors]
         memory = [100 * abs(predicted.memory / entry.memory - 1) for predicted, entry in errors]
-        found.append(LeftOut(setup, len(errors), (fmean(mfu), max(mfu)), (fmean(memory), max(memory))))
+        found.append(LeftOut(part, len(errors), (fmean(mfu), max(mfu)), (fmean(memory), max(memory))))
         progress()
     return found
 

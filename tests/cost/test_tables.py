@@ -14,7 +14,7 @@ from megatron_vp.cost.calibration import (
     factor_errors,
     fit,
     known_to_fit,
-    leave_one_out,
+    leave_out,
     pass_errors,
 )
 from megatron_vp.cost.constants import ERROR_BAND, FITTED
@@ -148,14 +148,15 @@ def test_time_along_the_critical_path_is_the_iteration_s():
     assert PathTime.of(cell, FITTED).mfu(FITTED) == pytest.approx(predict_cell(cell).mfu)
 
 
-def test_a_setup_is_predicted_by_constants_that_have_not_seen_it(monkeypatch):
+def test_cells_are_predicted_by_constants_that_have_not_seen_them(monkeypatch):
     seen = []
-    monkeypatch.setattr(calibration, "fit", lambda cells, **_: seen.append(set(cells)) or FITTED)
+    monkeypatch.setattr(calibration, "fit", lambda cells: seen.append(set(cells)) or FITTED)
     eight, sixteen = Cell(5, 8, 2048, "vocab-2", 64), Cell(5, 16, 2048, "vocab-2", 64)
-    unknown = replace(sixteen, method="redis")
-    found = leave_one_out({cell: known_cells()[cell] for cell in (eight, sixteen, unknown)})
-    assert seen == [{sixteen, unknown}, {eight}]
-    assert [(entry.setup, entry.cells) for entry in found] == [(eight.setup, 1), (sixteen.setup, 1)]
+    longer, unknown = replace(sixteen, sequence=4096), replace(sixteen, method="redis")
+    parts = [eight.setup, sixteen.setup, (5, 16)]
+    found = leave_out({cell: known_cells()[cell] for cell in (eight, sixteen, longer, unknown)}, parts)
+    assert seen == [{sixteen, longer, unknown}, {eight, longer}, {eight}]
+    assert [(entry.part, entry.cells) for entry in found] == list(zip(parts, (1, 1, 2), strict=True))
 
 
 def test_a_fit_bounds_every_error_and_keeps_what_a_step_does_not_improve(monkeypatch):
@@ -191,6 +192,6 @@ def test_every_cell_is_predicted_within_the_bounds():
 def test_the_constants_are_what_the_fit_finds_and_carry_over_to_unseen_setups():
     cells = known_to_fit()
     assert astuple(fit(cells)) == pytest.approx(astuple(FITTED), rel=0.02)
-    for entry in leave_one_out(cells):
+    for entry in leave_out(cells, sorted({cell.setup for cell in cells})):
         assert entry.mfu[0] < 2.5 and entry.mfu[1] < 100 * ERROR_BAND["time"]
         assert entry.memory[1] < 100 * ERROR_BAND["memory"]
