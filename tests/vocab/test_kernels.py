@@ -256,7 +256,7 @@ def test_a_vocabulary_on_kernels_alone(monkeypatch, algorithm):
     ("arguments", "launches"),
     [
         (["--capabilities", "90"], 9),
-        pytest.param(["--capabilities", "80,90,100", "--all"], 195, marks=pytest.mark.slow),
+        pytest.param(["--capabilities", "80,90,100", "--all"], 216, marks=pytest.mark.slow),
     ],
     ids=["what is launched", "whatever may be launched"],
 )
