@@ -260,7 +260,7 @@ PATCHES = (
         "megatron.core.optimizer.clip_grads:l2_norm_impl",
         _always(_exact_l2_norm),
         "torch's fp32 norm on CPU is off by 1e-3 on a million elements: clipping would depend on how weights are split",
-        "(chunk_size, noop_flag, tensor_lists, per_tensor, *args)",
+        "(chunk_size, noop_flag, tensor_lists, per_tensor, *args) or builtin",
     ),
     Patch(
         "megatron.training.training:set_jit_fusion_options",

@@ -65,7 +65,7 @@ class Patch:
     target: `module:attribute.path`; a class attribute is patched on the class, so every alias of the class sees it.
     make: gets the original, returns the replacement. Called once, when the patch is applied.
     reason: one line, shown by `megatron-vp patches`.
-    signature: `signature_of(original)` at the time of writing.
+    signature: `signature_of(original)` at the time of writing; two joined by " or " where other packages decide which.
     series: Megatron-Core release series that the patch is made for.
     """
 
@@ -224,7 +224,7 @@ def _problem(patch: Patch, series: str) -> Problem | None:
     entry = _applied.get(patch.target)
     if entry is None:
         found = signature_of(current)
-        return None if found == patch.signature else Problem(patch.target, patch.signature, found)
+        return None if found in patch.signature.split(" or ") else Problem(patch.target, patch.signature, found)
     if entry.patch is not patch:
         return Problem(patch.target, "an unpatched symbol", f"another patch in force: {entry.patch.reason}")
     if inspect.getattr_static(owner, name) is not entry.replacement:

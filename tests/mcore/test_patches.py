@@ -107,6 +107,15 @@ def test_nothing_is_patched_unless_everything_fits(library, bad, found):
     assert library.plain(1) == 2 and patches.in_force() == ()
 
 
+def test_a_symbol_that_comes_from_one_of_two_packages_fits_either_way(library):
+    either = Patch("library:plain", double, "doubles", "(a, b=1) or builtin")
+    assert patches.check((either,)) == []
+    library.plain = len
+    assert patches.signature_of(len) == "(obj, /)" and patches.check((either,)) != []
+    library.plain = min  # Python cannot tell its signature
+    assert patches.signature_of(min) == "builtin" and patches.check((either,)) == []
+
+
 def test_a_patch_that_was_overwritten_or_claimed_twice_is_reported(library):
     patches.apply((PLAIN,))
     assert "another patch in force" in str(patches.check((Patch("library:plain", double, "other", "(a, b=1)"),))[0])
