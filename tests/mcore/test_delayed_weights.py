@@ -1,4 +1,4 @@
-"""B and W apart through Transformer Engine's delayed weight gradients: against a double of its layers, in fp32."""
+"""B and W apart through Transformer Engine's delayed weight gradients: its own layers on the CPU, in fp32."""
 
 from __future__ import annotations
 
@@ -11,56 +11,12 @@ import torch
 
 from megatron_vp.errors import UserError
 from tests.harness.ranks import run_ranks
-from tests.harness.training import Run, _merge, tiny_model, train_case
-from tests.mcore import engine_double
+from tests.harness.training import Run, _merge, tiny_model
 from tests.mcore.comparison import assert_equal
+from tests.mcore.engine import Products, engine_case, require
 
 BOUND = 1e-6
-
-
-def _layer(fused: bool, delays: bool) -> engine_double.Linear:
-    layer = engine_double.Linear(
-        6,
-        4,
-        init_method=lambda weight: torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(3)),
-        bias=True,
-        return_bias=False,
-        params_dtype=torch.float64,
-        fuse_wgrad_accumulation=fused,
-        delay_wgrad_compute=delays,
-    )
-    for parameter in layer.parameters():
-        # Whatever the step before has left: the fused product of the first microbatch overwrites it.
-        parameter.main_grad = (
-            torch.full_like(parameter, 7.0) if fused and parameter.dim() > 1 else torch.zeros_like(parameter)
-        )
-        parameter.grad_added_to_main_grad = False
-    return layer
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("returned", [False, True], ids=["bias added inside", "bias added outside"])
-def test_any_number_of_microbatches_may_lie_between_b_and_w(fused, returned):
-    from megatron_vp.mcore.delayed_weights import delaying_layers, take_delayed
-
-    layer, plain = _layer(fused, delays=True), _layer(False, delays=False)
-    layer.apply_bias = not returned
-    chunk = torch.nn.Sequential(layer)
-    inputs = torch.randn(3, 5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    pending = []
-    for number, layer_input in enumerate(inputs):
-        output = chunk[0](layer_input.requires_grad_(), is_first_microbatch=number == 0)
-        output = output[0] + output[1] if returned else output
-        output.square().sum().backward()
-        plain(layer_input.detach()).square().sum().backward()
-        pending.append(take_delayed(delaying_layers(chunk)))
-        assert all(parameter.grad is None for parameter in layer.parameters())
-    for gradients in pending:
-        assert [each.parameters for each in gradients] == [(layer.weight, layer.bias)]
-        for each in gradients:
-            each.accumulate()
-    torch.testing.assert_close(layer.weight.main_grad, plain.weight.grad)
-    torch.testing.assert_close(layer.bias.main_grad, plain.bias.grad)
+NEWEST, BETWEEN, MINIMUM = "2.20.2", "2.14.1", "2.8.0"
 
 
 def test_transformer_engine_has_what_pass_w_relies_on():
@@ -107,20 +63,8 @@ def test_what_its_layers_cannot_delay_is_refused(changes, version, words):
     assert all(word in str(refused.value) for word in words)
 
 
-def engine_case(rank: int, world_size: int, arguments: list[str], fused: bool) -> Run | None:
-    """`train_case` in a process whose Megatron finds the double."""
-    engine_double.fuses_accumulation = fused
-    engine_double.install()
-    with engine_double.forgotten("megatron", "megatron_vp", "pretrain_gpt_vp"):
-        from megatron_vp.mcore import platform
-
-        own_layers = tuple(choice for choice in platform._CPU_CHOICES if choice[0] != "--transformer-impl")
-        with mock.patch.object(platform, "_CPU_CHOICES", own_layers):
-            return train_case(rank, world_size, arguments)
-
-
 @cache
-def _trained(world_size: int, fused: bool, **changes: object) -> Run:
+def _trained(version: str, world_size: int, fused: bool, **changes: object) -> tuple[Run, list[Products]]:
     arguments = tiny_model(
         hidden_size=64,
         lr=1e-5,
@@ -130,36 +74,67 @@ def _trained(world_size: int, fused: bool, **changes: object) -> Run:
         eval_iters=1,
         eval_interval=2,
         transformer_impl="transformer_engine",
+        attention_backend="unfused",
         **changes,
     )
-    return _merge(run_ranks(world_size, engine_case, arguments, fused, timeout=240))
+    ranks = run_ranks(world_size, engine_case, require(version), arguments, fused, timeout=240)
+    return _merge([run for run, _ in ranks]), [products for _, products in ranks]
 
 
-OVERLAPPED = {
+SHARDED = {
     "use_distributed_optimizer": True,
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
     "ddp_bucket_size": 10000,
 }
-LLAMA = {"normalization": "RMSNorm", "disable_bias_linear": True, "position_embedding_type": "rope"}
+TENSOR_PARALLEL = {"tensor_model_parallel_size": 2}
+SEQUENCE_PARALLEL = {**TENSOR_PARALLEL, "sequence_parallel": True}
+LLAMA = {
+    "normalization": "RMSNorm",
+    "disable_bias_linear": True,
+    "position_embedding_type": "rope",
+    "swiglu": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FUSED, APART = True, False
+WEIGHTS = 4 * 4 * 4 * 3
+"""Products of a run: four a layer, in four layers, of four microbatches a step, in three steps."""
+
+# (schedule, method, fused, version, what else is asked for)
+CASES = [
+    ("zb-h1", "vocab-2", FUSED, NEWEST, {}),
+    ("v-half", "vocab-1", APART, NEWEST, {}),
+]
+SLOW_CASES = [
+    ("zb-h1", None, APART, NEWEST, {}),
+    ("v-half", None, FUSED, NEWEST, {}),
+    ("zb-v", None, FUSED, NEWEST, LLAMA),
+    ("zb-h1", "vocab-2", APART, NEWEST, LLAMA),
+    ("zb-h1", "vocab-2", FUSED, NEWEST, RECOMPUTED),
+    ("v-half", "vocab-1", FUSED, NEWEST, {"recompute_granularity": "selective"}),
+    ("zb-h1", "vocab-2", APART, NEWEST, TENSOR_PARALLEL),
+    ("zb-h1", "vocab-2", FUSED, NEWEST, SEQUENCE_PARALLEL),
+    ("v-min", "vocab-2", FUSED, NEWEST, SHARDED),
+    ("zb-h1", "vocab-2", APART, NEWEST, {**SHARDED, "use_cpu_initialization": True}),
+    ("zb-h1", "vocab-2", FUSED, MINIMUM, {}),
+    ("v-half", "vocab-1", APART, MINIMUM, SHARDED),
+    ("zb-h1", "vocab-2", APART, BETWEEN, SEQUENCE_PARALLEL),
+    ("v-half", "vocab-1", FUSED, BETWEEN, LLAMA),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
 @pytest.mark.parametrize(
-    ("schedule", "method", "ranks", "model"),
-    [
-        ("zb-h1", None, 2, {}),
-        ("zb-h1", "vocab-2", 2, LLAMA),
-        ("v-half", "vocab-1", 2, {}),
-        ("zb-v", None, 2, {}),
-        ("v-min", "vocab-2", 4, OVERLAPPED),
-        ("zb-h1", "vocab-2", 4, {**OVERLAPPED, "use_cpu_initialization": True}),
-    ],
+    ("schedule", "method", "fused", "version", "model"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
 )
-def test_every_step_equals_one_process_whose_backward_is_whole(schedule, method, ranks, model, fused):
-    ours = _trained(
-        ranks,
+def test_every_step_equals_a_whole_backward_of_the_same_layers(schedule, method, fused, version, model):
+    on_a_stage = 2 if model.keys() & {*SHARDED, *TENSOR_PARALLEL} else 1
+    plain, in_b = _trained(version, on_a_stage, fused, **model)
+    ours, in_w = _trained(
+        version,
+        2 * on_a_stage,
         fused,
         pipeline_model_parallel_size=2,
         pipeline_schedule=schedule,
@@ -167,4 +142,11 @@ def test_every_step_equals_one_process_whose_backward_is_whole(schedule, method,
         vocab_parallel_algorithm=method,
         **model,
     )
-    assert_equal(ours, _trained(ranks // 2, fused, **model), BOUND)
+    assert_equal(ours, plain, BOUND)
+    expected = WEIGHTS * model.get("tensor_model_parallel_size", 1)
+    assert sum(each.elsewhere for each in in_b) == expected and not any(each.queued for each in in_b)
+    assert sum(each.in_w for each in in_w) == sum(each.queued for each in in_w) == expected
+    assert not any(each.elsewhere for each in in_w)
+    assert sum(each.fused for each in in_w) == (expected if fused else 0)
+    if model.keys().isdisjoint(SHARDED):  # whose replicas have two microbatches each
+        assert max(each.waiting for each in in_w) > 2 * 4, "on no rank did a W come after a later microbatch's B"

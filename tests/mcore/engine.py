@@ -1,0 +1,155 @@
+"""Transformer Engine's own Python on the CPU, over a stand-in for what it compiles (`engine_kernels`).
+
+Its layers, their autograd functions, their queues of weight gradients, its attention and its optimizer are the ones of
+its wheel, unmodified. Only its compiled modules need a device. `scripts/setup_transformer_engine.sh` gets the wheel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.harness.ranks import ROOT
+from tests.harness.training import Run, train_case
+from tests.mcore import engine_kernels
+
+
+def require(version: str) -> str:
+    """The version, where its Python is here; else the test is skipped, with the command that gets it."""
+    if not _folder(version).is_dir():
+        pytest.skip(f"needs Transformer Engine's Python: scripts/setup_transformer_engine.sh {version}")
+    return version
+
+
+def _folder(version: str) -> Path:
+    return ROOT / f".transformer-engine-{version}"
+
+
+@contextmanager
+def imported(version: str) -> Iterator[None]:
+    """In a process of its own: inside, Megatron and its plug-in are imported anew and find this Transformer Engine.
+
+    Transformer Engine is told that there is a device wherever it asks. Nobody else is.
+    """
+    forgotten = ("transformer_engine", "megatron", "megatron_vp", "pretrain_gpt_vp")
+    for name in [name for name in sys.modules if name.partition(".")[0] in forgotten]:
+        del sys.modules[name]
+
+    def by_engine() -> bool:
+        return sys._getframe(2).f_globals["__name__"].startswith("transformer_engine.")
+
+    on_device, there_is_one = torch.Tensor.is_cuda, torch.cuda.is_available
+    device = SimpleNamespace(major=8, minor=0, multi_processor_count=1)
+    with (
+        mock.patch.object(sys, "path", [str(_folder(version)), *sys.path]),
+        mock.patch.object(torch.Tensor, "is_cuda", property(lambda self: by_engine() or on_device.__get__(self))),
+        mock.patch.object(torch.cuda, "is_available", lambda: by_engine() or there_is_one()),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda device_=None: device),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device_=None: (device.major, device.minor)),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+        mock.patch.object(torch.cuda, "device", nullcontext),
+        mock.patch.dict(
+            sys.modules,
+            {
+                "transformer_engine_torch": engine_kernels.compiled_module(),
+                "fused_weight_gradient_mlp_cuda": engine_kernels.apex_module(),
+                # For exports to ONNX: older versions import a package for it that is not here.
+                "transformer_engine.pytorch.onnx_extensions": engine_kernels.compiled_module(),
+            },
+        ),
+    ):
+        # It looks for its libraries when it is imported, but for a build; without frameworks it does not miss them.
+        with mock.patch.dict(os.environ, NVTE_PROJECT_BUILDING="1", NVTE_FRAMEWORK="none"):
+            common = importlib.import_module("transformer_engine.common")
+        common.load_framework_extension = lambda framework: None
+        importlib.import_module("transformer_engine.pytorch")
+        assert importlib.import_module("transformer_engine").__version__ == version
+        yield
+
+
+@dataclass
+class Products:
+    """The products that make the gradients of Transformer Engine's weights, on one rank.
+
+    queued: put into a layer's queue in the backward.
+    in_w: computed in pass W.
+    elsewhere: computed at any other time.
+    waiting: in queues and between B and W, at most.
+    fused: of those in W, computed into `main_grad`.
+    """
+
+    queued: int = 0
+    in_w: int = 0
+    elsewhere: int = 0
+    waiting: int = 0
+    fused: int = 0
+
+
+@contextmanager
+def counted_products() -> Iterator[Products]:
+    """Inside `imported`: count the products that make weights' gradients, by where they are computed."""
+    import transformer_engine_torch as compiled
+    from transformer_engine.pytorch.module._common import WeightGradStore
+
+    from megatron_vp.mcore.delayed_weights import DelayedWeightGradient
+
+    found = Products()
+    in_w = False
+
+    def put(self: Any, operands: list, product: Callable) -> None:
+        assert product.__module__.startswith("transformer_engine.pytorch.module.")
+        found.queued += 1
+        found.waiting = max(found.waiting, found.queued - found.in_w)
+        put_as_ever(self, operands, product)
+
+    def accumulate(self: Any) -> None:
+        nonlocal in_w
+        in_w = True
+        accumulate_as_ever(self)
+        in_w = False
+
+    def generic_gemm(*args: Any, **kwargs: Any) -> tuple:
+        if args[3]:  # dW = dY^T X has the one transposed second operand
+            found.in_w += in_w
+            found.elsewhere += not in_w
+            found.fused += in_w and args[4] is not None
+        return engine_kernels.generic_gemm(*args, **kwargs)
+
+    put_as_ever, accumulate_as_ever = WeightGradStore.put, DelayedWeightGradient.accumulate
+    with (
+        mock.patch.object(WeightGradStore, "put", put),
+        mock.patch.object(DelayedWeightGradient, "accumulate", accumulate),
+        mock.patch.object(compiled, "generic_gemm", generic_gemm),
+    ):
+        yield found
+
+
+@contextmanager
+def on_cpu(version: str, fused: bool) -> Iterator[None]:
+    """As `imported`, with a plug-in that leaves Transformer Engine's layers, and fused accumulation, to the flags."""
+    chosen_here = {"--transformer-impl"} | ({"--no-gradient-accumulation-fusion"} if fused else set())
+    with imported(version):
+        from megatron_vp.mcore import platform
+
+        others = tuple(choice for choice in platform._CPU_CHOICES if choice[0] not in chosen_here)
+        with mock.patch.object(platform, "_CPU_CHOICES", others):
+            yield
+
+
+def engine_case(
+    rank: int, world_size: int, version: str, arguments: list[str], fused: bool
+) -> tuple[Run | None, Products]:
+    """`train_case` with Transformer Engine's layers; `fused` leaves Megatron's fused accumulation on."""
+    with on_cpu(version, fused), counted_products() as products:
+        return train_case(rank, world_size, arguments), products
