@@ -1,0 +1,101 @@
+"""Transformer Engine's layers in Megatron, B and W apart: p ranks on one GPU; without one, its Python on CPU."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import sys
+from contextlib import ExitStack
+from functools import cache
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.harness import ranks
+from tests.harness.training import Run, _merge, tiny_model, train_case
+from tests.mcore import engine, engine_kernels
+from tests.mcore.comparison import assert_as_close, assert_equal
+
+VERSION = "2.20.2"
+"""Of the Python that runs on CPU."""
+TIMEOUT = 90
+"""Seconds for the ranks of a run on a GPU, which start from nothing."""
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = [pytest.param("cuda", marks=needs_gpu), pytest.param("cpu", marks=pytest.mark.slow)]
+
+
+def shared_device(rank: int, world: int, device: str, arguments: list[str], fused: bool) -> Run | None:
+    """`train_case` with all ranks on one device; ranks that hang say where before they are given up."""
+    faulthandler.dump_traceback_later(0.7 * TIMEOUT, file=sys.stderr)
+    with ExitStack() as around:
+        if device == "cpu":
+            around.enter_context(engine.on_cpu(VERSION, fused))
+        else:
+            os.environ["LOCAL_RANK"] = "0"
+            # Without Apex Megatron fuses nowhere, not even in Transformer Engine's layers, which do not need it.
+            sys.modules["fused_weight_gradient_mlp_cuda"] = engine_kernels.apex_module()
+        from tests.gpu.staged import ranks_share  # of the plug-in that was imported last
+
+        around.enter_context(ranks_share(torch.device(device, 0) if device == "cuda" else torch.device(device)))
+        return train_case(rank, world, arguments)
+
+
+@cache
+def _trained(device: str, dtype: str | None, world: int, fused: bool, **changes: object) -> Run:
+    arguments = tiny_model(
+        hidden_size=64,
+        lr=1e-5,
+        seq_length=64,
+        max_position_embeddings=64,
+        vocab_size=63,
+        eval_iters=1,
+        eval_interval=2,
+        transformer_impl="transformer_engine",
+        attention_backend="unfused",
+        distributed_backend="gloo",
+        no_gradient_accumulation_fusion=not fused,
+        # What PyTorch would compile for minutes.
+        no_bias_gelu_fusion=True,
+        no_bias_dropout_fusion=True,
+        bf16=dtype == "bf16",
+        **changes,
+    )
+    case = (world, shared_device, device, arguments, fused)
+    if device == "cpu":
+        engine.require(VERSION)
+        return _merge(ranks.run_ranks(*case, timeout=240))
+    missing = "Transformer Engine is not installed"
+    pytest.importorskip("transformer_engine.pytorch", reason=missing, exc_type=ImportError)
+    with (
+        # A CUDA context does not survive a fork.
+        mock.patch.object(ranks, "_server", lambda: multiprocessing.get_context("spawn")),
+        mock.patch.dict(os.environ, TORCHDYNAMO_DISABLE="1", CUDA_DEVICE_MAX_CONNECTIONS="32"),
+    ):
+        return _merge(ranks.run_ranks(*case, timeout=TIMEOUT))
+
+
+CASES = [
+    ("zb-h1", None, True),
+    ("zb-h1", "vocab-2", False),
+    ("v-half", None, False),
+    ("v-half", "vocab-1", True),
+]
+
+
+@pytest.mark.parametrize(("schedule", "method", "fused"), CASES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_split_backward_gives_the_losses_and_gradients_of_a_whole_one(device, schedule, method, fused):
+    split = {
+        "pipeline_model_parallel_size": 2,
+        "pipeline_schedule": schedule,
+        "vocab_parallel": method is not None,
+        "vocab_parallel_algorithm": method,
+    }
+    if device == "cpu":
+        assert_equal(_trained(device, None, 2, fused, **split), _trained(device, None, 1, fused), 1e-6)
+        return
+    exact, plain = _trained(device, None, 1, False), _trained(device, "bf16", 1, fused)
+    assert_as_close(_trained(device, "bf16", 2, fused, **split), plain, exact)
