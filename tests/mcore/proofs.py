@@ -121,12 +121,18 @@ PROOFS = (
         "label smoothing and z-loss, against an eager loss inside plain Megatron, which has neither",
         "mcore/test_losses.py::test_losses_and_gradients",
     ),
+    Proof(
+        "Transformer Engine's layers under `zb-h1`, `zb-v`, `v-half` and `v-min`, against a whole backward of the same "
+        "layers; its compiled part stood in for ([how](gpu.md#split-backward-through-transformer-engine))",
+        "mcore/test_delayed_weights.py::test_every_step_equals_a_whole_backward_of_the_same_layers",
+    ),
     Proof("`--pipeline-trace`, `--rank-report`", "mcore/test_trace.py::test_the_command_reads_what_training_recorded"),
 )
 
 NOT_YET = (
     "CUDA, NCCL, several nodes",
-    "Transformer Engine's layers, among them the Mamba, gated delta net and latent attention layers of hybrid models",
+    "what Transformer Engine compiles, its experts; the Mamba, gated delta net and latent attention layers "
+    "of hybrid models",
     "Transformer Engine's attention under `--context-parallel-size`",
     "grouped GEMMs of experts (`--moe-grouped-gemm`), the all-to-all and flex token dispatchers",
 )
