@@ -148,8 +148,8 @@ def on_cpu(version: str, fused: bool) -> Iterator[None]:
 
 
 def engine_case(
-    rank: int, world_size: int, version: str, arguments: list[str], fused: bool
+    rank: int, world_size: int, version: str, arguments: list[str], fused: bool, same_weights: bool = True
 ) -> tuple[Run | None, Products]:
     """`train_case` with Transformer Engine's layers; `fused` leaves Megatron's fused accumulation on."""
     with on_cpu(version, fused), counted_products() as products:
-        return train_case(rank, world_size, arguments), products
+        return train_case(rank, world_size, arguments, same_weights=same_weights), products

@@ -122,9 +122,10 @@ PROOFS = (
         "mcore/test_losses.py::test_losses_and_gradients",
     ),
     Proof(
-        "Transformer Engine's layers under `zb-h1`, `zb-v`, `v-half` and `v-min`, against a whole backward of the same "
-        "layers; its compiled part stood in for ([how](gpu.md#split-backward-through-transformer-engine))",
-        "mcore/test_delayed_weights.py::test_every_step_equals_a_whole_backward_of_the_same_layers",
+        "Transformer Engine's layers under `1f1b`, `zb-h1`, `zb-v`, `v-half` and `v-min`, and their checkpoints "
+        "moved to plain Megatron and back, PyTorch in the place of what it compiles "
+        "([how](gpu.md#split-backward-through-transformer-engine))",
+        "mcore/test_transformer_engine.py::test_every_step_equals_plain_megatron_with_the_same_layers",
     ),
     Proof("`--pipeline-trace`, `--rank-report`", "mcore/test_trace.py::test_the_command_reads_what_training_recorded"),
 )
