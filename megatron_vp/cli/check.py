@@ -31,10 +31,9 @@ def check(
     megatron-vp check --ranks 32 --config configs/llama3_8b.yaml --vocab-parallel
     """
     from megatron_vp.mcore import preflight
-    from megatron_vp.mcore.arguments import check_files
 
     args = preflight.check_job(context.args, ranks)
-    check_files(args)
+    preflight.check_files(args)
     if ranks_per_node is not None:
         preflight.check_node(args, ranks_per_node)
         typer.echo(preflight.describe_node())

@@ -45,8 +45,7 @@ def sbatch(
     \b
     megatron-vp sbatch configs/llama3_8b.yaml --nodes 4 --vocab-parallel --slurm partition=long --dry-run
     """
-    from megatron_vp.mcore.arguments import check_files
-    from megatron_vp.mcore.preflight import check_job, describe_job, ranks_of_one_replica
+    from megatron_vp.mcore.preflight import check_files, check_job, describe_job, ranks_of_one_replica
 
     if str(config).startswith("-"):
         raise UserError(f"{config} is no configuration file: give CONFIG first, as in `sbatch configs/llama3_8b.yaml`")

@@ -26,6 +26,7 @@ from megatron_vp.mcore.config_file import arguments_from_config, write_resolved
 from megatron_vp.mcore.dataset import check_inputs
 from megatron_vp.mcore.ignored import warn_of_ignored
 from megatron_vp.mcore.platform import platform_arguments, wants_cpu
+from megatron_vp.mcore.ranges import check_ranges
 from megatron_vp.mcore.refusals import refuse
 from megatron_vp.schedule import GENERATORS, V_SHAPED_SCHEDULES
 
@@ -176,6 +177,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> Any:
     """Validate parsed arguments by Megatron's own function and our refusals; opens no file. Raises UserError."""
+    check_ranges(args)
     if args.pipeline_schedule in V_SHAPED_SCHEDULES:
         _lay_out_in_a_v(args)
     with refused_by_megatron():

@@ -36,6 +36,13 @@ def check_job(arguments: list[str], ranks: int) -> argparse.Namespace:
         return args
 
 
+def check_files(args: argparse.Namespace) -> None:
+    """Check what validated `args` read and where they write, as a start would. Raises UserError."""
+    from megatron_vp.mcore.arguments import check_files as check  # imports Megatron, whose warnings a check silences
+
+    check(args)
+
+
 def ranks_of_one_replica(arguments: list[str]) -> int:
     """How many ranks hold the model once, by a job's arguments. Raises UserError if they cannot be parsed."""
     with _parsed(arguments, 1) as args:

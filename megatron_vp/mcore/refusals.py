@@ -55,6 +55,10 @@ OUR_SCHEDULE = "--vocab-parallel or --pipeline-schedule {pipeline_schedule}"
 # The order is the order of the checks; {names} are filled from the arguments.
 REFUSALS = (
     Refusal(
+        lambda a: a.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer") and a.vocab_size is None,
+        "--tokenizer-type {tokenizer_type} has no vocabulary of its own: use it with --vocab-size",
+    ),
+    Refusal(
         lambda a: a.pipeline_schedule == "interlaced" and not a.vocab_parallel,
         "--pipeline-schedule interlaced without --vocab-parallel has no vocabulary passes to interlace: use it with "
         "--vocab-parallel, or use 1f1b",

@@ -99,7 +99,8 @@ def run_alone(
             f"--rank {rank} of --ranks {ranks} is no rank of this job: one replica of the model has {replica} ranks "
             f"(pipeline x tensor x context = {' x '.join(map(str, sizes))}), and a job has a multiple of them"
         )
-    if not any(_setting(name, leaves, flags, 0) for name in ("vocab_size", "padded_vocab_size")):
+    tokens = _setting("vocab_size", leaves, flags, 0) or _setting("padded_vocab_size", leaves, flags, 0)
+    if not tokens:
         raise UserError("a replay reads no tokenizer: give the number of tokens with --vocab-size N")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(_free_port()))
@@ -111,7 +112,7 @@ def run_alone(
         length = (
             f"--train-iters {every} --lr-warmup-iters 0 --eval-iters 0 --eval-interval {every} --log-interval {every}"
         )
-        made_up = "--fake-process-group --mock-data --tokenizer-type NullTokenizer"
+        made_up = f"--fake-process-group --mock-data --tokenizer-type NullTokenizer --vocab-size {tokens}"
         arguments = ["--config", str(kept), *flags, *length.split(), *made_up.split(), "--rank-report", str(report)]
         if shapes_only:
             # Loaders in processes of their own would hand over fake tensors; what Megatron keeps to run an iteration

@@ -26,6 +26,11 @@ VP = {**TWO_STAGES, "vocab_parallel": True}
 REFUSED = [
     ({"pipeline_model_parallel_size": 1, "vocab_parallel": True}, "one pipeline stage"),
     ({**VP, "num_layers_per_virtual_pipeline_stage": 1}, "virtual pipeline stages"),
+    ({"vocab_size": None, "tokenizer_type": "NullTokenizer"}, "NullTokenizer has no vocabulary of its own"),
+    ({"vocab_size": -3}, "--vocab-size -3 cannot work: it has to be at least 1"),
+    ({"pipeline_model_parallel_size": 0, "pipeline_schedule": "zb-v"}, "--pipeline-model-parallel-size 0 cannot work"),
+    ({"clip_grad": "nan"}, "--clip-grad nan cannot work: it has to be a number of at least 0"),
+    ({"hidden_dropout": 1}, "--hidden-dropout 1.0 cannot work: it has to be from 0 to below 1"),
     ({**VP, "context_parallel_size": 2}, "local attention takes whole sequences; use --core-attention sdpa"),
     ({**VP, **AHEAD, "context_parallel_size": 2}, "with --mtp-num-layers and --context-parallel-size 2"),
     ({**VP, **AHEAD, "pipeline_model_parallel_layout": "Ettm|ttL"}, "with every m in its last segment"),

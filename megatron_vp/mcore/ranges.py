@@ -1,0 +1,41 @@
+"""Numbers that mean something: what each of Megatron's sizes, intervals and rates has to be at least, or between.
+
+Megatron takes them as they are. Zeros and negative numbers come up later as a division, an empty tensor or an error of
+PyTorch's on every rank, or never.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_vp.errors import UserError
+
+AT_LEAST_ONE = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
+    *("seq_length", "max_position_embeddings", "micro_batch_size", "global_batch_size", "seed"),
+    *("vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"),
+    *("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+    *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
+    *("log_interval", "eval_interval", "save_interval", "exit_interval", "tensorboard_log_interval"),
+    *("rotary_base", "distributed_timeout_minutes", "distributed_timeout_seconds_after_init"),
+)
+AT_LEAST_ZERO = (
+    *("train_iters", "train_samples", "eval_iters", "num_workers", "num_experts", "mtp_num_layers"),
+    *("lr_warmup_iters", "lr_warmup_samples", "lr_decay_iters", "lr_decay_samples"),
+    *("lr", "min_lr", "weight_decay", "clip_grad", "adam_eps", "init_method_std", "layernorm_epsilon", "loss_scale"),
+)
+FROM_ZERO_BELOW_ONE = ("adam_beta1", "adam_beta2", "sgd_momentum", "attention_dropout", "hidden_dropout")
+
+
+def check_ranges(args: argparse.Namespace) -> None:
+    """Check the numbers of parsed arguments, before anything is derived from them. Raises UserError for the first."""
+    for names, fits, allowed in (
+        (AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
+        (AT_LEAST_ZERO, lambda value: 0 <= value < float("inf"), "a number of at least 0"),
+        (FROM_ZERO_BELOW_ONE, lambda value: 0 <= value < 1, "from 0 to below 1"),
+    ):
+        for name in names:
+            value = getattr(args, name, None)
+            if isinstance(value, int | float) and not fits(value):  # None: left to Megatron
+                raise UserError(f"--{name.replace('_', '-')} {value} cannot work: it has to be {allowed}")
