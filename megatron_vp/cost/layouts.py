@@ -21,6 +21,22 @@ def equal_layers(job: Job, stages: int) -> tuple[int, ...]:
     return (each,) * stages
 
 
+def spread_layers(job: Job, placement: Placement) -> tuple[int, ...] | None:
+    """As evenly as whole layers allow over the ranks; None where all stages get equally many.
+
+    Layers that a rank's stages cannot share equally go to another chunk on every next rank.
+    """
+    total, p, chunks = job.model.layers, placement.ranks, placement.chunks
+    if not total % placement.stages:
+        return None
+    layers = [0] * placement.stages
+    for rank, stages in enumerate(placement.stage_of):
+        each, larger = divmod(total * (rank + 1) // p - total * rank // p, chunks)
+        for place in range(chunks):
+            layers[stages[(rank + place) % chunks]] = each + (place < larger)
+    return tuple(layers)
+
+
 def redistributed_layers(job: Job, placement: Placement | None = None) -> tuple[int, ...]:
     """Fewer layers on the rank with the output layer, the paper's `redis`; by virtual stage, one a rank by default.
 

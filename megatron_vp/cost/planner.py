@@ -13,6 +13,7 @@ from typing import Any
 from megatron_vp.cost.communication import Wires
 from megatron_vp.cost.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware import Hardware
+from megatron_vp.cost.layouts import spread_layers
 from megatron_vp.cost.memory import RankMemory
 from megatron_vp.cost.passes import PassTimes
 from megatron_vp.cost.predict import Prediction, make_player, predict
@@ -39,6 +40,9 @@ SMALL = 0.05
 
 PLAYED, PLAYED_PER_RANK = 2048, 4
 """Microbatches x ranks up to which all are played; microbatches a rank that show all phases of a schedule."""
+
+LARGEST = 128
+"""Pipeline ranks whose candidates take a minute or two on two cores; twice as many take over four times as long."""
 
 
 @dataclass(frozen=True)
@@ -144,19 +148,26 @@ def candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED, 
 
     `chunks` are those of `interleaved`.
 
-    Raises UserError for a job without a pipeline.
+    Raises UserError for a job without a pipeline, with more than LARGEST ranks in it, or with fewer layers than that.
     """
     if job.pipeline < 2:
         raise UserError("one pipeline stage leaves nothing to plan; set --pipeline-model-parallel-size to 2 or more")
+    if job.pipeline > job.model.layers:
+        raise UserError(f"no schedule can run this job: {_too_few_layers(job, job.pipeline)}")
+    if job.pipeline > LARGEST:
+        raise UserError(
+            f"a plan for {job.pipeline} pipeline ranks would take minutes to hours: give at most {LARGEST}, or ask "
+            "megatron-vp simulate for one schedule at a time (--pipeline-schedule NAME)"
+        )
     found = []
     for name in GENERATORS:
         if name == "interlaced":
-            layers = _spread(job, Placement.linear(job.pipeline))
+            layers = spread_layers(job, Placement.linear(job.pipeline))
             found.append(Candidate(name, Plan(name, VocabMethod.INTERLACED, layers=layers)))
             continue
         own = chunks if name == "interleaved" else None
         placement = generate(name, job.pipeline, 1, chunks=own).placement
-        even = _spread(job, placement)
+        even = spread_layers(job, placement)
         found.append(Candidate(PLAIN, Plan(name, chunks=own, layers=even)))
         found += [Candidate(str(v), Plan(name, v, own, even)) for v in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2)]
         if job.model.layers < placement.stages:
@@ -267,7 +278,7 @@ def plan(
     """All candidates, the fastest first, and those that the job cannot run.
 
     Predicted in processes, one a core. `chunks` are those of `interleaved`; `progress` hears how many of how many are
-    done. Raises UserError for a job without a pipeline.
+    done. Raises UserError as `candidates` does.
     """
     tried = candidates(job, hardware, constants, chunks)
     outcomes: list[Outcome] = []
@@ -314,19 +325,3 @@ def best(outcomes: Sequence[Outcome], limit: float) -> Outcome:
 
 def _too_few_layers(job: Job, stages: int) -> str:
     return f"{job.model.layers} layers cannot fill {stages} virtual stages; use fewer pipeline ranks or chunks"
-
-
-def _spread(job: Job, placement: Placement) -> tuple[int, ...] | None:
-    """As evenly as whole layers allow over the ranks; None where all stages get equally many.
-
-    Layers that a rank's stages cannot share equally go to another chunk on every next rank.
-    """
-    total, p, chunks = job.model.layers, placement.ranks, placement.chunks
-    if not total % placement.stages:
-        return None
-    layers = [0] * placement.stages
-    for rank, stages in enumerate(placement.stage_of):
-        each, larger = divmod(total * (rank + 1) // p - total * rank // p, chunks)
-        for place in range(chunks):
-            layers[stages[(rank + place) % chunks]] = each + (place < larger)
-    return tuple(layers)

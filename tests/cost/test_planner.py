@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from unittest import mock
 
 import pytest
 
@@ -9,6 +10,7 @@ from megatron_vp.cost import planner
 from megatron_vp.cost.communication import Wires
 from megatron_vp.cost.constants import CALIBRATED
 from megatron_vp.cost.hardware import GIB, find_hardware
+from megatron_vp.cost.layouts import spread_layers
 from megatron_vp.cost.passes import PassTimes
 from megatron_vp.cost.planner import Candidate, Loss, balanced_layers, best, candidates, method_of, plan, weigh
 from megatron_vp.cost.shapes import Job, ModelShape, Plan
@@ -125,12 +127,23 @@ def test_layers_that_no_stage_count_divides_are_spread():
 @pytest.mark.parametrize("total", [20, 24, 42])
 def test_uneven_chunks_leave_the_ranks_even(place, total):
     placement = place(8)
-    layers = planner._spread(replace(JOB, model=replace(MODEL, layers=total), pipeline=8), placement)
+    layers = spread_layers(replace(JOB, model=replace(MODEL, layers=total), pipeline=8), placement)
     ranks = [sum(layers[stage] for stage in stages) for stages in placement.stage_of]
     assert sum(ranks) == total and max(ranks) - min(ranks) <= 1
     assert max(layers) - min(layers) == 1
 
 
-def test_one_stage_is_refused():
-    with pytest.raises(UserError, match="leaves nothing to plan"):
-        candidates(replace(JOB, pipeline=1), H100)
+@pytest.mark.parametrize(
+    ("pipeline", "layers", "words"),
+    [
+        (1, 12, "leaves nothing to plan"),
+        (1_000, 12, "12 layers cannot fill 1000 virtual stages"),
+        (1_000, 2_000, "give at most 128, or ask megatron-vp simulate for one schedule"),
+    ],
+)
+def test_a_pipeline_without_a_plan_is_refused_at_once(pipeline, layers, words):
+    with (
+        mock.patch.object(planner, "generate", side_effect=AssertionError("a schedule was generated")),
+        pytest.raises(UserError, match=words),
+    ):
+        candidates(replace(JOB, pipeline=pipeline, model=replace(MODEL, layers=layers)), H100)
