@@ -98,13 +98,10 @@ def _generate(
 
 
 def _read(source: Path) -> Schedule:
+    from megatron_vp.files import MIB, read_text
     from megatron_vp.schedule import from_csv, from_json
 
-    try:
-        text = source.read_text(encoding="utf-8-sig")  # spreadsheets begin a file with a mark
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UserError(f"cannot read schedule file {source}: {reason}") from None
+    text = read_text(source, "schedule file", 512 * MIB)
     return from_json(text) if text.lstrip().startswith("{") else from_csv(text)
 
 

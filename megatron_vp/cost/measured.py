@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vp.cost.memory import GIB
+from megatron_vp.files import MIB, read_text
 
 WARM_UP = 3
 """Iterations that are not counted: they compile, allocate and time their kernels."""
@@ -36,7 +37,7 @@ def read_run(folder: Path) -> Run | str:
         return "not run"
     peaks, times, full = [], {}, False
     for path in logs:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_text(path, "log", 1024 * MIB, errors="replace")
         times |= {int(number): float(elapsed) / 1000 for number, elapsed in _ITERATION.findall(text)}
         peaks += [float(peak) * 2**20 / GIB for peak in _PEAK.findall(text)]
         full = full or _OUT_OF_MEMORY.search(text) is not None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_vp.cost.shapes import Job, ModelShape
 from megatron_vp.errors import UserError
+from megatron_vp.files import MIB, read_text
 
 METHODS = {5: ("baseline", "redis", "vocab-1", "vocab-2", "interlaced"), 6: ("baseline", "vocab-1")}
 """Methods of the paper's two tables: 5 is 1F1B, 6 is V-Half."""
@@ -82,11 +83,7 @@ def read_cells(path: Path) -> dict[Cell, Measurement]:
     Raises UserError for a file that cannot be read, lacks a column, or has a cell twice or one that the tables do not
     have.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UserError(f"cannot read published cells {path}: {reason}") from None
+    text = read_text(path, "published cells", MIB)
     return _cells(csv.DictReader(text.splitlines()), str(path))
 
 

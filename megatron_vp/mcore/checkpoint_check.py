@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vp.errors import UserError
+from megatron_vp.files import MIB, read_text
 from megatron_vp.mcore.checkpoint_files import TRACKER
 from megatron_vp.schedule import V_SHAPED_SCHEDULES
 
@@ -86,7 +87,7 @@ def _folder(args: argparse.Namespace) -> Path | None:
             f"--load {load} holds no checkpoint (no {TRACKER}): give the directory that a run saved to, or leave "
             f"--load out; a run that is to start here and resume later gives --save the same directory"
         )
-    said = tracker.read_text().strip()
+    said = read_text(tracker, "the name of the last checkpoint", MIB, errors="replace").strip()
     if said == "release":
         return load / said
     if not said.isdecimal():

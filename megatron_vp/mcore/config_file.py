@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_vp.errors import UserError
+from megatron_vp.files import MIB, read_text
 
 _BASE = "base"
 
@@ -113,8 +115,8 @@ def write_resolved(args: argparse.Namespace, path: str | os.PathLike[str]) -> No
 def read_resolved(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The arguments of a run by their names, as `write_resolved` wrote them; UserError if they cannot be read."""
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        found = yaml.safe_load(read_text(path, "resolved configuration", MIB))
+    except yaml.YAMLError as error:
         raise UserError(f"cannot read resolved configuration {path}: {_one_line(error)}") from error
     if not isinstance(found, dict):
         raise UserError(f"{path} is no resolved configuration: it holds no mapping")
@@ -125,11 +127,12 @@ def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictC
     """The file after its bases, each with its path."""
     if path.resolve() in overlaid_by:
         raise UserError(f"{path}: '{_BASE}' leads back to the file itself; remove one of the '{_BASE}' lines")
+    text = read_text(path, "configuration file", MIB)
     try:
-        config = OmegaConf.load(path)
-    except OSError as error:
-        raise UserError(f"cannot read configuration file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        config = OmegaConf.load(io.StringIO(text))
+    except OSError as error:  # a bare word or a number
+        raise UserError(f"{path} holds no mapping; write 'argument_name: value' lines, grouped in sections") from error
+    except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {_one_line(error)}") from error
     except RecursionError as error:
         raise UserError(f"{path} nests sections or lists too deeply; write them on one level") from error

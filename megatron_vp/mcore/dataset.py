@@ -192,10 +192,16 @@ def check_inputs(args: argparse.Namespace) -> None:
     from megatron.training.utils import get_blend_and_blend_per_split
 
     if not args.mock_data:
+        for path in filter(None, (args.data_args_path, args.per_split_data_args_path)):
+            if os.path.exists(path) and not os.path.isfile(path):
+                raise UserError(f"the list of datasets {path} is no file, and every rank reads it: write it to one")
         try:
             blend, blend_per_split = get_blend_and_blend_per_split(args)
         except OSError as error:
             raise UserError(f"cannot read the list of datasets {error.filename}: {error.strerror}") from error
+        except ValueError as error:
+            listed = args.data_args_path or args.per_split_data_args_path or "--data-path"
+            raise UserError(f"{listed} is no list of datasets: {error}") from error
         except AssertionError as error:
             raise UserError("give --data-path either as prefixes or as pairs of a weight and a prefix") from error
         for part in (blend, *(blend_per_split or ())):

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron_vp.errors import UserError
+from megatron_vp.files import MIB, read_text
 from megatron_vp.schedule import perfetto
 from megatron_vp.schedule.perfetto import Lane
 
@@ -152,10 +153,9 @@ def read_traces(folder: Path) -> list[RankTrace]:
 
 
 def _read(path: Path) -> RankTrace:
+    text = read_text(path, "trace", 512 * MIB)
     try:
-        return RankTrace.from_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        return RankTrace.from_json(text)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path} is not a trace of --pipeline-trace; give a folder that holds nothing else") from None
 
