@@ -1,9 +1,11 @@
-"""Input files as text: whatever a path leads to, reading it ends soon, with the text or with one line."""
+"""Files of text: whatever an input's path leads to, reading it ends soon; and reports that a run can do without."""
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
+import sys
 from pathlib import Path
 
 from megatron_vp.errors import UserError
@@ -35,3 +37,26 @@ def read_text(path: str | os.PathLike[str], what: str, most: int, errors: str = 
         return data.decode("utf-8-sig", errors)
     except UnicodeDecodeError as error:
         raise UserError(f"cannot read {what} {path}: it is not text") from error
+
+
+def write_report(path: Path, text: str, what: str) -> None:
+    """Write a file that its run can do without; it appears complete or not at all.
+
+    Where it cannot be written, says so in one line on standard error, once, and the run goes on.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        _say_once(f"warning: cannot write {what} {path}: {error.strerror}; the run goes on without it")
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    rank = os.environ.get("RANK")
+    print(line if rank is None else f"rank {rank}: {line}", file=sys.stderr, flush=True)

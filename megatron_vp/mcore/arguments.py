@@ -193,9 +193,10 @@ def check_files(args: argparse.Namespace) -> None:
     """
     check_inputs(args)
     check_checkpoint(args)
-    for option, folder in (("--save", args.save), ("--tensorboard-dir", args.tensorboard_dir)):
+    for name in ("save", "tensorboard_dir", "rank_report", "pipeline_trace"):
+        folder = getattr(args, name)
         if folder is not None and "://" not in folder:
-            check_writable(option, folder)
+            check_writable(f"--{name.replace('_', '-')}", folder)
 
 
 @contextmanager

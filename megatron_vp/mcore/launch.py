@@ -17,7 +17,10 @@ from typing import NoReturn
 from megatron_vp.errors import Fault, UserError
 
 _LINES_WITHIN_SECONDS = 10.0
-_STORAGE_FAILS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE}
+_STORAGE_FAILS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE),
+    *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
+}
 
 
 @contextmanager
@@ -96,8 +99,9 @@ def _who() -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost function outside torch."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if f"{os.sep}torch{os.sep}" not in frame[0]]
+    """The innermost function outside torch and Python's own frozen modules."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame[0] and not frame[0].startswith("<")]
     return f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})"
 
 

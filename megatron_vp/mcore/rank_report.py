@@ -17,6 +17,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.training import get_args
 
+from megatron_vp.files import write_report
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.shapes_only import LiveStorages
 from megatron_vp.runtime.groups import pipeline_device
@@ -74,7 +75,6 @@ class RankReport:
     def _write(self, parameters: Sequence[torch.nn.Parameter], microbatches: int) -> None:
         rank = parallel_state.get_pipeline_model_parallel_rank()
         path = Path(get_args().rank_report) / f"rank_{rank}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
         content = {
             "pipeline_rank": rank,
             "parameters": sum(parameter.numel() for parameter in parameters),
@@ -87,7 +87,7 @@ class RankReport:
             "pass_milliseconds_by_iteration": list(self._pass_milliseconds),
             "memory_bytes": self._memory(parameters),
         }
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        write_report(path, json.dumps(content, indent=1) + "\n", "the rank report")
 
     def _memory(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
         """Bytes of weights and of main gradients; where it is known, also what was allocated before an iteration and at

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_vp.files import write_report
 from megatron_vp.runtime.clocks import Alignment, align
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.recorder import Recorder, Span
@@ -71,7 +72,7 @@ class PipelineTrace:
             clock_error=max(trace.clock_error, (self._now.error + recorder.clock_error) / 1e6),
             spans=trace.spans + tuple(traced_spans(recorder.spans, self._iteration, axis)),
         )
-        path_of(self._folder, self._groups.rank).write_text(self._trace.to_json(), encoding="utf-8")
+        write_report(path_of(self._folder, self._groups.rank), self._trace.to_json(), "the pass trace")
 
 
 def traced_spans(spans: list[Span], iteration: int, axis: _Axis) -> list[TracedSpan]:

@@ -112,6 +112,30 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before(saved, tmp_path, full)
     assert compared.same_files and not (compared.diff_files or compared.left_only or compared.right_only)
 
 
+def test_a_folder_that_cannot_be_made_leaves_the_checkpoint_before(saved, tmp_path):
+    folder = Path(shutil.copytree(saved, tmp_path / "run"))
+    (folder / STEP.format(4)).write_text("in the way")
+    ends = run_ranks_to_their_end(2, train_with_fault, few_steps(save=folder, load=folder, save_interval=4))
+    assert [status for status, _ in ends] == [1, 1]
+    said = [f"File exists: {folder / STEP.format(4)}", "rank 1 waited in"]
+    for rank, (_, output) in enumerate(ends):
+        (line,) = errors(output)
+        assert said[rank] in line and "<frozen" not in line and "Traceback" not in output, output
+    assert (folder / TRACKER).read_text() == "2"
+
+
+def test_reports_that_one_rank_cannot_write_do_not_end_the_run(tmp_path):
+    folders = {"rank_report": tmp_path / "report", "pipeline_trace": tmp_path / "trace"}
+    for folder in folders.values():
+        (folder / "rank_1.json").mkdir(parents=True)
+    ends = run_ranks_to_their_end(2, train_with_fault, few_steps(**folders))
+    assert [status for status, _ in ends] == [0, 0]
+    for what, folder in (("the rank report", folders["rank_report"]), ("the pass trace", folders["pipeline_trace"])):
+        line = f"rank 1: warning: cannot write {what} {folder}/rank_1.json: Is a directory; the run goes on without it"
+        assert [output.count(line) for _, output in ends] == [0, 1]
+        assert [path.name for path in sorted(folder.iterdir())] == ["rank_0.json", "rank_1.json"]
+
+
 def replace_the_tracker(_rank, _world_size, folder):
     """Die with the new tracker half written."""
     import pretrain_gpt_vp as script
