@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, files_and_flags
 from megatron_vp.cli.output import check_destination, progress_bar, write
 from megatron_vp.cli.planning import (
     GIB,
-    ConfigArgument,
     Format,
     FormatOption,
     HardwareOption,
     MemoryOption,
     NodesOption,
     OutputOption,
-    OverlaysOption,
     Request,
     flags_of,
     read_request,
@@ -32,13 +31,12 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("plan", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(plan)
+    app.command("plan", context_settings=TAKES_A_JOB)(plan)
 
 
 def plan(
-    context: typer.Context,
-    config: ConfigArgument,
-    overlays: OverlaysOption = None,
+    job: JobArgument = None,
+    overlays: ConfigOption = None,
     hardware: HardwareOption = "h100",
     nodes: NodesOption = None,
     memory: MemoryOption = None,
@@ -47,7 +45,7 @@ def plan(
 ) -> None:
     """Rank plain, redistributed and vocabulary-parallel runs of a job, over all schedules, without running any.
 
-    All other arguments are the job's own flags and win over CONFIG, as in training.
+    All other arguments are the job's own, and flags win over files, as in training.
 
     \b
     megatron-vp plan configs/llama3_8b.yaml --hardware h100 --nodes 4 --pipeline-model-parallel-size 16
@@ -56,7 +54,7 @@ def plan(
     from megatron_vp.cost.planner import plan as make_plan
 
     check_destination(output_format is Format.PNG, output)
-    request = read_request([config, *(overlays or ())], context.args, hardware, nodes, memory)
+    request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory)
     with progress_bar() as bar:
         task = bar.add_task("predicting", total=None)
         outcomes, impossible = make_plan(

@@ -33,12 +33,6 @@ class Format(StrEnum):
     PNG = "png"
 
 
-ConfigArgument = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="What trains the model: configs/llama3_8b.yaml.")
-]
-OverlaysOption = Annotated[
-    list[Path] | None, typer.Option("--config", metavar="FILE", help="Laid over CONFIG; may be repeated.")
-]
 HardwareOption = Annotated[str, typer.Option(help="a100, h100, h200, b200, mi300x or cpu.")]
 NodesOption = Annotated[
     int | None, typer.Option(min=1, help="Nodes of the job (default: GPUs for one replica of the model).")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, files_and_flags
 from megatron_vp.cli.output import check_destination, write
 
 if TYPE_CHECKING:
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("replay", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(replay)
+    app.command("replay", context_settings=TAKES_A_JOB)(replay)
 
 
 def replay(
-    context: typer.Context,
-    config: Annotated[str, typer.Argument(help="YAML file of the job.")],
     rank: Annotated[int, typer.Option("--rank", help="Which rank of the job, counted as its launcher counts.")],
+    job: JobArgument = None,
+    overlays: ConfigOption = None,
     ranks: Annotated[
         int | None, typer.Option("--ranks", help="Ranks of the job; default: one replica of the model.")
     ] = None,
@@ -37,7 +38,7 @@ def replay(
     """Run one rank of a job alone: its real model part and schedule, made-up inputs, no peers.
 
     Prints the time of every kind of pass and the rank's memory. Needs one device, however many ranks the job has;
-    with --shapes-only none, and shows memory only. Any other flag is the job's own:
+    with --shapes-only none, and shows memory only. All other arguments are the job's own, as in training.
 
     \b
     megatron-vp replay configs/gpt_21b.yaml --rank 31 --vocab-parallel --pipeline-schedule 1f1b
@@ -45,7 +46,8 @@ def replay(
     from megatron_vp.mcore.replay import run_alone
 
     check_destination(False, output)
-    found = run_alone(script, [config], rank, ranks, iterations, context.args, shapes_only)
+    files, flags = files_and_flags(job, overlays)
+    found = run_alone(script, files, rank, ranks, iterations, flags, shapes_only)
     typer.echo(_table(found))
     if output is not None:
         write(json.dumps(asdict(found), indent=1) + "\n", output)

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, arguments, files_and_flags
 from megatron_vp.errors import UserError
 
 BATCH_SCRIPT = Path("scripts/slurm/pretrain.sbatch")
@@ -19,12 +20,12 @@ BATCH_SCRIPT = Path("scripts/slurm/pretrain.sbatch")
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("sbatch", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(sbatch)
+    app.command("sbatch", context_settings=TAKES_A_JOB)(sbatch)
 
 
 def sbatch(
-    context: typer.Context,
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Such as configs/llama3_8b.yaml.")],
+    job: JobArgument = None,
+    overlays: ConfigOption = None,
     nodes: Annotated[
         int | None, typer.Option("--nodes", min=1, help="Nodes of the job (default: one model's worth of ranks).")
     ] = None,
@@ -40,29 +41,29 @@ def sbatch(
 ) -> None:
     """Submit CONFIG to SLURM: checked here and now, started once a GPU, requeued until it has finished.
 
-    Run it in the repository. All other arguments are the job's own: --config FILE for an overlay, and any flag.
+    Run it in the repository. All other arguments are the job's own, as in training.
 
     \b
     megatron-vp sbatch configs/llama3_8b.yaml --nodes 4 --vocab-parallel --slurm partition=long --dry-run
     """
     from megatron_vp.mcore.preflight import check_files, check_job, describe_job, ranks_of_one_replica
 
-    if str(config).startswith("-"):
-        raise UserError(f"{config} is no configuration file: give CONFIG first, as in `sbatch configs/llama3_8b.yaml`")
+    files, flags = files_and_flags(job, overlays)
+    if not files:
+        raise UserError("the job has no configuration file: give CONFIG first, as in `sbatch configs/llama3_8b.yaml`")
     if not BATCH_SCRIPT.is_file():
         raise UserError(f"{BATCH_SCRIPT} is not here: run this in the megatron_vp repository")
     per_node = gpus_per_node if ntasks_per_node is None else ntasks_per_node
-    arguments = ["--config", str(config), *context.args]
     if nodes is None:
-        nodes = math.ceil(ranks_of_one_replica(arguments) / per_node)
+        nodes = math.ceil(ranks_of_one_replica(arguments(files, flags)) / per_node)
     ranks = nodes * per_node
-    args = check_job(arguments, ranks)
+    args = check_job(arguments(files, flags), ranks)
     resources = f"--gpus-per-node={per_node}" if ntasks_per_node is None else f"--ntasks-per-node={per_node}"
     # The job runs with the Python that checked it.
     export = f"--export=ALL,MEGATRON_VP_PYTHON={sys.executable}"
-    command = ["sbatch", f"--nodes={nodes}", resources, f"--job-name={config.stem}", export]
+    command = ["sbatch", f"--nodes={nodes}", resources, f"--job-name={files[0].stem}", export]
     command += [f"--{option.lstrip('-')}" for option in slurm or ()]
-    command += [str(BATCH_SCRIPT), str(config), *context.args]
+    command += [str(BATCH_SCRIPT), str(files[0]), *arguments(files[1:], flags)]
     typer.echo(f"{nodes} nodes x {per_node}; " + "\n".join(describe_job(args, ranks)))
     typer.echo(shlex.join(command))
     if dry_run:

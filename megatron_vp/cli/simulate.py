@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, files_and_flags
 from megatron_vp.cli.output import check_destination, write
 from megatron_vp.cli.planning import (
     GIB,
-    ConfigArgument,
     Format,
     FormatOption,
     HardwareOption,
     MemoryOption,
     NodesOption,
     OutputOption,
-    OverlaysOption,
     Request,
     read_request,
     rendered,
@@ -31,13 +30,12 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("simulate", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(simulate)
+    app.command("simulate", context_settings=TAKES_A_JOB)(simulate)
 
 
 def simulate(
-    context: typer.Context,
-    config: ConfigArgument,
-    overlays: OverlaysOption = None,
+    job: JobArgument = None,
+    overlays: ConfigOption = None,
     hardware: HardwareOption = "h100",
     nodes: NodesOption = None,
     memory: MemoryOption = None,
@@ -50,7 +48,7 @@ def simulate(
 ) -> None:
     """Predict time and memory of every pipeline rank for one job, as its configuration runs it.
 
-    All other arguments are the job's own flags and win over CONFIG, as in training.
+    All other arguments are the job's own, and flags win over files, as in training.
 
     \b
     megatron-vp simulate configs/llama3_8b.yaml --nodes 4 --vocab-parallel --pipeline-schedule v-half
@@ -61,7 +59,7 @@ def simulate(
     from megatron_vp.schedule.collector import collector_paused
 
     check_destination(output_format is Format.PNG, output)
-    request = read_request([config, *(overlays or ())], context.args, hardware, nodes, memory)
+    request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory)
     plan = request.config.plan()
     measured = None if trace is None else traced_costs(trace, request.job, plan)
     with collector_paused():

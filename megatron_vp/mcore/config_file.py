@@ -75,6 +75,8 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
     `base: other.yaml` (relative to its file) is read before the file that names it. Raises UserError for a file that is
     missing or malformed.
     """
+    if not paths:
+        return []
     layers = [layer for path in paths for layer in _layers(Path(path), ())]
     try:
         merged = OmegaConf.to_container(OmegaConf.merge(*(config for _, config in layers)), resolve=True)

@@ -66,7 +66,7 @@ class Replayed:
 
 def run_alone(
     script: str,
-    configs: Sequence[str],
+    configs: Sequence[str | os.PathLike[str]],
     rank: int,
     ranks: int | None,
     iterations: int,
@@ -94,6 +94,10 @@ def run_alone(
     sizes = [_setting(name, leaves, flags, 1) for name in PARALLEL_SIZES]
     replica = sizes[0] * sizes[1] * sizes[2]
     ranks = replica if ranks is None else ranks
+    if min(sizes) < 1:
+        raise UserError(
+            f"pipeline x tensor x context = {' x '.join(map(str, sizes))} ranks hold no model: give sizes from 1"
+        )
     if ranks % replica or not 0 <= rank < ranks:
         raise UserError(
             f"--rank {rank} of --ranks {ranks} is no rank of this job: one replica of the model has {replica} ranks "

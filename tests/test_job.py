@@ -1,0 +1,47 @@
+"""A job is given to every command as to training: files, the first with or without its `--config`, and flags."""
+
+from unittest import mock
+
+import pytest
+
+from megatron_vp.cli.app import main
+from megatron_vp.cli.job import arguments, files_and_flags
+from megatron_vp.errors import UserError
+
+BOTH = ["a.yaml", "b.yaml"]
+FLAGS = ["--lr", "-1e-4", "--vocab-parallel", "--data-path", "0.5", "x"]
+SPELLINGS = [
+    ["a.yaml", "--config", "b.yaml", *FLAGS],
+    ["--config", "a.yaml", "--config=b.yaml", *FLAGS],
+    ["a.yaml", *FLAGS, "--config", "b.yaml"],
+]
+ASKED = {
+    "plan": ([], "megatron_vp.cli.plan.read_request", lambda files, flags, *_: arguments(files, flags)),
+    "simulate": ([], "megatron_vp.cli.simulate.read_request", lambda files, flags, *_: arguments(files, flags)),
+    "check": (["--ranks", "4"], "megatron_vp.mcore.preflight.check_job", lambda words, _: words),
+    "sbatch": (["--nodes", "1"], "megatron_vp.mcore.preflight.check_job", lambda words, _: words),
+    "replay": (
+        ["--rank", "0"],
+        "megatron_vp.mcore.replay.run_alone",
+        lambda _, files, _rank, _ranks, _iterations, flags, _shapes: arguments(files, flags),
+    ),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=" ".join)
+@pytest.mark.parametrize("command", ASKED)
+def test_every_command_takes_a_job_as_training_does(capsys, command, spelling):
+    own, target, words = ASKED[command]
+
+    def ask(*given):
+        raise UserError(" ".join(words(*given)))
+
+    with mock.patch(target, ask), pytest.raises(SystemExit):
+        main([command, *own, *spelling])
+    expected = " ".join(["--config", "a.yaml", "--config", "b.yaml", *FLAGS])
+    assert capsys.readouterr().err == f"megatron-vp: error: {expected}\n"
+
+
+def test_the_value_of_a_flag_is_no_configuration():
+    assert files_and_flags(["--lr", "1e-4"], None) == ([], ["--lr", "1e-4"])
+    assert files_and_flags(None, None) == ([], [])
