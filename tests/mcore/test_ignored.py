@@ -27,7 +27,7 @@ def warned(rank=0, vocab_parallel=False, pipeline_schedule="1f1b", **options):
     return [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize(("name", "ignored"), zip(ASKED, IGNORED, strict=True))
+@pytest.mark.parametrize(("name", "ignored"), list(zip(ASKED, IGNORED, strict=True)))
 def test_an_option_without_effect_is_named_once(name, ignored):
     (said,) = warned(vocab_parallel=True, **{name: ASKED[name]})
     assert said == (f"{ignored.option} has no effect with --pipeline-schedule 1f1b and --vocab-parallel: {ignored.why}")

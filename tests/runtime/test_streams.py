@@ -154,7 +154,7 @@ def cases() -> Iterator[object]:
             yield pytest.param(name, method, ranks, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "method", "ranks"), cases())
+@pytest.mark.parametrize(("name", "method", "ranks"), list(cases()))
 def test_everything_is_ordered_and_kept_alive(name, method, ranks):
     for rank in range(ranks):
         iterations(Device(rank), name, method, ranks, rank)
