@@ -57,8 +57,9 @@ def _table(found: Replayed) -> str:
     place = f"pipeline rank {found.pipeline_rank} of {found.pipeline_size}, {found.microbatches} microbatches, alone"
     memory = [f"{name:>12}  {value / 2**30:15.3f}  GiB" for name, value in found.memory_bytes.items()]
     if found.iteration_milliseconds is None:
+        note = "of tensors; an allocator's fragments, workspaces and communicators come on top"
         return "\n".join(
-            [place, *memory, "of tensors; an allocator's fragments, workspaces and communicators come on top"]
+            [place, *memory, note, "nothing was computed: times and norms that Megatron logs mean nothing"]
         )
     lines = [
         place,
