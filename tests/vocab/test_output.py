@@ -140,6 +140,25 @@ def test_loss_and_gradients(algorithm, vocab, count, dtype, loss_bound, gradient
         assert _distance(value, reference) <= bound, name
 
 
+@pytest.mark.parametrize("vocab", [64, 4096])
+@pytest.mark.parametrize("logit_scale", [1.0, 4.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_gradient_is_off_by_two_roundings_where_a_rounded_d_is_by_one(monkeypatch, dtype, logit_scale, vocab):
+    def add_product_(self, matrix_vh, left_nv, right_nh):  # as a GEMM into fp32 does
+        matrix_vh += (left_nv.double().t() @ right_nh.double()).to(matrix_vh.dtype)
+
+    monkeypatch.setattr(EagerOperations, "add_product_", add_product_)
+    loss_scale = 2**12 if dtype == torch.float16 else 1
+    x, weight, labels, row_gradient = _problem(vocab, dtype, logit_scale=logit_scale)
+    row_gradient *= loss_scale
+    expected = _reference(x, weight, labels, row_gradient)[2]
+    found = _sharded(x, weight, labels, row_gradient, 4, "vocab-2")[2]
+    d = torch.softmax((x @ weight.t()).float(), -1)
+    d[torch.arange(TOKENS), labels] -= 1
+    rounded = (d * row_gradient[:, None]).to(dtype)
+    assert _distance(found, expected) < 2 * _distance(rounded.double().t() @ x.double(), expected)
+
+
 def test_statistics_of_stages_fold_as_those_of_shards():
     logits_srn = torch.randn(2, 3, 5, dtype=torch.float64)  # of two stages, three shards each, one logit a shard
     shards = torch.stack([logits_srn, torch.ones_like(logits_srn), torch.rand_like(logits_srn)], dim=2)
