@@ -51,6 +51,13 @@ def test_a_full_disk_behind_the_output_is_one_line():
     assert said == "megatron-vp: error: cannot write to standard output: No space left on device\n"
 
 
+def test_an_output_that_is_closed_is_one_line():
+    command = [*COMMAND, "schedule", "1f1b", "-p", "2", "-m", "2"]
+    done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "cannot write to standard output: it is closed" in done.stderr
+
+
 def test_an_interruption_ends_the_command_and_its_workers_with_status_130():
     command = start("tables")
     children = Path(f"/proc/{command.pid}/task/{command.pid}/children")

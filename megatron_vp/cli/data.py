@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
 
 def data(
     inputs: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(metavar="INPUT", show_default=False, help="Text files, .jsonl files, or directories of them."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write to; made if needed.")],
@@ -37,7 +37,8 @@ def data(
         bool, typer.Option("--split-lines", help="Every line of a text file is a document, not every file.")
     ] = False,
     workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Threads that train and encode (default: all cores).")
+        int | None,
+        typer.Option("--workers", min=1, max=256, help="Threads that train and encode (default: all cores)."),
     ] = None,
 ) -> None:
     """Turn text into a dataset that Megatron trains on.

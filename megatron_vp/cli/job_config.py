@@ -38,14 +38,12 @@ SIZES = (
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
 )
+SWITCHES = ("vocab_parallel", "sequence_parallel", "use_distributed_optimizer", "untie_embeddings_and_output_weights")
 OTHERS = (
-    "vocab_parallel",
+    *SWITCHES,
     "vocab_parallel_algorithm",
     "pipeline_schedule",
     "pipeline_model_parallel_layout",
-    "sequence_parallel",
-    "use_distributed_optimizer",
-    "untie_embeddings_and_output_weights",
     "recompute_granularity",
 )
 UNCOUNTED = (
@@ -67,6 +65,7 @@ UNCOUNTED = (
     "step_batch_size_schedule",
 )
 """What changes time or memory and is unknown to the cost model."""
+LARGEST_SIZE = 10**9
 _LONGEST_LAYOUT = 10_000
 
 
@@ -91,7 +90,8 @@ class JobConfig:
         from megatron_vp.cost.shapes import Plan
         from megatron_vp.schedule import VocabMethod
 
-        schedule = str(self.values.get("pipeline_schedule") or "1f1b")
+        asked = self.values.get("pipeline_schedule")
+        schedule = "1f1b" if asked is None else str(asked)
         vocab, chunks = VocabMethod.NONE, self._chunks()
         split = self.values.get("vocab_parallel") is True
         if schedule == "1f1b" and chunks is not None and not split:
@@ -184,6 +184,11 @@ def read_job_config(paths: Sequence[Path], flags: Sequence[str]) -> JobConfig:
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             found = "without a value" if value is True and given[name] == flag(name) else repr(value)
             raise UserError(f"{given[name]} {found} is no whole number of at least 1")
+        if value is not None and value > LARGEST_SIZE:
+            raise UserError(f"{given[name]} {value} is no size of a job; give at most {LARGEST_SIZE}")
+    for name in SWITCHES:
+        if values.get(name) not in (None, False, True):
+            raise UserError(f"{given[name]} is a switch and takes no value; it was given {values[name]!r}")
     return JobConfig(values)
 
 

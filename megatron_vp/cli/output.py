@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ def write(content: str | bytes, output: Path | None) -> None:
     """
     check_destination(isinstance(content, bytes), output)
     if output is None:
+        if sys.stdout is None:
+            raise UserError("cannot write to standard output: it is closed; name a file with -o")
         try:
             typer.echo(content, nl=False)
         except BrokenPipeError:

@@ -49,6 +49,8 @@ def sbatch(
     from megatron_vp.mcore.preflight import check_files, check_job, describe_job, ranks_of_one_replica
 
     files, flags = files_and_flags(job, overlays)
+    if not all(option.strip("-") for option in slurm or ()):
+        raise UserError("--slurm names no option of sbatch: give one, such as --slurm partition=long")
     if not files:
         raise UserError("the job has no configuration file: give CONFIG first, as in `sbatch configs/llama3_8b.yaml`")
     if not BATCH_SCRIPT.is_file():

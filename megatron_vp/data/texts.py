@@ -33,8 +33,10 @@ class TextFiles:
     ) -> TextFiles:
         """Collect `inputs`; a directory stands for all files below it except hidden ones, in the order of their paths.
 
-        Raises UserError for an input that does not exist, for a pipe, and for a directory without files.
+        Raises UserError for an empty name, an input that does not exist, a pipe, and a directory without files.
         """
+        if not all(map(os.fspath, inputs)):
+            raise UserError("an input has an empty name, as a variable that is not set: name text or .jsonl files")
         files: list[Path] = []
         for path in map(Path, inputs):
             if path.is_dir():

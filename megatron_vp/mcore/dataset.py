@@ -7,7 +7,8 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,7 +62,7 @@ def prepare(
     (the directory of an existing one) is given. Token ids are stored as uint16 below 65500 tokens, else as int32.
     Files get their names when they are complete, the index last, so an interrupted run leaves no dataset that looks
     whole. `progress` hears of every document.
-    Raises UserError if there is no text, or the vocabulary and the text do not fit.
+    Raises UserError if there is no text, the vocabulary and the text do not fit, or the files cannot be written.
     """
     assert iter(documents) is not documents, "documents are read twice: give a collection, not a generator"
     if (vocab_size is None) == (tokenizer is None):
@@ -76,7 +77,7 @@ def prepare(
     except OSError as error:
         raise UserError(f"cannot make the output directory {output}: {error.strerror}") from error
     prefix = output / f"{name}_text_document"
-    with tempfile.TemporaryDirectory(dir=output, prefix=f".{name}-") as temporary:
+    with _storage_told(output), tempfile.TemporaryDirectory(dir=output, prefix=f".{name}-") as temporary:
         partial = Path(temporary)
         total = None
         if vocab_size is not None:
@@ -95,6 +96,15 @@ def prepare(
         for suffix in (".bin", ".idx"):
             (partial / f"data{suffix}").replace(prefix.with_name(prefix.name + suffix))
     return Prepared(prefix, directory, model.get_vocab_size(), *counts)
+
+
+@contextmanager
+def _storage_told(output: Path) -> Iterator[None]:
+    """Turn what the disk refuses into a UserError: readers and tokenizers have turned theirs."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write to {output}: {error.strerror}; make room, or choose another place") from error
 
 
 class _Counter:
@@ -118,6 +128,10 @@ class _Counter:
 def _write(texts: Iterable[str], tokenizer: Tokenizer, end_id: int, prefix: Path) -> tuple[int, int]:
     """Encode `texts` into `prefix`.{bin,idx}; returns the numbers of documents and tokens."""
     import numpy
+
+    from megatron_vp.mcore.platform import quiet_fallback_warnings
+
+    quiet_fallback_warnings()
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     # A document that spells a special token out must not end there.

@@ -82,6 +82,7 @@ def test_submission_goes_through_sbatch(said, tmp_path, monkeypatch):
     ("words", "line"),
     [
         (("sbatch", *LLAMA, "--no-such-flag", "--dry-run"), "unrecognized arguments: --no-such-flag"),
+        (("sbatch", *LLAMA, "--slurm", ""), "--slurm names no option of sbatch"),
         (("sbatch", "--vocab-parallel"), "the job has no configuration file: give CONFIG first"),
         (("sbatch", *LLAMA, "--nodes", "3", "--gpus-per-node", "5", "--dry-run"), "world size (15) is not divisible"),
         (("sbatch", "configs/llama3_8b.yaml"), "data/corpus_text_document"),

@@ -81,8 +81,9 @@ def generate(
     if microbatches < 1:
         raise UserError(f"{microbatches} microbatches make no schedule; give at least 1")
     if pipeline_size * microbatches * (chunks or 1) > LARGEST:
+        size = f"{pipeline_size} ranks x {microbatches} microbatches" + (f" x {chunks} chunks" if chunks else "")
         raise UserError(
-            f"{pipeline_size} ranks x {microbatches} microbatches are more than {LARGEST:,} forwards, which would take "
+            f"{size} are more than {LARGEST:,} forwards, which would take "
             "minutes and gigabytes; fewer microbatches show the same steady state"
         )
     if name == "interlaced":
