@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import statistics
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -34,7 +33,7 @@ if not ON_GPU:
 
 import triton  # noqa: E402  (reads the environment)
 import triton.language as tl  # noqa: E402
-from measuring import milliseconds, write  # noqa: E402
+from measuring import medians, write  # noqa: E402
 from output_layer import Shape  # noqa: E402
 
 from megatron_vp.vocab.kernels.fused import FusedOperations  # noqa: E402
@@ -257,15 +256,6 @@ def check(way: Way, name: str) -> None:
         off = ((found[what] - value).norm() / value.norm()).item()
         if not off < 2 * torch.finfo(way.x_nh.dtype).eps:  # logits of another GEMM may differ by a rounding
             raise SystemExit(f"{name}: its {what} is {off:.2g} off")
-
-
-def medians(works: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
-    """Milliseconds of each, in turns, after two rounds that warm up."""
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(rounds + 2):
-        for name, work in works.items():
-            times[name].append(milliseconds(work, device))
-    return {name: statistics.median(values[2:]) for name, values in times.items()}
 
 
 def ways(shape: Shape) -> dict[str, Way]:

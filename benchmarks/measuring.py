@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +33,15 @@ def milliseconds(work: Callable[[], object], device: torch.device) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end)
+
+
+def medians(works: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
+    """Milliseconds of each, in turns, after two rounds that warm up."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds + 2):
+        for name, work in works.items():
+            times[name].append(milliseconds(work, device))
+    return {name: statistics.median(values[2:]) for name, values in times.items()}
 
 
 @cache

@@ -16,13 +16,12 @@ import argparse
 import importlib.util
 import os
 import platform
-import statistics
 from itertools import product
 from pathlib import Path
 from unittest import mock
 
 import torch
-from measuring import milliseconds, write
+from measuring import medians, write
 
 from megatron_vp.vocab import output
 from megatron_vp.vocab.operations import EagerOperations
@@ -114,14 +113,10 @@ class Shape:
 
 
 def measure(shape: Shape, rounds: int, device: torch.device) -> dict[str, float]:
-    """Median milliseconds of everything, in turns, after two rounds that warm up."""
+    """Median milliseconds of everything."""
     names = ["s_gemm", "s", "s_of_vocab_2_gemms", "s_of_vocab_2", "t_gemm", "t", "s_and_t", "eager_s_and_t"]
     names += ["liger"] if HAS_LIGER else []
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds + 2):
-        for name in names:
-            times[name].append(milliseconds(getattr(shape, name), device))
-    return {name: statistics.median(values[2:]) for name, values in times.items()}
+    return medians({name: getattr(shape, name) for name in names}, rounds, device)
 
 
 def main() -> None:
