@@ -1,4 +1,4 @@
-"""Ways to compute S and the weight gradient of T, side by side: what the choice of the kernels rests on.
+"""Ways to compute S and the weight gradient of T, side by side on a device, to choose by.
 
     python benchmarks/candidates.py [--tokens 4096] [--hidden 4096] [--rows 8192,32768] [--output FILE.jsonl]
 
