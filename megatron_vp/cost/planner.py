@@ -42,7 +42,7 @@ PLAYED, PLAYED_PER_RANK = 2048, 4
 """Microbatches x ranks up to which all are played; microbatches a rank that show all phases of a schedule."""
 
 LARGEST = 128
-"""Pipeline ranks whose candidates take a minute or two on two cores; twice as many take over four times as long."""
+"""Pipeline ranks whose candidates take half a minute on two cores; twice as many take over four times as long."""
 
 
 @dataclass(frozen=True)
