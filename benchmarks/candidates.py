@@ -22,7 +22,6 @@ import argparse
 import os
 import platform
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -33,7 +32,7 @@ if not ON_GPU:
 
 import triton  # noqa: E402  (reads the environment)
 import triton.language as tl  # noqa: E402
-from measuring import medians, write  # noqa: E402
+from measuring import add_sizes, medians, sizes, write  # noqa: E402
 from output_layer import Shape  # noqa: E402
 
 from megatron_vp.vocab.kernels.fused import FusedOperations  # noqa: E402
@@ -293,19 +292,18 @@ def measure(shape: Shape, rounds: int, device: torch.device) -> dict[str, dict[s
 def main() -> None:
     """Measure every shape and print, or append to a file, a line of JSON for each way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (
-        ("tokens", "4096" if ON_GPU else "128"),
-        ("hidden", "3072,6144" if ON_GPU else "48"),
-        ("rows", "8192,32768" if ON_GPU else "100"),
-    ):
-        parser.add_argument(f"--{name}", default=default, help=f"comma-separated (default {default})")
+    add_sizes(
+        parser,
+        tokens="4096" if ON_GPU else "128",
+        hidden="3072,6144" if ON_GPU else "48",
+        rows="8192,32768" if ON_GPU else "100",
+    )
     parser.add_argument("--rounds", type=int, default=20 if ON_GPU else 1)
     parser.add_argument("--output", type=Path, help="append the lines to this file")
     args = parser.parse_args()
     device, dtype = (torch.device("cuda"), torch.bfloat16) if ON_GPU else (torch.device("cpu"), torch.float32)
     machine = torch.cuda.get_device_name() if ON_GPU else f"{platform.machine()}, Triton's interpreter"
-    sizes = ([int(value) for value in getattr(args, name).split(",")] for name in ("tokens", "hidden", "rows"))
-    for tokens, hidden, rows in product(*sizes):
+    for tokens, hidden, rows in sizes(args, "tokens", "hidden", "rows"):
         shape = Shape(tokens, hidden, rows, device, dtype)
         for name, found in measure(shape, args.rounds, device).items():
             line = {"machine": machine, "torch": torch.__version__, "triton": triton.__version__}

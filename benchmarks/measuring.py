@@ -1,13 +1,15 @@
-"""How the benchmarks take the time of one call and write down what they found."""
+"""How the benchmarks take sizes, take the time of one call and write down what they found."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -47,6 +49,17 @@ def medians(works: dict[str, Callable[[], object]], rounds: int, device: torch.d
 @cache
 def _elsewhere(device: torch.device) -> torch.Tensor:
     return torch.empty(HEAD_START_BYTES, dtype=torch.uint8, device=device)
+
+
+def add_sizes(parser: argparse.ArgumentParser, **defaults: str) -> None:
+    """Options for comma-separated sizes."""
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", default=default, help=f"comma-separated (default {default})")
+
+
+def sizes(args: argparse.Namespace, *names: str) -> Iterator[tuple[int, ...]]:
+    """Every combination of the sizes that were given."""
+    return product(*([int(value) for value in getattr(args, name).split(",")] for name in names))
 
 
 def write(line: dict, output: Path | None) -> None:

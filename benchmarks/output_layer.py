@@ -16,12 +16,11 @@ import argparse
 import importlib.util
 import os
 import platform
-from itertools import product
 from pathlib import Path
 from unittest import mock
 
 import torch
-from measuring import medians, write
+from measuring import add_sizes, medians, sizes, write
 
 from megatron_vp.vocab import output
 from megatron_vp.vocab.operations import EagerOperations
@@ -125,19 +124,18 @@ def main() -> None:
     if not on_gpu:
         os.environ["TRITON_INTERPRET"] = "1"  # for Liger, before anything imports Triton
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (
-        ("tokens", "2048,4096,8192" if on_gpu else "256"),
-        ("hidden", "3072,4096,5120,6144" if on_gpu else "128"),
-        ("rows", "4096,8192,16384,32768" if on_gpu else "1000"),
-    ):
-        parser.add_argument(f"--{name}", default=default, help=f"comma-separated (default {default})")
+    add_sizes(
+        parser,
+        tokens="2048,4096,8192" if on_gpu else "256",
+        hidden="3072,4096,5120,6144" if on_gpu else "128",
+        rows="4096,8192,16384,32768" if on_gpu else "1000",
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--output", type=Path, help="append the lines to this file")
     args = parser.parse_args()
     device, dtype = (torch.device("cuda"), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
     machine = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, eager operations"
-    sizes = ([int(value) for value in getattr(args, name).split(",")] for name in ("tokens", "hidden", "rows"))
-    for tokens, hidden, rows in product(*sizes):
+    for tokens, hidden, rows in sizes(args, "tokens", "hidden", "rows"):
         shape = Shape(tokens, hidden, rows, device, dtype)
         times = measure(shape, args.rounds, device)
         line = {

@@ -156,8 +156,8 @@ def candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED, 
         raise UserError(f"no schedule can run this job: {_too_few_layers(job, job.pipeline)}")
     if job.pipeline > LARGEST:
         raise UserError(
-            f"a plan for {job.pipeline} pipeline ranks would take minutes to hours: give at most {LARGEST}, or ask "
-            "megatron-vp simulate for one schedule at a time (--pipeline-schedule NAME)"
+            f"a plan tries every schedule, which takes too long for {job.pipeline} pipeline ranks: "
+            f"give at most {LARGEST}, or ask megatron-vp simulate for one schedule at a time (--pipeline-schedule NAME)"
         )
     found = []
     for name in GENERATORS:

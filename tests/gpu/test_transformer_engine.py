@@ -46,15 +46,7 @@ def shared_device(rank: int, world: int, device: str, arguments: list[str], fuse
 @cache
 def _trained(device: str, dtype: str | None, world: int, fused: bool, **changes: object) -> Run:
     arguments = tiny_model(
-        hidden_size=64,
-        lr=1e-5,
-        seq_length=64,
-        max_position_embeddings=64,
-        vocab_size=63,
-        eval_iters=1,
-        eval_interval=2,
-        transformer_impl="transformer_engine",
-        attention_backend="unfused",
+        **engine.MODEL,
         distributed_backend="gloo",
         no_gradient_accumulation_fusion=not fused,
         # What PyTorch would compile for minutes.

@@ -24,6 +24,19 @@ from tests.harness.ranks import ROOT
 from tests.harness.training import Run, train_case
 from tests.mcore import engine_kernels
 
+MODEL = {
+    "hidden_size": 64,
+    "lr": 1e-5,
+    "seq_length": 64,
+    "max_position_embeddings": 64,
+    "vocab_size": 63,
+    "transformer_impl": "transformer_engine",
+    "attention_backend": "unfused",
+    "eval_iters": 1,
+    "eval_interval": 2,
+}
+"""What its cases change in the tiny model, to sizes that its kernels take."""
+
 
 def require(version: str) -> str:
     """The version, where its Python is here; else the test is skipped, with the command that gets it."""

@@ -10,7 +10,7 @@ from megatron_vp.mcore.choices import SPLIT_SCHEDULES
 from tests.harness.ranks import run_ranks
 from tests.harness.training import Run, _merge, tiny_model
 from tests.mcore.comparison import assert_equal
-from tests.mcore.engine import Products, engine_case, require
+from tests.mcore.engine import MODEL, Products, engine_case, require
 
 BOUND = 1e-6
 NEWEST, BETWEEN, MINIMUM = "2.20.2", "2.14.1", "2.8.0"
@@ -20,21 +20,11 @@ NEWEST, BETWEEN, MINIMUM = "2.20.2", "2.14.1", "2.8.0"
 def _trained(
     version: str, world_size: int, fused: bool, same_weights: bool = True, **changes: object
 ) -> tuple[Run, list[Products]]:
-    arguments = tiny_model(
-        hidden_size=64,
-        lr=1e-5,
-        seq_length=64,
-        max_position_embeddings=64,
-        vocab_size=63,
-        transformer_impl="transformer_engine",
-        attention_backend="unfused",
-        **EVALUATED | changes,
-    )
+    arguments = tiny_model(**MODEL | changes)
     ranks = run_ranks(world_size, engine_case, require(version), arguments, fused, same_weights, timeout=240)
     return _merge([run for run, _ in ranks]), [products for _, products in ranks]
 
 
-EVALUATED = {"eval_iters": 1, "eval_interval": 2}
 SHARDED = {
     "use_distributed_optimizer": True,
     "overlap_grad_reduce": True,
