@@ -13,7 +13,7 @@ import time
 
 STARTED = time.time()
 
-from megatron_vp.mcore.launch import one_line_errors, prepare
+from megatron_vp.mcore.start.launch import one_line_errors, prepare
 
 if __name__ == "__main__":
     prepare()
@@ -40,7 +40,7 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.arguments import refused_by_megatron
+from megatron_vp.mcore.options.arguments import refused_by_megatron
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 

@@ -16,8 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_vp.mcore.ignored import IGNORED  # noqa: E402
-from megatron_vp.mcore.refusals import OUR_SCHEDULE, REFUSALS  # noqa: E402
+from megatron_vp.mcore.options.ignored import IGNORED  # noqa: E402
+from megatron_vp.mcore.options.refusals import OUR_SCHEDULE, REFUSALS  # noqa: E402
 from tests.mcore.cases import CASES  # noqa: E402
 from tests.mcore.moves import MOVES  # noqa: E402
 from tests.mcore.proofs import NOT_YET, PROOFS  # noqa: E402

@@ -28,8 +28,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from megatron_vp.data.texts import standard_library_texts
-from megatron_vp.mcore.dataset import prepare
-from megatron_vp.mcore.platform import quiet_fallback_warnings
+from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
+from megatron_vp.mcore.storage.dataset import prepare
 from megatron_vp.schedule.costs import StageCosts
 from megatron_vp.schedule.draw import to_picture
 from megatron_vp.schedule.generators import generate

@@ -18,7 +18,7 @@ scripts/setup_env.sh
 .venv/bin/python - "$version" <<'END'
 import sys
 
-from megatron_vp.mcore.launch import one_line_errors
+from megatron_vp.mcore.start.launch import one_line_errors
 from megatron_vp.mcore.patches import require_supported
 
 with one_line_errors():

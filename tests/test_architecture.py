@@ -1,4 +1,4 @@
-"""Imports point one way, and only one room knows Megatron."""
+"""Imports point one way, and only the rooms of mcore know Megatron."""
 
 import ast
 import subprocess
@@ -17,6 +17,16 @@ ROOMS = {
     "mcore": {"runtime", "vocab", "schedule", "data"},
     "cost": {"schedule"},
     "cli": {"mcore", "cost", "schedule", "data"},
+}
+MEGATRON_ROOMS = {
+    "platform": set(),
+    "storage": {"platform"},
+    "model": set(),
+    "reports": set(),
+    "training": {"model", "reports"},
+    "options": {"platform", "storage", "model", "reports"},
+    "start": {"platform", "storage", "reports", "options"},
+    "replay": {"platform", "reports", "options", "start"},
 }
 LIBRARIES = {
     "schedule": {"matplotlib"},
@@ -38,8 +48,13 @@ def _imports(path):
             yield node.module
 
 
+def _folders(of):
+    return {path.name for path in of.iterdir() if path.is_dir() and path.name != "__pycache__"}
+
+
 def test_every_folder_is_a_known_room():
-    assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(ROOMS)
+    assert _folders(PACKAGE) == set(ROOMS)
+    assert _folders(PACKAGE / "mcore") == set(MEGATRON_ROOMS)
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -52,6 +67,15 @@ def test_imports_of_a_room(room):
                 assert target in ROOMS[room] | {room, "errors", "files", ""}, f"{path} imports {name}"
             elif first not in sys.stdlib_module_names:
                 assert first in LIBRARIES[room], f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("room", MEGATRON_ROOMS)
+def test_imports_of_a_room_that_knows_megatron(room):
+    for path in sorted((PACKAGE / "mcore" / room).rglob("*.py")):
+        for name in _imports(path):
+            if name.startswith("megatron_vp.mcore."):
+                target = name.split(".")[2]
+                assert target in MEGATRON_ROOMS[room] | {room, "patches"}, f"{path} imports {name}"
 
 
 def test_schedules_and_help_need_neither_torch_nor_megatron():

@@ -33,7 +33,7 @@ def check(
     \b
     megatron-vp check configs/llama3_8b.yaml --ranks 32 --vocab-parallel
     """
-    from megatron_vp.mcore import preflight
+    from megatron_vp.mcore.start import preflight
 
     args = preflight.check_job(arguments(*files_and_flags(job, overlays)), ranks)
     preflight.check_files(args)

@@ -18,7 +18,7 @@ def env() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from megatron_vp.mcore.environment import parts
+    from megatron_vp.mcore.platform.environment import parts
 
     table = Table("part", "found here", "what its absence means", box=None, pad_edge=False)
     for part in parts():

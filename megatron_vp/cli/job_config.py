@@ -158,7 +158,7 @@ def read_job_config(paths: Sequence[Path], flags: Sequence[str]) -> JobConfig:
     Arguments that say nothing about sizes are passed over. Raises UserError for a file that cannot be read, for what is
     no flag, and for a key or a flag that looks like a misspelt size.
     """
-    from megatron_vp.mcore.config_file import read_leaves
+    from megatron_vp.mcore.options.config_file import read_leaves
 
     values: dict[str, Any] = {}
     given: dict[str, str] = {}

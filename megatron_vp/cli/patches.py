@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
         """
         from megatron_vp.errors import UserError
         from megatron_vp.mcore import patches
-        from megatron_vp.mcore.platform import quiet_fallback_warnings
+        from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
 
         quiet_fallback_warnings()
         try:

@@ -13,7 +13,7 @@ from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, files_an
 from megatron_vp.cli.output import check_destination, write
 
 if TYPE_CHECKING:
-    from megatron_vp.mcore.replay import Replayed
+    from megatron_vp.mcore.replay.one_rank import Replayed
 
 
 def register(app: typer.Typer) -> None:
@@ -43,7 +43,7 @@ def replay(
     \b
     megatron-vp replay configs/gpt_21b.yaml --rank 31 --vocab-parallel --pipeline-schedule 1f1b
     """
-    from megatron_vp.mcore.replay import run_alone
+    from megatron_vp.mcore.replay.one_rank import run_alone
 
     check_destination(False, output)
     files, flags = files_and_flags(job, overlays)

@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
         torchrun --nproc-per-node 4 --no-python \\
             megatron-vp run pretrain_gpt.py --vocab-parallel ...
         """
-        from megatron_vp.mcore.launch import run_script
+        from megatron_vp.mcore.start.launch import run_script
 
         # Inside of typer some of the script's exceptions would end it in silence.
         return partial(run_script, script, context.args)

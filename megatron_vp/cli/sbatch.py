@@ -46,7 +46,7 @@ def sbatch(
     \b
     megatron-vp sbatch configs/llama3_8b.yaml --nodes 4 --vocab-parallel --slurm partition=long --dry-run
     """
-    from megatron_vp.mcore.preflight import check_files, check_job, describe_job, ranks_of_one_replica
+    from megatron_vp.mcore.start.preflight import check_files, check_job, describe_job, ranks_of_one_replica
 
     files, flags = files_and_flags(job, overlays)
     if not all(option.strip("-") for option in slurm or ()):

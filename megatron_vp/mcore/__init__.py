@@ -1,1 +1,1 @@
-"""The only room that knows Megatron: patches, arguments, model surgery, data capture, checkpoints, the CPU platform."""
+"""The only rooms that know Megatron. `patches.py`, which all share, declares what of Megatron is replaced."""

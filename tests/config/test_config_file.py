@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.config_file import arguments_from_config, read_leaves, write_resolved
+from megatron_vp.mcore.options.config_file import arguments_from_config, read_leaves, write_resolved
 
 
 def parser() -> argparse.ArgumentParser:

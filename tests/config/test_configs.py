@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.config_file import arguments_from_config, read_leaves
-from megatron_vp.mcore.preflight import check_job
+from megatron_vp.mcore.options.config_file import arguments_from_config, read_leaves
+from megatron_vp.mcore.start.preflight import check_job
 
 ROOT = Path(__file__).parents[2] / "configs"
 MODELS = {path.stem: path for path in sorted(ROOT.glob("*.yaml"))}

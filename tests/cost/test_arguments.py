@@ -7,8 +7,8 @@ import pytest
 from megatron_vp.cost.arguments import job_of
 from megatron_vp.cost.published import jobs
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.config_file import read_leaves
-from megatron_vp.mcore.preflight import check_job
+from megatron_vp.mcore.options.config_file import read_leaves
+from megatron_vp.mcore.start.preflight import check_job
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = sorted(path for path in CONFIGS.glob("*.yaml") if path.stem != "quickstart")

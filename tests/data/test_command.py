@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from megatron_vp.cli import data
 from megatron_vp.data.tokenizer import check_tokenizer
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.dataset import check_dataset
+from megatron_vp.mcore.storage.dataset import check_dataset
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_vp.data.tokenizer import END_OF_TEXT, check_tokenizer, load_tokenizer, train_tokenizer
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.dataset import check_dataset, check_inputs, prepare
+from megatron_vp.mcore.storage.dataset import check_dataset, check_inputs, prepare
 
 TEXTS = [
     "def area(radius):\n    return 3.14159 * radius ** 2\n",

@@ -6,10 +6,11 @@ from functools import partial
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MEGATRON_VP_CPU"] = "1"
 
-from megatron_vp.mcore import patches, platform
+from megatron_vp.mcore import patches
+from megatron_vp.mcore.platform.flags import prepare_environment, quiet_fallback_warnings
 
-platform.prepare_environment(cpu=True)
-platform.quiet_fallback_warnings()
+prepare_environment(cpu=True)
+quiet_fallback_warnings()
 
 for name in patches.GROUPS:
     patches.group(name)

@@ -115,7 +115,7 @@ def counted_products() -> Iterator[Products]:
     import transformer_engine_torch as compiled
     from transformer_engine.pytorch.module._common import WeightGradStore
 
-    from megatron_vp.mcore.delayed_weights import DelayedWeightGradient
+    from megatron_vp.mcore.model.delayed_weights import DelayedWeightGradient
 
     found = Products()
     in_w = False
@@ -153,10 +153,10 @@ def on_cpu(version: str, fused: bool) -> Iterator[None]:
     """As `imported`, with a plug-in that leaves Transformer Engine's layers, and fused accumulation, to the flags."""
     chosen_here = {"--transformer-impl"} | ({"--no-gradient-accumulation-fusion"} if fused else set())
     with imported(version):
-        from megatron_vp.mcore import platform
+        from megatron_vp.mcore.platform import flags
 
-        others = tuple(choice for choice in platform._CPU_CHOICES if choice[0] not in chosen_here)
-        with mock.patch.object(platform, "_CPU_CHOICES", others):
+        others = tuple(choice for choice in flags._CPU_CHOICES if choice[0] not in chosen_here)
+        with mock.patch.object(flags, "_CPU_CHOICES", others):
             yield
 
 

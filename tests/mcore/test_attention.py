@@ -45,7 +45,7 @@ def test_no_scores_and_no_projection_twice_in_memory(rotated):
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_vp.mcore.attention import ScaledDotProductAttention
+    from megatron_vp.mcore.model.attention import ScaledDotProductAttention
 
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
     attention = ScaledDotProductAttention(config, 1, AttnMaskType.causal, "self")
@@ -70,7 +70,7 @@ def test_a_layer_that_is_not_causal_takes_the_mask():
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_vp.mcore.attention import ScaledDotProductAttention
+    from megatron_vp.mcore.model.attention import ScaledDotProductAttention
 
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
     attention = ScaledDotProductAttention(config, 1, AttnMaskType.padding, "self")
@@ -91,7 +91,7 @@ def test_flash_attention_on_a_device(groups):
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from megatron_vp.mcore.attention import ScaledDotProductAttention
+    from megatron_vp.mcore.model.attention import ScaledDotProductAttention
 
     config = TransformerConfig(num_layers=1, hidden_size=512, num_attention_heads=4, attention_dropout=0.0)
     attention = ScaledDotProductAttention(config, 1, AttnMaskType.causal, "self")

@@ -9,7 +9,7 @@ from io import StringIO
 import pytest
 import torch
 
-from megatron_vp.mcore.loss_check import LossCheck
+from megatron_vp.mcore.training.loss_check import LossCheck
 from tests.harness import run_ranks, run_ranks_to_their_end
 from tests.harness.training import train_case
 from tests.mcore.faults import Fault, errors, few_steps, injected, to_a_large_id, to_infinity, to_nan, train_with_fault

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore import platform
+from megatron_vp.mcore.platform import flags
 from tests.harness import run_ranks, train
 from tests.harness.training import tiny_model
 
@@ -16,11 +16,12 @@ from tests.harness.training import tiny_model
 def torch_under_the_patches(_rank, _world_size):
     import torch
 
-    from megatron_vp.mcore import cpu_platform, patches
+    from megatron_vp.mcore import patches
+    from megatron_vp.mcore.platform import cpu
 
     before = dict(vars(torch)), dict(vars(torch.cuda)), dict(vars(torch.Tensor))
     seen = {}
-    with patches.patched(cpu_platform.PATCHES):
+    with patches.patched(cpu.PATCHES):
         like = torch.ones(2, dtype=torch.bfloat16, device="cuda:0")
         seen["devices"] = {
             str(made.device)
@@ -60,7 +61,7 @@ def test_tensors_asked_for_on_cuda_are_on_the_cpu_and_torch_is_restored_afterwar
 
 
 def test_what_an_asynchronous_save_writes_is_not_changed_by_the_next_step():
-    from megatron_vp.mcore.cpu_platform import copied_tensors
+    from megatron_vp.mcore.platform.cpu import copied_tensors
 
     weight = torch.zeros(3)
     [(file, key, (others, [(item, kept)]))] = copied_tensors([("file", "key", (["bytes"], [("item", weight)]))])
@@ -84,11 +85,11 @@ def test_a_start_takes_its_own_flag_away_and_sets_the_environment():
 
 
 def test_flags_are_chosen_only_where_the_user_left_them_open():
-    chosen = platform.platform_arguments([], cpu=True)
+    chosen = flags.platform_arguments([], cpu=True)
     assert chosen[:4] == ["--distributed-backend", "gloo", "--transformer-impl", "local"]
     assert "--no-persist-layer-norm" in chosen and "--no-rope-fusion" in chosen
     given = ["--distributed-backend=gloo", "--no-rope-fusion", "--transformer-impl", "local", "--bf16"]
-    left = platform.platform_arguments(given, cpu=True)
+    left = flags.platform_arguments(given, cpu=True)
     assert not {"--distributed-backend", "--transformer-impl", "--no-rope-fusion"} & set(left)
     assert "--no-bias-gelu-fusion" in left
 
@@ -98,7 +99,7 @@ def test_flags_are_chosen_only_where_the_user_left_them_open():
 )
 def test_a_flag_that_cannot_work_here_is_refused(given):
     with pytest.raises(UserError, match="cannot work without a CUDA device: use --"):
-        platform.platform_arguments(given, cpu=True)
+        flags.platform_arguments(given, cpu=True)
 
 
 def test_sequence_parallel_training_equals_pipeline_training():

@@ -43,7 +43,7 @@ def test_what_its_layers_cannot_delay_is_refused(changes, version, words):
     from megatron.core import utils
     from packaging.version import Version
 
-    from megatron_vp.mcore import refusals
+    from megatron_vp.mcore.options import refusals
 
     absent = {"vocab_parallel": False, "tp_comm_overlap": False, "use_transformer_engine_op_fuser": False}
     options = {"pipeline_schedule": "zb-h1", "transformer_impl": "transformer_engine", "num_experts": None}

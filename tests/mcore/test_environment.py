@@ -6,7 +6,7 @@ import subprocess
 import sys
 from importlib import metadata
 
-from megatron_vp.mcore import environment
+from megatron_vp.mcore.platform import environment
 
 
 def test_parts_are_found_or_said_to_be_missing(monkeypatch):

@@ -9,7 +9,7 @@ import argparse
 
 import pytest
 
-from megatron_vp.mcore.pass_costs import pass_costs
+from megatron_vp.mcore.training.pass_costs import pass_costs
 from megatron_vp.schedule.passes import VocabMethod
 from tests.harness.training import comparable_model, train
 from tests.mcore.cases import FP32, TIED

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from megatron_vp.mcore.ignored import IGNORED, warn_of_ignored
+from megatron_vp.mcore.options.ignored import IGNORED, warn_of_ignored
 
 ASKED = {
     "cross_entropy_loss_fusion": True,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vp.mcore.dataset import prepare
+from megatron_vp.mcore.storage.dataset import prepare
 from tests.harness import run_ranks, run_ranks_to_their_end, train
 from tests.mcore.faults import errors, few_steps, train_with_fault
 from tests.mcore.test_launch import start

@@ -13,8 +13,8 @@ import yaml
 
 from megatron_vp.cli.app import main
 from megatron_vp.errors import UserError
-from megatron_vp.mcore import launch
-from megatron_vp.mcore.refusals import REFUSALS
+from megatron_vp.mcore.options.refusals import REFUSALS
+from megatron_vp.mcore.start import launch
 from tests.harness.ranks import RankError, run_ranks
 from tests.harness.training import tiny_model
 
@@ -238,7 +238,7 @@ def test_the_command_line_wins_over_the_file_and_the_result_is_written_beside_th
 
 
 def run_own_script(_rank, _world_size, arguments):
-    from megatron_vp.mcore.launch import run_script
+    from megatron_vp.mcore.start.launch import run_script
 
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
@@ -301,7 +301,7 @@ def test_a_script_that_is_not_there_is_named():
 
 
 def missing_script(_rank, _world_size):
-    from megatron_vp.mcore.launch import run_script
+    from megatron_vp.mcore.start.launch import run_script
 
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as stop:

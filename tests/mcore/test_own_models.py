@@ -10,8 +10,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmb
 from torch import nn
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.capture import capture
-from megatron_vp.mcore.model_check import check_model, check_vocabulary_layers, refuse_outside_of_passes
+from megatron_vp.mcore.model.check import check_model, check_vocabulary_layers, refuse_outside_of_passes
+from megatron_vp.mcore.training.capture import capture
 
 
 class Scaled(GPTModel):

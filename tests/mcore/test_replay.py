@@ -20,7 +20,7 @@ SMALL = [
 
 
 def _replay(rank, world_size, flags, *, job_rank, ranks=None):
-    from megatron_vp.mcore.replay import run_alone
+    from megatron_vp.mcore.replay.one_rank import run_alone
 
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
@@ -57,7 +57,7 @@ def test_a_rank_runs_its_passes_without_peers(job_rank, ranks, flags, pipeline_r
 
 
 def test_what_is_no_rank_of_the_job_is_refused():
-    from megatron_vp.mcore.replay import run_alone
+    from megatron_vp.mcore.replay.one_rank import run_alone
 
     for rank, ranks in ((4, None), (-1, None), (0, 6)):
         with pytest.raises(UserError, match="is no rank of this job: one replica of the model has 4 ranks"):
@@ -71,7 +71,7 @@ def test_what_is_no_rank_of_the_job_is_refused():
 
 
 def test_an_overlay_counts_for_the_size_of_the_job(tmp_path):
-    from megatron_vp.mcore.replay import run_alone
+    from megatron_vp.mcore.replay.one_rank import run_alone
 
     (tmp_path / "overlay.yaml").write_text("parallelism: {pipeline_model_parallel_size: 8}")
     with pytest.raises(UserError, match="one replica of the model has 8 ranks"):

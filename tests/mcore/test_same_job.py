@@ -17,7 +17,7 @@ VP = {"pipeline_model_parallel_size": 2, "vocab_parallel": True}
 def start_apart(rank, _world_size, arguments):
     """Exit status and last line of a rank of a job whose ranks have arguments of their own."""
     import pretrain_gpt_vp as script
-    from megatron_vp.mcore import launch
+    from megatron_vp.mcore.start import launch
 
     sys.argv = ["pretrain_gpt_vp.py", *arguments[rank]]
     launch._exit = sys.exit  # the rank reports, so its process has to live on
@@ -51,7 +51,7 @@ def test_ranks_of_different_jobs_end_with_one_line_each(changes, said):
 
 
 def test_places_of_files_may_differ_and_versions_may_not():
-    from megatron_vp.mcore.same_job import difference, facts
+    from megatron_vp.mcore.start.same_job import difference, facts
 
     here = facts({"rank": 0, "lr": 0.1, "save": "/a"})
     there = facts({"rank": 1, "lr": 0.1, "save": "/b"})
@@ -61,7 +61,7 @@ def test_places_of_files_may_differ_and_versions_may_not():
 
 
 def test_two_checkouts_of_one_version_are_told_apart(tmp_path):
-    from megatron_vp.mcore.same_job import code
+    from megatron_vp.mcore.start.same_job import code
 
     checkouts = [tmp_path / name for name in ("one", "copy", "edited")]
     for checkout in checkouts:

@@ -27,8 +27,9 @@ def _shapes_only(tmp_path, job_rank, flags):
 
 def _with_numbers(rank, world_size, job_rank, flags):
     """The same replay on real tensors, whose storages are counted in the same way."""
-    from megatron_vp.mcore.replay import run_alone
-    from megatron_vp.mcore.shapes_only import LiveStorages
+    from megatron_vp.mcore.replay.one_rank import run_alone
+    from megatron_vp.mcore.replay.shapes_only import LiveStorages
+    from megatron_vp.mcore.reports import memory
     from megatron_vp.vocab import operations
 
     class RealStorages(LiveStorages):
@@ -38,7 +39,7 @@ def _with_numbers(rank, world_size, job_rank, flags):
     options = [*SMALL, "--vocab-size", "500", "--num-workers", "0", "--rerun-mode", "disabled", *flags]
     with (
         RealStorages() as live,
-        mock.patch.object(LiveStorages, "current", live),
+        mock.patch.object(memory, "of_shapes", live),
         # The eager operations move more than the kernels on a device, which fake tensors stand for.
         mock.patch.object(operations, "_EAGER", operations.ShapeOperations()),
         contextlib.redirect_stderr(io.StringIO()),
@@ -92,10 +93,11 @@ def test_what_depends_on_numbers_is_one_line(tmp_path):
 
 
 def test_a_storage_counts_once_and_until_its_last_user_is_gone():
-    from megatron_vp.mcore.shapes_only import LiveStorages, fake_tensors
+    from megatron_vp.mcore.replay.shapes_only import fake_tensors
+    from megatron_vp.mcore.reports import memory
 
     with fake_tensors():
-        live = LiveStorages.current
+        live = memory.of_shapes
         whole = torch.zeros(1024)
         part = whole[:10]
         assert (live.allocated, live.peak) == (4096, 4096)
@@ -110,4 +112,4 @@ def test_a_storage_counts_once_and_until_its_last_user_is_gone():
         assert (live.allocated, live.peak) == (4096, 4 * 4096)
         live.restart()
         assert live.peak == 4096
-    assert LiveStorages.current is None
+    assert memory.of_shapes is None

@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from megatron_vp.cli import trace as command
-from megatron_vp.mcore.rank_report import KEPT
+from megatron_vp.mcore.reports.rank_report import KEPT
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.schedule import PassKind
 from tests.harness.ranks import process_group, run_ranks
@@ -92,7 +92,7 @@ def test_a_schedule_with_whole_vocabulary_layers_is_traced_and_reported_alike(fo
 
 
 def _long_run(rank, world_size, folder, iterations):
-    from megatron_vp.mcore import rank_report
+    from megatron_vp.mcore.reports import rank_report
 
     rank_report.get_args = lambda: SimpleNamespace(rank_report=folder)
     rank_report.parallel_state.get_pipeline_model_parallel_rank = lambda: rank

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from megatron_vp.mcore.choices import SPLIT_SCHEDULES
+from megatron_vp.mcore.options.choices import SPLIT_SCHEDULES
 from tests.harness.ranks import run_ranks
 from tests.harness.training import Run, _merge, tiny_model
 from tests.mcore.comparison import assert_equal

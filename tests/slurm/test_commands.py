@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_vp.cli.app import main
-from megatron_vp.mcore import patches, preflight
+from megatron_vp.mcore import patches
+from megatron_vp.mcore.start import preflight
 
 LLAMA = ("configs/llama3_8b.yaml", "--config", "configs/data/mock.yaml")
 

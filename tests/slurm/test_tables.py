@@ -11,7 +11,7 @@ from megatron_vp.cost.cells import cell_arguments, cell_name
 from megatron_vp.cost.flops import model_flops
 from megatron_vp.cost.paper import PEAK_FLOPS
 from megatron_vp.cost.published import Cell, jobs, read_cells
-from megatron_vp.mcore.preflight import check_job
+from megatron_vp.mcore.start.preflight import check_job
 from tests.slurm.test_launch import TINY
 
 ROOT = Path(__file__).parents[2]

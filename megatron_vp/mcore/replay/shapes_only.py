@@ -11,7 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import torch
@@ -27,15 +27,13 @@ from torch.utils._pytree import tree_iter
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.reports import memory
 
 _READ = torch.ops.aten._local_scalar_dense.default
 
 
 class LiveStorages(TorchDispatchMode):
     """Counts the bytes of the storages that are alive, inside a `FakeTensorMode`."""
-
-    current: ClassVar[LiveStorages | None] = None
-    """Of the replay that runs now."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +111,7 @@ def fake_tensors() -> Iterator[None]:
         mock.patch.object(torch.nn.Module, "_apply", _in_place),
         # Objects travel as bytes in tensors, and fake tensors have none.
         mock.patch.object(torch.distributed, "all_gather_object", _own_everywhere),
-        mock.patch.object(LiveStorages, "current", live),
+        mock.patch.object(memory, "of_shapes", live),
         FakeTensorMode(allow_non_fake_inputs=True),
         live,
     ):

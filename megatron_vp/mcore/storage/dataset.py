@@ -129,7 +129,7 @@ def _write(texts: Iterable[str], tokenizer: Tokenizer, end_id: int, prefix: Path
     """Encode `texts` into `prefix`.{bin,idx}; returns the numbers of documents and tokens."""
     import numpy
 
-    from megatron_vp.mcore.platform import quiet_fallback_warnings
+    from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
 
     quiet_fallback_warnings()
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder

@@ -12,11 +12,11 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training import get_args
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.driver import MegatronModel
-from megatron_vp.mcore.model import PIPELINE_ATTRIBUTE, vocabulary_layers
-from megatron_vp.mcore.pass_costs import pass_costs
-from megatron_vp.mcore.pipeline_trace import pipeline_trace
-from megatron_vp.mcore.rank_report import rank_report
+from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, vocabulary_layers
+from megatron_vp.mcore.reports.pipeline_trace import pipeline_trace
+from megatron_vp.mcore.reports.rank_report import rank_report
+from megatron_vp.mcore.training.driver import MegatronModel
+from megatron_vp.mcore.training.pass_costs import pass_costs
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.made_up import MadeUpShapes
 from megatron_vp.runtime.model import Shapes

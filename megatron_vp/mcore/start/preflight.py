@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.checkpoint_files import TRACKER
+from megatron_vp.mcore.storage.checkpoint_files import TRACKER
 
 
 def check_job(arguments: list[str], ranks: int) -> argparse.Namespace:
@@ -28,7 +28,7 @@ def check_job(arguments: list[str], ranks: int) -> argparse.Namespace:
         from megatron.training import arguments as megatron
         from megatron.training.argument_utils import core_transformer_config_from_args
 
-        from megatron_vp.mcore.arguments import refused_by_megatron, validate
+        from megatron_vp.mcore.options.arguments import refused_by_megatron, validate
 
         validate(megatron.validate_args.__wrapped__, args, {})
         with refused_by_megatron():
@@ -38,7 +38,9 @@ def check_job(arguments: list[str], ranks: int) -> argparse.Namespace:
 
 def check_files(args: argparse.Namespace) -> None:
     """Check what validated `args` read and where they write, as a start would. Raises UserError."""
-    from megatron_vp.mcore.arguments import check_files as check  # imports Megatron, whose warnings a check silences
+    from megatron_vp.mcore.options.arguments import (
+        check_files as check,  # imports Megatron, whose warnings a check silences
+    )
 
     check(args)
 
@@ -131,7 +133,8 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> int:
 @contextmanager
 def _parsed(arguments: list[str], ranks: int) -> Iterator[argparse.Namespace]:
     """The arguments as the patched Megatron parses them, which stays patched inside."""
-    from megatron_vp.mcore import launch, patches
+    from megatron_vp.mcore import patches
+    from megatron_vp.mcore.start import launch
 
     before = patches.in_force()
     with _environment_of_a_rank(ranks, ["pretrain_gpt_vp.py", *arguments]):

@@ -19,7 +19,7 @@ from megatron.training import get_args
 
 from megatron_vp.files import write_report
 from megatron_vp.mcore.patches import Patch
-from megatron_vp.mcore.shapes_only import LiveStorages
+from megatron_vp.mcore.reports.memory import meter
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.store import Occupancy
@@ -42,12 +42,10 @@ class RankReport:
 
     def begin(self) -> None:
         """An iteration begins."""
-        if LiveStorages.current is not None:
-            LiveStorages.current.restart()
-            self._allocated = LiveStorages.current.allocated
-        elif pipeline_device().type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            self._allocated = torch.cuda.memory_allocated()
+        memory = meter()
+        if memory is not None:
+            memory.restart()
+            self._allocated = memory.allocated
 
     def add(self, recorder: Recorder, model: torch.nn.Module | list[torch.nn.Module], microbatches: int) -> None:
         """Add an iteration that `recorder` has finished, and write the report."""
@@ -60,10 +58,9 @@ class RankReport:
                 case PassKind() as kind:
                     milliseconds[kind] += span.computed
         self._pass_milliseconds.append(milliseconds)
-        if LiveStorages.current is not None:
-            self._peak_allocated = max(self._peak_allocated, LiveStorages.current.peak)
-        elif pipeline_device().type == "cuda":
-            self._peak_allocated = max(self._peak_allocated, torch.cuda.max_memory_allocated())
+        memory = meter()
+        if memory is not None:
+            self._peak_allocated = max(self._peak_allocated, memory.peak)
         chunks = model if isinstance(model, list) else [model]
         self._write([parameter for chunk in chunks for parameter in chunk.parameters()], microbatches)
 

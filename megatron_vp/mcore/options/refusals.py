@@ -12,9 +12,9 @@ from typing import Any
 from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.choices import SPLIT_SCHEDULES, replaces_schedule
-from megatron_vp.mcore.delayed_weights import MINIMUM_VERSION
-from megatron_vp.mcore.refused_options import REFUSED_OPTIONS
+from megatron_vp.mcore.model.delayed_weights import MINIMUM_VERSION
+from megatron_vp.mcore.options.choices import SPLIT_SCHEDULES, replaces_schedule
+from megatron_vp.mcore.options.refused_options import REFUSED_OPTIONS
 from megatron_vp.schedule import V_SHAPED_SCHEDULES
 
 

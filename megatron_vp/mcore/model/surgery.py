@@ -25,9 +25,9 @@ from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.models.hybrid import HybridModelBuilder
 from torch import nn
 
-from megatron_vp.mcore.delayed_weights import leave_out_hooks
-from megatron_vp.mcore.model_check import check_model, check_vocabulary_layers, refuse_outside_of_passes
-from megatron_vp.mcore.multi_token import follow_decoder
+from megatron_vp.mcore.model.check import check_model, check_vocabulary_layers, refuse_outside_of_passes
+from megatron_vp.mcore.model.delayed_weights import leave_out_hooks
+from megatron_vp.mcore.model.multi_token import follow_decoder
 from megatron_vp.runtime.collectives import VocabularyLayers
 from megatron_vp.runtime.groups import Edge, PipelineGroups, pipeline_device
 from megatron_vp.runtime.pipeline import Pipeline

@@ -184,21 +184,27 @@ def patch_megatron(argv: list[str]) -> None:
     Raises UserError if one does not fit. Takes `--cpu` out of `argv`.
     """
     # Torch is imported here and Megatron after the environment is set; a launcher's mistake was reported before either.
-    from megatron_vp.mcore import patches, platform
-    from megatron_vp.mcore.shapes_only import LiveStorages
+    from megatron_vp.mcore import patches
+    from megatron_vp.mcore.platform.flags import (
+        has_transformer_engine,
+        prepare_environment,
+        quiet_fallback_warnings,
+        wants_cpu,
+    )
+    from megatron_vp.mcore.reports import memory
 
-    cpu = platform.wants_cpu(argv)
+    cpu = wants_cpu(argv)
     if "--cpu" in argv:
         argv[:] = [word for word in argv if word != "--cpu"]
         os.environ["MEGATRON_VP_CPU"] = "1"
-    platform.prepare_environment(cpu)
-    platform.quiet_fallback_warnings()
+    prepare_environment(cpu)
+    quiet_fallback_warnings()
     patches.installed_version()
     names = ["wheel", "arguments", "checkpoint files", "same job"]
-    names += [] if platform.has_transformer_engine() else ["no transformer engine"]
+    names += [] if has_transformer_engine() else ["no transformer engine"]
     names += ["cpu platform"] if cpu else []
     names += ["replay"] if "--fake-process-group" in argv else []
-    names += ["shapes only"] if LiveStorages.current is not None else []
+    names += ["shapes only"] if memory.of_shapes is not None else []
     active = [patch for name in names for patch in patches.group(name)]
     when_asked = ("pipeline schedule", "vocabulary parallelism", "split backward", "rank report")
     later = [patch for name in when_asked for patch in patches.group(name)]

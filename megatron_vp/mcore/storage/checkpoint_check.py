@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
-from megatron_vp.mcore.checkpoint_files import TRACKER
+from megatron_vp.mcore.storage.checkpoint_files import TRACKER
 from megatron_vp.schedule import V_SHAPED_SCHEDULES
 
 _PARTS = ("metadata.json", ".metadata")

@@ -19,15 +19,15 @@ from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import patches
-from megatron_vp.mcore.checkpoint_check import check_checkpoint
-from megatron_vp.mcore.checkpoint_files import check_writable
-from megatron_vp.mcore.choices import ALGORITHMS, SPLIT_SCHEDULES, replaces_schedule
-from megatron_vp.mcore.config_file import arguments_from_config, write_resolved
-from megatron_vp.mcore.dataset import check_inputs
-from megatron_vp.mcore.ignored import warn_of_ignored
-from megatron_vp.mcore.platform import platform_arguments, wants_cpu
-from megatron_vp.mcore.ranges import check_ranges
-from megatron_vp.mcore.refusals import refuse
+from megatron_vp.mcore.options.choices import ALGORITHMS, SPLIT_SCHEDULES, replaces_schedule
+from megatron_vp.mcore.options.config_file import arguments_from_config, write_resolved
+from megatron_vp.mcore.options.ignored import warn_of_ignored
+from megatron_vp.mcore.options.ranges import check_ranges
+from megatron_vp.mcore.options.refusals import refuse
+from megatron_vp.mcore.platform.flags import platform_arguments, wants_cpu
+from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
+from megatron_vp.mcore.storage.checkpoint_files import check_writable
+from megatron_vp.mcore.storage.dataset import check_inputs
 from megatron_vp.schedule import GENERATORS, V_SHAPED_SCHEDULES
 
 RESOLVED_NAME = "resolved_config.yaml"
@@ -146,7 +146,7 @@ def _with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...
 def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Any:
-        from megatron_vp.mcore.pipeline_trace import check_trace  # it imports functions that are patched before
+        from megatron_vp.mcore.reports.pipeline_trace import check_trace  # it imports functions that are patched before
 
         validated = validate(original, args, defaults or {})
         check_files(args)
@@ -218,7 +218,7 @@ def _condition(error: Exception) -> str:
 
 def _lay_out_in_a_v(args: argparse.Namespace) -> None:
     """Two chunks a rank before Megatron derives anything: the layout string that an even V has, unless one is given."""
-    from megatron_vp.mcore.v_layout import even_layout
+    from megatron_vp.mcore.model.v_layout import even_layout
 
     chosen = (args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank)
     if any(value is not None for value in chosen):

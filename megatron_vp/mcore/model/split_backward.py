@@ -3,7 +3,7 @@
 Megatron's column- and row-parallel layers all compute through one function. Under a schedule with W passes it is
 replaced by a product whose weight has no edge in autograd's graph: pass B yields the gradients of inputs, biases and
 norms, and puts every weight's (input, output gradient) aside; pass W multiplies them into `main_grad`. Transformer
-Engine's layers do so by themselves (`megatron_vp.mcore.delayed_weights`).
+Engine's layers do so by themselves (`megatron_vp.mcore.model.delayed_weights`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_vp.mcore.delayed_weights import take_delayed
+from megatron_vp.mcore.model.delayed_weights import take_delayed
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.vocab.operations import operations_for
 

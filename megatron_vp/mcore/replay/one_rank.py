@@ -22,10 +22,10 @@ import torch
 import yaml
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.config_file import read_leaves
+from megatron_vp.mcore.options.config_file import read_leaves
 from megatron_vp.mcore.patches import Patch
-from megatron_vp.mcore.platform import stated
-from megatron_vp.mcore.shapes_only import fake_tensors
+from megatron_vp.mcore.platform.flags import stated
+from megatron_vp.mcore.replay.shapes_only import fake_tensors
 from megatron_vp.schedule import PassCosts
 
 LEFT_OUT = {
@@ -88,7 +88,7 @@ def run_alone(
     Raises:
         UserError: a rank outside the job, a missing vocabulary size, and whatever the job itself would refuse.
     """
-    from megatron_vp.mcore.launch import run_script
+    from megatron_vp.mcore.start.launch import run_script
 
     leaves = {leaf.key: leaf.value for leaf in read_leaves(configs) if leaf.value is not None}
     sizes = [_setting(name, leaves, flags, 1) for name in PARALLEL_SIZES]

@@ -12,12 +12,12 @@ from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machin
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.capture import Capture, capture
-from megatron_vp.mcore.delayed_weights import delaying_layers
-from megatron_vp.mcore.gradient_sync import GradientSynchronisation
-from megatron_vp.mcore.loss_check import LossCheck, report_birth_of_nan
-from megatron_vp.mcore.multi_token import with_further_heads
-from megatron_vp.mcore.split_backward import PendingGradient, backward_without_weights
+from megatron_vp.mcore.model.delayed_weights import delaying_layers
+from megatron_vp.mcore.model.multi_token import with_further_heads
+from megatron_vp.mcore.model.split_backward import PendingGradient, backward_without_weights
+from megatron_vp.mcore.training.capture import Capture, capture
+from megatron_vp.mcore.training.gradient_sync import GradientSynchronisation
+from megatron_vp.mcore.training.loss_check import LossCheck, report_birth_of_nan
 from megatron_vp.runtime.model import Shapes
 
 

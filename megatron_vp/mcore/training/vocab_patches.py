@@ -12,7 +12,7 @@ def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_forward_backward_func(
         pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None
     ) -> Callable[..., Any]:
-        from megatron_vp.mcore.training_schedule import forward_backward
+        from megatron_vp.mcore.training.schedule import forward_backward
 
         return forward_backward
 
@@ -20,13 +20,13 @@ def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _get_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    from megatron_vp.mcore.model import preparing_get_model
+    from megatron_vp.mcore.model.surgery import preparing_get_model
 
     return preparing_get_model(original)
 
 
 def _counting_likeliest(original: Callable[..., Any]) -> Callable[..., Any]:
-    from megatron_vp.mcore.multi_token import counting_likeliest
+    from megatron_vp.mcore.model.multi_token import counting_likeliest
 
     return counting_likeliest(original)
 
@@ -52,13 +52,13 @@ SCHEDULE_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.training.models.gpt:GPTModelConfig.builder",
-        lambda original: "megatron_vp.mcore.model.PreparedGPTBuilder",
+        lambda original: "megatron_vp.mcore.model.surgery.PreparedGPTBuilder",
         "place or shard the vocabulary layers of models that Megatron's GPT builder makes",
         "value",
     ),
     Patch(
         "megatron.training.models.hybrid:HybridModelConfig.builder",
-        lambda original: "megatron_vp.mcore.model.PreparedHybridBuilder",
+        lambda original: "megatron_vp.mcore.model.surgery.PreparedHybridBuilder",
         "place or shard the vocabulary layers of models that Megatron's hybrid builder makes",
         "value",
     ),

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron.training import get_args
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.rank_report import in_first_pipeline
+from megatron_vp.mcore.reports.rank_report import in_first_pipeline
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.trace import PipelineTrace
 

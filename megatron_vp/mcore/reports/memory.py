@@ -1,0 +1,50 @@
+"""Where a rank's bytes are counted: by its device's allocator, or, where nothing is allocated, as a replay does."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from megatron_vp.runtime.groups import pipeline_device
+
+
+class Meter(Protocol):
+    """Counts bytes."""
+
+    @property
+    def allocated(self) -> int:
+        """What is allocated now."""
+
+    @property
+    def peak(self) -> int:
+        """The most since `restart`."""
+
+    def restart(self) -> None:
+        """Forget the peak so far."""
+
+
+class _DeviceMemory:
+    """The count of PyTorch's allocator of this process's CUDA device."""
+
+    @property
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    @property
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+    def restart(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+
+of_shapes: Meter | None = None
+"""The meter of the replay of shapes that runs now."""
+
+
+def meter() -> Meter | None:
+    """What counts this rank's memory; None on a CPU, where nobody does."""
+    if of_shapes is not None:
+        return of_shapes
+    return _DeviceMemory() if pipeline_device().type == "cuda" else None

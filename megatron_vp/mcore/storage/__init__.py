@@ -1,0 +1,1 @@
+"""What a run reads and writes: data and checkpoints, checked before it starts."""
