@@ -16,7 +16,7 @@ setup(
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_vp", "megatron_vp.*"]),
     # The paper's published figures: what the cost model's constants were fitted on.
-    package_data={"megatron_vp.cost": ["data/*.csv"]},
+    package_data={"megatron_vp.cost.paper": ["data/*.csv"]},
     entry_points={"console_scripts": ["megatron-vp = megatron_vp.cli.app:main"]},
     install_requires=[
         # What we plug into. Its `training` extra also brings torch, numpy, transformers (which loads the tokenizer

@@ -69,6 +69,11 @@ def test_imports_of_a_room(room):
                 assert first in LIBRARIES[room], f"{path} imports {name}"
 
 
+def test_the_cost_model_does_not_know_the_paper():
+    for path in sorted((PACKAGE / "cost").glob("*.py")):
+        assert not [name for name in _imports(path) if name.startswith("megatron_vp.cost.paper")], path
+
+
 @pytest.mark.parametrize("room", MEGATRON_ROOMS)
 def test_imports_of_a_room_that_knows_megatron(room):
     for path in sorted((PACKAGE / "mcore" / room).rglob("*.py")):
@@ -81,7 +86,8 @@ def test_imports_of_a_room_that_knows_megatron(room):
 def test_schedules_and_help_need_neither_torch_nor_megatron():
     code = (
         "import sys, megatron_vp.cli.app, megatron_vp.schedule.lowering, megatron_vp.schedule.generators, "
-        "megatron_vp.cost.tables_text, megatron_vp.cost.draw, megatron_vp.cost.planner, megatron_vp.cost.charts;"
+        "megatron_vp.cost.paper.tables_text, megatron_vp.cost.paper.curves, megatron_vp.cost.planner, "
+        "megatron_vp.cost.charts;"
         "print(sorted({'torch', 'megatron', 'numpy', 'matplotlib', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -19,7 +19,7 @@ def calibrate() -> None:
     and for all of table 5 on 16 GPUs, the errors of its cells with constants fitted to the others alone. Takes a minute
     or two.
     """
-    from megatron_vp.cost.calibration import fit, known_to_fit, leave_out, report
+    from megatron_vp.cost.paper.calibration import fit, known_to_fit, leave_out, report
 
     cells = known_to_fit()
     setups = sorted({cell.setup for cell in cells})

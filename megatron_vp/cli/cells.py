@@ -15,8 +15,8 @@ from megatron_vp.cli.output import check_destination, write
 from megatron_vp.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron_vp.cost.measured import Run
-    from megatron_vp.cost.published import Cell
+    from megatron_vp.cost.paper.measured import Run
+    from megatron_vp.cost.paper.published import Cell
 
 COLUMNS = ("table", "gpus", "seq_length", "method", "vocab_k", "mfu_percent", "peak_memory_gb")
 
@@ -37,8 +37,8 @@ def cells(
 
     Writes a list for each number of GPUs and prints how to submit it. Afterwards: megatron-vp collect DIR.
     """
-    from megatron_vp.cost.cells import write_lists
-    from megatron_vp.cost.published import jobs
+    from megatron_vp.cost.paper.cells import write_lists
+    from megatron_vp.cost.paper.published import jobs
 
     for gpus, (path, count) in write_lists(output, jobs()).items():
         nodes, per_node = math.ceil(gpus / gpus_per_node), min(gpus, gpus_per_node)
@@ -59,11 +59,11 @@ def collect(
     MFU as the paper counts it; peak memory is the allocator's, of the fullest rank, in GiB. A run that did not fit has
     empty fields. What is missing or broken is listed on standard error.
     """
-    from megatron_vp.cost.cells import cell_name
     from megatron_vp.cost.hardware import find_hardware
-    from megatron_vp.cost.measured import read_run
-    from megatron_vp.cost.paper import PEAK_FLOPS
-    from megatron_vp.cost.published import jobs
+    from megatron_vp.cost.paper.cells import cell_name
+    from megatron_vp.cost.paper.measured import read_run
+    from megatron_vp.cost.paper.published import jobs
+    from megatron_vp.cost.paper.runs import PEAK_FLOPS
 
     check_destination(False, output)
     if not folder.is_dir():

@@ -12,8 +12,8 @@ import typer
 from megatron_vp.cli.output import check_destination, progress_bar, write
 
 if TYPE_CHECKING:
-    from megatron_vp.cost.paper import CellPrediction
-    from megatron_vp.cost.published import Cell
+    from megatron_vp.cost.paper.published import Cell
+    from megatron_vp.cost.paper.runs import CellPrediction
 
 
 class Format(StrEnum):
@@ -42,8 +42,8 @@ def tables(
     MFU is model FLOPs over 320 (table 5) and 312 (table 6) TFLOP/s; memory is the allocator's peak of the worst rank in
     GiB. With --published, adds the published values, the relative error of each, and their mean and largest.
     """
-    from megatron_vp.cost.published import jobs, read_cells
-    from megatron_vp.cost.tables import make_rows, to_csv
+    from megatron_vp.cost.paper.published import jobs, read_cells
+    from megatron_vp.cost.paper.tables import make_rows, to_csv
 
     check_destination(output_format is Format.PNG, output)
     known = {} if published is None else read_cells(published)
@@ -52,17 +52,17 @@ def tables(
         case Format.CSV:
             write(to_csv(rows), output)
         case Format.TABLE:
-            from megatron_vp.cost.tables_text import to_text
+            from megatron_vp.cost.paper.tables_text import to_text
 
             write(to_text(rows), output)
         case Format.PNG:
-            from megatron_vp.cost.draw import picture
+            from megatron_vp.cost.paper.curves import picture
 
             write(picture(rows), output)
 
 
 def _predict(cells: list[Cell]) -> list[CellPrediction]:
-    from megatron_vp.cost.paper import predict_cells
+    from megatron_vp.cost.paper.runs import predict_cells
 
     found = []
     with progress_bar() as progress:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vp.cost.arguments import job_of
-from megatron_vp.cost.published import jobs
+from megatron_vp.cost.paper.published import jobs
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.options.config_file import read_leaves
 from megatron_vp.mcore.start.preflight import check_job

@@ -8,8 +8,9 @@ from statistics import fmean
 import pytest
 
 from megatron_vp.cli.app import main
-from megatron_vp.cost import calibration, paper
-from megatron_vp.cost.calibration import (
+from megatron_vp.cost.constants import ERROR_BAND, FITTED
+from megatron_vp.cost.paper import calibration, runs
+from megatron_vp.cost.paper.calibration import (
     PathTime,
     factor_errors,
     fit,
@@ -17,12 +18,11 @@ from megatron_vp.cost.calibration import (
     leave_out,
     pass_errors,
 )
-from megatron_vp.cost.constants import ERROR_BAND, FITTED
-from megatron_vp.cost.draw import picture
-from megatron_vp.cost.paper import CellPrediction, plan_of, predict_cell, predict_cells
-from megatron_vp.cost.published import Cell, Measurement, jobs, known_cells, read_cells
-from megatron_vp.cost.tables import COLUMNS, errors, make_rows, other_layout_rows, to_csv
-from megatron_vp.cost.tables_text import to_text
+from megatron_vp.cost.paper.curves import picture
+from megatron_vp.cost.paper.published import Cell, Measurement, jobs, known_cells, read_cells
+from megatron_vp.cost.paper.runs import CellPrediction, plan_of, predict_cell, predict_cells
+from megatron_vp.cost.paper.tables import COLUMNS, errors, make_rows, other_layout_rows, to_csv
+from megatron_vp.cost.paper.tables_text import to_text
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
 
@@ -82,7 +82,7 @@ def test_the_command_predicts_every_cell_and_sets_what_was_published_beside_it(t
         for cell in cells:
             yield [CellPrediction(cell, 40.0, 20.0, True, None)]
 
-    monkeypatch.setattr(paper, "predict_cells", made_up)
+    monkeypatch.setattr(runs, "predict_cells", made_up)
     published = tmp_path / "cells.csv"
     published.write_text(HEADER + "5,8,2048,baseline,32,50,10\n")
     written = tmp_path / "tables.csv"

@@ -134,5 +134,5 @@ def scaling_factors() -> dict[tuple[int, str, int], float]:
 
 
 def _packaged(name: str) -> list[dict[str, str]]:
-    text = (files("megatron_vp.cost") / "data" / name).read_text(encoding="utf-8")
+    text = (files("megatron_vp.cost.paper") / "data" / name).read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))

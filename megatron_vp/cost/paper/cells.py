@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_vp.cost.paper import plan_of
-from megatron_vp.cost.published import Cell, jobs
+from megatron_vp.cost.paper.published import Cell, jobs
+from megatron_vp.cost.paper.runs import plan_of
 from megatron_vp.cost.shapes import Plan
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
-from megatron_vp.cost.paper import scaling_factor
-from megatron_vp.cost.published import Cell, scaling_factors
-from megatron_vp.cost.tables import Errors, Row, errors, other_layout_rows
+from megatron_vp.cost.paper.published import Cell, scaling_factors
+from megatron_vp.cost.paper.runs import scaling_factor
+from megatron_vp.cost.paper.tables import Errors, Row, errors, other_layout_rows
 from megatron_vp.schedule import VocabMethod
 
 _TITLES = {5: "Table 5 (1F1B)", 6: "Table 6 (V-Half)"}

@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from itertools import groupby
 
-from megatron_vp.cost.tables import Row
+from megatron_vp.cost.paper.tables import Row
 
 COLORS = {"baseline": "C7", "redis": "C1", "vocab-1": "C0", "vocab-2": "C2", "interlaced": "C3"}
 

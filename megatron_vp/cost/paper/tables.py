@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from megatron_vp.cost.paper import CellPrediction, other_layouts, predict_cell
-from megatron_vp.cost.published import METHODS, Cell, Measurement
+from megatron_vp.cost.paper.published import METHODS, Cell, Measurement
+from megatron_vp.cost.paper.runs import CellPrediction, other_layouts, predict_cell
 
 COLUMNS = (
     "table",

@@ -11,9 +11,9 @@ from megatron_vp.cost.constants import FITTED, Constants
 from megatron_vp.cost.hardware import HARDWARE
 from megatron_vp.cost.layouts import redistributed_layers
 from megatron_vp.cost.memory import GIB
+from megatron_vp.cost.paper.published import Cell, jobs
 from megatron_vp.cost.passes import PassTimes
 from megatron_vp.cost.predict import make_player, predict
-from megatron_vp.cost.published import Cell, jobs
 from megatron_vp.cost.shapes import Plan
 from megatron_vp.cost.workers import worker_pool
 from megatron_vp.schedule import PassCosts, Player, VocabMethod, generate
