@@ -83,6 +83,8 @@ MOE = {
 }
 OVERFLOW = {"fp16": True, "initial_loss_scale": 2**21, "hysteresis": 1}
 EXPERT = {**MOE, "expert_model_parallel_size": 2}
+ALL_TO_ALL = {**EXPERT, "moe_token_dispatcher_type": "alltoall"}
+OVERLAPPED_EXPERT = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True}
 SIGMOID_ROUTER = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 CONTEXT = {"context_parallel_size": 2, "core_attention": "sdpa", "position_embedding_type": "rope"}
 GROUPS = {"decoupled_lr": 1e-4, "weight_decay": 10}
@@ -196,6 +198,42 @@ CASES = (
         {**EXPERT, **SEQUENCE},
         ("1f1b/vocab-2", "v-half/vocab-2", "zb-h1/none"),
         ranks=8,
+        slow=True,
+    ),
+    Case(
+        "expert parallelism by all-to-all, everything overlapped",
+        {**ALL_TO_ALL, **BOTH},
+        ("v-half/vocab-2", "1f1b/vocab-2", "interleaved/vocab-1", *WHOLE_LAYERS),
+        ranks=4,
+    ),
+    Case(
+        "expert parallelism by all-to-all over tensor ranks, sequence parallelism, experts without tokens",
+        {**ALL_TO_ALL, **SEQUENCE, "expert_tensor_parallel_size": 1, "num_experts": 32, "moe_router_topk": 1}
+        | {"moe_router_pre_softmax": True},
+        ("1f1b/vocab-2", "v-half/vocab-2", "zb-h1/none"),
+        ranks=4,
+        slow=True,
+    ),
+    Case(
+        "expert parallelism by all-to-all, tensor and sequence parallelism",
+        {**ALL_TO_ALL, **SEQUENCE},
+        ("1f1b/vocab-2", "v-half/vocab-2", "zb-h1/none"),
+        ranks=8,
+        slow=True,
+    ),
+    Case(
+        "expert parallelism by all-to-all, shared expert overlapped, tokens dropped beyond an expert's capacity",
+        {**ALL_TO_ALL, **OVERLAPPED_EXPERT, "moe_expert_capacity_factor": 1.0},
+        ("1f1b/vocab-2", "v-half/vocab-2", "zb-h1/none"),
+        ranks=4,
+        slow=True,
+    ),
+    Case(
+        "expert parallelism by all-to-all, experts padded to their capacity, full recomputation, bf16",
+        {**ALL_TO_ALL, **FULL_RECOMPUTE, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+        | {"bf16": True},
+        ("1f1b/vocab-2", "v-half/vocab-2"),
+        ranks=4,
         slow=True,
     ),
     Case("full recomputation", FULL_RECOMPUTE, EVERY_SHAPE),
