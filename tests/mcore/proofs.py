@@ -135,6 +135,7 @@ NOT_YET = (
     "what Transformer Engine compiles, its experts; the Mamba, gated delta net and latent attention layers "
     "of hybrid models",
     "Transformer Engine's attention under `--context-parallel-size`",
-    "grouped GEMMs of experts (`--moe-grouped-gemm`), the all-to-all and flex token dispatchers",
+    "the flex token dispatcher: DeepEP, HybridEP and NCCL EP move tokens by kernels of their own, which need a device",
+    "grouped GEMMs of experts (`--moe-grouped-gemm`)",
 )
 """Neither tested nor refused."""

@@ -10,6 +10,7 @@ import torch
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.platform import flags
 from tests.harness import run_ranks, train
+from tests.harness.ranks import process_group
 from tests.harness.training import tiny_model
 
 
@@ -45,6 +46,28 @@ def torch_under_the_patches(_rank, _world_size):
         seen["available"] = torch.cuda.is_available()
     seen["restored"] = (dict(vars(torch)), dict(vars(torch.cuda)), dict(vars(torch.Tensor))) == before
     return seen
+
+
+def unequal_parts(rank, world_size):
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel import mappings
+
+    from megatron_vp.mcore import patches
+    from megatron_vp.mcore.platform import cpu
+
+    lengths = np.array([2, 0, 3])  # as Megatron has them
+    rows = torch.arange(5.0).reshape(5, 1) * torch.ones(1, 4)
+    with process_group(rank, world_size), patches.patched(cpu.PATCHES):
+        part = rows.split(lengths.tolist())[rank]
+        group = dist.group.WORLD
+        gathered = mappings.gather_from_sequence_parallel_region(part, True, group, lengths)
+        reduced = mappings.reduce_scatter_to_sequence_parallel_region((rank + 1) * rows, group, lengths)
+        equal = mappings.gather_from_sequence_parallel_region(torch.full((1, 4), float(rank)), True, group)
+    return torch.equal(gathered, rows), torch.equal(reduced, 6 * part), equal[:, 0].tolist() == [0, 1, 2]
+
+
+def test_ranks_with_unequal_numbers_of_tokens_gather_and_reduce_them():
+    assert run_ranks(3, unequal_parts) == [(True, True, True)] * 3
 
 
 def test_tensors_asked_for_on_cuda_are_on_the_cpu_and_torch_is_restored_afterwards():
