@@ -13,6 +13,7 @@ import os
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -77,16 +78,25 @@ def _driver() -> ctypes.CDLL:
 
 
 class Lane:
-    """The thread of one group: passes messages on in the order in which they were issued."""
+    """The thread of one group: passes messages on in the order in which they were issued.
+
+    What a message took of host memory goes back in the thread that issued it: PyTorch records an event where pinned
+    memory is released, and this thread must make no call to CUDA (see `DeviceFlag`).
+    """
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._kept: deque[Callable[[], None]] = deque()
+        self._let_go: SimpleQueue[None] = SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
 
     def issue(
         self, operation: Callable[..., None], given: Sequence[torch.Tensor], filled: Sequence[torch.Tensor]
     ) -> StagedWork:
         """Start `operation(*given, *filled)` on copies in host memory; `wait` of the result hands `filled` over."""
+        while not self._let_go.empty():
+            self._let_go.get()
+            self._kept.popleft()
         on_device = filled[0].is_cuda if filled else given[0].is_cuda
         copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=on_device) for each in (*given, *filled)]
         for copy, each in zip(copies, (*given, *filled), strict=True):
@@ -102,6 +112,7 @@ class Lane:
             operation(*copies)
             work.finish()
 
+        self._kept.append(run)
         self._queue.put(run)
         return work
 
@@ -113,6 +124,8 @@ class Lane:
             except BaseException:  # nobody waits for this thread: the rank must not hang
                 traceback.print_exc()
                 os._exit(1)
+            del run
+            self._let_go.put(None)
 
 
 _under_way: list[tuple[torch.cuda.Event, object]] = []
