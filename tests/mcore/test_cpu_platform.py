@@ -83,6 +83,21 @@ def test_tensors_asked_for_on_cuda_are_on_the_cpu_and_torch_is_restored_afterwar
     ]
 
 
+def warmed_up(_rank, _world_size):
+    from megatron.training import initialize
+
+    from megatron_vp.mcore import patches
+
+    with patches.patched(patches.group("no transformer engine")):
+        initialize.set_jit_fusion_options()
+    with pytest.raises(AssertionError, match="not initialized"):  # it asks for the arguments first
+        initialize.set_jit_fusion_options()
+
+
+def test_without_transformer_engine_a_start_compiles_no_fused_kernels():
+    run_ranks(1, warmed_up)
+
+
 def test_what_an_asynchronous_save_writes_is_not_changed_by_the_next_step():
     from megatron_vp.mcore.platform.cpu import copied_tensors
 

@@ -1,4 +1,4 @@
-"""Patches where Transformer Engine is not installed, on GPUs too: torch's norms, and Adam's state in checkpoints.
+"""Patches where Transformer Engine is not installed, on GPUs too: torch's norms, Adam's state in checkpoints, warm-up.
 
 Each was found necessary by leaving it out.
 """
@@ -79,6 +79,14 @@ def _own_step_per_parameter(original: Callable[..., None]) -> Callable[..., None
     return load_state_dict
 
 
+def _no_warm_up(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def warm_up(tp_size: int | None = None) -> None:
+        pass
+
+    return warm_up
+
+
 _DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 PATCHES = (
@@ -112,5 +120,11 @@ PATCHES = (
         _own_step_per_parameter,
         "one step tensor shared by all parameters would count every parameter's update",
         "(self, state_dict)",
+    ),
+    Patch(
+        "megatron.training.initialize:_warmup_jit_function",
+        _no_warm_up,
+        "on a GPU it compiles fused kernels for minutes, and without Transformer Engine none of them is chosen",
+        "(tp_size=None)",
     ),
 )
