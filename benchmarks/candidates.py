@@ -13,7 +13,8 @@ Four ways, of which the first is the package's:
 A Triton GEMM is no cuBLAS, and what a fused way saves is less than the difference may be: `triton_over_cublas` is
 that of the bare GEMM. Every line is one shape and one way, checked against fp64 before it is timed: `s_over_gemm` and
 `t_over_gemm` are times over the bare GEMM in cuBLAS, `over_kernels` is S + T over the package's, all from one process,
-in turns. Without a GPU everything runs on small shapes, Triton in its interpreter, to be tried at all.
+in turns. A way that does not compile or is wrong is a line with the error; the others go on, and the exit status is 1.
+Without a GPU everything runs on small shapes, Triton in its interpreter, to be tried at all.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,9 +34,9 @@ if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import triton  # noqa: E402  (reads the environment)
-import triton.language as tl  # noqa: E402
 from measuring import add_sizes, medians, sizes, write  # noqa: E402
 from output_layer import Shape  # noqa: E402
+from triton_gemms import logits, weight_gradient  # noqa: E402
 
 from megatron_vp.vocab.kernels.fused import FusedOperations  # noqa: E402
 from megatron_vp.vocab.statistics import LINEAR, MAX, SUM  # noqa: E402
@@ -43,76 +46,6 @@ TILES = [(128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 64, 4, 4)] if ON
 
 TILES_IN_A_GROUP = 8
 BLOCKS = (1024, 2048) if ON_GPU else (48,)
-
-
-@triton.jit
-def _place(tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Tile of this program: a few rows of tiles together, so that operands are met again in L2."""
-    number = tl.program_id(0)
-    group = number // (GROUP * tiles_n)
-    height = tl.minimum(tiles_m - group * GROUP, GROUP)
-    inside = number % (GROUP * tiles_n)
-    return group * GROUP + inside % height, inside // height
-
-
-@triton.jit
-def _logits(
-    x, weight, logits, largest, total, tokens, columns, hidden,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, STATISTICS: tl.constexpr,
-):  # fmt: skip
-    tile_m, tile_n = _place(tl.cdiv(tokens, M), tl.cdiv(columns, N), GROUP)
-    token, column, depth = tile_m * M + tl.arange(0, M), tile_n * N + tl.arange(0, N), tl.arange(0, K)
-    token_safe, column_safe = (token % tokens).to(tl.int64), (column % columns).to(tl.int64)
-    product = tl.zeros((M, N), tl.float32)
-    for start in range(0, hidden, K):
-        inside = start + depth < hidden
-        left = tl.load(x + token_safe[:, None] * hidden + start + depth[None, :], mask=inside[None, :], other=0.0)
-        right = tl.load(
-            weight + column_safe[None, :] * hidden + start + depth[:, None], mask=inside[:, None], other=0.0
-        )
-        product = tl.dot(left, right, product)
-    rounded = product.to(logits.dtype.element_ty)
-    here = (token < tokens)[:, None] & (column < columns)[None, :]
-    tl.store(logits + token.to(tl.int64)[:, None] * columns + column[None, :], rounded, mask=here)
-    if STATISTICS:
-        logit = tl.where((column < columns)[None, :], rounded.to(tl.float32), -float("inf"))
-        largest_of_tile = tl.max(logit, 1)
-        total_of_tile = tl.sum(tl.exp(logit - largest_of_tile[:, None]), 1)
-        tl.store(largest + tile_n * tokens + token, largest_of_tile, mask=token < tokens)
-        tl.store(total + tile_n * tokens + token, total_of_tile, mask=token < tokens)
-
-
-@triton.jit
-def _weight_gradient(
-    logits, largest, target, weighed, main_grad, tokens, columns, hidden,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    tile_m, tile_n = _place(tl.cdiv(columns, M), tl.cdiv(hidden, N), GROUP)
-    column, place, step = tile_m * M + tl.arange(0, M), tile_n * N + tl.arange(0, N), tl.arange(0, K)
-    product = tl.zeros((M, N), tl.float32)
-    for start in range(0, tokens, K):
-        token = start + step
-        inside = token < tokens
-        address = token.to(tl.int64)
-        logit = tl.load(
-            logits + address[:, None] * columns + column[None, :],
-            mask=inside[:, None] & (column < columns)[None, :],
-            other=-float("inf"),
-        )
-        row_maximum = tl.load(largest + token, mask=inside, other=0.0)
-        own = tl.load(target + token, mask=inside, other=-1)
-        logit = logit.to(tl.float32)
-        exp = tl.where(own[:, None] == column[None, :], logit, tl.exp(logit - row_maximum[:, None]))
-        exp = exp.to(weighed.dtype.element_ty)
-        right = tl.load(
-            weighed + address[:, None] * hidden + place[None, :],
-            mask=inside[:, None] & (place < hidden)[None, :],
-            other=0.0,
-        )
-        product = tl.dot(tl.trans(exp), right, product)
-    here = (column < columns)[:, None] & (place < hidden)[None, :]
-    address = main_grad + column.to(tl.int64)[:, None] * hidden + place[None, :]
-    tl.store(address, tl.load(address, mask=here, other=0.0) + product, mask=here)
 
 
 @torch.compile(dynamic=False)
@@ -199,7 +132,7 @@ class Fused(Way):
         logits_nv = self.x_nh.new_empty(tokens, columns)
         parts_2tn = self.x_nh.new_empty(2, across, tokens, dtype=torch.float32)
         grid = (triton.cdiv(tokens, self.tile[0]) * across,)
-        _logits[grid](
+        logits[grid](
             self.x_nh, self.weight, logits_nv, *parts_2tn, tokens, columns, hidden,
             STATISTICS=take_statistics, **self.options(),
         )  # fmt: skip
@@ -223,14 +156,17 @@ class Fused(Way):
         row_gradient_n = self.shape.row_gradient_n
         weighed_nh = self.operations.enter_targets_(kept_nv, self.x_nh, row_gradient_n, self.derivative)
         grid = (triton.cdiv(columns, self.tile[0]) * triton.cdiv(hidden, self.tile[1]),)
-        _weight_gradient[grid](
+        weight_gradient[grid](
             kept_nv, self.statistics_3n[MAX], self.derivative.target_n, weighed_nh, self.main_grad, tokens, columns,
             hidden, **self.options(),
         )  # fmt: skip
 
 
-def check(way: Way, name: str) -> None:
-    """Statistics and weight gradient against fp64 on the logits that a GEMM in the model's dtype gives."""
+def check(way: Way) -> None:
+    """Statistics and weight gradient against fp64 on the logits that a GEMM in the model's dtype gives.
+
+    Raises ArithmeticError where they differ by more than a rounding or two.
+    """
     shape = way.shape
     way.main_grad.zero_()
     way.t(way.s())
@@ -245,16 +181,15 @@ def check(way: Way, name: str) -> None:
     target_n, owned_n = way.derivative.target_n, way.derivative.target_n >= 0
     rows_of_d_nv = (logits_nv - way.derivative.largest_n.double()[:, None]).exp() * way.derivative.scale_n[:, None]
     rows_of_d_nv[owned_n, target_n[owned_n]] = way.derivative.entry_n[owned_n].double()
-    weight_gradient = rows_of_d_nv.t() @ (shape.row_gradient_n[:, None] * x_nh)
     expected = {
         "log-sum-exp": logits_nv.logsumexp(-1),
         "logit of the target": shape.pending.statistics_3n[LINEAR].double(),
-        "weight gradient": weight_gradient,
+        "weight gradient": rows_of_d_nv.t() @ (shape.row_gradient_n[:, None] * x_nh),
     }
     for what, value in expected.items():
         off = ((found[what] - value).norm() / value.norm()).item()
         if not off < 2 * torch.finfo(way.x_nh.dtype).eps:  # logits of another GEMM may differ by a rounding
-            raise SystemExit(f"{name}: its {what} is {off:.2g} off")
+            raise ArithmeticError(f"its {what} is {off:.2g} off")
 
 
 def ways(shape: Shape) -> dict[str, Way]:
@@ -264,33 +199,48 @@ def ways(shape: Shape) -> dict[str, Way]:
     return found | {f"fused {'x'.join(map(str, tile))}": Fused(shape, tile) for tile in TILES}
 
 
-def measure(shape: Shape, rounds: int, device: torch.device) -> dict[str, dict[str, float | None]]:
-    """The ratios of every way."""
+def parts(way: Way, name: str) -> dict[str, Callable[[], object]]:
+    """What is timed of a way, each part run once: whatever cannot compile has failed by then."""
+    kept_nv = way.s()
+    works: dict[str, Callable[[], object]] = {f"s {name}": way.s, f"t {name}": lambda: way.t(kept_nv)}
+    if isinstance(way, Fused):
+        works[f"bare {name}"] = lambda: way.logits(take_statistics=False)
+    for work in works.values():
+        work()
+    return works
+
+
+def measure(shape: Shape, rounds: int, device: torch.device) -> dict[str, dict[str, object]]:
+    """The ratios of every way, or why it has none."""
     works: dict[str, Callable[[], object]] = {"gemm of s": shape.s_gemm, "gemm of t": shape.t_gemm}
-    found = ways(shape)
-    for name, way in found.items():
-        check(way, name)
-        kept_nv = way.s()
-        works[f"s {name}"] = way.s
-        works[f"t {name}"] = lambda way=way, kept_nv=kept_nv: way.t(kept_nv)
-        if isinstance(way, Fused):
-            works[f"bare {name}"] = lambda way=way: way.logits(take_statistics=False)
+    results: dict[str, dict[str, object]] = {}
+    for name, way in ways(shape).items():
+        try:
+            check(way)
+            works |= parts(way, name)
+            results[name] = {}
+        except Exception as error:
+            traceback.print_exc()
+            said = str(error).strip().partition("\n")[0]
+            results[name] = {"error": f"{type(error).__name__}: {said}"}
     times = medians(works, rounds, device)
-    ours = times["s kernels"] + times["t kernels"]
-    return {
-        name: {
-            "s_over_gemm": times[f"s {name}"] / times["gemm of s"],
-            "t_over_gemm": times[f"t {name}"] / times["gemm of t"],
-            "over_kernels": (times[f"s {name}"] + times[f"t {name}"]) / ours,
-            "triton_over_cublas": times[f"bare {name}"] / times["gemm of s"] if f"bare {name}" in times else None,
-            "milliseconds": {"s": times[f"s {name}"], "t": times[f"t {name}"]},
+    ours = times["s kernels"] + times["t kernels"] if "s kernels" in times else None
+    for name, result in results.items():
+        if result:
+            continue
+        s, t, bare = (times.get(f"{part} {name}") for part in ("s", "t", "bare"))
+        result |= {
+            "s_over_gemm": s / times["gemm of s"],
+            "t_over_gemm": t / times["gemm of t"],
+            "over_kernels": (s + t) / ours if ours else None,
+            "triton_over_cublas": bare / times["gemm of s"] if bare else None,
+            "milliseconds": {"s": s, "t": t},
         }
-        for name in found
-    }
+    return results
 
 
-def main() -> None:
-    """Measure every shape and print, or append to a file, a line of JSON for each way."""
+def main() -> int:
+    """Measure every shape and print, or append to a file, a line of JSON for each way; 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_sizes(
         parser,
@@ -303,12 +253,15 @@ def main() -> None:
     args = parser.parse_args()
     device, dtype = (torch.device("cuda"), torch.bfloat16) if ON_GPU else (torch.device("cpu"), torch.float32)
     machine = torch.cuda.get_device_name() if ON_GPU else f"{platform.machine()}, Triton's interpreter"
+    status = 0
     for tokens, hidden, rows in sizes(args, "tokens", "hidden", "rows"):
         shape = Shape(tokens, hidden, rows, device, dtype)
         for name, found in measure(shape, args.rounds, device).items():
             line = {"machine": machine, "torch": torch.__version__, "triton": triton.__version__}
             write(line | {"tokens": tokens, "hidden": hidden, "rows": rows, "way": name} | found, args.output)
+            status |= "error" in found
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
