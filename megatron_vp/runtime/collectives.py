@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import pad
 
 from megatron_vp.runtime.executor import Observer
 from megatron_vp.runtime.groups import PipelineGroups
@@ -140,22 +139,19 @@ class VocabularyCollectives:
         """Token ids from the first pipeline rank and labels from the last, which hold the data, to all others."""
         last = len(self._groups.members) - 1
         rank, shapes = self._groups.rank, self._shapes
-        tokens_bs = self._model.tokens(microbatch) if rank == 0 else shapes.token_ids()
-        labels_bs = self._model.labels(microbatch) if rank == last else shapes.token_ids()
+        tokens_be = self._model.tokens(microbatch) if rank == 0 else shapes.token_ids()
+        labels_be = self._model.labels(microbatch) if rank == last else shapes.token_ids()
 
-        looked_up_n = tokens_bs.view(-1) if shapes.heads == 1 else tokens_bs.new_zeros(1 + shapes.tokens)
-        groups = self._groups
-        exchange = RowExchange(looked_up_n, self._layers.embedding.shards, groups.tensor_size, groups.tensor_rank)
-        labels_n = labels_bs.new_empty(shapes.outputs)
+        groups, shards = self._groups, self._layers.embedding.shards
+        exchange = RowExchange(tokens_be.view(-1), shards, groups.tensor_size, groups.tensor_rank)
+        labels_n = labels_be.new_empty(shapes.outputs)
 
         def communicate() -> None:
-            self._communicator.broadcast(tokens_bs, 0)
-            self._communicator.broadcast(labels_bs, last)
-            if shapes.heads > 1:
-                looked_up_n[1:].copy_(tokens_bs.view(-1))
+            self._communicator.broadcast(tokens_be, 0)
+            self._communicator.broadcast(labels_be, last)
             exchange.plan()
-            # Head k predicts k tokens further. Beyond a sequence's end stands token 0, as in Megatron.
-            ahead_hsb = torch.stack([pad(labels_bs[:, head:], (0, head)).t() for head in range(shapes.heads)])
+            # Head k predicts k tokens further.
+            ahead_hsb = torch.stack([shapes.ahead(labels_be, head).t() for head in range(shapes.heads)])
             labels_n.copy_(shapes.by_output(ahead_hsb))
 
         def complete() -> None:

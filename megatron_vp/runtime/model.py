@@ -14,6 +14,7 @@ class Shapes:
 
     heads: the last stage puts out this many states a token, head after head: one for the next token, and one for each
         further token that multi-token prediction looks ahead.
+    stretches: consecutive pieces, equally long, that the s positions are cut from a longer sequence in.
     parts, part: sequence parallelism cuts the activations between chunks along s, in how many parts; which is this
         rank's. The last stage's whole output is part after part, each with all heads.
     """
@@ -24,6 +25,7 @@ class Shapes:
     dtype: torch.dtype
     device: torch.device
     heads: int = field(default=1, kw_only=True)
+    stretches: int = field(default=1, kw_only=True)
     parts: int = field(default=1, kw_only=True)
     part: int = field(default=0, kw_only=True)
 
@@ -53,6 +55,14 @@ class Shapes:
         cut = values_n.view(self.parts, self.heads, -1, self.batch)
         return cut.transpose(0, 1).reshape(self.heads, self.sequence, self.batch)
 
+    def ahead(self, values_be: torch.Tensor, head: int) -> torch.Tensor:
+        """What stands `head` positions further, [b, s, ...], of values laid out as `token_ids`, [b, e, ...]."""
+        own, following = (
+            part.unflatten(1, (self.stretches, -1)) for part in values_be.tensor_split([self.sequence], dim=1)
+        )
+        passed = max(0, head - own.shape[2])  # of those that follow, by a head that looks beyond a whole stretch
+        return torch.cat([own[:, :, head:], following[:, :, passed:head]], dim=2).flatten(1, 2)
+
     def activation(self) -> torch.Tensor:
         """An empty activation [s / parts, b, h] in the model's dtype."""
         sequence = self.sequence // self.parts
@@ -67,8 +77,13 @@ class Shapes:
         return torch.empty(self.outputs, dtype=torch.float32, device=self.device)
 
     def token_ids(self) -> torch.Tensor:
-        """An empty int64 [b, s]."""
-        return torch.empty(self.batch, self.sequence, dtype=torch.int64, device=self.device)
+        """An empty int64 [b, e], e = s + stretches * (heads - 1): ids of the s positions, then of those that follow.
+
+        Behind each stretch in turn `heads - 1` positions follow; beyond a sequence's end they hold token 0, as in
+        Megatron.
+        """
+        following = self.stretches * (self.heads - 1)
+        return torch.empty(self.batch, self.sequence + following, dtype=torch.int64, device=self.device)
 
     def token_values(self) -> torch.Tensor:
         """An empty fp32 [b, s]: losses or gradients by token."""
@@ -79,10 +94,10 @@ class Model(Protocol):
     """The transformer part of one rank, and the user's data and loss function."""
 
     def tokens(self, microbatch: int) -> torch.Tensor:
-        """Token ids of a microbatch, int64 [b, s]; asked on the first pipeline rank only."""
+        """Token ids of a microbatch as `Shapes.token_ids`, [b, e]; asked on the first pipeline rank only."""
 
     def labels(self, microbatch: int) -> torch.Tensor:
-        """Labels of a microbatch, int64 [b, s]; asked on the last pipeline rank only."""
+        """Labels of a microbatch as `Shapes.token_ids`, [b, e]; asked on the last pipeline rank only."""
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
         """Everything between the word embedding and the first layer: [b, s, h] to [s / parts, b, h].
@@ -93,8 +108,7 @@ class Model(Protocol):
     def receive_words(self, words_rh: torch.Tensor) -> None:
         """The words that the heads beyond the first look up in the next `forward` of the last virtual stage.
 
-        [1 + n, h]: the word of token 0, which continues a sequence beyond its end, and those of the microbatch, [b, s]
-        flattened. Asked only where `Shapes.heads` is above 1.
+        [b e, h], in the order of `Shapes.token_ids`. Asked only where `Shapes.heads` is above 1.
         """
 
     def forward(

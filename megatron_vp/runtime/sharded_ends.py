@@ -54,12 +54,13 @@ class ShardedEnds:
     def first_input(self, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The words that all ranks have looked up, and what Megatron makes of them."""
         leaf = self._store.take(("words", microbatch)).requires_grad_(self._gradients)
-        words_nh = leaf if self._shapes.heads == 1 else leaf[1:]
-        words_bsh = words_nh.view(self._shapes.batch, self._shapes.sequence, -1)
+        words_bsh = leaf.view(self._shapes.batch, -1, self._shapes.hidden)
+        if self._shapes.heads > 1:
+            words_bsh = words_bsh[:, : self._shapes.sequence]
         return leaf, self._model.embed(microbatch, words_bsh)
 
     def first_gradient(self, microbatch: int, leaf: torch.Tensor) -> None:
-        """Rows [n, h] for their owners."""
+        """Rows [b e, h] for their owners."""
         self._store.put(("word gradient", microbatch), leaf.grad)
 
     def prepare_last(self, microbatch: int) -> None:

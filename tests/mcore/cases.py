@@ -151,7 +151,26 @@ CASES = (
         slow=True,
     ),
     Case("context parallelism", CONTEXT, EVERY_SHAPE + WHOLE_LAYERS, ranks=4, slow=True),
-    Case("context parallelism, multi-token prediction", {**CONTEXT, **AHEAD}, ("zb-h1/none",), ranks=4, slow=True),
+    Case(
+        "context parallelism, multi-token prediction",
+        {**CONTEXT, **AHEAD},
+        ("1f1b/vocab-2", "v-half/vocab-1", "interleaved/vocab-2", "zb-h1/vocab-2", "zb-h1/none"),
+        ranks=4,
+    ),
+    Case(
+        "context, tensor and sequence parallelism, multi-token prediction, tied",
+        {**CONTEXT, **SEQUENCE, **AHEAD, **TIED},
+        ("1f1b/vocab-2", "v-half/vocab-2"),
+        ranks=8,
+        slow=True,
+    ),
+    Case(
+        "four context-parallel ranks, multi-token prediction, losses masked and averaged over tokens",
+        {**CONTEXT, **AHEAD, "context_parallel_size": 4, "calculate_per_token_loss": True, "eod_mask_loss": True},
+        ("1f1b/vocab-1", "v-half/vocab-2"),
+        ranks=8,
+        slow=True,
+    ),
     Case(
         "context, tensor and sequence parallelism, tied, everything overlapped",
         {**CONTEXT, **SEQUENCE, **TIED, **BOTH},

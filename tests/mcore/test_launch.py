@@ -33,7 +33,6 @@ REFUSED = [
     ({"clip_grad": "nan"}, "--clip-grad nan cannot work: it has to be a number of at least 0"),
     ({"hidden_dropout": 1}, "--hidden-dropout 1.0 cannot work: it has to be from 0 to below 1"),
     ({**VP, "context_parallel_size": 2}, "local attention takes whole sequences; use --core-attention sdpa"),
-    ({**VP, **AHEAD, "context_parallel_size": 2}, "with --mtp-num-layers and --context-parallel-size 2"),
     ({**VP, **AHEAD, "pipeline_model_parallel_layout": "Ettm|ttL"}, "with every m in its last segment"),
     ({**VP, **HYBRID_AHEAD, "pipeline_schedule": "v-half"}, "with a hybrid model of several heads"),
     ({**VP, **AHEAD, "mtp_detach_heads": True}, "all heads train the output layer"),

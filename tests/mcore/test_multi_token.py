@@ -5,11 +5,16 @@ A case is a line.
 
 from __future__ import annotations
 
+import sys
 from unittest import mock
 
+import numpy as np
 import pytest
+import torch
 
+from megatron_vp.runtime.model import Shapes
 from tests.harness import run_ranks
+from tests.harness.ranks import process_group
 from tests.harness.training import _merge, comparable_model, train_case
 from tests.mcore.cases import FP32, MUP, TIED
 from tests.mcore.comparison import assert_equal
@@ -70,3 +75,71 @@ def test_every_step_equals_plain_megatron(size, schedule, algorithm, heads, opti
     assert len(logged[-1]) == len(expected) == 3 * 4 * heads
     for found, theirs in zip(logged[-1], expected, strict=True):
         assert found == pytest.approx(theirs, rel=FP32)
+
+
+def looked_ahead(rank: int, world_size: int, heads: int) -> list[bool]:
+    """Runs inside a context-parallel rank: of each head, whether its part is that of the sequences shifted whole."""
+    sys.argv = ["pretrain_gpt_vp.py"]
+    import pretrain_gpt_vp as script
+
+    script.prepare()
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from megatron_vp.mcore.model.multi_token import with_following
+
+    whole_bs = torch.arange(1, 37).view(2, 18)
+    with process_group(rank, world_size):
+        group = torch.distributed.group.WORLD
+
+        def part(values_bs: torch.Tensor) -> torch.Tensor:
+            return get_batch_on_this_cp_rank({"tokens": values_bs}, is_hybrid_cp=False, cp_group=group)["tokens"]
+
+        own_bs = part(whole_bs)
+        stretches = 1 if world_size == 1 else 2
+        shapes = Shapes(own_bs.shape[1], 2, 1, torch.float32, torch.device("cpu"), heads=1 + heads, stretches=stretches)
+        extended_be = with_following(own_bs, heads, stretches, group)
+        assert extended_be.shape == shapes.token_ids().shape
+        shifted = [torch.nn.functional.pad(whole_bs[:, head:], (0, head)) for head in range(1 + heads)]
+        return [torch.equal(shapes.ahead(extended_be, head), part(each)) for head, each in enumerate(shifted)]
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_part_of_a_sequence_looks_ahead_into_the_parts_of_others(parts):
+    """Five positions ahead, further than a whole stretch of three."""
+    assert run_ranks(parts, looked_ahead, 5) == [[True] * 6] * parts
+
+
+def counted_alike(rank: int, world_size: int, arguments: list[str]) -> object:
+    """Runs inside a rank: a training in which the loss leaves out the first two positions of each of 4 stretches.
+
+    Megatron averages a head's loss over the tokens that count on each context-parallel rank, and its gradients over
+    ranks: as over whole sequences only where as many count on every rank.
+    """
+    import pretrain_gpt_vp as script
+
+    get_batch = script.get_batch
+
+    def masked(*arguments: object) -> tuple[torch.Tensor | None, ...]:
+        tokens, labels, loss_mask, *others = get_batch(*arguments)
+        if loss_mask is not None:
+            loss_mask.unflatten(1, (-1, 32))[:, :, :2] = 0
+        return tokens, labels, loss_mask, *others
+
+    with mock.patch.object(script, "get_batch", masked):
+        return train_case(rank, world_size, arguments)
+
+
+@slow
+@pytest.mark.parametrize("options", [{}, PER_TOKEN])
+def test_parts_of_sequences_train_as_whole_ones_do(options):
+    """Context parallelism 2, vocabulary parallel, against plain Megatron on whole sequences."""
+    common = {"mtp_num_layers": 2, **options}
+    parts = {"context_parallel_size": 2, "core_attention": "sdpa", "pipeline_model_parallel_size": 2, **VP}
+    whole = run_ranks(1, counted_alike, _arguments(**common))
+    cut = _merge(run_ranks(4, counted_alike, _arguments(**common, **parts)))
+    for found, expected in zip(cut.steps, _merge(whole).steps, strict=True):
+        assert found.loss == pytest.approx(expected.loss, rel=FP32)
+        assert found.gradients.keys() == expected.gradients.keys()
+        for name, gradient in expected.gradients.items():
+            distance = np.linalg.norm(found.gradients[name] - gradient) / np.linalg.norm(gradient)
+            assert distance <= FP32, f"gradient of {name}: {distance:.2e}"

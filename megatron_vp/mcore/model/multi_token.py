@@ -7,10 +7,12 @@ sent the words of the microbatch as the first is. Evaluation has one head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.multi_token_prediction import process_mtp_loss
 from torch import nn
 
@@ -20,19 +22,19 @@ _SHARED += ("packed_seq_params", "sequence_len_offset")
 
 
 class ReceivedWords(nn.Module):
-    """In the place of `word_embeddings`: looks positions up among the words that were received.
+    """In the place of `word_embeddings`: hands the block words that were received.
 
-    rows: [1 + n, h]: the word of token 0, by which Megatron continues a sequence beyond its end, then those of the
-        microbatch, [b, s] flattened; None in evaluation.
+    ahead: for each further head in turn its words [b, s, h], one position further than the head's before; None in
+        evaluation.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows: torch.Tensor | None = None
+        self.ahead: Iterator[torch.Tensor] | None = None
 
-    def forward(self, positions_bs: torch.Tensor) -> torch.Tensor:
-        """Words at positions counted from 1; 0 is token 0."""
-        return nn.functional.embedding(positions_bs, self.rows)
+    def forward(self, _no_ids: None) -> torch.Tensor:
+        """The words of the next head, [b, s, h]."""
+        return next(self.ahead)
 
 
 def follow_decoder(chunk: nn.Module) -> None:
@@ -49,20 +51,44 @@ def follow_decoder(chunk: nn.Module) -> None:
     chunk.mtp_process = False
 
     def run_heads(_decoder: nn.Module, _args: tuple, given: dict[str, Any], hidden_sbh: torch.Tensor) -> torch.Tensor:
-        if words.rows is None:
+        if words.ahead is None:
             return hidden_sbh
-        positions = torch.arange(1, len(words.rows), device=hidden_sbh.device)
         heads_sbh = chunk.mtp(
-            input_ids=positions.view(hidden_sbh.shape[1], -1),
+            input_ids=None,  # the words of each head are known, and nothing is left to shift
             position_ids=None,
             hidden_states=hidden_sbh,
             embedding=chunk.received_embedding,
             **{name: given[name] for name in _SHARED if name in given},
         )
-        words.rows = None
+        words.ahead = None
         return heads_sbh
 
     chunk.decoder.register_forward_hook(run_heads, with_kwargs=True)
+
+
+def with_following(
+    values_bs: torch.Tensor, count: int, stretches: int, context_group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Values of positions, [b, s], and behind them those of the `count` positions that follow each stretch.
+
+    With context parallelism other ranks hold them: Megatron's own shift by one position brings what it moves in.
+
+    Args:
+        values_bs: int64, of this rank's positions.
+        count: how many follow.
+        stretches: pieces of a longer sequence that this rank's positions are.
+        context_group: all of its ranks call this together.
+
+    Returns:
+        [b, s + stretches * count]; 0 beyond a sequence's end.
+    """
+    shifted_bs, following = values_bs, []
+    for _ in range(count):
+        shifted_bs, _ = multi_token_prediction.roll_tensor(shifted_bs, cp_group=context_group)
+        following.append(shifted_bs.unflatten(1, (stretches, -1))[:, :, -1])
+    if not following:
+        return values_bs
+    return torch.cat([values_bs, torch.stack(following, dim=2).flatten(1)], dim=1)
 
 
 class _Head:
@@ -78,7 +104,12 @@ class _Head:
 
 
 def with_further_heads(
-    token_loss_ks: torch.Tensor, likeliest_ks: torch.Tensor, labels_bs: Any, loss_mask_bs: Any, config: Any
+    token_loss_ks: torch.Tensor,
+    likeliest_ks: torch.Tensor,
+    labels_bs: Any,
+    loss_mask_bs: Any,
+    config: Any,
+    context_group: dist.ProcessGroup,
 ) -> torch.Tensor:
     """The next token's losses [b, s], whose backward starts that of the other heads' losses too; logs the latter.
 
@@ -87,6 +118,7 @@ def with_further_heads(
         likeliest_ks: whether the target is the likeliest token, same shape.
         labels_bs, loss_mask_bs: as the user's script gave them to the model.
         config: Megatron's.
+        context_group: all of its ranks call this together, for the part of the mask that each has for the one before.
     """
     _, *further = likeliest_ks.chunk(1 + config.mtp_num_layers)
     return process_mtp_loss(
@@ -99,6 +131,7 @@ def with_further_heads(
         is_training=True,
         compute_language_model_loss=lambda _labels, token_loss_bs: token_loss_bs,
         config=config,
+        cp_group=context_group,
     )
 
 

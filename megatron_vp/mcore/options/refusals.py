@@ -161,12 +161,6 @@ REFUSALS = (
         "give it (of a hybrid model, --hybrid-layer-pattern) two segments a rank",
     ),
     Refusal(
-        lambda a: a.vocab_parallel and a.context_parallel_size > 1 and a.mtp_num_layers,
-        "--vocab-parallel with --mtp-num-layers and --context-parallel-size {context_parallel_size} is not supported: "
-        "at the end of a rank's part of a sequence, labels and words of the further heads are those of another "
-        "context-parallel rank, and are not exchanged; use --context-parallel-size 1, or leave --vocab-parallel out",
-    ),
-    Refusal(
         lambda a: a.mtp_num_layers and a.hybrid_layer_pattern and a.pipeline_schedule in V_SHAPED_SCHEDULES,
         "--pipeline-schedule {pipeline_schedule} with a hybrid model of several heads is not supported: Megatron "
         "builds the heads on the last rank, a V ends on the first; use 1f1b, interleaved, zb-h1 or interlaced",

@@ -7,13 +7,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import delaying_layers
-from megatron_vp.mcore.model.multi_token import with_further_heads
+from megatron_vp.mcore.model.multi_token import with_following, with_further_heads
 from megatron_vp.mcore.model.split_backward import PendingGradient, backward_without_weights
 from megatron_vp.mcore.training.capture import Capture, capture
 from megatron_vp.mcore.training.gradient_sync import GradientSynchronisation
@@ -32,7 +33,7 @@ class MegatronModel:
         gradients: False in evaluation.
         is_first_rank: this is pipeline rank 0, whose gradients may be synchronised during the last backward even when
             Megatron aligns the synchronisation of the ranks.
-        context_parallel_size: for Megatron's loss scaling.
+        context_group: the ranks that hold the other parts of this rank's sequences.
         split_backward: pass B leaves weight gradients to a pass W.
     """
 
@@ -45,7 +46,7 @@ class MegatronModel:
         shapes: Shapes,
         gradients: bool,
         is_first_rank: bool,
-        context_parallel_size: int,
+        context_group: dist.ProcessGroup,
         split_backward: bool,
     ) -> None:
         self._config = get_model_config(chunks[0])
@@ -59,7 +60,7 @@ class MegatronModel:
         self._microbatches = microbatches
         self._shapes = shapes
         self._gradients = gradients
-        self._context_parallel_size = context_parallel_size
+        self._context_group = context_group
         self._split_backward = split_backward
         # Megatron runs an iteration with an unexpected loss a second time: the time to look closely.
         self._watches_numbers = get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE
@@ -74,12 +75,12 @@ class MegatronModel:
                 chunk.synchronisation.hold((no_sync or nullcontext)())
 
     def tokens(self, microbatch: int) -> torch.Tensor:
-        """Token ids, int64 [b, s]."""
-        return self._token_ids("input_ids", self._chunks[0], microbatch)
+        """Token ids, int64 [b, e]."""
+        return self._with_following(self._token_ids("input_ids", self._chunks[0], microbatch))
 
     def labels(self, microbatch: int) -> torch.Tensor:
-        """Labels, int64 [b, s]."""
-        return self._token_ids("labels", self._chunks[-1], microbatch)
+        """Labels, int64 [b, e]."""
+        return self._with_following(self._token_ids("labels", self._chunks[-1], microbatch))
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
         """Megatron's embedding without the look-up: [b, s, h] to [s, b, h]."""
@@ -88,7 +89,9 @@ class MegatronModel:
 
     def receive_words(self, words_rh: torch.Tensor) -> None:
         """What the heads beyond the first look up in the next forward of the last chunk."""
-        self._chunks[-1].core.received_embedding.word_embeddings.rows = words_rh
+        words_beh = words_rh.view(self._shapes.batch, -1, self._shapes.hidden)
+        ahead = (self._shapes.ahead(words_beh, head) for head in range(1, self._shapes.heads))
+        self._chunks[-1].core.received_embedding.word_embeddings.ahead = ahead
 
     def forward(
         self, chunk: int, microbatch: int, input_sbh: torch.Tensor | None, labels_bs: torch.Tensor | None
@@ -146,12 +149,13 @@ class MegatronModel:
         """The user's loss function, averaged and scaled as Megatron's schedules do it; returns g, fp32 [b, s]."""
         self._start_timer("forward-compute")
         token_loss_bs.requires_grad_(self._gradients)
-        part, labels_bs = self._chunks[-1], self.labels(microbatch)
+        part = self._chunks[-1]
+        labels_bs = self._token_ids("labels", part, microbatch)
         captured = part.captures.pop(microbatch)
         next_loss_bs = token_loss_bs
         if self._shapes.heads > 1:
-            given = labels_bs, captured.argument("loss_mask")
-            next_loss_bs = with_further_heads(token_loss_bs, likeliest_bs, *given, self._config)
+            given = labels_bs, captured.argument("loss_mask"), self._config, self._context_group
+            next_loss_bs = with_further_heads(token_loss_bs, likeliest_bs, *given)
         loss, token_count = self._calculate_loss(part, next_loss_bs, captured.loss_func, is_last_stage=True)
         self.tokens_seen += token_count
         if self._gradients:
@@ -189,6 +193,11 @@ class MegatronModel:
             chunk.captured += 1
         return chunk.captures[microbatch]
 
+    def _with_following(self, values_bs: torch.Tensor) -> torch.Tensor:
+        """[b, s] to [b, e], laid out as `Shapes.token_ids`."""
+        shapes = self._shapes
+        return with_following(values_bs, shapes.heads - 1, shapes.stretches, self._context_group)
+
     def _token_ids(self, name: str, chunk: _Chunk, microbatch: int) -> torch.Tensor:
         value = self._capture(chunk, microbatch).argument(name)
         expected = (self._shapes.batch, self._shapes.sequence)
@@ -216,7 +225,7 @@ class MegatronModel:
             collect_non_loss_data=False,
             num_microbatches=self._microbatches,
             forward_data_store=self.losses,
-            cp_group_size=self._context_parallel_size,
+            cp_group_size=self._context_group.size(),
             is_last_stage=is_last_stage,
         )
 

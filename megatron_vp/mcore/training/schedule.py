@@ -84,11 +84,10 @@ def forward_backward(
     sizes = (sequence, micro_batch_size, config.hidden_size, config.params_dtype, pipeline_device())
     gradients = not forward_only
     heads = 1 + (args.mtp_num_layers or 0) if gradients and args.vocab_parallel else 1
+    stretches = 2 if groups.cp.size() > 1 else 1  # of the whole sequence, one from its front, one from its end
     parts, part = (pipeline.groups.tensor_size, pipeline.groups.tensor_rank) if config.sequence_parallel else (1, 0)
-    if args.fake_process_group:
-        shapes = MadeUpShapes(*sizes, args.padded_vocab_size, heads=heads, parts=parts, part=part)
-    else:
-        shapes = Shapes(*sizes, heads=heads, parts=parts, part=part)
+    cut = {"heads": heads, "stretches": stretches, "parts": parts, "part": part}
+    shapes = MadeUpShapes(*sizes, args.padded_vocab_size, **cut) if args.fake_process_group else Shapes(*sizes, **cut)
 
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
@@ -113,7 +112,7 @@ def forward_backward(
         shapes,
         gradients,
         rank == 0,
-        groups.cp.size(),
+        groups.cp,
         schedule.split_backward,
     )
     report, trace = (rank_report(), pipeline_trace(pipeline.groups)) if gradients else (None, None)
