@@ -155,6 +155,14 @@ def _made_up_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_batch_on_this_tp_rank
 
 
+def _shifted_alone(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def roll_tensor(*args: Any, cp_group: Any = None, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    return roll_tensor
+
+
 def _fill(batch: dict[str, torch.Tensor | None], vocab_size: int) -> None:
     """Any tokens and labels, all of them counted, in a causal order."""
     for name, tensor in batch.items():
@@ -201,6 +209,12 @@ PATCHES = (
         "(batch, has_cu_seqlens, is_hybrid_cp, create_attention_mask_in_dataloader, broadcast_src_rank, "
         "broadcast_group, cp_size, tp_rank, micro_batch_size, seq_length, mtp_on_this_rank, "
         "pipeline_model_parallel_size=1, is_pipeline_first_stage=False, is_pipeline_last_stage=False)",
+    ),
+    Patch(
+        "megatron.core.transformer.multi_token_prediction:roll_tensor",
+        _shifted_alone,
+        "a context-parallel rank without peers shifts its part of a sequence by itself, and receives no token ids",
+        "(tensor, shifts=-1, dims=-1, cp_group=None, packed_seq_params=None)",
     ),
 )
 """Applied with --fake-process-group, before the script binds their names."""
