@@ -165,6 +165,13 @@ CASES = (
         slow=True,
     ),
     Case(
+        "context and expert parallelism, multi-token prediction, full recomputation",
+        {**CONTEXT, **EXPERT, **AHEAD, **FULL_RECOMPUTE},
+        ("1f1b/vocab-2", "v-half/vocab-2"),
+        ranks=4,
+        slow=True,
+    ),
+    Case(
         "four context-parallel ranks, multi-token prediction, losses masked and averaged over tokens",
         {**CONTEXT, **AHEAD, "context_parallel_size": 4, "calculate_per_token_loss": True, "eod_mask_loss": True},
         ("1f1b/vocab-1", "v-half/vocab-2"),
