@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tests.mcore.cases import BOTH, DISTRIBUTED, HYBRID, MOE, TIED
+from tests.mcore.case_parts import BOTH, DISTRIBUTED, HYBRID, MOE, TIED
 
 _SIZES = {
     "p": "pipeline_model_parallel_size",

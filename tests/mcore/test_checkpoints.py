@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness import run_ranks
 from tests.harness.training import Run, tiny_model, train
-from tests.mcore.cases import BOTH, DISTRIBUTED, EXPERT, FP32, MOE, SEQUENCE
+from tests.mcore.case_parts import BOTH, DISTRIBUTED, EXPERT, FP32, MOE, SEQUENCE
 from tests.mcore.comparison import assert_same_bits
 from tests.mcore.moves import AHEAD, ASYNCHRONOUS, LONG_HYBRID, MOVES, RESHARDABLE, Layout
 

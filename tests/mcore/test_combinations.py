@@ -7,7 +7,8 @@ from functools import cache
 import pytest
 
 from tests.harness.training import Run, comparable_model, train
-from tests.mcore.cases import CASES, Case
+from tests.mcore.case_parts import Case
+from tests.mcore.cases import CASES
 from tests.mcore.comparison import assert_as_close, assert_equal
 
 BY_NAME = {case.name: case for case in CASES}

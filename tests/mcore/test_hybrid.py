@@ -12,7 +12,7 @@ import pytest
 from megatron_vp.mcore.training.pass_costs import pass_costs
 from megatron_vp.schedule.passes import VocabMethod
 from tests.harness.training import comparable_model, train
-from tests.mcore.cases import FP32, TIED
+from tests.mcore.case_parts import FP32, TIED
 from tests.mcore.comparison import assert_equal
 
 slow = pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness import Run, run_ranks, train
 from tests.harness.training import comparable_model, train_case
-from tests.mcore.cases import FP32, TIED
+from tests.mcore.case_parts import FP32, TIED
 from tests.mcore.comparison import assert_equal
 
 PER_TOKEN = {"calculate_per_token_loss": True}

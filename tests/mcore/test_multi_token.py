@@ -16,7 +16,7 @@ from megatron_vp.runtime.model import Shapes
 from tests.harness import run_ranks
 from tests.harness.ranks import process_group
 from tests.harness.training import _merge, comparable_model, train_case
-from tests.mcore.cases import FP32, MUP, TIED
+from tests.mcore.case_parts import FP32, MUP, TIED
 from tests.mcore.comparison import assert_equal
 
 PER_TOKEN = {"calculate_per_token_loss": True}
