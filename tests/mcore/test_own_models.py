@@ -1,5 +1,6 @@
 """A user's own model and forward_step: what our passes would leave out without a word is refused in one line."""
 
+import weakref
 from functools import partial
 
 import pytest
@@ -118,6 +119,20 @@ def test_a_plain_forward_step_is_captured_with_its_arguments_by_name():
     found = captured()
     assert found.argument("input_ids").tolist() == [[0, 0]] and found.argument("labels").tolist() == [[1, 1]]
     assert found.argument("position_ids") is None and found.loss_func.func is loss_func
+
+
+def test_an_attention_mask_is_freed_after_the_models_run_though_the_loss_function_keeps_the_model():
+    mask = torch.zeros(1, 1, 2, 2)
+    lives = weakref.ref(mask)
+
+    def step(data_iterator, called, mask=mask):
+        return called(next(data_iterator), None, mask, labels=torch.ones(1, 2)), partial(loss_func, model=called)
+
+    found = capture(step, iter([torch.zeros(1, 2)]), model())
+    del mask, step
+    assert found.argument("attention_mask") is lives()
+    found.keep("labels", "loss_mask")
+    assert lives() is None and found.argument("labels") is not None
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,8 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
             "this forward_step returns something else than what the model returned: return the model's output as it "
             "is, and leave the rest to the loss function"
         )
-    args, kwargs = probe.calls[0]
+    # Many a loss function keeps the model, as NVIDIA's own does: the probe must not keep an attention mask with it.
+    args, kwargs = probe.calls.pop()
     captured = Capture(args, kwargs, loss_func, _signature(type(unwrap_model(model))))
     asked = captured.arguments()
     for name, what in _ELSEWHERE.items():
