@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -93,19 +94,10 @@ class VocabularyCollectives:
         self._progress = progress
         self._posted: dict[Collective, tuple[Event, Action]] = {}
         self._unawaited: list[Event] = []
-        self._prepare: dict[CollectiveKind, Callable[[int, int], tuple[Action, Action]]] = {
-            CollectiveKind.TOKENS: self._tokens,
-            CollectiveKind.EMBED: self._embed,
-            CollectiveKind.C0: self._c0,
-            CollectiveKind.C1: self._c1,
-            CollectiveKind.C2: self._c2,
-            CollectiveKind.ROW_GRADIENT: self._row_gradient,
-            CollectiveKind.EMBED_GRAD: self._embed_gradient,
-        }
 
     def post(self, collective: Collective) -> None:
         """Start a collective on the second stream."""
-        communicate, complete = self._prepare[collective.kind](collective.microbatch, collective.root)
+        communicate, complete = self._PREPARE[collective.kind](self, collective.microbatch, collective.root)
 
         def observed() -> None:
             self._progress.collective = collective
@@ -301,3 +293,14 @@ class VocabularyCollectives:
 
     def _to_word_ranks(self, count: int) -> list[int]:
         return [count if rank in self._word_ranks else 0 for rank in range(len(self._groups.members))]
+
+    # The class's, not the object's: methods of an object in itself are a cycle, which waits for the garbage collector.
+    _PREPARE: ClassVar = {
+        CollectiveKind.TOKENS: _tokens,
+        CollectiveKind.EMBED: _embed,
+        CollectiveKind.C0: _c0,
+        CollectiveKind.C1: _c1,
+        CollectiveKind.C2: _c2,
+        CollectiveKind.ROW_GRADIENT: _row_gradient,
+        CollectiveKind.EMBED_GRAD: _embed_gradient,
+    }

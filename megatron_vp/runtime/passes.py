@@ -20,12 +20,14 @@ Handler = Callable[[int, int], None]
 class Ends(Protocol):
     """The ends of the pipeline: what virtual stage 0 reads, and what becomes of the last stage's output.
 
-    handlers: the passes that the ends run besides F, B and W.
     between_s_and_t: microbatches whose E and X are held for T.
     """
 
-    handlers: dict[PassKind, Handler]
     between_s_and_t: Occupancy
+
+    @property
+    def handlers(self) -> dict[PassKind, Handler]:
+        """Of the passes that the ends run besides F, B and W."""
 
     def first_input(self, microbatch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Of stage 0: the leaf of autograd's graph that takes a gradient, and the chunk's input [s, b, h]."""
@@ -78,11 +80,11 @@ class ChunkPasses:
         self._split_backward = split_backward
         self.in_flight = Occupancy()
         """Passes F whose activations are held for a B, or for a W where there is one, in chunks."""
-        self.handlers: dict[PassKind, Handler] = {
-            PassKind.F: self._forward,
-            PassKind.B: self._backward,
-            PassKind.W: self._weight_gradient,
-        }
+
+    @property
+    def handlers(self) -> dict[PassKind, Handler]:
+        """Made when asked for: kept here, they would keep an iteration from being freed by its last reference."""
+        return {PassKind.F: self._forward, PassKind.B: self._backward, PassKind.W: self._weight_gradient}
 
     def _forward(self, microbatch: int, chunk: int) -> None:
         stage = self._stages[chunk]

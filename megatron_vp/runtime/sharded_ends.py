@@ -44,7 +44,11 @@ class ShardedEnds:
         for layer in (layers.embedding, layers.output):
             self._contributions[layer.weight] += microbatches
         self.between_s_and_t = Occupancy()
-        self.handlers: dict[PassKind, Handler] = {
+
+    @property
+    def handlers(self) -> dict[PassKind, Handler]:
+        """Of the passes that these ends add."""
+        return {
             PassKind.IF: self._embed,
             PassKind.S: self._output_s,
             PassKind.T: self._output_t,

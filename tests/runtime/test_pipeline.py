@@ -1,9 +1,13 @@
 """The runtime on real processes over gloo, against one process with autograd, in fp64."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from tests.harness.ranks import run_ranks
+from tests.runtime import toy
 from tests.runtime.toy import reference, run_pipeline
 
 EXTRA = {"vocab-2": 1, "vocab-1": 2}
@@ -35,3 +39,27 @@ def test_losses_and_gradients_equal_one_process(name, world, method, tied):
             assert in_flight == promised or name != "1f1b" or microbatches < 4 * world
             assert between <= 2
             assert results[rank][iteration][3] == (1 if tied else 2), "every weight is reported complete once"
+
+
+def kept_models(rank, world, name, method):
+    """How many of three iterations' models a rank still has when no garbage collector runs, as with --manual-gc."""
+    made = weakref.WeakSet()
+
+    class Noted(toy.ToyModel):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.add(self)
+
+    plain, toy.ToyModel = toy.ToyModel, Noted
+    gc.disable()
+    try:
+        run_pipeline(rank, world, name, method, [(3, True), (2, False), (3, True)], False)
+        return len(made)
+    finally:
+        gc.enable()
+        toy.ToyModel = plain
+
+
+@pytest.mark.parametrize(("name", "method"), [("1f1b", "vocab-1"), ("zb-h1", "vocab-2")])
+def test_an_iteration_is_freed_by_its_last_reference(name, method):
+    assert run_ranks(2, kept_models, name, method, timeout=120) == [0, 0]
