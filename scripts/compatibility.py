@@ -38,14 +38,19 @@ def flags(options: Mapping[str, object], *before: str) -> str:
     return ", ".join(words)
 
 
+def typed(text: str) -> str:
+    """A text with its flags as they are typed."""
+    return re.sub(r"--[\w-]+", r"`\g<0>`", text)
+
+
 def tested() -> str:
     """Every case, with the schedules it ran under, and every proof that lives elsewhere."""
     lines = ["| together with | options, beside p = 2 | `--pipeline-schedule`, algorithm |", "|---|---|---|"]
     for case in CASES:
         size = [] if case.size == 2 else [f"p = {case.size}"]
         replicas = [f"{case.replicas} replicas"] if case.replicas > 1 else []
-        typed = flags(case.options, *size, *replicas)
-        lines.append(f"| {case.name} | {typed} | {', '.join(case.methods).replace('/', ' ')} |")
+        options = flags(case.options, *size, *replicas)
+        lines.append(f"| {case.name} | {options} | {', '.join(case.methods).replace('/', ' ')} |")
     lines += ["", "| | tested by |", "|---|---|"]
     lines += [f"| {proof.name} | `tests/{proof.test.replace('::', '`, `')}` |" for proof in PROOFS]
     return "\n".join(lines)
@@ -58,8 +63,8 @@ def moved() -> str:
         carried = ["bit for bit"] if move.carried else []
         first, *rest = (other.replace("/", " ") for other in move.others)
         others = ", ".join([f"{first} *" if move.default else first, *rest])
-        typed = flags(move.options, *carried)
-        lines.append(f"| {move.name} | {typed} | {move.start.replace('/', ' ')} | {others} |")
+        options = flags(move.options, *carried)
+        lines.append(f"| {move.name} | {options} | {move.start.replace('/', ' ')} | {others} |")
     return "\n".join(lines)
 
 
@@ -67,12 +72,17 @@ def refused() -> str:
     """Every refusal's message; what it fills in from the arguments is in capitals."""
     messages = (refusal.message.replace("{our_schedule}", OUR_SCHEDULE) for refusal in REFUSALS)
     messages = (re.sub(r"{(\w+)}", lambda name: name[1].upper(), message) for message in messages)
-    return "\n".join("- " + re.sub(r"--[\w-]+", r"`\g<0>`", message) for message in messages)
+    return typed("\n".join(f"- {message}" for message in messages))
 
 
 def ignored() -> str:
-    """Every option that a run takes and that has no effect."""
-    return "\n".join(f"- `{each.option}`: {each.why}" for each in IGNORED)
+    """Every option that a run takes and that does not do what it is for."""
+    lines = []
+    for each in IGNORED:
+        does = "" if each.does == "has no effect" else f" {each.does}"
+        beside = f" with {each.beside}" if each.beside else ""
+        lines.append(f"- {each.option}{does}{beside}: {each.why}")
+    return typed("\n".join(lines))
 
 
 def not_yet() -> str:

@@ -1,4 +1,4 @@
-"""Options that change nothing under our schedules: said once at the start, so that nobody tunes what has no effect."""
+"""Options that change nothing, or not what they are for: said once at the start, so that nobody tunes them in vain."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ from megatron_vp.mcore.options.choices import replaces_schedule
 
 @dataclass(frozen=True)
 class Ignored:
-    """An option of Megatron's, whether `asked(args)` asks for it where it has no effect, and why it has none."""
+    """An option of Megatron's, whether `asked(args)` asks for it in vain, and why it is.
+
+    does: what it does instead.
+    beside: the option that leaves it without effect; None: our schedule, or the vocabulary passes in it.
+    """
 
     option: str
     asked: Callable[[argparse.Namespace], Any]
     why: str
+    does: str = "has no effect"
+    beside: str | None = None
 
 
 IGNORED = (
@@ -46,6 +52,38 @@ IGNORED = (
         lambda a: replaces_schedule(a) and a.pipeline_model_parallel_comm_backend is not None,
         "the pipeline's communicators are of --distributed-backend",
     ),
+    Ignored(
+        "--no-overlap-p2p-communication",
+        lambda a: (
+            replaces_schedule(a) and a.virtual_pipeline_model_parallel_size is not None and not a.overlap_p2p_comm
+        ),
+        "messages between stages always run beside the passes",
+    ),
+    Ignored(
+        "--high-priority-stream-groups pp",
+        lambda a: replaces_schedule(a) and "pp" in a.high_priority_stream_groups,
+        "the pipeline's communicators have streams of high priority anyway",
+    ),
+    Ignored(
+        "--save-activations-interval or --save-dgrads-interval for the output layer",
+        lambda a: a.vocab_parallel and (a.save_activations_interval or a.save_dgrads_interval),
+        "what is saved is seen by hooks on Megatron's own layers, and the shards are none",
+    ),
+    Ignored(
+        "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split",
+        lambda a: (
+            a.vocab_parallel and (a.account_for_embedding_in_pipeline_split or a.account_for_loss_in_pipeline_split)
+        ),
+        "every rank has its part of the vocabulary layers, and a stage with fewer layers waits for the others; leave "
+        "it out, or say with --pipeline-model-parallel-layout which stage holds what",
+        does="unbalances the stages",
+    ),
+    Ignored(
+        "--moe-grouped-gemm",
+        lambda a: a.moe_grouped_gemm and a.transformer_impl == "local",
+        "Megatron's local layers run one expert after the other",
+        beside="--transformer-impl local",
+    ),
 )
 
 
@@ -53,8 +91,5 @@ def warn_of_ignored(args: argparse.Namespace) -> None:
     """Warn, on rank 0, of every option that validated Megatron arguments ask for in vain."""
     for ignored in IGNORED:
         if args.rank == 0 and ignored.asked(args):
-            warnings.warn(
-                f"{ignored.option} has no effect with --pipeline-schedule {args.pipeline_schedule}"
-                f"{' and --vocab-parallel' if args.vocab_parallel else ''}: {ignored.why}",
-                stacklevel=2,
-            )
+            ours = f"--pipeline-schedule {args.pipeline_schedule}{' and --vocab-parallel' * args.vocab_parallel}"
+            warnings.warn(f"{ignored.option} {ignored.does} with {ignored.beside or ours}: {ignored.why}", stacklevel=2)

@@ -236,11 +236,6 @@ REFUSALS = (
         "cannot work: Megatron's local attention takes whole sequences; use --core-attention sdpa",
     ),
     Refusal(
-        lambda a: a.moe_grouped_gemm and a.transformer_impl == "local",
-        "--moe-grouped-gemm with --transformer-impl local has no effect: Megatron's local layers run one expert after "
-        "the other; leave it out, or use Transformer Engine's layers",
-    ),
-    Refusal(
         lambda a: a.core_attention == "sdpa" and a.transformer_impl != "local",
         "--core-attention sdpa with --transformer-impl {transformer_impl} has no effect: Transformer Engine's layers "
         "have an attention of their own; leave one of them out",

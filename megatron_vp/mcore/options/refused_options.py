@@ -44,8 +44,8 @@ REFUSED_OPTIONS = (
         "both replace the pipeline schedule",
     ),
     RefusedOption(
-        "--delay-wgrad-compute",
-        lambda a: a.delay_wgrad_compute,
+        "--delay-wgrad-compute or --overlap-dispatch-backward-with-experts-wgrad",
+        lambda a: a.delay_wgrad_compute or a.overlap_dispatch_backward_with_experts_wgrad,
         "the schedule decides when gradients of weights are computed",
     ),
     RefusedOption(
@@ -76,6 +76,11 @@ REFUSED_OPTIONS = (
         "what stages and vocabulary layers hand to each other travels in the model's dtype",
     ),
     RefusedOption("fp8 or fp4", lambda a: a.fp8 or a.fp4, "no test stands behind it", "use --bf16"),
+    RefusedOption(
+        "--te-precision-config-file",
+        lambda a: a.te_precision_config_file,
+        "it may choose fp8 or fp4, and no test stands behind them",
+    ),
     RefusedOption(
         "--moe-paged-stash or --moe-expert-rank-capacity-factor",
         lambda a: a.moe_paged_stash or a.moe_expert_rank_capacity_factor is not None,
