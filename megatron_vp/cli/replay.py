@@ -61,14 +61,22 @@ def _table(found: Replayed) -> str:
         return "\n".join(
             [place, *memory, note, "nothing was computed: times and norms that Megatron logs mean nothing"]
         )
+    on_a_device = "peak" in found.memory_bytes
+    head = "ms a microbatch" + "  host, to issue" * on_a_device
+    host = {kind: f"{value:16.3f}" * on_a_device for kind, value in found.host_milliseconds.items()}
     lines = [
         place,
-        f"{'pass':>12}  ms a microbatch",
-        *(f"{kind:>12}  {value:15.3f}" for kind, value in found.pass_milliseconds.items()),
+        f"{'pass':>12}  {head}",
+        *(f"{kind:>12}  {value:15.3f}{host[kind]}" for kind, value in found.pass_milliseconds.items()),
         f"{'iteration':>12}  {found.iteration_milliseconds:15.3f}  (without waiting for other ranks)",
         *memory,
     ]
-    if "peak" not in found.memory_bytes:
+    if not on_a_device:
         lines.append("activations and buffers: not measured without a GPU; --shapes-only counts them")
+    else:
+        times = found.pass_milliseconds.items()
+        held_up = [kind for kind, value in times if found.host_milliseconds[kind] > 0.9 * value]
+        if held_up:
+            lines.append(f"{', '.join(held_up)}: the host took as long, so these may be times of launches, or of waits")
     lines.append(f"for the simulator: --cost {found.costs()}")
     return "\n".join(lines)

@@ -23,12 +23,17 @@ Work = Instruction | Collective | PassKind
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Start and end in nanoseconds of this host's `perf_counter`, and the milliseconds that it computed in between."""
+    """Start and end in nanoseconds of this host's `perf_counter`, and the milliseconds that it computed in between.
+
+    issued: the milliseconds that the host spent on it; on a GPU it should be ahead, and where this is the larger number
+        the device waited for launches.
+    """
 
     work: Work
     start: int
     end: int
     computed: float
+    issued: float
 
 
 class Clock(Protocol):
@@ -45,7 +50,7 @@ class Clock(Protocol):
     def drain(self) -> None:
         """Block until all marks can be read."""
 
-    def span(self, work: Work, start: Any, end: Any) -> Span:
+    def span(self, work: Work, start: Any, end: Any, issued: float) -> Span:
         """Read two marks of one stream or thread."""
 
 
@@ -61,9 +66,9 @@ class HostClock:
     def drain(self) -> None:
         """Nothing is outstanding."""
 
-    def span(self, work: Work, start: tuple[int, int], end: tuple[int, int]) -> Span:
+    def span(self, work: Work, start: tuple[int, int], end: tuple[int, int], issued: float) -> Span:
         """From one mark to the other."""
-        return Span(work, start[0], end[0], (end[1] - start[1]) / 1e6)
+        return Span(work, start[0], end[0], (end[1] - start[1]) / 1e6, issued)
 
 
 class DeviceClock:
@@ -88,10 +93,10 @@ class DeviceClock:
         """Block until the device has passed every event."""
         torch.cuda.synchronize()
 
-    def span(self, work: Work, start: torch.cuda.Event, end: torch.cuda.Event) -> Span:
+    def span(self, work: Work, start: torch.cuda.Event, end: torch.cuda.Event, issued: float) -> Span:
         """Device time between two events."""
         first, last = (self._anchor_ns + round(1e6 * self._anchor.elapsed_time(event)) for event in (start, end))
-        return Span(work, first, last, start.elapsed_time(end))
+        return Span(work, first, last, start.elapsed_time(end), issued)
 
 
 class Recorder:
@@ -105,7 +110,7 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self._clock: Clock = DeviceClock() if device.type == "cuda" else HostClock()
         self.clock_error = self._clock.error
-        self._marks: list[tuple[Work, Any, Any]] = []
+        self._marks: list[tuple[Work, Any, Any, float]] = []
         self._started = time.perf_counter_ns()
         self.spans: list[Span] = []
         self.milliseconds = 0.0
@@ -113,9 +118,10 @@ class Recorder:
     @contextmanager
     def span(self, work: Work) -> Iterator[None]:
         """Time what runs in this context; two threads may do so at once."""
-        start = self._clock.mark()
+        began, start = time.perf_counter_ns(), self._clock.mark()
         yield
-        self._marks.append((work, start, self._clock.mark()))
+        end = self._clock.mark()
+        self._marks.append((work, start, end, (time.perf_counter_ns() - began) / 1e6))
 
     def watch(self, instruction: Instruction) -> Any:
         """Time an instruction."""

@@ -50,10 +50,13 @@ class Replayed:
     pass_milliseconds: dict[str, float]
     """Of each kind, the time of all its passes of one microbatch, all chunks of the rank together; of shapes only,
     empty."""
+    host_milliseconds: dict[str, float]
+    """How long the host took for the same passes: on a GPU to issue them, and to wait where Megatron waits in them."""
     iteration_milliseconds: float | None
     """The passes and what lies between them, without waiting for peers; None of shapes only."""
     memory_bytes: dict[str, int]
-    """parameters, gradients, allocated (before an iteration), peak (in it); the last two on a GPU, or of shapes."""
+    """parameters, gradients, allocated (before an iteration), peak (in it); the last two on a GPU, or of shapes; on a GPU
+    what the allocator reserved, too."""
 
     def costs(self) -> str:
         """The times in the form that `megatron-vp schedule --cost` takes: a pass that did not run takes none.
@@ -181,15 +184,18 @@ def _fill(batch: dict[str, torch.Tensor | None], vocab_size: int) -> None:
 
 def _read(path: Path, pipeline_size: int, timed: bool) -> Replayed:
     report = json.loads(path.read_text())
-    passes = report["pass_milliseconds_by_iteration"][1:] if timed else [{}]
     microbatches = report["microbatches"]
+
+    def medians(name: str) -> dict[str, float]:
+        passes = report[f"{name}_milliseconds_by_iteration"][1:] if timed else [{}]
+        return {kind: statistics.median(iteration[kind] for iteration in passes) / microbatches for kind in passes[0]}
+
     return Replayed(
         pipeline_rank=report["pipeline_rank"],
         pipeline_size=pipeline_size,
         microbatches=microbatches,
-        pass_milliseconds={
-            kind: statistics.median(iteration[kind] for iteration in passes) / microbatches for kind in passes[0]
-        },
+        pass_milliseconds=medians("pass"),
+        host_milliseconds=medians("host"),
         iteration_milliseconds=statistics.median(report["iteration_milliseconds"][1:]) if timed else None,
         memory_bytes=report["memory_bytes"],
     )

@@ -48,3 +48,10 @@ def meter() -> Meter | None:
     if of_shapes is not None:
         return of_shapes
     return _DeviceMemory() if pipeline_device().type == "cuda" else None
+
+
+def reserved() -> int | None:
+    """The most that PyTorch's allocator has had of the device since `restart`; None where no device is asked."""
+    if of_shapes is not None or pipeline_device().type != "cuda":
+        return None
+    return torch.cuda.max_memory_reserved()

@@ -2,7 +2,8 @@
 
 Every rank writes DIR/rank_<pipeline rank>.json after every iteration of training. Times are those of the rank's own
 passes in the last KEPT iterations: device time between CUDA events, or CPU time of the computing thread, which does not
-count waiting for a core. Peaks are those of the whole run.
+count waiting for a core; beside them stands the time that the host spent on the same passes. Peaks are those of the
+whole run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megatron.training import get_args
 
 from megatron_vp.files import write_report
 from megatron_vp.mcore.patches import Patch
-from megatron_vp.mcore.reports.memory import meter
+from megatron_vp.mcore.reports.memory import meter, reserved
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.store import Occupancy
@@ -35,6 +36,7 @@ class RankReport:
 
     def __init__(self) -> None:
         self._pass_milliseconds: deque[dict[str, float]] = deque(maxlen=KEPT)
+        self._host_milliseconds: deque[dict[str, float]] = deque(maxlen=KEPT)
         self._iteration_milliseconds: deque[float] = deque(maxlen=KEPT)
         self._allocated = self._peak_allocated = 0
         self._peak_in_flight = 0.0
@@ -51,13 +53,19 @@ class RankReport:
         """Add an iteration that `recorder` has finished, and write the report."""
         self._iteration_milliseconds.append(recorder.milliseconds)
         milliseconds: dict[str, float] = defaultdict(float)
+        host: dict[str, float] = defaultdict(float)
         for span in recorder.spans:
             match span.work:
                 case Run(action):
-                    milliseconds[action.kind] += span.computed
+                    kind = action.kind
                 case PassKind() as kind:
-                    milliseconds[kind] += span.computed
+                    pass
+                case _:
+                    continue
+            milliseconds[kind] += span.computed
+            host[kind] += span.issued
         self._pass_milliseconds.append(milliseconds)
+        self._host_milliseconds.append(host)
         memory = meter()
         if memory is not None:
             self._peak_allocated = max(self._peak_allocated, memory.peak)
@@ -82,19 +90,23 @@ class RankReport:
             "iteration_milliseconds": list(self._iteration_milliseconds),
             "pass_milliseconds": _sums(self._pass_milliseconds),
             "pass_milliseconds_by_iteration": list(self._pass_milliseconds),
+            "host_milliseconds_by_iteration": list(self._host_milliseconds),
             "memory_bytes": self._memory(parameters),
         }
         write_report(path, json.dumps(content, indent=1) + "\n", "the rank report")
 
     def _memory(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
         """Bytes of weights and of main gradients; where it is known, also what was allocated before an iteration and at
-        most: on a GPU, and of shapes only."""
+        most: on a GPU, and of shapes only; on a GPU what the allocator had reserved for that."""
         gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
         memory = {
             "parameters": sum(parameter.nbytes for parameter in parameters),
             "gradients": sum(gradient.nbytes for gradient in gradients if gradient is not None),
         }
-        return memory | ({"allocated": self._allocated, "peak": self._peak_allocated} if self._peak_allocated else {})
+        if self._peak_allocated:
+            memory |= {"allocated": self._allocated, "peak": self._peak_allocated}
+        had = reserved()
+        return memory if had is None else memory | {"reserved": had}
 
 
 def _sums(of_iterations: Sequence[dict[str, float]]) -> dict[str, float]:
