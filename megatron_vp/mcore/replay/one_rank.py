@@ -55,8 +55,8 @@ class Replayed:
     iteration_milliseconds: float | None
     """The passes and what lies between them, without waiting for peers; None of shapes only."""
     memory_bytes: dict[str, int]
-    """parameters, gradients, allocated (before an iteration), peak (in it); the last two on a GPU, or of shapes; on a GPU
-    what the allocator reserved, too."""
+    """parameters, gradients, allocated (before an iteration), peak (in it); the last two on a GPU, or of shapes; and
+    reserved by the allocator, on a GPU."""
 
     def costs(self) -> str:
         """The times in the form that `megatron-vp schedule --cost` takes: a pass that did not run takes none.
