@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.harness.ranks import ROOT
-from tests.harness.training import Run, train_case
+from tests.harness.ranks import ROOT, run_ranks
+from tests.harness.training import Run, _merge, tiny_model, train_case
 from tests.mcore import engine_kernels
 
 MODEL = {
@@ -36,6 +37,27 @@ MODEL = {
     "eval_interval": 2,
 }
 """What its cases change in the tiny model, to sizes that its kernels take."""
+BOUND = 1e-6
+NEWEST, BETWEEN, MINIMUM = "2.20.2", "2.14.1", "2.8.0"
+SHARDED = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "ddp_bucket_size": 10000,
+}
+TENSOR_PARALLEL = {"tensor_model_parallel_size": 2}
+SEQUENCE_PARALLEL = {**TENSOR_PARALLEL, "sequence_parallel": True}
+LLAMA = {
+    "normalization": "RMSNorm",
+    "disable_bias_linear": True,
+    "position_embedding_type": "rope",
+    "swiglu": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FUSED, APART = True, False
+"""Accumulation of weight gradients in their product."""
 
 
 def require(version: str) -> str:
@@ -100,6 +122,7 @@ class Products:
     elsewhere: computed at any other time.
     waiting: in queues and between B and W, at most.
     fused: of those in W, computed into `main_grad`.
+    empty: of those in W, over the tokens of an expert that got none.
     """
 
     queued: int = 0
@@ -107,6 +130,7 @@ class Products:
     elsewhere: int = 0
     waiting: int = 0
     fused: int = 0
+    empty: int = 0
 
 
 @contextmanager
@@ -118,32 +142,46 @@ def counted_products() -> Iterator[Products]:
     from megatron_vp.mcore.model.delayed_weights import DelayedWeightGradient
 
     found = Products()
-    in_w = False
+    in_w: DelayedWeightGradient | None = None
 
     def put(self: Any, operands: list, product: Callable) -> None:
-        assert product.__module__.startswith("transformer_engine.pytorch.module.")
-        found.queued += 1
+        grouped = getattr(product, "func", None)
+        assert (grouped or product).__module__.startswith("transformer_engine.pytorch.")
+        found.queued += len(operands[0]) if grouped else 1
         found.waiting = max(found.waiting, found.queued - found.in_w)
         put_as_ever(self, operands, product)
 
     def accumulate(self: Any) -> None:
         nonlocal in_w
-        in_w = True
+        assert self.layer.fuse_wgrad_accumulation or self.operands[-1] is None or not hasattr(self.layer, "num_gemms")
+        in_w = self
         accumulate_as_ever(self)
-        in_w = False
+        in_w = None
+
+    def count(outputs: list[torch.Tensor | None], inputs: list[torch.Tensor]) -> None:
+        found.elsewhere += 0 if in_w else len(inputs)
+        if in_w:
+            main_gradients = [parameter.main_grad for parameter in in_w.parameters]
+            found.in_w += len(inputs)
+            found.fused += sum(any(each is output for each in main_gradients) for output in outputs)
+            found.empty += sum(not rows.numel() for rows in inputs)
 
     def generic_gemm(*args: Any, **kwargs: Any) -> tuple:
         if args[3]:  # dW = dY^T X has the one transposed second operand
-            found.in_w += in_w
-            found.elsewhere += not in_w
-            found.fused += in_w and args[4] is not None
+            count([args[4]], [args[0]])
         return engine_kernels.generic_gemm(*args, **kwargs)
+
+    def te_general_grouped_gemm(*args: Any) -> list[torch.Tensor]:
+        if args[3]:
+            count(args[4], args[0])
+        return engine_kernels.te_general_grouped_gemm(*args)
 
     put_as_ever, accumulate_as_ever = WeightGradStore.put, DelayedWeightGradient.accumulate
     with (
         mock.patch.object(WeightGradStore, "put", put),
         mock.patch.object(DelayedWeightGradient, "accumulate", accumulate),
         mock.patch.object(compiled, "generic_gemm", generic_gemm),
+        mock.patch.object(compiled, "te_general_grouped_gemm", te_general_grouped_gemm),
     ):
         yield found
 
@@ -166,3 +204,39 @@ def engine_case(
     """`train_case` with Transformer Engine's layers; `fused` leaves Megatron's fused accumulation on."""
     with on_cpu(version, fused), counted_products() as products:
         return train_case(rank, world_size, arguments, same_weights=same_weights), products
+
+
+@cache
+def trained(
+    version: str, world_size: int, fused: bool, same_weights: bool = True, **changes: object
+) -> tuple[Run, list[Products]]:
+    """`engine_case` on `world_size` ranks; `changes` are of `tiny_model` and `MODEL`."""
+    arguments = tiny_model(**MODEL | changes)
+    ranks = run_ranks(world_size, engine_case, require(version), arguments, fused, same_weights, timeout=240)
+    return _merge([run for run, _ in ranks]), [products for _, products in ranks]
+
+
+def pipeline(schedule: str, method: str | None) -> dict[str, object]:
+    """The options of a schedule over two stages."""
+    return {
+        "pipeline_model_parallel_size": 2,
+        "pipeline_schedule": schedule,
+        "vocab_parallel": method is not None,
+        "vocab_parallel_algorithm": method,
+    }
+
+
+def assert_checkpoint_moves(folder: Path, schedule: str, method: str | None, sharded: bool, **model: object) -> None:
+    """Two ranks save, plain Megatron goes on and saves, two ranks go on; `sharded`: with the distributed optimizer."""
+    common = {"eval_iters": 0, "train_iters": 4, "use_distributed_optimizer": sharded, **model}
+    saved = {**common, "save": folder, "dist_ckpt_optim_fully_reshardable": sharded}
+    split, resumed = pipeline(schedule, method), {"same_weights": False, "load": folder}
+    runs = [
+        trained(NEWEST, 2, FUSED, **split, **saved, save_interval=2, exit_interval=2),
+        trained(NEWEST, 1, FUSED, **saved, **resumed, save_interval=3, exit_interval=3),
+        trained(NEWEST, 2, FUSED, **split, **common, **resumed),
+    ]
+    unmoved, _ = trained(NEWEST, 1, FUSED, **common)
+    steps = [step for run, _ in runs for step in run.steps]
+    assert [step.loss for step in steps] == pytest.approx(unmoved.losses, rel=BOUND)
+    assert [step.grad_norm for step in steps] == pytest.approx(unmoved.grad_norms, rel=BOUND)

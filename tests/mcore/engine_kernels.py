@@ -49,6 +49,43 @@ def generic_gemm(
     return product, B.flatten(0, -2).sum(0) if bias is not None and grad else None, None, None
 
 
+def te_general_grouped_gemm(
+    A: list[torch.Tensor],
+    transa: bool,
+    B: list[torch.Tensor],
+    transb: bool,
+    D: list[torch.Tensor] | None,
+    D_type: object,
+    m_splits: list[int],
+    bias: list[torch.Tensor],
+    bias_type: object,
+    single_output: bool,
+    pre_gelu_out: list[torch.Tensor],
+    grad: bool,
+    workspace: list[torch.Tensor],
+    workspaceSize: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    math_sm_count: int,
+) -> list[torch.Tensor]:
+    """D_i = op(B_i) op(A_i), into one tensor after the other or into rows of one; the biases, or with `grad` theirs.
+
+    A product over no tokens is zero. It leaves a D that is accumulated as it is.
+    """
+    outputs = list(D[0].split([len(rows) for rows in B])) if single_output else D
+    for left, right, output, bias_i in zip(B, A, outputs, bias, strict=True):
+        product = (left.t() if transb else left) @ (right.t() if transa else right)
+        if grad and bias_i.numel():
+            bias_i.copy_(left.sum(0))
+        elif bias_i.numel():
+            product = product + bias_i
+        if accumulate:
+            output.add_(product)
+        else:
+            output.copy_(product)
+    return bias
+
+
 def _scale(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
     return weight + 1 if zero_centered else weight
 
@@ -158,9 +195,15 @@ def get_cudnn_version() -> int:
     return 91200
 
 
+def get_num_cublas_streams() -> int:
+    """As many workspaces are made for grouped products."""
+    return 4
+
+
 _FUNCTIONS = (
-    *(generic_gemm, layernorm_fwd, layernorm_bwd, rmsnorm_fwd, rmsnorm_bwd),
+    *(generic_gemm, te_general_grouped_gemm, layernorm_fwd, layernorm_bwd, rmsnorm_fwd, rmsnorm_bwd),
     *(multi_tensor_scale, multi_tensor_scale_tensor, multi_tensor_adam, get_cudnn_version),
+    get_num_cublas_streams,
 )
 
 

@@ -127,15 +127,18 @@ PROOFS = (
         "([how](gpu.md#split-backward-through-transformer-engine))",
         "mcore/test_transformer_engine.py::test_every_step_equals_plain_megatron_with_the_same_layers",
     ),
+    Proof(
+        "experts in Transformer Engine's layers under the same schedules, in turn and in one call "
+        "(`--moe-grouped-gemm`): biases, shared experts, experts without tokens, expert parallelism by all-to-all",
+        "mcore/test_engine_experts.py::test_every_step_equals_plain_megatron_with_the_same_experts",
+    ),
     Proof("`--pipeline-trace`, `--rank-report`", "mcore/test_trace.py::test_the_command_reads_what_training_recorded"),
 )
 
 NOT_YET = (
     "CUDA, NCCL, several nodes",
-    "what Transformer Engine compiles, its experts; the Mamba, gated delta net and latent attention layers "
-    "of hybrid models",
+    "what Transformer Engine compiles; the Mamba, gated delta net and latent attention layers of hybrid models",
     "Transformer Engine's attention under `--context-parallel-size`",
     "the flex token dispatcher: DeepEP, HybridEP and NCCL EP move tokens by kernels of their own, which need a device",
-    "grouped GEMMs of experts (`--moe-grouped-gemm`)",
 )
 """Neither tested nor refused."""

@@ -35,7 +35,8 @@ def test_transformer_engine_has_what_pass_w_relies_on():
         ({}, "2.7.0", ["Transformer Engine 2.8", "2.7.0", "--transformer-impl local"]),
         ({"tp_comm_overlap": True}, "2.8.0", ["--tp-comm-overlap", "leave"]),
         ({"use_transformer_engine_op_fuser": True}, "2.8.0", ["--use-transformer-engine-op-fuser", "leave"]),
-        ({"num_experts": 4}, "2.8.0", ["--num-experts", "--transformer-impl local"]),
+        ({"use_grouped_gemm_for_shared_expert": True}, "2.14.0", ["--use-grouped-gemm-for-shared-expert", "leave"]),
+        ({"moe_single_grouped_bias": True}, "2.14.0", ["--moe-single-grouped-bias", "leave"]),
         ({"transformer_impl": "inference_optimized"}, "2.8.0", ["inference_optimized", "use"]),
     ],
 )
@@ -45,8 +46,13 @@ def test_what_its_layers_cannot_delay_is_refused(changes, version, words):
 
     from megatron_vp.mcore.options import refusals
 
-    absent = {"vocab_parallel": False, "tp_comm_overlap": False, "use_transformer_engine_op_fuser": False}
-    options = {"pipeline_schedule": "zb-h1", "transformer_impl": "transformer_engine", "num_experts": None}
+    absent = dict.fromkeys(
+        [
+            *("vocab_parallel", "tp_comm_overlap", "use_transformer_engine_op_fuser"),
+            *("use_grouped_gemm_for_shared_expert", "moe_single_grouped_weight", "moe_single_grouped_bias"),
+        ]
+    )
+    options = {"pipeline_schedule": "zb-h1", "transformer_impl": "transformer_engine"}
     args = argparse.Namespace(**absent | options | changes)
     about_split = [each for each in refusals.REFUSALS if "weight gradients" in each.message]
     with (

@@ -29,26 +29,36 @@ class DelayedWeightGradient:
     """What pass W needs of one layer and microbatch: the queued operands, and the layer's product of them.
 
     product: returns the gradients of weight and bias. The bias's is None or empty where autograd has it; with fused
-        accumulation the weight's is in `main_grad` already.
+        accumulation the weight's is in `main_grad` already. Of a layer of grouped experts both are lists, an expert an
+        entry, and its third operand is what it writes the weights' gradients to.
     """
 
     layer: torch.nn.Module
-    operands: list[torch.Tensor]
-    product: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    operands: list[Any]
+    product: Callable[..., tuple[Any, ...]]
 
     @property
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
         """The parameters that are complete after the last pass W."""
-        return _delayed_parameters(self.layer)
+        return (*_weights(self.layer), *_biases(self.layer))
 
     @torch.no_grad()
     def accumulate(self) -> None:
         """Add the gradients to `main_grad`."""
-        weight_gradient, bias_gradient = self.product(*self.operands)
-        if not self.layer.fuse_wgrad_accumulation:
-            self.layer.weight.main_grad.add_(weight_gradient)
-        if bias_gradient is not None and bias_gradient.numel():
-            self.layer.bias.main_grad.add_(bias_gradient)
+        fused = self.layer.fuse_wgrad_accumulation
+        if _is_group(self.layer):
+            inputs, output_gradients, gradients = self.operands
+            if not fused:
+                gradients = [torch.empty_like(w, dtype=output_gradients[0].dtype) for w in _weights(self.layer)]
+            _, bias_gradients, *_ = self.product(inputs, output_gradients, gradients)
+        else:
+            gradients, bias_gradients = ([each] for each in self.product(*self.operands))
+        if not fused:
+            for weight, gradient in zip(_weights(self.layer), gradients, strict=True):
+                weight.main_grad.add_(gradient)
+        for bias, gradient in zip(_biases(self.layer), bias_gradients, strict=False):
+            if gradient is not None and gradient.numel():
+                bias.main_grad.add_(gradient)
 
 
 def delaying_layers(chunk: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
@@ -66,7 +76,7 @@ def leave_out_hooks(chunk: torch.nn.Module) -> None:
     The layers mark them themselves, but Megatron replaces their biases when it initialises on the CPU.
     """
     for layer in delaying_layers(chunk):
-        for parameter in _delayed_parameters(layer):
+        for parameter in (*_weights(layer), *_biases(layer)):
             parameter.skip_backward_post_hook = True
 
 
@@ -75,21 +85,42 @@ def take_delayed(layers: Iterable[torch.nn.Module]) -> list[DelayedWeightGradien
     """Empty the layers' queues after a backward, and accumulate what autograd has left in their parameters.
 
     That is the gradient of a bias that is added outside its layer. A weight has none, or a dummy where the product
-    writes to `main_grad` itself.
+    writes to `main_grad` itself. Those of grouped experts have memory that the product is yet to write: pass W takes
+    memory of its own, so that none as large as the weights waits for it.
     """
     taken = []
     for layer in layers:
+        in_group = _is_group(layer)
         while not layer.wgrad_store.context.empty():
-            taken.append(DelayedWeightGradient(layer, *layer.wgrad_store.context.get()))
-        for parameter in _delayed_parameters(layer):
+            operands, product = layer.wgrad_store.context.get()
+            if in_group and not layer.fuse_wgrad_accumulation:
+                operands = [*operands[:2], None]
+            taken.append(DelayedWeightGradient(layer, operands, product))
+        for parameter in _biases(layer) if in_group else (*_weights(layer), *_biases(layer)):
             if parameter.grad is not None and not getattr(parameter, "grad_added_to_main_grad", False):
                 parameter.main_grad.add_(parameter.grad)
+        for parameter in (*_weights(layer), *_biases(layer)):
             parameter.grad = None
     return taken
 
 
-def _delayed_parameters(layer: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
-    return (layer.weight, layer.bias) if layer.use_bias else (layer.weight,)
+def _is_group(layer: torch.nn.Module) -> bool:
+    """The layer holds one weight an expert, and multiplies them in one call."""
+    return hasattr(layer, "num_gemms")
+
+
+def _weights(layer: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
+    return _parameters(layer, "weight")
+
+
+def _biases(layer: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
+    return _parameters(layer, "bias") if layer.use_bias else ()
+
+
+def _parameters(layer: torch.nn.Module, name: str) -> tuple[torch.nn.Parameter, ...]:
+    if _is_group(layer):
+        return tuple(getattr(layer, f"{name}{expert}") for expert in range(layer.num_gemms))
+    return (getattr(layer, name),)
 
 
 def _delaying(original: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -111,12 +111,18 @@ REFUSALS = (
         for option, what, asks in (
             ("--tp-comm-overlap", "layers that overlap their communication", lambda a: a.tp_comm_overlap),
             ("--use-transformer-engine-op-fuser", "fused operations", lambda a: a.use_transformer_engine_op_fuser),
+            (
+                "--use-grouped-gemm-for-shared-expert",
+                "fused operations",
+                lambda a: a.use_grouped_gemm_for_shared_expert,
+            ),
         )
     ),
     Refusal(
-        lambda a: _delays_weights(a) and a.num_experts,
-        "--pipeline-schedule {pipeline_schedule} with --num-experts and --transformer-impl transformer_engine is not "
-        "supported: weight gradients of grouped experts are not split off; add --transformer-impl local, or use 1f1b",
+        lambda a: _delays_weights(a) and (a.moe_single_grouped_weight or a.moe_single_grouped_bias),
+        "--pipeline-schedule {pipeline_schedule} with --moe-single-grouped-weight or --moe-single-grouped-bias is not "
+        "supported: weight gradients are split off experts that have parameters of their own; leave them out, or use "
+        "1f1b",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.pipeline_model_parallel_size < 2,

@@ -47,6 +47,7 @@ REFUSED_OPTIONS = (
         "--delay-wgrad-compute or --overlap-dispatch-backward-with-experts-wgrad",
         lambda a: a.delay_wgrad_compute or a.overlap_dispatch_backward_with_experts_wgrad,
         "the schedule decides when gradients of weights are computed",
+        "leave them out",
     ),
     RefusedOption(
         "--defer-embedding-wgrad-compute",
