@@ -169,6 +169,9 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
     empty_tracker, step = damaged("empty tracker")
     shutil.copytree(unmarked / "iter_0000002", empty_tracker / "iter_0000004")
     (empty_tracker / "latest_checkpointed_iteration.txt").write_text("")
+    by_rank = tmp_path / "a file for each rank"
+    (by_rank / "iter_0000002" / "mp_rank_00_000").mkdir(parents=True)
+    (by_rank / "latest_checkpointed_iteration.txt").write_text("2")
     as_before = {"load": good, **Layout.read(layout).options, **options, "override_opt_param_scheduler": None}
     cases = [
         ({**as_before, "train_iters": 2}, None),
@@ -193,6 +196,8 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ({"load": unreadable}, ".metadata is corrupt"),
         ({"load": unmarked}, "metadata.json is corrupt"),
         ({"load": wrong_tracker}, "holds 'twelve' and not an iteration"),
+        ({"load": by_rank, "ckpt_format": "torch"}, None),
+        ({"load": by_rank, **Layout.read("1f1b/vocab-2 p2").options}, "fit the ranks of plain Megatron alone: convert"),
         ({"load": empty_tracker}, "holds '' and not an iteration; use --ckpt-step 2"),
         ({"save": first_file / "below", "save_interval": 2}, "is a file; choose another place"),
         ({"load": good, **DISTRIBUTED}, "vocab_parallel was True, here it is False: write it with --dist-ckpt-optim"),

@@ -43,6 +43,7 @@ REFUSED = [
     ({**VP, "dataloader_inter_document_masking": True}, "--vocab-parallel with packed sequences"),
     ({**VP, "logits_load_dir": "there"}, "--logits-load-dir"),
     ({**VP, "optimizer": "lion"}, "--optimizer lion"),
+    ({**VP, "ckpt_format": "torch", "save": "there", "save_interval": 2}, "use --ckpt-format torch_dist, which every"),
     ({**VP, "te_precision_config_file": "there.yaml"}, "--te-precision-config-file"),
     ({**VP, "overlap_dispatch_backward_with_experts_wgrad": True}, "--overlap-dispatch-backward-with-experts-wgrad"),
     ({**VP, "tensor_parallel_num_weight_shards": 2}, "--tensor-parallel-num-weight-shards"),

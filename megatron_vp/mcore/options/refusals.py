@@ -209,6 +209,13 @@ REFUSALS = (
         "weights; leave --init-model-with-meta-device out",
     ),
     Refusal(
+        lambda a: (
+            (a.vocab_parallel or a.pipeline_schedule in V_SHAPED_SCHEDULES) and a.ckpt_format == "torch" and a.save
+        ),
+        "{our_schedule} with --ckpt-format torch is not supported: it saves what each rank holds, which fits this "
+        "schedule on as many ranks alone; use --ckpt-format torch_dist, which every run can load, or leave --save out",
+    ),
+    Refusal(
         lambda a: a.vocab_parallel and a.fp16_lm_cross_entropy,
         "--vocab-parallel with --fp16-lm-cross-entropy is not supported: softmax statistics are kept in fp32; leave "
         "--fp16-lm-cross-entropy out",

@@ -58,7 +58,7 @@ def check_checkpoint(args: argparse.Namespace) -> None:
         raise UserError(f"the checkpoint {folder} is not there; {_others(folder)}")
     if not any((folder / name).exists() for name in _PARTS):
         if any(folder.glob("mp_rank_*")):
-            return  # Megatron's format before torch_dist
+            return _check_ranks_own_files(args, folder)
         raise UserError(f"{folder} holds no checkpoint of Megatron's torch_dist format; {_others(folder)}")
     damage = _damage(folder)
     if damage is not None:
@@ -93,6 +93,16 @@ def _folder(args: argparse.Namespace) -> Path | None:
     if not said.isdecimal():
         raise UserError(f"{tracker} is corrupt: it holds {said!r} and not an iteration; {_others(load / 'iter')}")
     return load / f"iter_{int(said):07d}"
+
+
+def _check_ranks_own_files(args: argparse.Namespace, folder: Path) -> None:
+    """Megatron's format before torch_dist, a file for each rank, needs ranks that hold what plain Megatron's hold."""
+    if args.vocab_parallel or args.pipeline_schedule in V_SHAPED_SCHEDULES:
+        raise UserError(
+            f"{folder} is in Megatron's format before torch_dist, whose files fit the ranks of plain Megatron alone: "
+            f"convert it in a plain run (--ckpt-format torch --ckpt-convert-format torch_dist --ckpt-convert-save DIR) "
+            f"and use that"
+        )
 
 
 def _damage(folder: Path) -> str | None:
