@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.harness.training import Run, tiny_model, train
 
@@ -83,13 +84,17 @@ def test_a_layer_that_is_not_causal_takes_the_mask():
     torch.testing.assert_close(found, expected.flatten(2))
 
 
+# PyTorch's own choice among several is cuDNN's on a Hopper device.
+FLASH, CHOICE = [SDPBackend.FLASH_ATTENTION], [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kernels", [FLASH, CHOICE], ids=["flash", "choice"])
 @pytest.mark.parametrize("groups", [4, 2])
-def test_flash_attention_on_a_device(groups):
-    """The kernel that keeps no scores takes our layouts, grouped queries included, in bf16; against fp64."""
+def test_fused_attention_on_a_device(groups, kernels):
+    """Kernels that keep no scores take our layouts, grouped queries included, in bf16; against fp64."""
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from megatron_vp.mcore.model.attention import ScaledDotProductAttention
 
@@ -99,7 +104,7 @@ def test_flash_attention_on_a_device(groups):
     shapes = [(256, 2, heads, 128) for heads in (4, groups, groups)]
     wide = [torch.randn(*shape, generator=generator, device="cuda", dtype=torch.float64) for shape in shapes]
     narrow = [tensor.bfloat16().requires_grad_() for tensor in wide]
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    with sdpa_kernel(kernels):
         found = attention(*narrow, attention_mask=None)
     gradient = torch.randn(found.shape, generator=generator, device="cuda", dtype=torch.bfloat16)
     found.backward(gradient)
