@@ -26,6 +26,7 @@ VP = {**TWO_STAGES, "vocab_parallel": True}
 REFUSED = [
     ({"pipeline_model_parallel_size": 1, "vocab_parallel": True}, "one pipeline stage"),
     ({**VP, "num_layers_per_virtual_pipeline_stage": 1}, "virtual pipeline stages"),
+    ({"eval_interval": None, "eval_iters": 0}, "without --eval-interval Megatron cannot reckon"),
     ({"vocab_size": None, "tokenizer_type": "NullTokenizer"}, "NullTokenizer has no vocabulary of its own"),
     ({**VP, "rank_report": "/dev/null"}, "--rank-report /dev/null cannot be a directory: /dev/null is a file"),
     ({"vocab_size": -3}, "--vocab-size -3 cannot work: it has to be at least 1"),

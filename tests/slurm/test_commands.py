@@ -1,5 +1,6 @@
 """`megatron-vp check` and `megatron-vp sbatch`, without a cluster."""
 
+import argparse
 import os
 import shlex
 import socket
@@ -7,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_vp.cli.app import main
 from megatron_vp.mcore import patches
 from megatron_vp.mcore.start import preflight
+from tests.harness.training import tiny_model
 
 LLAMA = ("configs/llama3_8b.yaml", "--config", "configs/data/mock.yaml")
 
@@ -100,6 +103,21 @@ def test_bad_input_is_one_line(said, words, line):
     assert status == 2
     (said_once,) = [each for each in errors.splitlines() if "error:" in each]
     assert line in said_once
+
+
+def test_a_check_takes_the_sizes_that_a_checkpoint_holds_under_use_checkpoint_args(said, tmp_path):
+    folder = tmp_path / "iter_0000002" / "mp_rank_00_000"
+    folder.mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    written_by = argparse.Namespace(num_layers=6, hidden_size=32, num_attention_heads=4)
+    torch.save({"args": written_by, "iteration": 2}, folder / "model_optim_rng.pt")
+    left_out = {"num_layers": None, "hidden_size": None, "num_attention_heads": None}
+    found = {"load": tmp_path, "ckpt_format": "torch", "pipeline_model_parallel_size": 2}
+    status, printed, errors = said("check", "--ranks", "2", *tiny_model(**found, **left_out, use_checkpoint_args=True))
+    assert status == 0, errors
+    assert "2 ranks = 2 pipeline x 1 data" in printed and "Setting" not in printed
+    status, _, errors = said("check", "--ranks", "2", *tiny_model(**found, **left_out))
+    assert status == 2 and "num-layers" in errors
 
 
 def test_a_check_leaves_nothing_behind(said, tmp_path, monkeypatch):

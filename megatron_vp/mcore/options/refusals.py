@@ -59,6 +59,11 @@ REFUSALS = (
         "--tokenizer-type {tokenizer_type} has no vocabulary of its own: use it with --vocab-size",
     ),
     Refusal(
+        lambda a: a.eval_interval is None and not a.full_validation and not a.skip_train,
+        "without --eval-interval Megatron cannot reckon how many samples evaluation takes: use it with the number of "
+        "iterations between two evaluations, and --eval-iters 0 where there shall be none",
+    ),
+    Refusal(
         lambda a: a.pipeline_schedule == "interlaced" and not a.vocab_parallel,
         "--pipeline-schedule interlaced without --vocab-parallel has no vocabulary passes to interlace: use it with "
         "--vocab-parallel, or use 1f1b",

@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 from megatron_vp.errors import UserError
@@ -30,10 +30,23 @@ def check_job(arguments: list[str], ranks: int) -> argparse.Namespace:
 
         from megatron_vp.mcore.options.arguments import refused_by_megatron, validate
 
+        if args.use_checkpoint_args:
+            _take_sizes_of_checkpoint(args)
         validate(megatron.validate_args.__wrapped__, args, {})
         with refused_by_megatron():
             core_transformer_config_from_args(args)
         return args
+
+
+def _take_sizes_of_checkpoint(args: argparse.Namespace) -> None:
+    """What --use-checkpoint-args asks for: the model's sizes of the run that wrote the checkpoint to load."""
+    from megatron.training.checkpointing import load_args_from_checkpoint
+
+    from megatron_vp.mcore.options.arguments import refused_by_megatron
+
+    with refused_by_megatron(), redirect_stdout(None):  # it prints every size that it sets
+        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+        load_args_from_checkpoint(args)
 
 
 def check_files(args: argparse.Namespace) -> None:
