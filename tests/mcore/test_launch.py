@@ -54,6 +54,7 @@ REFUSED = [
         "gloo",
     ),
     ({"core_attention": "sdpa", "window_size": "(8,0)"}, "--softmax-type or --window-size"),
+    ({**VP, "num_experts": 4, "moe_use_upcycling": True, "save": "there", "save_interval": 2}, "--moe-use-upcycling"),
     ({**VP, "freeze_all_layers": True}, "--freeze-all-layers"),
     ({**VP, "log_straggler": True}, "--log-straggler"),
     ({**VP, "inprocess_restart": True}, "--inprocess-restart"),

@@ -1,6 +1,7 @@
 """A user's own model and forward_step: what our passes would leave out without a word is refused in one line."""
 
 import weakref
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,11 +9,14 @@ import torch
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.check import check_model, check_vocabulary_layers, refuse_outside_of_passes
 from megatron_vp.mcore.training.capture import capture
+
+CONFIG = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1)
 
 
 class Scaled(GPTModel):
@@ -44,7 +48,7 @@ def model(kind=GPTModel, head=ColumnParallelLinear, bias=None, trainable=True):
     words = unbuilt(VocabParallelEmbedding, weight=nn.Parameter(torch.zeros(4, 2), requires_grad=trainable))
     layer = unbuilt(head, weight=nn.Parameter(torch.zeros(4, 2)), bias=bias)
     embedding = unbuilt(nn.Module, word_embeddings=words)
-    return unbuilt(kind, pre_process=True, post_process=True, embedding=embedding, output_layer=layer)
+    return unbuilt(kind, config=CONFIG, pre_process=True, post_process=True, embedding=embedding, output_layer=layer)
 
 
 def hooked():
@@ -78,6 +82,16 @@ def test_what_the_cut_would_leave_out_is_named(made, said):
 def test_other_models_are_refused_whatever_layers_they_have():
     with pytest.raises(UserError, match="built a BertModel: build a GPTModel or HybridModel"):
         check_model(unbuilt(BertModel, share_embeddings_and_output_weights=True))
+
+
+@pytest.mark.parametrize(
+    "setting", ["enable_autocast", "variable_seq_lengths", "num_microbatches_with_partial_activation_checkpoints"]
+)
+def test_settings_of_a_scripts_own_configuration_that_no_schedule_of_ours_reads_are_refused(setting):
+    built = model()
+    built.config = replace(CONFIG, **{setting: 1})
+    with pytest.raises(UserError, match=f"sets {setting}, which Megatron's own schedules alone look at"):
+        check_model(built)
 
 
 class Echo(nn.Module):

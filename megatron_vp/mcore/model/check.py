@@ -19,13 +19,23 @@ _LEFT_OUT = ("forward", "_preprocess", "_postprocess", "_scale_logits", "compute
 """Methods of Megatron's models that run in another way, or not at all, in a chunk without vocabulary layers."""
 
 
+_UNREAD = ("enable_autocast", "variable_seq_lengths", "num_microbatches_with_partial_activation_checkpoints")
+"""What only Megatron's own schedules read in a model's configuration; no flag sets it, a script may."""
+
+
 def check_model(chunk: nn.Module) -> None:
-    """Raise UserError for a model that is no GPTModel and no HybridModel."""
+    """Raise UserError for a model that is no GPTModel and no HybridModel, and for settings that no schedule reads."""
     if not isinstance(chunk, GPTModel | HybridModel):
         raise UserError(
             f"--vocab-parallel and --pipeline-schedule run Megatron's language models, the script built a "
             f"{type(chunk).__name__}: build a GPTModel or HybridModel, or leave both options out"
         )
+    for name in _UNREAD:
+        if getattr(chunk.config, name):
+            raise UserError(
+                f"the script's model configuration sets {name}, which Megatron's own schedules alone look at: leave it "
+                f"out, or leave --vocab-parallel and --pipeline-schedule out"
+            )
 
 
 def check_vocabulary_layers(chunk: nn.Module) -> None:

@@ -95,6 +95,12 @@ REFUSED_OPTIONS = (
         "leave them out",
     ),
     RefusedOption(
+        "--moe-use-upcycling",
+        lambda a: a.moe_use_upcycling,
+        "it builds a second model to convert the first checkpoint",
+        "convert it in a plain run, and load what that saves",
+    ),
+    RefusedOption(
         "--freeze-all-layers", lambda a: a.freeze_all_layers, "without gradients there is nothing to schedule"
     ),
     RefusedOption(
