@@ -55,6 +55,7 @@ UNCOUNTED = (
     "moe_layer_freq",
     "moe_shared_expert_intermediate_size",
     "moe_latent_size",
+    "expert_tensor_parallel_size",
     "fp8_format",
     "fp4_format",
     "recompute_modules",

@@ -112,7 +112,7 @@ class Job:
         if self.expert > 1 and (self.data % self.expert or not model.experts or model.experts % self.expert):
             raise UserError(
                 f"expert parallel size {self.expert} must divide data parallel size {self.data} and {model.experts} "
-                "experts"
+                "experts: experts that are spread over tensor or context ranks are not counted"
             )
 
     @property

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_vp.errors import UserError
 from tests.harness.ranks import run_ranks
 from tests.mcore.test_replay import CONFIG, SMALL
 
@@ -86,10 +87,19 @@ def test_it_prints_memory_alone(tmp_path):
     assert of_what.startswith("of tensors;") and means_nothing.startswith("nothing was computed:")
 
 
-def test_what_depends_on_numbers_is_one_line(tmp_path):
-    done, _ = _shapes_only(tmp_path, 3, ["--num-experts", "4"])
+def test_experts_are_refused_in_one_line(tmp_path):
+    done, _ = _shapes_only(tmp_path, 3, ["--num-experts", "4", "--moe-token-dispatcher-type", "alltoall"])
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("rank 3: error: --shapes-only cannot tell what aten.")
+    assert "error: --shapes-only cannot count with --num-experts 4" in done.stderr.splitlines()[-1]
+
+
+def test_a_shape_that_depends_on_numbers_is_refused():
+    from megatron_vp.mcore.replay.shapes_only import fake_tensors
+
+    with fake_tensors():
+        numbers = torch.zeros(8)
+        with pytest.raises(UserError, match=r"--shapes-only cannot tell what aten.masked_select.default makes"):
+            numbers.masked_select(numbers > 0)
 
 
 def test_a_storage_counts_once_and_until_its_last_user_is_gone():

@@ -89,7 +89,8 @@ def run_alone(
             that shares a cached tensor with the replay.
 
     Raises:
-        UserError: a rank outside the job, a missing vocabulary size, and whatever the job itself would refuse.
+        UserError: a rank outside the job, a missing vocabulary size, experts whose tokens nothing counts, and whatever
+            the job itself would refuse.
     """
     from megatron_vp.mcore.start.launch import run_script
 
@@ -105,6 +106,11 @@ def run_alone(
         raise UserError(
             f"--rank {rank} of --ranks {ranks} is no rank of this job: one replica of the model has {replica} ranks "
             f"(pipeline x tensor x context = {' x '.join(map(str, sizes))}), and a job has a multiple of them"
+        )
+    if shapes_only and (experts := _setting("num_experts", leaves, flags, 0)):
+        raise UserError(
+            f"--shapes-only cannot count with --num-experts {experts}: numbers say which experts a token goes to, and "
+            f"so how large tensors are; leave --shapes-only out, on a GPU"
         )
     tokens = _setting("vocab_size", leaves, flags, 0) or _setting("padded_vocab_size", leaves, flags, 0)
     if not tokens:

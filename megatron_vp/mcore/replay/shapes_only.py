@@ -57,8 +57,8 @@ class LiveStorages(TorchDispatchMode):
             results = function(*args, **(kwargs or {}))
         except (DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise UserError(
-                f"--shapes-only cannot tell what {function} makes: the shape depends on numbers, as where tokens go "
-                f"to experts; leave --shapes-only out, on a GPU"
+                f"--shapes-only cannot tell what {function} makes: the shape depends on numbers; leave --shapes-only "
+                f"out, on a GPU"
             ) from error
         return self._counted(results, FakeTensor)
 
