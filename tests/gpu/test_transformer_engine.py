@@ -45,16 +45,15 @@ def shared_device(rank: int, world: int, device: str, arguments: list[str], fuse
 
 @cache
 def _trained(device: str, dtype: str | None, world: int, fused: bool, **changes: object) -> Run:
-    arguments = tiny_model(
-        **engine.MODEL,
-        distributed_backend="gloo",
-        no_gradient_accumulation_fusion=not fused,
+    options = {
+        "distributed_backend": "gloo",
+        "no_gradient_accumulation_fusion": not fused,
         # What PyTorch would compile for minutes.
-        no_bias_gelu_fusion=True,
-        no_bias_dropout_fusion=True,
-        bf16=dtype == "bf16",
-        **changes,
-    )
+        "no_bias_gelu_fusion": True,
+        "no_bias_dropout_fusion": True,
+        "bf16": dtype == "bf16",
+    }
+    arguments = tiny_model(**engine.MODEL | options | changes)
     case = (world, shared_device, device, arguments, fused)
     if device == "cpu":
         engine.require(VERSION)
@@ -69,25 +68,24 @@ def _trained(device: str, dtype: str | None, world: int, fused: bool, **changes:
         return _merge(ranks.run_ranks(*case, timeout=TIMEOUT))
 
 
+# Every token to every expert: in 16 bits a rounding could choose another.
+EXPERTS = {**engine.ONE_CALL, "moe_router_topk": engine.ONE_CALL["num_experts"]}
 CASES = [
-    ("zb-h1", None, True),
-    ("zb-h1", "vocab-2", False),
-    ("v-half", None, False),
-    ("v-half", "vocab-1", True),
+    ("zb-h1", None, True, {}),
+    ("zb-h1", "vocab-2", False, {}),
+    ("v-half", None, False, {}),
+    ("v-half", "vocab-1", True, {}),
+    ("v-half", "vocab-2", True, EXPERTS),
+    ("zb-h1", None, False, EXPERTS),
 ]
 
 
-@pytest.mark.parametrize(("schedule", "method", "fused"), CASES)
+@pytest.mark.parametrize(("schedule", "method", "fused", "model"), CASES)
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_split_backward_gives_the_losses_and_gradients_of_a_whole_one(device, schedule, method, fused):
-    split = {
-        "pipeline_model_parallel_size": 2,
-        "pipeline_schedule": schedule,
-        "vocab_parallel": method is not None,
-        "vocab_parallel_algorithm": method,
-    }
+def test_a_split_backward_gives_the_losses_and_gradients_of_a_whole_one(device, schedule, method, fused, model):
+    split = {**engine.pipeline(schedule, method), **model}
     if device == "cpu":
-        assert_equal(_trained(device, None, 2, fused, **split), _trained(device, None, 1, fused), 1e-6)
+        assert_equal(_trained(device, None, 2, fused, **split), _trained(device, None, 1, fused, **model), 1e-6)
         return
-    exact, plain = _trained(device, None, 1, False), _trained(device, "bf16", 1, fused)
+    exact, plain = _trained(device, None, 1, False, **model), _trained(device, "bf16", 1, fused, **model)
     assert_as_close(_trained(device, "bf16", 2, fused, **split), plain, exact)

@@ -56,6 +56,14 @@ LLAMA = {
     "num_query_groups": 2,
 }
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+ONE_CALL = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_grouped_gemm": True,
+    "no_bias_dropout_fusion": True,  # Megatron's condition for experts with biases
+}
 FUSED, APART = True, False
 """Accumulation of weight gradients in their product."""
 

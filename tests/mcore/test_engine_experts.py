@@ -14,6 +14,7 @@ from tests.mcore.engine import (
     LLAMA,
     MINIMUM,
     NEWEST,
+    ONE_CALL,
     RECOMPUTED,
     SEQUENCE_PARALLEL,
     SHARDED,
@@ -22,14 +23,6 @@ from tests.mcore.engine import (
     trained,
 )
 
-ONE_CALL = {
-    "num_experts": 4,
-    "moe_router_topk": 2,
-    "moe_router_load_balancing_type": "aux_loss",
-    "moe_aux_loss_coeff": 0.1,
-    "moe_grouped_gemm": True,
-    "no_bias_dropout_fusion": True,  # Megatron's condition for experts with biases
-}
 IN_TURN = {**ONE_CALL, "moe_grouped_gemm": False, "disable_bias_linear": True}  # with biases Megatron itself fails
 LEFT_OUT = {"num_experts": 32, "moe_router_topk": 1, "moe_router_pre_softmax": True, "seq_length": 8}
 SHARED = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True, **LLAMA}
