@@ -1,0 +1,74 @@
+"""A replayed rank on a CUDA device that does nothing (`null_device.c`): what the host does, and what it allocates."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness.ranks import ROOT
+
+SOURCE = Path(__file__).with_name("null_device.c")
+JOB = [
+    *("configs/gpt_4b.yaml", "--seq-length", "1024", "--max-position-embeddings", "1024", "--vocab-size", "65536"),
+    *("--global-batch-size", "24", "--core-attention", "sdpa", "--iterations", "1"),
+]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Variables that put the device under a process."""
+    folder = tmp_path_factory.mktemp("null_device")
+    packages = Path(torch.__file__).parents[1]
+    headers = [*packages.glob("nvidia/cu*/include"), packages / "triton/backends/nvidia/include"]
+    if shutil.which("gcc") is None or torch.version.cuda is None or torch.cuda.is_available() or len(headers) < 2:
+        pytest.skip("needs a C compiler and a PyTorch that is built for CUDA, on a machine without a GPU")
+    includes = [f"-I{each}" for each in headers]
+    command = ["gcc", "-O1", "-w", "-shared", "-fPIC", *includes, "-Wl,-soname,libcuda.so.1", str(SOURCE), "-ldl"]
+    subprocess.run([*command, "-o", str(folder / "libcuda.so.1")], check=True)
+    kept = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "MEGATRON_VP_CPU")}
+    return kept | {
+        "LD_PRELOAD": str(folder / "libcuda.so.1"),
+        "LD_LIBRARY_PATH": str(folder),
+        "TRITON_LIBCUDA_PATH": str(folder),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # there is no cuDNN on this device
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+
+
+def _replay(folder, environment, *flags):
+    report = folder / "report.json"
+    command = [sys.executable, "-m", "megatron_vp.cli.app", "replay", *JOB, "-o", str(report), *flags]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(report.read_text())
+
+
+CASES = [
+    ("the first rank, vocab-2", ["--rank", "0", "--vocab-parallel"]),
+    ("a middle rank, vocab-1, B and W apart", ["--rank", "3", "--vocab-parallel", "--pipeline-schedule", "zb-h1"]),
+    ("Megatron's last rank", ["--rank", "7"]),
+    ("both vocabulary layers on a rank", ["--rank", "0", "--pipeline-schedule", "v-half"]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [case[1] for case in CASES], ids=[case[0] for case in CASES])
+def test_the_allocator_holds_what_is_counted_of_shapes_and_nothing_is_compiled(tmp_path, environment, flags):
+    found = _replay(tmp_path, environment, *flags)
+    counted = _replay(tmp_path, os.environ | {"PYTHONPATH": environment["PYTHONPATH"]}, *flags, "--shapes-only")
+    for name in ("parameters", "gradients"):
+        assert found["memory_bytes"][name] == counted["memory_bytes"][name]
+    for name in ("allocated", "peak"):
+        assert found["memory_bytes"][name] == pytest.approx(counted["memory_bytes"][name], rel=0.02)
+    assert found["memory_bytes"]["reserved"] >= found["memory_bytes"]["peak"]
+    # Whatever PyTorch compiles leaves its source there.
+    assert not list(Path(environment["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.py"))
