@@ -259,7 +259,8 @@ int cublasLtMatmulAlgoGetHeuristic(
 }
 
 #define LAUNCHES(name) int name(void) { return launch(1, 1, 1, 1); }
-LAUNCHES(cublasGemmEx) LAUNCHES(cublasGemmStridedBatchedEx) LAUNCHES(cublasLtMatmul) LAUNCHES(cublasSgemmEx)
+LAUNCHES(cuLaunchKernel) LAUNCHES(cublasGemmEx) LAUNCHES(cublasGemmStridedBatchedEx) LAUNCHES(cublasLtMatmul)
+LAUNCHES(cublasSgemmEx)
 LAUNCHES(cublasSgemm_v2) LAUNCHES(cublasSgemmStridedBatched) LAUNCHES(cublasSgemv_v2) LAUNCHES(cublasSdot_v2)
 LAUNCHES(cublasDgemm_v2) LAUNCHES(cublasDgemmStridedBatched) LAUNCHES(cublasDgemv_v2) LAUNCHES(cublasDotEx)
 
