@@ -143,6 +143,11 @@ def test_what_cannot_work_is_refused_in_one_line(messages, case):
     assert "\n" not in messages[case]
 
 
+def test_grouped_products_of_experts_are_taken_with_local_layers():
+    arguments = tiny_model(**VP, num_experts=4, moe_grouped_gemm=True, disable_bias_linear=True)
+    assert run_ranks(1, refusals, [arguments]) == [[None]]
+
+
 def test_every_refusal_says_what_works_instead():
     for refusal in REFUSALS:
         assert re.search(r"\b(use|leave)\b", refusal.message), refusal.message

@@ -180,8 +180,12 @@ def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: d
     check_ranges(args)
     if args.pipeline_schedule in V_SHAPED_SCHEDULES:
         _lay_out_in_a_v(args)
+    # Local layers take no grouped products; Megatron would ask for a device that can do them.
+    grouped = args.moe_grouped_gemm
+    args.moe_grouped_gemm = grouped and args.transformer_impl != "local"
     with refused_by_megatron():
         validated = megatron(args, defaults)
+    args.moe_grouped_gemm = grouped
     refuse(args)
     return validated
 
