@@ -31,8 +31,10 @@ DEFAULT_FORM = ("1f1b/vocab-2 p2", DISTRIBUTED)
 slow = pytest.mark.slow
 
 # Layout and options.
+IN_BUCKETS = ("1f1b/vocab-2 p2 d2", {**BOTH, **RESHARDABLE, "ddp_bucket_size": 2000})
 RESUMED = [
     DEFAULT_FORM,
+    IN_BUCKETS,
     *(
         pytest.param(layout, options, marks=slow, id=" ".join((layout, *options)))
         for layout, options in [

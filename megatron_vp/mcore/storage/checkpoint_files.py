@@ -1,4 +1,4 @@
-"""Where checkpoints are written: a directory that takes files, and a tracker that is replaced as a whole.
+"""What checkpoints are written to, a tracker that is replaced as a whole, and state that is taken from where it lies.
 
 Megatron empties the file that names the last checkpoint before it writes a new number. A rank that dies in between, or
 a full disk, would leave a run that does not know its last good checkpoint.
@@ -7,9 +7,10 @@ a full disk, would leave a run that does not know its last good checkpoint.
 from __future__ import annotations
 
 import builtins
+import functools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,7 +56,40 @@ def _replaced(path: str) -> Iterator[IO[str]]:
     os.replace(partial, path)
 
 
+def unpadded_ranges(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    """Where each parameter lies among a gradient buffer's elements without the padding at the ends of its buckets.
+
+    Returns start, end and bucket by parameter, as Megatron's `param_index_map` does, which counts the padding.
+    """
+    ranges, before = {}, 0
+    shifts = []
+    for bucket in buffer.buckets:
+        shifts.append(bucket.offset - before)
+        before += bucket.numel_unpadded
+    for parameter, (start, end, bucket) in buffer.param_index_map.items():
+        ranges[parameter] = (start - shifts[bucket], end - shifts[bucket], bucket)
+    return ranges
+
+
+def _without_padding(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def sharded_param_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as put_back:
+            for buffer in self.buffers:
+                put_back.callback(setattr, buffer, "param_index_map", buffer.param_index_map)
+                buffer.param_index_map = unpadded_ranges(buffer)
+            return original(self, *args, **kwargs)
+
+    return sharded_param_state
+
+
 PATCHES = (
+    Patch(
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
+        _without_padding,
+        "with several buckets of gradients the optimizer's state would be saved from beside where it lies",
+        "(self, model_sharded_state_dict, is_loading=False, metadata=None)",
+    ),
     Patch(
         "megatron.training.checkpointing:maybe_msc",
         _Files,
