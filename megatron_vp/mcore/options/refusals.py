@@ -269,6 +269,16 @@ REFUSALS = (
         "boundaries; use --core-attention megatron",
     ),
     Refusal(
+        lambda a: a.num_experts and a.tensor_model_parallel_size > 1 and not (a.sequence_parallel or a.skip_train),
+        "--num-experts with --tensor-model-parallel-size {tensor_model_parallel_size} and without --sequence-parallel "
+        "cannot train: Megatron's experts stop in their first forward; add --sequence-parallel",
+    ),
+    Refusal(
+        lambda a: a.init_method_xavier_uniform,
+        "--init-method-xavier-uniform cannot work: Megatron 0.19 passes on an initialisation that its own "
+        "configuration does not know; use --init-method-std",
+    ),
+    Refusal(
         lambda a: a.pipeline_trace and not replaces_schedule(a),
         "--pipeline-trace without --vocab-parallel or --pipeline-schedule is not supported: Megatron's own schedule is "
         "not recorded; add one of them, or use --rank-report for each rank's pass times",
