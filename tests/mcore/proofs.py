@@ -20,6 +20,10 @@ PROOFS = (
         "microbatches",
         _PARITY,
     ),
+    Proof(
+        "80 jobs of drawn schedules, sizes and options: what meets in them is left to chance",
+        "mcore/test_drawn.py::test_every_step_equals_plain_megatron",
+    ),
     Proof("tied and untied; learned and rotary positions; loss masks", _PARITY),
     Proof("a vocabulary that p does not divide; empty stages", _PARITY),
     Proof("gradient clipping, Adam; evaluation between training steps", _PARITY),
@@ -87,6 +91,10 @@ PROOFS = (
     Proof(
         "overflows under dynamic loss scaling: the steps are skipped that plain Megatron skips",
         "mcore/test_bad_numbers.py::test_an_overflow_under_dynamic_loss_scaling_skips_the_step_that_plain_megatron_skips",
+    ),
+    Proof(
+        "checks of losses and gradients are made at the end of an iteration: nothing in a schedule waits for them",
+        "mcore/test_deferred_checks.py::test_no_number_is_read_within_a_schedule_and_all_are_at_its_end",
     ),
     Proof(
         "token ids and labels outside the vocabulary",

@@ -15,6 +15,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, vocabulary_layers
 from megatron_vp.mcore.reports.pipeline_trace import pipeline_trace
 from megatron_vp.mcore.reports.rank_report import rank_report
+from megatron_vp.mcore.training.deferred_checks import checks_put_off
 from megatron_vp.mcore.training.driver import MegatronModel
 from megatron_vp.mcore.training.pass_costs import pass_costs
 from megatron_vp.runtime.groups import pipeline_device
@@ -31,6 +32,7 @@ from megatron_vp.schedule.squeeze import evaluation
 from megatron_vp.schedule.unfold import unfold
 
 
+@checks_put_off()
 def forward_backward(
     *,
     forward_step_func: Callable[..., Any],

@@ -1,0 +1,48 @@
+"""Megatron's checks of losses and gradients, put off to the end of an iteration.
+
+A check asks the device whether a number is NaN, and the host waits for the answer: by Megatron's defaults twice a
+microbatch, on the rank that runs the loss function, which would launch nothing meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+
+_put_off: list[Callable[[], None]] | None = None
+
+
+@contextmanager
+def checks_put_off() -> Iterator[None]:
+    """Inside, `validate_result` notes what it was asked; on leaving the checks are made, in their order.
+
+    What is wrong is found before the optimizer's step, as in Megatron's own schedules. After an exception none is made.
+    """
+    global _put_off
+    assert _put_off is None
+    _put_off = waiting = []
+    try:
+        yield
+    finally:
+        _put_off = None
+    for check in waiting:
+        check()
+
+
+def deferring(validate_result: Callable[..., None]) -> Callable[..., None]:
+    """Megatron's `RerunStateMachine.validate_result`, which waits inside `checks_put_off`."""
+
+    @wraps(validate_result)
+    def deferred(self: Any, result: Any, *args: Any, **kwargs: Any) -> None:
+        if _put_off is None:
+            validate_result(self, result, *args, **kwargs)
+            return
+        # The schedule goes on to scale a loss in place.
+        kept = result.detach().clone() if isinstance(result, torch.Tensor) else result
+        _put_off.append(partial(validate_result, self, kept, *args, **kwargs))
+
+    return deferred
