@@ -44,6 +44,7 @@ REFUSED = [
     ({**VP, "dataloader_inter_document_masking": True}, "--vocab-parallel with packed sequences"),
     ({**VP, "logits_load_dir": "there"}, "--logits-load-dir"),
     ({**VP, "optimizer": "lion"}, "--optimizer lion"),
+    ({"multi_latent_attention": True, "position_embedding_type": "rope"}, "takes keys and values of one size"),
     ({**VP, "ckpt_format": "torch", "save": "there", "save_interval": 2}, "use --ckpt-format torch_dist, which every"),
     ({**VP, "te_precision_config_file": "there.yaml"}, "--te-precision-config-file"),
     ({**VP, "overlap_dispatch_backward_with_experts_wgrad": True}, "--overlap-dispatch-backward-with-experts-wgrad"),

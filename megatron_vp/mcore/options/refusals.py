@@ -254,6 +254,16 @@ REFUSALS = (
         "cannot work: Megatron's local attention takes whole sequences; use --core-attention sdpa",
     ),
     Refusal(
+        lambda a: (
+            a.multi_latent_attention
+            and a.transformer_impl == "local"
+            and a.core_attention == "megatron"
+            and a.hybrid_layer_pattern is None
+        ),
+        "--multi-latent-attention with --transformer-impl local cannot work: Megatron's local attention takes keys and "
+        "values of one size; leave it out, or use Transformer Engine's layers",
+    ),
+    Refusal(
         lambda a: a.core_attention == "sdpa" and a.transformer_impl != "local",
         "--core-attention sdpa with --transformer-impl {transformer_impl} has no effect: Transformer Engine's layers "
         "have an attention of their own; leave one of them out",
