@@ -33,7 +33,7 @@ ASKED = {
 def test_every_command_takes_a_job_as_training_does(capsys, command, spelling):
     own, target, words = ASKED[command]
 
-    def ask(*given):
+    def ask(*given, **_):
         raise UserError(" ".join(words(*given)))
 
     with mock.patch(target, ask), pytest.raises(SystemExit):

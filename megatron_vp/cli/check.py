@@ -35,7 +35,7 @@ def check(
     """
     from megatron_vp.mcore.start import preflight
 
-    args = preflight.check_job(arguments(*files_and_flags(job, overlays)), ranks)
+    args = preflight.check_job(arguments(*files_and_flags(job, overlays)), ranks, here=ranks_per_node is not None)
     preflight.check_files(args)
     if ranks_per_node is not None:
         preflight.check_node(args, ranks_per_node)

@@ -12,6 +12,7 @@ import torch
 
 from megatron_vp.cli.app import main
 from megatron_vp.mcore import patches
+from megatron_vp.mcore.platform import flags
 from megatron_vp.mcore.start import preflight
 from tests.harness.training import tiny_model
 
@@ -20,8 +21,9 @@ LLAMA = ("configs/llama3_8b.yaml", "--config", "configs/data/mock.yaml")
 
 @pytest.fixture
 def said(capsys, monkeypatch):
-    """Runs the command in the repository; returns its exit status, output and errors."""
+    """Runs the command in the repository, for CPUs; returns its exit status, output and errors."""
     monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setenv("MEGATRON_VP_CPU", "1")
 
     def run(*words: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as stop:
@@ -131,6 +133,38 @@ def test_a_check_leaves_nothing_behind(said, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "1")
     assert said("check", "--ranks", "8", *words)[:2] == (0, ""), "one rank says what all have found"
     assert not (tmp_path / "new").exists()
+
+
+ENGINE = ("--transformer-impl", "transformer_engine")
+CONTEXT = ("--context-parallel-size", "2")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a node with GPUs says what it has")
+@pytest.mark.parametrize(
+    ("words", "status", "expected"),
+    [
+        (ENGINE, 0, "compute capability 9.0, Transformer Engine 2.20.2 assumed"),
+        (
+            (*ENGINE, "--pipeline-schedule", "v-half", "--num-experts", "8", "--moe-permute-fusion"),
+            0,
+            "v-half, vocab-2",
+        ),
+        (("--distributed-backend=nccl",), 0, "compute capability 9.0 assumed"),
+        ((*ENGINE, *CONTEXT), 2, "require setting the environment variable CUDA_DEVICE_MAX_CONNECTIONS to 1"),
+        ((*ENGINE, "--core-attention", "sdpa"), 2, "Transformer Engine's layers have an attention of their own"),
+        (("--distributed-backend=nccl", "--cpu"), 2, "--distributed-backend nccl cannot work without a CUDA device"),
+        (CONTEXT, 2, "use --core-attention sdpa"),
+    ],
+)
+def test_a_login_node_checks_a_job_for_the_gpus_that_it_asks_for(said, monkeypatch, words, status, expected):
+    monkeypatch.delenv("MEGATRON_VP_CPU")
+    monkeypatch.setattr(flags, "engine_is_here", lambda: False)
+    monkeypatch.setattr(preflight, "engine_is_here", lambda: False)
+    found, printed, errors = said("check", "--ranks", "16", *LLAMA, "--vocab-parallel", *words)
+    assert found == status and expected in printed + errors
+    assert flags.elsewhere is None and not torch.cuda.is_available()
+    if found == 0:
+        assert said("sbatch", *LLAMA, "--vocab-parallel", *words, "--dry-run")[0] == 0
 
 
 def test_a_check_of_a_node_names_it(said, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import warnings
+from dataclasses import dataclass
 
 import torch
 
@@ -31,13 +32,34 @@ _LOCAL_CHOICES = (
 _CPU_CHOICES = (("--distributed-backend", "gloo"), *_LOCAL_CHOICES)
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """A job is checked for nodes with CUDA devices, which this machine has not; `engine`: with Transformer Engine."""
+
+    engine: bool
+
+
+elsewhere: Elsewhere | None = None
+"""What is checked now (`elsewhere.py`)."""
+
+
 def wants_cpu(arguments: list[str]) -> bool:
     """Whether this run uses no CUDA device: `--cpu`, MEGATRON_VP_CPU=1, or none is there."""
-    return "--cpu" in arguments or os.environ.get("MEGATRON_VP_CPU") == "1" or not torch.cuda.is_available()
+    return asks_for_cpu(arguments) or not torch.cuda.is_available()
+
+
+def asks_for_cpu(arguments: list[str]) -> bool:
+    """Whether no CUDA device shall be used: `--cpu` or MEGATRON_VP_CPU=1."""
+    return "--cpu" in arguments or os.environ.get("MEGATRON_VP_CPU") == "1"
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine, whose layers are Megatron's default, is installed."""
+    """Whether Transformer Engine, whose layers are Megatron's default, is installed where the job runs."""
+    return engine_is_here() if elsewhere is None else elsewhere.engine
+
+
+def engine_is_here() -> bool:
+    """Whether Transformer Engine is installed in this environment."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 

@@ -10,21 +10,31 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.options.config_file import read_leaves
+from megatron_vp.mcore.platform.elsewhere import assumed, devices_elsewhere, engine_elsewhere
+from megatron_vp.mcore.platform.flags import asks_for_cpu, engine_is_here
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
 
+_PLATFORM = ("transformer_impl", "distributed_backend")
 
-def check_job(arguments: list[str], ranks: int) -> argparse.Namespace:
+
+def check_job(arguments: list[str], ranks: int, here: bool = False) -> argparse.Namespace:
     """Parse and validate a job's arguments as its `ranks` processes would, and return them. Starts nothing.
 
     Environment, `sys.argv` and patches are put back afterwards. The platform is that of this machine: without a CUDA
-    device the arguments are checked with the layers and the backend that a CPU run would choose.
+    device the arguments are checked with the layers and the backend that a CPU run would choose. Unless the job runs
+    `here`, one that asks for NCCL or Transformer Engine's layers, or finds Transformer Engine installed, is checked for
+    GPUs elsewhere.
     Raises UserError for what a start would refuse: unknown or contradictory arguments, a Megatron that does not fit.
     """
-    with _parsed(arguments, ranks) as args:
+    with _platform(arguments, here), _parsed(arguments, ranks) as args, engine_elsewhere():
         from megatron.training import arguments as megatron
         from megatron.training.argument_utils import core_transformer_config_from_args
 
@@ -36,6 +46,26 @@ def check_job(arguments: list[str], ranks: int) -> argparse.Namespace:
         with refused_by_megatron():
             core_transformer_config_from_args(args)
         return args
+
+
+def _platform(arguments: list[str], here: bool) -> AbstractContextManager[None]:
+    """The platform that a job is checked for: this machine's, or GPUs that are elsewhere."""
+    if here or asks_for_cpu(arguments) or torch.cuda.is_available():
+        return nullcontext()
+    stated = _stated(arguments)
+    engine = stated["transformer_impl"] == "transformer_engine" or engine_is_here()
+    return devices_elsewhere(engine) if engine or stated["distributed_backend"] == "nccl" else nullcontext()
+
+
+def _stated(arguments: list[str]) -> dict[str, Any]:
+    """What a job says of its platform, on its command line or in its configuration; None where it says nothing."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", action="append", default=[])
+    for name in _PLATFORM:
+        parser.add_argument(f"--{name.replace('_', '-')}", nargs="?")
+    given = parser.parse_known_args(arguments)[0]
+    leaves = {leaf.key: leaf.value for leaf in read_leaves(given.config)} if given.config else {}
+    return {name: getattr(given, name) or leaves.get(name) for name in _PLATFORM}
 
 
 def _take_sizes_of_checkpoint(args: argparse.Namespace) -> None:
@@ -60,7 +90,7 @@ def check_files(args: argparse.Namespace) -> None:
 
 def ranks_of_one_replica(arguments: list[str]) -> int:
     """How many ranks hold the model once, by a job's arguments. Raises UserError if they cannot be parsed."""
-    with _parsed(arguments, 1) as args:
+    with _platform(arguments, here=False), _parsed(arguments, 1) as args:
         return args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
 
 
@@ -69,8 +99,6 @@ def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
 
     Raises UserError, naming the node.
     """
-    import torch
-
     node = socket.gethostname()
     devices = torch.cuda.device_count() if args.distributed_backend == "nccl" else ranks_per_node
     if devices < ranks_per_node:
@@ -97,8 +125,6 @@ def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
 
 def describe_node() -> str:
     """Versions and devices of this node, and the variables that NCCL will read, in one line."""
-    import torch
-
     versions = [f"python {interpreter.python_version()}", f"torch {torch.__version__}"]
     for title, package in (("megatron-core", "megatron-core"), ("Transformer Engine", "transformer-engine")):
         try:
@@ -122,6 +148,8 @@ def describe_job(args: argparse.Namespace, ranks: int) -> list[str]:
     microbatches = args.global_batch_size // args.micro_batch_size // args.data_parallel_size
     vocabulary = args.vocab_parallel_algorithm if args.vocab_parallel else "Megatron's own vocabulary layers"
     lines = [f"{ranks} ranks = {split}; {microbatches} microbatches; {args.pipeline_schedule}, {vocabulary}"]
+    if args.distributed_backend == "nccl" and not torch.cuda.is_available():
+        lines.append(f"checked for GPUs, of which this machine has none: {assumed(args.transformer_impl)} assumed")
     if args.save is None:
         return [*lines, "no --save: a job that is stopped starts again from nothing"]
     if args.save != args.load:
