@@ -56,7 +56,7 @@ REFUSED = [
     ),
     ({"core_attention": "sdpa", "window_size": "(8,0)"}, "--softmax-type or --window-size"),
     ({**VP, "num_experts": 4, "moe_use_upcycling": True, "save": "there", "save_interval": 2}, "--moe-use-upcycling"),
-    ({"num_experts": 4, "tensor_model_parallel_size": 2}, "experts stop in their first forward; add --sequence-parall"),
+    ({"num_experts": 4, "tensor_model_parallel_size": 2}, "experts stop in their first forward; use --sequence-parall"),
     ({"init_method_xavier_uniform": True}, "--init-method-xavier-uniform cannot work"),
     ({**VP, "freeze_all_layers": True}, "--freeze-all-layers"),
     ({**VP, "log_straggler": True}, "--log-straggler"),

@@ -281,7 +281,7 @@ REFUSALS = (
     Refusal(
         lambda a: a.num_experts and a.tensor_model_parallel_size > 1 and not (a.sequence_parallel or a.skip_train),
         "--num-experts with --tensor-model-parallel-size {tensor_model_parallel_size} and without --sequence-parallel "
-        "cannot train: Megatron's experts stop in their first forward; add --sequence-parallel",
+        "cannot train: Megatron's experts stop in their first forward; use --sequence-parallel",
     ),
     Refusal(
         lambda a: a.init_method_xavier_uniform,
