@@ -162,7 +162,7 @@ def test_a_login_node_checks_a_job_for_the_gpus_that_it_asks_for(said, monkeypat
     monkeypatch.setattr(preflight, "engine_is_here", lambda: False)
     found, printed, errors = said("check", "--ranks", "16", *LLAMA, "--vocab-parallel", *words)
     assert found == status and expected in printed + errors
-    assert flags.elsewhere is None and not torch.cuda.is_available()
+    assert flags.nodes_have_engine is None and not torch.cuda.is_available()
     if found == 0:
         assert said("sbatch", *LLAMA, "--vocab-parallel", *words, "--dry-run")[0] == 0
 

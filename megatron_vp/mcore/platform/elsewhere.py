@@ -46,7 +46,7 @@ def devices_elsewhere(engine: bool) -> Iterator[None]:
     """
     properties = types.SimpleNamespace(major=CAPABILITY[0], minor=CAPABILITY[1])
     with (
-        mock.patch.object(flags, "elsewhere", flags.Elsewhere(engine)),
+        mock.patch.object(flags, "nodes_have_engine", engine),
         mock.patch.object(torch.cuda, "is_available", lambda: True),
         mock.patch.object(torch.cuda, "get_device_capability", lambda *_: CAPABILITY),
         mock.patch.object(torch.cuda, "get_device_properties", lambda *_: properties),
@@ -63,7 +63,7 @@ def assumed(transformer_impl: str) -> str:
 @contextmanager
 def engine_elsewhere() -> Iterator[None]:
     """Inside, and inside `devices_elsewhere`, Megatron finds Transformer Engine where its nodes are to have it."""
-    if flags.elsewhere is None or not flags.elsewhere.engine or flags.engine_is_here():
+    if not flags.nodes_have_engine or flags.engine_is_here():
         yield
         return
     with ExitStack() as put_back:

@@ -6,7 +6,6 @@ import importlib.util
 import logging
 import os
 import warnings
-from dataclasses import dataclass
 
 import torch
 
@@ -32,15 +31,8 @@ _LOCAL_CHOICES = (
 _CPU_CHOICES = (("--distributed-backend", "gloo"), *_LOCAL_CHOICES)
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """A job is checked for nodes with CUDA devices, which this machine has not; `engine`: with Transformer Engine."""
-
-    engine: bool
-
-
-elsewhere: Elsewhere | None = None
-"""What is checked now (`elsewhere.py`)."""
+nodes_have_engine: bool | None = None
+"""Whether the nodes that a job is checked for have Transformer Engine (`elsewhere.py`); None: the job runs here."""
 
 
 def wants_cpu(arguments: list[str]) -> bool:
@@ -55,7 +47,7 @@ def asks_for_cpu(arguments: list[str]) -> bool:
 
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine, whose layers are Megatron's default, is installed where the job runs."""
-    return engine_is_here() if elsewhere is None else elsewhere.engine
+    return engine_is_here() if nodes_have_engine is None else nodes_have_engine
 
 
 def engine_is_here() -> bool:

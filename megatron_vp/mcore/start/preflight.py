@@ -19,7 +19,7 @@ import torch
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.options.config_file import read_leaves
 from megatron_vp.mcore.platform.elsewhere import assumed, devices_elsewhere, engine_elsewhere
-from megatron_vp.mcore.platform.flags import asks_for_cpu, engine_is_here
+from megatron_vp.mcore.platform.flags import asks_for_cpu, engine_is_here, stated
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
 
 _PLATFORM = ("transformer_impl", "distributed_backend")
@@ -52,20 +52,18 @@ def _platform(arguments: list[str], here: bool) -> AbstractContextManager[None]:
     """The platform that a job is checked for: this machine's, or GPUs that are elsewhere."""
     if here or asks_for_cpu(arguments) or torch.cuda.is_available():
         return nullcontext()
-    stated = _stated(arguments)
-    engine = stated["transformer_impl"] == "transformer_engine" or engine_is_here()
-    return devices_elsewhere(engine) if engine or stated["distributed_backend"] == "nccl" else nullcontext()
+    said = _said_of_platform(arguments)
+    engine = said["transformer_impl"] == "transformer_engine" or engine_is_here()
+    return devices_elsewhere(engine) if engine or said["distributed_backend"] == "nccl" else nullcontext()
 
 
-def _stated(arguments: list[str]) -> dict[str, Any]:
+def _said_of_platform(arguments: list[str]) -> dict[str, Any]:
     """What a job says of its platform, on its command line or in its configuration; None where it says nothing."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", action="append", default=[])
-    for name in _PLATFORM:
-        parser.add_argument(f"--{name.replace('_', '-')}", nargs="?")
-    given = parser.parse_known_args(arguments)[0]
-    leaves = {leaf.key: leaf.value for leaf in read_leaves(given.config)} if given.config else {}
-    return {name: getattr(given, name) or leaves.get(name) for name in _PLATFORM}
+    files = parser.parse_known_args(arguments)[0].config
+    leaves = {leaf.key: leaf.value for leaf in read_leaves(files)} if files else {}
+    return {name: stated(arguments, f"--{name.replace('_', '-')}") or leaves.get(name) for name in _PLATFORM}
 
 
 def _take_sizes_of_checkpoint(args: argparse.Namespace) -> None:
