@@ -152,11 +152,10 @@ def run_schedule(
     ranks, rank = len(pipeline.groups.members), pipeline.groups.rank
     schedule, costs = made_schedule(name, options, statistics.fmean([message, *collectives.values()]))
     known = known_costs(schedule, costs, message, collectives)
-    programs = {early: lower(schedule, known, early_receives=early)[rank] for early in (False, True)}
+    program = lower(schedule, known)[rank]
     model, layers = SleepingModel(schedule, costs, device), sleeping_layers(ranks, rank, costs, device)
     times, cpu = [], []
     for _ in range(options.iterations + 1):
-        program = programs[pipeline.has_run(gradients=True)]
         dist.barrier()
         burnt = time.process_time()
         start = time.perf_counter()

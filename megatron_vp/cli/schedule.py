@@ -24,6 +24,7 @@ class Format(StrEnum):
     SVG = "svg"
     PNG = "png"
     PERFETTO = "perfetto"
+    PROGRAMS = "programs"
 
 
 def register(app: typer.Typer) -> None:
@@ -52,17 +53,27 @@ def schedule(
             "that of a message or collective."
         ),
     ] = "",
-    output_format: Annotated[Format, typer.Option("--format", help="What to show.")] = Format.TABLE,
+    output_format: Annotated[
+        Format,
+        typer.Option(
+            "--format",
+            help="What to show. `programs` is JSON with all that each rank runs, posts and waits for.",
+        ),
+    ] = Format.TABLE,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write instead of the screen.")] = None,
     source: Annotated[
         Path | None, typer.Option("--from", help="JSON or CSV file with a schedule to prove and show.")
     ] = None,
+    evaluation: Annotated[
+        bool, typer.Option("--evaluation", help="Show what an evaluation runs: the forward passes, reordered.")
+    ] = False,
 ) -> None:
     """Generate a pipeline schedule (or read one with --from), prove that it runs, and show it.
 
     Example: megatron-vp schedule v-half -p 8 -m 32 --vocab vocab-2 --format png -o schedule.png
     """
     from megatron_vp.schedule import PassCosts, ScheduleError, simulate, validate
+    from megatron_vp.schedule import evaluation as forward_schedule
 
     check_destination(output_format is Format.PNG, output)
     costs = PassCosts.parse(cost)
@@ -72,14 +83,18 @@ def schedule(
             clash = [option for option, value in given.items() if value is not None] + ["--vocab"] * (vocab != "none")
             if clash:
                 raise UserError(f"--from names a whole schedule; leave out {', '.join(clash)}")
-            timeline = validate(_read(source), costs)
+            found = _read(source)
+            if evaluation:
+                validate(found, costs)
+            timeline = validate(forward_schedule(found, costs) if evaluation else found, costs)
         else:
             with progress_bar() as bar:
                 bar.add_task("generating and simulating", total=None)
-                timeline = simulate(_generate(name, pipeline_size, microbatches, vocab, chunks, costs), costs)
+                found = _generate(name, pipeline_size, microbatches, vocab, chunks, costs)
+                timeline = simulate(forward_schedule(found, costs) if evaluation else found, costs)
     except ScheduleError as error:
         raise UserError(str(error).splitlines()[0]) from error
-    write(_render(timeline, output_format), output)
+    write(_render(timeline, output_format, costs), output)
 
 
 def _generate(
@@ -105,8 +120,8 @@ def _read(source: Path) -> Schedule:
     return from_json(text) if text.lstrip().startswith("{") else from_csv(text)
 
 
-def _render(timeline: Timeline, output_format: Format) -> str | bytes:
-    from megatron_vp.schedule import draw, to_csv, to_json
+def _render(timeline: Timeline, output_format: Format, costs: PassCosts) -> str | bytes:
+    from megatron_vp.schedule import draw, lower, programs_to_json, to_csv, to_json
 
     match output_format:
         case Format.TABLE:
@@ -117,5 +132,7 @@ def _render(timeline: Timeline, output_format: Format) -> str | bytes:
             return to_csv(timeline.schedule, timeline)
         case Format.PERFETTO:
             return draw.to_perfetto(timeline) + "\n"
+        case Format.PROGRAMS:
+            return programs_to_json(timeline.schedule, lower(timeline.schedule, costs)) + "\n"
     picture = draw.to_picture(timeline, output_format.value)
     return picture.decode() if output_format is Format.SVG else picture

@@ -37,15 +37,6 @@ class Pipeline:
         self.groups = groups
         self.progress = Progress(groups.members, groups.rank)
         self._stream = second_stream(pipeline_device(), alone=groups.alone)
-        self._has_run: set[bool] = set()
-
-    def has_run(self, gradients: bool) -> bool:
-        """Whether an iteration of this kind is over.
-
-        In the first CUDA loads kernels when they are first used, and waits for the device: its programs must be without
-        early receives.
-        """
-        return gradients in self._has_run
 
     def run(
         self,
@@ -62,14 +53,13 @@ class Pipeline:
 
         Args:
             schedule: the schedule that `program` was lowered from.
-            program: of this rank; without early receives until `has_run`.
+            program: of this rank.
             model: transformer part, data and loss function of this rank.
             layers: vocabulary shards of this rank; None for a schedule without vocabulary passes.
             shapes: sizes of a microbatch, equal on all ranks.
             gradients: False for evaluation, whose schedule holds forward passes only.
             observer: watches the instructions and the collectives.
         """
-        assert self.has_run(gradients) or not program.early_receives, "a first iteration waits for the device"
         placement, rank = schedule.placement, self.groups.rank
         observer = observer or Unobserved()
         marks_device = shapes.device.type == "cuda"
@@ -140,7 +130,6 @@ class Pipeline:
                 collectives.finish()
             links.finish()
         store.assert_empty()
-        self._has_run.add(gradients)
         return Report(chunks.in_flight.peak / schedule.chunks, ends.between_s_and_t.peak)
 
 

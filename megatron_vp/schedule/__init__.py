@@ -19,6 +19,7 @@ from megatron_vp.schedule.instructions import (
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, ScheduleError, VocabMethod
 from megatron_vp.schedule.placement import Placement
+from megatron_vp.schedule.program_formats import programs_to_json
 from megatron_vp.schedule.squeeze import evaluation
 from megatron_vp.schedule.timeline import Player, Timeline, simulate
 from megatron_vp.schedule.unfold import unfold
@@ -54,6 +55,7 @@ __all__ = [
     "from_json",
     "generate",
     "lower",
+    "programs_to_json",
     "simulate",
     "to_csv",
     "to_json",

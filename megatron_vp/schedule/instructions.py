@@ -128,12 +128,8 @@ Instruction = Run | Loss | Post | Wait
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one rank executes, and the order in which all ranks post the collectives.
-
-    early_receives: receives may be posted ahead of their sends, so a host must not wait for its device (see `lower`).
-    """
+    """What one rank executes, and the order in which all ranks post the collectives."""
 
     rank: int
     instructions: tuple[Instruction, ...]
     collectives: tuple[Collective, ...]
-    early_receives: bool

@@ -2,13 +2,12 @@
 
 All events are laid on one line, by their times in the timeline: a pass and the loss function where they end, a
 communication where its last input is ready. On that line everything comes after what it waits for, so ranks that post
-and wait in its order cannot block each other, not even where posts wait, too. They do where streams of a device share a
-hardware queue: what is issued behind something that cannot start yet does not start either. The later parts of a
-collective stand behind its first, and a message stands behind the one before it on its communicator. So collectives are
-posted where the line has them; a receive may come earlier, but not before the message ahead of it has arrived.
+and wait in its order cannot block each other, not even where every post waits until its operation is complete.
 
-An early receive hangs a host that waits for its whole device before it has issued what the sender waits for. CUDA waits
-so where it loads a kernel at its first use. With all posts where the line has them a host may wait anywhere.
+That is what a CUDA device asks for. Streams may share one hardware queue, in which an operation that cannot start
+stalls everything issued behind it. And the host may have to wait for the whole device at any step: CUDA waits so when
+it loads a kernel, when the allocator frees memory, in debuggers and under timers. So no receive is posted ahead of its
+message's place on the line: it would occupy the device while this rank has yet to compute what the sender waits for.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf
 from operator import itemgetter
 
 from megatron_vp.schedule.collector import collector_paused
@@ -40,24 +38,20 @@ from megatron_vp.schedule.passes import Pass, PassKind, Schedule
 from megatron_vp.schedule.playback import Moment, Playback, durations, play
 from megatron_vp.schedule.unfold import unfold
 
-_BEFORE_ALL: Moment = (-inf, 0)
-
 
 @collector_paused()
-def lower(
-    schedule: Schedule, costs: Costs | None = None, looks_ahead: bool = False, early_receives: bool = True
-) -> tuple[Program, ...]:
-    """Programs of all ranks. `costs` steer only where losses and collectives go; any costs give programs that end.
+def lower(schedule: Schedule, costs: Costs | None = None, looks_ahead: bool = False) -> tuple[Program, ...]:
+    """Programs of all ranks, which end although hosts may wait for their devices at any step.
 
-    `looks_ahead`: the last stage uses the embedded rows, too (multi-token prediction). Without `early_receives` the
-    programs end even where hosts wait for their devices. The programs of an interlaced schedule are those of
+    `costs` decide only where losses and communication go; any costs give programs that end. `looks_ahead`: the last
+    stage uses the embedded rows, too (multi-token prediction). The programs of an interlaced schedule are those of
     `unfold(schedule)`. Raises ScheduleError for a schedule that cannot run.
     """
     costs = costs or PassCosts()
     check_passes(schedule)
     line = _lay_out(unfold(schedule), costs, looks_ahead)
     ranks = range(schedule.pipeline_size)
-    return tuple(_RankLowering(line, rank, early_receives).program() for rank in ranks)
+    return tuple(_RankLowering(line, rank).program() for rank in ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +123,8 @@ def _token_moments(schedule: Schedule, graph: Graph, times: Playback) -> list[tu
 class _RankLowering:
     """One rank's steps, when each is over, and the moments at which it posts its part of the operations."""
 
-    def __init__(self, line: _Line, rank: int, early_receives: bool) -> None:
-        self.line, self.rank, self.early_receives = line, rank, early_receives
+    def __init__(self, line: _Line, rank: int) -> None:
+        self.line, self.rank = line, rank
         self.order = line.orders[rank]
         self.over = [line.over[number] for number in self.order]
 
@@ -149,7 +143,7 @@ class _RankLowering:
             instructions.append(action if isinstance(action, Loss) else Run(action))
         instructions += (Post(operation) for _, operation in posts)
         in_order = tuple(operation for _, operation in collectives)
-        return Program(self.rank, tuple(instructions), in_order, self.early_receives)
+        return Program(self.rank, tuple(instructions), in_order)
 
     def inputs(self, number: int) -> list[Operation]:
         """The operations whose result a step uses."""
@@ -169,17 +163,10 @@ class _RankLowering:
             yield from ((over, node) for node in sent if isinstance(node, Message))
 
     def received_messages(self) -> Iterator[tuple[Moment, Message]]:
-        """Where they are sent, or early: before the step ahead of the consumer."""
-        arriving: dict[tuple, list[tuple[Moment, Moment, Message]]] = {}
-        for place, number in enumerate(self.order):
-            ahead = self.over[place - 2] if place > 1 else _BEFORE_ALL
+        """Ahead of the step during which the sender makes the tensor."""
+        graph = self.line.graph
+        for number in self.order:
             for message in self.inputs(number):
                 if isinstance(message, Message):
-                    sender = self.line.graph.predecessors[self.line.graph.number(message)][0]
-                    lane = arriving.setdefault((message.source, message.channel), [])
-                    lane.append((self.line.over[sender], ahead, message))
-        for messages in arriving.values():
-            arrived = _BEFORE_ALL
-            for sent, ahead, message in sorted(messages, key=itemgetter(0)):
-                yield max(arrived, min(ahead, sent)) if self.early_receives else sent, message
-                arrived = sent
+                    sender = graph.predecessors[graph.number(message)][0]
+                    yield self.line.over[sender], message

@@ -43,13 +43,12 @@ def members(operation: Operation, ranks: int) -> Sequence[int]:
     return range(ranks) if isinstance(operation, Collective) else (operation.source, operation.target)
 
 
-def validate_programs(programs: Sequence[Program], hosts_wait: bool = False) -> None:
-    """Play the programs as ranks would whose streams all share one hardware queue, which is the most they can block.
+def validate_programs(programs: Sequence[Program]) -> None:
+    """Play the programs on ranks whose hosts wait at every post until the operation is complete.
 
-    A rank goes on behind a wait when the operation is complete, behind the post of a collective, too, because its later
-    parts stand behind its first, and behind the post of a message when the message before it on its communicator is. An
-    operation is complete when all its members have posted it. Where `hosts_wait`, for their devices, which they may do
-    anywhere, it goes on behind no post before the operation is complete.
+    That is the most that ranks can block each other. It covers hosts that wait for their devices anywhere (kernels that
+    are loaded, the allocator, timers, debuggers) and streams that all share one hardware queue. An operation is
+    complete when all its members have posted it.
 
     Raises ScheduleError where members post different operations as their i-th of a communicator, where an operation is
     never posted by a member, and where ranks wait for each other.
@@ -57,39 +56,21 @@ def validate_programs(programs: Sequence[Program], hosts_wait: bool = False) -> 
     ranks = len(programs)
     _check_posts(programs)
     places = [0] * ranks
-    posted: dict[Operation, int] = defaultdict(int)
-    latest: list[dict[tuple, Operation]] = [{} for _ in range(ranks)]
-    complete: set[Operation] = set()
-    blocked: dict[Operation, list[int]] = defaultdict(list)
+    arrived: dict[Operation, list[int]] = defaultdict(list)
     runnable = list(range(ranks))
-
-    def post(rank: int, operation: Operation) -> Operation | None:
-        """What the rank waits for before it goes on: an operation, complete or not."""
-        channel = communicator(operation)
-        before = latest[rank].get(channel)
-        if before not in (None, operation) and before not in complete:
-            return before
-        if before != operation:
-            latest[rank][channel] = operation
-            posted[operation] += 1
-            if posted[operation] == len(members(operation, ranks)):
-                complete.add(operation)
-                runnable.extend(blocked.pop(operation, ()))
-        return operation if hosts_wait or isinstance(operation, Collective) else None
-
     while runnable:
         rank = runnable.pop()
         instructions = programs[rank].instructions
         while places[rank] < len(instructions):
             instruction = instructions[places[rank]]
-            awaited = None
-            if isinstance(instruction, Wait):
-                awaited = instruction.operation
-            elif isinstance(instruction, Post):
-                awaited = post(rank, instruction.operation)
-            if awaited is not None and awaited not in complete:
-                blocked[awaited].append(rank)
-                break
+            if isinstance(instruction, Post):
+                waiting = arrived[instruction.operation]
+                waiting.append(rank)
+                if len(waiting) < len(members(instruction.operation, ranks)):
+                    break
+                for other in waiting[:-1]:
+                    places[other] += 1
+                runnable.extend(waiting[:-1])
             places[rank] += 1
     stuck = [rank for rank in range(ranks) if places[rank] < len(programs[rank].instructions)]
     if stuck:

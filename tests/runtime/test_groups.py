@@ -9,10 +9,11 @@ import pytest
 import torch.distributed as dist
 
 from megatron_vp.runtime.groups import CTAS, PipelineGroups
-from megatron_vp.runtime.pipeline import Pipeline
-from megatron_vp.schedule import Channel
+from megatron_vp.schedule import Channel, lower
 from tests.harness.ranks import RankError, run_ranks
+from tests.runtime import toy
 from tests.runtime.toy import reference, run_pipeline
+from tests.schedule.early_receives import with_early_receives
 
 STEPS = [(1, True), (3, True)]
 
@@ -20,7 +21,7 @@ STEPS = [(1, True), (3, True)]
 def made_at_first_use(rank: int, world: int, schedule: str, method: str, connects: bool) -> list:
     """`run_pipeline` where the first message on a communicator waits, on the host, until the peer uses it, too.
 
-    Receives are posted early from the first iteration on: programs that post none hide whether communicators are made.
+    Receives are posted early: the programs that a job runs end also where no communicator was made before.
     """
     used = set()
 
@@ -40,7 +41,7 @@ def made_at_first_use(rank: int, world: int, schedule: str, method: str, connect
     with (
         mock.patch.multiple(dist, **{name: waiting_for_the_peer(getattr(dist, name)) for name in names}),
         mock.patch.object(PipelineGroups, "_connect", connect),
-        mock.patch.object(Pipeline, "has_run", return_value=True),
+        mock.patch.object(toy, "lower", lambda *arguments: with_early_receives(lower(*arguments))),
     ):
         return run_pipeline(rank, world, schedule, method, STEPS, False)
 

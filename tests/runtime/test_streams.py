@@ -129,7 +129,7 @@ def iterations(
         index = rank * tensor_size
         layers = VocabularyLayers(EmbeddingLayer(weights[0], shards, index), OutputLayer(weights[1], shards, index))
         whole = unfold(generate(name, ranks, ranks + 1, vocab=method))
-        for gradients in (True, False, True):  # the second time with early receives
+        for gradients in (True, False, True):
             schedule = whole if gradients else whole.forward_only()
             several = heads if gradients else 1
             shapes = Shapes(SEQUENCE, BATCH, HIDDEN, torch.bfloat16, CUDA, heads=several, parts=parts)
@@ -137,7 +137,7 @@ def iterations(
                 weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
             stages = schedule.placement.stage_of[rank]
             model = Model(shapes, stages, schedule.placement.stages - 1, gradients)
-            program = lower(schedule, looks_ahead=several > 1, early_receives=runner.has_run(gradients))[rank]
+            program = lower(schedule, looks_ahead=several > 1)[rank]
             device.behind.clear()
             runner.run(schedule, program, model, layers, shapes, gradients=gradients)
             assert len(device.behind) == schedule.microbatches, "the host waits for nothing but tokens"

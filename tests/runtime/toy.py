@@ -153,7 +153,7 @@ def run_pipeline(
             layer.grad = None
             model = ToyModel(layer, iteration, gradients, schedule.split_backward)
             recorder = Recorder(shapes.device) if trace and trace.begin() else None
-            program = lower(schedule, early_receives=pipeline.has_run(gradients))[rank]
+            program = lower(schedule)[rank]
             report = pipeline.run(schedule, program, model, layers, shapes, gradients=gradients, observer=recorder)
             if recorder:
                 recorder.finish()

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from megatron_vp.cli import schedule as command
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import Collective, PassCosts, ScheduleError, draw, generate, simulate
+from megatron_vp.schedule import Collective, PassCosts, ScheduleError, draw, evaluation, generate, lower, simulate
 
 app = typer.Typer()
 app.callback()(lambda: None)
@@ -233,3 +233,26 @@ def test_a_file_with_a_circle_is_one_line_that_names_it(tmp_path):
         "deadlock: B0 on rank 1 waits for B0 on rank 2, which comes after F0; "
         "F0 on rank 2 waits for F0 on rank 1, which comes after B0"
     )
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_programs_are_those_that_the_runtime_lowers(evaluates):
+    written = json.loads(run(*FAMILY, "--format", "programs", *["--evaluation"] * evaluates).stdout)
+    schedule = generate("1f1b", 3, 4, vocab="vocab-2")
+    programs = lower(evaluation(schedule) if evaluates else schedule)
+    assert {key: written[key] for key in ("schedule", "vocab", "pipeline_size", "chunks", "microbatches")} == {
+        "schedule": "1f1b", "vocab": "vocab-2", "pipeline_size": 3, "chunks": 1, "microbatches": 4,
+    }  # fmt: skip
+    assert written["placement"] == [[0], [1], [2]]
+    for found, program in zip(written["programs"], programs, strict=True):
+        assert len(found) == len(program.instructions)
+        for entry, instruction in zip(found, program.instructions, strict=True):
+            if entry["do"] == "run":
+                name = {"LOSS": "LOSS:"}.get(entry["pass"], entry["pass"])
+                assert f"{name}{entry['microbatch']}" == str(instruction) and entry["chunk"] == 0
+            else:
+                assert {"post": "+", "wait": "?"}[entry["do"]] + entry["operation"] == str(instruction)
+    kinds = {entry["pass"] for program in written["programs"] for entry in program if entry["do"] == "run"}
+    assert kinds == ({"IF", "F", "S", "LOSS"} if evaluates else {"IF", "F", "S", "T", "B", "IB", "LOSS"})
+    (sent,) = [e for e in written["programs"][0] if e["do"] == "post" and e["operation"] == "activation:3[0>1]"]
+    assert sent["members"] == [0, 1] and sent["lane"] == "0>1 activation"

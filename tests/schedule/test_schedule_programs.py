@@ -33,6 +33,7 @@ from megatron_vp.schedule import (
 )
 from megatron_vp.schedule.dependencies import build_graph
 from megatron_vp.schedule.graph import Step
+from tests.schedule.early_receives import with_early_receives
 
 
 def texts(program):
@@ -87,31 +88,26 @@ def test_messages_follow_their_pass_and_precede_their_reader(p, m, vocab):
                 assert words.index(f"+{sent}") == words.index(f"F{i}") + 1
                 assert f"?{sent}" not in words
                 assert_in_order(words, f"+{received}", f"?{received}", f"B{i}")
-                ahead = words[words.index(f"+{received}") : words.index(f"?{received}")]
-                assert any(word[0] not in "+?" for word in ahead), "a receive is posted a step ahead of its reader"
 
 
 @pytest.mark.parametrize(("name", "vocab"), [("1f1b", "vocab-1"), ("v-half", "vocab-2"), ("interleaved", "none")])
-def test_a_receive_is_posted_one_step_ahead_or_once_its_message_is_on_its_way(name, vocab):
+def test_a_receive_is_posted_ahead_of_the_step_during_which_its_message_is_made(name, vocab):
     schedule = generate(name, 4, 8, vocab=vocab)
     rank_of, chunk_of = schedule.placement.rank_of, schedule.placement.chunk_of
     orders = zip(schedule.ranks, simulate(schedule).spans, strict=True)
     ended = [dict(zip(order, (end for _, end in spans), strict=True)) for order, spans in orders]
     kinds = {"activation": PassKind.F, "gradient": PassKind.B}
     for program in lower(schedule):
-        arrived = {}
+        ends = ended[program.rank]
         for place, instruction in enumerate(program.instructions):
             message = getattr(instruction, "operation", None)
             if isinstance(message, Message) and message.target == program.rank and isinstance(instruction, Post):
-                kind, stage = kinds[message.channel], message.source_stage
-                sent = ended[rank_of(stage)][Pass(kind, message.microbatch, chunk_of(stage))]
-                waits = program.instructions.index(Wait(message))
-                between = [i.action for i in program.instructions[place:waits] if isinstance(i, Run)]
-                assert len(between) <= 1 or sent <= ended[program.rank][between[0]] + 1e-9, message
-                earlier = [i.action for i in program.instructions[:place] if isinstance(i, Run)]
-                lane = (message.source, message.channel)
-                assert between or not earlier or arrived.get(lane, 0) >= ended[program.rank][earlier[-1]] - 1e-9
-                arrived[lane] = sent
+                stage = message.source_stage
+                sent = ended[rank_of(stage)][Pass(kinds[message.channel], message.microbatch, chunk_of(stage))]
+                before = [ends[i.action] for i in program.instructions[:place] if isinstance(i, Run)]
+                after = [ends[i.action] for i in program.instructions[place:] if isinstance(i, Run)]
+                assert max(before, default=0) <= sent + 1e-9, message
+                assert min(after) >= sent - 1e-9, message
 
 
 @pytest.mark.parametrize("vocab", ["none", "vocab-1", "vocab-2"])
@@ -235,7 +231,6 @@ def test_any_valid_order_on_any_placement_lowers_to_programs_that_end(p, m, voca
     schedule = replace(schedule, ranks=tuple(map(tuple, orders)))
     for each in (schedule, schedule.forward_only()):
         validate(each, costs)
-        validate_programs(lower(each, costs, early_receives=False), hosts_wait=True)
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "v-half", "v-min", "interleaved"])
@@ -432,7 +427,7 @@ def test_a_broken_program_is_refused_where_it_breaks(edit, words):
 def test_programs_that_wait_for_each_other_are_refused():
     programs = lower(generate("1f1b", 3, 1, vocab="vocab-2"))
     late = with_program(programs, 1, move_after("+activation:0[1>2]", "B0"))
-    with pytest.raises(ScheduleError, match=r"rank 2 at \?activation:0\[1>2\](.|\n)*>\?activation:0\[1>2\]<"):
+    with pytest.raises(ScheduleError, match=r"rank 2 at \+activation:0\[1>2\](.|\n)*>\+activation:0\[1>2\]<"):
         validate_programs(late)
 
 
@@ -467,9 +462,10 @@ def test_posts_that_hang_streams_in_one_hardware_queue_are_refused(vocab, rank, 
         validate_programs(with_program(programs, rank, move_after(early, after)))
 
 
-def test_receives_posted_early_hang_hosts_that_wait_for_their_devices():
-    """As in a first iteration, where CUDA loads kernels: rank 0 waits for a gradient before it has run its first F."""
-    schedule = generate("1f1b", 2, 1)
-    validate_programs(lower(schedule, early_receives=False), hosts_wait=True)
-    with pytest.raises(ScheduleError, match=r"deadlock: rank 0 at \+gradient:0"):
-        validate_programs(lower(schedule), hosts_wait=True)
+@pytest.mark.parametrize(("name", "microbatches"), [("1f1b", 1), ("1f1b", 6), ("interleaved", 6), ("v-half", 6)])
+@pytest.mark.parametrize("vocab", ["none", "vocab-1", "vocab-2"])
+def test_receives_posted_early_hang_hosts_that_wait_for_their_devices(name, microbatches, vocab):
+    programs = lower(generate(name, 2, microbatches, vocab=vocab))
+    validate_programs(programs)
+    with pytest.raises(ScheduleError, match=r"deadlock: rank \d at \+"):
+        validate_programs(with_early_receives(programs))

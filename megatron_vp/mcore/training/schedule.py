@@ -103,7 +103,6 @@ def forward_backward(
         pass_costs(args, method),
         forward_only,
         heads > 1,
-        pipeline.has_run(gradients),
     )
     rank = pipeline.groups.rank
     megatron = MegatronModel(
@@ -161,12 +160,11 @@ def _programs(
     costs: PassCosts,
     forward_only: bool,
     looks_ahead: bool,
-    early_receives: bool,
 ) -> tuple[Schedule, tuple[Program, ...]]:
     schedule = _schedule(name, pipeline_size, chunks, microbatches, method, costs)
     if forward_only:
         schedule = evaluation(schedule, costs)
-    return schedule, lower(schedule, costs, looks_ahead, early_receives)
+    return schedule, lower(schedule, costs, looks_ahead)
 
 
 @lru_cache(maxsize=8)

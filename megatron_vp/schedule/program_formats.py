@@ -1,0 +1,55 @@
+"""Lowered programs as JSON: what every rank runs, posts and waits for, for players and debuggers elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from megatron_vp.schedule.instructions import Collective, Instruction, Loss, Operation, Post, Program, Run
+from megatron_vp.schedule.passes import Schedule
+from megatron_vp.schedule.validate import members
+
+
+def programs_to_json(schedule: Schedule, programs: Sequence[Program]) -> str:
+    """The programs of a schedule, one list of instructions per rank.
+
+    An instruction is one of
+
+    - `{"do": "run", "pass": "F", "chunk": 0, "microbatch": 3}`; the pass `LOSS` is the user's loss function;
+    - `{"do": "post", "operation": "activation:3[0>1]", "members": [0, 1], "lane": "0>1 activation"}`;
+    - the same with `"do": "wait"`.
+
+    An operation has one name on all its members. Operations of one lane complete in the order in which every member
+    posted them. An interlaced schedule is lowered with S, T, IF and IB in the place of V.
+    """
+    document = {
+        "schedule": schedule.name,
+        "vocab": schedule.vocab.value,
+        "pipeline_size": schedule.pipeline_size,
+        "chunks": schedule.chunks,
+        "microbatches": schedule.microbatches,
+        "placement": schedule.placement.stage_of,
+        "programs": [[_entry(each, len(programs)) for each in program.instructions] for program in programs],
+    }
+    return json.dumps(document)
+
+
+def _entry(instruction: Instruction, ranks: int) -> dict[str, object]:
+    if isinstance(instruction, Run):
+        action = instruction.action
+        return {"do": "run", "pass": action.kind.value, "chunk": action.chunk, "microbatch": action.microbatch}
+    if isinstance(instruction, Loss):
+        return {"do": "run", "pass": "LOSS", "chunk": 0, "microbatch": instruction.microbatch}
+    operation = instruction.operation
+    return {
+        "do": "post" if isinstance(instruction, Post) else "wait",
+        "operation": str(operation),
+        "members": list(members(operation, ranks)),
+        "lane": _lane(operation),
+    }
+
+
+def _lane(operation: Operation) -> str:
+    if isinstance(operation, Collective):
+        return "collectives"
+    return f"{operation.source}>{operation.target} {operation.channel}"

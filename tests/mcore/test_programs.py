@@ -1,0 +1,20 @@
+"""What the training function hands to the executor is what `megatron-vp schedule --format programs` shows."""
+
+import pytest
+
+from megatron_vp.mcore.training.schedule import _programs
+from megatron_vp.schedule import PassCosts, VocabMethod, evaluation, generate, lower, unfold
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize(("name", "method"), [("1f1b", "vocab-2"), ("v-half", "vocab-1"), ("interlaced", "vocab-1")])
+def test_every_iteration_runs_the_same_programs(name, method, forward_only):
+    chunks = 2 if name == "v-half" else 1
+    job = (name, 4, chunks, 6, VocabMethod(method), PassCosts(), forward_only, False)
+    _programs.cache_clear()
+    schedule, programs = _programs(*job)
+    expected = generate(name, 4, 6, vocab="interlaced" if name == "interlaced" else method)
+    expected = evaluation(expected) if forward_only else expected
+    assert schedule == unfold(expected)
+    assert programs == lower(expected)
+    assert _programs(*job)[1] is programs
