@@ -51,7 +51,7 @@ def rescale_(product_nh: torch.Tensor, weight_vh: torch.Tensor, derivative: Deri
     tokens, hidden = product_nh.shape
     assert product_nh.is_contiguous() and weight_vh.is_contiguous()
     grid = (tokens, triton.cdiv(hidden, BLOCK))
-    _rescale[grid](product_nh, weight_vh, *_terms(derivative), hidden, BLOCK=BLOCK)
+    _rescale[grid](product_nh, weight_vh, *_terms(derivative), hidden, BLOCK=BLOCK, enable_fp_fusion=True)
 
 
 @triton.jit
@@ -101,6 +101,7 @@ def enter_targets_(
         exp_nv, exp_nv.stride(0), exp_nv.shape[1], x_nh, row_gradient_n.contiguous(), result, smallest,
         *_terms(derivative), hidden,
         BLOCK=BLOCK,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return result
 

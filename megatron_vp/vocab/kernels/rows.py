@@ -13,7 +13,7 @@ SEGMENT = 32
 """Of sorted rows, how many a program adds at most; the n / SEGMENT partial sums of equal rows are added by another."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # another number of rows in every microbatch must not be another kernel
 def _add_segments(
     matrix, row, order, source, partial, count, hidden, BLOCK: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +44,7 @@ def _add_segments(
             tl.store(address, total.to(matrix.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _add_partial_sums(matrix, row, partial, count, hidden, BLOCK: tl.constexpr, SEGMENT: tl.constexpr):
     segment, part = tl.program_id(0), tl.program_id(1)
     first, after = segment * SEGMENT, (segment + 1) * SEGMENT
@@ -88,6 +88,11 @@ def add_rows_(matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Ten
     # Of a segment the sum that may have come in from the one before it, and the one that may go on.
     partial = torch.empty(2 * segments, hidden, dtype=torch.float32, device=source_nh.device)
     _add_segments[(count, parts)](
-        matrix_vh, sorted_n, order_n, source_nh, partial, count, hidden, BLOCK=BLOCK, SEGMENT=SEGMENT
+        matrix_vh, sorted_n, order_n, source_nh, partial, count, hidden,
+        BLOCK=BLOCK,
+        SEGMENT=SEGMENT,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    _add_partial_sums[(segments, parts)](
+        matrix_vh, sorted_n, partial, count, hidden, BLOCK=BLOCK, SEGMENT=SEGMENT, enable_fp_fusion=True
     )
-    _add_partial_sums[(segments, parts)](matrix_vh, sorted_n, partial, count, hidden, BLOCK=BLOCK, SEGMENT=SEGMENT)

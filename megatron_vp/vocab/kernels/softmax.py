@@ -18,7 +18,7 @@ TOKENS_A_PROGRAM = 128
 """When statistics are folded."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "tokens"])
 def _exponentiate(
     logits, stride, labels, first, target_weight, statistics, target, target_logit, tokens, columns,
     BLOCK: tl.constexpr, WHOLE_ROW: tl.constexpr,
@@ -99,11 +99,12 @@ def exponentiate_(
         BLOCK=block,
         WHOLE_ROW=whole,
         num_warps=min(max(block // (32 * LOGITS_A_THREAD), 4), 32),
+        enable_fp_fusion=True,
     )  # fmt: skip
     return statistics_3n, target_n, target_logit_n
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shards", "tokens"])
 def _fold(total, gathered, shards, tokens, BLOCK: tl.constexpr):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < tokens
@@ -135,4 +136,4 @@ def fold_(total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
     shards, _, tokens = gathered_r3n.shape
     assert total_3n.is_contiguous() and gathered_r3n.is_contiguous()
     grid = (triton.cdiv(tokens, TOKENS_A_PROGRAM),)
-    _fold[grid](total_3n, gathered_r3n, shards, tokens, BLOCK=TOKENS_A_PROGRAM)
+    _fold[grid](total_3n, gathered_r3n, shards, tokens, BLOCK=TOKENS_A_PROGRAM, enable_fp_fusion=True)
