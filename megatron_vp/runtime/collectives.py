@@ -22,7 +22,7 @@ from megatron_vp.runtime.store import Store
 from megatron_vp.runtime.streams import Event, Stream
 from megatron_vp.schedule.instructions import Collective, CollectiveKind
 from megatron_vp.schedule.passes import VocabMethod
-from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
+from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange, count_buffer
 from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
 from megatron_vp.vocab.operations import operations_for
 from megatron_vp.vocab.output import OutputLayer, PendingOutput
@@ -53,6 +53,7 @@ class VocabularyCollectives:
         method: vocab-1 or vocab-2.
         gradients: False in evaluation.
         first_rank, last_rank: pipeline ranks of the first and of the last virtual stage.
+        microbatches: of the iteration.
         awaited: the collectives whose result this rank uses.
         observer: watches the collectives on the second stream.
         progress: is told which collective the second stream is at.
@@ -70,6 +71,7 @@ class VocabularyCollectives:
         gradients: bool,
         first_rank: int,
         last_rank: int,
+        microbatches: int,
         awaited: frozenset[Collective],
         observer: Observer,
         progress: Progress,
@@ -89,6 +91,7 @@ class VocabularyCollectives:
         self._word_ranks = sorted({first_rank, last_rank}) if shapes.heads > 1 else [first_rank]
         self._has_words = groups.rank in self._word_ranks
         self._runs_loss = groups.rank == len(groups.members) - 1
+        self._counts = count_buffer(microbatches, len(groups.members), shapes.device)
         self._awaited = awaited
         self._observer = observer
         self._progress = progress
@@ -135,7 +138,9 @@ class VocabularyCollectives:
         labels_be = self._model.labels(microbatch) if rank == last else shapes.token_ids()
 
         groups, shards = self._groups, self._layers.embedding.shards
-        exchange = RowExchange(tokens_be.view(-1), shards, groups.tensor_size, groups.tensor_rank)
+        exchange = RowExchange(
+            tokens_be.view(-1), shards, groups.tensor_size, groups.tensor_rank, self._counts[microbatch]
+        )
         labels_n = labels_be.new_empty(shapes.outputs)
 
         def communicate() -> None:

@@ -79,6 +79,7 @@ class Pipeline:
                 gradients,
                 placement.first_rank,
                 placement.last_rank,
+                schedule.microbatches,
                 awaited=_awaited_collectives(program.instructions),
                 observer=observer,
                 progress=self.progress,

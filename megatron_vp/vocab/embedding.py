@@ -1,8 +1,8 @@
 """Input embedding of one shard: passes IF and IB, and the exchange of owned rows between them and stage 0.
 
 Every rank holds the tokens of a microbatch, so every rank knows who owns which position and how many rows travel:
-each sends stage 0 only the rows it owns, and gets back only their gradients (design, section 4). A dense [n, h]
-reduction would grow with the number of ranks instead.
+each sends stage 0 only the rows it owns, and gets back only their gradients. A dense [n, h] reduction would grow with
+the number of ranks instead.
 """
 
 from __future__ import annotations
@@ -32,27 +32,37 @@ class RowExchange:
         tokens_n: int64 token ids; may still be on their way until `plan` runs.
         shards: the cut of the vocabulary, in p x t.
         tensor_size, tensor_rank: t, and which of the t pipelines.
+        counts: where `plan` writes how many positions each rank owns: a row of `count_buffer`; None makes one.
     """
 
-    def __init__(self, tokens_n: torch.Tensor, shards: VocabShards, tensor_size: int = 1, tensor_rank: int = 0) -> None:
+    def __init__(
+        self,
+        tokens_n: torch.Tensor,
+        shards: VocabShards,
+        tensor_size: int = 1,
+        tensor_rank: int = 0,
+        counts: torch.Tensor | None = None,
+    ) -> None:
         self.tokens_n = tokens_n
         self.shards = shards
         self._tensor_size = tensor_size
         self._tensor_rank = tensor_rank
         self._ranks = shards.count // tensor_size
-        self._starts, self._owners, self._numbers = _owner_tables(shards, tensor_size, tensor_rank, tokens_n.device)
+        self._starts, self._owners, self._bounds = _owner_tables(shards, tensor_size, tensor_rank, tokens_n.device)
         self.order_n = torch.empty_like(tokens_n)
-        """Positions sorted by owner, in ascending position within an owner, those of other pipelines last: the first k
-        are the layout of the [k, h] buffer that stage 0 receives and of the gradients that it sends."""
-        self._counts = torch.empty(self._ranks + 2, dtype=torch.int64, pin_memory=tokens_n.is_cuda)
+        """Positions sorted by owner, within an owner by token id and then by position, those of other pipelines last.
+        The first k are the layout of the [k, h] buffer that stage 0 receives and of the gradients that it sends, so the
+        rows of an owner ascend."""
+        self._counts = count_buffer(1, self._ranks, tokens_n.device)[0] if counts is None else counts
 
     def plan(self) -> None:
-        """Find the owners; asynchronous on a GPU."""
+        """Find the owners; asynchronous on a GPU. The one sort of a microbatch, whose size never changes."""
         # Among the starts, a token's place is one more than the number of its shard.
         owner_n = self._owners[torch.bucketize(self.tokens_n, self._starts, right=True)]
-        sorted_n, order_n = owner_n.sort(stable=True)
+        key_n = owner_n * self.shards.vocab_size + self.tokens_n.clamp(0, self.shards.vocab_size - 1)
+        sorted_n, order_n = key_n.sort(stable=True)
         self.order_n.copy_(order_n)
-        self._counts.copy_(torch.searchsorted(sorted_n, self._numbers).diff(), non_blocking=True)
+        self._counts.copy_(torch.searchsorted(sorted_n, self._bounds).diff(), non_blocking=True)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -91,6 +101,15 @@ class RowExchange:
         return rows_nh.index_select(0, self.order_n[: sum(self.counts)])
 
 
+def count_buffer(microbatches: int, ranks: int, device: torch.device) -> torch.Tensor:
+    """Room for the counts of several exchanges, int64 [microbatches, ranks + 2] on the host.
+
+    Pinned where `device` is a GPU, so that `RowExchange.plan` does not wait for its copy. Made once an iteration: an
+    allocation of pinned memory may wait for the device.
+    """
+    return torch.empty(microbatches, ranks + 2, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
 @lru_cache
 def _owner_tables(
     shards: VocabShards, tensor_size: int, tensor_rank: int, device: torch.device
@@ -100,17 +119,17 @@ def _owner_tables(
     Returns:
         starts [p t + 1]: the first row of every shard, then the end of the vocabulary.
         owners [p t + 2]: of a token before all starts, of one after each.
-        numbers [p + 3]: of all owners, and one more.
+        bounds [p + 3]: the least sort key of every owner, and of one more.
     """
     ranks = shards.count // tensor_size
     owners = [index // tensor_size if index % tensor_size == tensor_rank else ranks for index in range(shards.count)]
     tables = (
         [shards.start(index) for index in range(shards.count + 1)],
         [ranks + 1, *owners, ranks + 1],
-        list(range(ranks + 3)),
+        [owner * shards.vocab_size for owner in range(ranks + 3)],
     )
-    starts, owners, numbers = (torch.tensor(table, device=device) for table in tables)
-    return starts, owners, numbers
+    starts, owners, bounds = (torch.tensor(table, device=device) for table in tables)
+    return starts, owners, bounds
 
 
 class EmbeddingLayer(nn.Module):
@@ -131,7 +150,7 @@ class EmbeddingLayer(nn.Module):
     def backward_pass(self, exchange: RowExchange, gradient_kh: torch.Tensor) -> None:
         """Pass IB: add the gradients of the owned rows [k, h] to `weight.main_grad`, deterministically."""
         rows_k = self._rows(exchange)
-        operations_for(gradient_kh).add_rows_(self.weight.main_grad, rows_k, gradient_kh)
+        operations_for(gradient_kh).add_rows_(self.weight.main_grad, rows_k, gradient_kh, sorted_rows=True)
 
     def _rows(self, exchange: RowExchange) -> torch.Tensor:
         return exchange.owned_by(self.index) - self.shards.start(self.index)

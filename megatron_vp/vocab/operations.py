@@ -61,8 +61,13 @@ class Operations(Protocol):
     def add_product_(self, matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:
         """matrix += left^T right."""
 
-    def add_rows_(self, matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Tensor) -> None:
-        """matrix[row_i] += source_i for the rows that are not negative; the same bits in every run."""
+    def add_rows_(
+        self, matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Tensor, *, sorted_rows: bool = False
+    ) -> None:
+        """matrix[row_i] += source_i for the rows that are not negative; the same bits in every run.
+
+        sorted_rows: whether `row_n` ascends.
+        """
 
 
 def smallest_scale(dtype: torch.dtype) -> float:
@@ -138,7 +143,9 @@ class EagerOperations:
         else:
             matrix_vh.add_(left_nv.t() @ right_nh)
 
-    def add_rows_(self, matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Tensor) -> None:
+    def add_rows_(
+        self, matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Tensor, *, sorted_rows: bool = False
+    ) -> None:
         """See `Operations`."""
         kept_n = (row_n >= 0).nonzero().squeeze(-1)
         rows_kh = source_nh[kept_n].to(matrix_vh.dtype)
@@ -172,7 +179,7 @@ class ShapeOperations:
     def add_product_(self, matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:
         """See `Operations`."""
 
-    def add_rows_(self, matrix_vh: torch.Tensor, *others: torch.Tensor) -> None:
+    def add_rows_(self, matrix_vh: torch.Tensor, *others: torch.Tensor, sorted_rows: bool = False) -> None:
         """See `Operations`."""
 
 

@@ -301,7 +301,7 @@ class Kernels:
     def add_product_(self, matrix_vh, left_nv, right_nh) -> None:
         self._launch("add_product_", [left_nv, right_nh, matrix_vh], [matrix_vh])
 
-    def add_rows_(self, matrix_vh, row_n, source_nh) -> None:
+    def add_rows_(self, matrix_vh, row_n, source_nh, *, sorted_rows=False) -> None:
         self._launch("add_rows_", [row_n, source_nh, matrix_vh], [matrix_vh])
 
     def _read(self, derivative: Derivative) -> list[torch.Tensor]:

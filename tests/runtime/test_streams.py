@@ -101,7 +101,10 @@ def iterations(
         with device.outside_the_loop():  # once in the life of a job
             return make_tables(*arguments)
 
-    kernels = Kernels(device)
+    def each_by_itself(*sizes: object) -> list[torch.Tensor]:
+        return [row.clone() for row in make_counts(*sizes)]  # the device keeps account of whole storages
+
+    make_counts, kernels = embedding.count_buffer, Kernels(device)
     with ExitStack() as stack:
         for target, attribute, stand_in in (
             (pipeline, "pipeline_device", lambda: CUDA),
@@ -111,6 +114,7 @@ def iterations(
             (collectives, "operations_for", lambda tensor: kernels),
             (embedding, "operations_for", lambda tensor: kernels),
             (embedding, "_owner_tables", tables),
+            (collectives, "count_buffer", each_by_itself),
             (RowExchange, "counts", property(counts)),
         ):
             stack.enter_context(mock.patch.object(target, attribute, stand_in))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_vp.errors import UserError
-from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
+from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange, count_buffer
 from megatron_vp.vocab.shards import VocabShards
 
 HIDDEN = 4
@@ -44,6 +44,30 @@ def test_rows_arrive_in_token_order_and_gradients_return_to_their_owners(vocab, 
             layer.backward_pass(exchange, rows)
     assert torch.equal(total, expected)
     torch.testing.assert_close(torch.cat([layer.weight.main_grad for layer in layers]), table.grad)
+
+
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_the_rows_of_every_owner_ascend_so_that_their_gradients_need_no_sort(pipelines):
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(50, (90,), generator=generator)
+    shards = VocabShards(50, 3 * pipelines)
+    for pipeline in range(pipelines):
+        exchange = _planned(tokens, shards, pipelines, pipeline)
+        for index in range(pipeline, shards.count, pipelines):
+            owned = exchange.owned_by(index).tolist()
+            assert owned == sorted(t for t in tokens.tolist() if shards.start(index) <= t < shards.start(index + 1))
+
+
+def test_exchanges_of_an_iteration_share_one_buffer_of_counts():
+    shards, buffer = VocabShards(50, 3), count_buffer(2, 3, torch.device("cpu"))
+    every_id, first_ids = torch.arange(50), torch.zeros(7, dtype=torch.int64)
+    exchanges = [
+        RowExchange(tokens, shards, counts=row) for tokens, row in zip((every_id, first_ids), buffer, strict=True)
+    ]
+    for exchange in exchanges:
+        exchange.plan()
+    assert exchanges[0].counts == tuple(shards.rows(index) for index in range(3))
+    assert exchanges[1].counts == (7, 0, 0)
 
 
 def test_shards_cover_every_row_once_and_know_their_rows():

@@ -234,6 +234,16 @@ def test_add_rows_whose_equal_rows_lie_in_several_segments(monkeypatch, runs, le
     torch.testing.assert_close(matrix.double(), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("count", [1, 16, 17, 33, 64])
+def test_add_rows_that_are_sorted_already(count):
+    row = torch.randint(-1, 5, (count,), generator=torch.Generator().manual_seed(count)).sort().values.to(DEVICE)
+    source = _random(count, 8)
+    expected, found = (torch.zeros(5, 8, device=DEVICE) for _ in range(2))
+    rows.add_rows_(expected, row, source)
+    rows.add_rows_(found, row, source, sorted_rows=True)
+    assert torch.equal(found, expected)
+
+
 def test_add_rows_of_nothing():
     matrix = _random(3, 4)
     before = matrix.clone()

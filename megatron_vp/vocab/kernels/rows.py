@@ -15,7 +15,8 @@ SEGMENT = 32
 
 @triton.jit(do_not_specialize=["count"])  # another number of rows in every microbatch must not be another kernel
 def _add_segments(
-    matrix, row, order, source, partial, count, hidden, BLOCK: tl.constexpr, SEGMENT: tl.constexpr,
+    matrix, row, order, source, partial, count, hidden,
+    BLOCK: tl.constexpr, SEGMENT: tl.constexpr, IN_ORDER: tl.constexpr,
 ):  # fmt: skip
     place, part = tl.program_id(0), tl.program_id(1)
     own = tl.load(row + place)
@@ -30,7 +31,7 @@ def _add_segments(
         total = tl.zeros((BLOCK,), tl.float32)
         following = own
         while following == own:
-            token = tl.load(order + place)
+            token = place.to(tl.int64) if IN_ORDER else tl.load(order + place)
             total += tl.load(source + token * hidden + lane, mask=inside, other=0.0).to(tl.float32)
             place += 1
             following = tl.load(row + place, mask=place < end, other=-1)
@@ -67,7 +68,9 @@ def _add_partial_sums(matrix, row, partial, count, hidden, BLOCK: tl.constexpr, 
             tl.store(address, total.to(matrix.dtype.element_ty), mask=inside)
 
 
-def add_rows_(matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Tensor) -> None:
+def add_rows_(
+    matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Tensor, *, sorted_rows: bool = False
+) -> None:
     """matrix[row_i] += source_i, deterministic whatever rows repeat; sums in fp32.
 
     Sorted by row, then cut into segments: equal rows of a segment are added by one program, and those that lie in
@@ -78,12 +81,15 @@ def add_rows_(matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Ten
         matrix_vh: [V/p, h] in any float dtype, contiguous: `main_grad`.
         row_n: int64 [n]; a negative row is left out.
         source_nh: [n, h] in any float dtype, contiguous.
+        sorted_rows: whether `row_n` ascends. It need not be sorted then, which spares launches and kernels of PyTorch
+            that differ by n.
     """
     count, hidden = source_nh.shape
     assert matrix_vh.is_contiguous() and source_nh.is_contiguous()
     if not count:
         return
-    sorted_n, order_n = row_n.sort(stable=True)
+    # In sorted rows a place is its own position, and nobody reads the order.
+    sorted_n, order_n = (row_n, row_n) if sorted_rows else row_n.sort(stable=True)
     segments, parts = triton.cdiv(count, SEGMENT), triton.cdiv(hidden, BLOCK)
     # Of a segment the sum that may have come in from the one before it, and the one that may go on.
     partial = torch.empty(2 * segments, hidden, dtype=torch.float32, device=source_nh.device)
@@ -91,6 +97,7 @@ def add_rows_(matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Ten
         matrix_vh, sorted_n, order_n, source_nh, partial, count, hidden,
         BLOCK=BLOCK,
         SEGMENT=SEGMENT,
+        IN_ORDER=sorted_rows,
         enable_fp_fusion=True,
     )  # fmt: skip
     _add_partial_sums[(segments, parts)](
