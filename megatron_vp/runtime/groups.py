@@ -25,8 +25,8 @@ Edge = tuple[int, int, Channel]
 
 CTAS = 4
 """Thread blocks, and so multiprocessors, that NCCL may use for an operation of ours, which runs beside transformer
-passes. It holds them while it waits for a peer, too: a receive that is posted ahead would by default keep up to 32 busy
-over NVLink, and those of all edges together nearly a whole device. Not yet measured on a GPU."""
+passes. It holds them while it waits for a peer, too: by default a receive would keep up to 32 busy over NVLink until
+its message comes, and those of all edges together nearly a whole device. Not yet measured on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ class PipelineGroups:
     edges: dict[Edge, dist.ProcessGroup]
 
     @property
+    def communicators(self) -> int:
+        """How many communicators this rank has for its pipeline; each has buffers on the device."""
+        return 1 + len(self.edges) + (self.tensor is not None)
+
+    @property
     def alone(self) -> bool:
         """Whether this rank has no peers: in a replay."""
         return isinstance(self.vocabulary, LoneCommunicator)
@@ -61,8 +66,9 @@ class PipelineGroups:
     ) -> PipelineGroups:
         """Create the groups of every pipeline of the job, and keep those of this rank's; collective over all ranks.
 
-        Names of process groups count the groups created so far, so all ranks must create all groups in one order. For
-        a rank that is no member that costs microseconds: nothing is communicated.
+        Names of process groups count the groups created so far, so all ranks must create all groups in one order. That
+        costs a rank that is no member microseconds: nothing is communicated. NCCL makes a communicator when a group is
+        first used, and holds up the host until the peers get there; programs end although hosts wait so.
 
         Args:
             replicas: of each model replica the global ranks, pipeline rank major, tensor rank minor; the same on all
@@ -93,24 +99,7 @@ class PipelineGroups:
                     own = {edge: group for edge, group in groups.items() if rank in edge[:2]}
                     mine = cls(members, rank, tensor_size, tensor_rank, communicator(pipeline), tensor[rank], own)
         assert mine is not None, f"rank {dist.get_rank()} is in none of the replicas"
-        mine._connect()
         return mine
-
-    def _connect(self) -> None:
-        """Use every communicator once, in an order in which no two ranks wait for each other.
-
-        NCCL makes a communicator when it is first used, and holds up the host until the peers get there, too. In a
-        schedule, which posts receives ahead of the passes that they depend on, they might never.
-        """
-        probe = torch.zeros(1, device=pipeline_device())
-        self.vocabulary.broadcast(probe, 0)
-        if self.tensor is not None:
-            dist.all_reduce(probe, group=self.tensor)
-        for (source, target, _), group in self.edges.items():
-            if self.rank == source:
-                dist.send(probe, self.members[target], group=group)
-            else:
-                dist.recv(probe, self.members[source], group=group)
 
 
 def _nccl_options(timeout: timedelta | None, urgent: bool) -> object:
@@ -119,6 +108,10 @@ def _nccl_options(timeout: timedelta | None, urgent: bool) -> object:
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
     options.config.max_ctas = CTAS
+    if hasattr(options, "lazy_init"):
+        # PyTorch 2.15 splits a new group's communicator off the world's at once, which is a collective of all ranks of
+        # the job for each of our groups. Made at the first use it concerns its members alone, as in older releases.
+        options.lazy_init = True
     if timeout is not None:
         options._timeout = timeout  # `new_group` warns where the two differ
     return options

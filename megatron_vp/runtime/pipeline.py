@@ -12,6 +12,7 @@ from megatron_vp.runtime.links import Links
 from megatron_vp.runtime.model import Model, Shapes
 from megatron_vp.runtime.passes import ChunkPasses
 from megatron_vp.runtime.progress import FINISHING, Progress
+from megatron_vp.runtime.rehearsal import RehearsalModel
 from megatron_vp.runtime.sharded_ends import ShardedEnds
 from megatron_vp.runtime.store import Store
 from megatron_vp.runtime.streams import CudaMark, second_stream
@@ -37,6 +38,33 @@ class Pipeline:
         self.groups = groups
         self.progress = Progress(groups.members, groups.rank)
         self._stream = second_stream(pipeline_device(), alone=groups.alone)
+        self._rehearsed: set[tuple[Shapes, bool]] = set()
+
+    def rehearse(
+        self,
+        schedule: Schedule,
+        program: Program,
+        layers: VocabularyLayers | None,
+        shapes: Shapes,
+        *,
+        gradients: bool,
+    ) -> None:
+        """Run an iteration without a transformer: it loads kernels, connects ranks and allocates what others will use.
+
+        No weight and no `main_grad` changes. All ranks of the pipeline must call it together. The arguments are those
+        of `run`; `schedule` has `rehearsal.MICROBATCHES` microbatches.
+        """
+        shards = layers.embedding.shards if layers else None
+        first_tokens = [shards.start(index) for index in range(shards.count) if shards.rows(index)] if shards else [0]
+        model = RehearsalModel(
+            shapes, schedule.placement, self.groups.rank, first_tokens, shards is not None, gradients
+        )
+        self.run(schedule, program, model, layers, shapes, gradients=gradients, rehearsal=True)
+        self._rehearsed.add((shapes, gradients))
+
+    def has_rehearsed(self, shapes: Shapes, gradients: bool) -> bool:
+        """Whether an iteration of this kind and these sizes has been rehearsed."""
+        return (shapes, gradients) in self._rehearsed
 
     def run(
         self,
@@ -48,6 +76,7 @@ class Pipeline:
         *,
         gradients: bool,
         observer: Observer | None = None,
+        rehearsal: bool = False,
     ) -> Report:
         """Run one iteration.
 
@@ -59,6 +88,7 @@ class Pipeline:
             shapes: sizes of a microbatch, equal on all ranks.
             gradients: False for evaluation, whose schedule holds forward passes only.
             observer: watches the instructions and the collectives.
+            rehearsal: whether the iteration is none of the job's.
         """
         placement, rank = schedule.placement, self.groups.rank
         observer = observer or Unobserved()
@@ -124,7 +154,7 @@ class Pipeline:
             Post: post,
             Wait: wait,
         }
-        with self.progress.schedule():
+        with self.progress.schedule(rehearsal):
             execute(program, handlers, observer, self.progress)
             self.progress.instruction = FINISHING
             if collectives is not None:

@@ -60,7 +60,7 @@ class Progress:
         self.members = members
         self.rank = rank
         self.iteration = 0
-        """How many times a schedule was started."""
+        """How many times a schedule was started, rehearsals left out."""
         self.instruction: Instruction | _Finishing | None = None
         """What the host is at; None outside a schedule."""
         self.collective: Collective | None = None
@@ -68,9 +68,9 @@ class Progress:
         self._marks: deque[tuple[Wait, Mark]] = deque()
 
     @contextmanager
-    def schedule(self) -> Iterator[None]:
+    def schedule(self, rehearsal: bool = False) -> Iterator[None]:
         """One iteration. A connection that breaks becomes a Fault; other errors get a note that says where it was."""
-        self.iteration += 1
+        self.iteration += not rehearsal
         try:
             yield
         except UserError:

@@ -203,7 +203,6 @@ def ranks_share(device: torch.device) -> Iterator[None]:
 
     with (
         mock.patch.object(groups, "communicator", StagedCommunicator),
-        mock.patch.object(groups.PipelineGroups, "_connect", lambda self: None),
         mock.patch.object(groups, "pipeline_device", lambda: device),  # for what is imported from here on
         mock.patch.object(pipeline, "pipeline_device", lambda: device),
         mock.patch.object(links, "dist", SimpleNamespace(isend=isend, irecv=irecv)),

@@ -72,7 +72,7 @@ def test_more_microbatches_hold_no_more(tmp_path):
         (tmp_path / batch).mkdir()
         _, found = _shapes_only(tmp_path / batch, 1, ["--vocab-parallel", "--global-batch-size", batch])
         peaks.append(found["memory_bytes"]["peak"])
-    assert peaks[1] == pytest.approx(peaks[0], rel=1e-4)
+    assert 0 <= peaks[1] - peaks[0] <= 16 * 8 * (4 + 2)  # 16 more microbatches, a count of rows for every rank in each
 
 
 def test_it_prints_memory_alone(tmp_path):

@@ -18,11 +18,8 @@ from tests.schedule.early_receives import with_early_receives
 STEPS = [(1, True), (3, True)]
 
 
-def made_at_first_use(rank: int, world: int, schedule: str, method: str, connects: bool) -> list:
-    """`run_pipeline` where the first message on a communicator waits, on the host, until the peer uses it, too.
-
-    Receives are posted early: the programs that a job runs end also where no communicator was made before.
-    """
+def made_at_first_use(rank: int, world: int, schedule: str, method: str, early: bool) -> list:
+    """`run_pipeline` where the first message on a communicator waits, on the host, until the peer uses it, too."""
     used = set()
 
     def waiting_for_the_peer(operation):
@@ -36,28 +33,25 @@ def made_at_first_use(rank: int, world: int, schedule: str, method: str, connect
 
         return start
 
-    names = ("isend", "irecv", "send", "recv")
-    connect = PipelineGroups._connect if connects else lambda self: None
     with (
-        mock.patch.multiple(dist, **{name: waiting_for_the_peer(getattr(dist, name)) for name in names}),
-        mock.patch.object(PipelineGroups, "_connect", connect),
-        mock.patch.object(toy, "lower", lambda *arguments: with_early_receives(lower(*arguments))),
+        mock.patch.multiple(dist, **{name: waiting_for_the_peer(getattr(dist, name)) for name in ("isend", "irecv")}),
+        mock.patch.object(toy, "lower", lambda whole: with_early_receives(lower(whole)) if early else lower(whole)),
     ):
         return run_pipeline(rank, world, schedule, method, STEPS, False)
 
 
 @pytest.mark.parametrize(("schedule", "world", "method"), [("1f1b", 2, "vocab-1"), ("zb-h1", 3, "vocab-2")])
 def test_the_first_iteration_ends(schedule, world, method):
-    results = run_ranks(world, made_at_first_use, schedule, method, True, timeout=60)
+    results = run_ranks(world, made_at_first_use, schedule, method, False, timeout=60)
     for iteration, (microbatches, _) in enumerate(STEPS):
         losses, _ = reference(world, microbatches, iteration, False)
         assert results[-1][iteration][0] == pytest.approx(losses, rel=1e-12)
 
 
 @pytest.mark.slow
-def test_without_a_first_use_ahead_of_it_it_would_not():
+def test_with_early_receives_it_would_not():
     with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish(.|\n)*waits for the peer\n$"):
-        run_ranks(2, made_at_first_use, "1f1b", "vocab-1", False, timeout=8)
+        run_ranks(2, made_at_first_use, "1f1b", "vocab-1", True, timeout=8)
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="PyTorch without NCCL")
@@ -71,7 +65,6 @@ def test_nccl_may_take_few_thread_blocks_and_messages_are_urgent():
 
     with (
         mock.patch.multiple(dist, new_group=new_group, get_backend=lambda group=None: "nccl", get_rank=lambda: 0),
-        mock.patch.object(PipelineGroups, "_connect"),
     ):
         PipelineGroups.create([[0, 2], [1, 3]], [(0, 1, Channel.ACTIVATION)], timedelta(minutes=7))
     pipelines, edges = [(0, 2), (1, 3)], [(0, 2), (1, 3)]

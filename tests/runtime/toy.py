@@ -12,11 +12,12 @@ from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.recorder import Recorder
+from megatron_vp.runtime.rehearsal import MICROBATCHES
 from megatron_vp.runtime.trace import PipelineTrace
 from megatron_vp.schedule.generators import generate
 from megatron_vp.schedule.instructions import Channel
 from megatron_vp.schedule.lowering import lower
-from megatron_vp.schedule.passes import VocabMethod
+from megatron_vp.schedule.passes import Schedule, VocabMethod
 from megatron_vp.vocab.embedding import EmbeddingLayer
 from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards
@@ -124,10 +125,12 @@ def run_pipeline(
     trace_folder: Path | None = None,
     device: str = "cpu",
     dtype: torch.dtype = torch.float64,
+    rehearses: bool = False,
 ) -> list[tuple[list[float], dict[str, torch.Tensor], tuple[float, int], int]]:
     """Run iterations (microbatches, gradients) on one rank; of each: losses, own gradients, peaks, completions.
 
-    With `trace_folder` every iteration but the first is traced.
+    With `trace_folder` every iteration but the first is traced. `rehearses`: training and evaluation are rehearsed
+    before their first iteration.
     """
     with process_group(rank, world):
         weights = {name: weight.to(device, dtype) for name, weight in parameters(world).items()}
@@ -146,13 +149,15 @@ def run_pipeline(
         trace = trace_folder and PipelineTrace(trace_folder, range(2, len(steps) + 1), pipeline.groups)
         results = []
         for iteration, (microbatches, gradients) in enumerate(steps):
-            schedule = generate(name, world, microbatches, vocab=VocabMethod(method))
-            schedule = schedule if gradients else schedule.forward_only()
+            schedule = _schedule(name, world, microbatches, method, gradients)
             for weight in {embedding, output}:
                 weight.main_grad = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
             layer.grad = None
             model = ToyModel(layer, iteration, gradients, schedule.split_backward)
             recorder = Recorder(shapes.device) if trace and trace.begin() else None
+            if rehearses and not pipeline.has_rehearsed(shapes, gradients):
+                rehearsed = _schedule(name, world, MICROBATCHES, method, gradients)
+                pipeline.rehearse(rehearsed, lower(rehearsed)[rank], layers, shapes, gradients=gradients)
             program = lower(schedule)[rank]
             report = pipeline.run(schedule, program, model, layers, shapes, gradients=gradients, observer=recorder)
             if recorder:
@@ -166,3 +171,8 @@ def run_pipeline(
             results.append((model.losses, found, peaks, len(model.completed)))
         dist.barrier()
         return results
+
+
+def _schedule(name: str, ranks: int, microbatches: int, method: str, gradients: bool) -> Schedule:
+    schedule = generate(name, ranks, microbatches, vocab=VocabMethod(method))
+    return schedule if gradients else schedule.forward_only()

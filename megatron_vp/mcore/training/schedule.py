@@ -17,6 +17,7 @@ from megatron_vp.mcore.reports.pipeline_trace import pipeline_trace
 from megatron_vp.mcore.reports.rank_report import rank_report
 from megatron_vp.mcore.training.deferred_checks import checks_put_off
 from megatron_vp.mcore.training.driver import MegatronModel
+from megatron_vp.mcore.training.first_iteration import rehearse
 from megatron_vp.mcore.training.pass_costs import pass_costs
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.made_up import MadeUpShapes
@@ -91,19 +92,21 @@ def forward_backward(
     cut = {"heads": heads, "stretches": stretches, "parts": parts, "part": part}
     shapes = MadeUpShapes(*sizes, args.padded_vocab_size, **cut) if args.fake_process_group else Shapes(*sizes, **cut)
 
+    method = VocabMethod(args.vocab_parallel_algorithm if args.vocab_parallel else VocabMethod.NONE)
+    costs = pass_costs(args, method)
+    layers = vocabulary_layers(cores)
+
+    def programs(microbatches: int, gradients: bool, shapes: Shapes) -> tuple[Schedule, tuple[Program, ...]]:
+        ranks = len(pipeline.groups.members)
+        looks_ahead = shapes.heads > 1
+        return _programs(
+            args.pipeline_schedule, ranks, len(chunks), microbatches, method, costs, not gradients, looks_ahead
+        )
+
+    rehearse(pipeline, programs, layers, shapes, gradients)
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    method = VocabMethod(args.vocab_parallel_algorithm if args.vocab_parallel else VocabMethod.NONE)
-    schedule, programs = _programs(
-        args.pipeline_schedule,
-        len(pipeline.groups.members),
-        len(chunks),
-        num_microbatches,
-        method,
-        pass_costs(args, method),
-        forward_only,
-        heads > 1,
-    )
+    schedule, lowered = programs(num_microbatches, gradients, shapes)
     rank = pipeline.groups.rank
     megatron = MegatronModel(
         chunks,
@@ -122,9 +125,9 @@ def forward_backward(
     recorder = Recorder(shapes.device) if report or trace else None
     counted = pipeline.run(
         schedule,
-        programs[rank],
+        lowered[rank],
         megatron,
-        vocabulary_layers(cores),
+        layers,
         shapes,
         gradients=gradients,
         observer=recorder,

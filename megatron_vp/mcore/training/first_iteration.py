@@ -1,0 +1,46 @@
+"""Before a job's first iteration: a rehearsal of training and of evaluation, and one line about what it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from megatron.training.utils import print_rank_0
+
+from megatron_vp.runtime.collectives import VocabularyLayers
+from megatron_vp.runtime.model import Shapes
+from megatron_vp.runtime.pipeline import Pipeline
+from megatron_vp.runtime.rehearsal import MICROBATCHES
+from megatron_vp.schedule.instructions import Program
+from megatron_vp.schedule.passes import Schedule
+
+Programs = Callable[[int, bool, Shapes], tuple[Schedule, tuple[Program, ...]]]
+"""The schedule and the programs of all ranks for so many microbatches, with or without gradients, of these sizes."""
+
+
+def rehearse(
+    pipeline: Pipeline, programs: Programs, layers: VocabularyLayers | None, shapes: Shapes, gradients: bool
+) -> None:
+    """Rehearse an iteration of this kind and these sizes, unless that has been done; before training evaluation, too.
+
+    An evaluation of other sizes is rehearsed before it begins. Collective over the pipeline.
+    """
+    kinds = [(shapes, gradients)]
+    if gradients:
+        kinds.append((replace(shapes, heads=1), False))  # evaluation has one head
+    new = [kind for kind in kinds if not pipeline.has_rehearsed(*kind)]
+    if not new:
+        return
+    start = time.perf_counter()
+    for sizes, trains in new:
+        schedule, lowered = programs(MICROBATCHES, trains, sizes)
+        pipeline.rehearse(schedule, lowered[pipeline.groups.rank], layers, sizes, gradients=trains)
+    if shapes.device.type == "cuda":
+        torch.cuda.synchronize()
+    words = " and ".join("training" if trains else "evaluation" for _, trains in new)
+    print_rank_0(
+        f"> rehearsed the pipeline for {words} in {time.perf_counter() - start:.2f} s: kernels of the vocabulary "
+        f"layers loaded, {pipeline.groups.communicators} communicators of this rank connected"
+    )

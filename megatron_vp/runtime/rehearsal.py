@@ -1,0 +1,103 @@
+"""A model without a transformer, for an iteration before the first: it makes what an iteration would make midway.
+
+A pipeline that has never run would compile and load kernels, make communicators and connect pairs of ranks in the
+middle of its schedule, each at the first use, while all other ranks wait. A rehearsal is an iteration of a few
+microbatches of real sizes through the real program, with this model in the place of the user's. Messages, collectives,
+vocabulary passes and their buffers are the real ones; the transformer's passes are left out, activations are zero, and
+so is every gradient that a weight's `main_grad` receives.
+"""
+
+from __future__ import annotations
+
+from itertools import chain, cycle, islice
+
+import torch
+
+from megatron_vp.runtime.model import Shapes
+from megatron_vp.schedule.placement import Placement
+
+MICROBATCHES = 3
+"""One with words of every shard, and two in which all but one shard have one word or two."""
+
+
+class RehearsalModel:
+    """Implements `megatron_vp.runtime.model.Model` for one rank.
+
+    Args:
+        shapes: sizes of a microbatch.
+        placement: which virtual stage each chunk of each rank is.
+        rank: this pipeline rank.
+        first_tokens: the first token id of every vocabulary shard that has any; [0] where the vocabulary is whole.
+        sharded: whether the vocabulary layers are shards, else chunks of the model hold them.
+        gradients: False for evaluation.
+    """
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        placement: Placement,
+        rank: int,
+        first_tokens: list[int],
+        sharded: bool,
+        gradients: bool,
+    ) -> None:
+        self._shapes = shapes
+        self._stages = placement.stage_of[rank]
+        self._last = placement.stages - 1
+        self._first_tokens = first_tokens
+        self._sharded = sharded
+        self._gradients = gradients
+        self._words_ahead: torch.Tensor | None = None
+
+    def tokens(self, microbatch: int) -> torch.Tensor:
+        """Ids that make every rank exchange many rows, and few: kernels differ by the number of rows."""
+        ids_be = self._shapes.token_ids()
+        often = self._first_tokens if microbatch == 0 else [self._first_tokens[0 if microbatch == 1 else -1]]
+        ids = islice(chain(self._first_tokens, cycle(often)), ids_be.numel())
+        return ids_be.copy_(torch.tensor(list(ids)).view_as(ids_be))
+
+    labels = tokens
+
+    def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
+        """Zeros in the place of an activation."""
+        return (words_bsh.transpose(0, 1).chunk(self._shapes.parts)[self._shapes.part] * 0).contiguous()
+
+    def receive_words(self, words_rh: torch.Tensor) -> None:
+        """Kept for the next forward, whose backward gives them a gradient."""
+        self._words_ahead = words_rh
+
+    def forward(
+        self, chunk: int, microbatch: int, input_sbh: torch.Tensor | None, labels_bs: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Zeros that depend on the input: an activation, all heads' outputs, or token losses."""
+        with torch.set_grad_enabled(self._gradients):
+            if input_sbh is None:
+                input_sbh = self._shapes.activation().zero_().requires_grad_(self._gradients)
+            output_sbh = input_sbh * 0
+            if self._stages[chunk] != self._last:
+                return output_sbh
+            if not self._sharded:
+                return self._shapes.token_values().zero_() + output_sbh.sum()
+            if self._words_ahead is not None:
+                output_sbh = output_sbh + self._words_ahead.sum() * 0
+                self._words_ahead = None
+            return output_sbh.repeat(self._shapes.heads, 1, 1)
+
+    def release_output(self, output_sbh: torch.Tensor) -> None:
+        """Nothing is worth freeing."""
+
+    def backward(self, chunk: int, microbatch: int, output: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Gradients of the inputs, all zero."""
+        output.backward(gradient)
+
+    def weight_gradient(self, chunk: int, microbatch: int) -> None:
+        """There are no weights."""
+
+    def loss(
+        self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """No token counts."""
+        return torch.zeros_like(token_loss_bs) if self._gradients else None
+
+    def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
+        """The iteration that counts is still to come."""
