@@ -2,7 +2,7 @@
 
 Without --vocab-parallel the placement decides which chunks hold the vocabulary layers, and nothing is cut. With it,
 Megatron builds its chunks as always, the word embedding on the first stage and the output layer on the last, each over
-that stage's t tensor ranks. Their rows are then scattered over all p x t ranks, so that training starts from the very
+that stage's t tensor ranks. Their rows are then spread over all p x t ranks, so that training starts from the very
 weights that plain Megatron would start from, and both layers are replaced by their shards under Megatron's own names.
 """
 
@@ -273,25 +273,30 @@ def _shard(
     groups: ProcessGroupCollection,
     config: Any,
 ) -> nn.Parameter:
-    """Scatter the rows of the weight [V, h] that pipeline rank `owner` holds, [V/t, h] on each of its tensor ranks.
+    """Spread the rows of the weight [V, h] that pipeline rank `owner` holds, [V/t, h] on each of its tensor ranks.
 
     Returns this rank's shard, with Megatron's attributes on it.
     """
-    device = pipeline_device()
-    rows = torch.empty(shards.rows_per_shard, config.hidden_size, dtype=config.params_dtype, device=device)
+    device, rank = pipeline_device(), dist.get_rank(groups.mp)
+    size = {"dtype": config.params_dtype, "device": device}
+    own_vh = torch.empty(shards.rows(rank), config.hidden_size, **size)
     if get_args().fake_process_group:
-        config.init_method(rows)  # a rank without peers receives nothing
-    pieces = None
+        config.init_method(own_vh)  # a rank without peers receives nothing
     root = dist.get_process_group_ranks(groups.mp)[owner * groups.tp.size()]
     if full_vh is not None:
         full_vh = _gathered(full_vh.detach().to(device), groups.tp, root)
-    if dist.get_rank() == root:
-        missing = shards.rows_per_shard * shards.count - shards.vocab_size
-        padded_vh = nn.functional.pad(full_vh, (0, 0, 0, missing))
-        pieces = list(padded_vh.chunk(shards.count))
-    dist.scatter(rows, pieces, src=root, group=groups.mp)
+    # One broadcast per shard, over a group whose ring is connected for the gradient norm anyway. A scatter would
+    # connect its root with every rank, for the life of the job.
+    for index in filter(shards.rows, range(shards.count)):
+        if dist.get_rank() == root:
+            piece_vh = full_vh[shards.start(index) : shards.start(index + 1)]
+        else:
+            piece_vh = own_vh if index == rank else torch.empty(shards.rows(index), config.hidden_size, **size)
+        dist.broadcast(piece_vh, src=root, group=groups.mp)
+        if index == rank:
+            own_vh.copy_(piece_vh)
     home = torch.device("cpu") if config.use_cpu_initialization else device
-    weight = nn.Parameter(rows[: shards.rows(dist.get_rank(groups.mp))].clone().to(home))
+    weight = nn.Parameter(own_vh.to(home))
     # Counted once by gradient norm and zero count, as a row block that no other rank holds.
     tensor_parallel.set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
     weight.is_embedding_or_output_parameter = True
