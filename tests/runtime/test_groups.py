@@ -6,8 +6,11 @@ from datetime import timedelta
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from megatron_vp.runtime import groups
 from megatron_vp.runtime.groups import CTAS, PipelineGroups
 from megatron_vp.schedule import Channel, lower
 from tests.harness.ranks import RankError, run_ranks
@@ -61,6 +64,7 @@ def test_nccl_may_take_few_thread_blocks_and_messages_are_urgent():
     def new_group(ranks, timeout, pg_options):
         made.append((tuple(ranks), pg_options.is_high_priority_stream, pg_options.config.max_ctas))
         assert pg_options._timeout == timeout
+        assert getattr(pg_options, "lazy_init", True)
         return mock.Mock()
 
     with (
@@ -71,3 +75,50 @@ def test_nccl_may_take_few_thread_blocks_and_messages_are_urgent():
     assert sorted(made) == sorted(
         [*((ranks, False, CTAS) for ranks in pipelines), *((ranks, True, CTAS) for ranks in edges)]
     )
+
+
+def splits_of_the_world(rank: int, world: int, size: int, lazy: bool) -> tuple[int, list[tuple[int, ...]]]:
+    """How often rank 0 of `size` takes part in a split of the world for groups of others, and its own groups.
+
+    PyTorch's own code decides; stubbed are the communicator that would be split, and the groups that this rank is in.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    pipelines = size // 8
+    replicas = [range(first, size, pipelines) for first in range(pipelines)]
+    edges = [(stage, stage + 1, Channel.ACTIVATION) for stage in range(7)]
+    edges += [(stage + 1, stage, Channel.GRADIENT) for stage in range(7)]
+    own, source, helper = [], mock.Mock(), distributed_c10d._new_process_group_helper
+
+    def made(group_size, group_rank, ranks, *others, backend_options=None, **named):
+        if 0 in ranks:
+            own.append(tuple(ranks))
+            return mock.Mock(), None
+        backend_options.lazy_init &= lazy
+        return helper(group_size, group_rank, ranks, *others, backend_options=backend_options, **named)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)  # as PyTorch 2.15 binds it by itself
+    with (
+        mock.patch.object(distributed_c10d, "_new_process_group_helper", made),
+        mock.patch.object(distributed_c10d, "_get_split_source", lambda *_: source),
+        mock.patch.object(dist, "get_backend", lambda group=None: "nccl"),
+        mock.patch.object(groups, "communicator"),
+    ):
+        communicators = PipelineGroups.create(replicas, edges).communicators
+    dist.destroy_process_group()
+    assert communicators == len(own)
+    return source.perform_nocolor_split.call_count, own
+
+
+@pytest.mark.skipif(
+    not dist.is_nccl_available() or not hasattr(dist.ProcessGroupNCCL.Options(), "lazy_init"),
+    reason="PyTorch without NCCL, or one that makes communicators at their first use anyway",
+)
+@pytest.mark.parametrize("size", [8, 64, 1024])
+def test_no_group_is_a_collective_of_the_whole_world(size):
+    ((splits, own),) = run_ranks(1, splits_of_the_world, size, True, timeout=60)
+    assert splits == 0
+    assert len(own) == 3  # the pipeline's, and this end's two edges
+    ((splits, _),) = run_ranks(1, splits_of_the_world, size, False, timeout=60)
+    assert splits == size // 8 * 15 - 3
