@@ -4,13 +4,14 @@
 #
 #     benchmarks/on_gpu.sh FOLDER [STEP...]
 #
-# Without steps all of them, in this order: env kernels layer streams replay overlap candidates ranks rest engine. A run
-# that is cut off loses the step it was at; name the steps that are left to go on. FOLDER gets three files, which grow
-# with every call: summary.txt (a line a command), log.txt (all that was said) and results.jsonl (a line a measurement).
-# The exit status is 1 where a command failed. PYTHON says which Python (default: python3). Without a GPU the same steps
-# run at sizes that only show that they run.
+# Without steps all of them, in the order of `steps` below. Where a call may last ten minutes, four calls:
+# `waits nccl env kernels layer streams`, `ranks replay`, `overlap candidates rest`, `engine`. A run that is cut off loses
+# the step it was at; name the steps that are left to go on. FOLDER gets three files, which grow with every call:
+# summary.txt (one line per command), log.txt (all output) and results.jsonl (one line per measurement). The exit status
+# is 1 where a command failed. PYTHON says which Python (default: python3). Without a GPU the same steps run at sizes that
+# only show that they run.
 set -uo pipefail
-steps=(env kernels layer streams replay overlap candidates ranks rest engine)
+steps=(waits nccl env kernels layer streams ranks replay overlap candidates rest engine)
 usage() {
     echo "usage: $0 FOLDER [STEP...]; steps: ${steps[*]}" >&2
     exit 2
@@ -72,6 +73,8 @@ tests=("$python" -m pytest -q -W ignore -rs -p no:cacheprovider)
 
 step() {
     case $1 in
+    waits) limited waits 40 "$python" benchmarks/waits.py "${results[@]}" ;;
+    nccl) limited nccl 40 "${tests[@]}" tests/gpu/test_nccl.py ;;
     env) limited env 40 bash -c "nvidia-smi; '$python' -m megatron_vp.cli.app env" ;;
     kernels)
         limited kernels 150 "${tests[@]}" tests/vocab/test_kernels.py \
@@ -79,11 +82,16 @@ step() {
         ;;
     layer)
         limited layer_short 45 "$python" benchmarks/output_layer.py "${short[@]}" "${results[@]}"
-        limited layer 135 "$python" benchmarks/output_layer.py "${whole[@]}" "${results[@]}"
+        limited layer 100 "$python" benchmarks/output_layer.py "${whole[@]}" "${results[@]}"
         ;;
     # Kernels loaded at once: whether a first use of one in a schedule hangs is for the step `ranks` to show.
-    streams) limited streams 190 env CUDA_MODULE_LOADING=EAGER "${tests[@]}" -x -k "cuda and two" tests/gpu ;;
-    replay) limited replay 320 "$python" benchmarks/replay_tables.py "${results[@]}" "${jobs[@]}" ;;
+    streams) limited streams 180 env CUDA_MODULE_LOADING=EAGER "${tests[@]}" -x -k "cuda and two" tests/gpu ;;
+    ranks)
+        limited ranks 200 "${tests[@]}" -k "cuda or same_bits" tests/gpu/test_one_device.py
+        limited ranks_blocking 90 env CUDA_LAUNCH_BLOCKING=1 "${tests[@]}" -k "cuda and two and 1f1b" \
+            tests/gpu/test_one_device.py
+        ;;
+    replay) limited replay 300 "$python" benchmarks/replay_tables.py "${results[@]}" "${jobs[@]}" ;;
     overlap)
         for queues in 8 1 32; do
             limited "overlap_$queues" 50 env CUDA_DEVICE_MAX_CONNECTIONS=$queues \
@@ -91,7 +99,6 @@ step() {
         done
         ;;
     candidates) limited candidates 95 "$python" benchmarks/candidates.py "${results[@]}" ;;
-    ranks) limited ranks 290 "${tests[@]}" tests/gpu/test_one_device.py ;;
     rest)
         limited rest 140 "$python" benchmarks/replay_tables.py "${results[@]}" "${rest[@]}"
         limited rest_v 140 "$python" benchmarks/replay_tables.py "${results[@]}" "${both_ends[@]}"

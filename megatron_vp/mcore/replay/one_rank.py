@@ -55,8 +55,8 @@ class Replayed:
     iteration_milliseconds: float | None
     """The passes and what lies between them, without waiting for peers; None of shapes only."""
     memory_bytes: dict[str, int]
-    """parameters, gradients, allocated (before an iteration), peak (in it); the last two on a GPU, or of shapes; and
-    reserved by the allocator, on a GPU."""
+    """parameters, gradients; on a GPU, or of shapes, allocated (before an iteration) and peak (in it); on a GPU also
+    reserved (by the allocator) and outside (it)."""
 
     def costs(self) -> str:
         """The times in the form that `megatron-vp schedule --cost` takes: a pass that did not run takes none.

@@ -50,8 +50,13 @@ def meter() -> Meter | None:
     return _DeviceMemory() if pipeline_device().type == "cuda" else None
 
 
-def reserved() -> int | None:
-    """The most that PyTorch's allocator has had of the device since `restart`; None where no device is asked."""
+def around_tensors() -> dict[str, int]:
+    """Bytes of the device besides those of tensors; empty where no device is asked.
+
+    reserved: the most that PyTorch's allocator has had since `restart`. outside: what is used now and not the
+    allocator's: CUDA's context, loaded kernels, libraries' workspaces, communicators, and other processes.
+    """
     if of_shapes is not None or pipeline_device().type != "cuda":
-        return None
-    return torch.cuda.max_memory_reserved()
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    return {"reserved": torch.cuda.max_memory_reserved(), "outside": total - free - torch.cuda.memory_reserved()}

@@ -20,7 +20,7 @@ from megatron.training import get_args
 
 from megatron_vp.files import write_report
 from megatron_vp.mcore.patches import Patch
-from megatron_vp.mcore.reports.memory import meter, reserved
+from megatron_vp.mcore.reports.memory import around_tensors, meter
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.store import Occupancy
@@ -96,8 +96,11 @@ class RankReport:
         write_report(path, json.dumps(content, indent=1) + "\n", "the rank report")
 
     def _memory(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
-        """Bytes of weights and of main gradients; where it is known, also what was allocated before an iteration and at
-        most: on a GPU, and of shapes only; on a GPU what the allocator had reserved for that."""
+        """Bytes of weights and of main gradients.
+
+        Where it is known (on a GPU, and of shapes only) also what was allocated before an iteration, and at most. On a
+        GPU also what the allocator had reserved for that, and what is used outside it.
+        """
         gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
         memory = {
             "parameters": sum(parameter.nbytes for parameter in parameters),
@@ -105,8 +108,7 @@ class RankReport:
         }
         if self._peak_allocated:
             memory |= {"allocated": self._allocated, "peak": self._peak_allocated}
-        had = reserved()
-        return memory if had is None else memory | {"reserved": had}
+        return memory | around_tensors()
 
 
 def _sums(of_iterations: Sequence[dict[str, float]]) -> dict[str, float]:
