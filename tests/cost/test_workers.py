@@ -1,0 +1,51 @@
+"""Worker processes of a command: none outlives it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PARENT = """
+import os, time
+from megatron_vp.cost.workers import worker_pool
+
+def work():
+    while True:
+        pass
+
+if __name__ == "__main__":
+    with worker_pool(2) as pool:
+        print(*{pool.submit(os.getpid).result() for _ in range(20)}, flush=True)
+        pool.submit(work)  # one is busy, one waits
+        time.sleep(60)
+"""
+
+
+def _children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path):
+    script = tmp_path / "parent.py"  # workers import it, so it has to be a file
+    script.write_text(PARENT)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
+        workers = set(map(int, parent.stdout.readline().split()))
+        children = _children(parent.pid)  # the workers and multiprocessing's own resource tracker
+        parent.kill()
+    assert workers <= set(children) and len(children) == 3
+    deadline = time.monotonic() + 20
+    while any(map(_alive, children)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = [child for child in children if _alive(child)]
+    for child in left:
+        os.kill(child, signal.SIGKILL)
+    assert not left
