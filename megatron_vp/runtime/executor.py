@@ -41,6 +41,6 @@ Handler = Callable[[Any], None]
 def execute(program: Program, handlers: Mapping[type, Handler], observer: Observer, progress: Progress) -> None:
     """Run every instruction of `program` in order, one handler a kind of instruction."""
     for instruction in program.instructions:
-        progress.instruction = instruction
+        progress.at(instruction)
         with observer.watch(instruction):
             handlers[type(instruction)](instruction)

@@ -15,7 +15,7 @@ from megatron_vp.runtime.progress import FINISHING, Progress
 from megatron_vp.runtime.rehearsal import RehearsalModel
 from megatron_vp.runtime.sharded_ends import ShardedEnds
 from megatron_vp.runtime.store import Store
-from megatron_vp.runtime.streams import CudaMark, second_stream
+from megatron_vp.runtime.streams import CudaIterations, CudaMark, second_stream
 from megatron_vp.runtime.whole_ends import WholeEnds
 from megatron_vp.schedule.instructions import Channel, Collective, Loss, Message, Post, Program, Run, Wait
 from megatron_vp.schedule.passes import Schedule
@@ -36,8 +36,10 @@ class Pipeline:
 
     def __init__(self, groups: PipelineGroups) -> None:
         self.groups = groups
-        self.progress = Progress(groups.members, groups.rank)
-        self._stream = second_stream(pipeline_device(), alone=groups.alone)
+        device = pipeline_device()
+        finished = CudaIterations(device) if device.type == "cuda" else None
+        self.progress = Progress(groups.members, groups.rank, finished)
+        self._stream = second_stream(device, alone=groups.alone)
         self._rehearsed: set[tuple[Shapes, bool]] = set()
 
     def rehearse(
@@ -156,7 +158,7 @@ class Pipeline:
         }
         with self.progress.schedule(rehearsal):
             execute(program, handlers, observer, self.progress)
-            self.progress.instruction = FINISHING
+            self.progress.at(FINISHING)
             if collectives is not None:
                 collectives.finish()
             links.finish()

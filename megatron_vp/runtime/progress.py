@@ -1,7 +1,11 @@
 """Where a rank is in its schedule, and how to say so when it cannot go on.
 
-The executor and the second stream store what they are at, one attribute each, and nothing else: somebody who wants to
-know how long it has been there (`megatron_vp.runtime.watchdog`) looks twice.
+The executor and the second stream store what they are at, one attribute each. Whoever wants to know how long a rank has
+been in one place (`megatron_vp.runtime.watchdog`) looks twice.
+
+On CUDA the host runs ahead of the device, so the rank also keeps a mark for every wait that the device has not passed.
+Only the main thread asks the device for its marks. The watchdog reads attributes and host memory and makes no CUDA
+call: such a call can block in the driver, and PyTorch's `Event.query` keeps the interpreter's lock meanwhile.
 """
 
 from __future__ import annotations
@@ -31,6 +35,10 @@ _MADE_BY = {Channel.ACTIVATION: "F", Channel.GRADIENT: "B"}
 _FROM_ROOT = {CollectiveKind.C0, CollectiveKind.ROW_GRADIENT, CollectiveKind.EMBED_GRAD}
 _POSITION = re.compile(r"^\[[^]]*\.(cc|h|cpp):\d+\] ")
 """Where in its source a backend noticed an error."""
+_GLOO = re.compile("/gloo/|pair closure")
+_NCCL = re.compile(r"^(?=.*\bNCCL\b)(?=.*(fail|error|abort|timed out|timeout))", re.IGNORECASE)
+"""A failed operation of PyTorch's newer NCCL backend, which raises plain RuntimeErrors for most of them. Other errors
+with the word, such as a dtype that NCCL does not know, are defects and keep their traceback."""
 
 
 class _Finishing:
@@ -45,7 +53,17 @@ class Mark(Protocol):
     """A point on the device's compute stream."""
 
     def done(self) -> bool:
-        """Whether the device has passed it; never blocks."""
+        """Whether the device has passed it; never blocks. Asked by the main thread alone."""
+
+
+class FinishedIterations(Protocol):
+    """Counts, on the device, the iterations that its compute stream has finished."""
+
+    def add(self) -> None:
+        """Let the device count one more when it gets here."""
+
+    def count(self) -> int:
+        """How many it has counted, from host memory; any thread may ask."""
 
 
 class Progress:
@@ -54,18 +72,24 @@ class Progress:
     Args:
         members: global ranks of the pipeline, in pipeline order.
         rank: this rank's position among them.
+        finished: the device's own count of iterations; None where the host never runs ahead of the device.
     """
 
-    def __init__(self, members: tuple[int, ...], rank: int) -> None:
+    def __init__(self, members: tuple[int, ...], rank: int, finished: FinishedIterations | None = None) -> None:
         self.members = members
         self.rank = rank
         self.iteration = 0
         """How many times a schedule was started, rehearsals left out."""
         self.instruction: Instruction | _Finishing | None = None
         """What the host is at; None outside a schedule."""
+        self.behind: Wait | None = None
+        """The first wait that the device had not passed when the main thread last looked; None if there was none."""
         self.collective: Collective | None = None
         """What the second stream is at, where the host runs it (on CPU)."""
         self._marks: deque[tuple[Wait, Mark]] = deque()
+        self._finished = finished
+        self._counted = 0
+        """The device's count when all that the host has issued is finished."""
 
     @contextmanager
     def schedule(self, rehearsal: bool = False) -> Iterator[None]:
@@ -73,6 +97,9 @@ class Progress:
         self.iteration += not rehearsal
         try:
             yield
+            if self._finished is not None:
+                self._counted += 1
+                self._finished.add()
         except UserError:
             raise
         except Exception as error:
@@ -84,21 +111,34 @@ class Progress:
         finally:
             self.instruction = None
 
+    def at(self, instruction: Instruction | _Finishing) -> None:
+        """The host is at `instruction`; looks which marks the device has passed. For the main thread."""
+        self.instruction = instruction
+        if self._marks:
+            while self._marks and self._marks[0][1].done():
+                self._marks.popleft()
+            self.behind = self._marks[0][0] if self._marks else None
+
     def mark(self, wait: Wait, mark: Mark) -> None:
         """The device passes `mark` when `wait` is over for it; the host may be microbatches ahead."""
         self._marks.append((wait, mark))
+        if self.behind is None:
+            self.behind = wait
 
     def place(self) -> Place:
         """Something that changes when this rank gets on."""
-        while self._marks and self._marks[0][1].done():
-            self._marks.popleft()
-        at = self._marks[0][0] if self._marks else self.instruction
-        return self.iteration, at, self.collective
+        iteration, at, behind = self.iteration, self.instruction, self.behind
+        if at is None and self._device_finished():
+            behind = None  # nobody looks at marks outside a schedule
+        return iteration, behind or at, self.collective
 
     def sentence(self) -> str:
         """One clause about this rank, without a full stop."""
         _, at, collective = self.place()
         return f"rank {self.members[self.rank]} {self._words(at, collective)}"
+
+    def _device_finished(self) -> bool:
+        return self._finished is None or self._finished.count() >= self._counted
 
     def _words(self, at: Instruction | _Finishing | None, collective: Collective | None) -> str:
         match at:
@@ -136,7 +176,9 @@ class Progress:
 def lost_peer(error: Exception) -> str | None:
     """What a backend says of a lost or silent peer, in a few words; None for any other error."""
     said = str(error).strip()
-    # gloo has no exception class of its own.
-    if not isinstance(error, dist.DistError) and not any(words in said for words in ("/gloo/", "pair closure")):
+    first_line = said.partition("\n")[0]
+    # gloo has no exception class of its own, and NCCL's newer backend uses one for time limits only.
+    by_name = _GLOO.search(said) or (isinstance(error, RuntimeError) and _NCCL.search(first_line))
+    if not by_name and not isinstance(error, dist.DistError):
         return None
-    return _POSITION.sub("", said).partition("\n")[0].partition(". ")[0]
+    return _POSITION.sub("", first_line).partition(". ")[0]

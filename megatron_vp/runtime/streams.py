@@ -66,29 +66,51 @@ class CudaMark:
     """Where the compute stream is now; told apart from what the host has issued since."""
 
     def __init__(self) -> None:
-        self._device = torch.cuda.current_device()
         self._event = torch.cuda.Event()
         self._event.record()
 
     def done(self) -> bool:
-        """Whether the device has passed the mark; may be asked by another thread."""
-        # A thread starts out on device 0, and asking there would make a context on it.
-        with torch.cuda.device(self._device):
-            return self._event.query()
+        """Whether the device has passed the mark."""
+        return self._event.query()
+
+
+class CudaIterations:
+    """Iterations that the compute stream has finished: a number that the device writes into pinned host memory.
+
+    Any thread may read it without a call to CUDA, and the host never waits for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = torch.zeros(1, dtype=torch.int64, device=device)
+        self._on_host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+
+    def add(self) -> None:
+        """Enqueue the next number behind the compute work issued so far."""
+        with torch.no_grad():
+            self._on_device.add_(1)
+            self._on_host.copy_(self._on_device, non_blocking=True)
+
+    def count(self) -> int:
+        """The number that the device wrote last."""
+        return self._on_host.item()
 
 
 class CudaStream:
-    """A CUDA stream of normal priority; point-to-point communicators are the urgent ones."""
+    """A CUDA stream of high priority.
+
+    PyTorch hands out its 32 streams of normal priority in turn, also to the groups of NCCL's newer backend. Another
+    group's operations on the same stream would wait for ours and ours for them.
+    """
 
     def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream(priority=-1)
 
     def submit(self, function: Callable[[], None]) -> CudaEvent:
         """Enqueue the function's device work behind the compute work issued so far."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.no_grad():
             function()
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)  # a host that waits for it sleeps
             event.record(self._stream)
         return CudaEvent(event, function)
 

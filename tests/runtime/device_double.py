@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from unittest import mock
@@ -54,8 +55,9 @@ class Block:
 class Stream:
     """Stands for torch.cuda.Stream."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, priority: int = 0) -> None:
         self.device = device
+        self.priority = priority
         self.number = len(device.streams)
         self.clock: Clock = {}
         device.streams.append(self)
@@ -72,8 +74,9 @@ class Stream:
 class Event:
     """Stands for torch.cuda.Event."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, blocking: bool = False) -> None:
         self.device = device
+        self.blocking = blocking
         self.clock: Clock = {}
 
     def record(self, stream: Stream | None = None) -> None:
@@ -81,6 +84,8 @@ class Event:
         self.clock = dict((stream or self.device.current).clock)
 
     def synchronize(self) -> None:
+        if not self.blocking:
+            raise Hazard("the host spins while it waits for an event")
         current = self.device.current
         self.device.behind.append(current.clock.get(current.number, 0) - self.clock.get(current.number, 0))
         _merge(self.device.host, self.clock)
@@ -111,8 +116,8 @@ class Device(TorchDispatchMode):
     def active(self) -> Iterator[None]:
         """Tensors are fake and on this device."""
         stand_ins = {
-            "Stream": lambda: Stream(self),
-            "Event": lambda: Event(self),
+            "Stream": partial(Stream, self),
+            "Event": partial(Event, self),
             "current_stream": lambda: self.current,
             "current_device": lambda: 0,
             "device": lambda index: nullcontext(),

@@ -178,6 +178,13 @@ def test_with_tensor_ranks_and_further_heads(name, method, sizes):
         iterations(Device(rank), name, method, 2, rank, **sizes)
 
 
+def test_the_second_stream_is_urgent():
+    device = Device()
+    with device.active():
+        CudaStream()
+    assert device.streams[-1].priority < 0
+
+
 def not_behind_the_passes(stream: CudaStream, function: Callable[[], None]) -> CudaEvent:
     with torch.cuda.stream(stream._stream), torch.no_grad():
         function()

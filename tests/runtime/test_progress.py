@@ -1,0 +1,151 @@
+"""What a rank says about itself: marks of the device, and what counts as a lost peer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from megatron_vp.runtime import watchdog
+from megatron_vp.runtime.executor import Unobserved, execute
+from megatron_vp.runtime.progress import FINISHING, Progress, lost_peer
+from megatron_vp.schedule.instructions import Channel, Loss, Message, Wait
+
+
+def wait(microbatch: int) -> Wait:
+    return Wait(Message(Channel.ACTIVATION, microbatch, 0, 1, 0, 1))
+
+
+class Device:
+    """Runs `lag` waits behind the host; counts iterations as its last wait is over."""
+
+    def __init__(self, lag: int) -> None:
+        self.lag = lag
+        self.issued = 0
+        self.askers: set[threading.Thread] = set()
+        self._ends: list[int] = []
+
+    def mark(self) -> Mark:
+        self.issued += 1
+        return Mark(self, self.issued)
+
+    @property
+    def passed(self) -> int:
+        return self.issued - self.lag
+
+    def add(self) -> None:
+        self._ends.append(self.issued)
+
+    def count(self) -> int:
+        return sum(end <= self.passed for end in self._ends)
+
+
+class Mark:
+    def __init__(self, device: Device, number: int) -> None:
+        self._device, self._number = device, number
+
+    def done(self) -> bool:
+        self._device.askers.add(threading.current_thread())
+        return self._number <= self._device.passed
+
+
+def run(progress: Progress, device: Device, waits: int, seen: list | None = None, seconds: float = 0) -> None:
+    """One iteration of a program that waits and does something else, for `seconds`, in turn."""
+    steps = [step for microbatch in range(waits) for step in (wait(microbatch), Loss(microbatch))]
+
+    def note(instruction: Wait | Loss) -> None:
+        if isinstance(instruction, Wait):
+            progress.mark(instruction, device.mark())
+        time.sleep(seconds)
+        if seen is not None:
+            seen.append((instruction, progress.place()[1]))
+
+    with progress.schedule():
+        execute(SimpleNamespace(instructions=steps), {Wait: note, Loss: note}, Unobserved(), progress)
+        progress.at(FINISHING)
+
+
+def test_the_first_wait_that_the_device_has_not_passed_is_the_place():
+    device, seen = Device(lag=2), []
+    run(Progress((0, 1), 1, device), device, 6, seen)
+    places = [place.operation.microbatch for instruction, place in seen if isinstance(instruction, Loss)]
+    assert places == [0, 0, 1, 2, 3, 4], "the two last waits of the host are ahead of the device"
+
+
+def test_no_mark_is_kept_that_the_device_has_passed_and_no_other_is_lost():
+    device = Device(lag=3)
+    progress = Progress((0, 1), 1, device)  # and no watchdog
+    for _ in range(5):
+        run(progress, device, 50)
+        assert [mark._number for _, mark in progress._marks] == list(range(device.passed + 1, device.issued + 1))
+
+
+def test_a_device_that_stands_still_is_noticed_after_the_host_has_left_the_schedule():
+    device = Device(lag=2)
+    progress = Progress((0, 1), 1, device)
+    run(progress, device, 4)
+    assert progress.sentence() == "rank 1 waited for F of microbatch 2 from rank 0"
+    device.lag = 0  # nobody looks at marks from here on
+    assert progress.place()[1] is None
+    assert progress.sentence() == "rank 1 was outside the pipeline schedule"
+    device.lag = 1
+    run(progress, device, 4)
+    assert progress.sentence() == "rank 1 waited for F of microbatch 3 from rank 0"
+
+
+def test_only_the_main_thread_asks_the_device(monkeypatch):
+    monkeypatch.setattr(watchdog, "_LONGEST_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "_signals", lambda: None)
+    device, never = Device(lag=1), float("inf")
+    progress = Progress((0, 1), 1, device)
+    watchdog.Watchdog(progress, never, never).start()
+    for _ in range(3):
+        run(progress, device, 3, seconds=0.02)
+        time.sleep(0.05)
+    progress.sentence()
+    assert device.askers == {threading.main_thread()}
+
+
+LOST = [
+    (dist.DistBackendError("NCCL operation timed out"), "NCCL operation timed out"),
+    (
+        RuntimeError("NCCL Send failed: unhandled system error\nException raised from"),
+        "NCCL Send failed: unhandled system error",
+    ),
+    (RuntimeError("NCCL Async Error: remote process exited or there was a network error"), None),
+    (RuntimeError("Failed to initialize NCCL communicator: internal error"), None),
+    (RuntimeError("NCCL communicator was aborted after a previous error"), None),
+    (
+        dist.DistBackendError(
+            "NCCL error in: /pytorch/NCCLUtils.cpp:133, remote process exited, NCCL version 2.27.3\nncclRemoteError"
+        ),
+        "NCCL error in: /pytorch/NCCLUtils.cpp:133, remote process exited, NCCL version 2.27.3",
+    ),
+    (
+        RuntimeError(
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:3820"
+        ),
+        "Connection closed by peer [127.0.0.1]:3820",
+    ),
+    (dist.DistNetworkError("The client socket has timed out. More"), "The client socket has timed out"),
+]
+DEFECTS = [
+    RuntimeError("Unsupported tensor data type for NCCL"),
+    RuntimeError("CUDA error: an illegal memory access was encountered\nNCCL may have failed"),
+    ValueError("--nccl-communicator-config-path failed: no NCCL option"),
+    RuntimeError("ProcessGroupNCCL not initialized, which is an error"),
+    KeyError("NCCL error"),
+]
+
+
+@pytest.mark.parametrize(("error", "said"), LOST, ids=lambda value: type(value).__name__)
+def test_errors_of_a_backend_are_faults(error, said):
+    assert lost_peer(error) == (said or str(error))
+
+
+@pytest.mark.parametrize("error", DEFECTS, ids=str)
+def test_other_errors_are_defects(error):
+    assert lost_peer(error) is None
