@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -20,10 +19,13 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from megatron_vp.errors import at_last, printable, say
 from megatron_vp.runtime.progress import Progress
 
 _LOOKS_A_LIMIT = 20
 _LONGEST_LOOK_SECONDS = 5.0
+_LONGEST_WORD = 4096
+"""Bytes of what a peer left in the store that are looked at."""
 
 
 class Watchdog:
@@ -50,13 +52,35 @@ class Watchdog:
         while True:
             limit = self._first_limit if self._progress.iteration < 2 else self._limit
             if self._signalled(min(limit / _LOOKS_A_LIMIT, _LONGEST_LOOK_SECONDS)):
-                _say_and_end(f"{self._progress.sentence()} when it was told to end (SIGTERM)", 128 + signal.SIGTERM)
+                self._end_as_told()
             now, there = time.monotonic(), self._progress.place()
             if there != place:
                 place, since = there, now
             elif there[1] is not None and now - since >= limit:
-                others = _roll_call(self._progress, seconds=min(max(limit / 5, 3.0), 20.0))
-                _say_and_end(f"{self._progress.sentence()} ({now - since:.0f} s){others}", 1)
+                line = f"{self._progress.sentence()} ({now - since:.0f} s)"
+                end_process(1, f"error: {line}{self._others(seconds=min(max(limit / 5, 3.0), 20.0))}")
+
+    def _others(self, seconds: float) -> str:
+        """Who holds the pipeline up: ranks that say nothing within `seconds`, else those that do not wait for anybody.
+
+        Whatever the store does meanwhile, the answer is there soon after, and a signal still ends the process.
+        """
+        progress, said, deadline = self._progress, {}, time.monotonic() + seconds
+        asking = threading.Thread(target=_roll_call, args=(progress, deadline, said), daemon=True)
+        with suppress(Exception):  # no room for a thread
+            asking.start()
+        while asking.is_alive() and time.monotonic() < deadline + 1:
+            if self._signalled(0.05):
+                self._end_as_told()
+        if not said:
+            return ""
+        silent = [f"rank {rank} does not answer" for rank in progress.members if rank not in said]
+        busy = [sentence for sentence in [*said.values()] if " waited " not in sentence]
+        return "".join(f"; {each}" for each in silent or busy)
+
+    def _end_as_told(self) -> NoReturn:
+        line = f"error: {self._progress.sentence()} when it was told to end (SIGTERM)"
+        end_process(128 + signal.SIGTERM, line)
 
     def _signalled(self, seconds: float) -> bool:
         """Sleep, and wake up for SIGTERM."""
@@ -67,46 +91,40 @@ class Watchdog:
         return bool(ready) and signal.SIGTERM in os.read(self._signals, 64)
 
 
-def _roll_call(progress: Progress, seconds: float) -> str:
-    """Who holds the pipeline up: ranks that say nothing within `seconds`, else those that do not wait for anybody.
+def _roll_call(progress: Progress, deadline: float, said: dict[int, str]) -> None:
+    """Put into `said` what the ranks of the pipeline say until `deadline`.
 
-    The ranks of a stalled pipeline come here within moments of each other and leave word in the launcher's store.
+    The ranks of a stalled pipeline come here within moments of each other and leave word in the launcher's store. It
+    has no password, so whatever lies there is text that anybody may have written.
     """
-    deadline = time.monotonic() + seconds
-    said: dict[int, str] = {}
-    with suppress(RuntimeError, KeyError):  # the store may have been in the process that is gone
+    with suppress(Exception):  # the store may have been in the process that is gone
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=seconds))
+        limit = timedelta(seconds=max(deadline - time.monotonic(), 0.1))
+        store = dist.TCPStore(*address, is_master=False, timeout=limit)
         # A launcher that starts the ranks again keeps the store.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         keys = {rank: f"megatron_vp/stalled/{attempt}/{progress.iteration}/{rank}" for rank in progress.members}
         store.set(keys[progress.members[progress.rank]], progress.sentence())
         while len(said) < len(keys) and time.monotonic() < deadline:
             time.sleep(0.1)
-            said = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
-    if not said:
-        return ""
-    silent = [f"rank {rank} does not answer" for rank in progress.members if rank not in said]
-    busy = [sentence for rank, sentence in said.items() if " waited " not in sentence]
-    return "".join(f"; {each}" for each in silent or busy)
+            for rank, key in keys.items():
+                if rank not in said and store.check([key]):
+                    said[rank] = printable(store.get(key)[:_LONGEST_WORD].decode(errors="replace"))
 
 
-def _say_and_end(line: str, status: int) -> NoReturn:
-    print(f"error: {line}", file=sys.stderr, flush=True)
-    end_process(status)
+def end_process(status: int, line: str | None = None) -> NoReturn:
+    """Print `line`, and end this process and its children now, from any thread and whatever else fails.
 
-
-def end_process(status: int) -> NoReturn:
-    """End this process and its children now, from any thread.
-
-    Exit handlers and destructors would wait for peers that may be gone.
+    Exit handlers and destructors would wait for peers that may be gone. The children are those of `multiprocessing`:
+    data loaders' workers, writers of checkpoints.
     """
-    with suppress(ValueError):  # closed
-        sys.stdout.flush()
-        sys.stderr.flush()
-    for child in multiprocessing.active_children():
-        child.kill()
-    os._exit(status)
+    try:
+        at_last(lambda: None if line is None else say(line))
+        for child in multiprocessing.active_children():
+            with suppress(Exception):
+                child.kill()
+    finally:
+        os._exit(status)
 
 
 def _signals() -> int | None:
@@ -119,9 +137,14 @@ def _signals() -> int | None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda number, _: _write(writer, number))  # should another library take the file
     os.register_at_fork(after_in_child=_forget_signals)  # a child would write into its parent's file
     return reader
+
+
+def _write(writer: int, number: int) -> None:
+    with suppress(OSError):  # full: the watchdog has enough to read
+        os.write(writer, bytes([number]))
 
 
 def _forget_signals() -> None:

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+from tests.harness.broken import alive
+
 PARENT = """
 import os, time
 from megatron_vp.cost.workers import worker_pool
@@ -27,13 +29,6 @@ def _children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def _alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_workers_end_when_their_parent_is_killed(tmp_path):
     script = tmp_path / "parent.py"  # workers import it, so it has to be a file
     script.write_text(PARENT)
@@ -43,9 +38,9 @@ def test_workers_end_when_their_parent_is_killed(tmp_path):
         parent.kill()
     assert workers <= set(children) and len(children) == 3
     deadline = time.monotonic() + 20
-    while any(map(_alive, children)) and time.monotonic() < deadline:
+    while any(map(alive, children)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    left = [child for child in children if _alive(child)]
+    left = [child for child in children if alive(child)]
     for child in left:
         os.kill(child, signal.SIGKILL)
     assert not left

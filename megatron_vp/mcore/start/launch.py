@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_vp.errors import Fault, UserError
+from megatron_vp.errors import Fault, UserError, at_last, say
 
 _LINES_WITHIN_SECONDS = 10.0
 _STORAGE_FAILS = {
@@ -35,7 +35,8 @@ def one_line_errors() -> Iterator[None]:
         yield
     except UserError as error:
         who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        print(f"{who}error: {error}", file=sys.stderr, flush=True)
+        line = f"{who}error: {error}"
+        at_last(lambda: say(line))
         _wait_for_other_lines()
         _exit(2)
     except (SystemExit, KeyboardInterrupt):
@@ -43,12 +44,18 @@ def one_line_errors() -> Iterator[None]:
     except BaseException as error:  # torch's CheckpointException is no Exception
         if not _connected():
             raise
-        line = _checkpoint_line(error) or _storage_line(error) or _lost_peer_line(error)
-        if line is None:
-            sys.excepthook(*sys.exc_info())
-        else:
-            print(f"error: {line}", file=sys.stderr, flush=True)
-        _exit(1)
+        try:
+            _report(error)
+        finally:
+            _exit(1)
+
+
+def _report(error: BaseException) -> None:
+    line = _checkpoint_line(error) or _storage_line(error) or _lost_peer_line(error)
+    if line is None:
+        at_last(lambda: sys.excepthook(type(error), error, error.__traceback__))
+    else:
+        at_last(lambda: say(f"error: {line}"))
 
 
 def _connected() -> bool:
@@ -61,6 +68,9 @@ def _exit(status: int) -> NoReturn:
         from megatron_vp.runtime.watchdog import end_process
 
         end_process(status)
+    # Python would try to write what is left, fail, and end with a status of its own.
+    if not at_last(lambda: None):
+        os._exit(status)
     sys.exit(status)
 
 
@@ -142,7 +152,7 @@ def _wait_for_other_lines() -> None:
     key = f"megatron_vp/refused/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     deadline = time.monotonic() + _LINES_WITHIN_SECONDS
     # The store is gone, because torchrun is ending the processes already; or its address is what was refused.
-    with suppress(RuntimeError, ValueError, TypeError):
+    with suppress(Exception):
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=_LINES_WITHIN_SECONDS))
         spoken = store.add(key, 1)

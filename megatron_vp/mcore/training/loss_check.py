@@ -6,12 +6,10 @@ anyway.
 
 from __future__ import annotations
 
-import sys
-
 import torch
 import torch.distributed as dist
 
-from megatron_vp.errors import UserError
+from megatron_vp.errors import UserError, say
 
 
 class LossCheck:
@@ -77,4 +75,4 @@ def report_birth_of_nan(chunk: int, microbatch: int, given: torch.Tensor | None,
 
 
 def _say(line: str) -> None:
-    print(f"error: {line}", file=sys.stderr, flush=True)
+    say(f"error: {line}")

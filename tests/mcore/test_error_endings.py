@@ -1,0 +1,51 @@
+"""A rank that prints an error line ends with its status, whatever is wrong with the place where it prints."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch.distributed as dist
+
+from megatron_vp.errors import Fault, UserError
+from megatron_vp.mcore.start.launch import one_line_errors
+from tests.harness.broken import BROKEN, break_stderr
+from tests.harness.ranks import run_ranks_to_their_end
+
+
+def end_with(rank: int, world: int, error: BaseException, connected: bool, stderr: str | None) -> None:
+    """Raise `error` where a training script would."""
+    if connected:
+        dist.init_process_group("gloo", rank=rank, world_size=world)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # nobody else has a line to print
+    print("a line of the log, not yet written")
+    break_stderr(stderr)
+    try:
+        with one_line_errors():
+            raise error
+    except SystemExit as end:
+        os._exit(end.code)
+
+
+ERRORS = [
+    (UserError("bad input"), False, 2, "rank 0: error: bad input"),
+    (UserError("bad input"), True, 2, "rank 0: error: bad input"),
+    (Fault("rank 0 waited"), True, 1, "error: rank 0 waited"),
+    (OSError(28, "No space left on device", "log"), True, 1, "No space left on device: log"),
+    (ZeroDivisionError("a defect"), True, 1, "ZeroDivisionError: a defect"),
+]
+
+
+@pytest.mark.parametrize(("error", "connected", "status", "said"), ERRORS)
+def test_the_line_is_printed(error, connected, status, said):
+    [(ended, output)] = run_ranks_to_their_end(1, end_with, error, connected, None, timeout=30)
+    assert ended == status and said in output
+    assert "a line of the log" in output
+
+
+@pytest.mark.parametrize("stderr", BROKEN)
+@pytest.mark.parametrize(("error", "connected", "status", "said"), ERRORS)
+def test_a_line_that_cannot_be_printed_changes_no_status(error, connected, status, said, stderr):
+    [(ended, output)] = run_ranks_to_their_end(1, end_with, error, connected, stderr, timeout=30)
+    assert ended == status and said not in output
+    assert "a line of the log" in output
