@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,19 @@ UNCOUNTED = (
 )
 """What changes time or memory and is unknown to the cost model."""
 LARGEST_SIZE = 10**9
+LARGEST = {
+    "hidden_size": 2**20,
+    "num_attention_heads": 2**16,
+    "ffn_hidden_size": 2**22,
+    "kv_channels": 2**16,
+    "vocab_size": 2**28,
+    "padded_vocab_size": 2**28,
+    "num_experts": 2**16,
+    "moe_ffn_hidden_size": 2**22,
+    "seq_length": 2**26,
+    "micro_batch_size": 2**20,
+}
+"""Sizes beyond which no model is trained: a larger one is a slip of the keyboard. LARGEST_SIZE for all others."""
 _LONGEST_LAYOUT = 10_000
 
 
@@ -156,8 +170,9 @@ class JobConfig:
 def read_job_config(paths: Sequence[Path], flags: Sequence[str]) -> JobConfig:
     """Overlaid files, then flags (`--name value`, `--name=value`, `--switch`); later ones win.
 
-    Arguments that say nothing about sizes are passed over. Raises UserError for a file that cannot be read, for what is
-    no flag, and for a key or a flag that looks like a misspelt size.
+    Arguments that do not affect sizes are ignored. Raises UserError for a file that cannot be read, a word that is
+    not a flag, a key or a flag that looks like a misspelt size, a size that no job has, NaN and infinity, and a section
+    that is a list.
     """
     from megatron_vp.mcore.options.config_file import read_leaves
 
@@ -185,12 +200,22 @@ def read_job_config(paths: Sequence[Path], flags: Sequence[str]) -> JobConfig:
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             found = "without a value" if value is True and given[name] == flag(name) else repr(value)
             raise UserError(f"{given[name]} {found} is no whole number of at least 1")
-        if value is not None and value > LARGEST_SIZE:
-            raise UserError(f"{given[name]} {value} is no size of a job; give at most {LARGEST_SIZE}")
+        largest = LARGEST.get(name, LARGEST_SIZE)
+        if value is not None and value > largest:
+            raise UserError(f"{given[name]} {value} is too large for any job; give at most {largest}")
+    for name, value in values.items():
+        _refuse_unusable(value, given[name])
     for name in SWITCHES:
         if values.get(name) not in (None, False, True):
             raise UserError(f"{given[name]} is a switch and takes no value; it was given {values[name]!r}")
     return JobConfig(values)
+
+
+def _refuse_unusable(value: Any, given: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{given} {value} is not a finite number")
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        raise UserError(f"{given} is a list of settings; write a section as 'name: value' lines without dashes")
 
 
 def _refuse_misspelt(name: str, given: str) -> None:

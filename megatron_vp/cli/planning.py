@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 
+LEAST_MEMORY, MOST_MEMORY = 0.01, 100_000
+"""GiB that `--memory` may name."""
+
+MOST_NODES = 1_000_000
+
 
 class Format(StrEnum):
     """What to print or write."""
@@ -98,8 +103,12 @@ def read_request(
 
     machine = find_hardware(hardware)
     config = read_job_config(paths, flags)
-    if memory is not None and not 0 < memory < math.inf:
-        raise UserError(f"--memory {memory} is no amount of memory; give GiB of a rank")
+    if memory is not None and not LEAST_MEMORY <= memory <= MOST_MEMORY:
+        raise UserError(
+            f"--memory {memory} is no amount of memory; give the GiB of a rank, {LEAST_MEMORY} to {MOST_MEMORY}"
+        )
+    if nodes is not None and nodes > MOST_NODES:
+        raise UserError(f"--nodes {nodes} is larger than any cluster; give at most {MOST_NODES}")
     job = config.job(None if nodes is None else nodes * machine.gpus_per_node)
     return Request(config, job, machine, machine.memory if memory is None else memory * GIB)
 

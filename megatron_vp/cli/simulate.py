@@ -23,9 +23,14 @@ from megatron_vp.cli.planning import (
     rendered,
     seconds,
 )
+from megatron_vp.errors import UserError
 
 if TYPE_CHECKING:
     from megatron_vp.cost.planner import Outcome
+    from megatron_vp.cost.shapes import Job, Plan
+
+MOST_FORWARDS = 131_072
+"""Pipeline ranks x microbatches x chunks that one simulation plays: half a minute on one core."""
 
 
 def register(app: typer.Typer) -> None:
@@ -61,6 +66,7 @@ def simulate(
     check_destination(output_format is Format.PNG, output)
     request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory)
     plan = request.config.plan()
+    _refuse_endless(request.job, plan)
     measured = None if trace is None else traced_costs(trace, request.job, plan)
     with collector_paused():
         player = make_player(request.job, plan, request.hardware, measured=measured)
@@ -76,6 +82,16 @@ def simulate(
 
                 content = rank_chart(found, request.limit, request.title)
         write(content, output)
+
+
+def _refuse_endless(job: Job, plan: Plan) -> None:
+    forwards = job.pipeline * job.microbatches * (plan.chunks or 1)
+    if forwards > MOST_FORWARDS:
+        raise UserError(
+            f"{job.pipeline} pipeline ranks x {job.microbatches} microbatches"
+            f"{f' x {plan.chunks} chunks' if plan.chunks else ''} are {forwards:,} forwards; simulate plays at most "
+            f"{MOST_FORWARDS:,}. A smaller --global-batch-size shows the same steady state, and plan adds the rest up"
+        )
 
 
 def _table(request: Request, found: Outcome) -> str:

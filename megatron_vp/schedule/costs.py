@@ -154,7 +154,12 @@ class StageCosts:
 
 Costs = PassCosts | StageCosts
 
+LONGEST = 1e15
+"""Longest duration of a pass, in any unit. Sums over a schedule of larger numbers would lose the small ones."""
+
 
 def _check(name: str, value: float) -> None:
     if not (math.isfinite(value) and value >= 0):
         raise UserError(f"cost {name}={value} is not a duration; give a finite number of at least 0")
+    if value > LONGEST:
+        raise UserError(f"cost {name}={value:g} is too long for a pass; give at most {LONGEST:g}, in any unit of time")

@@ -15,6 +15,7 @@ from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.timeline import Timeline
 
 CSV_COLUMNS = ["rank", "pass", "chunk", "microbatch", "stage", "start", "end"]
+LONGEST_NAME = 200
 _HEADER = re.compile(r"# schedule=(?P<name>.*) vocab=(?P<vocab>\S*) microbatches=(?P<microbatches>\d+)")
 
 
@@ -90,6 +91,8 @@ def _kind(name: object) -> PassKind:
 def _assemble(
     name: str, vocab: str, placement: Placement, microbatches: int, orders: Sequence[Sequence[Pass]]
 ) -> Schedule:
+    if not isinstance(name, str) or not name.isprintable() or len(name) > LONGEST_NAME:
+        raise ValueError(f"the schedule's name must be one printable line of at most {LONGEST_NAME} characters")
     if microbatches < 1:
         raise ValueError(f"{microbatches} microbatches make no schedule")
     longest = max(map(len, orders), default=0)
@@ -98,7 +101,7 @@ def _assemble(
     if vocab not in VocabMethod:
         raise ValueError(f"{vocab!r} is not a vocabulary method; methods are {', '.join(VocabMethod)}")
     split = any(step.kind is PassKind.W for order in orders for step in order)
-    return Schedule(str(name), VocabMethod(vocab), placement, microbatches, tuple(map(tuple, orders)), split)
+    return Schedule(name, VocabMethod(vocab), placement, microbatches, tuple(map(tuple, orders)), split)
 
 
 def to_csv(schedule: Schedule, timeline: Timeline | None = None) -> str:
@@ -148,5 +151,5 @@ def from_csv(text: str) -> Schedule:
         )
     except KeyError as error:
         raise UserError(f"schedule file is not in the CSV format: column {error} is missing") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, csv.Error) as error:
         raise UserError(f"schedule file is not in the CSV format: {error}") from None

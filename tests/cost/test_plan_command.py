@@ -269,6 +269,13 @@ def test_settings_unset_what_the_configuration_has_and_the_plan_has_not(small):
         (["--pipeline-model-paralel-size", "8"], "nearest is --pipeline-model-parallel-size"),
         (["--memory", "-1"], "--memory -1.0 is no amount of memory"),
         (["--memory", "inf"], "--memory inf is no amount of memory"),
+        (["--memory", "nan"], "--memory nan is no amount of memory"),
+        (["--memory", "1e-300"], "--memory 1e-300 is no amount of memory; give the GiB of a rank, 0.01 to"),
+        (["--nodes", "100000000"], "--nodes 100000000 is larger than any cluster; give at most 1000000"),
+        (["--seq-length", "1000000000"], "--seq-length 1000000000 is too large for any job; give at most 67108864"),
+        (["--lr", "nan"], "--lr nan is not a finite number"),
+        (["--clip-grad=-inf"], "--clip-grad -inf is not a finite number"),
+        (["--global-batch-size", "1000000000"], "4 pipeline ranks x 1000000000 microbatches are 4,000,000,000"),
         (["--num-layers=9", "--num-layers-per-virtual-pipeline-stage=2"], "2 does not divide the layers of a rank"),
         (["--num-layers-per-virtual-pipeline-stage", "4"], "4 does not divide the layers of a rank"),
         (["--vocab-parallel", "--vocab-parallel-algorithm", "vocab-3"], "algorithm 'vocab-3' is unknown"),
@@ -279,7 +286,7 @@ def test_settings_unset_what_the_configuration_has_and_the_plan_has_not(small):
         (["--config", "nowhere.yaml"], "cannot read configuration file nowhere.yaml"),
         (["--num-layers"], "--num-layers without a value is no whole number"),
         (["--num-layers", "100000000"], "100000000 layers make no model"),
-        (["--vocab-size", "1" + 30 * "0"], "is no size of a job; give at most 1000000000"),
+        (["--vocab-size", "1" + 30 * "0"], "is too large for any job; give at most 268435456"),
         (["--vocab-parallel", "maybe"], "--vocab-parallel is a switch and takes no value; it was given 'maybe'"),
         (["--pipeline-schedule", ""], "schedule '' is unknown"),
         (["--pipeline-schedule", "interlaced"], "add --vocab-parallel"),
@@ -290,6 +297,21 @@ def test_bad_input_is_one_line(small, arguments, words):
     error = run("simulate", small, *arguments).exception
     assert isinstance(error, UserError), error
     assert words in str(error) and "\n" not in str(error)
+
+
+def test_a_batch_that_simulate_cannot_play_is_refused_at_once_with_its_chunks(small, monkeypatch):
+    monkeypatch.setattr("megatron_vp.cost.predict.make_player", None)
+    flags = ["--num-virtual-stages-per-pipeline-rank", "2", "--global-batch-size", str(131_072 // 8 + 1)]
+    error = run("simulate", small, *flags).exception
+    assert isinstance(error, UserError) and "16385 microbatches x 2 chunks are 131,080 forwards" in str(error)
+
+
+def test_a_section_that_is_a_list_is_one_line(small):
+    small.write_text(SMALL + "optimizer:\n  - lr: 1\n")
+    for command in ("plan", "simulate"):
+        error = run(command, small).exception
+        assert isinstance(error, UserError) and "'optimizer' in the top level is a list of settings" in str(error)
+        assert "\n" not in str(error)
 
 
 def test_a_plan_for_more_stages_than_layers_is_one_line(small):

@@ -70,7 +70,7 @@ def test_costs_parse_and_keep_defaults():
     assert PassCosts.parse("") == PassCosts()
 
 
-@pytest.mark.parametrize("text", ["G=1", "F", "F=x", "F=1,F=2", "F=-1", "F=nan", "B=inf"])
+@pytest.mark.parametrize("text", ["G=1", "F", "F=x", "F=1,F=2", "F=-1", "F=nan", "B=inf", "F=1e308", "comm=1e16"])
 def test_bad_costs_are_refused_with_the_item(text):
     with pytest.raises(UserError, match="cost"):
         PassCosts.parse(text)
@@ -96,6 +96,13 @@ def test_files_read_back(vocab):
     for write, read in ((to_json, from_json), (to_csv, from_csv)):
         assert read(write(schedule)) == schedule
         assert read(write(schedule, timeline)) == schedule
+
+
+@pytest.mark.parametrize("name", ["", " two words ", "a vocab=none microbatches=7", "x" * 200, "naïve"])
+def test_every_name_that_json_may_have_survives_csv(name):
+    document = json.loads(to_json(generate("1f1b", 2, 2))) | {"schedule": name}
+    schedule = from_json(json.dumps(document))
+    assert from_csv(to_csv(schedule)) == schedule and schedule.name == name
 
 
 def test_files_of_chunked_split_schedules_read_back():
@@ -139,6 +146,9 @@ def test_json_has_the_agreed_layout():
         (lambda d: d.update(ranks=3), "JSON format"),
         (lambda d: d.update(microbatches=0), "0 microbatches"),
         (lambda d: d.update(microbatches=10**12), "no rank lists more than 2 passes"),
+        (lambda d: d.update(schedule="a\nb"), "name must be one printable line"),
+        (lambda d: d.update(schedule="x" * 201), "name must be one printable line of at most 200 characters"),
+        (lambda d: d.update(schedule=["1f1b"]), "name must be one printable line"),
     ],
 )
 def test_a_file_that_is_not_a_schedule_is_refused(change, words):
@@ -172,6 +182,7 @@ def test_no_json_object_is_refused(text):
         (lambda text: text.replace("\n1,", "\n2,"), "ranks count from 0"),
         (lambda text: text.replace("\n1,F", "\n1,B"), "F passes of ranks"),
         (lambda text: "\n".join(text.splitlines()[:2]), "CSV format"),
+        (lambda text: text.replace("0,F,0,0,0", "0,F" + 200_000 * "F" + ",0,0,0"), "CSV format: field larger than"),
     ],
 )
 def test_a_damaged_csv_is_refused(damage, words):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +15,9 @@ from megatron_vp.files import MIB, read_text
 
 METHODS = {5: ("baseline", "redis", "vocab-1", "vocab-2", "interlaced"), 6: ("baseline", "vocab-1")}
 """Methods of the paper's two tables: 5 is 1F1B, 6 is V-Half."""
+
+LARGEST = 10_000
+"""Percent and GiB that a cell of a file may have."""
 
 
 @dataclass(frozen=True, order=True)
@@ -99,8 +101,8 @@ def _cells(rows: Iterable[dict[str, str]], source: str) -> dict[Cell, Measuremen
                 raise UserError(f"{source}, line {number}: column {column} is missing") from None
             except ValueError:
                 raise UserError(f"{source}, line {number}: {column} {row[column]!r} is no {kind.__name__}") from None
-            if kind is float and found is not None and not 0 < found < math.inf:
-                raise UserError(f"{source}, line {number}: {column} {found} is not above 0 and finite")
+            if kind is float and found is not None and not 0 < found <= LARGEST:
+                raise UserError(f"{source}, line {number}: {column} {found} is not above 0 and at most {LARGEST}")
             return found
 
         cell = Cell(
