@@ -66,7 +66,7 @@ def predicted_bytes(config: Path, rank: int, flags: list[str]) -> float:
     command = [sys.executable, "-m", "megatron_vp.cli.app", "simulate", str(config), "--hardware", "a100", *flags]
     said = subprocess.run([*command, "--format", "json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     parts = json.loads(said)["plan"]["memory_bytes"][rank]
-    return sum(value for name, value in parts.items() if name != "framework") - WORKSPACES
+    return sum(value for name, value in parts.items() if name != "outside") - WORKSPACES
 
 
 def main() -> int:

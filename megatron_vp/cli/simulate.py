@@ -26,6 +26,8 @@ from megatron_vp.cli.planning import (
 from megatron_vp.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from megatron_vp.cost.planner import Outcome
     from megatron_vp.cost.shapes import Job, Plan
 
@@ -122,10 +124,25 @@ def _table(request: Request, found: Outcome) -> str:
             f"peak {found.peak_memory / GIB:.1f} GiB: {fits} into {request.limit / GIB:.4g} GiB; bound by "
             f"{found.bound_by(request.limit)}",
             "",
-            rendered(table) + request.caveat,
+            rendered(table) + rendered(_outside(found)) + request.caveat,
             "",
         ]
     )
+
+
+def _outside(found: Outcome) -> Table:
+    from rich.table import Table
+
+    parts = list(found.memory[0].outside.parts())
+    title = "GiB outside PyTorch's count (estimates), and the communicators that this project adds"
+    table = Table(title=title, title_justify="left")
+    for heading in ("rank", "communicators", "outside", *parts):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for rank, memory in enumerate(found.memory):
+        outside = memory.outside
+        held = [f"{outside.parts()[part] / GIB:.2f}" for part in parts]
+        table.add_row(str(rank), str(outside.communicators), f"{outside.total / GIB:.2f}", *held)
+    return table
 
 
 def _document(request: Request, found: Outcome) -> dict[str, object]:

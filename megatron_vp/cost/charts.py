@@ -27,7 +27,7 @@ PARTS = {
     "activations": "#F28E2B",
     "vocabulary": "#E15759",
     "communication": "#B07AA1",
-    "framework": "#BAB0AC",
+    "outside": "#BAB0AC",
 }
 
 

@@ -28,6 +28,7 @@ class Hardware:
     network_bandwidth: float
     gpus_per_node: int
     source: str
+    is_gpu: bool = True
 
 
 _ALL = (
@@ -96,6 +97,7 @@ _ALL = (
         network_bandwidth=0.1 * GIGA,
         gpus_per_node=64,
         source="an order of magnitude for fp32 on one core with AVX2 at 3 GHz (32 FLOPs a cycle); measure your own",
+        is_gpu=False,
     ),
 )
 

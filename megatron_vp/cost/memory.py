@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from megatron_vp.cost.flops import expert_weights, layer_weights
+from megatron_vp.cost.hardware import Hardware
+from megatron_vp.cost.outside import GIB, OutsideMemory, outside_memory
 from megatron_vp.cost.shapes import Job, Recompute
 from megatron_vp.schedule import PassKind, Schedule, VocabMethod
-
-GIB = 2**30
 
 WORKING_SET = 24.5
 """Bytes a token and hidden unit that the backward of one layer needs beside what the forward kept."""
@@ -28,15 +28,10 @@ SCORES = 6
 WORKSPACES = 0.1 * GIB
 """Small tensors and the workspaces of cuBLAS."""
 
-OUTSIDE, FRAGMENTS = 1.5 * GIB, 0.02
-"""What PyTorch's allocator does not count: CUDA context, kernels, NCCL's buffers; and what it reserves and cannot use,
-as a part of what it counts. Estimates, not measurements.
-"""
-
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank at its peak, by what they hold. `framework` is what the allocator does not count."""
+    """Bytes on one rank at its peak, by what they hold. `outside` is what PyTorch's allocator does not count."""
 
     parameters: float
     gradients: float
@@ -44,12 +39,12 @@ class RankMemory:
     activations: float
     vocabulary: float
     communication: float
-    framework: float
+    outside: OutsideMemory
 
     @property
     def allocated(self) -> float:
         """What PyTorch's allocator reports as its peak."""
-        return self.total - self.framework
+        return self.total - self.outside.total
 
     @property
     def total(self) -> float:
@@ -57,8 +52,9 @@ class RankMemory:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """Bytes by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Bytes by name, all that is outside PyTorch's count in one."""
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        return held | {"outside": self.outside.total}
 
 
 def layer_activations(job: Job) -> float:
@@ -79,11 +75,12 @@ def layer_activations(job: Job) -> float:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Memory of the ranks of `job` that run `schedule`, with `layers` transformer layers by virtual stage."""
+    """Memory of the ranks of `job` that run `schedule` on `hardware`; `layers`: transformer layers by virtual stage."""
 
     job: Job
     schedule: Schedule
     layers: tuple[int, ...]
+    hardware: Hardware
 
     def parameters(self, rank: int) -> int:
         """Parameters on a rank: its layers, and its rows of the vocabulary layers."""
@@ -123,7 +120,8 @@ class MemoryModel:
             "vocabulary": 0.0 if in_step else vocabulary,
             "communication": 2 * len(self.schedule.placement.stage_of[rank]) * self._unit * job.element_bytes,
         }
-        return RankMemory(**counted, framework=OUTSIDE + FRAGMENTS * sum(counted.values()))
+        outside = outside_memory(job, self.schedule, rank, sum(counted.values()), self.hardware)
+        return RankMemory(**counted, outside=outside)
 
     @property
     def _unit(self) -> float:

@@ -123,6 +123,8 @@ class Outcome:
             "busy_seconds": self.busy,
             "peak_memory_bytes": self.peak_memory,
             "memory_bytes": [rank.parts() for rank in self.memory],
+            "outside_bytes": [rank.outside.parts() for rank in self.memory],
+            "communicators": [rank.outside.communicators for rank in self.memory],
             "fits": self.fits(limit),
             "bound_by": self.bound_by(limit),
         }

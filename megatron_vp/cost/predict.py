@@ -102,7 +102,7 @@ def predict(
     placement = player.schedule.placement
     costs = measured or stage_costs(job, plan, player.schedule, hardware, constants)
     timeline = player.play(costs)
-    memory = MemoryModel(job, player.schedule, layers_of(job, plan, placement))
+    memory = MemoryModel(job, player.schedule, layers_of(job, plan, placement), hardware)
     ranks = tuple(map(memory.rank, range(job.pipeline)))
     after = after_passes(job, plan, player.schedule, hardware, constants)
     return Prediction(job, plan, hardware, timeline, timeline.makespan + after, ranks)
@@ -112,7 +112,7 @@ def after_passes(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, c
     """Seconds from the last pass to the end of the iteration, on the rank with most parameters: gradients of the
     replicas summed, and the optimizer's step.
     """
-    memory = MemoryModel(job, schedule, layers_of(job, plan, schedule.placement))
+    memory = MemoryModel(job, schedule, layers_of(job, plan, schedule.placement), hardware)
     fullest = max(range(job.pipeline), key=memory.parameters)
     experts = memory.expert_parameters(fullest)
     sync = Wires(job, hardware, constants).gradient_sync(memory.parameters(fullest) - experts, experts)

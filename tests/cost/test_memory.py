@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_vp.cost.hardware import HARDWARE
 from megatron_vp.cost.layouts import equal_layers
 from megatron_vp.cost.memory import (
     EMBEDDED,
@@ -26,7 +27,7 @@ LAYER = 12 * HIDDEN**2 + 4 * HIDDEN
 
 def memory(job, name="1f1b", microbatches=3, vocab="none"):
     schedule = generate(name, 2, microbatches, vocab=vocab)
-    return MemoryModel(job, schedule, equal_layers(job, schedule.placement.stages))
+    return MemoryModel(job, schedule, equal_layers(job, schedule.placement.stages), HARDWARE["h100"])
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_every_schedule_is_predicted(schedule):
     assert found.fits() and not found.fits(GIB)
     worst = max(found.memory, key=lambda rank: rank.total)
     assert found.fits(worst.total) and not found.fits(worst.total - 1)
-    assert found.peak_memory == worst.allocated == pytest.approx(sum(worst.parts().values()) - worst.framework)
+    assert found.peak_memory == worst.allocated == pytest.approx(sum(worst.parts().values()) - worst.outside.total)
 
 
 def test_measured_costs_replace_the_modelled_ones():

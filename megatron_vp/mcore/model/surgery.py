@@ -29,11 +29,11 @@ from megatron_vp.mcore.model.check import check_model, check_vocabulary_layers, 
 from megatron_vp.mcore.model.delayed_weights import leave_out_hooks
 from megatron_vp.mcore.model.multi_token import follow_decoder
 from megatron_vp.runtime.collectives import VocabularyLayers
-from megatron_vp.runtime.groups import Edge, PipelineGroups, pipeline_device
+from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.watchdog import Watchdog
 from megatron_vp.schedule import V_SHAPED_SCHEDULES
-from megatron_vp.schedule.instructions import Channel
+from megatron_vp.schedule.communicators import all_edges
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
 from megatron_vp.vocab.loss import TokenLoss
@@ -237,7 +237,7 @@ def _pipeline(groups: ProcessGroupCollection) -> Pipeline:
     # The watchdog speaks first, because it knows where the schedule is. The backend's own limit counts from the launch
     # of an operation, which may be some microbatches ahead of the device.
     backend_limit = timedelta(seconds=1.1 * first)
-    edges = _edges(pipeline_placement(args), args.vocab_parallel)
+    edges = all_edges(pipeline_placement(args), args.vocab_parallel)
     communicators = PipelineGroups.create(_all_replicas(groups.mp), edges, backend_limit, tensor_size=groups.tp.size())
     pipeline = Pipeline(communicators)
     Watchdog(pipeline.progress, first, later).start()
@@ -249,20 +249,6 @@ def _all_replicas(own: dist.ProcessGroup) -> list[list[int]]:
     members: list[list[int]] = [[]] * dist.get_world_size()
     dist.all_gather_object(members, dist.get_process_group_ranks(own))
     return [list(ranks) for ranks in sorted(set(map(tuple, members)))]
-
-
-def _edges(placement: Placement, sharded: bool) -> set[Edge]:
-    seats = [(placement.rank_of(stage), placement.rank_of(stage + 1)) for stage in range(placement.stages - 1)]
-    edges = {
-        edge
-        for here, there in seats
-        if here != there
-        for edge in ((here, there, Channel.ACTIVATION), (there, here, Channel.GRADIENT))
-    }
-    end, loss = placement.last_rank, placement.ranks - 1
-    if not sharded and end != loss:
-        edges |= {(loss, end, Channel.LABELS), (end, loss, Channel.TOKEN_LOSS), (loss, end, Channel.TOKEN_GRADIENT)}
-    return edges
 
 
 @torch.no_grad()

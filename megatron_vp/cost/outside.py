@@ -1,0 +1,125 @@
+"""Memory that PyTorch's allocator does not count: the CUDA context, kernels, communicators, fragments.
+
+Estimates from the sources of NCCL 2.30 and from experience with PyTorch 2.15, not measurements. On a device compare
+with the memory in use less `torch.cuda.memory_reserved()`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from megatron_vp.cost.hardware import Hardware
+from megatron_vp.cost.shapes import Job
+from megatron_vp.schedule import Schedule, VocabMethod
+from megatron_vp.schedule.communicators import CHANNELS, Edge, communicators
+
+MIB, GIB = 2**20, 2**30
+
+CONTEXT = 0.5 * GIB
+"""The CUDA context. On a CPU: the process and its libraries."""
+
+KERNELS = 0.35 * GIB
+"""Code of the kernels that a run loads, and workspaces that libraries allocate themselves."""
+
+CONNECTION = 9.2 * MIB
+"""Buffers of one connection to a peer, for each channel: 4.0 MiB for the protocol SIMPLE, 0.5 for LL, 4.7 for LL128."""
+
+COMMUNICATOR = 4 * MIB
+"""What a communicator takes before it is connected: queues, tables of peers and channels, rounded up to pages."""
+
+MEGATRON_CHANNELS = 16
+"""Channels of Megatron's communicators: NCCL's own choice over NVLink. It takes fewer between nodes."""
+
+FRAGMENTS = 0.02
+"""Memory that PyTorch reserves and cannot use, as a share of what it counts."""
+
+
+@dataclass(frozen=True)
+class OutsideMemory:
+    """Bytes of one rank by what they are for, and how many communicators this project creates there.
+
+    edges: of activations and gradients between stages. vocabulary: of the pipeline's collectives, and of the tensor
+    ranks of a stage. rows: connections for embedding rows. megatron: of Megatron's own groups.
+    """
+
+    context: float
+    kernels: float
+    edges: float
+    vocabulary: float
+    rows: float
+    megatron: float
+    fragments: float
+    communicators: int
+
+    @property
+    def total(self) -> float:
+        """All bytes."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """Bytes by name."""
+        parts = asdict(self)
+        del parts["communicators"]
+        return parts
+
+
+def runs_megatrons_schedule(schedule: Schedule) -> bool:
+    """Whether Megatron's own loop runs `schedule`, so that this project creates no communicators."""
+    return schedule.vocab is VocabMethod.NONE and schedule.name in ("1f1b", "interleaved")
+
+
+def outside_memory(job: Job, schedule: Schedule, rank: int, counted: float, hardware: Hardware) -> OutsideMemory:
+    """What pipeline rank `rank` takes besides the `counted` bytes of tensors."""
+    fragments = FRAGMENTS * counted
+    own = None
+    if not runs_megatrons_schedule(schedule):
+        own = communicators(schedule.placement, schedule.vocab is not VocabMethod.NONE, job.tensor)[rank]
+    count = own.count if own else 0
+    if not hardware.is_gpu:
+        # Gloo keeps its buffers in the messages themselves.
+        return OutsideMemory(CONTEXT, 0.0, 0.0, 0.0, 0.0, 0.0, fragments, count)
+    edges = vocabulary = rows = 0.0
+    if own is not None:
+        edges = sum(COMMUNICATOR + _ends(edge, rank, job, hardware) * CHANNELS * CONNECTION for edge in own.edges)
+        vocabulary = _ring(own.pipeline, CHANNELS) + _ring(own.tensor, CHANNELS)
+        rows = len(own.row_peers) * CHANNELS * CONNECTION
+    return OutsideMemory(
+        context=CONTEXT,
+        kernels=KERNELS,
+        edges=edges,
+        vocabulary=vocabulary,
+        rows=rows,
+        megatron=_megatron(job, schedule, rank),
+        fragments=fragments,
+        communicators=count,
+    )
+
+
+def _ends(edge: Edge, rank: int, job: Job, hardware: Hardware) -> int:
+    """Sets of buffers that an edge takes on `rank`: the receiver's, and over the network the sender's as well."""
+    source, target, _ = edge
+    node = [place * job.gpus_per_stage // hardware.gpus_per_node for place in (source, target)]
+    return int(rank == target or node[0] != node[1])
+
+
+def _ring(ranks: int, channels: int) -> float:
+    """A ring connects a rank with the one before it and the one after it."""
+    return COMMUNICATOR + 2 * channels * CONNECTION if ranks > 1 else 0.0
+
+
+def _megatron(job: Job, schedule: Schedule, rank: int) -> float:
+    """Megatron's groups that a rank uses: all ranks (barriers), a model replica (gradient norm), and for each kind of
+    parallelism its own. Where Megatron's own schedule runs, activations travel in its pipeline group.
+    """
+    placement = schedule.placement
+    groups = [job.gpus, job.pipeline * job.tensor, job.data * job.context, job.tensor, job.context, job.expert]
+    ends = (placement.first_rank, placement.last_rank)
+    whole = schedule.vocab is VocabMethod.NONE
+    if whole and job.model.tied and ends[0] != ends[1] and rank in ends:
+        groups.append(2)
+    found = sum(_ring(ranks, MEGATRON_CHANNELS) for ranks in groups)
+    if runs_megatrons_schedule(schedule):
+        stages = placement.stage_of[rank]
+        near = {placement.rank_of(s + step) for s in stages for step in (-1, 1) if 0 <= s + step < placement.stages}
+        found += len(near - {rank}) * MEGATRON_CHANNELS * CONNECTION
+    return found

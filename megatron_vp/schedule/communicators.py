@@ -1,0 +1,85 @@
+"""Which communicators a schedule needs on each rank, found without creating any.
+
+Each directed edge between two pipeline ranks has a communicator of its own for each kind of message. The vocabulary
+collectives share one communicator of the p ranks of a pipeline. With tensor parallelism the t ranks of a stage share
+one more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_vp.schedule.instructions import Channel
+from megatron_vp.schedule.placement import Placement
+
+Edge = tuple[int, int, Channel]
+"""A directed edge between two pipeline ranks (source, target), and what it carries."""
+
+CHANNELS = 4
+"""NCCL channels, one thread block each, that an operation on one of these communicators may use."""
+
+
+@dataclass(frozen=True)
+class RankCommunicators:
+    """The communicators of one rank.
+
+    edges: those that start or end here, a communicator each. pipeline, tensor: sizes of the group of the vocabulary
+    collectives and of the group of the stage's tensor ranks; a group of one needs no communicator. row_peers: ranks
+    with which this one exchanges embedding rows, over the pipeline's communicator.
+    """
+
+    edges: tuple[Edge, ...]
+    pipeline: int
+    tensor: int
+    row_peers: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """How many communicators these are."""
+        return len(self.edges) + (self.pipeline > 1) + (self.tensor > 1)
+
+
+def all_edges(placement: Placement, sharded: bool) -> set[Edge]:
+    """Every directed edge that a schedule on `placement` uses.
+
+    sharded: the vocabulary layers are split. If they are whole, three more edges tie a last stage that is not on rank
+    p-1 to the loss function there.
+    """
+    seats = [(placement.rank_of(stage), placement.rank_of(stage + 1)) for stage in range(placement.stages - 1)]
+    edges = {
+        edge
+        for here, there in seats
+        if here != there
+        for edge in ((here, there, Channel.ACTIVATION), (there, here, Channel.GRADIENT))
+    }
+    end, loss = placement.last_rank, placement.ranks - 1
+    if not sharded and end != loss:
+        edges |= {(loss, end, Channel.LABELS), (end, loss, Channel.TOKEN_LOSS), (loss, end, Channel.TOKEN_GRADIENT)}
+    return edges
+
+
+def row_pairs(placement: Placement, embeds_on_last_stage: bool = False) -> set[tuple[int, int]]:
+    """Pairs of ranks, the smaller one first, that exchange embedding rows: word ranks with every other rank.
+
+    The first stage's rank takes the rows of its shards' owners. With multi-token prediction
+    (`embeds_on_last_stage`) the last stage's rank takes them as well.
+    """
+    words = {placement.first_rank} | ({placement.last_rank} if embeds_on_last_stage else set())
+    return {(min(word, other), max(word, other)) for word in words for other in range(placement.ranks) if other != word}
+
+
+def communicators(
+    placement: Placement, sharded: bool, tensor: int = 1, embeds_on_last_stage: bool = False
+) -> list[RankCommunicators]:
+    """The communicators of every pipeline rank; `tensor` pipelines side by side share a model replica."""
+    edges = sorted(all_edges(placement, sharded))
+    pairs = row_pairs(placement, embeds_on_last_stage) if sharded else set()
+    return [
+        RankCommunicators(
+            edges=tuple(edge for edge in edges if rank in edge[:2]),
+            pipeline=placement.ranks,
+            tensor=tensor,
+            row_peers=tuple(sorted(sum(pair) - rank for pair in pairs if rank in pair)),
+        )
+        for rank in range(placement.ranks)
+    ]

@@ -1,0 +1,125 @@
+"""Communicators of every rank and memory outside PyTorch's count, against figures worked out by hand."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_vp.cli.app import app
+from megatron_vp.cost.hardware import HARDWARE
+from megatron_vp.cost.outside import (
+    COMMUNICATOR,
+    CONNECTION,
+    CONTEXT,
+    FRAGMENTS,
+    KERNELS,
+    MEGATRON_CHANNELS,
+    outside_memory,
+)
+from megatron_vp.cost.shapes import Job, ModelShape
+from megatron_vp.runtime.groups import CTAS
+from megatron_vp.schedule import Channel, Placement, generate
+from megatron_vp.schedule.communicators import CHANNELS, all_edges, communicators, row_pairs
+
+H100 = HARDWARE["h100"]
+MODEL = ModelShape(layers=16, hidden=64, heads=4, ffn=256, vocab=1000)
+JOB = Job(MODEL, sequence=32, micro_batch=1, microbatches=4, pipeline=4)
+OURS, MEGATRONS = CHANNELS * CONNECTION, MEGATRON_CHANNELS * CONNECTION
+MEGATRONS_RING = COMMUNICATOR + 2 * MEGATRONS
+FLAGS = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 100000 "
+    "--pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 8 --vocab-parallel"
+)
+
+
+def outside(rank, job=JOB, name="1f1b", vocab="vocab-2", counted=0.0, hardware=H100):
+    return outside_memory(job, generate(name, job.pipeline, 4, vocab=vocab), rank, counted, hardware)
+
+
+def test_the_channels_are_those_that_the_runtime_asks_for():
+    assert CHANNELS == CTAS
+
+
+def test_edges_of_a_chain_a_v_and_a_circle():
+    forward, back = Channel.ACTIVATION, Channel.GRADIENT
+    assert all_edges(Placement.linear(3), True) == {(0, 1, forward), (1, 2, forward), (1, 0, back), (2, 1, back)}
+    # In a V both chunks of two ranks join them: an edge each way for each kind of message. The turn stays on its rank.
+    both = {(0, 1, forward), (1, 0, back), (1, 0, forward), (0, 1, back)}
+    assert all_edges(Placement.v_shape(2), True) == both
+    tie = {(1, 0, Channel.LABELS), (0, 1, Channel.TOKEN_LOSS), (1, 0, Channel.TOKEN_GRADIENT)}
+    assert all_edges(Placement.v_shape(2), False) == both | tie
+    assert (2, 0, forward) in all_edges(Placement.round_robin(3, 2), True)
+
+
+@pytest.mark.parametrize(
+    ("placement", "sharded", "tensor", "counts"),
+    [
+        (Placement.linear(4), True, 1, [2 + 1, 4 + 1, 4 + 1, 2 + 1]),
+        (Placement.linear(4), True, 2, [2 + 2, 4 + 2, 4 + 2, 2 + 2]),
+        (Placement.v_shape(4), True, 1, [4 + 1, 8 + 1, 8 + 1, 4 + 1]),
+        (Placement.v_shape(4), False, 1, [4 + 3 + 1, 8 + 1, 8 + 1, 4 + 3 + 1]),
+        (Placement.round_robin(4, 2), True, 1, [4 + 1] * 4),
+    ],
+)
+def test_every_rank_has_a_communicator_for_each_edge_and_one_for_each_group(placement, sharded, tensor, counts):
+    assert [each.count for each in communicators(placement, sharded, tensor)] == counts
+
+
+def test_only_the_first_stage_exchanges_rows_with_every_rank():
+    peers = [each.row_peers for each in communicators(Placement.linear(4), True)]
+    assert peers == [(1, 2, 3), (0,), (0,), (0,)]
+    assert not any(each.row_peers for each in communicators(Placement.linear(4), False))
+    two = communicators(Placement.linear(4), True, embeds_on_last_stage=True)
+    assert [each.row_peers for each in two] == [(1, 2, 3), (0, 3), (0, 3), (0, 1, 2)]
+    assert row_pairs(Placement.v_shape(3), embeds_on_last_stage=True) == {(0, 1), (0, 2)}
+
+
+def test_memory_by_parts_of_a_pipeline_in_one_node():
+    first, second = outside(0, counted=1e9), outside(1)
+    assert (first.context, first.kernels, first.fragments) == (CONTEXT, KERNELS, FRAGMENTS * 1e9)
+    # Rank 0 receives gradients alone, rank 1 activations too; the sender of an edge inside a node has no buffers.
+    assert (first.edges, second.edges) == pytest.approx((2 * COMMUNICATOR + OURS, 4 * COMMUNICATOR + 2 * OURS))
+    assert first.vocabulary == pytest.approx(COMMUNICATOR + 2 * OURS)
+    assert (first.rows, second.rows) == pytest.approx((3 * OURS, OURS))
+    assert first.megatron == pytest.approx(2 * MEGATRONS_RING)  # all ranks, and those of the replica
+    assert (first.communicators, second.communicators) == (3, 5)
+    assert first.total == pytest.approx(sum(first.parts().values())) and "communicators" not in first.parts()
+
+
+def test_more_ranks_of_any_kind_take_more_and_edges_between_nodes_take_both_ends():
+    replicas, tensor = outside(1, replace(JOB, data=2)), outside(1, replace(JOB, tensor=2))
+    assert replicas.megatron == pytest.approx(3 * MEGATRONS_RING)
+    assert tensor.megatron == pytest.approx(3 * MEGATRONS_RING)
+    assert tensor.vocabulary == pytest.approx(2 * (COMMUNICATOR + 2 * OURS))
+    # Eight GPUs a stage: every stage is a node of its own.
+    assert outside(0, replace(JOB, data=8)).edges == pytest.approx(2 * (COMMUNICATOR + OURS))
+
+
+def test_megatrons_own_schedule_has_its_own_connections_and_none_of_ours():
+    first, second = (outside(rank, vocab="none") for rank in (0, 1))
+    assert first.communicators == first.edges == first.vocabulary == first.rows == 0
+    assert (second.megatron - first.megatron) == pytest.approx(MEGATRONS)
+    tied = replace(JOB, model=replace(MODEL, tied=True))
+    assert outside(0, tied, vocab="none").megatron - first.megatron == pytest.approx(MEGATRONS_RING)
+    assert outside(1, tied, vocab="none") == second
+    assert outside(0, name="v-half", vocab="none").communicators == 4 + 3 + 1
+
+
+def test_a_cpu_has_neither_kernels_nor_channels():
+    found = outside(0, hardware=HARDWARE["cpu"])
+    assert found.total == CONTEXT and found.communicators == 3
+
+
+def test_simulate_shows_the_parts_and_the_communicators():
+    flags = FLAGS.split()
+    shown = CliRunner().invoke(app, ["simulate", *flags]).stdout
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
+    assert [row[1] for row in rows[4:]] == ["3", "5", "5", "3"]
+    document = json.loads(CliRunner().invoke(app, ["simulate", *flags, "--format", "json"]).stdout)["plan"]
+    assert document["communicators"] == [3, 5, 5, 3]
+    for held, parts in zip(document["memory_bytes"], document["outside_bytes"], strict=True):
+        assert held["outside"] == pytest.approx(sum(parts.values()))
+        assert set(parts) == {"context", "kernels", "edges", "vocabulary", "rows", "megatron", "fragments"}
+    fullest = max(sum(held.values()) for held in document["memory_bytes"])
+    assert document["peak_memory_bytes"] == pytest.approx(fullest)
