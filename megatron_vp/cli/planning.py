@@ -75,9 +75,19 @@ class Request:
         uncounted = self.config.uncounted()
         left_out = f" Not counted, though set: {', '.join(uncounted)}." if uncounted else ""
         return (
-            f"Predicted, not measured.{left_out} Setups of A100s that the constants were not fitted on came out within "
-            f"{time} of their time and {memory} of their memory; other hardware is not calibrated (docs/cost_model.md)."
+            f"Predicted, not measured.{left_out} {self._vocabulary_passes} Setups of A100s that the constants were not "
+            f"fitted on came out within {time} of their time and {memory} of their memory; other hardware is not "
+            "calibrated (docs/cost_model.md)."
         )
+
+    @property
+    def _vocabulary_passes(self) -> str:
+        if self.hardware.rates is None:
+            return (
+                "S and T take what the paper's eager code took: this project's kernels were not counted for "
+                f"{self.hardware.name}."
+            )
+        return "S and T take what this project's kernels move and compute, by count."
 
     def document(self) -> dict[str, Any]:
         """The same for programs."""
@@ -91,6 +101,7 @@ class Request:
             "data": job.data,
             "microbatches": job.microbatches,
             "limit_bytes": self.limit,
+            "vocabulary_passes": "paper" if self.hardware.rates is None else "counted",
             "note": self.caveat,
         }
 

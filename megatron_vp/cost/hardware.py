@@ -11,12 +11,28 @@ TERA, GIGA, GIB = 1e12, 1e9, 2**30
 
 
 @dataclass(frozen=True)
+class Rates:
+    """What one GPU sustains, as far as it is known from elsewhere; nothing here was measured by this project.
+
+    gemm: FLOP/s of large bf16 products. fp8_gemm: of fp8 ones, 0 without them. copy: bytes/s of a copy, reads and
+    writes together. issue: instructions/s, counted by thread. source: where the figures are from.
+    """
+
+    gemm: float
+    fp8_gemm: float
+    copy: float
+    issue: float
+    source: str
+
+
+@dataclass(frozen=True)
 class Hardware:
     """Nominal figures of one GPU and its place in a node.
 
     peak_flops: dense FLOP/s in bf16 and fp16, no sparsity. memory: bytes that a process can have, as PyTorch reports
     it. memory_bandwidth: bytes/s. link_bandwidth and network_bandwidth: bytes/s of one GPU in one direction, inside a
-    node and between nodes. source: where the figures are from.
+    node and between nodes. source: where the figures are from. rates: what it sustains; None where that is not known,
+    or where this project's kernels do not run.
     """
 
     name: str
@@ -28,6 +44,7 @@ class Hardware:
     network_bandwidth: float
     gpus_per_node: int
     source: str
+    rates: Rates | None = None
     is_gpu: bool = True
 
 
@@ -42,6 +59,14 @@ _ALL = (
         network_bandwidth=25 * GIGA,
         gpus_per_node=8,
         source="NVIDIA A100 Tensor Core GPU data sheet (NVLink 600 GB/s both ways); DGX A100: one 200 Gb/s port a GPU",
+        rates=Rates(
+            gemm=254 * TERA,
+            fp8_gemm=0.0,
+            copy=1.75 * TERA,
+            issue=108 * 88 * 1.41 * GIGA,
+            source="the share of its peak that the paper's A100s reach (constants.py); copies at 0.86 of the nominal "
+            "bandwidth; 108 SMs at 1.41 GHz, whose fp32 lanes are half of the 128",
+        ),
     ),
     Hardware(
         name="h100",
@@ -53,6 +78,14 @@ _ALL = (
         network_bandwidth=50 * GIGA,
         gpus_per_node=8,
         source="NVIDIA H100 Tensor Core GPU data sheet (NVLink 900 GB/s both ways); DGX H100: one 400 Gb/s port a GPU",
+        rates=Rates(
+            gemm=700 * TERA,
+            fp8_gemm=1280 * TERA,
+            copy=3.0 * TERA,
+            issue=132 * 128 * 1.7 * GIGA,
+            source="large bf16 products: 700 of the 650 to 790 TFLOP/s in public benchmarks; 1280 in fp8; "
+            "public device-to-device copies; 132 SMs x 128 lanes at 1.7 GHz",
+        ),
     ),
     Hardware(
         name="h200",
@@ -64,6 +97,13 @@ _ALL = (
         network_bandwidth=50 * GIGA,
         gpus_per_node=8,
         source="NVIDIA H200 Tensor Core GPU data sheet (NVLink 900 GB/s both ways); DGX H200: one 400 Gb/s port a GPU",
+        rates=Rates(
+            gemm=700 * TERA,
+            fp8_gemm=1280 * TERA,
+            copy=4.3 * TERA,
+            issue=132 * 128 * 1.7 * GIGA,
+            source="products and issue rate of the H100; copies at 0.9 of the nominal bandwidth, as its own",
+        ),
     ),
     Hardware(
         name="b200",
@@ -75,6 +115,14 @@ _ALL = (
         network_bandwidth=50 * GIGA,
         gpus_per_node=8,
         source="NVIDIA DGX B200 data sheet, an eighth of it (NVLink 1.8 TB/s both ways); one 400 Gb/s port a GPU",
+        rates=Rates(
+            gemm=1590 * TERA,
+            fp8_gemm=2910 * TERA,
+            copy=6.0 * TERA,
+            issue=148 * 128 * 1.7 * GIGA,
+            source="assumed: the H100's shares of its nominal bf16 and fp8 rates; public copies on the device of just "
+            "over 6 TB/s; 148 SMs x 128 lanes at 1.7 GHz",
+        ),
     ),
     Hardware(
         name="mi300x",

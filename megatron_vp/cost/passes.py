@@ -9,6 +9,7 @@ from megatron_vp.cost.constants import Constants
 from megatron_vp.cost.flops import Matrix, attention_flops, layer_matrices
 from megatron_vp.cost.hardware import Hardware
 from megatron_vp.cost.shapes import Job, Recompute
+from megatron_vp.cost.vocab_kernels import ShardPasses
 from megatron_vp.schedule import VocabMethod
 
 EAGER_SCORES_FORWARD, EAGER_SCORES_BACKWARD = 38, 14
@@ -64,7 +65,9 @@ class PassTimes:
     def product(self, matrix: Matrix) -> float:
         """A forward, an input or a weight gradient of a matrix: arithmetic or its operands, whichever takes longer."""
         operands = matrix.tokens * (matrix.inputs + matrix.outputs) * matrix.copies + matrix.weights
-        return max(self.compute(matrix.flops, self.constants.matrix), self.stream(self.job.element_bytes * operands))
+        rates = self.hardware.rates
+        arithmetic = matrix.flops / rates.gemm if rates else self.compute(matrix.flops, self.constants.matrix)
+        return max(arithmetic, self.stream(self.job.element_bytes * operands))
 
     def layer(self) -> Split:
         """One transformer layer."""
@@ -99,8 +102,21 @@ class PassTimes:
             0.0,
         )
 
+    @property
+    def own_kernels(self) -> ShardPasses | None:
+        """This project's vocabulary passes on the hardware; None where the paper's code stands in for them."""
+        job, rates = self.job, self.hardware.rates
+        if rates is None:
+            return None
+        gradient = 4 if job.wide_gradients else job.element_bytes
+        return ShardPasses(rates, job.tokens, job.shard_rows, job.model.hidden, job.element_bytes, gradient)
+
     def output_shard(self, method: VocabMethod) -> tuple[float, float]:
         """S and T."""
+        return self.own_kernels.output(method) if self.own_kernels else self.eager_output_shard(method)
+
+    def eager_output_shard(self, method: VocabMethod) -> tuple[float, float]:
+        """S and T of the paper's eager code, with the fitted constants."""
         job = self.job
         matrix = Matrix(job.model.hidden, job.shard_rows, job.tokens)
         product, logits = self.product(matrix), matrix.tokens * matrix.outputs
@@ -116,11 +132,17 @@ class PassTimes:
     def embedding_shard(self) -> tuple[float, float]:
         """IF and IB. Of the pipelines side by side each exchanges the words whose rows its own shards hold."""
         job = self.job
+        if self.own_kernels:
+            return self.own_kernels.embedding(job.pipeline * job.tensor)
         units, rows = job.tokens * job.model.hidden / job.tensor, job.shard_rows * job.model.hidden
         return (
             self.stream(EMBED_FORWARD * units) + self.constants.gap,
             self.stream(EMBED_BACKWARD * units + SHARD_EMBEDDING_GRADIENT * rows) + self.constants.gap,
         )
+
+    def placed_rows(self) -> float:
+        """What F and B of the first stage take more for the exchange; the paper's times of IF and IB include it."""
+        return self.own_kernels.placed_rows() if self.own_kernels else 0.0
 
     def synchronous_embedding(self) -> tuple[float, float]:
         """The same inside V, without the exchange, which V waits for."""

@@ -189,6 +189,9 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, co
     if plan.vocab is VocabMethod.NONE:
         for stage, extra in ((0, times.whole_embedding()), (-1, times.whole_output())):
             stages[stage] = Split(*(own + more for own, more in zip(stages[stage], extra, strict=True)))
+    elif plan.vocab.is_sharded:
+        first, placed = stages[0], times.placed_rows()
+        stages[0] = Split(first.F + placed, first.B + placed, first.W)
     pace = _pace([sum(sum(stages[stage]) for stage in row) for row in placement.stage_of], constants)
     by_stage = [[value * pace[placement.rank_of(stage)] for value in split] for stage, split in enumerate(stages)]
     output, embedding = times.output_shard(plan.vocab), times.embedding_shard()

@@ -1,0 +1,119 @@
+"""How long S, T, IF and IB take with this project's kernels: GEMMs, and kernels counted in bytes and instructions.
+
+    S   Y = X W^T         one softmax kernel over Y           vocab-2 also: E W, and its rows rescaled
+    T   E'^T X'           one kernel over X before it         vocab-1 also: E W, and its rows rescaled
+    IF  rows looked up    IB  rows sorted and added
+
+A kernel takes the time of its bytes at the speed of a copy or of its instructions at the issue rate, whichever is
+longer. Nothing here was measured: bytes follow from the code, instructions from the machine code for capability 9.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_vp.cost.hardware import Rates
+from megatron_vp.schedule import VocabMethod
+
+LAUNCH = 2.5e-6
+"""Seconds that a further kernel adds: the gap after the one before, its start and its tail. The host runs ahead."""
+
+ISSUE_SHARE = 0.75
+"""Share of the issue rate that a kernel of independent loads, arithmetic and stores reaches."""
+
+LONGEST_ROW = 32_768
+"""Logits of a row that one program holds. It reads them once; longer rows are read twice."""
+
+WHOLE_ROW_INSTRUCTIONS, LONG_ROW_INSTRUCTIONS = 16, 13
+"""Instructions of the softmax for each logit, at most, in rows up to and beyond LONGEST_ROW."""
+
+RESCALE_INSTRUCTIONS, TARGET_INSTRUCTIONS = 20, 16
+"""Instructions for each element of E W, rescaled, and of X where T weighs its rows."""
+
+SORT_LAUNCHES = 8
+"""Kernels of IB: PyTorch's sort of the tokens, and two of this project that add their rows."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Seconds of one kernel that is not a GEMM, by what could bound it."""
+
+    memory: float
+    issue: float
+
+    @property
+    def seconds(self) -> float:
+        """With the launch."""
+        return LAUNCH + max(self.memory, self.issue)
+
+    @property
+    def bound(self) -> str:
+        """What takes longest."""
+        return max({"memory": self.memory, "issue": self.issue, "launch": LAUNCH}.items(), key=lambda one: one[1])[0]
+
+
+@dataclass(frozen=True)
+class ShardPasses:
+    """Passes over one shard: `tokens` of a microbatch, `rows` of the vocabulary, `hidden` units, on a GPU of `rates`.
+
+    element_bytes: of logits, X and weights. gradient_bytes: of the accumulated weight gradient.
+    """
+
+    rates: Rates
+    tokens: int
+    rows: int
+    hidden: int
+    element_bytes: int = 2
+    gradient_bytes: int = 4
+
+    def gemm(self) -> float:
+        """X W^T, and E W."""
+        tokens, rows, hidden = self.tokens, self.rows, self.hidden
+        operands = self.element_bytes * (tokens * hidden + rows * hidden + tokens * rows)
+        return max(self._arithmetic, operands / self.rates.copy)
+
+    def weight_gemm(self) -> float:
+        """E'^T X', added to the accumulated gradient, which is read and written."""
+        tokens, rows, hidden = self.tokens, self.rows, self.hidden
+        operands = self.element_bytes * (tokens * hidden + tokens * rows)
+        return max(self._arithmetic, (operands + 2 * self.gradient_bytes * rows * hidden) / self.rates.copy)
+
+    @property
+    def _arithmetic(self) -> float:
+        return 2 * self.tokens * self.rows * self.hidden / self.rates.gemm
+
+    def softmax(self) -> Kernel:
+        """Statistics of every row, and E in the place of the logits."""
+        whole = self.rows <= LONGEST_ROW
+        instructions = WHOLE_ROW_INSTRUCTIONS if whole else LONG_ROW_INSTRUCTIONS
+        return self._kernel((2 if whole else 3) * self.element_bytes, instructions, self.tokens * self.rows)
+
+    def rescale(self) -> Kernel:
+        """E W read and written once the statistics of the whole vocabulary are known."""
+        return self._kernel(2 * self.element_bytes, RESCALE_INSTRUCTIONS, self.tokens * self.hidden)
+
+    def enter_targets(self) -> Kernel:
+        """X read and written with its rows' factors; one entry of E for each token."""
+        return self._kernel(2 * self.element_bytes, TARGET_INSTRUCTIONS, self.tokens * self.hidden)
+
+    def _kernel(self, moved: float, instructions: float, elements: float) -> Kernel:
+        issue = instructions * elements / (self.rates.issue * ISSUE_SHARE)
+        return Kernel(moved * elements / self.rates.copy, issue)
+
+    def output(self, method: VocabMethod) -> tuple[float, float]:
+        """Seconds of S and T. vocab-2 rescales E W at its barrier; that time is charged to S."""
+        scores = self.gemm() + self.softmax().seconds
+        gradients = self.enter_targets().seconds + self.weight_gemm()
+        early = self.gemm() + self.rescale().seconds
+        return (scores + early, gradients) if method is VocabMethod.VOCAB_2 else (scores, gradients + early)
+
+    def embedding(self, shards: int) -> tuple[float, float]:
+        """Seconds of IF and IB on a mean rank of `shards`: its share of the tokens' rows looked up, and added."""
+        owned = self.tokens * self.hidden / shards
+        looked_up = LAUNCH + 2 * self.element_bytes * owned / self.rates.copy
+        added = (self.element_bytes + 2 * self.gradient_bytes) * owned / self.rates.copy
+        return looked_up, SORT_LAUNCHES * LAUNCH + added
+
+    def placed_rows(self) -> float:
+        """Seconds in which the first stage puts received rows in the order of their tokens, or takes them from it."""
+        return LAUNCH + 2 * self.element_bytes * self.tokens * self.hidden / self.rates.copy
