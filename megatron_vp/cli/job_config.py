@@ -39,13 +39,23 @@ SIZES = (
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
 )
-SWITCHES = ("vocab_parallel", "sequence_parallel", "use_distributed_optimizer", "untie_embeddings_and_output_weights")
+SWITCHES = (
+    "vocab_parallel",
+    "sequence_parallel",
+    "use_distributed_optimizer",
+    "untie_embeddings_and_output_weights",
+    "first_last_layers_bf16",
+)
 OTHERS = (
     *SWITCHES,
     "vocab_parallel_algorithm",
     "pipeline_schedule",
     "pipeline_model_parallel_layout",
     "recompute_granularity",
+    "fp8_format",
+    "fp8_recipe",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
 )
 UNCOUNTED = (
     "mtp_num_layers",
@@ -57,8 +67,14 @@ UNCOUNTED = (
     "moe_shared_expert_intermediate_size",
     "moe_latent_size",
     "expert_tensor_parallel_size",
-    "fp8_format",
     "fp4_format",
+    "fp8_param_gather",
+    "fp8_output_proj",
+    "fp8_dot_product_attention",
+    "fp8_multi_head_attention",
+    "no_fp8_wgrad",
+    "disable_fp8_wgrad",
+    "te_precision_config_file",
     "recompute_modules",
     "cpu_offloading_num_layers",
     "fine_grained_activation_offloading",

@@ -63,7 +63,7 @@ class Request:
         return (
             f"{job.gpus} x {self.hardware.title}: {job.pipeline} pipeline x {job.tensor} tensor x {job.context} "
             f"context x {job.data} data ranks, {job.microbatches} microbatches of {job.micro_batch} x {job.sequence} "
-            f"tokens, vocabulary {job.model.vocab}"
+            f"tokens, vocabulary {job.model.vocab}" + (f", layers in fp8 ({job.fp8})" if job.fp8 else "")
         )
 
     @property
@@ -100,6 +100,7 @@ class Request:
             "context": job.context,
             "data": job.data,
             "microbatches": job.microbatches,
+            "fp8_recipe": job.fp8,
             "limit_bytes": self.limit,
             "vocabulary_passes": "paper" if self.hardware.rates is None else "counted",
             "note": self.caveat,
@@ -110,6 +111,7 @@ def read_request(
     paths: Sequence[Path], flags: Sequence[str], hardware: str, nodes: int | None, memory: float | None
 ) -> Request:
     """Read a job from its configuration and flags. Raises UserError."""
+    from megatron_vp.cost.fp8 import refuse_fp8
     from megatron_vp.cost.hardware import find_hardware
 
     machine = find_hardware(hardware)
@@ -121,6 +123,7 @@ def read_request(
     if nodes is not None and nodes > MOST_NODES:
         raise UserError(f"--nodes {nodes} is larger than any cluster; give at most {MOST_NODES}")
     job = config.job(None if nodes is None else nodes * machine.gpus_per_node)
+    refuse_fp8(job, machine)
     return Request(config, job, machine, machine.memory if memory is None else memory * GIB)
 
 

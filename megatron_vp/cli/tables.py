@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_vp.cli.output import check_destination, progress_bar, write
+from megatron_vp.errors import UserError
 
 if TYPE_CHECKING:
     from megatron_vp.cost.paper.published import Cell
-    from megatron_vp.cost.paper.runs import CellPrediction
+    from megatron_vp.cost.paper.runs import CellPrediction, Setting
 
 
 class Format(StrEnum):
@@ -34,40 +35,67 @@ def tables(
         Path | None,
         typer.Option(help="CSV with published cells to compare with; columns as in the package's published_mfu.csv."),
     ] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help="Run by this project in bf16 on this hardware, not by the authors on A100s.")
+    ] = None,
+    fp8_recipe: Annotated[
+        str | None, typer.Option(help="With --hardware: layers in fp8. tensorwise, delayed, blockwise or mxfp8.")
+    ] = None,
     output_format: Annotated[Format, typer.Option("--format", help="What to show.")] = Format.TABLE,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write instead of the screen.")] = None,
 ) -> None:
     """Predict every cell of the paper's tables 5 (1F1B) and 6 (V-Half), and table 3, without a GPU.
 
     MFU is model FLOPs over 320 (table 5) and 312 (table 6) TFLOP/s; memory is the allocator's peak of the worst rank in
-    GiB. With --published, adds the published values, the relative error of each, and their mean and largest.
+    GiB. With --published, adds the published values, the relative error of each, and their mean and largest. With
+    --hardware, predicts the same jobs as this project runs them there.
     """
     from megatron_vp.cost.paper.published import jobs, read_cells
     from megatron_vp.cost.paper.tables import make_rows, to_csv
 
     check_destination(output_format is Format.PNG, output)
+    setting = _setting(hardware, fp8_recipe)
+    if setting is not None and published is not None:
+        raise UserError("--published cells were measured on A100s; leave out --hardware to compare with them")
     known = {} if published is None else read_cells(published)
-    rows = make_rows(_predict(list(jobs())), known)
+    rows = make_rows(_predict(list(jobs()), setting), known)
     match output_format:
         case Format.CSV:
             write(to_csv(rows), output)
         case Format.TABLE:
             from megatron_vp.cost.paper.tables_text import to_text
 
-            write(to_text(rows), output)
+            write(to_text(rows, setting), output)
         case Format.PNG:
             from megatron_vp.cost.paper.curves import picture
 
             write(picture(rows), output)
 
 
-def _predict(cells: list[Cell]) -> list[CellPrediction]:
+def _setting(hardware: str | None, fp8_recipe: str | None) -> Setting | None:
+    from megatron_vp.cost.hardware import find_hardware
+    from megatron_vp.cost.paper.published import jobs
+    from megatron_vp.cost.paper.runs import Setting
+    from megatron_vp.cost.shapes import Fp8Recipe
+
+    if fp8_recipe is not None and hardware is None:
+        raise UserError("--fp8-recipe needs --hardware: the A100s of the paper have no fp8")
+    if fp8_recipe is not None and fp8_recipe not in list(Fp8Recipe):
+        raise UserError(f"--fp8-recipe {fp8_recipe!r} is unknown; use {', '.join(Fp8Recipe)}")
+    if hardware is None:
+        return None
+    setting = Setting(find_hardware(hardware), None if fp8_recipe is None else Fp8Recipe(fp8_recipe))
+    setting.job(next(iter(jobs())))  # refused before the work
+    return setting
+
+
+def _predict(cells: list[Cell], setting: Setting | None) -> list[CellPrediction]:
     from megatron_vp.cost.paper.runs import predict_cells
 
     found = []
     with progress_bar() as progress:
         task = progress.add_task("predicting cells", total=len(cells))
-        for group in predict_cells(cells, processes=len(os.sched_getaffinity(0))):
+        for group in predict_cells(cells, len(os.sched_getaffinity(0)), setting):
             found += group
             progress.advance(task, len(group))
     return found

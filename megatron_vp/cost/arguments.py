@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_vp.cost.shapes import Job, ModelShape, Recompute
+from megatron_vp.cost.shapes import Fp8Recipe, Job, ModelShape, Recompute
 from megatron_vp.errors import UserError
 
 
@@ -52,6 +52,7 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     recompute = given("recompute_granularity")
     if recompute not in (None, "full", "selective"):
         raise UserError(f"recompute_granularity {recompute!r} is unknown; use full or selective")
+    fp8, bf16_at_start, bf16_at_end = _fp8(given, model.layers, pipeline)
     context, micro_batch = given("context_parallel_size", 1), size("micro_batch_size")
     replica = pipeline * tensor * context
     data = 1 if ranks is None else ranks // replica
@@ -77,4 +78,30 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         recompute=Recompute.FULL if recompute == "full" else Recompute.NONE,
         wide_gradients=not given("fp16") or bool(given("accumulate_allreduce_grads_in_fp32")),
         element_bytes=2 if given("bf16") or given("fp16") else 4,
+        fp8=fp8,
+        bf16_at_start=bf16_at_start,
+        bf16_at_end=bf16_at_end,
     )
+
+
+def _fp8(given: Callable[..., Any], layers: int, pipeline: int) -> tuple[Fp8Recipe | None, int, int]:
+    """The recipe, and how many layers at the start and at the end of the model stay in 16 bits. As in Megatron."""
+    fp8_format = given("fp8_format", given("fp8"))  # the flag, and the name that Megatron keeps it under
+    if fp8_format is None:
+        return None, 0, 0
+    if fp8_format not in ("e4m3", "hybrid"):
+        raise UserError(f"fp8_format {fp8_format!r} is unknown; use e4m3 or hybrid")
+    asked = given("fp8_recipe", Fp8Recipe.DELAYED.value)
+    if asked not in list(Fp8Recipe):
+        raise UserError(f"fp8_recipe {asked!r} has no known costs; use {', '.join(Fp8Recipe)}")
+    if not given("first_last_layers_bf16"):
+        return Fp8Recipe(asked), 0, 0
+    if asked == Fp8Recipe.DELAYED:
+        raise UserError("first_last_layers_bf16 does not go with fp8_recipe delayed, the default; use another recipe")
+    ends = []
+    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        count, most = given(name, 1), layers // pipeline
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= most:
+            raise UserError(f"{name} is {count!r}: give a whole number from 0 to {most}, the layers of a rank")
+        ends.append(count)
+    return Fp8Recipe(asked), *ends

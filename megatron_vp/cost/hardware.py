@@ -15,7 +15,8 @@ class Rates:
     """What one GPU sustains, as far as it is known from elsewhere; nothing here was measured by this project.
 
     gemm: FLOP/s of large bf16 products. fp8_gemm: of fp8 ones, 0 without them. copy: bytes/s of a copy, reads and
-    writes together. issue: instructions/s, counted by thread. source: where the figures are from.
+    writes together. issue: instructions/s, counted by thread. source: where the figures are from. any_layout_fp8:
+    tensor cores multiply fp8 operands in any layout, so none is transposed, and scale blocks of 32 (mxfp8).
     """
 
     gemm: float
@@ -23,6 +24,7 @@ class Rates:
     copy: float
     issue: float
     source: str
+    any_layout_fp8: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ _ALL = (
             issue=148 * 128 * 1.7 * GIGA,
             source="assumed: the H100's shares of its nominal bf16 and fp8 rates; public copies on the device of just "
             "over 6 TB/s; 148 SMs x 128 lanes at 1.7 GHz",
+            any_layout_fp8=True,
         ),
     ),
     Hardware(

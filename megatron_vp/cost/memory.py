@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from megatron_vp.cost.flops import expert_weights, layer_weights
+from megatron_vp.cost.fp8 import activations_saved, bf16_layers, weight_copies
 from megatron_vp.cost.hardware import Hardware
 from megatron_vp.cost.outside import GIB, OutsideMemory, outside_memory
 from megatron_vp.cost.shapes import Job, Recompute
@@ -93,6 +94,14 @@ class MemoryModel:
         ends = placement.first_rank, placement.last_rank
         return held + ends.count(rank) * job.whole_rows * hidden
 
+    def fp8_copies(self, rank: int) -> float:
+        """Bytes of the fp8 copies of a rank's weights."""
+        if self.job.fp8 is None:
+            return 0.0
+        wide = bf16_layers(self.job, self.layers)
+        held = sum(self.layers[stage] - wide[stage] for stage in self.schedule.placement.stage_of[rank])
+        return held * weight_copies(self.job, self.hardware)
+
     def expert_parameters(self, rank: int) -> int:
         """Those of them that belong to experts: each is on a part of the replicas only."""
         return sum(self.layers[stage] for stage in self.schedule.placement.stage_of[rank]) * expert_weights(self.job)
@@ -112,7 +121,7 @@ class MemoryModel:
         activations, vocabulary = self._peak_of_passes(rank)
         in_step = widened > activations + vocabulary
         counted = {
-            "parameters": job.element_bytes * parameters,
+            "parameters": job.element_bytes * parameters + self.fp8_copies(rank),
             "gradients": gradient * parameters + in_step * widened,
             # Adam's two moments, and the fp32 copy of 16-bit parameters.
             "optimizer": (12 if job.element_bytes < 4 else 8) * stepped,
@@ -170,8 +179,11 @@ class MemoryModel:
 
     def _kept(self, rank: int) -> dict[int, float]:
         """Bytes that a microbatch keeps from F on, by virtual stage."""
-        each = layer_activations(self.job)
+        each, job = layer_activations(self.job), self.job
         kept = {stage: self.layers[stage] * each for stage in self.schedule.placement.stage_of[rank]}
+        if job.fp8 is not None and job.recompute is not Recompute.FULL:
+            saved, wide = activations_saved(job, self.hardware), bf16_layers(job, self.layers)
+            kept = {stage: size - (self.layers[stage] - wide[stage]) * saved for stage, size in kept.items()}
         if 0 in kept and self.schedule.vocab is not VocabMethod.NONE:
             kept[0] += EMBEDDED * self._unit
         return kept

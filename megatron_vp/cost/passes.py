@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from megatron_vp.cost.constants import Constants
 from megatron_vp.cost.flops import Matrix, attention_flops, layer_matrices
+from megatron_vp.cost.fp8 import fp8_matrices, quantised
 from megatron_vp.cost.hardware import Hardware
 from megatron_vp.cost.shapes import Job, Recompute
 from megatron_vp.cost.vocab_kernels import ShardPasses
@@ -69,8 +70,31 @@ class PassTimes:
         arithmetic = matrix.flops / rates.gemm if rates else self.compute(matrix.flops, self.constants.matrix)
         return max(arithmetic, self.stream(self.job.element_bytes * operands))
 
+    def fp8_product(self, matrix: Matrix) -> float:
+        """The same with fp8 operands and a result in 16 bits."""
+        operands = matrix.tokens * (matrix.inputs + 2 * matrix.outputs) * matrix.copies + matrix.weights
+        return max(matrix.flops / self.hardware.rates.fp8_gemm, self.stream(operands))
+
     def layer(self) -> Split:
-        """One transformer layer."""
+        """One transformer layer, its products in the job's precision."""
+        plain, job = self.plain_layer(), self.job
+        if job.fp8 is None:
+            return plain
+        cast = quantised(job.fp8, self.hardware)
+        faster = inputs = outputs = weights = 0.0
+        for matrix in fp8_matrices(job):
+            faster += self.product(matrix) - self.fp8_product(matrix)
+            inputs += matrix.tokens * matrix.inputs * matrix.copies
+            outputs += matrix.tokens * matrix.outputs * matrix.copies
+            weights += matrix.weights
+        # A weight is quantised in the first microbatch of an iteration.
+        forward = self.stream(cast.moved * (inputs + weights / job.microbatches)) - faster
+        again = forward if job.recompute is Recompute.FULL else 0.0
+        backward = self.stream(cast.moved * outputs) - faster
+        return Split(plain.F + forward, plain.B + backward + again, plain.W - faster)
+
+    def plain_layer(self) -> Split:
+        """One transformer layer in 16 bits."""
         job, constants = self.job, self.constants
         matrices = layer_matrices(job)
         products = sum(map(self.product, matrices))

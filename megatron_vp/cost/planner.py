@@ -192,6 +192,10 @@ def balanced_layers(
     times = PassTimes(job, hardware, constants)
     layer = sum(times.layer()) + 2 * Wires(job, hardware, constants).layer_traffic()
     work = [0.0] * placement.ranks
+    if job.fp8 is not None:
+        slower = sum(times.plain_layer()) - sum(times.layer())
+        work[placement.first_rank] += job.bf16_at_start * slower
+        work[placement.last_rank] += job.bf16_at_end * slower
     work[placement.first_rank] += sum(times.whole_embedding())
     work[placement.last_rank] += sum(times.whole_output())
     ends = (0, placement.stages - 1)

@@ -9,6 +9,7 @@ from statistics import NormalDist
 from megatron_vp.cost.communication import Wires
 from megatron_vp.cost.constants import CALIBRATED, Constants
 from megatron_vp.cost.flops import model_flops
+from megatron_vp.cost.fp8 import bf16_layers
 from megatron_vp.cost.hardware import Hardware
 from megatron_vp.cost.layouts import equal_layers
 from megatron_vp.cost.memory import MemoryModel, RankMemory
@@ -176,14 +177,18 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, co
     """Seconds of every pass, message and collective of one microbatch, by where `schedule` runs them."""
     placement = schedule.placement
     times, wires = PassTimes(job, hardware, constants), Wires(job, hardware, constants)
-    layer, traffic, gap = times.layer(), wires.layer_traffic(), constants.gap
+    layer, plain, traffic, gap = times.layer(), times.plain_layer(), wires.layer_traffic(), constants.gap
     stages = []
-    for count in layers_of(job, plan, placement):
+    layers = layers_of(job, plan, placement)
+    for count, wide in zip(layers, bf16_layers(job, layers), strict=True):
+        forward, backward, weight = (
+            (count - wide) * own + wide * other for own, other in zip(layer, plain, strict=True)
+        )
         stages.append(
             Split(
-                count * (layer.F + traffic) + gap,
-                count * (layer.B + traffic) + gap,
-                count * layer.W + schedule.split_backward * gap,
+                forward + count * traffic + gap,
+                backward + count * traffic + gap,
+                weight + schedule.split_backward * gap,
             )
         )
     if plan.vocab is VocabMethod.NONE:

@@ -17,6 +17,19 @@ class Recompute(StrEnum):
     """every layer keeps its input alone"""
 
 
+class Fp8Recipe(StrEnum):
+    """How Transformer Engine scales fp8 tensors (`--fp8-recipe`)."""
+
+    TENSORWISE = "tensorwise"
+    """one scale per tensor, from its own largest value"""
+    DELAYED = "delayed"
+    """one scale per tensor, from the largest values of earlier microbatches"""
+    BLOCKWISE = "blockwise"
+    """one scale for 128 elements, or 128 x 128 of a weight"""
+    MXFP8 = "mxfp8"
+    """one scale for 32 elements, applied by the tensor cores"""
+
+
 MOST_LAYERS = 10_000
 """More are a slip of the keyboard."""
 
@@ -79,7 +92,8 @@ class Job:
 
     pipeline, tensor, context, data, expert: parallel sizes; `expert` of the `data` replicas share the experts.
     wide_gradients: accumulated in fp32, as Megatron does for bf16; otherwise in the model's dtype and widened by the
-    optimizer step. element_bytes: of parameters and activations.
+    optimizer step. element_bytes: of parameters and activations. fp8: recipe of the transformer layers' products, but
+    for `bf16_at_start` layers at the start of the model and `bf16_at_end` at its end.
     Raises UserError for sizes that do not fit each other.
     """
 
@@ -97,6 +111,9 @@ class Job:
     recompute: Recompute = Recompute.NONE
     wide_gradients: bool = True
     element_bytes: int = 2
+    fp8: Fp8Recipe | None = None
+    bf16_at_start: int = 0
+    bf16_at_end: int = 0
 
     def __post_init__(self) -> None:
         for name in ("sequence", "micro_batch", "microbatches", "pipeline", "tensor", "context", "data", "expert"):

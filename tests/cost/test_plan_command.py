@@ -102,8 +102,8 @@ def test_layouts_read_back():
 
 def test_what_the_cost_model_does_not_know_is_named_beside_its_answer(small):
     assert "Not counted" not in run("simulate", small).stdout
-    answer = run("simulate", small, "--mtp-num-layers", "1", "--fp8-format", "hybrid").stdout
-    assert "Not counted, though set: --mtp-num-layers, --fp8-format." in answer
+    answer = run("simulate", small, "--mtp-num-layers", "1", "--fp4-format", "e2m1").stdout
+    assert "Not counted, though set: --mtp-num-layers, --fp4-format." in answer
 
 
 def test_an_argument_in_two_sections_is_refused_as_in_training(small):

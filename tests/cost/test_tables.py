@@ -78,7 +78,7 @@ def test_a_cell_that_fits_against_its_publication_is_named():
 
 
 def test_the_command_predicts_every_cell_and_sets_what_was_published_beside_it(tmp_path, monkeypatch, capsys):
-    def made_up(cells, processes):
+    def made_up(cells, processes, setting):
         for cell in cells:
             yield [CellPrediction(cell, 40.0, 20.0, True, None)]
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from megatron_vp.cost.constants import FITTED, Constants
-from megatron_vp.cost.hardware import HARDWARE
+from megatron_vp.cost.fp8 import refuse_fp8
+from megatron_vp.cost.hardware import HARDWARE, Hardware
 from megatron_vp.cost.layouts import redistributed_layers
 from megatron_vp.cost.memory import GIB
 from megatron_vp.cost.paper.published import Cell, jobs
 from megatron_vp.cost.passes import PassTimes
 from megatron_vp.cost.predict import make_player, predict
-from megatron_vp.cost.shapes import Plan
+from megatron_vp.cost.shapes import Fp8Recipe, Job, Plan
 from megatron_vp.cost.workers import worker_pool
 from megatron_vp.schedule import PassCosts, Player, VocabMethod, generate
 
@@ -34,6 +35,25 @@ EQUAL = PassCosts(F=1, B=1, W=1)
 """What the order of V-Half's baseline is made for, as its block is. One made for the real costs, the whole output layer
 included, puts W off where rank 0 holds most, and takes up to 16 percent more memory than was published.
 """
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What runs the tables' cells in place of the authors' code on A100s: this project in bf16, with gradients in fp32,
+    on `hardware`, the layers' products in `fp8` where a recipe is named.
+    """
+
+    hardware: Hardware
+    fp8: Fp8Recipe | None = None
+
+    def job(self, cell: Cell) -> Job:
+        """The job of a cell. Raises UserError where the hardware has not that recipe."""
+        job = replace(jobs()[cell], wide_gradients=True, fp8=self.fp8)
+        refuse_fp8(job, self.hardware)
+        return job
+
+    def __str__(self) -> str:
+        return self.hardware.title + (f", layers in fp8 ({self.fp8})" if self.fp8 else "")
 
 
 @dataclass(frozen=True)
@@ -90,8 +110,23 @@ def predict_cell(cell: Cell, constants: Constants = FITTED, layers: tuple[int, .
     return CellPrediction(cell, mfu, found.peak_memory / GIB, found.fits(), plan.layers)
 
 
-def predict_cells(cells: Sequence[Cell], processes: int) -> Iterator[list[CellPrediction]]:
-    """Predictions of `cells`, those that share an order of passes at a time, as they are ready."""
+def predict_cell_on(cell: Cell, setting: Setting) -> CellPrediction:
+    """What the model says of `cell` run by this project in another setting; MFU is of the nominal 16-bit peak."""
+    plan, job = plan_of(cell), setting.job(cell)
+    player = _player_on(replace(cell, method="baseline", **NOMINAL_CELL), plan.schedule, plan.vocab, setting)
+    found = predict(job, plan, setting.hardware, player=player)
+    return CellPrediction(cell, 100 * found.mfu, found.peak_memory / GIB, found.fits(), plan.layers)
+
+
+@cache
+def _player_on(cell: Cell, schedule: str, vocab: VocabMethod, setting: Setting) -> Player:
+    return make_player(setting.job(cell), Plan(schedule, vocab), setting.hardware)
+
+
+def predict_cells(
+    cells: Sequence[Cell], processes: int, setting: Setting | None = None
+) -> Iterator[list[CellPrediction]]:
+    """Predictions of `cells`, as published or in another setting: those that share an order of passes at a time."""
     groups: dict[tuple, list[Cell]] = {}
     for cell in cells:
         plan = plan_of(cell)
@@ -99,12 +134,12 @@ def predict_cells(cells: Sequence[Cell], processes: int) -> Iterator[list[CellPr
     # The largest first, so that no process is left alone with them.
     ordered = [groups[key] for key in sorted(groups, reverse=True)]
     with worker_pool(processes) as pool:
-        for done in as_completed(pool.submit(_predict_group, group) for group in ordered):
+        for done in as_completed(pool.submit(_predict_group, group, setting) for group in ordered):
             yield done.result()
 
 
-def _predict_group(cells: list[Cell]) -> list[CellPrediction]:
-    return [predict_cell(cell) for cell in cells]
+def _predict_group(cells: list[Cell], setting: Setting | None) -> list[CellPrediction]:
+    return [predict_cell(cell) if setting is None else predict_cell_on(cell, setting) for cell in cells]
 
 
 def other_layouts(cell: Cell) -> list[tuple[int, ...]]:

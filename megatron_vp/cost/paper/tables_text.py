@@ -6,22 +6,28 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 from megatron_vp.cost.paper.published import Cell, scaling_factors
-from megatron_vp.cost.paper.runs import scaling_factor
+from megatron_vp.cost.paper.runs import Setting, scaling_factor
 from megatron_vp.cost.paper.tables import Errors, Row, errors, other_layout_rows
 from megatron_vp.schedule import VocabMethod
 
 _TITLES = {5: "Table 5 (1F1B)", 6: "Table 6 (V-Half)"}
 
 
-def to_text(rows: Sequence[Row]) -> str:
-    """All tables; published values add errors in percent behind each figure, and a summary."""
+def to_text(rows: Sequence[Row], setting: Setting | None = None) -> str:
+    """All tables; published values add errors in percent behind each figure, and a summary.
+
+    With a setting the rows are those of this project there: table 3, which is of the authors' code, is left out.
+    """
     lines = ["MFU in percent and peak memory in GiB, both predicted; ! does not fit into the device"]
+    if setting is not None:
+        lines.append(f"this project on {setting}; MFU of {setting.hardware.peak_flops / 1e12:.0f} TFLOP/s, 16 bits")
     compared = any(row.published for row in rows)
     if compared:
         lines.append("behind each its error against the published value, in percent; oom: published as not fitting")
     for (table, gpus, sequence), setup in groupby(rows, key=lambda row: row.cell.setup):
         lines += ["", f"{_TITLES[table]}, {gpus} GPUs, sequence {sequence}", *_block(list(setup), compared)]
-    lines += ["", *table_3()]
+    if setting is None:
+        lines += ["", *table_3()]
     if compared:
         lines += ["", *_summary(rows)]
     return "\n".join(lines) + "\n"

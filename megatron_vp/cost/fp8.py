@@ -1,0 +1,108 @@
+"""fp8 in the transformer layers: which recipes a GPU has, what they move, and what they keep. Counted, not measured.
+
+The products of a layer (queries, keys and values, projection, both of the MLP) read fp8 operands and write 16 bits.
+Everything else stays as it was: norms, attention, router, the vocabulary layers, gradients and the optimizer.
+
+    F   X is quantised for X W^T and, in columns, for the weight gradient; of W once an iteration
+    B   dY is quantised for dY W and, in columns, for the weight gradient
+    W   dY^T X from what F and B have quantised
+
+"In columns" is the transpose with one scale per tensor, on GPUs whose tensor cores multiply fp8 in one layout only, and
+a second quantisation with one scale per block.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_vp.cost.flops import Matrix, layer_matrices
+from megatron_vp.cost.hardware import HARDWARE, Hardware
+from megatron_vp.cost.shapes import Fp8Recipe, Job
+from megatron_vp.errors import UserError
+
+
+class Quantised(NamedTuple):
+    """Bytes per element of a tensor that is quantised for two products: read from 16 bits, and written."""
+
+    read: float
+    rows: float
+    columns: float
+
+    @property
+    def moved(self) -> float:
+        """Bytes through the memory."""
+        return self.read + self.rows + self.columns
+
+    @property
+    def kept(self) -> float:
+        """Bytes that stay where both forms do: a weight's."""
+        return self.rows + self.columns
+
+    @property
+    def kept_for_weights(self) -> float:
+        """Bytes that stay for the weight gradient: an input's."""
+        return self.columns or self.rows
+
+
+_SCALES = {Fp8Recipe.BLOCKWISE: 4 / 128, Fp8Recipe.MXFP8: 1 / 32}
+"""Bytes of scales per element: fp32 for 128 elements, 8 bits for 32."""
+
+
+def quantised(recipe: Fp8Recipe, hardware: Hardware) -> Quantised:
+    """What `recipe` moves on `hardware`. tensorwise reads a tensor twice: for its largest value, then to scale it."""
+    read = 4.0 if recipe is Fp8Recipe.TENSORWISE else 2.0
+    if recipe in _SCALES:
+        return Quantised(read, 1 + _SCALES[recipe], 1 + _SCALES[recipe])
+    return Quantised(read, 1.0, 0.0 if hardware.rates and hardware.rates.any_layout_fp8 else 1.0)
+
+
+def refuse_fp8(job: Job, hardware: Hardware) -> None:
+    """Raise UserError where `hardware` cannot run the job's fp8 recipe, or its rates are not known."""
+    if job.fp8 is None:
+        return
+    rates = hardware.rates
+    if rates is None or not rates.fp8_gemm:
+        known = ", ".join(name for name, entry in HARDWARE.items() if entry.rates and entry.rates.fp8_gemm)
+        raise UserError(f"no fp8 rates are known for --hardware {hardware.name}; known are those of {known}")
+    if job.fp8 is Fp8Recipe.MXFP8 and not rates.any_layout_fp8:
+        raise UserError(
+            f"--fp8-recipe mxfp8 needs tensor cores that scale blocks of 32, as B200 has; not {hardware.name}"
+        )
+
+
+def fp8_matrices(job: Job) -> tuple[Matrix, ...]:
+    """The matrices of a layer that are multiplied in fp8: two of attention, two of the MLP, not the router."""
+    matrices = layer_matrices(job)
+    return (*matrices[:2], *matrices[-2:])
+
+
+def weight_copies(job: Job, hardware: Hardware) -> float:
+    """Bytes of the fp8 copies of one layer's weights on one rank; they live from the first microbatch on."""
+    return quantised(job.fp8, hardware).kept * sum(matrix.weights for matrix in fp8_matrices(job))
+
+
+def activations_saved(job: Job, hardware: Hardware) -> float:
+    """Bytes that a layer keeps less of a microbatch on one rank than in 16 bits.
+
+    The inputs of queries, keys and values, of the MLP and of its second product are kept in fp8. The projection's input
+    is kept twice: attention's backward needs it in 16 bits.
+    """
+    model, t = job.model, job.tensor
+    kept = quantised(job.fp8, hardware).kept_for_weights
+    shared = model.hidden * (1 + (model.mlps_per_token if model.experts else 1))
+    inner = model.mlps_per_token * model.ffn / t
+    inputs = shared / (t if job.sequence_parallel else 1) + inner
+    return job.tokens * ((job.element_bytes - kept) * inputs - kept * model.queries / t)
+
+
+def bf16_layers(job: Job, layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the `layers` of each virtual stage those that stay in 16 bits: all without fp8, else the first and last."""
+    if job.fp8 is None:
+        return layers
+    total, before, found = sum(layers), 0, []
+    for count in layers:
+        first = max(0, min(count, job.bf16_at_start - before))
+        last = max(0, min(count, before + count - (total - job.bf16_at_end)))
+        found.append(min(count, first + last))
+        before += count
+    return tuple(found)

@@ -1,0 +1,263 @@
+"""fp8 in the layers: what recipes move and keep, what stays in 16 bits, and what that does to the gain."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_vp.cli.app import app
+from megatron_vp.cli.job_config import read_job_config
+from megatron_vp.cost.arguments import job_of
+from megatron_vp.cost.constants import CALIBRATED
+from megatron_vp.cost.fp8 import activations_saved, bf16_layers, fp8_matrices, quantised, refuse_fp8, weight_copies
+from megatron_vp.cost.hardware import HARDWARE
+from megatron_vp.cost.layouts import equal_layers
+from megatron_vp.cost.memory import MemoryModel, layer_activations
+from megatron_vp.cost.paper.published import Cell
+from megatron_vp.cost.paper.runs import Setting, predict_cell, predict_cell_on
+from megatron_vp.cost.passes import PassTimes
+from megatron_vp.cost.planner import PLAIN, REDISTRIBUTED, Candidate, balanced_layers, weigh
+from megatron_vp.cost.predict import predict
+from megatron_vp.cost.shapes import Fp8Recipe, Job, ModelShape, Plan, Recompute
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import Placement, VocabMethod, generate
+
+H100, B200 = HARDWARE["h100"], HARDWARE["b200"]
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODEL = ModelShape(layers=16, hidden=2048, heads=16, ffn=8192, vocab=131072)
+JOB = Job(MODEL, sequence=2048, micro_batch=1, microbatches=16, pipeline=4, fp8=Fp8Recipe.TENSORWISE)
+WIDE = replace(JOB, fp8=None)
+EXPERTS = replace(MODEL, experts=8, experts_per_token=2)
+TINY = {
+    **{"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 500, "seq_length": 32},
+    **{"micro_batch_size": 2, "bf16": True, "pipeline_model_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpu", "moved", "weight", "inputs"),
+    [
+        ("tensorwise", H100, 6, 2, 1),
+        ("delayed", H100, 4, 2, 1),
+        ("tensorwise", B200, 5, 1, 1),
+        ("delayed", B200, 3, 1, 1),
+        ("blockwise", H100, 4 + 2 / 32, 2 + 2 / 32, 1 + 1 / 32),
+        ("mxfp8", B200, 4 + 2 / 32, 2 + 2 / 32, 1 + 1 / 32),
+    ],
+)
+def test_bytes_of_an_element(recipe, gpu, moved, weight, inputs):
+    found = quantised(Fp8Recipe(recipe), gpu)
+    assert (found.moved, found.kept, found.kept_for_weights) == pytest.approx((moved, weight, inputs))
+
+
+def test_a_layer_multiplies_at_the_fp8_rate_and_quantises_what_it_multiplies():
+    found, plain = (PassTimes(job, H100, CALIBRATED).layer() for job in (JOB, WIDE))
+    tokens, h = 2048, 2048
+    times = PassTimes(JOB, H100, CALIBRATED)
+    gain = 2 * tokens * (3 + 1 + 4 + 4) * h * h * (1 / 700e12 - 1 / 1280e12)
+    inputs, outputs = tokens * (1 + 1 + 1 + 4) * h, tokens * (3 + 1 + 4 + 1) * h
+    weights = 12 * h * h / 16  # once in 16 microbatches
+    assert pytest.approx(plain.F - gain + times.stream(6 * (inputs + weights))) == found.F
+    assert pytest.approx(plain.B - gain + times.stream(6 * outputs)) == found.B
+    assert pytest.approx(plain.W - gain) == found.W
+    assert times.plain_layer() == plain
+    again = PassTimes(replace(JOB, recompute=Recompute.FULL), H100, CALIBRATED).layer()
+    assert pytest.approx(found.B + found.F) == again.B
+
+
+def test_small_products_in_fp8_wait_for_half_the_operands_and_the_whole_result():
+    times = PassTimes(replace(JOB, sequence=8), H100, CALIBRATED)
+    (matrix, *_) = fp8_matrices(times.job)
+    assert times.fp8_product(matrix) == pytest.approx(times.stream(8 * (2048 + 2 * 6144) + 2048 * 6144))
+
+
+def test_vocabulary_layers_and_routers_stay_as_they_are():
+    narrow, wide = (PassTimes(job, H100, CALIBRATED) for job in (JOB, WIDE))
+    for method in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2):
+        assert narrow.output_shard(method) == wide.output_shard(method)
+    assert narrow.whole_output() == wide.whole_output()
+    matrices = fp8_matrices(replace(JOB, model=EXPERTS))
+    assert [(m.inputs, m.outputs, m.copies) for m in matrices] == [
+        (2048, 3 * 2048, 1),
+        (2048, 2048, 1),
+        (2048, 8192, 8),
+        (8192, 2048, 8),
+    ]
+
+
+def test_weights_have_copies_and_inputs_are_kept_in_one_byte():
+    h, tokens = 2048, 2048
+    assert weight_copies(JOB, H100) == 2 * 12 * h * h and weight_copies(JOB, B200) == 12 * h * h
+    # Inputs of queries, keys and values, of the MLP, and of its second product; the projection's is kept twice.
+    assert activations_saved(JOB, H100) == tokens * (h + h + 4 * h - h)
+    halved = replace(JOB, tensor=2, sequence_parallel=True)
+    assert activations_saved(halved, H100) == activations_saved(JOB, H100) / 2
+    assert activations_saved(replace(JOB, model=EXPERTS), H100) == tokens * (h + 2 * h + 2 * 4 * h - h)
+
+
+def test_memory_of_a_rank_has_the_copies_and_keeps_less():
+    schedule = generate("1f1b", 4, 16, vocab="vocab-2")
+
+    def rank(job, gpu=H100):
+        return MemoryModel(job, schedule, equal_layers(job, 4), gpu).rank(0)
+
+    narrow, wide = rank(JOB), rank(WIDE)
+    assert narrow.parameters - wide.parameters == 4 * weight_copies(JOB, H100)
+    # Rank 0 of four holds four microbatches and one more for the barrier.
+    assert wide.activations - narrow.activations == pytest.approx(5 * 4 * activations_saved(JOB, H100))
+    assert layer_activations(JOB) == layer_activations(WIDE) > activations_saved(JOB, H100)
+    ends = replace(JOB, bf16_at_start=2)
+    assert rank(ends).parameters - wide.parameters == 2 * weight_copies(JOB, H100)
+    assert wide.activations - rank(ends).activations == pytest.approx(5 * 2 * activations_saved(JOB, H100))
+    input_alone = {"recompute": Recompute.FULL}
+    assert rank(replace(JOB, **input_alone)).activations == rank(replace(WIDE, **input_alone)).activations
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "layers", "wide"),
+    [
+        (1, 1, (4, 4, 4, 4), (1, 0, 0, 1)),
+        (3, 2, (2, 2, 2, 1, 1), (2, 1, 0, 1, 1)),
+        (0, 0, (4, 4), (0, 0)),
+        (4, 4, (5,), (5,)),
+        (0, 1, (4, 0), (1, 0)),
+    ],
+)
+def test_layers_that_stay_in_16_bits_are_the_first_and_last_of_the_model(start, end, layers, wide):
+    assert bf16_layers(replace(JOB, bf16_at_start=start, bf16_at_end=end), layers) == wide
+    assert bf16_layers(replace(WIDE, bf16_at_start=start), layers) == layers
+
+
+def test_stages_with_layers_in_16_bits_take_longer():
+    job = replace(JOB, bf16_at_start=1, bf16_at_end=1)
+    costs = predict(job, Plan("v-half", VocabMethod.VOCAB_1), H100).timeline.costs
+    even = predict(JOB, Plan("v-half", VocabMethod.VOCAB_1), H100).timeline.costs
+    times = PassTimes(JOB, H100, CALIBRATED)
+    assert costs.F[0] - even.F[0] == pytest.approx(times.plain_layer().F - times.layer().F)
+    assert costs.W[7] - even.W[7] == pytest.approx(times.plain_layer().W - times.layer().W)
+    assert costs.F[1:7] == even.F[1:7]
+
+
+def test_a_balanced_layout_knows_which_layers_are_slower():
+    job = replace(JOB, model=replace(MODEL, layers=80, vocab=1024), bf16_at_start=10, bf16_at_end=10)
+    layers = balanced_layers(job, Placement.linear(4), H100)
+    assert layers[0] < layers[1] and layers[3] < layers[2]
+
+
+def test_flags_and_megatrons_own_names_say_the_same():
+    asked = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise", "first_last_layers_bf16": True}
+    job = job_of(TINY | asked | {"num_layers_at_end_in_bf16": 2})
+    assert (job.fp8, job.bf16_at_start, job.bf16_at_end) == (Fp8Recipe.TENSORWISE, 1, 2)
+    assert job_of(TINY | {"fp8": "e4m3"}).fp8 is Fp8Recipe.DELAYED
+    assert job_of(TINY | {"fp8_recipe": "mxfp8"}).fp8 is None  # the format is what switches it on
+    none = job_of(TINY | {"fp8": "e4m3", "fp8_recipe": "blockwise", "num_layers_at_start_in_bf16": 3})
+    assert (none.bf16_at_start, none.bf16_at_end) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"fp8_format": "e5m2"}, "fp8_format 'e5m2' is unknown"),
+        ({"fp8_format": "hybrid", "fp8_recipe": "custom"}, "fp8_recipe 'custom' has no known costs"),
+        ({"fp8_format": "hybrid", "first_last_layers_bf16": True}, "does not go with fp8_recipe delayed"),
+        (
+            {
+                **{"fp8_format": "hybrid", "fp8_recipe": "tensorwise", "first_last_layers_bf16": True},
+                **{"num_layers_at_start_in_bf16": 5},
+            },
+            "num_layers_at_start_in_bf16 is 5: give a whole number from 0 to 4",
+        ),
+    ],
+)
+def test_bad_fp8_arguments_are_one_line(asked, words):
+    with pytest.raises(UserError, match=words):
+        job_of(TINY | asked)
+
+
+@pytest.mark.parametrize(("gpu", "recipe"), [("a100", "delayed"), ("cpu", "delayed"), ("h200", "mxfp8")])
+def test_hardware_without_the_recipe_is_refused(gpu, recipe):
+    with pytest.raises(UserError, match=gpu):
+        refuse_fp8(replace(JOB, fp8=Fp8Recipe(recipe)), HARDWARE[gpu])
+    refuse_fp8(WIDE, HARDWARE[gpu])
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_commands_take_the_jobs_fp8_flags(command):
+    flags = [
+        "--num-layers",
+        "8",
+        "--hidden-size",
+        "1024",
+        "--num-attention-heads",
+        "16",
+        "--seq-length",
+        "1024",
+        "--vocab-size",
+        "100000",
+        "--bf16",
+        "--pipeline-model-parallel-size",
+        "2",
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "4",
+        "--format",
+        "json",
+    ]
+
+    def answer(*more):
+        return json.loads(CliRunner().invoke(app, [command, *flags, *more]).stdout)
+
+    wide, narrow = answer(), answer("--fp8-format", "hybrid", "--fp8-recipe=tensorwise")
+    plans = [(each.get("plans") or [each["plan"]])[0] for each in (wide, narrow)]
+    assert (wide["fp8_recipe"], narrow["fp8_recipe"]) == (None, "tensorwise")
+    assert plans[1]["iteration_seconds"] < plans[0]["iteration_seconds"]
+    error = CliRunner().invoke(app, [command, *flags, "--fp8-format", "hybrid", "--hardware", "a100"]).exception
+    assert isinstance(error, UserError) and "no fp8 rates are known for --hardware a100" in str(error)
+
+
+def test_the_tables_in_another_setting_are_this_projects():
+    cell = Cell(5, 8, 2048, "vocab-2", 64)
+    wide, narrow = (predict_cell_on(cell, Setting(H100, fp8)) for fp8 in (None, Fp8Recipe.TENSORWISE))
+    published = predict_cell(cell)
+    assert narrow.mfu > 1.1 * wide.mfu and wide.layers == published.layers
+    for arguments, words in (
+        (["--hardware", "h100", "--fp8-recipe", "mxfp8"], "needs tensor cores that scale blocks of 32"),
+        (["--fp8-recipe", "delayed"], "--fp8-recipe needs --hardware"),
+        (["--hardware", "h100", "--fp8-recipe", "fp4"], "--fp8-recipe 'fp4' is unknown"),
+        (["--hardware", "h100", "--published", "cells.csv"], "leave out --hardware"),
+    ):
+        error = CliRunner().invoke(app, ["tables", *arguments]).exception
+        assert isinstance(error, UserError) and words in str(error)
+
+
+def gains(name, gpu, fp8):
+    """A line of the page's table: 1F1B with 64 microbatches, whatever the memory."""
+    job = replace(read_job_config([CONFIGS / f"{name}.yaml"], []).job(None), microbatches=64, fp8=fp8)
+    times = PassTimes(job, gpu, CALIBRATED)
+    layers = balanced_layers(job, Placement.linear(job.pipeline), gpu)
+    plans = {PLAIN: Plan(), REDISTRIBUTED: Plan(layers=layers), "vocab-2": Plan(vocab=VocabMethod.VOCAB_2)}
+    if job.model.layers % job.pipeline:
+        even = [job.model.layers * (rank + 1) // job.pipeline for rank in range(job.pipeline)]
+        even = tuple(after - before for before, after in zip([0, *even], even, strict=False))
+        plans |= {PLAIN: Plan(layers=even), "vocab-2": Plan(vocab=VocabMethod.VOCAB_2, layers=even)}
+    took = {method: weigh(Candidate(method, plan), job, gpu).iteration_seconds for method, plan in plans.items()}
+    passes = sum(times.output_shard(VocabMethod.VOCAB_2))
+    rank = job.model.layers / job.pipeline * sum(times.layer()) + passes
+    whole = sum(times.whole_output()) / sum(times.layer())
+    ratios = [took[PLAIN] / took["vocab-2"], took[REDISTRIBUTED] / took["vocab-2"]]
+    text = f"{name}, p = {job.pipeline} | {gpu.name.upper()} | {fp8 or 'bf16'}"
+    return f"| {text} | {whole:.1f} | {100 * passes / rank:.0f} % | {ratios[0]:.2f} | {ratios[1]:.2f} |", ratios
+
+
+def test_a_faster_trunk_makes_the_vocabulary_a_larger_share_as_the_page_says():
+    page = (CONFIGS.parent / "docs" / "cost_model.md").read_text()
+    missing = []
+    for name in ("llama3_8b", "qwen3_8b", "gemma2_9b"):
+        for gpu, recipe in ((H100, Fp8Recipe.TENSORWISE), (B200, Fp8Recipe.MXFP8)):
+            (wide, before), (narrow, after) = gains(name, gpu, None), gains(name, gpu, recipe)
+            assert after[0] > 1.04 * before[0] and abs(after[1] / before[1] - 1) < 0.03
+            missing += [line for line in (wide, narrow) if line not in page]
+    assert not missing, "\n".join(missing)
