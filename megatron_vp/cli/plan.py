@@ -99,7 +99,7 @@ def _table(request: Request, outcomes: list[Outcome], impossible: list[Impossibl
             each.bound_by(request.limit),
             style="bold" if each is chosen else None,
         )
-    lines = [request.title, rendered(table) + request.caveat]
+    lines = [request.title, request.shards, rendered(table) + request.caveat]
     lines += [
         f"not possible: {one.candidate.plan.schedule}, {one.candidate.method}: {one.reason}" for one in impossible
     ]

@@ -67,6 +67,12 @@ class Request:
         )
 
     @property
+    def shards(self) -> str:
+        """How even the vocabulary is cut, in a line."""
+        job = self.job
+        return f"vocabulary shards of {job.shard_rows} rows, {100 * job.shard_imbalance:.1f} % above the mean"
+
+    @property
     def caveat(self) -> str:
         """How far a prediction may be off."""
         from megatron_vp.cost.constants import ERROR_BAND
@@ -100,6 +106,8 @@ class Request:
             "context": job.context,
             "data": job.data,
             "microbatches": job.microbatches,
+            "shard_rows": job.shard_rows,
+            "shard_imbalance": job.shard_imbalance,
             "fp8_recipe": job.fp8,
             "limit_bytes": self.limit,
             "vocabulary_passes": "paper" if self.hardware.rates is None else "counted",

@@ -109,12 +109,15 @@ def _table(request: Request, found: Outcome) -> str:
         table.add_row(
             str(rank), seconds(busy), f"{100 * (1 - busy / makespan):.1f}", f"{memory.total / GIB:.1f}", *held
         )
+    from megatron_vp.schedule import VocabMethod
+
     plan, loss = found.candidate.plan, found.loss
     fits = "fits" if found.fits(request.limit) else "does not fit"
     return "\n".join(
         [
             request.title,
-            f"schedule {plan.schedule}, vocabulary {found.candidate.method}",
+            f"schedule {plan.schedule}, vocabulary {found.candidate.method}"
+            + (f"; {request.shards}" if plan.vocab is not VocabMethod.NONE else ""),
             "",
             f"{seconds(found.iteration_seconds)} s an iteration, {found.tokens_per_second:,.0f} tokens/s, "
             f"MFU {100 * found.mfu:.1f} % of {request.hardware.peak_flops / 1e12:.0f} TFLOP/s, "

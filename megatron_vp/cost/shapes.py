@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
+from megatron_vp.shards import rows_per_shard
 
 
 class Recompute(StrEnum):
@@ -150,7 +151,12 @@ class Job:
     @property
     def shard_rows(self) -> int:
         """Vocabulary rows of a rank where both vocabulary layers are split over pipeline and tensor ranks."""
-        return -(-self.model.vocab // (self.pipeline * self.tensor))
+        return rows_per_shard(self.model.vocab, self.pipeline * self.tensor)
+
+    @property
+    def shard_imbalance(self) -> float:
+        """By how much a full shard is larger than a mean one, as a share of it."""
+        return self.shard_rows * self.pipeline * self.tensor / self.model.vocab - 1
 
     @property
     def whole_rows(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_vp.errors import UserError
+from megatron_vp.shards import rows_per_shard
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class VocabShards:
     @property
     def rows_per_shard(self) -> int:
         """Rows of a full shard."""
-        return -(-self.vocab_size // self.count)
+        return rows_per_shard(self.vocab_size, self.count)
 
     def start(self, index: int) -> int:
         """First global row of shard `index`."""

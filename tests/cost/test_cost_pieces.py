@@ -15,6 +15,7 @@ from megatron_vp.cost.passes import PassTimes
 from megatron_vp.cost.shapes import Job, ModelShape, Recompute
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import Channel, CollectiveKind, Placement, VocabMethod
+from megatron_vp.vocab.shards import VocabShards
 
 A100 = replace(HARDWARE["a100"], rates=None)  # the paper's code
 
@@ -75,7 +76,11 @@ def test_dropout_keeps_two_masks_and_recomputation_the_input():
 
 
 def test_the_last_shard_of_a_vocabulary_may_be_shorter():
-    assert job(gpt(vocab=1001)).shard_rows == 126 and job(gpt(vocab=1001), tensor=2).whole_rows == 501
+    assert job(gpt(vocab=1001), tensor=2).whole_rows == 501
+    for vocab, tensor in ((1001, 1), (128256, 1), (151936, 2)):
+        cut, shards = job(gpt(vocab=vocab), tensor=tensor), VocabShards(vocab, 8 * tensor)
+        assert cut.shard_rows == shards.rows_per_shard == shards.rows(0)
+        assert cut.shard_imbalance == pytest.approx(8 * tensor * shards.rows(0) / vocab - 1)
 
 
 def test_redistributed_layers_are_the_published_ones():

@@ -175,6 +175,9 @@ def test_tied_embeddings_need_a_split_in_a_v(small):
 
 def test_plan_prints_what_to_use(small, tmp_path):
     lines = run("plan", small).stdout.splitlines()
+    job = read_job_config([small], []).job(None)
+    imbalance = 100 * (4 * job.shard_rows / 100096 - 1)
+    assert lines[1] == f"vocabulary shards of {job.shard_rows} rows, {imbalance:.1f} % above the mean"
     used = next(line for line in lines if line.startswith("use: "))
     assert "--vocab-parallel" in used
     assert "  vocab_parallel: true" in lines
