@@ -8,6 +8,7 @@ one more.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_vp.schedule.instructions import Channel
 from megatron_vp.schedule.placement import Placement
@@ -68,18 +69,20 @@ def row_pairs(placement: Placement, embeds_on_last_stage: bool = False) -> set[t
     return {(min(word, other), max(word, other)) for word in words for other in range(placement.ranks) if other != word}
 
 
+@lru_cache(maxsize=8)
 def communicators(
     placement: Placement, sharded: bool, tensor: int = 1, embeds_on_last_stage: bool = False
-) -> list[RankCommunicators]:
+) -> tuple[RankCommunicators, ...]:
     """The communicators of every pipeline rank; `tensor` pipelines side by side share a model replica."""
-    edges = sorted(all_edges(placement, sharded))
-    pairs = row_pairs(placement, embeds_on_last_stage) if sharded else set()
-    return [
-        RankCommunicators(
-            edges=tuple(edge for edge in edges if rank in edge[:2]),
-            pipeline=placement.ranks,
-            tensor=tensor,
-            row_peers=tuple(sorted(sum(pair) - rank for pair in pairs if rank in pair)),
-        )
-        for rank in range(placement.ranks)
-    ]
+    edges: list[list[Edge]] = [[] for _ in range(placement.ranks)]
+    peers: list[list[int]] = [[] for _ in range(placement.ranks)]
+    for edge in sorted(all_edges(placement, sharded)):
+        for rank in edge[:2]:
+            edges[rank].append(edge)
+    for one, other in sorted(row_pairs(placement, embeds_on_last_stage)) if sharded else ():
+        peers[one].append(other)
+        peers[other].append(one)
+    return tuple(
+        RankCommunicators(tuple(own), placement.ranks, tensor, tuple(sorted(words)))
+        for own, words in zip(edges, peers, strict=True)
+    )
