@@ -45,6 +45,7 @@ SWITCHES = (
     "use_distributed_optimizer",
     "untie_embeddings_and_output_weights",
     "first_last_layers_bf16",
+    "cross_entropy_loss_fusion",
 )
 OTHERS = (
     *SWITCHES,
@@ -54,6 +55,7 @@ OTHERS = (
     "recompute_granularity",
     "fp8_format",
     "fp8_recipe",
+    "cross_entropy_fusion_impl",
     "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16",
 )

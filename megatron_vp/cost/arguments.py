@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_vp.cost.shapes import Fp8Recipe, Job, ModelShape, Recompute
+from megatron_vp.cost.shapes import CrossEntropy, Fp8Recipe, Job, ModelShape, Recompute
 from megatron_vp.errors import UserError
 
 
@@ -81,7 +81,17 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         fp8=fp8,
         bf16_at_start=bf16_at_start,
         bf16_at_end=bf16_at_end,
+        cross_entropy=_cross_entropy(given),
     )
+
+
+def _cross_entropy(given: Callable[..., Any]) -> CrossEntropy:
+    if not given("cross_entropy_loss_fusion"):
+        return CrossEntropy.EAGER
+    asked = given("cross_entropy_fusion_impl", CrossEntropy.NATIVE.value)
+    if asked not in ("native", "te"):
+        raise UserError(f"cross_entropy_fusion_impl {asked!r} is unknown; use native or te")
+    return CrossEntropy(asked)
 
 
 def _fp8(given: Callable[..., Any], layers: int, pipeline: int) -> tuple[Fp8Recipe | None, int, int]:

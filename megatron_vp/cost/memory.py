@@ -8,7 +8,7 @@ from megatron_vp.cost.flops import expert_weights, layer_weights
 from megatron_vp.cost.fp8 import activations_saved, bf16_layers, weight_copies
 from megatron_vp.cost.hardware import Hardware
 from megatron_vp.cost.outside import GIB, OutsideMemory, outside_memory
-from megatron_vp.cost.shapes import Job, Recompute
+from megatron_vp.cost.shapes import CrossEntropy, Job, Recompute
 from megatron_vp.schedule import PassKind, Schedule, VocabMethod
 
 WORKING_SET = 24.5
@@ -145,6 +145,8 @@ class MemoryModel:
         working = (WORKING_SET + (SPLIT_BACKWARD if split else 0)) * self._unit
         logits = self.job.tokens * self.job.whole_rows
         dense = self.job.element_bytes * self.job.whole_rows * self.job.model.hidden
+        # Of a whole output layer: from the forward to the end of B, and while it runs 16 bits more.
+        kept_score = 2 if self.job.cross_entropy is CrossEntropy.TE else 4
         shared = 0.0
         if not whole:
             shared = SHARED_BUFFERS * self._unit + SCORES * self.job.tokens * self.job.shard_rows
@@ -157,13 +159,13 @@ class MemoryModel:
             match step.kind:
                 case PassKind.F:
                     held += kept[stage]
-                    scores += has_output * 4 * logits
-                    during = held, scores + shared + has_output * (SCORES - 4) * logits
+                    scores += has_output * kept_score * logits
+                    during = held, scores + shared + has_output * 2 * logits
                 case PassKind.B:
-                    during = held + working, scores + shared + has_output * (SCORES - 4) * logits
+                    during = held + working, scores + shared + has_output * 2 * logits
                     held -= 0.0 if split else kept[stage]
                     # Where W follows, it needs the logits' gradient in 16 bits.
-                    scores -= has_output * ((4 - 2 * split) * logits)
+                    scores -= has_output * ((kept_score - 2 * split) * logits)
                     if whole and stage == 0:
                         peak = max(peak, during, key=sum)
                         # The embedding's dense gradient comes last in its backward.

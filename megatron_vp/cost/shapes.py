@@ -31,6 +31,17 @@ class Fp8Recipe(StrEnum):
     """one scale for 32 elements, applied by the tensor cores"""
 
 
+class CrossEntropy(StrEnum):
+    """Whose code turns the logits of a whole output layer into losses (`--cross-entropy-fusion-impl`)."""
+
+    EAGER = "eager"
+    """Megatron's, unfused: its default"""
+    NATIVE = "native"
+    """Megatron's, compiled in three parts"""
+    TE = "te"
+    """Transformer Engine's, which keeps 16 bits and overwrites them with the gradient"""
+
+
 MOST_LAYERS = 10_000
 """More are a slip of the keyboard."""
 
@@ -94,7 +105,8 @@ class Job:
     pipeline, tensor, context, data, expert: parallel sizes; `expert` of the `data` replicas share the experts.
     wide_gradients: accumulated in fp32, as Megatron does for bf16; otherwise in the model's dtype and widened by the
     optimizer step. element_bytes: of parameters and activations. fp8: recipe of the transformer layers' products, but
-    for `bf16_at_start` layers at the start of the model and `bf16_at_end` at its end.
+    for `bf16_at_start` layers at the start of the model and `bf16_at_end` at its end. cross_entropy: of whole output
+    layers; split ones have their own.
     Raises UserError for sizes that do not fit each other.
     """
 
@@ -115,6 +127,7 @@ class Job:
     fp8: Fp8Recipe | None = None
     bf16_at_start: int = 0
     bf16_at_end: int = 0
+    cross_entropy: CrossEntropy = CrossEntropy.EAGER
 
     def __post_init__(self) -> None:
         for name in ("sequence", "micro_batch", "microbatches", "pipeline", "tensor", "context", "data", "expert"):

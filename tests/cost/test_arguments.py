@@ -6,6 +6,7 @@ import pytest
 
 from megatron_vp.cost.arguments import job_of
 from megatron_vp.cost.paper.published import jobs
+from megatron_vp.cost.shapes import CrossEntropy
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.options.config_file import read_leaves
 from megatron_vp.mcore.start.preflight import check_job
@@ -52,6 +53,14 @@ def test_the_papers_models_are_the_tables():
 def test_bad_sizes_are_one_line(changes, line):
     with pytest.raises(UserError, match=line):
         job_of({**TINY, **changes}, ranks=8)
+
+
+def test_the_cross_entropy_is_the_flags():
+    fused = {**TINY, "cross_entropy_loss_fusion": True}
+    found = [job_of(each).cross_entropy for each in (TINY, fused, {**fused, "cross_entropy_fusion_impl": "te"})]
+    assert found == list(CrossEntropy)
+    with pytest.raises(UserError, match="cross_entropy_fusion_impl 'apex' is unknown; use native or te"):
+        job_of({**fused, "cross_entropy_fusion_impl": "apex"})
 
 
 def test_a_vocabulary_is_padded_as_megatron_pads():

@@ -16,7 +16,7 @@ from megatron_vp.cost.memory import (
     MemoryModel,
     layer_activations,
 )
-from megatron_vp.cost.shapes import Job, ModelShape
+from megatron_vp.cost.shapes import CrossEntropy, Job, ModelShape
 from megatron_vp.schedule import generate
 
 HIDDEN, ROWS = 64, 1000
@@ -62,6 +62,8 @@ def test_a_plain_backward_holds_its_microbatches_one_layer_s_work_and_the_logits
     assert first.activations == pytest.approx(WORKSPACES + 2 * kept + WORKING_SET * unit) and first.vocabulary == 0
     assert last.activations == pytest.approx(WORKSPACES + kept + WORKING_SET * unit)
     assert last.vocabulary == SCORES * 32 * ROWS / ranks
+    fused = memory(replace(job, cross_entropy=CrossEntropy.TE)).rank(1)  # keeps 16 bits where others keep 32
+    assert fused.vocabulary == 4 * 32 * ROWS / ranks
     assert first.communication == last.communication == 2 * 2 * unit
 
 
