@@ -35,7 +35,7 @@ import torch.multiprocessing as multiprocessing
 from sleeping import SHAPES, SleepingModel, sleeping_layers
 from sleeping_device import DEVICES, SleepingDevice
 
-from megatron_vp.runtime.groups import Edge, PipelineGroups
+from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.links import Links
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.streams import ThreadStream
@@ -52,6 +52,7 @@ from megatron_vp.schedule import (
     lower,
     simulate,
 )
+from megatron_vp.schedule.communicators import Edge
 from megatron_vp.schedule.unfold import unfold
 
 UNITS = {"F": 1.0, "B": 1.0, "W": 1.0, "S": 0.25, "T": 0.25, "IF": 0.05, "IB": 0.05}

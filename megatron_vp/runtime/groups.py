@@ -18,12 +18,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_vp.runtime.communicator import Communicator, LoneCommunicator, communicator
-from megatron_vp.schedule.instructions import Channel
+from megatron_vp.schedule.communicators import CHANNELS, Edge
 
-Edge = tuple[int, int, Channel]
-"""A directed edge between two pipeline ranks, and what it carries."""
-
-CTAS = 4
+CTAS = CHANNELS
 """Thread blocks, and so multiprocessors, that NCCL may use for an operation of ours, which runs beside transformer
 passes. It holds them while it waits for a peer, too: by default a receive would keep up to 32 busy over NVLink until
 its message comes, and those of all edges together nearly a whole device. Not yet measured on a GPU."""

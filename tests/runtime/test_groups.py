@@ -12,7 +12,8 @@ from torch.distributed import distributed_c10d
 
 from megatron_vp.runtime import groups
 from megatron_vp.runtime.groups import CTAS, PipelineGroups
-from megatron_vp.schedule import Channel, lower
+from megatron_vp.schedule import Channel, Placement, lower
+from megatron_vp.schedule.communicators import all_edges, communicators
 from tests.harness.ranks import RankError, run_ranks
 from tests.runtime import toy
 from tests.runtime.toy import reference, run_pipeline
@@ -122,3 +123,20 @@ def test_no_group_is_a_collective_of_the_whole_world(size):
     assert len(own) == 3  # the pipeline's, and this end's two edges
     ((splits, _),) = run_ranks(1, splits_of_the_world, size, False, timeout=60)
     assert splits == size // 8 * 15 - 3
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("place", [Placement.linear, Placement.v_shape, lambda ranks: Placement.round_robin(ranks, 3)])
+def test_a_rank_has_as_many_communicators_as_are_predicted_and_no_more_for_more_ranks(place, sharded):
+    for ranks in (2, 3, 8, 64):
+        placement, made = place(ranks), []
+        for rank in (0, ranks // 2, ranks - 1):
+            with (
+                mock.patch.multiple(dist, new_group=mock.Mock(), get_backend=lambda group=None: "gloo"),
+                mock.patch.object(dist, "get_rank", lambda group=None, rank=rank: rank),
+                mock.patch.object(groups, "communicator"),
+            ):
+                own = PipelineGroups.create([range(ranks)], all_edges(placement, sharded))
+            assert own.communicators == communicators(placement, sharded)[rank].count
+            made.append(own.communicators)
+        assert max(made) <= 12, "one of the pipeline, four edges to each neighbour, three of the loss function"
