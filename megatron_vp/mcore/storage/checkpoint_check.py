@@ -16,6 +16,7 @@ from typing import Any
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
+from megatron_vp.mcore.storage.checkpoint_metadata import read_metadata
 from megatron_vp.schedule import V_SHAPED_SCHEDULES
 
 _PARTS = ("metadata.json", ".metadata")
@@ -107,8 +108,6 @@ def _check_ranks_own_files(args: argparse.Namespace, folder: Path) -> None:
 
 def _damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint's files; None if its metadata can be read and no file is shorter than it says."""
-    from torch.distributed.checkpoint import FileSystemReader
-
     missing = [name for name in _PARTS if not (folder / name).is_file()]
     if missing:
         return f"the checkpoint {folder} lacks {' and '.join(missing)}"
@@ -116,7 +115,7 @@ def _damage(folder: Path) -> str | None:
     try:
         json.loads((folder / part).read_bytes())
         part = _PARTS[1]
-        stored = FileSystemReader(folder).read_metadata().storage_data
+        stored = read_metadata(folder).storage_data
     except Exception as error:  # whatever reading a damaged file comes upon
         return f"{folder / part} is corrupt ({_brief(error)})"
     ends: dict[str, int] = {}

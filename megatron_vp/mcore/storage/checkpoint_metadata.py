@@ -1,0 +1,65 @@
+"""Reads the `.metadata` of a torch_dist checkpoint, which is a pickle, without running anything that it names.
+
+A pickle may name any function, and loading it calls that function. Somebody else's checkpoint is therefore a program.
+A check of one, on a login node for instance, must not be what starts it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib
+import pickle
+from enum import Enum
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+_RECORDS = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.planner",
+    "torch.distributed.checkpoint.filesystem",
+)
+"""Modules whose data classes and enumerations describe a checkpoint. Other releases of torch may add some."""
+
+_OTHERS = {
+    ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    **{(module, "PosixPath"): PurePosixPath for module in ("pathlib", "pathlib._local")},
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _OTHERS:
+            return _OTHERS[module, name]
+        # A dotted name would reach what a module has imported, such as `filesystem` its `os.system`.
+        if "." not in name:
+            if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype | torch.memory_format):
+                return found
+            if module in _RECORDS:
+                found = getattr(importlib.import_module(module), name, None)
+                if _is_record(found) and found.__module__ == module:
+                    return found
+        raise pickle.UnpicklingError(
+            f"it names {module}.{name}, which has no place in a checkpoint's metadata and was not run"
+        )
+
+
+def _is_record(found: Any) -> bool:
+    return isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum))
+
+
+def read_metadata(folder: Path) -> Any:
+    """The `torch.distributed.checkpoint.metadata.Metadata` of the checkpoint in `folder`.
+
+    Raises pickle.UnpicklingError for a file that names anything else than such records, and whatever else reading a
+    damaged pickle may raise.
+    """
+    with (folder / ".metadata").open("rb") as file:
+        return _Unpickler(file).load()
