@@ -1,12 +1,16 @@
-"""Files of text: whatever an input's path leads to, reading it ends soon; and reports that a run can do without."""
+"""Files: whatever an input's path leads to, reading it ends soon; an output appears complete or not at all."""
 
 from __future__ import annotations
 
 import functools
 import os
+import secrets
 import stat
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from megatron_vp.errors import UserError
 
@@ -39,19 +43,45 @@ def read_text(path: str | os.PathLike[str], what: str, most: int, errors: str = 
         raise UserError(f"cannot read {what} {path}: it is not text") from error
 
 
+@contextmanager
+def replacing(path: str | os.PathLike[str], most_mode: int = 0o666) -> Iterator[IO[bytes]]:
+    """A new binary file that gets the name `path` when the block has ended; where the block raises, nothing is left.
+
+    Until then it has a random name in the same folder, and it is created exclusively: nobody who can write to the
+    folder can put a link in its way. A file that is replaced passes its permissions on, `most_mode` limits them. Where
+    `path` is a link, the link is replaced, not what it points to. Raises OSError.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, most_mode)
+    try:
+        with open(descriptor, "wb") as file:
+            if stat.S_ISREG(before := _mode(path)):
+                os.fchmod(descriptor, stat.S_IMODE(before) & most_mode)
+            yield file
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(partial)
+        raise
+
+
+def _mode(path: Path) -> int:
+    try:
+        return path.lstat().st_mode
+    except OSError:
+        return 0
+
+
 def write_report(path: Path, text: str, what: str) -> None:
     """Write a file that its run can do without; it appears complete or not at all.
 
     Where it cannot be written, says so in one line on standard error, once, and the run goes on.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with replacing(path) as file:
+            file.write(text.encode())
     except OSError as error:
         _say_once(f"warning: cannot write {what} {path}: {error.strerror}; the run goes on without it")
 
@@ -59,4 +89,7 @@ def write_report(path: Path, text: str, what: str) -> None:
 @functools.cache
 def _say_once(line: str) -> None:
     rank = os.environ.get("RANK")
-    print(line if rank is None else f"rank {rank}: {line}", file=sys.stderr, flush=True)
+    if sys.stderr is None:
+        return
+    with suppress(OSError):  # the disk that takes the logs may be the one that is full
+        print(line if rank is None else f"rank {rank}: {line}", file=sys.stderr, flush=True)

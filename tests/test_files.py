@@ -1,12 +1,20 @@
-"""Input files that are none: reading them ends at once, in one line."""
+"""Input files that are none: reading them ends at once, in one line. Outputs: whole, or not there."""
 
+import argparse
 import os
+import resource
+import stat
 import threading
+from pathlib import Path
 
 import pytest
 
+from megatron_vp.cli.output import write
+from megatron_vp.cost.paper.cells import write_lists
+from megatron_vp.cost.paper.published import jobs
 from megatron_vp.errors import UserError
-from megatron_vp.files import MIB, read_text
+from megatron_vp.files import MIB, read_text, replacing, write_report
+from megatron_vp.mcore.options.config_file import write_resolved
 
 
 def _sparse(path):
@@ -45,3 +53,59 @@ def test_a_pipe_is_read_to_its_end():
     assert read_text(f"/dev/fd/{reading}", "schedule file", MIB) == text
     writer.join()
     os.close(reading)
+
+
+WRITERS = {
+    "a run's arguments": lambda path: write_resolved(argparse.Namespace(text="x" * 5000), path),
+    "a report": lambda path: write_report(path, "x" * 5000, "the report"),
+    "a command's result": lambda path: write("x" * 5000, path),
+    "a list of cells": lambda path: write_lists(path.parent, [cell for cell in jobs() if cell.gpus == 8]),
+}
+NAMES = {"a list of cells": "8_gpus.tsv"}
+
+
+@pytest.mark.parametrize("what", WRITERS)
+def test_a_link_that_was_planted_is_not_written_through(tmp_path, what):
+    path = tmp_path / "folder" / NAMES.get(what, "output")
+    path.parent.mkdir()
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    for name in (f".{path.name}.{os.getpid()}", f".{path.name}", f"{path.name}.partial"):
+        (path.parent / name).symlink_to(victim)
+    WRITERS[what](path)
+    assert victim.read_text() == "precious" and path.is_file() and not path.is_symlink()
+    assert len(list(path.parent.iterdir())) == 4, "nothing else is left"
+
+
+@pytest.fixture
+def full_disk():
+    """No file of this process grows beyond a KiB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("what", WRITERS)
+def test_what_does_not_fit_on_the_disk_leaves_the_old_file_and_nothing_else(tmp_path, full_disk, capsys, what):
+    path = tmp_path / NAMES.get(what, "output")
+    path.write_text("old")
+    try:
+        WRITERS[what](path)
+    except UserError as error:
+        assert "cannot write" in str(error) and "\n" not in str(error)
+    else:
+        assert what == "a report" and "cannot write the report" in capsys.readouterr().err
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_replaced_keeps_its_permissions_within_the_limit(tmp_path):
+    path: Path = tmp_path / "file"
+    path.touch()
+    path.chmod(0o604)
+    with replacing(path) as file:
+        file.write(b"new")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o604
+    with replacing(path, most_mode=0o640) as file:
+        file.write(b"newer")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.read_bytes() == b"newer"

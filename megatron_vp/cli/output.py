@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from megatron_vp.errors import UserError
+from megatron_vp.files import replacing
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
@@ -45,17 +46,12 @@ def write(content: str | bytes, output: Path | None) -> None:
             raise UserError(f"cannot write to standard output: {error.strerror}") from None
         return
     data = content if isinstance(content, bytes) else content.encode()
-    whole = output.resolve()  # what a link points to, not the link
-    partial = whole.with_name(f".{whole.name}.{os.getpid()}")
     try:
         if output.exists() and not output.is_file():  # a device or a pipe
             output.write_bytes(data)
             return
-        try:
-            partial.write_bytes(data)
-            partial.replace(whole)
-        finally:
-            partial.unlink(missing_ok=True)
+        with replacing(output.resolve()) as file:  # what a link points to, not the link
+            file.write(data)
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from None
 

@@ -1,12 +1,14 @@
 """YAML configuration files: what becomes of each kind of leaf, what wins, and what is refused."""
 
 import argparse
+import os
+import stat
 
 import pytest
 import yaml
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.options.config_file import arguments_from_config, read_leaves, write_resolved
+from megatron_vp.mcore.options.config_file import arguments_from_config, read_leaves, read_resolved, write_resolved
 
 
 def parser() -> argparse.ArgumentParser:
@@ -96,6 +98,10 @@ def test_command_line_wins(tmp_path):
         ("base: job.yaml", ["base", "itself"]),
         ("base: other.yaml", ["cannot read", "other.yaml"]),
         ("base: 3", ["base", "path"]),
+        ("base: /etc/passwd", ["base", "'/etc/passwd'", ".yaml"]),
+        ("num_layers: " + "9" * 5000, ["not valid YAML", "5000 digits"]),
+        ("lr: !!timestamp 2001-99-99", ["not valid YAML", "month"]),
+        ("model:\n- num_layers: 4", ["section 'model' is a list", "without dashes"]),
     ],
 )
 def test_refused_with_one_clear_line(tmp_path, text, parts):
@@ -167,3 +173,49 @@ def test_what_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "resolved.yaml").mkdir()
     with pytest.raises(UserError, match=r"cannot write .*/resolved\.yaml: Is a directory; make room"):
         write_resolved(argparse.Namespace(a=1), tmp_path / "resolved.yaml")
+
+
+PLANTED = "PLANTED-bc7d1"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            f"activation: x${{oc.env:{name}}}"
+            for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "my_pwd")
+        ),
+        "activation: ${oc.env:GITHUB_PAT,none}",
+        "name: HF_TOKEN\nactivation: ${oc.env:${name}}",
+        "a: {activation: '${oc.decode:${oc.env:DB_PASSWORD}}'}",
+        "data_path: [a, '${oc.env:DATABASE_URL}']",
+    ],
+)
+def test_a_secret_of_the_environment_does_not_become_an_argument(tmp_path, monkeypatch, text):
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "my_pwd", "GITHUB_PAT", "DB_PASSWORD"):
+        monkeypatch.setenv(name, PLANTED)
+    monkeypatch.setenv("DATABASE_URL", f"postgres://me:{PLANTED}@host/runs")
+    with pytest.raises(UserError, match="files and logs") as refused:
+        parse(tmp_path, text)
+    assert PLANTED not in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["TOKENIZER", "TRAIN_TOKENS", "PWD", "SSH_KEY_FILE", "SCRATCH", "SLURM_JOB_ID"])
+def test_other_variables_become_arguments(tmp_path, monkeypatch, name):
+    monkeypatch.setenv(name, "17")
+    assert parse(tmp_path, f"num_layers: ${{oc.env:{name}}}").num_layers == 17
+
+
+def test_a_resolved_configuration_that_yaml_refuses_is_one_line(tmp_path):
+    (tmp_path / "resolved.yaml").write_text("lr: !!timestamp 2001-99-99")
+    with pytest.raises(UserError, match=r"cannot read resolved configuration .*month"):
+        read_resolved(tmp_path / "resolved.yaml")
+
+
+def test_only_owner_and_group_read_the_arguments_of_a_run(tmp_path):
+    before = os.umask(0o022)
+    try:
+        write_resolved(argparse.Namespace(a=1), tmp_path / "resolved.yaml")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "resolved.yaml").stat().st_mode) == 0o640

@@ -9,6 +9,7 @@ from megatron_vp.cost.paper.published import Cell, jobs
 from megatron_vp.cost.paper.runs import plan_of
 from megatron_vp.cost.shapes import Plan
 from megatron_vp.errors import UserError
+from megatron_vp.files import replacing
 from megatron_vp.schedule import VocabMethod
 
 MODELS = {
@@ -56,7 +57,8 @@ def write_lists(folder: Path, cells: Iterable[Cell]) -> dict[int, tuple[Path, in
         for gpus, listed in sorted(by_gpus.items()):
             path = folder / f"{gpus}_gpus.tsv"
             rows = [_COLUMNS, *((cell_name(cell), " ".join(cell_arguments(cell))) for cell in listed)]
-            path.write_text("".join("\t".join(row) + "\n" for row in rows), encoding="utf-8")
+            with replacing(path) as file:
+                file.write("".join("\t".join(row) + "\n" for row in rows).encode())
             written[gpus] = path, len(listed)
     except OSError as error:
         raise UserError(f"cannot write lists of cells to {folder}: {error.strerror}") from None

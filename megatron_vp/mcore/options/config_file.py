@@ -24,7 +24,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_vp.errors import UserError
-from megatron_vp.files import MIB, read_text
+from megatron_vp.files import MIB, read_text, replacing
+from megatron_vp.mcore.options.secrets import environment_without_secrets
 
 _BASE = "base"
 
@@ -71,17 +72,20 @@ class Leaf:
 def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
     """All leaves of YAML files, each overlaying those before it, in the order of the files.
 
-    Interpolations (`${section.key}`, `${oc.env:NAME}`) are OmegaConf's and see the overlaid whole. A top-level
-    `base: other.yaml` (relative to its file) is read before the file that names it. Raises UserError for a file that is
-    missing or malformed.
+    Interpolations (`${section.key}`, `${oc.env:NAME}`) are OmegaConf's and see the overlaid whole; variables that hold
+    secrets are refused, because arguments are written to files and logs. A top-level `base: other.yaml` (relative to
+    its file) is read before the file that names it. Raises UserError for a file that is missing or malformed.
     """
     if not paths:
         return []
     layers = [layer for path in paths for layer in _layers(Path(path), ())]
     try:
-        merged = OmegaConf.to_container(OmegaConf.merge(*(config for _, config in layers)), resolve=True)
+        with environment_without_secrets() as refused:
+            merged = OmegaConf.to_container(OmegaConf.merge(*(config for _, config in layers)), resolve=True)
     except OmegaConfBaseException as error:
-        what = str(error).partition("\n")[0]  # the rest is OmegaConf's own position in its types
+        what = (
+            refused[0] if refused else str(error).partition("\n")[0]
+        )  # the rest is OmegaConf's own position in its types
         where = f" (at '{error.full_key}')" if error.full_key else ""
         raise UserError(f"{', '.join(map(str, paths))}: {what}{where}") from error
     raw = [(file, OmegaConf.to_container(config)) for file, config in reversed(layers)]
@@ -99,17 +103,16 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
 def write_resolved(args: argparse.Namespace, path: str | os.PathLike[str]) -> None:
     """Write every argument of `args` as plain YAML, sorted by name; the file appears complete or not at all.
 
-    Values that YAML does not know (enums, data types, functions) are written as their text. Call it on one rank.
-    Raises UserError where the file cannot be written.
+    Values that YAML does not know (enums, data types, functions) are written as their text. Users outside of the file's
+    group cannot read it. Call it on one rank. Raises UserError where the file cannot be written.
     """
     path = Path(path)
     plain = {name: _plain(value) for name, value in vars(args).items() if not name.startswith("_")}
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     text = yaml.safe_dump(plain, sort_keys=True, default_flow_style=None, width=120)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        with replacing(path, most_mode=0o640) as file:
+            file.write(text.encode())
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; make room or choose another directory") from error
 
@@ -118,7 +121,7 @@ def read_resolved(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The arguments of a run by their names, as `write_resolved` wrote them; UserError if they cannot be read."""
     try:
         found = yaml.safe_load(read_text(path, "resolved configuration", MIB))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read resolved configuration {path}: {_one_line(error)}") from error
     if not isinstance(found, dict):
         raise UserError(f"{path} is no resolved configuration: it holds no mapping")
@@ -140,6 +143,9 @@ def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictC
         raise UserError(f"{path} nests sections or lists too deeply; write them on one level") from error
     except OmegaConfBaseException as error:
         raise UserError(f"{path}: {str(error).partition('\n')[0]}; keys are sections and names of arguments") from error
+    except ValueError as error:  # a number of thousands of digits, a date that does not exist
+        what = _one_line(error).partition(";")[0]
+        raise UserError(f"{path} is not valid YAML: {what}; quote it if the text is meant") from error
     if not isinstance(config, DictConfig):
         raise UserError(f"{path} holds no mapping; write 'argument_name: value' lines, grouped in sections")
     base = config.pop(_BASE, None)
@@ -147,6 +153,8 @@ def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictC
         return [(path, config)]
     if not isinstance(base, str):
         raise UserError(f"{path}: '{_BASE}' must be the path of one YAML file, not {base!r}")
+    if not base.endswith((".yaml", ".yml")):
+        raise UserError(f"{path}: '{_BASE}' must name a .yaml or .yml file, not {base!r}")
     return [*_layers(path.parent / base, (*overlaid_by, path.resolve())), (path, config)]
 
 
@@ -154,6 +162,9 @@ def _leaves(node: Mapping[str, Any], trail: tuple[str, ...] = ()) -> Iterator[tu
     for key, value in node.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, (*trail, str(key)))
+        elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+            where = ".".join((*trail, str(key)))
+            raise UserError(f"section '{where}' is a list: write its 'argument_name: value' lines without dashes")
         else:
             yield (*trail, str(key)), value
 

@@ -1,0 +1,56 @@
+"""Keeps passwords and keys out of arguments: a run writes all of them into files and logs that others may read."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.resolvers import oc
+
+# By their last word: TOKENIZER, TRAIN_TOKENS, PWD and KEY_FILE hold no secret.
+_NAMES = re.compile(
+    r"(?!.*_(FILE|PATH|DIR)$).*"
+    r"((KEYS?|TOKEN|PASS|PASSPHRASE|CREDENTIALS?|CREDS?|COOKIE|JWT)\d*$|(^|_)(AUTH|BEARER|PAT)\d*$|.._PWD$|SECRET|PASSW)",
+    re.IGNORECASE,
+)
+_URL_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
+
+
+@contextmanager
+def environment_without_secrets() -> Iterator[list[str]]:
+    """OmegaConf with an `oc.env` that refuses variables that look like a secret, by their name or their value.
+
+    Yields the reasons of what it refused. For each it raises ValueError, which OmegaConf turns into its own error.
+    """
+    refused: list[str] = []
+
+    def environment(name: str, *default: Any) -> Any:
+        if _NAMES.match(name):
+            refused.append(
+                f"${{oc.env:{name}}} would write a secret into files and logs, which hold all arguments: leave it out; "
+                f"programs that need {name} read it from the environment"
+            )
+            raise ValueError(refused[0])
+        value = oc.env(name, *default)
+        if isinstance(value, str) and _URL_WITH_PASSWORD.search(value):
+            refused.append(
+                f"${{oc.env:{name}}} is a URL with a password, which would go into files and logs: leave that out"
+            )
+            raise ValueError(refused[0])
+        return value
+
+    _resolve_environment_by(environment)
+    try:
+        yield refused
+    finally:
+        _resolve_environment_by(oc.env)
+
+
+def _resolve_environment_by(function: Callable[..., Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # omegaconf 2.4 renames this function; before 2.4 the new name is another one
+        OmegaConf.register_new_resolver("oc.env", function, replace=True)
