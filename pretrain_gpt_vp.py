@@ -41,6 +41,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.options.arguments import refused_by_megatron
+from megatron_vp.mcore.storage.attempt import noting_the_end
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
@@ -188,13 +189,14 @@ def main() -> None:
     with refused_by_megatron():
         model_config = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
         config = pretrain_cfg_container_from_args(args, model_config(args))
-    pretrain(
-        config,
-        datasets_provider,
-        model_type=ModelType.encoder_or_decoder,
-        forward_step_func=forward_step,
-        get_embedding_ranks=get_embedding_ranks,
-    )
+    with noting_the_end():
+        pretrain(
+            config,
+            datasets_provider,
+            model_type=ModelType.encoder_or_decoder,
+            forward_step_func=forward_step,
+            get_embedding_ranks=get_embedding_ranks,
+        )
 
 
 if __name__ == "__main__":

@@ -13,12 +13,17 @@ TINY = (
 )
 
 STAND_IN = """#!/usr/bin/env bash
-# Checks pass; a rank says who it is and does what the test wants. Messages are Megatron's.
-if [[ $1 == -m ]]; then exit 0; fi
-saved() {{ echo "  [2026-01-01] successfully saved checkpoint from iteration       5 to out"; }}
-stopped() {{ echo "[exiting program after receiving SIGTERM.] datetime: 2026-01-01 "; }}
+# Checks pass; a rank says who it is and does what the test wants. It prints what Megatron prints and tells the batch
+# script what it has achieved as training does.
+if [[ $1 == -m ]]; then {check}; fi
+saved() {{
+    echo "  [2026-01-01] successfully saved checkpoint from iteration       5 to out"
+    rm -f "$MEGATRON_VP_ATTEMPT/unsaved"
+}}
+stopped() {{ told=yes; echo "[exiting program after receiving SIGTERM.] datetime: 2026-01-01 "; }}
+trap 'if [[ $? == 0 && ! $told ]]; then rm -f "$MEGATRON_VP_ATTEMPT/unfinished"; fi' EXIT
 echo "rank $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE here, meets at $MASTER_ADDR:$MASTER_PORT: $*"
-{}
+{behaviour}
 """
 
 FIRST_ATTEMPT = "[[ ! $SLURM_RESTART_COUNT ]]"
@@ -27,11 +32,11 @@ OBEY = "trap 'saved; stopped; exit 0' TERM; for _ in {1..3000}; do sleep 0.1; do
 
 @pytest.fixture
 def stand_in(tmp_path):
-    """Makes a Python whose training does `behaviour` in bash."""
+    """Makes a Python whose training does `behaviour` in bash, and its checks `check`."""
 
-    def make(behaviour: str = "true") -> str:
+    def make(behaviour: str = "true", check: str = "exit 0") -> str:
         path = tmp_path / "python"
-        path.write_text(STAND_IN.format(behaviour))
+        path.write_text(STAND_IN.format(behaviour=behaviour, check=check))
         path.chmod(0o755)
         return str(path)
 
@@ -89,6 +94,73 @@ def test_refused_input_is_not_tried_again(cluster, stand_in):
     job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in("exit 2"))
     state = cluster.wait(job, 120)
     assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0")
+
+
+DIES = "kill -KILL $$"
+
+
+def test_a_check_that_dies_is_tried_again(cluster, stand_in):
+    """As when a node is lost in it, or Python cannot be read over a slow file system."""
+    job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in(check=f"{FIRST_ATTEMPT} && {DIES}; exit 0"))
+    state = cluster.wait(job, 120)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
+    assert "stopped with status 137; requeued" in cluster.output(job)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_in_the_check_brings_the_job_back(cluster, stand_in):
+    job = cluster.submit(
+        PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in(check=f"{FIRST_ATTEMPT} && sleep 300; exit 0")
+    )
+    cluster.until(lambda: (cluster.work / "runs" / "slurm" / job / "attempt_0").is_dir(), 60, "the check", job)
+    cluster.run("scontrol", "update", "nodename=localhost", "state=down", "reason=lost")
+    cluster.until(lambda: cluster.state(job)["JobState"] == "PENDING", 60, "the requeue", job)
+    cluster.run("scontrol", "update", "nodename=localhost", "state=resume")
+    state = cluster.wait(job, 180)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
+
+
+def test_a_check_that_always_dies_ends_the_job_at_the_third_attempt(cluster, stand_in):
+    job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in(check=DIES))
+    state = cluster.wait(job, 120)
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "137:0", "2")
+    assert "3 attempts wrote no checkpoint" in cluster.output(job)
+
+
+def test_what_ranks_print_does_not_decide_whether_training_has_finished(cluster, stand_in):
+    """A line of a corpus of logs, say."""
+    lines = "echo 'exiting program after receiving SIGTERM'; echo 'successfully saved checkpoint'"
+    job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in(lines))
+    state = cluster.wait(job, 120)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "0"), cluster.output(job)
+
+
+@pytest.mark.slow
+def test_a_save_that_was_only_printed_is_no_progress(cluster, stand_in):
+    job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in("echo successfully saved checkpoint; exit 7"))
+    state = cluster.wait(job, 180)
+    assert (state["JobState"], state["Restarts"]) == ("FAILED", "2")
+
+
+@pytest.mark.slow
+def test_what_was_planted_where_a_job_will_log_is_neither_run_nor_overwritten(cluster, stand_in, tmp_path):
+    """Counters that are programs, and links where the logs will be: jobs have numbers that can be guessed."""
+    (tmp_path / "victim").write_text("precious")
+    held = cluster.submit("--hold", PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in("echo a log; exit 7"))
+    job = cluster.work / "runs" / "slurm" / held
+    (job / "attempt_0").mkdir(parents=True)
+    (job / "barren").write_text(f"BASH_VERSINFO[$(touch {tmp_path}/PWNED)0]")
+    (job / "failed").write_text("08")
+    for rank in range(4):
+        (job / "attempt_0" / f"rank_{rank:04d}.log").symlink_to(tmp_path / "victim")
+    (job / "attempt_1").symlink_to(tmp_path)
+    (job / "attempt_2").write_text(f"$(touch {tmp_path}/PWNED)")
+    cluster.run("scontrol", "release", held)
+    state = cluster.wait(held, 180)
+    assert (state["JobState"], state["Restarts"]) == ("FAILED", "2"), cluster.output(held)
+    assert not (tmp_path / "PWNED").exists() and (tmp_path / "victim").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["python", "victim"]
+    assert [len(logs(cluster, held, attempt)) for attempt in range(3)] == [4, 4, 4]
 
 
 @pytest.mark.slow

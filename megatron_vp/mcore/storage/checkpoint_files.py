@@ -10,12 +10,14 @@ import builtins
 import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.storage import attempt
+from megatron_vp.mcore.storage.attempt import note_saved
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -41,9 +43,17 @@ class _Files:
     def open(self, path: str, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         """As the original; object storage replaces files as a whole anyway."""
         opened = self._original.open
-        if opened is builtins.open and mode == "w" and os.path.basename(path) == TRACKER:
-            return _replaced(path)
-        return opened(path, mode, *args, **kwargs)
+        if mode != "w" or os.path.basename(path) != TRACKER:
+            return opened(path, mode, *args, **kwargs)
+        return _noted(_replaced(path) if opened is builtins.open else opened(path, mode, *args, **kwargs))
+
+
+@contextmanager
+def _noted(tracker: AbstractContextManager[IO[str]]) -> Iterator[IO[str]]:
+    """Megatron writes the tracker when all ranks have written the checkpoint."""
+    with tracker as file:
+        yield file
+    note_saved()
 
 
 @contextmanager
@@ -96,4 +106,5 @@ PATCHES = (
         "the file that names the last checkpoint is emptied before it is written: a fault in between would lose it",
         "value",
     ),
+    *attempt.PATCHES,
 )

@@ -1,0 +1,69 @@
+"""Tells the script that started the ranks what this attempt of a job has achieved.
+
+`scripts/slurm/pretrain.sbatch` puts two empty files into a folder that MEGATRON_VP_ATTEMPT names. Training removes
+`unsaved` when it has written a checkpoint and `unfinished` when it has reached its end. A file can be removed on a full
+disk, where none could be written; and what a rank prints decides nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from megatron_vp.mcore.patches import Patch
+
+_told_to_stop = False
+
+
+def note_saved() -> None:
+    """This attempt has written a checkpoint."""
+    _remove("unsaved")
+
+
+@contextmanager
+def noting_the_end() -> Iterator[None]:
+    """Around training: note that it has finished, unless it fails or ends early because of a signal."""
+    try:
+        yield
+    except SystemExit as end:
+        if not end.code:
+            _note_finished()
+        raise
+    _note_finished()
+
+
+def _note_finished() -> None:
+    if not _told_to_stop:
+        _remove("unfinished")
+
+
+def _remove(mark: str) -> None:
+    folder = os.environ.get("MEGATRON_VP_ATTEMPT")
+    if folder:
+        with suppress(OSError):
+            (Path(folder) / mark).unlink(missing_ok=True)
+
+
+def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def signals_received(self: Any) -> Any:
+        global _told_to_stop
+        received = original(self)  # of all ranks: they stop together
+        _told_to_stop = _told_to_stop or any(received)
+        return received
+
+    return signals_received
+
+
+PATCHES = (
+    Patch(
+        "megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",
+        _remembering,
+        "Megatron ends with status 0 when it is told to stop: the SLURM script must tell that from finished training",
+        "(self)",
+    ),
+)
