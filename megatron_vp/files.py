@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import os
 import secrets
+import shutil
+import signal
 import stat
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -73,6 +76,42 @@ def _mode(path: Path) -> int:
         return 0
 
 
+@contextmanager
+def removed_when_told_to_end(folder: Path) -> Iterator[None]:
+    """Remove `folder` where SIGTERM or SIGHUP ends the process in this block, as at a job's time limit.
+
+    A thread does it, because Python's own handlers wait until the main thread comes back from compiled code. Signals
+    that have a handler already, or are ignored, stay with it. Outside of the main thread this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+
+    def wait() -> None:
+        while received := os.read(reading, 1):
+            if received[0] in ours:
+                shutil.rmtree(folder, ignore_errors=True)
+                os._exit(128 + received[0])
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    for number in ours:
+        signal.signal(number, lambda *_: None)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(before)
+        os.close(writing)
+        thread.join()
+        os.close(reading)
+
+
 def write_report(path: Path, text: str, what: str) -> None:
     """Write a file that its run can do without; it appears complete or not at all.
 
@@ -83,11 +122,12 @@ def write_report(path: Path, text: str, what: str) -> None:
         with replacing(path) as file:
             file.write(text.encode())
     except OSError as error:
-        _say_once(f"warning: cannot write {what} {path}: {error.strerror}; the run goes on without it")
+        warn_once(f"warning: cannot write {what} {path}: {error.strerror}; the run goes on without it")
 
 
 @functools.cache
-def _say_once(line: str) -> None:
+def warn_once(line: str) -> None:
+    """Print a line on standard error, with the rank if there is one; not again, and nothing where that fails."""
     rank = os.environ.get("RANK")
     if sys.stderr is None:
         return

@@ -141,7 +141,7 @@ def _gpus() -> int:
 
 
 def _data(folder: Path) -> tuple[Path, Path]:
-    prepared = prepare(standard_library_texts(), folder, name="stdlib", vocab_size=VOCABULARY)
+    prepared = prepare(standard_library_texts(), folder, name="stdlib", vocab_size=VOCABULARY, overwrite=True)
     return prepared.tokenizer, prepared.dataset
 
 
@@ -164,10 +164,16 @@ def _train(title: str, vocab: VocabMethod, folder: Path, extra: list[str]) -> Ru
         TextColumn("{task.fields[loss]}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as progress, log.open("w") as log_file:
+    with Progress(*columns, console=console) as progress, log.open("w", encoding="utf-8") as log_file:
         task = progress.add_task(title, total=None, loss="starting")
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
         )
         for line in process.stdout:
             log_file.write(line)
@@ -176,7 +182,9 @@ def _train(title: str, vocab: VocabMethod, folder: Path, extra: list[str]) -> Ru
                 iteration, total, loss = int(match[1]), int(match[2]), float(match[3])
                 progress.update(task, completed=iteration, total=total, loss=f"{iteration}/{total}  loss {loss:.3f}")
     if process.wait():
-        console.print("".join(log.read_text().splitlines(keepends=True)[-25:]), markup=False, highlight=False)
+        console.print(
+            "".join(log.read_text(encoding="utf-8").splitlines(keepends=True)[-25:]), markup=False, highlight=False
+        )
         sys.exit(f"{title} failed with status {process.returncode}; the whole log is in {log}")
     reports = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(RANKS)]
     return Run(title, vocab, _losses(folder / "tensorboard"), reports)

@@ -1,5 +1,6 @@
 """The `megatron-vp` command as a shell sees it: streams, exit status, interruption."""
 
+import json
 import os
 import signal
 import subprocess
@@ -56,6 +57,57 @@ def test_an_output_that_is_closed_is_one_line():
     done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "cannot write to standard output: it is closed" in done.stderr
+
+
+SAYS = {
+    "version": ["--version"],
+    "help": ["--help"],
+    "help of a command": ["plan", "--help"],
+    "env": ["env"],
+    "patches": ["patches"],
+    "simulate": ["simulate", "configs/llama3_8b.yaml"],
+    "tables": ["tables", "--format", "csv"],
+    "check": ["check", "configs/llama3_8b.yaml", "--config", "configs/data/mock.yaml", "--ranks", "8", "--cpu"],
+    "cells": ["cells", "-o", "FOLDER"],
+}
+
+
+DEFAULT = ("version", "help", "env", "simulate")
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in SAYS]
+)
+def test_every_command_says_in_one_line_that_it_cannot_print(tmp_path, what):
+    command = [*COMMAND, *(word.replace("FOLDER", str(tmp_path / "cells")) for word in SAYS[what])]
+    root = Path(__file__).parents[1]
+    for redirection, reason in ((">/dev/full", "No space left on device"), (">&-", "it is closed")):
+        shell = ["sh", "-c", f'"$@" {redirection}', "sh", *command]
+        done = subprocess.run(shell, capture_output=True, text=True, cwd=root)
+        said = [line for line in done.stderr.splitlines() if "Warning" not in line and "warnings.warn" not in line]
+        assert (done.returncode, len(said)) == (2, 1), done.stderr
+        assert said[0].startswith(f"megatron-vp: error: cannot write to standard output: {reason}")
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
+def test_an_error_that_cannot_be_told_does_not_go_into_the_data(redirection):
+    command = [*COMMAND, "schedule", "1f1b", "-p", "0", "-m", "2"]
+    done = subprocess.run(["sh", "-c", f'"$@" {redirection}', "sh", *command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_with_a_closed_standard_error_nothing_else_is_written_into_a_result(tmp_path):
+    command = [*COMMAND, "schedule", "1f1b", "-p", "2", "-m", "2", "--format", "json", "-o", str(tmp_path / "s.json")]
+    done = subprocess.run(["sh", "-c", '"$@" 2>&- <&-', "sh", *command], capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads((tmp_path / "s.json").read_text())["schedule"] == "1f1b"
+
+
+@pytest.mark.parametrize("words", [["env"], ["--help"], ["schedule", "1f1b", "-p", "2", "-m", "2"]])
+def test_a_terminal_of_40_columns_without_unicode_gets_no_traceback(words):
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "COLUMNS": "40"}
+    done = subprocess.run([*COMMAND, *words], capture_output=True, env=environment)
+    assert done.returncode == 0 and b"Traceback" not in done.stderr
+    assert done.stdout.isascii()
 
 
 def test_an_interruption_ends_the_command_and_its_workers_with_status_130():

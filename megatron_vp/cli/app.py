@@ -23,6 +23,7 @@ from megatron_vp.cli import (
     tables,
     trace,
 )
+from megatron_vp.cli.streams import checked_output, complain
 from megatron_vp.errors import UserError
 
 app = typer.Typer(
@@ -68,15 +69,16 @@ def main(arguments: list[str] | None = None) -> None:
     Exit status 2 and one line for bad input, a traceback only for a defect.
     """
     try:
-        status = app(arguments, standalone_mode=False)
+        with checked_output():
+            status = app(arguments, standalone_mode=False)
         if callable(status):
             status = status()
     except typer.TyperException as error:
         said = error.format_message().rstrip(".")
-        print(f"megatron-vp: error: {said}{'' if said.endswith('?') else '; see --help'}", file=sys.stderr)
+        complain(f"megatron-vp: error: {said}{'' if said.endswith('?') else '; see --help'}")
         status = 2
     except UserError as error:
-        print(f"megatron-vp: error: {error}", file=sys.stderr)
+        complain(f"megatron-vp: error: {error}")
         status = 2
     sys.exit(status if isinstance(status, int) else 0)
 

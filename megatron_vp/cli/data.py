@@ -36,6 +36,9 @@ def data(
     split_lines: Annotated[
         bool, typer.Option("--split-lines", help="Every line of a text file is a document, not every file.")
     ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a dataset and a tokenizer of this name.")
+    ] = False,
     workers: Annotated[
         int | None,
         typer.Option("--workers", min=1, max=256, help="Threads that train and encode (default: all cores)."),
@@ -65,7 +68,9 @@ def data(
                 tasks[stage] = bars.add_task(stage, total=total, done="")
             bars.update(tasks[stage], completed=done, done=f"{done / 1e6:.1f} M characters")
 
-        prepared = prepare(texts, output, name=name, vocab_size=vocab_size, tokenizer=tokenizer, progress=show)
+        prepared = prepare(
+            texts, output, name=name, vocab_size=vocab_size, tokenizer=tokenizer, overwrite=overwrite, progress=show
+        )
     counts = f"{prepared.documents} documents, {prepared.tokens} tokens, vocabulary {prepared.vocab_size}"
     typer.echo(f"{counts}. Train on them with:")
     typer.echo("  " + shlex.join(prepared.flags()))

@@ -55,6 +55,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json"}
+"""What `save_tokenizer` writes into its directory."""
+
+
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json` into `directory`, which is made if needed."""
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,8 @@
 """Tokenizer and dataset: Megatron reads back the text that went in; half-written and damaged data is refused."""
 
 import argparse
+import errno
+import itertools
 import shutil
 from pathlib import Path
 
@@ -84,6 +86,49 @@ def test_interrupted_run_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         prepare(NAMED, tmp_path, vocab_size=300, progress=interrupt)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_taken_is_refused_and_replaced_only_when_asked(prepared, tmp_path):
+    folder = Path(shutil.copytree(prepared.dataset.parent, tmp_path / "data"))
+    before = contents(folder)
+    for options in ({"vocab_size": 300}, {"tokenizer": prepared.tokenizer}):
+        with pytest.raises(UserError, match=r"fox_(tokenizer|text_document\.bin) is there already.*--overwrite"):
+            prepare(NAMED, folder, name="fox", **options)
+    assert contents(folder) == before
+    prepare([("x", DOCUMENTS[0] * 9)], folder, name="fox", vocab_size=280, overwrite=True)
+    after = contents(folder)
+    assert after.keys() == before.keys() and all(after[name] != before[name] for name in after if "config" not in name)
+
+
+def test_files_that_the_command_did_not_write_are_never_removed(prepared, tmp_path):
+    folder = Path(shutil.copytree(prepared.dataset.parent, tmp_path / "data"))
+    (folder / "fox_tokenizer" / "MY_NOTES.md").write_text("precious")
+    before = contents(folder)
+    with pytest.raises(UserError, match=r"holds MY_NOTES\.md, which .* would be lost"):
+        prepare(NAMED, folder, name="fox", vocab_size=300, overwrite=True)
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("failing", range(6))
+def test_the_old_files_stand_where_the_new_ones_cannot_be_placed(prepared, tmp_path, monkeypatch, failing):
+    folder = Path(shutil.copytree(prepared.dataset.parent, tmp_path / "data"))
+    before = contents(folder)
+    rename, count = Path.rename, itertools.count()
+
+    def sometimes(self, target):
+        if next(count) == failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", sometimes)
+    with pytest.raises(UserError, match="No space left"):
+        prepare(NAMED, folder, name="fox", vocab_size=300, overwrite=True)
+    assert contents(folder) == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_progress_counts_characters(tmp_path):

@@ -152,6 +152,8 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         check_files(args)
         check_trace(args)
         warn_of_ignored(args)
+        if args.tensorboard_dir and args.rank == args.world_size - 1:
+            patches.apply(patches.group("curves"))
         if args.core_attention == "sdpa":
             patches.apply(patches.group("flash attention"))
         if args.fake_process_group:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_vp.data.tokenizer import check_tokenizer, load_tokenizer, save_tokenizer, train_tokenizer
+from megatron_vp.data.tokenizer import (
+    TOKENIZER_FILES,
+    check_tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+    train_tokenizer,
+)
 from megatron_vp.errors import UserError
+from megatron_vp.files import removed_when_told_to_end
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -53,6 +59,7 @@ def prepare(
     name: str = "corpus",
     vocab_size: int | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
     progress: Progress = lambda stage, done, total: None,
 ) -> Prepared:
     """Write `NAME_text_document.{bin,idx}` into `output`, each document closed by the end-of-text token.
@@ -61,8 +68,10 @@ def prepare(
     which then goes to `NAME_tokenizer` with exactly `vocab_size` tokens. Exactly one of `vocab_size` and `tokenizer`
     (the directory of an existing one) is given. Token ids are stored as uint16 below 65500 tokens, else as int32.
     Files get their names when they are complete, the index last, so an interrupted run leaves no dataset that looks
-    whole. `progress` hears of every document.
-    Raises UserError if there is no text, the vocabulary and the text do not fit, or the files cannot be written.
+    whole. Files that have these names already are replaced only with `overwrite`, and stand until the new ones are
+    complete. `progress` hears of every document.
+    Raises UserError if there is no text, the vocabulary and the text do not fit, the names are taken, or the files
+    cannot be written.
     """
     assert iter(documents) is not documents, "documents are read twice: give a collection, not a generator"
     if (vocab_size is None) == (tokenizer is None):
@@ -77,25 +86,65 @@ def prepare(
     except OSError as error:
         raise UserError(f"cannot make the output directory {output}: {error.strerror}") from error
     prefix = output / f"{name}_text_document"
+    directory = output / f"{name}_tokenizer" if tokenizer is None else Path(tokenizer)
+    bin_and_idx = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
+    written = [directory, *bin_and_idx] if tokenizer is None else bin_and_idx
+    _check_names(written, overwrite)
     with _storage_told(output), tempfile.TemporaryDirectory(dir=output, prefix=f".{name}-") as temporary:
         partial = Path(temporary)
-        total = None
-        if vocab_size is not None:
-            counter = _Counter(documents, "training the tokenizer", None, progress)
-            trained = train_tokenizer(counter, vocab_size)
-            total = counter.characters
-            save_tokenizer(trained, partial / "tokenizer")
-        model, end_id = load_tokenizer(partial / "tokenizer" if tokenizer is None else tokenizer)
-        counter = _Counter(documents, "encoding", total, progress)
-        counts = _write(counter, model, end_id, partial / "data")
-        directory = output / f"{name}_tokenizer" if tokenizer is None else Path(tokenizer)
-        prefix.with_name(prefix.name + ".idx").unlink(missing_ok=True)
-        if tokenizer is None:
-            shutil.rmtree(directory, ignore_errors=True)
-            (partial / "tokenizer").rename(directory)
-        for suffix in (".bin", ".idx"):
-            (partial / f"data{suffix}").replace(prefix.with_name(prefix.name + suffix))
+        with removed_when_told_to_end(partial):
+            total = None
+            if vocab_size is not None:
+                counter = _Counter(documents, "training the tokenizer", None, progress)
+                trained = train_tokenizer(counter, vocab_size)
+                total = counter.characters
+                save_tokenizer(trained, partial / "tokenizer")
+            model, end_id = load_tokenizer(partial / "tokenizer" if tokenizer is None else tokenizer)
+            counter = _Counter(documents, "encoding", total, progress)
+            counts = _write(counter, model, end_id, partial / "data")
+        _check_names(written, overwrite)
+        parts = [partial / "data.bin", partial / "data.idx"]
+        _place([partial / "tokenizer", *parts] if tokenizer is None else parts, written, partial / "before")
     return Prepared(prefix, directory, model.get_vocab_size(), *counts)
+
+
+def _check_names(written: Sequence[Path], overwrite: bool) -> None:
+    """Raise UserError for a name that is taken, and for a folder that holds files of somebody else."""
+    taken = [path for path in written if os.path.lexists(path)]
+    if taken and not overwrite:
+        raise UserError(
+            f"{taken[0]} is there already, and a run may be training on it: choose another --name or --output, or "
+            f"replace it with --overwrite"
+        )
+    for path in taken:
+        if path.is_dir() and not path.is_symlink():
+            others = sorted({file.name for file in path.iterdir()} - TOKENIZER_FILES)
+            if others:
+                raise UserError(
+                    f"{path} holds {others[0]}, which is not part of a tokenizer and would be lost: move it elsewhere, "
+                    f"or choose another --name"
+                )
+
+
+def _place(parts: Sequence[Path], written: Sequence[Path], aside: Path) -> None:
+    """Give complete files their names, in this order. Old ones are moved aside before, and back where that fails."""
+    aside.mkdir()
+    moved: list[tuple[Path, Path]] = []
+
+    def move(source: Path, target: Path) -> None:
+        source.rename(target)
+        moved.append((source, target))
+
+    try:
+        for path in reversed(written):
+            if os.path.lexists(path):
+                move(path, aside / path.name)
+        for part, path in zip(parts, written, strict=True):
+            move(part, path)
+    except BaseException:
+        for source, target in reversed(moved):
+            target.rename(source)
+        raise
 
 
 @contextmanager

@@ -1,0 +1,80 @@
+"""Standard streams as a shell may leave them: closed, full, or of an encoding that lacks a character."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from megatron_vp.errors import UserError
+
+
+class _Output(io.RawIOBase):
+    """Standard output that says what is wrong with it, once, as a UserError. A reader that has left is no error."""
+
+    def __init__(self, reason: str | None) -> None:
+        self._reason = reason
+        self._failed = False
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 1
+
+    def isatty(self) -> bool:
+        return os.isatty(1)
+
+    def write(self, data: bytes) -> int:
+        if self._failed:
+            return len(data)  # what is left in buffers
+        reason = self._reason
+        if reason is None:
+            try:
+                return os.write(1, data)
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                reason = error.strerror
+        self._failed = True
+        raise UserError(f"cannot write to standard output: {reason}")
+
+
+@contextmanager
+def checked_output() -> Iterator[None]:
+    """Standard output that raises UserError where nothing can be written to it, and writes a `?` for what it lacks.
+
+    Streams that are not those of the process, as in a test, are left alone.
+    """
+    before = sys.stdout
+    if before is not None and before is not sys.__stdout__:
+        yield
+        return
+    _fill_gaps()
+    encoding = "utf-8" if before is None else before.encoding
+    raw = _Output("it is closed; name a file with -o, or redirect it" if before is None else None)
+    errors = before.errors if before is not None and encoding.lower() == "utf-8" else "replace"
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=raw.isatty())
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        with suppress(OSError, UserError):
+            sys.stdout.flush()
+        sys.stdout = before
+
+
+def _fill_gaps() -> None:
+    """A file that a command opens must not become standard output or error, to which libraries write."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+
+
+def complain(line: str) -> None:
+    """Print a line on standard error; nothing where that is closed or full."""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,35 @@
+"""TensorBoard's events on a disk that takes no more: a run can do without its curves.
+
+TensorBoard writes in a thread and raises what went wrong there at a later call, in the middle of training.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_vp.files import warn_once
+from megatron_vp.mcore.patches import Patch
+
+
+def _forgiving(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def write(self: Any, *data: bytes) -> None:
+        # What would follow half a record could not be read.
+        if getattr(self, "_megatron_vp_gave_up", False):
+            return
+        try:
+            original(self, *data)
+        except OSError as error:
+            self._megatron_vp_gave_up = True
+            warn_once(f"warning: cannot write TensorBoard's events: {error.strerror}; the run goes on without them")
+
+    return write
+
+
+_WHY = "a full disk behind --tensorboard-dir would end training"
+PATCHES = (
+    Patch("tensorboard.summary.writer.record_writer:RecordWriter.write", _forgiving, _WHY, "(self, data)"),
+    Patch("tensorboard.summary.writer.record_writer:RecordWriter.flush", _forgiving, _WHY, "(self)"),
+)
