@@ -1,15 +1,23 @@
 #!/usr/bin/env bash
-# Makes .venv in the repository and installs the project into it; does nothing where that is done already.
-# PYTHON=/path/to/python chooses the interpreter.
+# setup_env.sh [--latest]: makes .venv in the repository and installs the project into it, with the versions of
+# constraints.txt; does nothing where that is done already. --latest installs the newest versions that setup.py allows,
+# and asks for newer ones each time. PYTHON=/path/to/python chooses the interpreter.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly venv=.venv
-readonly stamp=$venv/.megatron_vp_complete
+readonly constraints=scripts/constraints.txt
+# `own` marks an environment that this script has made, from before anything is in it; `stamp` one that is complete.
+readonly own=$venv/.megatron_vp_own stamp=$venv/.megatron_vp_complete
 # An activated environment must not be asked to remake itself.
 PATH=${PATH//"$PWD/$venv/bin:"/}
 
 say() { printf 'setup: %s\n' "$*" >&2; }
+
+latest=no
+if [[ ${1:-} == --latest ]]; then latest=yes; shift; fi
+if [[ $# -gt 0 ]]; then say "'$1' is no option: give --latest or nothing"; exit 2; fi
+readonly latest
 
 # Runs the candidate, because a pyenv shim exists for versions that it then refuses to start. Free-threaded builds and
 # other implementations have no wheels of our dependencies; Debian's python3 may come without ensurepip.
@@ -53,35 +61,50 @@ find_python() {
 fingerprint() {
     "$venv/bin/python" -c '
 import hashlib, pathlib, sys
-text = pathlib.Path("setup.py").read_bytes() + f"{sys.version} {sys.prefix}".encode()
-print(hashlib.sha256(text).hexdigest())' 2>/dev/null
+latest, constraints = sys.argv[1:]
+text = pathlib.Path("setup.py").read_bytes() + f"{sys.version} {sys.prefix} {latest}".encode()
+print(hashlib.sha256(text + pathlib.Path(constraints).read_bytes()).hexdigest())' "$latest" "$constraints" 2>/dev/null
 }
 
 complete() { [[ -f $stamp ]] && [[ $(<"$stamp") == "$(fingerprint)" ]]; }
+
+# An environment of the user's own is never removed, and nothing is installed into it.
+keep_what_is_not_ours() {
+    local kept=$venv.kept number=1
+    if [[ ! -e $venv && ! -L $venv ]] || [[ -e $own || -e $stamp ]]; then return; fi
+    while [[ -e $kept || -L $kept ]]; do kept=$venv.kept-$((++number)); done
+    mv -T "$venv" "$kept"
+    say "$venv was not made by this script: it is $kept now (mv $kept $venv puts it back)"
+}
 
 create() {
     local python
     python=$(find_python)
     say "making $venv with $("$python" -V) ($python)"
     rm -rf "$venv"
+    mkdir "$venv"
+    : >"$own"
     "$python" -m venv "$venv"
 }
 
 install() {
     say "installing the project and its dependencies (PyTorch is several GB; this takes minutes)"
-    "$venv/bin/python" -m pip install --disable-pip-version-check --editable '.[test]' >&2
+    local versions=(--constraint "$constraints")
+    if [[ $latest == yes ]]; then versions=(--upgrade --upgrade-strategy eager); fi
+    "$venv/bin/python" -m pip install --disable-pip-version-check "${versions[@]}" --editable '.[test]' >&2
 }
 
 # An install that was interrupted can leave packages that pip believes to be whole.
 works() { "$venv/bin/python" -W ignore -c 'import torch, megatron.core, megatron_vp, pytest' >/dev/null 2>&1; }
 
-if complete; then exit 0; fi
+if [[ $latest == no ]] && complete; then exit 0; fi
 if command -v flock >/dev/null; then
     exec 9>.venv.lock
     flock -n 9 || { say "waiting for another set-up to finish"; flock 9; }
-    if complete; then exit 0; fi
+    if [[ $latest == no ]] && complete; then exit 0; fi
 fi
-rm -f "$stamp"
+keep_what_is_not_ours
+if [[ -e $stamp ]]; then mv "$stamp" "$own"; fi
 if ! { suitable "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1; }; then create; fi
 install
 if ! works; then
@@ -90,5 +113,6 @@ if ! works; then
     install
     works || { say "the installation finished but PyTorch or Megatron cannot be imported; see the output above."; exit 1; }
 fi
-fingerprint >"$stamp"
+fingerprint >"$stamp.part"
+mv "$stamp.part" "$stamp"
 say "$venv is ready"

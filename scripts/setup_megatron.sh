@@ -32,7 +32,11 @@ rm -rf "$venv"
 base=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 own=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 # As a site folder, so that editable installs in it count; after the own one, so that what is installed here wins.
-printf 'import site; site.addsitedir("%s")\n' "$base" >"$own/base.pth"
+"$venv/bin/python" - "$base" >"$own/base.pth" <<'END'
+import sys
+
+print(f"import site; site.addsitedir({sys.argv[1]!r})")
+END
 "$venv/bin/python" -m pip install --disable-pip-version-check "megatron-core[training]==$version" >&2
 cp .venv/.megatron_vp_complete "$stamp"
 say "$venv is ready"

@@ -19,7 +19,7 @@ for version in "$@"; do
     rm -rf "$folder.part"
     # Its other dependencies are the project's own, or not asked for by the layers.
     .venv/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --target "$folder.part" \
-        "transformer-engine==$version" einops
+        "transformer-engine==$version" einops==0.8.2
     mv "$folder.part" "$folder"
     say "$folder is ready"
 done

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Lint, format check and tests, in an environment that is made if needed. Arguments go to pytest, but for a first
-# `--megatron VERSION`: then the tests run against that megatron-core, in an environment of its own.
+# Lint, format check and tests, in an environment that is made if needed. Arguments go to pytest, except for the first:
+# `--megatron VERSION` runs the tests against that megatron-core, in an environment of its own; `--latest` installs the
+# newest versions of everything instead of those that were tested together.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=.venv
@@ -8,6 +9,9 @@ if [[ ${1:-} == --megatron ]]; then
     scripts/setup_megatron.sh "${2:-}"
     venv=.venv-megatron-$2
     shift 2
+elif [[ ${1:-} == --latest ]]; then
+    scripts/setup_env.sh --latest
+    shift
 else
     scripts/setup_env.sh
 fi

@@ -61,9 +61,11 @@ def sbatch(
     ranks = nodes * per_node
     args = check_job(arguments(files, flags), ranks)
     resources = f"--gpus-per-node={per_node}" if ntasks_per_node is None else f"--ntasks-per-node={per_node}"
-    # The job runs with the Python that checked it.
-    export = f"--export=ALL,MEGATRON_VP_PYTHON={sys.executable}"
-    command = ["sbatch", f"--nodes={nodes}", resources, f"--job-name={files[0].stem}", export]
+    # The job runs with the Python that checked it. A comma would end a variable in sbatch's list.
+    python, export = f"MEGATRON_VP_PYTHON={sys.executable}", "--export=ALL"
+    before = ["env", python] if "," in python else []
+    export += "" if before else f",{python}"
+    command = [*before, "sbatch", f"--nodes={nodes}", resources, f"--job-name={files[0].stem}", export]
     command += [f"--{option.lstrip('-')}" for option in slurm or ()]
     command += [str(BATCH_SCRIPT), str(files[0]), *arguments(files[1:], flags)]
     typer.echo(f"{nodes} nodes x {per_node}; " + "\n".join(describe_job(args, ranks)))

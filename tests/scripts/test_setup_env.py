@@ -1,13 +1,17 @@
 """The set-up script: which Python it takes, what it says without one, and when it has nothing to do."""
 
+import importlib.metadata
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
+CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
 # Answers as the interpreter does, but stops at the step that makes the environment.
 STAND_IN = f'#!/bin/bash\n[[ $1 == -m ]] && {{ echo "venv by $0" >&2; exit 7; }}\nexec {sys.executable} "$@"\n'
 # An environment whose pip has nothing to do, and whose imports succeed or fail.
@@ -20,9 +24,10 @@ OLD = "#!/bin/bash\nexit 1\n"
 def checkout(tmp_path):
     (tmp_path / "repo" / "scripts").mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "setup_env.sh", tmp_path / "repo" / "scripts")
+    shutil.copy(CONSTRAINTS, tmp_path / "repo" / "scripts")
     shutil.copy(ROOT / "setup.py", tmp_path / "repo")
     (tmp_path / "bin").mkdir()
-    for tool in ("bash", "dirname", "rm", "flock"):
+    for tool in ("bash", "dirname", "rm", "mkdir", "mv", "flock"):
         (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
     return tmp_path
 
@@ -34,11 +39,26 @@ def place(path, content):
     return path
 
 
-def set_up(checkout, **variables):
+# A Python that makes such environments, as `installed` does below; its pip does what a file `pip` says.
+MAKER = """#!/bin/bash
+if [[ $1 == -m && $2 == venv ]]; then mkdir -p $3/bin; cp "$0" $3/bin/python; exit; fi
+if [[ $1 == -m ]]; then echo "$*" >>pip.log; source ./pip; exit; fi
+[[ $1 == -W ]] && exit 0
+exec {python} "$@"
+"""
+
+
+def installed(checkout, imports=0):
+    """An environment of the script's own making that is not complete."""
+    place(checkout / "repo" / ".venv" / "bin" / "python", INSTALLED.format(imports=imports))
+    (checkout / "repo" / ".venv" / ".megatron_vp_own").touch()
+
+
+def set_up(checkout, *options, **variables):
     """Run the script on a machine that has nothing but what the test put into bin/ and the home directory."""
     environment = {"PATH": str(checkout / "bin"), "HOME": str(checkout / "home"), **variables}
     script = checkout / "repo" / "scripts" / "setup_env.sh"
-    return subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(["bash", str(script), *options], env=environment, capture_output=True, text=True, timeout=60)
 
 
 def test_without_python_one_sentence_says_what_to_install(checkout):
@@ -75,7 +95,7 @@ def test_variable_chooses_and_is_not_replaced_in_silence(checkout):
 
 
 def test_complete_environment_is_reused_until_its_recipe_changes(checkout):
-    place(checkout / "repo" / ".venv" / "bin" / "python", INSTALLED.format(imports=0))
+    installed(checkout)
     first, second = set_up(checkout), set_up(checkout)
     assert first.returncode == 0 and "installing" in first.stderr
     assert (second.returncode, second.stderr) == (0, "")
@@ -85,8 +105,102 @@ def test_complete_environment_is_reused_until_its_recipe_changes(checkout):
 
 
 def test_environment_that_cannot_import_is_made_anew(checkout):
-    place(checkout / "repo" / ".venv" / "bin" / "python", INSTALLED.format(imports=1))
+    installed(checkout, imports=1)
     found = place(checkout / "bin" / "python3.12", STAND_IN)
     result = set_up(checkout)
     assert "damaged; making it anew" in result.stderr and f"venv by {found}" in result.stderr
-    assert not (checkout / "repo" / ".venv").exists()
+    assert [path.name for path in (checkout / "repo" / ".venv").iterdir()] == [".megatron_vp_own"]
+
+
+def maker(checkout, pip="true"):
+    """A machine whose Python makes environments, with a pip that does `pip` in bash."""
+    for tool in ("cp", "mkdir"):
+        (checkout / "bin" / tool).unlink(missing_ok=True)
+        (checkout / "bin" / tool).symlink_to(shutil.which(tool))
+    place(checkout / "bin" / "python3.12", MAKER.format(python=sys.executable))
+    (checkout / "repo" / "pip").write_text(f"[[ $3 == --version ]] || {pip}")
+
+
+@pytest.mark.parametrize("has_pip", [False, True], ids=["without pip", "with pip"])
+def test_an_environment_of_the_users_own_is_kept(checkout, has_pip):
+    maker(checkout)
+    place(checkout / "repo" / ".venv" / "bin" / "python", STAND_IN if not has_pip else INSTALLED.format(imports=0))
+    (checkout / "repo" / ".venv" / "MY_PACKAGES").write_text("precious")
+    result = set_up(checkout)
+    assert result.returncode == 0, result.stderr
+    assert ".venv was not made by this script: it is .venv.kept now" in result.stderr
+    assert (checkout / "repo" / ".venv.kept" / "MY_PACKAGES").read_text() == "precious"
+    assert not (checkout / "repo" / ".venv" / "MY_PACKAGES").exists()
+    assert (set_up(checkout).returncode, set_up(checkout).stderr) == (0, "")
+
+
+@pytest.mark.parametrize("end", ["kill -KILL $$", "kill -TERM $PPID; sleep 1; exit 1", "exit 1"])
+def test_an_interrupted_installation_is_taken_up_again(checkout, end):
+    maker(checkout, pip=end)
+    assert set_up(checkout).returncode != 0
+    assert not (checkout / "repo" / ".venv" / ".megatron_vp_complete").exists()
+    maker(checkout)
+    result = set_up(checkout)
+    assert result.returncode == 0 and "making" not in result.stderr and "is ready" in result.stderr, result.stderr
+    assert not (checkout / "repo" / ".venv.kept").exists()
+    assert (set_up(checkout).returncode, set_up(checkout).stderr) == (0, "")
+
+
+def test_an_interruption_while_the_environment_is_made_is_taken_up_again(checkout):
+    (checkout / "repo" / ".venv").mkdir()
+    (checkout / "repo" / ".venv" / ".megatron_vp_own").touch()
+    maker(checkout)
+    result = set_up(checkout)
+    assert result.returncode == 0 and not (checkout / "repo" / ".venv.kept").exists(), result.stderr
+
+
+def test_the_versions_that_were_tested_are_installed_and_the_newest_when_asked(checkout):
+    maker(checkout)
+    log = checkout / "repo" / "pip.log"
+
+    def install(*options):
+        log.write_text("")
+        result = set_up(checkout, *options)
+        assert result.returncode == 0, result.stderr
+        return [line for line in log.read_text().splitlines() if " install " in line]
+
+    (pinned,) = install()
+    assert "--constraint scripts/constraints.txt" in pinned and "--upgrade" not in pinned
+    assert install() == []
+    for _ in range(2):  # there may be newer ones each time
+        (newest,) = install("--latest")
+        assert "--upgrade --upgrade-strategy eager" in newest and "--constraint" not in newest
+    assert install() == [pinned], "back to those that were tested"
+    with (checkout / "repo" / "scripts" / "constraints.txt").open("a") as file:
+        file.write("other==1.0\n")
+    assert install() == [pinned]
+    assert set_up(checkout, "--newest").returncode == 2
+
+
+def test_every_package_of_the_project_has_its_version_written_down():
+    """All that `pip install .[test]` would bring on this machine, by what the installed packages ask for."""
+    pinned = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines() if not line.startswith("#"))
+    pinned = {canonicalize_name(name): version for name, version in pinned.items()}
+    found, waiting = set(), [Requirement("megatron_vp[test]")]
+    while waiting:
+        asked = waiting.pop()
+        key = canonicalize_name(asked.name), frozenset(asked.extras)
+        if key in found:
+            continue
+        found.add(key)
+        for text in importlib.metadata.requires(asked.name) or ():
+            needed = Requirement(text)
+            if any(needed.marker is None or needed.marker.evaluate({"extra": extra}) for extra in (*asked.extras, "")):
+                waiting.append(needed)
+    names = {name for name, _ in found} - {"megatron-vp"}
+    assert len(names) > 80 and names <= pinned.keys(), names - pinned.keys()
+
+
+@pytest.mark.parametrize("script", ["quickstart.sh", "test.sh"])
+def test_latest_reaches_the_set_up(checkout, script):
+    shutil.copy(ROOT / "scripts" / script, checkout / "repo" / "scripts")
+    place(checkout / "repo" / "scripts" / "setup_env.sh", '#!/bin/bash\necho "set up with <$*>"; exit 7\n')
+    for options, expected in ((["--latest", "x"], "set up with <--latest>"), (["x"], "set up with <>")):
+        command = ["bash", str(checkout / "repo" / "scripts" / script), *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout.strip()) == (7, expected)

@@ -49,6 +49,18 @@ def test_dry_run_prints_what_would_be_submitted(said):
     ]
 
 
+def test_a_python_with_a_comma_in_its_path_reaches_the_job_whole(said, monkeypatch, tmp_path):
+    python = tmp_path / "a,b c%j" / "python"
+    monkeypatch.setattr(sys, "executable", str(python))
+    (tmp_path / "sbatch").write_text('#!/bin/sh\necho "$MEGATRON_VP_PYTHON"\necho "$@"\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    status, printed, _ = said("sbatch", *LLAMA)
+    _, _, command, received, words = printed.splitlines()
+    assert status == 0 and received == str(python) and "--export=ALL scripts/slurm" in words
+    assert shlex.split(command)[:3] == ["env", f"MEGATRON_VP_PYTHON={python}", "sbatch"]
+
+
 def test_the_smallest_job_is_one_replica(said):
     status, printed, _ = said(
         "sbatch", *LLAMA, "--ntasks-per-node", "3", "--pipeline-model-parallel-size=6", "--dry-run"

@@ -1,6 +1,8 @@
 """The paper's tables as runs: what is run for each cell, and what the collector makes of the logs."""
 
 import csv
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -76,7 +78,7 @@ def test_lists_hold_every_cell_and_say_how_to_submit_them(said, tmp_path):
     _, printed, _ = said("cells", "-o", tmp_path, "--gpus-per-node", "16")
     assert printed.startswith("sbatch --nodes=1 --gpus-per-node=8 ")
     rows = [line.split("\t") for path in tmp_path.glob("*.tsv") for line in path.read_text().splitlines()[1:]]
-    assert {name: words.split(" ") for name, words in rows} == {cell_name(c): cell_arguments(c) for c in jobs()}
+    assert {name: shlex.split(words) for name, words in rows} == {cell_name(c): cell_arguments(c) for c in jobs()}
 
 
 def write_run(folder: Path, cell: Cell, milliseconds: list[float], peaks: list[float], **arguments: object) -> None:
@@ -149,6 +151,72 @@ def test_bad_input_is_one_line(said, words, line):
     assert status == 2
     (only,) = errors.splitlines()
     assert line in only
+
+
+STUBS = {
+    "srun": '#!/bin/bash\nprintf "%s\\n" srun "$@"\n',
+    "scontrol": "#!/bin/bash\necho node\n",
+    "python": "#!/bin/bash\n",
+}
+
+
+def batch(tmp_path, text: str, folder: str = "tables", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the script of the array as SLURM would, with stubs that print what they are given."""
+    for name, content in STUBS.items():
+        (tmp_path / name).write_text(content)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / folder).mkdir(exist_ok=True)
+    (tmp_path / folder / "list.tsv").write_bytes(text.encode())
+    variables = {
+        **{"PATH": f"{tmp_path}:/usr/bin:/bin", "MEGATRON_VP_PYTHON": str(tmp_path / "python"), "PWNED": "x"},
+        **{"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "2"},
+        **{"SLURM_JOB_NODELIST": "node", "SLURM_JOB_NAME": "tables", "SLURM_ARRAY_TASK_ID": "1", **environment},
+    }
+    return subprocess.run(
+        ["bash", "scripts/slurm/tables.sbatch", str(tmp_path / folder / "list.tsv")],
+        **{"cwd": ROOT, "env": variables, "capture_output": True, "text": True},
+    )
+
+
+def test_arguments_of_a_cell_reach_the_job_whole_and_nothing_is_run(tmp_path):
+    words = ["--save", "a b", "it's", "$(touch PWNED)", "*", "`id`", "x;y", "Et*3|t*2L", "\\", "%j"]
+    done = batch(tmp_path, f"cell\targuments\r\na.b-1\t{shlex.join(words)}\r\n", folder="ta bles %j,x")
+    assert done.returncode == 0, done.stderr
+    _, check, train = done.stdout.split("srun\n")
+    folder = tmp_path / "ta bles %j,x" / "a.b-1"
+    assert check.splitlines()[-12:] == [*words, "--tensorboard-dir", str(folder)]
+    assert train.splitlines()[-12:] == [*words, "--tensorboard-dir", str(folder)]
+    assert f"--output={folder}/rank_%4t.log".replace("%j", "%%j") in train.splitlines()
+    assert folder.is_dir() and not (ROOT / "PWNED").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "environment", "said"),
+    [
+        ("../../esc\t--x", {}, "has the name '../../esc'"),
+        ("-rf\t--x", {}, "has the name '-rf'"),
+        ("a b\t--x", {}, "has the name 'a b'"),
+        ("\t--x", {}, "has the name"),
+        ("a\t--x 'open", {}, "has an argument with an open quote"),
+        ("a\t--x", {"SLURM_ARRAY_TASK_ID": "x[$(touch PWNED)]"}, "SLURM_ARRAY_TASK_ID is 'x[$(touch PWNED)]'"),
+        ("a\t--x", {"SLURM_ARRAY_TASK_ID": "2"}, "has no cell 2"),
+        ("a\t--x", {"SLURM_JOB_ID": "x[$(touch PWNED)]"}, "SLURM_JOB_ID is 'x[$(touch PWNED)]'"),
+        ("a\t--x", {"SLURM_NTASKS_PER_NODE": "0"}, "SLURM_NTASKS_PER_NODE is '0' and should be a whole number"),
+        ("a\t--x", {"SLURM_NTASKS_PER_NODE": "2(x2)"}, "SLURM_NTASKS_PER_NODE is '2(x2)'"),
+        ("a\t--x", {"SLURM_NTASKS_PER_NODE": "", "SLURM_GPUS_ON_NODE": "x[$(touch PWNED)]"}, "SLURM_GPUS_ON_NODE is"),
+        ("a\t--x", {"SLURM_NTASKS_PER_NODE": "", "SLURM_NTASKS": "3", "SLURM_JOB_NUM_NODES": "2"}, "spread evenly"),
+    ],
+)
+def test_what_cannot_be_a_cell_or_a_number_is_one_line(tmp_path, row, environment, said):
+    done = batch(tmp_path, f"cell\targuments\n{row}\n", **environment)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "srun" not in done.stdout, done.stderr
+    assert said in done.stderr and done.stderr.startswith("tables: error: ")
+    assert not (ROOT / "PWNED").exists() and not (tmp_path / "esc").exists()
+
+
+def test_a_number_with_a_leading_zero_is_that_number(tmp_path):
+    done = batch(tmp_path, "cell\targuments\n" + "a\t--x\n" * 9, SLURM_ARRAY_TASK_ID="08", SLURM_NTASKS_PER_NODE="08")
+    assert done.returncode == 0 and "--ntasks=8" in done.stdout, done.stderr
 
 
 @pytest.mark.slow

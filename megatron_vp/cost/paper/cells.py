@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def write_lists(folder: Path, cells: Iterable[Cell]) -> dict[int, tuple[Path, in
         folder.mkdir(parents=True, exist_ok=True)
         for gpus, listed in sorted(by_gpus.items()):
             path = folder / f"{gpus}_gpus.tsv"
-            rows = [_COLUMNS, *((cell_name(cell), " ".join(cell_arguments(cell))) for cell in listed)]
+            rows = [_COLUMNS, *((cell_name(cell), shlex.join(cell_arguments(cell))) for cell in listed)]
             with replacing(path) as file:
                 file.write("".join("\t".join(row) + "\n" for row in rows).encode())
             written[gpus] = path, len(listed)
