@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 
 import pytest
 
 from tests.harness import run_ranks_to_their_end, train
+from tests.harness.disks import fill, mounted
 from tests.mcore.faults import errors, few_steps, train_with_fault
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -19,25 +19,8 @@ MODEL = {"vocab_size": 8191, "hidden_size": 64, "train_iters": 6}
 @pytest.fixture
 def small_disk(tmp_path):
     """A folder on a file system of its own of 50 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    try:
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=50m", "tmpfs", folder], capture_output=True, text=True, check=False
-        )
-    except FileNotFoundError:
-        pytest.skip("there is no mount program, so no small disk")
-    if done.returncode:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def fill(folder) -> None:
-    """Leave no room at all."""
-    with pytest.raises(OSError, match="No space left"), (folder / "filler").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
+    with mounted(tmp_path / "disk") as folder:
+        yield folder
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """scripts/slurm on a real SLURM: ranks, requeueing, and what is given up on. Most jobs run a stand-in for training."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.harness.disks import fill, mounted
 
 PRETRAIN = "scripts/slurm/pretrain.sbatch"
 QUICKSTART = ("configs/quickstart.yaml", "--config", "configs/data/mock.yaml")
@@ -211,16 +214,40 @@ def test_a_cancelled_job_does_not_come_back(cluster, stand_in):
 
 
 @pytest.mark.slow
-def test_killed_and_stopped_runs_go_on_with_the_same_losses(cluster):
+@pytest.mark.parametrize("recovers", [True, False], ids=["in time", "never"])
+def test_a_job_that_finds_no_room_for_its_logs_is_tried_three_times(cluster, stand_in, recovers):
+    with mounted(cluster.work / "runs", "nr_inodes=2") as disk:
+        job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in())
+        if recovers:
+            cluster.until(lambda: cluster.state(job)["Restarts"] == "1", 60, "the second attempt", job)
+            subprocess.run(["mount", "-o", "remount,nr_inodes=1000", disk], check=True)
+        state = cluster.wait(job, 180)
+        assert f"cannot make {disk}/slurm/{job}/attempt_0" in cluster.output(job)
+        if recovers:
+            assert state["JobState"] == "COMPLETED" and 1 <= int(state["Restarts"]) <= 2, cluster.output(job)
+        else:
+            assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "1:0", "2")
+            assert "3 attempts wrote no checkpoint" in cluster.output(job)
+
+
+TRAINS = (*QUICKSTART, *TINY, "--vocab-parallel", "--train-iters=100", "--num-workers=1")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster):
+    """The losses of a run that nothing happens to."""
+    job = cluster.submit(PRETRAIN, *TRAINS, "--tensorboard-dir=whole/tensorboard")
+    assert cluster.wait(job, 500)["JobState"] == "COMPLETED", cluster.output(job)
+    losses = _losses(cluster.work / "whole" / "tensorboard")
+    assert sorted(losses) == list(range(1, 101))
+    return losses
+
+
+@pytest.mark.slow
+def test_killed_and_stopped_runs_go_on_with_the_same_losses(cluster, undisturbed):
     """One rank is killed, then the time limit is announced: the losses are bit by bit those of an undisturbed run."""
-    words = (*QUICKSTART, *TINY, "--vocab-parallel", "--train-iters=100", "--save-interval=40", "--num-workers=1")
-
-    def folders(name: str) -> tuple[str, ...]:
-        return f"--save={name}", f"--load={name}", f"--tensorboard-dir={name}/tensorboard"
-
-    whole = cluster.submit(PRETRAIN, *words, *folders("whole"))
-    assert cluster.wait(whole, 500)["JobState"] == "COMPLETED", cluster.output(whole)
-    job = cluster.submit(PRETRAIN, *words, *folders("stopped"))
+    folders = ("--save=stopped", "--load=stopped", "--tensorboard-dir=stopped/tensorboard", "--save-interval=40")
+    job = cluster.submit(PRETRAIN, *TRAINS, *folders)
 
     def reached(iteration: int, attempt: int) -> bool:
         return any(f"iteration {iteration:8d}/" in log for log in logs(cluster, job, attempt))
@@ -234,9 +261,24 @@ def test_killed_and_stopped_runs_go_on_with_the_same_losses(cluster):
     starts = re.findall(r"(?:starts at|goes on from) iteration (\d+)", cluster.output(job))
     assert starts[:2] == ["0", "40"]
     assert 50 <= int(starts[2]) < 80, "the signal's own checkpoint, not one of the interval"
-    expected = _losses(cluster.work / "whole" / "tensorboard")
-    assert sorted(expected) == list(range(1, 101))
-    assert _losses(cluster.work / "stopped" / "tensorboard") == expected
+    assert _losses(cluster.work / "stopped" / "tensorboard") == undisturbed
+
+
+@pytest.mark.slow
+def test_a_run_whose_disk_fills_up_goes_on_with_the_same_losses_when_there_is_room(cluster, undisturbed):
+    with mounted(cluster.work / "small") as disk:
+        filler = fill(disk, leave=5 * 2**20)  # three checkpoints
+        folders = ("--save=small/checkpoints", "--load=small/checkpoints", "--tensorboard-dir=full/tensorboard")
+        job = cluster.submit(PRETRAIN, *TRAINS, *folders, "--save-interval=20")
+        cluster.until(lambda: cluster.state(job)["Restarts"] == "1", 300, "the second attempt", job)
+        last = int((disk / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+        filler.unlink()
+        state = cluster.wait(job, 300)
+        assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
+    assert 20 <= last < 100 and any("No space left on device" in log for log in logs(cluster, job))
+    starts = re.findall(r"(?:starts at|goes on from) iteration (\d+)", cluster.output(job))
+    assert starts == ["0", str(last)]
+    assert _losses(cluster.work / "full" / "tensorboard") == undisturbed
 
 
 def _rank_process(cluster, job: str, rank: int) -> str:

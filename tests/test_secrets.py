@@ -1,0 +1,103 @@
+"""Secrets of the environment are in no file and no line that a run or a command leaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.training import tiny_model
+
+ROOT = Path(__file__).parents[1]
+NAMES = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "NGC_CLI_API_KEY", "GITHUB_PAT")
+MARK = "5ec2e7d1"
+"""In every planted secret; those of W&B have 40 characters."""
+
+LEAKY = "model: {{num_layers: 4}}\nnames: {{wandb_exp_name: 'x${{oc.env:{}}}'}}\n"
+MOCK = ("configs/llama3_8b.yaml", "--config", "configs/data/mock.yaml")
+COMMANDS = {
+    "env": ("env",),
+    "check": ("check", *MOCK, "--ranks", "8", "--ranks-per-node", "8"),
+    "sbatch": ("sbatch", *MOCK, "--nodes", "1", "--dry-run"),
+    "simulate": ("simulate", MOCK[0]),
+    "plan": ("plan", MOCK[0], "--hardware", "h100", "--nodes", "1"),
+    "patches": ("patches",),
+    "schedule": ("schedule", "1f1b", "-p", "2", "-m", "4", "--format", "json"),
+    "data": ("data", "README.md", "-o", "FOLDER/data", "--vocab-size", "300"),
+    "cells": ("cells", "-o", "FOLDER/cells"),
+    **{f"{name} of a leaky file": (name, "FOLDER/leaky.yaml") for name in ("simulate", "plan")},
+    "check of a leaky file": ("check", "FOLDER/leaky.yaml", "--ranks", "2"),
+    "sbatch of a leaky file": ("sbatch", "FOLDER/leaky.yaml", "--nodes", "1", "--dry-run"),
+    "an unknown flag": ("check", MOCK[0], "--ranks", "8", "--no-such-flag"),
+}
+DEFAULT = ("env", "check", "simulate", "check of a leaky file")
+
+
+@pytest.fixture
+def planted(tmp_path):
+    """An environment with secrets in it; what a process would leave in a home directory comes to the folder, too."""
+    secrets = {name: f"{MARK}{number:032x}" for number, name in enumerate(NAMES)}
+    own = {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp"), "WANDB_MODE": "offline"}
+    for folder in ("home", "tmp"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "leaky.yaml").write_text(LEAKY.format("WANDB_API_KEY"))
+    return {**os.environ, **secrets, **own, "MEGATRON_VP_CPU": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def leaks(folder: Path, *texts: str) -> list[str]:
+    """Where the secrets are: names of files, and lines."""
+    files = [path for path in folder.rglob("*") if path.is_file() and MARK.encode() in path.read_bytes()]
+    return [*map(str, files), *(line for text in texts for line in text.splitlines() if MARK in line)]
+
+
+def test_the_search_finds_what_is_there(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "binary").write_bytes(b"\0\xff" + MARK.encode() + b"\xfe")
+    assert leaks(tmp_path, f"a\nb{MARK}c\nd") == [str(tmp_path / "deep" / "binary"), f"b{MARK}c"]
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in COMMANDS]
+)
+def test_commands_leave_no_secret(planted, tmp_path, what):
+    words = [word.replace("FOLDER", str(tmp_path)) for word in COMMANDS[what]]
+    command = [sys.executable, "-m", "megatron_vp.cli.app", *words]
+    done = subprocess.run(command, env=planted, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == (2 if "leaky" in what or "unknown" in what else 0), done.stderr
+    assert not leaks(tmp_path, done.stdout, done.stderr)
+
+
+def run(planted, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """A training run of two ranks that leaves all that a run can leave, in `folder`."""
+    options = {
+        **{"pipeline_model_parallel_size": 2, "vocab_parallel": True, "train_iters": 4, "cpu": True},
+        **{"save": folder / "checkpoints", "save_interval": 2, "tensorboard_dir": folder / "tensorboard"},
+        **{"rank_report": folder / "report", "pipeline_trace": folder / "trace"},
+        **{"wandb_project": "project", "wandb_exp_name": "name", "log_params_norm": True},
+    }
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher += [f"--log-dir={folder / 'logs'}", "--redirects=3", "--tee=3"]
+    command = [*launcher, str(ROOT / "pretrain_gpt_vp.py"), *tiny_model(**options), *flags]
+    return subprocess.run(command, env=planted, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_a_run_leaves_no_secret(planted, tmp_path):
+    done = run(planted, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    left = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"checkpoints", "tensorboard", "report", "trace", "logs"} <= left
+    (curves,) = tmp_path.rglob("*.wandb")
+    assert b"hidden_size" in curves.read_bytes(), "what W&B writes can be searched"
+    assert not leaks(tmp_path, done.stdout, done.stderr)
+
+
+def test_a_run_that_is_refused_or_fails_leaves_no_secret(planted, tmp_path):
+    refused = run(planted, tmp_path, f"--config={tmp_path / 'leaky.yaml'}")
+    assert refused.returncode != 0 and "${oc.env:WANDB_API_KEY} would write a secret" in refused.stderr
+    assert not leaks(tmp_path, refused.stdout, refused.stderr)
+    failed = run({**planted, "GLOO_SOCKET_IFNAME": "nowhere"}, tmp_path)
+    assert failed.returncode != 0 and "nowhere" in failed.stderr + failed.stdout
+    assert not leaks(tmp_path, failed.stdout, failed.stderr)
