@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -23,6 +24,18 @@ def check(
         int | None,
         typer.Option("--ranks-per-node", min=1, help="Check this node too, which shall run so many."),
     ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            "--nodes",
+            metavar="te=VERSION|no,apex=yes|no",
+            help="What the job's nodes have, where that is not this machine: Transformer Engine, Apex.",
+        ),
+    ] = None,
+    output: Annotated[
+        Literal["text", "json"],
+        typer.Option("--format", help="json: the Megatron flags that would be added, and who computes what."),
+    ] = "text",
 ) -> None:
     """Check the arguments of a training job as its ranks would, without starting it.
 
@@ -30,15 +43,22 @@ def check(
     indices and the metadata of the checkpoint to load. With --ranks-per-node also looks at this node: GPUs, network
     interface, room for checkpoints.
 
+    On a login node say with --nodes what the nodes have that shall run the job: GPUs, and these libraries.
+
     \b
     megatron-vp check configs/llama3_8b.yaml --ranks 32 --vocab-parallel
+    megatron-vp check configs/llama3_8b.yaml --ranks 32 --vocab-parallel --nodes "te=2.17.1,apex=no"
     """
     from megatron_vp.mcore.start import preflight
 
-    args = preflight.check_job(arguments(*files_and_flags(job, overlays)), ranks, here=ranks_per_node is not None)
+    here = ranks_per_node is not None
+    args = preflight.check_job(arguments(*files_and_flags(job, overlays)), ranks, here=here, nodes=nodes)
     preflight.check_files(args)
     if ranks_per_node is not None:
         preflight.check_node(args, ranks_per_node)
-        typer.echo(preflight.describe_node())
-    if os.environ.get("SLURM_PROCID", "0") == "0":
-        typer.echo("\n".join(preflight.describe_job(args, ranks)))
+        if output == "text":
+            typer.echo(preflight.describe_node())
+    if output == "json":
+        typer.echo(json.dumps({"flags": args._platform_flags, "parts": args._parts}))
+    elif os.environ.get("SLURM_PROCID", "0") == "0":
+        typer.echo("\n".join([*preflight.describe_job(args, ranks), *preflight.describe_parts(args)]))

@@ -16,11 +16,25 @@ def env() -> None:
     Run it where the job runs: in an srun or an interactive allocation, not on a login node.
     """
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    from megatron_vp.mcore.platform.environment import parts
+    from megatron_vp.errors import UserError
+    from megatron_vp.mcore.platform.environment import parts, who_computes
+    from megatron_vp.mcore.platform.installed import INSTALL_ENGINE, here
 
     table = Table("part", "found here", "what its absence means", box=None, pad_edge=False)
     for part in parts():
-        table.add_row(part.name, part.found or "missing", "" if part.found else part.without)
+        whole = part.found is not None and not part.is_broken
+        table.add_row(part.name, escape(part.found or "missing"), "" if whole else escape(part.without))
     Console().print(table)
+    if here().engine is None:
+        print(
+            f"\nTransformer Engine, built against the PyTorch that is installed (core_cu12 for CUDA 12):\n"
+            f"  pip install ninja pybind11 setuptools wheel && {INSTALL_ENGINE}"
+        )
+    try:
+        job = "; ".join(f"{part}: {who}" for part, who in who_computes().items())
+    except UserError as error:
+        job = f"would not start: {error}"
+    Console().print(escape(f"\na bf16 job here, without flags of its own: {job}"))

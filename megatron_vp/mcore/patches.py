@@ -22,7 +22,9 @@ TESTED_VERSIONS = ("0.19.0", "0.19.2")
 
 GROUPS = {
     "wheel": "megatron_vp.mcore.platform.cpu:WHEEL_PATCHES",
+    "torch norms": "megatron_vp.mcore.platform.without_transformer_engine:NORM_PATCHES",
     "no transformer engine": "megatron_vp.mcore.platform.without_transformer_engine:PATCHES",
+    "no fused accumulation": "megatron_vp.mcore.platform.without_apex:PATCHES",
     "arguments": "megatron_vp.mcore.options.arguments:PATCHES",
     "checkpoint files": "megatron_vp.mcore.storage.checkpoint_files:PATCHES",
     "same job": "megatron_vp.mcore.start.same_job:PATCHES",
@@ -40,7 +42,9 @@ GROUPS = {
 }
 WHEN = {
     "wheel": "always",
+    "torch norms": "always",
     "no transformer engine": "where Transformer Engine is not installed",
+    "no fused accumulation": "where Apex's fused_weight_gradient_mlp_cuda is not installed",
     "arguments": "always",
     "checkpoint files": "always",
     "same job": "always",
@@ -67,7 +71,8 @@ class Patch:
     target: `module:attribute.path`; a class attribute is patched on the class, so every alias of the class sees it.
     make: gets the original, returns the replacement. Called once, when the patch is applied.
     reason: one line, shown by `megatron-vp patches`.
-    signature: `signature_of(original)` at the time of writing; two joined by " or " where other packages decide which.
+    signature: `signature_of(original)` at the time of writing; two joined by " or " where other packages decide which;
+        `nothing` for a symbol that Megatron lacks where another package is missing.
     series: Megatron-Core release series that the patch is made for.
     """
 
@@ -222,7 +227,9 @@ def _problem(patch: Patch, series: str) -> Problem | None:
         owner, name = _locate(patch.target)
         current = getattr(owner, name)
     except (ImportError, AttributeError) as error:
-        return Problem(patch.target, patch.signature, f"nothing ({error})")
+        absent = f"nothing ({error})"
+        may_lack = isinstance(error, AttributeError) and "nothing" in patch.signature.split(" or ")
+        return None if may_lack else Problem(patch.target, patch.signature, absent)
     entry = _applied.get(patch.target)
     if entry is None:
         found = signature_of(current)
@@ -246,8 +253,8 @@ def _locate(target: str) -> tuple[Any, str]:
 def _prepare(patch: Patch) -> _Applied:
     owner, name = _locate(patch.target)
     raw = vars(owner).get(name, _MISSING)
-    original = getattr(owner, name)
-    static = inspect.getattr_static(owner, name)
+    original = getattr(owner, name, None)
+    static = inspect.getattr_static(owner, name, None)
     if isinstance(static, staticmethod):
         replacement = staticmethod(patch.make(original))
     elif isinstance(static, classmethod):

@@ -80,10 +80,11 @@ def _folder(version: str) -> Path:
 
 
 @contextmanager
-def imported(version: str) -> Iterator[None]:
+def imported(version: str, apex: bool = True) -> Iterator[None]:
     """In a process of its own: inside, Megatron and its plug-in are imported anew and find this Transformer Engine.
 
-    Transformer Engine is told that there is a device wherever it asks. Nobody else is.
+    They find Apex's accumulation of weight gradients with `apex`. Transformer Engine is told that there is a device of
+    compute capability 9.0 wherever it asks. Nobody else is.
     """
     forgotten = ("transformer_engine", "megatron", "megatron_vp", "pretrain_gpt_vp")
     for name in [name for name in sys.modules if name.partition(".")[0] in forgotten]:
@@ -93,7 +94,7 @@ def imported(version: str) -> Iterator[None]:
         return sys._getframe(2).f_globals["__name__"].startswith("transformer_engine.")
 
     on_device, there_is_one = torch.Tensor.is_cuda, torch.cuda.is_available
-    device = SimpleNamespace(major=8, minor=0, multi_processor_count=1)
+    device = SimpleNamespace(major=9, minor=0, multi_processor_count=1)
     with (
         mock.patch.object(sys, "path", [str(_folder(version)), *sys.path]),
         mock.patch.object(torch.Tensor, "is_cuda", property(lambda self: by_engine() or on_device.__get__(self))),
@@ -106,7 +107,7 @@ def imported(version: str) -> Iterator[None]:
             sys.modules,
             {
                 "transformer_engine_torch": engine_kernels.compiled_module(),
-                "fused_weight_gradient_mlp_cuda": engine_kernels.apex_module(),
+                "fused_weight_gradient_mlp_cuda": engine_kernels.apex_module() if apex else None,
                 # For exports to ONNX: older versions import a package for it that is not here.
                 "transformer_engine.pytorch.onnx_extensions": engine_kernels.compiled_module(),
             },
@@ -195,32 +196,36 @@ def counted_products() -> Iterator[Products]:
 
 
 @contextmanager
-def on_cpu(version: str, fused: bool) -> Iterator[None]:
-    """As `imported`, with a plug-in that leaves Transformer Engine's layers, and fused accumulation, to the flags."""
+def on_cpu(version: str, fused: bool, apex: bool = True) -> Iterator[None]:
+    """As `imported`, with a plug-in that leaves the choice of layers, and of fused accumulation, to the flags."""
     chosen_here = {"--transformer-impl"} | ({"--no-gradient-accumulation-fusion"} if fused else set())
-    with imported(version):
-        from megatron_vp.mcore.platform import flags
+    with imported(version, apex):
+        from megatron_vp.mcore.platform import flags, installed
 
-        others = tuple(choice for choice in flags._CPU_CHOICES if choice[0] not in chosen_here)
-        with mock.patch.object(flags, "_CPU_CHOICES", others):
+        others = tuple(choice for choice in flags._CHOICES if choice.option not in chosen_here)
+        with (
+            mock.patch.object(flags, "_CHOICES", others),
+            mock.patch.object(installed, "hide_what_needs_a_gpu", lambda: None),
+            mock.patch.dict(os.environ, NVTE_UNFUSED_FP8_UPDATE="1"),  # of scales, in Python
+        ):
             yield
 
 
 def engine_case(
-    rank: int, world_size: int, version: str, arguments: list[str], fused: bool, same_weights: bool = True
+    rank: int, world_size: int, version: str, arguments: list[str], fused: bool, same_weights: bool, apex: bool
 ) -> tuple[Run | None, Products]:
     """`train_case` with Transformer Engine's layers; `fused` leaves Megatron's fused accumulation on."""
-    with on_cpu(version, fused), counted_products() as products:
+    with on_cpu(version, fused, apex), counted_products() as products:
         return train_case(rank, world_size, arguments, same_weights=same_weights), products
 
 
 @cache
 def trained(
-    version: str, world_size: int, fused: bool, same_weights: bool = True, **changes: object
+    version: str, world_size: int, fused: bool, same_weights: bool = True, apex: bool = True, **changes: object
 ) -> tuple[Run, list[Products]]:
     """`engine_case` on `world_size` ranks; `changes` are of `tiny_model` and `MODEL`."""
     arguments = tiny_model(**MODEL | changes)
-    ranks = run_ranks(world_size, engine_case, require(version), arguments, fused, same_weights, timeout=240)
+    ranks = run_ranks(world_size, engine_case, require(version), arguments, fused, same_weights, apex, timeout=240)
     return _merge([run for run, _ in ranks]), [products for _, products in ranks]
 
 

@@ -1,16 +1,22 @@
-"""What Transformer Engine compiles, in a few lines of PyTorch each: of the module `transformer_engine_torch` that much
-as its linear layers, norms, attention and optimizer call in a model in fp32; whatever else is called raises.
+"""What Transformer Engine compiles, in a few lines of PyTorch each: the part of the module `transformer_engine_torch`
+that its linear layers, norms, attention and optimizer call. Whatever else is called raises.
 
-Signatures and results are those of its sources (`csrc/extensions`, 2.8 to 2.20).
+Signatures, results and their dtypes are those of its sources (`csrc/extensions`, 2.8 to 2.20). As on a device, 16-bit
+operands are multiplied and summed in fp32 and rounded once. Quantised operands are in `engine_fp8`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
+from enum import IntEnum
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+
+from tests.mcore import engine_fp8
+from tests.mcore.engine_fp8 import dense, wide
 
 
 def generic_gemm(
@@ -37,16 +43,24 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
-    """D = op(B) op(A), for row-major matrices; without `grad` plus the bias, else with the bias's gradient."""
+    """D = op(B) op(A), for row-major matrices; without `grad` plus the bias, else with the bias's gradient.
+
+    The bias's gradient has D's dtype.
+    """
     assert not gelu and comm_overlap is None and quantizer is None, "only a plain product has a stand-in"
     assert alpha == 1 and beta in (None, 0, float(accumulate))
-    left, right = (B.flatten(0, -2).t() if transB else B), (A.t() if transA else A.flatten(0, -2))
-    product = left @ right
+    dtype = A.dtype if output_dtype is None else _TORCH[int(output_dtype)]
+    left, right = wide(dense(B, transB)), wide(dense(A, not transA))
+    product = (left.flatten(0, -2).t() if transB else left) @ (right.t() if transA else right.flatten(0, -2))
     if bias is not None and not grad:
         product = product + bias
-    if D is not None:
-        product = D.add_(product) if accumulate else D.copy_(product)
-    return product, B.flatten(0, -2).sum(0) if bias is not None and grad else None, None, None
+    if D is None:
+        assert not accumulate
+        product = product.to(dtype)
+    else:
+        assert D.dtype == dtype and D.is_contiguous()
+        product = D.copy_(wide(D) + product) if accumulate else D.copy_(product)
+    return product, left.flatten(0, -2).sum(0).to(dtype) if bias is not None and grad else None, None, None
 
 
 def te_general_grouped_gemm(
@@ -72,22 +86,21 @@ def te_general_grouped_gemm(
 
     A product over no tokens is zero. It leaves a D that is accumulated as it is.
     """
-    outputs = list(D[0].split([len(rows) for rows in B])) if single_output else D
-    for left, right, output, bias_i in zip(B, A, outputs, bias, strict=True):
+    assert all(output.dtype == _TORCH[int(D_type)] for output in D)
+    left_right = [(wide(dense(left, transb)), wide(dense(right, not transa))) for left, right in zip(B, A, strict=True)]
+    outputs = list(D[0].split([len(left) for left, _ in left_right])) if single_output else D
+    for (left, right), output, bias_i in zip(left_right, outputs, bias, strict=True):
         product = (left.t() if transb else left) @ (right.t() if transa else right)
         if grad and bias_i.numel():
             bias_i.copy_(left.sum(0))
         elif bias_i.numel():
             product = product + bias_i
-        if accumulate:
-            output.add_(product)
-        else:
-            output.copy_(product)
+        output.copy_(wide(output) + product if accumulate else product)
     return bias
 
 
 def _scale(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
-    return weight + 1 if zero_centered else weight
+    return wide(weight) + 1 if zero_centered else wide(weight)
 
 
 def layernorm_fwd(
@@ -101,11 +114,12 @@ def layernorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The normalised rows; their means and reciprocal deviations."""
-    mean = input.mean(-1, keepdim=True)
-    reciprocal = (input - mean).square().mean(-1, keepdim=True).add(eps).rsqrt()
-    output = (input - mean) * reciprocal * _scale(weight, zero_centered_gamma) + bias
-    return _put(ln_out, output), mean.flatten(), reciprocal.flatten()
+    """The normalised rows, quantised where there is a quantizer; their means and reciprocal deviations in fp32."""
+    rows = wide(input)
+    mean = rows.mean(-1, keepdim=True)
+    reciprocal = (rows - mean).square().mean(-1, keepdim=True).add(eps).rsqrt()
+    output = (rows - mean) * reciprocal * _scale(weight, zero_centered_gamma) + bias
+    return _put(ln_out, output, quantizer, otype), mean.flatten(), reciprocal.flatten()
 
 
 def layernorm_bwd(
@@ -118,10 +132,12 @@ def layernorm_bwd(
     zero_centered_gamma: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of rows, weight and bias."""
-    normal = (x - mu[:, None]) * rsigma[:, None]
+    dtype, dz = gamma.dtype, wide(dz)
+    normal = (wide(x) - mu[:, None]) * rsigma[:, None]
     scaled = dz * _scale(gamma, zero_centered_gamma)
     projected = scaled.mean(-1, keepdim=True) + normal * (scaled * normal).mean(-1, keepdim=True)
-    return (scaled - projected) * rsigma[:, None], (dz * normal).sum(0), dz.sum(0)
+    rows = ((scaled - projected) * rsigma[:, None]).to(x.dtype)
+    return rows, (dz * normal).sum(0).to(dtype), dz.sum(0).to(dtype)
 
 
 def rmsnorm_fwd(
@@ -134,9 +150,11 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[torch.Tensor, None, torch.Tensor]:
-    """The normalised rows; their reciprocal root mean squares."""
-    reciprocal = input.square().mean(-1, keepdim=True).add(eps).rsqrt()
-    return _put(ln_out, input * reciprocal * _scale(weight, zero_centered_gamma)), None, reciprocal.flatten()
+    """The normalised rows, quantised where there is a quantizer; their reciprocal root mean squares in fp32."""
+    rows = wide(input)
+    reciprocal = rows.square().mean(-1, keepdim=True).add(eps).rsqrt()
+    output = rows * reciprocal * _scale(weight, zero_centered_gamma)
+    return _put(ln_out, output, quantizer, otype), None, reciprocal.flatten()
 
 
 def rmsnorm_bwd(
@@ -148,13 +166,31 @@ def rmsnorm_bwd(
     zero_centered_gamma: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of rows and weight."""
-    normal = x * rsigma[:, None]
+    dz = wide(dz)
+    normal = wide(x) * rsigma[:, None]
     scaled = dz * _scale(gamma, zero_centered_gamma)
-    return (scaled - normal * (scaled * normal).mean(-1, keepdim=True)) * rsigma[:, None], (dz * normal).sum(0)
+    rows = (scaled - normal * (scaled * normal).mean(-1, keepdim=True)) * rsigma[:, None]
+    return rows.to(x.dtype), (dz * normal).sum(0).to(gamma.dtype)
 
 
-def _put(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
-    return result if out is None else out.copy_(result)
+def _put(out: Any, result: torch.Tensor, quantizer: Any, otype: Any) -> Any:
+    if quantizer is not None:
+        return engine_fp8.quantize(result.to(_TORCH[int(otype)]), quantizer, out)
+    return result.to(_TORCH[int(otype)]) if out is None else out.copy_(result)
+
+
+def scaled_upper_triang_masked_softmax_forward(scores: torch.Tensor, scale: float) -> torch.Tensor:
+    """The causal softmax of [batch, s, s]."""
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return (wide(scores) * scale).masked_fill(future, float("-inf")).softmax(-1).to(scores.dtype)
+
+
+def scaled_upper_triang_masked_softmax_backward(
+    output_gradient: torch.Tensor, softmax: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """The gradient of the scores."""
+    weighed = wide(output_gradient) * wide(softmax)
+    return (scale * (weighed - wide(softmax) * weighed.sum(-1, keepdim=True))).to(softmax.dtype)
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Sequence[Sequence], scale: Any) -> None:
@@ -183,6 +219,7 @@ def multi_tensor_adam(
 ) -> None:
     """A step of AdamW on (gradients, parameters, first moments, second moments)."""
     assert mode == 1 and bias_correction
+    assert all(each.dtype == torch.float32 for each in (*tensor_lists[1], *tensor_lists[2], *tensor_lists[3]))
     for gradient, parameter, first, second in zip(*tensor_lists, strict=True):
         first.lerp_(gradient, 1 - beta1)
         second.lerp_(gradient.square(), 1 - beta2)
@@ -200,10 +237,32 @@ def get_num_cublas_streams() -> int:
     return 4
 
 
+def get_cublasLt_version() -> int:
+    """Older than what grouped products over one tensor ask for."""
+    return 130200
+
+
+class _DType(IntEnum):
+    """The dtypes by their numbers in the compiled module."""
+
+    kByte = 0
+    kInt32 = 2
+    kFloat32 = 4
+    kFloat16 = 5
+    kBFloat16 = 6
+    kFloat8E4M3 = engine_fp8.E4M3
+    kFloat8E5M2 = engine_fp8.E5M2
+    kFloat4E2M1 = 10
+
+
+_TORCH = {_DType.kFloat32: torch.float32, _DType.kFloat16: torch.float16, _DType.kBFloat16: torch.bfloat16}
+
 _FUNCTIONS = (
     *(generic_gemm, te_general_grouped_gemm, layernorm_fwd, layernorm_bwd, rmsnorm_fwd, rmsnorm_bwd),
+    *(scaled_upper_triang_masked_softmax_forward, scaled_upper_triang_masked_softmax_backward),
     *(multi_tensor_scale, multi_tensor_scale_tensor, multi_tensor_adam, get_cudnn_version),
-    get_num_cublas_streams,
+    *(get_num_cublas_streams, get_cublasLt_version),
+    *engine_fp8.FUNCTIONS,
 )
 
 
@@ -242,11 +301,26 @@ def compiled_module() -> ModuleType:
     module = _Compiled("transformer_engine_torch")
     for function in _FUNCTIONS:
         setattr(module, function.__name__, function)
+    module.DType = _DType
+    # Where a layer's tensors are in its tables of scales: three in the forward of each product, two in its backward.
+    forward = {f"GEMM{gemm}_{name}": 3 * (gemm - 1) + place for gemm in (1, 2, 3) for place, name in _IN_FORWARD}
+    backward = {f"GRAD_{name}{gemm}": 2 * (gemm - 1) + place for gemm in (1, 2, 3) for place, name in _IN_BACKWARD}
+    module.FP8FwdTensors, module.FP8BwdTensors = SimpleNamespace(**forward), SimpleNamespace(**backward)
     return module
+
+
+_IN_FORWARD = tuple(enumerate(("INPUT", "WEIGHT", "OUTPUT")))
+_IN_BACKWARD = tuple(enumerate(("OUTPUT", "INPUT")))
 
 
 def apex_module() -> ModuleType:
     """Apex's product into main_grad, by which Megatron's own vocabulary layers fuse accumulation."""
     module = _Compiled("fused_weight_gradient_mlp_cuda")
-    module.wgrad_gemm_accum_fp32 = lambda rows, dy, main_grad: main_grad.add_(dy.t() @ rows)
+    module.__spec__ = ModuleSpec(module.__name__, loader=None)
+
+    def wgrad_gemm_accum_fp32(rows: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
+        assert rows.dim() == dy.dim() == 2 and main_grad.dtype == torch.float32
+        main_grad.add_(wide(dy).t() @ wide(rows))
+
+    module.wgrad_gemm_accum_fp32 = wgrad_gemm_accum_fp32
     return module

@@ -12,7 +12,7 @@ import torch
 
 from megatron_vp.cli.app import main
 from megatron_vp.mcore import patches
-from megatron_vp.mcore.platform import flags
+from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.start import preflight
 from tests.harness.training import tiny_model
 
@@ -170,11 +170,10 @@ CONTEXT = ("--context-parallel-size", "2")
 )
 def test_a_login_node_checks_a_job_for_the_gpus_that_it_asks_for(said, monkeypatch, words, status, expected):
     monkeypatch.delenv("MEGATRON_VP_CPU")
-    monkeypatch.setattr(flags, "engine_is_here", lambda: False)
-    monkeypatch.setattr(preflight, "engine_is_here", lambda: False)
+    monkeypatch.setattr(installed, "here", installed.Installed)
     found, printed, errors = said("check", "--ranks", "16", *LLAMA, "--vocab-parallel", *words)
     assert found == status and expected in printed + errors
-    assert flags.nodes_have_engine is None and not torch.cuda.is_available()
+    assert installed.of_nodes is None and not torch.cuda.is_available()
     if found == 0:
         assert said("sbatch", *LLAMA, "--vocab-parallel", *words, "--dry-run")[0] == 0
 

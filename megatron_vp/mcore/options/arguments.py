@@ -25,6 +25,8 @@ from megatron_vp.mcore.options.ignored import warn_of_ignored
 from megatron_vp.mcore.options.ranges import check_ranges
 from megatron_vp.mcore.options.refusals import refuse
 from megatron_vp.mcore.platform.flags import platform_arguments, wants_cpu
+from megatron_vp.mcore.platform.installed import installed
+from megatron_vp.mcore.platform.parts import describe, parts_of_job
 from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
 from megatron_vp.mcore.storage.checkpoint_files import check_writable
 from megatron_vp.mcore.storage.dataset import check_inputs
@@ -58,6 +60,7 @@ class _Parser(argparse.ArgumentParser):
         # Parts of Megatron parse the command line once more, with a parser that lacks the script's own options.
         sys.argv[1:] = chosen + given
         parsed = super().parse_args(sys.argv[1:], namespace)
+        parsed._platform_flags = chosen
         if parsed.yaml_cfg is not None:
             raise UserError(f"--yaml-cfg {parsed.yaml_cfg} bypasses Megatron's checks: use --config FILE.yaml instead")
         return parsed
@@ -150,6 +153,8 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
 
         validated = validate(original, args, defaults or {})
         check_files(args)
+        if args.rank == 0:
+            print(f"megatron_vp: {describe(args._parts)}", flush=True)
         check_trace(args)
         warn_of_ignored(args)
         if args.tensorboard_dir and args.rank == args.world_size - 1:
@@ -189,6 +194,7 @@ def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: d
         validated = megatron(args, defaults)
     args.moe_grouped_gemm = grouped
     refuse(args)
+    args._parts = parts_of_job(args, installed(), replaces_schedule(args) and args.pipeline_schedule in SPLIT_SCHEDULES)
     return validated
 
 

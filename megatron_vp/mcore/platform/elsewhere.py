@@ -10,11 +10,13 @@ import importlib
 import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import torch
 
-from megatron_vp.mcore.platform import flags
+from megatron_vp.mcore.platform import installed
+from megatron_vp.mcore.platform.installed import Installed
 
 CAPABILITY = (9, 0)
 ENGINE = "2.20.2"
@@ -39,14 +41,14 @@ _FUSED = {
 
 
 @contextmanager
-def devices_elsewhere(engine: bool) -> Iterator[None]:
-    """Inside, this process takes itself for one with a CUDA device, and with `engine` for one with Transformer Engine.
+def devices_elsewhere(nodes: Installed) -> Iterator[None]:
+    """Inside, this process takes itself for one with a CUDA device and with what `nodes` have.
 
     Imports nothing of Megatron.
     """
     properties = types.SimpleNamespace(major=CAPABILITY[0], minor=CAPABILITY[1])
     with (
-        mock.patch.object(flags, "nodes_have_engine", engine),
+        mock.patch.object(installed, "of_nodes", nodes),
         mock.patch.object(torch.cuda, "is_available", lambda: True),
         mock.patch.object(torch.cuda, "get_device_capability", lambda *_: CAPABILITY),
         mock.patch.object(torch.cuda, "get_device_properties", lambda *_: properties),
@@ -54,23 +56,37 @@ def devices_elsewhere(engine: bool) -> Iterator[None]:
         yield
 
 
-def assumed(transformer_impl: str) -> str:
-    """What is taken for granted of the nodes that shall run a job with these layers."""
-    engine = transformer_impl == "transformer_engine" and not flags.engine_is_here()
-    return f"compute capability {'.'.join(map(str, CAPABILITY))}" + (f", Transformer Engine {ENGINE}" if engine else "")
+def guessed(asks_for_engine: bool) -> Installed:
+    """What nodes are assumed to have where nothing says so: what is installed here, and the layers asked for."""
+    machine = installed.here()
+    if asks_for_engine and machine.engine is None and machine.engine_fault is None:
+        machine = replace(machine, engine=ENGINE)
+    return machine
+
+
+def assumed(nodes: Installed) -> str:
+    """What was taken for granted of the nodes that shall run a job."""
+    engine = f", Transformer Engine {nodes.engine}" if nodes.engine else ""
+    missing = [name for name, found in (("Transformer Engine", nodes.engine), ("Apex", nodes.apex)) if not found]
+    capability = f"compute capability {'.'.join(map(str, CAPABILITY))}{engine} assumed"
+    return capability + (f", without {' and '.join(missing)}" if missing else "")
 
 
 @contextmanager
 def engine_elsewhere() -> Iterator[None]:
-    """Inside, and inside `devices_elsewhere`, Megatron finds Transformer Engine where its nodes are to have it."""
-    if not flags.nodes_have_engine or flags.engine_is_here():
+    """Inside, and inside `devices_elsewhere`, Megatron finds the Transformer Engine that its nodes have, or none."""
+    nodes = installed.of_nodes
+    if nodes is None or nodes.engine == installed.here().engine:
         yield
         return
     with ExitStack() as put_back:
         utilities = importlib.import_module("megatron.core.utils")
-        put_back.enter_context(mock.patch.object(utilities, "_te_version", utilities.PkgVersion(ENGINE)))
+        put_back.enter_context(
+            mock.patch.object(utilities, "_te_version", utilities.PkgVersion(nodes.engine or "0.0.0"))
+        )
         for module, names in _FUSED.items():
             for name in names:
-                replaced = mock.patch.object(importlib.import_module(module), name, object())
+                stand_in = object() if nodes.engine else None
+                replaced = mock.patch.object(importlib.import_module(module), name, stand_in)
                 put_back.enter_context(replaced)
         yield

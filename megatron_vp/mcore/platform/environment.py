@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -13,6 +14,12 @@ from pathlib import Path
 
 import torch
 
+from megatron_vp.mcore.platform.flags import platform_arguments, wants_cpu
+from megatron_vp.mcore.platform.installed import Installed, here
+from megatron_vp.mcore.platform.parts import TITLES, parts_of_job
+
+_BROKEN = "broken"
+
 
 @dataclass(frozen=True)
 class Part:
@@ -22,17 +29,41 @@ class Part:
     found: str | None
     without: str
 
+    @property
+    def is_broken(self) -> bool:
+        """It is installed and cannot be used."""
+        return (self.found or "").startswith(_BROKEN)
+
 
 def parts() -> list[Part]:
     """Everything that a run's speed, memory or features depend on; never raises."""
     return [Part(name, _quietly(find), without) for name, find, without in _PARTS]
 
 
+def who_computes() -> dict[str, str]:
+    """Who would compute layers, norms, softmax, accumulation and the optimizer's step of a bf16 job on this machine.
+
+    The job has no flags of its own, LayerNorm and whole backwards. Raises UserError where it could not start.
+    """
+    machine, cpu = here(), wants_cpu([])
+    flags = platform_arguments([], cpu)
+    job = argparse.Namespace(
+        transformer_impl="local" if "local" in flags else "transformer_engine",
+        gradient_accumulation_fusion="--no-gradient-accumulation-fusion" not in flags,
+        masked_softmax_fusion="--no-masked-softmax-fusion" not in flags,
+        normalization="LayerNorm",
+        core_attention="megatron",
+        bf16=True,
+    )
+    parts = parts_of_job(job, Installed() if cpu else machine, w_is_ours=False)
+    return {part: TITLES[who] for part, who in parts.items()}
+
+
 def _quietly(find: Callable[[], str | None]) -> str | None:
     try:
         return find()
     except Exception as error:  # a broken installation is as good as none, and must not hide the other parts
-        return None if isinstance(error, ImportError) else f"broken: {' '.join(str(error).split())}"
+        return None if isinstance(error, ImportError) else f"{_BROKEN}: {' '.join(str(error).split())}"
 
 
 def _package(name: str, module: str) -> Callable[[], str | None]:
@@ -51,6 +82,20 @@ def _gpu() -> str | None:
 
 def _nccl() -> str | None:
     return ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
+
+
+def _engine() -> str | None:
+    machine = here()
+    if machine.engine_fault:
+        raise RuntimeError(machine.engine_fault)
+    return machine.engine
+
+
+def _apex() -> str | None:
+    machine = here()
+    if machine.apex_fault:
+        raise RuntimeError(machine.apex_fault)
+    return importlib.metadata.version("apex") if machine.apex else None
 
 
 def _slurm() -> str | None:
@@ -78,15 +123,20 @@ _PARTS: tuple[tuple[str, Callable[[], str | None], str], ...] = (
     ("NCCL", _nccl, "no communication between GPUs"),
     (
         "Transformer Engine",
-        _package("transformer-engine", "transformer_engine"),
+        _engine,
         "local layers (--transformer-impl local): no fp8, no fused layer norm; their attention writes all scores to "
         "memory and takes whole sequences, without context parallelism, unless --core-attention sdpa is given",
     ),
+    ("Apex: norms, optimizer", _apex, "torch's norms in local layers; without Transformer Engine, torch's optimizer"),
     (
-        "Apex",
-        _package("apex", "apex"),
-        "local layers use torch's norms; their weight gradients are added to main_grad in a pass of their own "
-        "(--no-gradient-accumulation-fusion)",
+        "Apex: accumulation",
+        lambda: "fused_weight_gradient_mlp_cuda" if here().apex_accumulation else None,
+        "megatron_vp's own product into main_grad stands in; before PyTorch 2.10 it is rounded to 16 bits first",
+    ),
+    (
+        "Apex: softmax",
+        lambda: "scaled_masked_softmax_cuda" if here().apex_softmax else None,
+        "local layers run PyTorch's softmax (--no-masked-softmax-fusion), unless --core-attention sdpa is given",
     ),
     (
         "Triton",

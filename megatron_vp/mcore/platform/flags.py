@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.platform.installed import INSTALL_ENGINE, Installed, installed
 
 _FALLBACK_WARNINGS = (
     "Transformer Engine and Apex are not installed",
@@ -17,22 +19,41 @@ _FALLBACK_WARNINGS = (
     "Only transformer-engine",
 )
 
-# (option, value; None for a bare flag)
-_LOCAL_CHOICES = (
-    ("--transformer-impl", "local"),
-    ("--no-masked-softmax-fusion", None),
-    ("--no-bias-gelu-fusion", None),
-    ("--no-bias-swiglu-fusion", None),
-    ("--no-bias-dropout-fusion", None),
-    ("--no-rope-fusion", None),
-    ("--no-gradient-accumulation-fusion", None),
-    ("--no-persist-layer-norm", None),
+
+@dataclass(frozen=True)
+class _Situation:
+    """What the choice of a flag depends on: the platform, the layers that will be built, what the machine has."""
+
+    cpu: bool
+    local: bool
+    torch_norm: bool
+    machine: Installed
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A Megatron flag (`value` None for a bare one) and when it is needed."""
+
+    option: str
+    value: str | None
+    needed: Callable[[_Situation], bool]
+
+
+_CHOICES = (
+    _Choice("--distributed-backend", "gloo", lambda s: s.cpu),
+    _Choice("--transformer-impl", "local", lambda s: s.cpu or s.machine.engine is None),
+    # Megatron's local attention asks Apex for this kernel; Transformer Engine's layers have their own.
+    _Choice("--no-masked-softmax-fusion", None, lambda s: s.cpu or (s.local and not s.machine.apex_softmax)),
+    # PyTorch would compile these for minutes.
+    _Choice("--no-bias-gelu-fusion", None, lambda s: s.cpu or s.local),
+    _Choice("--no-bias-swiglu-fusion", None, lambda s: s.cpu or s.local),
+    _Choice("--no-bias-dropout-fusion", None, lambda s: s.cpu or s.local),
+    # Transformer Engine's kernel, for layers of either kind.
+    _Choice("--no-rope-fusion", None, lambda s: s.cpu or s.machine.engine is None),
+    # On a GPU without Apex our own product stands in (`without_apex.py`).
+    _Choice("--no-gradient-accumulation-fusion", None, lambda s: s.cpu),
+    _Choice("--no-persist-layer-norm", None, lambda s: s.cpu or (s.local and s.torch_norm)),
 )
-_CPU_CHOICES = (("--distributed-backend", "gloo"), *_LOCAL_CHOICES)
-
-
-nodes_have_engine: bool | None = None
-"""Whether the nodes that a job is checked for have Transformer Engine (`elsewhere.py`); None: the job runs here."""
 
 
 def wants_cpu(arguments: list[str]) -> bool:
@@ -43,16 +64,6 @@ def wants_cpu(arguments: list[str]) -> bool:
 def asks_for_cpu(arguments: list[str]) -> bool:
     """Whether no CUDA device shall be used: `--cpu` or MEGATRON_VP_CPU=1."""
     return "--cpu" in arguments or os.environ.get("MEGATRON_VP_CPU") == "1"
-
-
-def has_transformer_engine() -> bool:
-    """Whether Transformer Engine, whose layers are Megatron's default, is installed where the job runs."""
-    return engine_is_here() if nodes_have_engine is None else nodes_have_engine
-
-
-def engine_is_here() -> bool:
-    """Whether Transformer Engine is installed in this environment."""
-    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def quiet_fallback_warnings() -> None:
@@ -84,19 +95,32 @@ def prepare_environment(cpu: bool) -> None:
 def platform_arguments(given: list[str], cpu: bool) -> list[str]:
     """Megatron flags that this platform needs and `given` (flags of the user and of the configuration) leaves open.
 
-    On CPU: gloo, local layers, no fused kernels. On GPUs without Transformer Engine: local layers and no fused kernels
-    (chosen by reading Megatron; no GPU run stands behind it). Raises UserError where a given flag cannot work here.
+    They follow from the layers that will be built and from what the machine has: a fused operation is switched off
+    where nothing there computes it. Raises UserError where a given flag cannot work here, or where the layers are to
+    be Transformer Engine's and it is installed but cannot be imported.
     """
-    choices = _CPU_CHOICES if cpu else () if has_transformer_engine() else _LOCAL_CHOICES
+    machine = installed()
+    layers = stated(given, "--transformer-impl")
+    if machine.engine_fault and not cpu and layers != "local":
+        raise UserError(
+            f"Transformer Engine is installed and cannot be imported: {machine.engine_fault}. Install it with "
+            f"`{INSTALL_ENGINE}` (core_cu12 for CUDA 12), or use --transformer-impl local"
+        )
+    local = cpu or machine.engine is None or layers == "local"
+    torch_norm = not machine.apex or stated(given, "--normalization") == "RMSNorm"
+    situation = _Situation(cpu, local, torch_norm, machine)
     chosen: list[str] = []
-    for option, value in choices:
-        value_given = stated(given, option)
+    for choice in _CHOICES:
+        if not choice.needed(situation):
+            continue
+        value_given = stated(given, choice.option)
         if value_given is None:
-            chosen += [option] if value is None else [option, value]
-        elif value is not None and value_given != value:
+            chosen += [choice.option] if choice.value is None else [choice.option, choice.value]
+        elif choice.value is not None and value_given != choice.value:
             where = "without a CUDA device" if cpu else "without Transformer Engine"
             raise UserError(
-                f"{option} {value_given} cannot work {where}: use {option} {value}, or leave the option out"
+                f"{choice.option} {value_given} cannot work {where}: use {choice.option} {choice.value}, or leave the "
+                f"option out"
             )
     return chosen
 

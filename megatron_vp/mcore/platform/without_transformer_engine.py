@@ -1,6 +1,7 @@
-"""Patches where Transformer Engine is not installed, on GPUs too: torch's norms, Adam's state in checkpoints, warm-up.
+"""Patches where Transformer Engine is not installed, on GPUs too: norms, Adam's state in checkpoints, warm-up.
 
-Each was found necessary by leaving it out.
+Each was found necessary by leaving it out, except the final norm beside Apex, which comes from reading Megatron. The
+norms of local layers are PyTorch's where Apex is missing or the model has RMSNorm, with Transformer Engine or without.
 """
 
 from __future__ import annotations
@@ -36,6 +37,19 @@ def _torch_norm(original: type) -> Callable[..., torch.nn.Module]:
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
         return WrappedTorchNorm(config, hidden_size, eps)
+
+    return norm
+
+
+def _final_norm(original: Any) -> Any:
+    """Megatron builds Apex's norm behind the last layer, and that has no RMSNorm."""
+    if getattr(original, "__name__", None) != "FusedLayerNorm":
+        return original
+
+    def norm(config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        return (original if config.normalization == "LayerNorm" else WrappedTorchNorm)(config, *args, **kwargs)
 
     return norm
 
@@ -89,13 +103,25 @@ def _no_warm_up(original: Callable[..., None]) -> Callable[..., None]:
 
 _DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
-PATCHES = (
+NORM_PATCHES = (
     Patch(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         _norm_under_sequence_parallelism,
         "torch's norms work under sequence parallelism once their gradients are marked for the reduction",
         "(cls, config, hidden_size, eps=1e-05, persist_layer_norm=False, zero_centered_gamma=False, "
         "normalization='LayerNorm')",
+    ),
+)
+"""Applied always: local layers have torch's norms also where Transformer Engine is installed."""
+
+PATCHES = (
+    Patch(
+        "megatron.core.transformer.transformer_block:LayerNormImpl",
+        _final_norm,
+        "the norm behind the last layer is Apex's where Apex is installed, which has no RMSNorm",
+        "(config, hidden_size, eps=1e-05, persist_layer_norm=False, zero_centered_gamma=False, "
+        "normalization='LayerNorm') or (config, hidden_size, eps=1e-05, persist_layer_norm=True, "
+        "zero_centered_gamma=False, normalization='LayerNorm') or (config, hidden_size, eps=1e-05, has_residual=False)",
     ),
     Patch(
         "megatron.core.models.hybrid.hybrid_block:TENorm",

@@ -195,12 +195,8 @@ def patch_megatron(argv: list[str]) -> None:
     """
     # Torch is imported here and Megatron after the environment is set; a launcher's mistake was reported before either.
     from megatron_vp.mcore import patches
-    from megatron_vp.mcore.platform.flags import (
-        has_transformer_engine,
-        prepare_environment,
-        quiet_fallback_warnings,
-        wants_cpu,
-    )
+    from megatron_vp.mcore.platform import installed
+    from megatron_vp.mcore.platform.flags import prepare_environment, quiet_fallback_warnings, wants_cpu
     from megatron_vp.mcore.reports import memory
 
     cpu = wants_cpu(argv)
@@ -209,9 +205,16 @@ def patch_megatron(argv: list[str]) -> None:
         os.environ["MEGATRON_VP_CPU"] = "1"
     prepare_environment(cpu)
     quiet_fallback_warnings()
+    if cpu:
+        installed.hide_what_needs_a_gpu()
+    for line in installed.hide_what_is_broken():
+        if os.environ.get("RANK", "0") == "0":
+            print(f"megatron_vp: {line}", flush=True)
     patches.installed_version()
-    names = ["wheel", "arguments", "checkpoint files", "same job"]
-    names += [] if has_transformer_engine() else ["no transformer engine"]
+    machine = installed.installed()
+    names = ["wheel", "torch norms", "arguments", "checkpoint files", "same job"]
+    names += [] if machine.engine else ["no transformer engine"]
+    names += [] if machine.apex_accumulation else ["no fused accumulation"]
     names += ["cpu platform"] if cpu else []
     names += ["replay"] if "--fake-process-group" in argv else []
     names += ["shapes only"] if memory.of_shapes is not None else []

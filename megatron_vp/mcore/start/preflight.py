@@ -18,23 +18,25 @@ import torch
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.options.config_file import read_leaves
-from megatron_vp.mcore.platform.elsewhere import assumed, devices_elsewhere, engine_elsewhere
-from megatron_vp.mcore.platform.flags import asks_for_cpu, engine_is_here, stated
+from megatron_vp.mcore.platform import installed
+from megatron_vp.mcore.platform.elsewhere import assumed, devices_elsewhere, engine_elsewhere, guessed
+from megatron_vp.mcore.platform.flags import asks_for_cpu, stated
+from megatron_vp.mcore.platform.parts import describe
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
 
 _PLATFORM = ("transformer_impl", "distributed_backend")
 
 
-def check_job(arguments: list[str], ranks: int, here: bool = False) -> argparse.Namespace:
+def check_job(arguments: list[str], ranks: int, here: bool = False, nodes: str | None = None) -> argparse.Namespace:
     """Parse and validate a job's arguments as its `ranks` processes would, and return them. Starts nothing.
 
     Environment, `sys.argv` and patches are put back afterwards. The platform is that of this machine: without a CUDA
     device the arguments are checked with the layers and the backend that a CPU run would choose. Unless the job runs
     `here`, one that asks for NCCL or Transformer Engine's layers, or finds Transformer Engine installed, is checked for
-    GPUs elsewhere.
+    GPUs elsewhere; so is every job for which `nodes` says what they have ("te=2.17.1,apex=no").
     Raises UserError for what a start would refuse: unknown or contradictory arguments, a Megatron that does not fit.
     """
-    with _platform(arguments, here), _parsed(arguments, ranks) as args, engine_elsewhere():
+    with _platform(arguments, here, nodes), _parsed(arguments, ranks) as args, engine_elsewhere():
         from megatron.training import arguments as megatron
         from megatron.training.argument_utils import core_transformer_config_from_args
 
@@ -45,16 +47,22 @@ def check_job(arguments: list[str], ranks: int, here: bool = False) -> argparse.
         validate(megatron.validate_args.__wrapped__, args, {})
         with refused_by_megatron():
             core_transformer_config_from_args(args)
+        args._nodes = installed.of_nodes
         return args
 
 
-def _platform(arguments: list[str], here: bool) -> AbstractContextManager[None]:
+def _platform(arguments: list[str], here: bool, nodes: str | None = None) -> AbstractContextManager[None]:
     """The platform that a job is checked for: this machine's, or GPUs that are elsewhere."""
+    if nodes is not None:
+        if here or asks_for_cpu(arguments):
+            raise UserError("--nodes is about nodes with GPUs elsewhere: leave it out, or --cpu and --ranks-per-node")
+        return devices_elsewhere(installed.from_text(nodes))
     if here or asks_for_cpu(arguments) or torch.cuda.is_available():
         return nullcontext()
     said = _said_of_platform(arguments)
-    engine = said["transformer_impl"] == "transformer_engine" or engine_is_here()
-    return devices_elsewhere(engine) if engine or said["distributed_backend"] == "nccl" else nullcontext()
+    machine = guessed(said["transformer_impl"] == "transformer_engine")
+    on_gpus = machine.engine or machine.engine_fault or said["distributed_backend"] == "nccl"
+    return devices_elsewhere(machine) if on_gpus else nullcontext()
 
 
 def _said_of_platform(arguments: list[str]) -> dict[str, Any]:
@@ -146,8 +154,8 @@ def describe_job(args: argparse.Namespace, ranks: int) -> list[str]:
     microbatches = args.global_batch_size // args.micro_batch_size // args.data_parallel_size
     vocabulary = args.vocab_parallel_algorithm if args.vocab_parallel else "Megatron's own vocabulary layers"
     lines = [f"{ranks} ranks = {split}; {microbatches} microbatches; {args.pipeline_schedule}, {vocabulary}"]
-    if args.distributed_backend == "nccl" and not torch.cuda.is_available():
-        lines.append(f"checked for GPUs, of which this machine has none: {assumed(args.transformer_impl)} assumed")
+    if args._nodes is not None:
+        lines.append(f"checked for GPUs elsewhere: {assumed(args._nodes)}")
     if args.save is None:
         return [*lines, "no --save: a job that is stopped starts again from nothing"]
     if args.save != args.load:
@@ -158,6 +166,12 @@ def describe_job(args: argparse.Namespace, ranks: int) -> list[str]:
     reached = last_checkpoint(args.save)
     start = f"goes on from iteration {reached}" if reached else "starts at iteration 0"
     return [*lines, f"checkpoints in {args.save}: {start} of {args.train_iters}"]
+
+
+def describe_parts(args: argparse.Namespace) -> list[str]:
+    """Who computes what in a checked job, and the Megatron flags that would be added, in lines."""
+    added = [f"flags added: {' '.join(args._platform_flags)}"] if args._platform_flags else []
+    return [describe(args._parts), *added]
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> int:

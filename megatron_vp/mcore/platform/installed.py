@@ -1,0 +1,160 @@
+"""Which compiled extensions a machine has, as far as they decide what code Megatron runs.
+
+Megatron asks by importing: `transformer_engine.pytorch`, and single extension modules of NVIDIA's Apex. A package's
+name or version says too little. PyPI's `transformer-engine` without an extra raises at import, its `apex` is another
+project, and an Apex that was built without its extensions is Python only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from dataclasses import dataclass, replace
+
+from megatron_vp.errors import UserError
+
+INSTALL_ENGINE = 'pip install --no-build-isolation "transformer-engine[pytorch,core_cu13]==2.17.1"'
+"""Builds Transformer Engine against the PyTorch that is installed, in the version that Megatron 0.19 is tested with."""
+
+_ENGINE, _APEX = "transformer_engine", "apex"
+_ACCUMULATION = "fused_weight_gradient_mlp_cuda"
+_SOFTMAX = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "scaled_softmax_cuda")
+_VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)?(\+[\w.]+)?")
+_NORM, _OPTIMIZER = "fused_layer_norm_cuda", "amp_C"
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What a machine has besides PyTorch and Megatron."""
+
+    engine: str | None = None
+    """Version of Transformer Engine, where `transformer_engine.pytorch` can be imported."""
+    engine_fault: str | None = None
+    """Why it cannot be imported although it is installed."""
+    apex_accumulation: bool = False
+    """Apex's product into `main_grad`."""
+    apex_softmax: bool = False
+    """Apex's masked softmax, for Megatron's local attention."""
+    apex: bool = False
+    """Apex with its norms and its optimizer."""
+    apex_fault: str | None = None
+    """Why Megatron must not use the package `apex` that is installed."""
+
+
+of_nodes: Installed | None = None
+"""What the nodes have that a job is checked for (`elsewhere.py`); None: the job runs on this machine."""
+
+_hidden: dict[str, str] = {}
+
+
+def installed() -> Installed:
+    """What the machine has on which the job runs."""
+    return here() if of_nodes is None else of_nodes
+
+
+def here() -> Installed:
+    """What this machine has. Imports Transformer Engine, which Megatron does too."""
+    engine, engine_fault = _engine()
+    apex_fault = _hidden.get(_APEX) or _apex_fault()
+    return Installed(
+        engine=engine,
+        engine_fault=engine_fault,
+        apex_accumulation=_is_there(_ACCUMULATION),
+        apex_softmax=all(map(_is_there, _SOFTMAX)),
+        apex=_is_there(_APEX) and apex_fault is None,
+        apex_fault=apex_fault,
+    )
+
+
+def hide_what_is_broken() -> list[str]:
+    """Let no import find a Transformer Engine or Apex that cannot be used; returns a line about each, once per process.
+
+    Call it before Megatron is imported. Megatron handles an ImportError, but any other error stops it, and it takes any
+    package called `apex` for NVIDIA's.
+    """
+    found = here()
+    lines = []
+    for package, fault in ((_ENGINE, found.engine_fault), (_APEX, found.apex_fault)):
+        if fault is not None and package not in _hidden:
+            _hide(package, fault)
+            lines.append(f"{_TITLES[package]} is installed and not used: {fault}")
+    return lines
+
+
+def hide_what_needs_a_gpu() -> None:
+    """Let no import find Transformer Engine or Apex: Megatron would use their norms and optimizers on a CPU too."""
+    for package in filter(_is_there, (_ENGINE, _APEX, _OPTIMIZER)):
+        _hide(package, "its kernels need a GPU")
+
+
+def _hide(package: str, reason: str) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        del sys.modules[name]
+    sys.modules[package] = None  # imports raise ModuleNotFoundError
+    _hidden[package] = reason
+
+
+def from_text(text: str) -> Installed:
+    """What nodes have, by `--nodes "te=VERSION|no,apex=yes|no"`; what is left out is as on this machine.
+
+    Raises UserError.
+    """
+    given = dict(word.strip().partition("=")[::2] for word in text.split(","))
+    if not given or given.keys() - {"te", "apex"} or not all(given.values()):
+        raise UserError(f"--nodes {text} cannot be read: give te=VERSION or te=no, apex=yes or apex=no, or both")
+    machine = here()
+    if "te" in given:
+        engine = None if given["te"] == "no" else _version(given["te"])
+        machine = replace(machine, engine=engine, engine_fault=None)
+    if "apex" in given:
+        if given["apex"] not in ("yes", "no"):
+            raise UserError(f"--nodes: apex={given['apex']} says neither yes nor no")
+        yes = given["apex"] == "yes"
+        machine = replace(machine, apex_accumulation=yes, apex_softmax=yes, apex=yes, apex_fault=None)
+    return machine
+
+
+_TITLES = {_ENGINE: "Transformer Engine", _APEX: "a package `apex`"}
+
+
+def _version(text: str) -> str:
+    if _VERSION.fullmatch(text) is None:
+        raise UserError(f"--nodes: te={text} is neither a version, such as te=2.17.1, nor te=no")
+    return text
+
+
+def _engine() -> tuple[str | None, str | None]:
+    """The version, or the fault; neither where it is not installed."""
+    if _ENGINE in _hidden:
+        return None, _hidden[_ENGINE]
+    if not _is_there(_ENGINE):
+        return None, None
+    try:
+        importlib.import_module(f"{_ENGINE}.pytorch")
+        return importlib.import_module(_ENGINE).__version__, None
+    except Exception as error:  # its loader raises whatever is wrong with a library
+        return None, _first_sentence(error)
+
+
+def _first_sentence(error: Exception) -> str:
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words.partition(". ")[0].rstrip(".!")
+
+
+def _apex_fault() -> str | None:
+    if not _is_there(_APEX):
+        return None
+    missing = [name for name in (_OPTIMIZER, _NORM) if not _is_there(name)]
+    if not missing:
+        return None
+    return (
+        f"it lacks {' and '.join(missing)}, so it is not NVIDIA's or was built without APEX_CPP_EXT and APEX_CUDA_EXT"
+    )
+
+
+def _is_there(module: str) -> bool:
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    return importlib.util.find_spec(module) is not None

@@ -1,0 +1,58 @@
+"""Who computes what in a job: Transformer Engine, Apex, PyTorch or this plug-in."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_vp.mcore.platform.installed import Installed
+
+TITLES = {
+    "te": "Transformer Engine",
+    "local": "Megatron's local layers",
+    "apex": "Apex",
+    "torch": "PyTorch",
+    "megatron_vp": "megatron_vp",
+    "unfused": "products are added to main_grad in a pass of their own",
+}
+
+
+def parts_of_job(args: argparse.Namespace, machine: Installed, w_is_ours: bool) -> dict[str, str]:
+    """Who computes layers, norms, softmax, accumulation of weight gradients, and the optimizer's step.
+
+    Args:
+        args: validated by Megatron.
+        machine: what the machine has on which the job runs.
+        w_is_ours: local layers leave their weight gradients to a pass W.
+    """
+    local = args.transformer_impl == "local"
+    return {
+        "layers": "local" if local else "te",
+        "norm": _norm(args, machine) if local else "te",
+        "softmax": _softmax(args, machine) if local else "te",
+        "accumulation": _accumulation(args, machine, w_is_ours),
+        "optimizer": "te" if machine.engine else "apex" if machine.apex else "torch",
+    }
+
+
+def describe(parts: dict[str, str]) -> str:
+    """The same in one line."""
+    return "; ".join(f"{part}: {TITLES[who]}" for part, who in parts.items())
+
+
+def _norm(args: argparse.Namespace, machine: Installed) -> str:
+    return "apex" if machine.apex and args.normalization == "LayerNorm" else "torch"
+
+
+def _softmax(args: argparse.Namespace, machine: Installed) -> str:
+    fused = args.masked_softmax_fusion and args.core_attention == "megatron" and (args.bf16 or args.fp16)
+    return "apex" if fused and machine.apex_softmax else "torch"
+
+
+def _accumulation(args: argparse.Namespace, machine: Installed, w_is_ours: bool) -> str:
+    if args.transformer_impl == "local" and w_is_ours:
+        return "megatron_vp"
+    if not args.gradient_accumulation_fusion:
+        return "unfused"
+    if args.transformer_impl != "local":
+        return "te"
+    return "apex" if machine.apex_accumulation else "megatron_vp"

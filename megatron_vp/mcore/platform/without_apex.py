@@ -1,0 +1,49 @@
+"""Where Apex's product into `main_grad` is not installed, our own stands in under its name.
+
+Megatron's linear layers, its vocabulary layers among them, import Apex's extension `fused_weight_gradient_mlp_cuda` to
+accumulate weight gradients. Without it Megatron refuses to build them, and it hands the same switch to Transformer
+Engine's layers, whose products need no Apex. With the stand-in all of them accumulate into `main_grad`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_vp.mcore.patches import Patch
+from megatron_vp.vocab.operations import operations_for
+
+
+def accumulate_product(rows_ni: torch.Tensor, output_gradient_no: torch.Tensor, main_grad_oi: torch.Tensor) -> None:
+    """main_grad += output_gradient^T rows, with any leading dimensions of the two factors; Apex's argument order.
+
+    With PyTorch 2.10 or newer a GPU adds 16-bit factors to an fp32 `main_grad` in one GEMM. Older versions round the
+    product first.
+    """
+    rows_ni, output_gradient_no = rows_ni.flatten(0, -2), output_gradient_no.flatten(0, -2)
+    operations_for(rows_ni).add_product_(main_grad_oi, output_gradient_no, rows_ni)
+
+
+def _stand_in(original: Any) -> Any:
+    # Apex has one function for each dtype of main_grad; ours looks at the tensor.
+    return SimpleNamespace(wgrad_gemm_accum_fp32=accumulate_product, wgrad_gemm_accum_fp16=accumulate_product)
+
+
+_LAYERS = "megatron.core.tensor_parallel.layers"
+
+PATCHES = (
+    Patch(
+        f"{_LAYERS}:_grad_accum_fusion_available",
+        lambda original: True,
+        "Megatron builds no layer that accumulates weight gradients without Apex",
+        "value",
+    ),
+    Patch(
+        f"{_LAYERS}:fused_weight_gradient_mlp_cuda",
+        _stand_in,
+        "our product into main_grad stands in for Apex's",
+        "nothing or value",
+    ),
+)

@@ -1,0 +1,99 @@
+"""Transformer Engine's quantised tensors on the CPU: one scale per tensor, in PyTorch's own fp8 dtypes.
+
+What is quantised, when, and with which scale is decided by its Python, which is not replaced. Here a tensor is scaled,
+rounded and transposed, and read back for a product. Rounding is to the nearest, as on a device; a device multiplies fp8
+operands exactly and sums in at least fp32, so reading them back into fp32 first loses nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+E4M3, E5M2 = 7, 8
+"""The formats by their numbers in the compiled module."""
+_FORMATS = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """A 16-bit tensor in fp32; any other as it is."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def dense(tensor: Any, columnwise: bool) -> torch.Tensor:
+    """The values of an operand of a product, read from the copy that a device of 9.0 would read."""
+    if not hasattr(tensor, "_fp8_dtype"):
+        return tensor
+    kind = _FORMATS[int(tensor._fp8_dtype)]
+    if not columnwise:
+        return tensor._data.view(kind).float() * tensor._scale_inv
+    assert not tensor._transpose_invalid
+    last, *others = tensor._transpose.shape
+    return (tensor._transpose.view(kind).float() * tensor._scale_inv).flatten(1).t().reshape(*others, last)
+
+
+def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
+    """The tensor times its scale in fp8, row-wise, column-wise or both, as the quantizer asks.
+
+    Under delayed scaling the scale is the quantizer's, which remembers the largest magnitude. Under current scaling
+    the largest magnitude becomes the format's.
+    """
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+
+    kind = _FORMATS[int(quantizer.dtype)]
+    largest = torch.finfo(kind).max
+    values = tensor.detach().float()
+    amax = values.abs().max().reshape(1)
+    if type(quantizer).__name__ == "Float8Quantizer":
+        quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
+        scale = quantizer.scale.reshape(1).clone()
+    else:
+        assert type(quantizer).__name__ == "Float8CurrentScalingQuantizer", "only one scale per tensor has a stand-in"
+        amax = _over_tensor_ranks(amax, quantizer)
+        scale = torch.where(amax > 0, largest / amax, torch.ones_like(amax))
+    data = (values * scale).clamp(-largest, largest).to(kind).view(torch.uint8)
+    rows = data if quantizer.rowwise_usage else None
+    columns = fp8_transpose(data, quantizer.dtype) if quantizer.columnwise_usage else None
+    if output is not None:
+        output._data, output._transpose, output._transpose_invalid = rows, columns, columns is None
+        output._scale_inv.copy_(scale.reciprocal())
+        return output
+    parts = {
+        "data": rows,
+        "fp8_scale_inv": scale.reciprocal(),
+        "fp8_dtype": quantizer.dtype,
+        "data_transpose": columns,
+        "quantizer": quantizer,
+    }
+    if quantizer.internal:
+        kwargs = {} if _lacks(Float8TensorStorage.__new__, "fake_dtype") else {"fake_dtype": tensor.dtype}
+        return Float8TensorStorage(**parts, **kwargs)
+    return Float8Tensor(shape=tensor.shape, dtype=tensor.dtype, requires_grad=False, **parts)
+
+
+def _lacks(function: Any, name: str) -> bool:
+    import inspect
+
+    return name not in inspect.signature(function).parameters
+
+
+def _over_tensor_ranks(amax: torch.Tensor, quantizer: Any) -> torch.Tensor:
+    if getattr(quantizer, "with_amax_reduction", False):
+        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=quantizer.amax_reduction_group)
+    return amax
+
+
+def bgrad_quantize(gradient: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, Any]:
+    """The bias's gradient in the gradient's dtype, and the quantised gradient."""
+    return wide(gradient).flatten(0, -2).sum(0).to(gradient.dtype), quantize(gradient, quantizer)
+
+
+def fp8_transpose(data: torch.Tensor, dtype: Any, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[..., k] to [k, ...]: the last dimension becomes the first."""
+    turned = data.movedim(-1, 0).contiguous()
+    return turned if out is None or out.shape != turned.shape else out.copy_(turned)
+
+
+FUNCTIONS = (quantize, bgrad_quantize, fp8_transpose)

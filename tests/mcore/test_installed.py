@@ -1,0 +1,268 @@
+"""What runs is chosen by what is installed: by the modules that can be imported, not by the names of packages."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_vp.cli.app import main
+from megatron_vp.errors import UserError
+from megatron_vp.mcore import patches
+from megatron_vp.mcore.platform import environment, flags, installed
+from megatron_vp.mcore.platform.installed import Installed
+from megatron_vp.mcore.platform.parts import parts_of_job
+from tests.harness.ranks import ROOT
+
+APEX = {"apex": True, "apex_accumulation": True, "apex_softmax": True}
+ENGINE = {"engine": "2.17.1"}
+LOCAL = ["--transformer-impl", "local"]
+COMPILED = ["--no-bias-gelu-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion"]
+SOFTMAX, NORM, ROPE = "--no-masked-softmax-fusion", "--no-persist-layer-norm", "--no-rope-fusion"
+
+# (what is installed, the flags that are given, the flags that are added on a GPU)
+TABLE = [
+    ({**ENGINE, **APEX}, [], []),
+    (ENGINE, [], []),
+    (ENGINE, ["--transformer-impl", "transformer_engine"], []),
+    ({**ENGINE, **APEX}, LOCAL, COMPILED),
+    (ENGINE, LOCAL, [SOFTMAX, *COMPILED, NORM]),
+    ({**ENGINE, **APEX}, [*LOCAL, "--normalization", "RMSNorm"], [*COMPILED, NORM]),
+    (APEX, [], [*LOCAL, *COMPILED, ROPE]),
+    (APEX, ["--normalization=RMSNorm"], [*LOCAL, *COMPILED, ROPE, NORM]),
+    ({"apex_accumulation": True}, [], [*LOCAL, SOFTMAX, *COMPILED, ROPE, NORM]),
+    ({}, [], [*LOCAL, SOFTMAX, *COMPILED, ROPE, NORM]),
+    ({}, LOCAL, [SOFTMAX, *COMPILED, ROPE, NORM]),
+]
+
+
+@pytest.mark.parametrize(("machine", "given", "added"), TABLE)
+def test_flags_follow_the_layers_and_what_is_installed(monkeypatch, machine, given, added):
+    monkeypatch.setattr(installed, "here", lambda: Installed(**machine))
+    assert flags.platform_arguments(given, cpu=False) == added
+    on_cpu = flags.platform_arguments([], cpu=True)
+    everything = [*LOCAL, SOFTMAX, *COMPILED, ROPE, "--no-gradient-accumulation-fusion", NORM]
+    assert on_cpu == ["--distributed-backend", "gloo", *everything]
+
+
+def test_layers_that_are_not_installed_are_refused(monkeypatch):
+    monkeypatch.setattr(installed, "here", lambda: Installed(**APEX))
+    with pytest.raises(UserError, match="cannot work without Transformer Engine: use --transformer-impl local"):
+        flags.platform_arguments(["--transformer-impl", "transformer_engine"], cpu=False)
+
+
+JOB = {
+    "transformer_impl": "transformer_engine",
+    "normalization": "LayerNorm",
+    "masked_softmax_fusion": True,
+    "core_attention": "megatron",
+    "gradient_accumulation_fusion": True,
+    "bf16": True,
+    "fp16": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("machine", "job", "w_is_ours", "who"),
+    [
+        (ENGINE, {}, False, ["te", "te", "te", "te", "te"]),
+        (ENGINE, {"gradient_accumulation_fusion": False}, True, ["te", "te", "te", "unfused", "te"]),
+        ({**ENGINE, **APEX}, {"transformer_impl": "local"}, False, ["local", "apex", "apex", "apex", "te"]),
+        (ENGINE, {"transformer_impl": "local"}, False, ["local", "torch", "torch", "megatron_vp", "te"]),
+        (APEX, {"transformer_impl": "local"}, True, ["local", "apex", "apex", "megatron_vp", "apex"]),
+        (
+            APEX,
+            {"transformer_impl": "local", "normalization": "RMSNorm", "core_attention": "sdpa"},
+            False,
+            ["local", "torch", "torch", "apex", "apex"],
+        ),
+        ({}, {"transformer_impl": "local"}, False, ["local", "torch", "torch", "megatron_vp", "torch"]),
+    ],
+)
+def test_who_computes_what(machine, job, w_is_ours, who):
+    parts = parts_of_job(argparse.Namespace(**JOB | job), Installed(**machine), w_is_ours)
+    assert parts == dict(zip(("layers", "norm", "softmax", "accumulation", "optimizer"), who, strict=True))
+
+
+def _folder(tmp_path, **modules: str) -> str:
+    for name, text in modules.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+    return str(tmp_path)
+
+
+@pytest.fixture
+def separately(monkeypatch):
+    """What is hidden and imported inside a test is forgotten after it."""
+    monkeypatch.setattr(installed, "_hidden", {})
+    with mock.patch.dict(sys.modules):
+        yield
+    importlib.invalidate_caches()
+
+
+def test_a_package_called_apex_is_not_taken_for_apex(tmp_path, monkeypatch, separately):
+    """PyPI's `apex` is another project, and NVIDIA's may be built without its extensions."""
+    monkeypatch.syspath_prepend(_folder(tmp_path, apex=""))
+    assert not installed.here().apex and not installed.here().apex_accumulation
+    found = {part.name: part for part in environment.parts()}
+    assert found["Apex: norms, optimizer"].is_broken and "amp_C" in found["Apex: norms, optimizer"].found
+    assert found["Apex: accumulation"].found is None
+    assert "megatron_vp's own product" in found["Apex: accumulation"].without
+    (line,) = installed.hide_what_is_broken()
+    assert "fused_layer_norm_cuda" in line and "not used" in line
+    with pytest.raises(ImportError):
+        importlib.import_module("apex")
+    assert installed.hide_what_is_broken() == [], "it is said once"
+
+
+def test_apex_is_found_by_the_modules_that_megatron_imports(tmp_path, monkeypatch, separately):
+    names = ("apex", "amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda")
+    monkeypatch.syspath_prepend(_folder(tmp_path, **dict.fromkeys(names, "")))
+    assert installed.here() == Installed(apex=True, apex_accumulation=True)
+    (tmp_path / "fused_weight_gradient_mlp_cuda" / "__init__.py").unlink()
+    (tmp_path / "fused_weight_gradient_mlp_cuda").rmdir()
+    importlib.invalidate_caches()
+    assert installed.here() == Installed(apex=True)
+
+
+MESSAGE = "Found empty `transformer-engine` meta package installed. Install it with framework extensions."
+EMPTY = f"__version__ = '2.20.2'\nraise RuntimeError({MESSAGE!r})"
+
+
+def test_a_transformer_engine_that_cannot_be_imported_is_found_and_named(tmp_path, monkeypatch, separately):
+    monkeypatch.syspath_prepend(_folder(tmp_path, transformer_engine=EMPTY))
+    fault = "Found empty `transformer-engine` meta package installed"
+    assert installed.here() == Installed(engine_fault=fault)
+    with pytest.raises(UserError, match=r"cannot be imported: Found empty .* --transformer-impl local"):
+        flags.platform_arguments([], cpu=False)
+    assert flags.platform_arguments(LOCAL, cpu=False) == [SOFTMAX, *COMPILED, ROPE, NORM]
+    assert fault in {part.name: part for part in environment.parts()}["Transformer Engine"].found
+    (line,) = installed.hide_what_is_broken()
+    assert fault in line
+    assert installed.here() == Installed(engine_fault=fault), "hidden, and still known to be broken"
+
+
+def test_megatron_starts_beside_a_transformer_engine_that_cannot_be_imported(tmp_path):
+    """Megatron itself ends with the error of the import, on a CPU too."""
+    _folder(tmp_path, transformer_engine=EMPTY)
+    words = ["check", "configs/quickstart.yaml", "--config", "configs/data/mock.yaml", "--ranks", "4"]
+    for more, status in (["--cpu"], 0), (["--transformer-impl", "local", "--nodes", "te=no,apex=no"], 0), ([], 2):
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_vp.cli.app", *words, "--vocab-size", "512", *more],
+            env={**_environment(), "PYTHONPATH": f"{tmp_path}:{ROOT}", "MEGATRON_VP_CPU": ""},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        # The quick start's configuration asks for local layers itself.
+        assert done.returncode == (0 if status == 2 else status), done.stderr
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def test_a_cpu_run_finds_neither(tmp_path, monkeypatch, separately):
+    """Megatron would compute norms and optimizer steps with their kernels, which need a GPU."""
+    monkeypatch.syspath_prepend(_folder(tmp_path, transformer_engine="", apex="", amp_C=""))
+    installed.hide_what_needs_a_gpu()
+    for name in ("transformer_engine", "apex", "amp_C"):
+        with pytest.raises(ImportError):
+            importlib.import_module(name)
+
+
+def test_a_module_without_a_spec_is_found(separately):
+    sys.modules["fused_weight_gradient_mlp_cuda"] = ModuleType("fused_weight_gradient_mlp_cuda")
+    assert installed.here().apex_accumulation
+    sys.modules["fused_weight_gradient_mlp_cuda"].__spec__ = ModuleSpec("fused_weight_gradient_mlp_cuda", None)
+    assert installed.here().apex_accumulation
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_our_product_stands_in_for_apexs(dtype):
+    from megatron.core.tensor_parallel import layers
+
+    from megatron_vp.mcore.platform.without_apex import PATCHES
+
+    rows, gradient = torch.randn(3, 2, 5, dtype=dtype), torch.randn(3, 2, 4, dtype=dtype)
+    main_grad = torch.ones(4, 5)
+    expected = 1 + gradient.flatten(0, 1).double().t() @ rows.flatten(0, 1).double()
+    assert not hasattr(layers, "fused_weight_gradient_mlp_cuda") and not layers._grad_accum_fusion_available
+    with patches.patched(PATCHES):
+        assert layers._grad_accum_fusion_available
+        layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(rows, gradient, main_grad)
+    assert not hasattr(layers, "fused_weight_gradient_mlp_cuda")
+    torch.testing.assert_close(main_grad.double(), expected, rtol=1e-6 if dtype == torch.float32 else 2e-2, atol=1e-2)
+
+
+CONFIGS = ("configs/gpt_4b.yaml", "configs/llama3_8b.yaml")
+NODES = {
+    "te=2.17.1,apex=yes": ["te", "te", "te", "te", "te"],
+    "te=2.17.1,apex=no": ["te", "te", "te", "te", "te"],
+    "te=no,apex=yes": ["local", "apex", "apex", "apex", "apex"],
+    "te=no,apex=no": ["local", "torch", "torch", "megatron_vp", "torch"],
+}
+LOCAL_HERE = {
+    "te=2.17.1,apex=yes": ["local", "apex", "apex", "apex", "te"],
+    "te=2.17.1,apex=no": ["local", "torch", "torch", "megatron_vp", "te"],
+}
+
+
+@pytest.fixture
+def answered(capsys, monkeypatch):
+    def answer(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        with pytest.raises(SystemExit) as end:
+            main(["check", *words, "--config", "configs/data/mock.yaml", "--ranks", "8"])
+        printed = capsys.readouterr()
+        return end.value.code, printed.out, printed.err
+
+    monkeypatch.chdir(ROOT)
+    return answer
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    ("nodes", "given", "who"),
+    [*((nodes, [], who) for nodes, who in NODES.items()), *((nodes, LOCAL, who) for nodes, who in LOCAL_HERE.items())],
+)
+def test_a_login_node_answers_for_other_nodes(answered, config, nodes, given, who):
+    status, printed, errors = answered(config, "--vocab-parallel", *given, "--nodes", nodes, "--format", "json")
+    assert status == 0, errors
+    found = json.loads(printed)
+    if config == CONFIGS[1]:  # RMSNorm, which Apex does not have
+        who = [who[0], who[1].replace("apex", "torch"), *who[2:]]
+    assert list(found["parts"].values()) == who
+    machine = installed.from_text(nodes)
+    normalization = [] if config == CONFIGS[0] else ["--normalization", "RMSNorm"]
+    with mock.patch.object(installed, "of_nodes", machine):
+        assert found["flags"] == flags.platform_arguments([*given, *normalization], cpu=False)
+    status, printed, _ = answered(config, *given, "--nodes", nodes)
+    assert status == 0 and "checked for GPUs elsewhere: compute capability 9.0" in printed
+
+
+@pytest.mark.parametrize(
+    ("nodes", "given", "line"),
+    [
+        ("te=no", ["--transformer-impl", "transformer_engine"], "cannot work without Transformer Engine"),
+        ("te=2.7.0,apex=yes", ["--pipeline-schedule", "zb-h1"], "needs Transformer Engine 2.8 or newer"),
+        ("te=no,apex=no", ["--fp8-format", "hybrid"], "--fp8-format with --transformer-impl local has no effect"),
+        ("te=new", [], "te=new is neither a version"),
+        ("apex=maybe", [], "apex=maybe says neither yes nor no"),
+        ("te", [], "--nodes te cannot be read"),
+        ("te=no", ["--cpu"], "--nodes is about nodes with GPUs"),
+    ],
+)
+def test_what_could_not_start_there_is_refused_in_a_line(answered, nodes, given, line):
+    status, printed, errors = answered(CONFIGS[0], *given, "--nodes", nodes, "--format", "json")
+    assert status == 2 and not printed and line in errors and errors.count("\n") == 1
