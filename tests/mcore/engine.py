@@ -38,7 +38,8 @@ MODEL = {
 }
 """What its cases change in the tiny model, to sizes that its kernels take."""
 BOUND = 1e-6
-NEWEST, BETWEEN, MINIMUM = "2.20.2", "2.14.1", "2.8.0"
+NEWEST, MEGATRON, LTS, MINIMUM = "2.20.2", "2.17.1", "2.16.1", "2.8.0"
+"""Of Transformer Engine: the newest, those that Megatron 0.19 and 0.18 are tested with, the oldest that works."""
 SHARDED = {
     "use_distributed_optimizer": True,
     "overlap_grad_reduce": True,
@@ -132,6 +133,7 @@ class Products:
     waiting: in queues and between B and W, at most.
     fused: of those in W, computed into `main_grad`.
     empty: of those in W, over the tokens of an expert that got none.
+    quantised: of all, with operands in fp8.
     """
 
     queued: int = 0
@@ -140,6 +142,7 @@ class Products:
     waiting: int = 0
     fused: int = 0
     empty: int = 0
+    quantised: int = 0
 
 
 @contextmanager
@@ -167,13 +170,14 @@ def counted_products() -> Iterator[Products]:
         accumulate_as_ever(self)
         in_w = None
 
-    def count(outputs: list[torch.Tensor | None], inputs: list[torch.Tensor]) -> None:
+    def count(outputs: list[torch.Tensor | None], inputs: list[Any]) -> None:
+        found.quantised += sum(not isinstance(rows, torch.Tensor) for rows in inputs)
         found.elsewhere += 0 if in_w else len(inputs)
         if in_w:
             main_gradients = [parameter.main_grad for parameter in in_w.parameters]
             found.in_w += len(inputs)
             found.fused += sum(any(each is output for each in main_gradients) for output in outputs)
-            found.empty += sum(not rows.numel() for rows in inputs)
+            found.empty += sum(isinstance(rows, torch.Tensor) and not rows.numel() for rows in inputs)
 
     def generic_gemm(*args: Any, **kwargs: Any) -> tuple:
         if args[3]:  # dW = dY^T X has the one transposed second operand

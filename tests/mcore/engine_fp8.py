@@ -7,6 +7,7 @@ operands exactly and sums in at least fp32, so reading them back into fp32 first
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -40,7 +41,6 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Any
     the largest magnitude becomes the format's.
     """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
-    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
     kind = _FORMATS[int(quantizer.dtype)]
     largest = torch.finfo(kind).max
@@ -68,15 +68,21 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Any
         "quantizer": quantizer,
     }
     if quantizer.internal:
-        kwargs = {} if _lacks(Float8TensorStorage.__new__, "fake_dtype") else {"fake_dtype": tensor.dtype}
-        return Float8TensorStorage(**parts, **kwargs)
+        storage = _storage()
+        nominal = "fake_dtype" in inspect.signature(storage.__new__).parameters
+        return storage(**parts, **({"fake_dtype": tensor.dtype} if nominal else {}))
     return Float8Tensor(shape=tensor.shape, dtype=tensor.dtype, requires_grad=False, **parts)
 
 
-def _lacks(function: Any, name: str) -> bool:
-    import inspect
+def _storage() -> type:
+    """Of a quantised tensor that no one but Transformer Engine sees; 2.8 has it under another name."""
+    try:
+        from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+    except ImportError:
+        from transformer_engine.pytorch.tensor._internal.float8_tensor_base import Float8TensorBase
 
-    return name not in inspect.signature(function).parameters
+        return Float8TensorBase
+    return Float8TensorStorage
 
 
 def _over_tensor_ranks(amax: torch.Tensor, quantizer: Any) -> torch.Tensor:

@@ -185,6 +185,16 @@ def scaled_upper_triang_masked_softmax_forward(scores: torch.Tensor, scale: floa
     return (wide(scores) * scale).masked_fill(future, float("-inf")).softmax(-1).to(scores.dtype)
 
 
+def scaled_masked_softmax_forward(scores: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """The softmax of [b, heads, s, s] without the positions of the mask."""
+    return (wide(scores) * scale).masked_fill(mask, -10000.0).softmax(-1).to(scores.dtype)
+
+
+def scaled_masked_softmax_backward(*args: Any) -> torch.Tensor:
+    """The gradient of the scores."""
+    return scaled_upper_triang_masked_softmax_backward(*args)
+
+
 def scaled_upper_triang_masked_softmax_backward(
     output_gradient: torch.Tensor, softmax: torch.Tensor, scale: float
 ) -> torch.Tensor:
@@ -260,6 +270,7 @@ _TORCH = {_DType.kFloat32: torch.float32, _DType.kFloat16: torch.float16, _DType
 _FUNCTIONS = (
     *(generic_gemm, te_general_grouped_gemm, layernorm_fwd, layernorm_bwd, rmsnorm_fwd, rmsnorm_bwd),
     *(scaled_upper_triang_masked_softmax_forward, scaled_upper_triang_masked_softmax_backward),
+    *(scaled_masked_softmax_forward, scaled_masked_softmax_backward),
     *(multi_tensor_scale, multi_tensor_scale_tensor, multi_tensor_adam, get_cudnn_version),
     *(get_num_cublas_streams, get_cublasLt_version),
     *engine_fp8.FUNCTIONS,

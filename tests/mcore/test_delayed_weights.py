@@ -6,12 +6,19 @@ Training with its layers is in test_transformer_engine.py.
 from __future__ import annotations
 
 import argparse
+import inspect
+from queue import Queue
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from megatron.core.transformer import TransformerConfig
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.model.delayed_weights import DelayedWeightGradient, leave_out_hooks, take_delayed
+from megatron_vp.mcore.training import driver
+from megatron_vp.mcore.training.capture import Capture
 
 
 def test_transformer_engine_has_what_pass_w_relies_on():
@@ -62,3 +69,113 @@ def test_what_its_layers_cannot_delay_is_refused(changes, version, words):
     ):
         refusals.refuse(args)
     assert all(word in str(refused.value) for word in words)
+
+
+def _in_group(weights: list[torch.Tensor], fused: bool, dtype: torch.dtype) -> SimpleNamespace:
+    """A layer of grouped experts, as far as pass W looks at it."""
+    layer = SimpleNamespace(num_gemms=len(weights), fuse_wgrad_accumulation=fused, use_bias=False)
+    layer.activation_dtype = dtype
+    for expert, weight in enumerate(weights):
+        parameter = torch.nn.Parameter(weight)
+        parameter.main_grad = torch.ones(weight.shape)
+        setattr(layer, f"weight{expert}", parameter)
+    return layer
+
+
+class _OneTensor:
+    """Operands of all experts in one storage, which cannot be indexed: Transformer Engine's GroupedTensorStorage."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_whose_operands_are_one_tensor_accumulate_without_fusion(dtype):
+    layer = _in_group([torch.zeros(2, 3), torch.zeros(2, 3)], False, dtype)
+
+    def product(inputs, output_gradients, gradients):
+        assert isinstance(inputs, _OneTensor) and isinstance(output_gradients, _OneTensor)
+        assert [each.dtype for each in gradients] == [dtype] * 2
+        for expert, each in enumerate(gradients):
+            each.fill_(expert + 1)
+        return None, [None] * 2, None
+
+    DelayedWeightGradient(layer, [_OneTensor(), _OneTensor(), None], product).accumulate()
+    assert [weight.main_grad.unique().tolist() for weight in (layer.weight0, layer.weight1)] == [[2.0], [3.0]]
+
+
+class _Quantised:
+    """A quantised operand that says what it keeps."""
+
+    def __init__(self):
+        self.kept = {"rowwise", "columnwise"}
+
+    def update_usage(self, rowwise_usage, columnwise_usage):
+        self.kept = {
+            name for name, kept in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage)) if kept and self.kept
+        }
+
+
+def _queue(layer: SimpleNamespace, *operands: object) -> SimpleNamespace:
+    layer.wgrad_store = SimpleNamespace(context=Queue())
+    layer.wgrad_store.context.put((list(operands), None))
+    return layer
+
+
+def test_what_only_the_input_gradient_needed_of_a_quantised_operand_is_freed():
+    alone = SimpleNamespace(sequence_parallel=False, use_bias=False, weight=torch.nn.Parameter(torch.zeros(1)))
+    operands = _Quantised(), _Quantised()
+    (taken,) = take_delayed([_queue(alone, *operands)], w_is_late=True)
+    assert taken.operands == list(operands) and all(each.kept == {"columnwise"} for each in operands)
+    experts = [_Quantised(), _Quantised()]
+    take_delayed([_queue(_in_group([torch.zeros(1)], True, torch.float32), experts, experts, [])], w_is_late=False)
+    assert all(each.kept == {"columnwise"} for each in experts)
+
+
+def test_a_layer_with_two_weights_is_refused_by_name():
+    class LayerNormMLP(torch.nn.Module):
+        wgrad_store = SimpleNamespace(delay_wgrad_compute=lambda: True)
+
+    class Ours(LayerNormMLP):
+        pass
+
+    with pytest.raises(UserError, match="LayerNormMLP, which holds two weights"):
+        leave_out_hooks(torch.nn.Sequential(Ours()))
+
+
+class _Counting(torch.nn.Module):
+    """A chunk that counts how often it is told that a microbatch is the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1)
+        self.post_process, self.vocab_size, self.told = False, 2, 0
+
+    def set_is_first_microbatch(self):
+        self.told += 1
+
+    def set_input_tensor(self, _):
+        pass
+
+    def forward(self, *_args, **_kwargs):
+        return torch.zeros(1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "first_val_step", "told"), [(True, None, 1), (False, None, 1), (False, True, 1), (False, False, 0)]
+)
+def test_the_first_microbatch_is_told_as_megatron_tells_it(monkeypatch, gradients, first_val_step, told):
+    """Layers in fp8 quantise their weights there: an evaluation that does not tell reads those of an earlier step."""
+    from megatron.core.pipeline_parallel.schedules import check_first_val_step
+
+    assert told == bool(check_first_val_step(first_val_step, not gradients, True))
+    monkeypatch.setattr(driver, "get_rerun_state_machine", lambda: SimpleNamespace(state=None))
+    monkeypatch.setattr(driver, "LossCheck", lambda _: None)
+    monkeypatch.setattr(driver.schedules, "forward_step_calc_loss", lambda *_, **__: None)
+    monkeypatch.setattr(driver.schedules, "set_current_microbatch", lambda *_: None)
+    monkeypatch.setattr(driver, "capture", lambda *_: Capture((), {}, None, inspect.signature(_Counting.forward)))
+    chunk = _Counting()
+    shapes = SimpleNamespace(device="cpu", heads=1)
+    group = SimpleNamespace(size=lambda: 1)
+    given = [chunk], None, [None], 2, shapes, gradients, True, group, False
+    model = driver.MegatronModel(*given, first_val_step=first_val_step)
+    for microbatch in range(2):
+        model.forward(0, microbatch, None, None)
+    assert chunk.told == told

@@ -5,8 +5,8 @@ layer. Megatron empties the queues within the same microbatch, by `backward_dw` 
 a W may come several microbatches later, so pass B takes what it finds in the queues along, as it does with local
 layers, and gradients are accumulated and reported by us.
 
-Run with Transformer Engine's own layers of 2.8, 2.14 and 2.20 on the CPU, over a stand-in for what it compiles; not yet
-on a GPU.
+Run with Transformer Engine's own layers of 2.8 to 2.20 on the CPU, over a stand-in for what it compiles; not yet on a
+GPU.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.model.sequence import own_part, whole_sequence
 from megatron_vp.mcore.patches import Patch
 
 MINIMUM_VERSION = "2.8"
-"""Of Transformer Engine: the first in which Megatron's data parallelism can be told to leave a weight's hook out."""
+"""The Transformer Engine that Megatron asks for where delayed weight gradients meet overlapped gradient reduction."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,13 @@ class DelayedWeightGradient:
     product: returns the gradients of weight and bias. The bias's is None or empty where autograd has it; with fused
         accumulation the weight's is in `main_grad` already. Of a layer of grouped experts both are lists, an expert an
         entry, and its third operand is what it writes the weights' gradients to.
+    sequence_group: the input is this rank's part of the sequence, and the group has the others.
     """
 
     layer: torch.nn.Module
     operands: list[Any]
     product: Callable[..., tuple[Any, ...]]
+    sequence_group: dist.ProcessGroup | None = None
 
     @property
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
@@ -49,10 +54,13 @@ class DelayedWeightGradient:
         if _is_group(self.layer):
             inputs, output_gradients, gradients = self.operands
             if not fused:
-                gradients = [torch.empty_like(w, dtype=output_gradients[0].dtype) for w in _weights(self.layer)]
+                dtype = self.layer.activation_dtype
+                gradients = [torch.empty_like(weight, dtype=dtype) for weight in _weights(self.layer)]
             _, bias_gradients, *_ = self.product(inputs, output_gradients, gradients)
         else:
-            gradients, bias_gradients = ([each] for each in self.product(*self.operands))
+            layer_input, output_gradient = self.operands
+            layer_input = whole_sequence(layer_input, self.sequence_group)
+            gradients, bias_gradients = ([each] for each in self.product(layer_input, output_gradient))
         if not fused:
             for weight, gradient in zip(_weights(self.layer), gradients, strict=True):
                 weight.main_grad.add_(gradient)
@@ -76,17 +84,25 @@ def leave_out_hooks(chunk: torch.nn.Module) -> None:
     The layers mark them themselves, but Megatron replaces their biases when it initialises on the CPU.
     """
     for layer in delaying_layers(chunk):
+        if any(kind.__name__ == "LayerNormMLP" for kind in type(layer).__mro__):
+            raise UserError(
+                "a schedule with W passes cannot train Transformer Engine's LayerNormMLP, which holds two weights: "
+                "build the model of LayerNormLinear and Linear, or use --pipeline-schedule 1f1b"
+            )
         for parameter in (*_weights(layer), *_biases(layer)):
             parameter.skip_backward_post_hook = True
 
 
 @torch.no_grad()
-def take_delayed(layers: Iterable[torch.nn.Module]) -> list[DelayedWeightGradient]:
+def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[DelayedWeightGradient]:
     """Empty the layers' queues after a backward, and accumulate what autograd has left in their parameters.
 
     That is the gradient of a bias that is added outside its layer. A weight has none, or a dummy where the product
     writes to `main_grad` itself. Those of grouped experts have memory that the product is yet to write: pass W takes
     memory of its own, so that none as large as the weights waits for it.
+
+    What only the input gradient needed is freed: the row-wise copy of a quantised operand. Where W is late, an input
+    that was gathered over the tensor ranks is kept as this rank's part and gathered again in W.
     """
     taken = []
     for layer in layers:
@@ -95,13 +111,34 @@ def take_delayed(layers: Iterable[torch.nn.Module]) -> list[DelayedWeightGradien
             operands, product = layer.wgrad_store.context.get()
             if in_group and not layer.fuse_wgrad_accumulation:
                 operands = [*operands[:2], None]
-            taken.append(DelayedWeightGradient(layer, operands, product))
+            for operand in operands[:2]:
+                _free_rows(operand)
+            group = _sequence_group(layer, operands[0]) if w_is_late else None
+            if group is not None:
+                operands = [own_part(operands[0], group), *operands[1:]]
+            taken.append(DelayedWeightGradient(layer, operands, product, group))
         for parameter in _biases(layer) if in_group else (*_weights(layer), *_biases(layer)):
             if parameter.grad is not None and not getattr(parameter, "grad_added_to_main_grad", False):
                 parameter.main_grad.add_(parameter.grad)
         for parameter in (*_weights(layer), *_biases(layer)):
             parameter.grad = None
     return taken
+
+
+def _free_rows(operand: Any) -> None:
+    """Keep of a quantised operand, or of a list of them, the column-wise copy, which is all that W reads."""
+    for each in operand if isinstance(operand, list) else [operand]:
+        if not isinstance(each, torch.Tensor) and hasattr(each, "update_usage"):
+            each.update_usage(rowwise_usage=False, columnwise_usage=True)
+
+
+def _sequence_group(layer: torch.nn.Module, layer_input: Any) -> dist.ProcessGroup | None:
+    """The tensor ranks over which a layer has gathered its input, if it is a plain tensor; else None.
+
+    Quantised inputs stay whole: they have a byte per element, and their parts are quantised apart.
+    """
+    gathered = layer.sequence_parallel and layer.parallel_mode == "column" and not _is_group(layer)
+    return layer.tp_group if gathered and isinstance(layer_input, torch.Tensor) else None
 
 
 def _is_group(layer: torch.nn.Module) -> bool:

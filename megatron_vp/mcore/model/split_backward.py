@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vp.mcore.model.delayed_weights import take_delayed
+from megatron_vp.mcore.model.sequence import whole_sequence
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.vocab.operations import operations_for
 
@@ -56,15 +57,20 @@ class PendingWeightGradient:
 
         The GEMM runs in the model's dtype; on a GPU it adds to an fp32 `main_grad` itself, as with Apex in Megatron.
         """
-        rows_ni = _whole_sequence(self.layer_input, self.tensor_group).flatten(0, -2)
+        rows_ni = whole_sequence(self.layer_input, self.tensor_group).flatten(0, -2)
         operations_for(rows_ni).add_product_(self.weight.main_grad, self.output_gradient.flatten(0, -2), rows_ni)
 
 
 _collected: list[PendingGradient] | None = None
 
 
-def backward_without_weights(backward: Callable[[], Any], delaying: Iterable[torch.nn.Module]) -> list[PendingGradient]:
-    """Run a backward through layers of which some delay weight gradients; returns those that are left for pass W."""
+def backward_without_weights(
+    backward: Callable[[], Any], delaying: Iterable[torch.nn.Module], w_is_late: bool
+) -> list[PendingGradient]:
+    """Run a backward through layers of which some delay weight gradients; returns those that are left for pass W.
+
+    `w_is_late`: other passes run before that W, so a gathered input is kept in parts; see `take_delayed`.
+    """
     global _collected
     assert _collected is None, "a backward inside a backward"
     _collected = pending = []
@@ -72,16 +78,7 @@ def backward_without_weights(backward: Callable[[], Any], delaying: Iterable[tor
         backward()
     finally:
         _collected = None
-    return pending + take_delayed(delaying)
-
-
-def _whole_sequence(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The tensor ranks' parts of a sequence, joined along the first dimension; the part itself without a group."""
-    if group is None:
-        return part
-    whole = part.new_empty((group.size() * part.shape[0], *part.shape[1:]))
-    dist.all_gather_into_tensor(whole, part.contiguous(), group)
-    return whole
+    return pending + take_delayed(delaying, w_is_late)
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ class _InputGradientLinear(torch.autograd.Function):
         ctx.save_for_backward(layer_input)
         ctx.layer = layer
         ctx.has_bias = bias is not None
-        output = _whole_sequence(layer_input, layer.sequence_group) @ layer.weight.detach().t()
+        output = whole_sequence(layer_input, layer.sequence_group) @ layer.weight.detach().t()
         return output if bias is None else output + bias
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -35,6 +35,9 @@ class MegatronModel:
             Megatron aligns the synchronisation of the ranks.
         context_group: the ranks that hold the other parts of this rank's sequences.
         split_backward: pass B leaves weight gradients to a pass W.
+        late_weights: the (chunk, microbatch) of which other passes run between B and W.
+        first_val_step: in evaluation, whether quantised weights may have changed since they were cached (None: they
+            may), as Megatron hands it to a schedule.
     """
 
     def __init__(
@@ -48,6 +51,8 @@ class MegatronModel:
         is_first_rank: bool,
         context_group: dist.ProcessGroup,
         split_backward: bool,
+        late_weights: Container[tuple[int, int]] = (),
+        first_val_step: bool | None = None,
     ) -> None:
         self._config = get_model_config(chunks[0])
         # With aligned gradient synchronisation only the first rank starts inside the schedule, as in Megatron's 1F1B.
@@ -62,6 +67,8 @@ class MegatronModel:
         self._gradients = gradients
         self._context_group = context_group
         self._split_backward = split_backward
+        self._late_weights = late_weights
+        self._weights_changed = gradients or first_val_step is not False
         # Megatron runs an iteration with an unexpected loss a second time: the time to look closely.
         self._watches_numbers = get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE
         self._loss_check = LossCheck(self._chunks[-1].core.vocab_size)
@@ -100,7 +107,8 @@ class MegatronModel:
         self._start_timer("forward-compute")
         part = self._chunks[chunk]
         captured = self._capture(part, microbatch)
-        if microbatch == 0 and self._gradients and hasattr(part.model, "set_is_first_microbatch"):
+        # Layers in fp8 then quantise their weights anew. In evaluation too: the optimizer has changed them.
+        if microbatch == 0 and self._weights_changed and hasattr(part.model, "set_is_first_microbatch"):
             part.model.set_is_first_microbatch()
         schedules.set_current_microbatch(part.model, microbatch)
         part.core.set_input_tensor(input_sbh)
@@ -129,7 +137,9 @@ class MegatronModel:
         part.before_backward()
         if self._split_backward:
             self._pending_weights[chunk, microbatch] = backward_without_weights(
-                lambda: schedules.backward_step(None, output, gradient, self._config), part.delaying
+                lambda: schedules.backward_step(None, output, gradient, self._config),
+                part.delaying,
+                (chunk, microbatch) in self._late_weights,
             )
         else:
             schedules.backward_step(None, output, gradient, self._config)
@@ -137,11 +147,13 @@ class MegatronModel:
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
         """Pass W: the weight gradients that the backward left; after the last one they are complete."""
         pending = self._pending_weights.pop((chunk, microbatch))
-        for each in pending:
-            each.accumulate()
-        self._chunks[chunk].after_weight_gradient(
-            microbatch, (parameter for each in pending for parameter in each.parameters)
-        )
+        part = self._chunks[chunk]
+        part.before_weight_gradient(microbatch)
+        parameters = [parameter for each in pending for parameter in each.parameters]
+        pending.reverse()
+        while pending:  # what a layer has used is freed before the next layer's product
+            pending.pop().accumulate()
+        part.after_weight_gradient(parameters)
 
     def loss(
         self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor | None
@@ -261,11 +273,13 @@ class _Chunk:
         if not self._backwards_left and self._synchronises_in_schedule:
             self.synchronisation.start()
 
-    def after_weight_gradient(self, microbatch: int, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """After the last pass W of the iteration the parameters that it accumulated are complete."""
-        # Transformer Engine's fused product overwrites main_grad in the first microbatch.
+    def before_weight_gradient(self, microbatch: int) -> None:
+        """Passes W come in the order of microbatches: Transformer Engine's first fused product overwrites main_grad."""
         assert microbatch == self._weight_passes, "W out of order"
         self._weight_passes += 1
+
+    def after_weight_gradient(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """After the last pass W of the iteration the parameters that it accumulated are complete."""
         if self._weight_passes == self._microbatches:
             for parameter in dict.fromkeys(parameters):
                 self.synchronisation.complete(parameter)

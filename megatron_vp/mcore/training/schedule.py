@@ -28,7 +28,7 @@ from megatron_vp.schedule.costs import PassCosts
 from megatron_vp.schedule.generators import generate
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.lowering import lower
-from megatron_vp.schedule.passes import Schedule, VocabMethod
+from megatron_vp.schedule.passes import PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.squeeze import evaluation
 from megatron_vp.schedule.unfold import unfold
 
@@ -118,6 +118,8 @@ def forward_backward(
         rank == 0,
         groups.cp,
         schedule.split_backward,
+        late_weights(schedule, rank),
+        first_val_step,
     )
     report, trace = (rank_report(), pipeline_trace(pipeline.groups)) if gradients else (None, None)
     if report:
@@ -176,3 +178,18 @@ def _schedule(
 ) -> Schedule:
     vocab = VocabMethod.INTERLACED if name == "interlaced" else method
     return unfold(generate(name, pipeline_size, microbatches, vocab=vocab, chunks=chunks, costs=costs))
+
+
+def late_weights(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
+    """The (chunk, microbatch) of a rank of which another F or B runs between B and W."""
+    started: dict[tuple[int, int], int] = {}
+    late, passes = set(), 0
+    for step in schedule.ranks[rank]:
+        which = (step.chunk, step.microbatch)
+        if step.kind in (PassKind.F, PassKind.B):
+            passes += 1
+        if step.kind is PassKind.B:
+            started[which] = passes
+        if step.kind is PassKind.W and passes > started[which]:
+            late.add(which)
+    return frozenset(late)

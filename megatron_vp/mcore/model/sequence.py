@@ -1,0 +1,20 @@
+"""Sequence parallelism around pass W: the tensor ranks' parts of a layer's input, joined and taken apart."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def whole_sequence(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The tensor ranks' parts of a sequence, joined along the first dimension; the part itself without a group."""
+    if group is None:
+        return part
+    whole = part.new_empty((group.size() * part.shape[0], *part.shape[1:]))
+    dist.all_gather_into_tensor(whole, part.contiguous(), group)
+    return whole
+
+
+def own_part(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's part of a joined sequence, in memory of its own."""
+    return whole.chunk(group.size())[group.rank()].clone()
