@@ -251,6 +251,33 @@ def test_a_login_node_answers_for_other_nodes(answered, config, nodes, given, wh
     assert status == 0 and "checked for GPUs elsewhere: compute capability 9.0" in printed
 
 
+THERE = "te=2.17.1,apex=no"
+OURS, V_HALF = ["--vocab-parallel"], ["--vocab-parallel", "--pipeline-schedule", "v-half"]
+FP8 = ["--fp8-format", "hybrid", "--fp8-recipe"]
+RECOMPUTED = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+LAYOUT = ["--pipeline-model-parallel-layout", "Et|" + "tt|" * 14 + "tttL"]
+UNEVEN = ["--pipeline-schedule", "v-half", "--untie-embeddings-and-output-weights", *RECOMPUTED, *LAYOUT]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "evidence"),
+    [
+        ("tensorwise", "state tested on CPU, kernels not run"),
+        ("blockwise", "no state between passes, format not run, kernels not run"),
+    ],
+)
+def test_the_evidence_for_fp8_is_said_where_it_is_allowed(answered, recipe, evidence):
+    status, printed, _ = answered(CONFIGS[1], *OURS, *FP8, recipe, "--nodes", THERE)
+    assert status == 0 and f"fp8 ({recipe}) in the layers, bf16 in the vocabulary layers: {evidence}" in printed
+
+
+def test_delayed_scaling_starts_where_it_can_go_on(answered, monkeypatch):
+    even = [*UNEVEN[:-2], *FP8, "delayed"]
+    assert answered(CONFIGS[0], *even, "--nodes", "te=2.16.0")[0] == 0, "it loads its scales without the variable"
+    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
+    assert answered(CONFIGS[0], *even, "--nodes", THERE)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("nodes", "given", "line"),
     [
@@ -261,6 +288,24 @@ def test_a_login_node_answers_for_other_nodes(answered, config, nodes, given, wh
         ("apex=maybe", [], "apex=maybe says neither yes nor no"),
         ("te", [], "--nodes te cannot be read"),
         ("te=no", ["--cpu"], "--nodes is about nodes with GPUs"),
+        (THERE, [*V_HALF, "--cuda-graph-impl", "local"], "replaying a graph of B runs no Python, so nothing would be"),
+        (THERE, [*OURS, "--cuda-graph-impl", "transformer_engine"], "captured in this schedule's order"),
+        (THERE, [*OURS, "--cuda-graph-impl", "local"], "create the graphs after their first iteration"),
+        (
+            THERE,
+            [*OURS, "--cuda-graph-impl", "full_iteration", "--no-check-for-nan-in-loss-and-grad"],
+            "which one graph cannot record",
+        ),
+        (THERE, [*V_HALF, "--use-transformer-engine-op-fuser"], "fused linear operations do not delay"),
+        (THERE, ["--mtp-num-layers", "2", "--mtp-use-repeated-layer"], "add --no-gradient-accumulation-fusion"),
+        (THERE, ["--defer-embedding-wgrad-compute"], "needs Apex's fused_weight_gradient_mlp_cuda"),
+        (THERE, [*OURS, *FP8, "delayed"], "loads its scales only with NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1"),
+        (THERE, [*OURS, *FP8, "custom"], "--fp8-recipe custom is not supported"),
+        (THERE, [*OURS, *FP8, "tensorwise", "--fp8-param-gather"], "--fp8-param-gather is not supported"),
+        (THERE, [*OURS, *FP8, "mxfp8", "--fp8-output-proj"], "--fp8-output-proj is not supported"),
+        (THERE, [*OURS, "--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"], "fp4 (--fp4-format) is not supported"),
+        (THERE, [*OURS, "--te-precision-config-file", "x"], "--te-precision-config-file is not supported"),
+        ("te=2.16.0", [*UNEVEN, *FP8, "delayed"], "chunks of different numbers of layers is not supported"),
     ],
 )
 def test_what_could_not_start_there_is_refused_in_a_line(answered, nodes, given, line):

@@ -8,10 +8,11 @@ from megatron_vp.mcore.options.choices import SPLIT_SCHEDULES
 from tests.mcore.comparison import assert_equal
 from tests.mcore.engine import (
     APART,
-    BETWEEN,
     BOUND,
     FUSED,
     LLAMA,
+    LTS,
+    MEGATRON,
     MINIMUM,
     NEWEST,
     RECOMPUTED,
@@ -45,8 +46,11 @@ SLOW_CASES = [
     ("zb-h1", "vocab-2", APART, NEWEST, {**SHARDED, "use_cpu_initialization": True}),
     ("zb-h1", "vocab-2", FUSED, MINIMUM, {}),
     ("v-half", "vocab-1", APART, MINIMUM, SHARDED),
-    ("zb-h1", "vocab-2", APART, BETWEEN, SEQUENCE_PARALLEL),
-    ("v-half", "vocab-1", FUSED, BETWEEN, LLAMA),
+    ("zb-h1", "vocab-2", APART, LTS, SEQUENCE_PARALLEL),
+    ("v-half", "vocab-1", FUSED, LTS, LLAMA),
+    ("v-half", "vocab-2", FUSED, MEGATRON, SEQUENCE_PARALLEL),
+    ("zb-h1", None, APART, MEGATRON, LLAMA),
+    ("v-min", "vocab-1", FUSED, MEGATRON, SHARDED),
 ]
 
 

@@ -23,8 +23,12 @@ _UNREAD = ("enable_autocast", "variable_seq_lengths", "num_microbatches_with_par
 """What only Megatron's own schedules read in a model's configuration; no flag sets it, a script may."""
 
 
+_UNTRIED = ("fp8_param", "fp8_dot_product_attention", "fp8_multi_head_attention")
+"""What in fp8 has not been tried under our schedules. The first has a flag, which is refused; a script may set all."""
+
+
 def check_model(chunk: nn.Module) -> None:
-    """Raise UserError for a model that is no GPTModel and no HybridModel, and for settings that no schedule reads."""
+    """Raise UserError for a model that is no GPTModel and no HybridModel, and for settings that are not supported."""
     if not isinstance(chunk, GPTModel | HybridModel):
         raise UserError(
             f"--vocab-parallel and --pipeline-schedule run Megatron's language models, the script built a "
@@ -34,6 +38,12 @@ def check_model(chunk: nn.Module) -> None:
         if getattr(chunk.config, name):
             raise UserError(
                 f"the script's model configuration sets {name}, which Megatron's own schedules alone look at: leave it "
+                f"out, or leave --vocab-parallel and --pipeline-schedule out"
+            )
+    for name in _UNTRIED:
+        if getattr(chunk.config, name):
+            raise UserError(
+                f"the script's model configuration sets {name}, which has not been run under our schedules: leave it "
                 f"out, or leave --vocab-parallel and --pipeline-schedule out"
             )
 

@@ -24,6 +24,7 @@ from megatron_vp.mcore.options.config_file import arguments_from_config, write_r
 from megatron_vp.mcore.options.ignored import warn_of_ignored
 from megatron_vp.mcore.options.ranges import check_ranges
 from megatron_vp.mcore.options.refusals import refuse
+from megatron_vp.mcore.options.refused_precision import describe_precision
 from megatron_vp.mcore.platform.flags import platform_arguments, wants_cpu
 from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.mcore.platform.parts import describe, parts_of_job
@@ -154,7 +155,9 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         validated = validate(original, args, defaults or {})
         check_files(args)
         if args.rank == 0:
-            print(f"megatron_vp: {describe(args._parts)}", flush=True)
+            precision = describe_precision(args) if replaces_schedule(args) else None
+            for line in filter(None, (describe(args._parts), precision)):
+                print(f"megatron_vp: {line}", flush=True)
         check_trace(args)
         warn_of_ignored(args)
         if args.tensorboard_dir and args.rank == args.world_size - 1:

@@ -15,6 +15,8 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import MINIMUM_VERSION
 from megatron_vp.mcore.options.choices import SPLIT_SCHEDULES, replaces_schedule
 from megatron_vp.mcore.options.refused_options import REFUSED_OPTIONS
+from megatron_vp.mcore.options.refused_precision import REFUSED_PRECISION, UNSAFE_STATE, cannot_resume
+from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.schedule import V_SHAPED_SCHEDULES
 
 
@@ -93,7 +95,7 @@ REFUSALS = (
             f"{{our_schedule}} with {option.name} is not supported: {option.why}; {option.instead}, or use Megatron's "
             "own schedule (1f1b without --vocab-parallel)",
         )
-        for option in REFUSED_OPTIONS
+        for option in (*REFUSED_OPTIONS, *REFUSED_PRECISION)
     ),
     Refusal(
         lambda a: a.pipeline_schedule in SPLIT_SCHEDULES and a.transformer_impl not in ("local", "transformer_engine"),
@@ -110,15 +112,24 @@ REFUSALS = (
     *(
         Refusal(
             lambda a, asks=asks: _delays_weights(a) and asks(a),
-            f"--pipeline-schedule {{pipeline_schedule}} with {option} is not supported: Transformer Engine does not "
-            f"delay the weight gradients of {what}; leave {option} out, or use 1f1b",
+            f"--pipeline-schedule {{pipeline_schedule}} with {option} is not supported: {why}; leave {option} out, or "
+            f"use 1f1b",
         )
-        for option, what, asks in (
-            ("--tp-comm-overlap", "layers that overlap their communication", lambda a: a.tp_comm_overlap),
-            ("--use-transformer-engine-op-fuser", "fused operations", lambda a: a.use_transformer_engine_op_fuser),
+        for option, why, asks in (
+            (
+                "--tp-comm-overlap",
+                "Transformer Engine does not delay the weight gradients of layers that overlap their communication",
+                lambda a: a.tp_comm_overlap,
+            ),
+            (
+                "--use-transformer-engine-op-fuser",
+                "Transformer Engine's fused linear operations do not delay their weight gradients",
+                lambda a: a.use_transformer_engine_op_fuser,
+            ),
             (
                 "--use-grouped-gemm-for-shared-expert",
-                "fused operations",
+                "pass W takes weight gradients from Transformer Engine's modules, and this is a fused operation, which "
+                "delays them in a queue of another kind, or before 2.14 not at all",
                 lambda a: a.use_grouped_gemm_for_shared_expert,
             ),
         )
@@ -128,6 +139,32 @@ REFUSALS = (
         "--pipeline-schedule {pipeline_schedule} with --moe-single-grouped-weight or --moe-single-grouped-bias is not "
         "supported: weight gradients are split off experts that have parameters of their own; leave them out, or use "
         "1f1b",
+    ),
+    Refusal(
+        lambda a: a.fp8 and a.transformer_impl == "local",
+        "--fp8-format with --transformer-impl local has no effect: Megatron's local layers compute in the model's "
+        "dtype; leave --fp8-format out, or use Transformer Engine's layers",
+    ),
+    Refusal(
+        cannot_resume,
+        "--fp8-recipe delayed could not go on from a checkpoint: Transformer Engine {transformer_engine_version} loads "
+        f"its scales only with {UNSAFE_STATE}=1; set it on every rank, where you trust the checkpoints, or use another "
+        "--fp8-recipe",
+    ),
+    Refusal(
+        lambda a: (
+            (a.mtp_num_layers or 0) > 1
+            and a.mtp_use_repeated_layer
+            and a.gradient_accumulation_fusion
+            and a.transformer_impl != "local"
+        ),
+        "--mtp-use-repeated-layer with fused accumulation of weight gradients loses gradients: in a first microbatch "
+        "Transformer Engine's layer overwrites what its other uses have added; add --no-gradient-accumulation-fusion",
+    ),
+    Refusal(
+        lambda a: a.defer_embedding_wgrad_compute and not installed().apex_accumulation,
+        "--defer-embedding-wgrad-compute needs Apex's fused_weight_gradient_mlp_cuda, which is not installed: leave it "
+        "out, or build Apex with APEX_CPP_EXT=1 APEX_CUDA_EXT=1",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.pipeline_model_parallel_size < 2,

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_vp.mcore.options.choices import SPLIT_SCHEDULES
+
 
 @dataclass(frozen=True)
 class RefusedOption:
@@ -34,8 +36,28 @@ REFUSED_OPTIONS = (
     ),
     RefusedOption(
         "--cuda-graph-impl {cuda_graph_impl}",
+        lambda a: a.cuda_graph_impl in ("local", "transformer_engine") and a.pipeline_schedule in SPLIT_SCHEDULES,
+        "replaying a graph of B runs no Python, so nothing would be left for W, and no graph can hold a W that comes "
+        "microbatches later",
+        "use --cuda-graph-impl none",
+    ),
+    RefusedOption(
+        "--cuda-graph-impl transformer_engine",
+        lambda a: a.cuda_graph_impl == "transformer_engine",
+        "the graphs share buffers by the order of Megatron's own schedule, so under another one an F would overwrite "
+        "what a later B reads; they would have to be captured in this schedule's order",
+        "use --cuda-graph-impl none",
+    ),
+    RefusedOption(
+        "--cuda-graph-impl local",
+        lambda a: a.cuda_graph_impl == "local",
+        "Megatron's own schedules create the graphs after their first iteration, which ours do not",
+        "use --cuda-graph-impl none",
+    ),
+    RefusedOption(
+        "--cuda-graph-impl {cuda_graph_impl}",
         lambda a: a.cuda_graph_impl != "none",
-        "the schedule interleaves streams that no graph records",
+        "an iteration uses two streams and reads token counts on the host, which one graph cannot record",
         "use --cuda-graph-impl none",
     ),
     RefusedOption(
@@ -75,12 +97,6 @@ REFUSED_OPTIONS = (
         "--fp32-residual-connection",
         lambda a: a.fp32_residual_connection,
         "what stages and vocabulary layers hand to each other travels in the model's dtype",
-    ),
-    RefusedOption("fp8 or fp4", lambda a: a.fp8 or a.fp4, "no test stands behind it", "use --bf16"),
-    RefusedOption(
-        "--te-precision-config-file",
-        lambda a: a.te_precision_config_file,
-        "it may choose fp8 or fp4, and no test stands behind them",
     ),
     RefusedOption(
         "--moe-paged-stash or --moe-expert-rank-capacity-factor",

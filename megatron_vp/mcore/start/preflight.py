@@ -170,8 +170,12 @@ def describe_job(args: argparse.Namespace, ranks: int) -> list[str]:
 
 def describe_parts(args: argparse.Namespace) -> list[str]:
     """Who computes what in a checked job, and the Megatron flags that would be added, in lines."""
-    added = [f"flags added: {' '.join(args._platform_flags)}"] if args._platform_flags else []
-    return [describe(args._parts), *added]
+    from megatron_vp.mcore.options.choices import replaces_schedule
+    from megatron_vp.mcore.options.refused_precision import describe_precision  # imports Megatron
+
+    precision = describe_precision(args) if replaces_schedule(args) else None
+    added = f"flags added: {' '.join(args._platform_flags)}" if args._platform_flags else None
+    return [line for line in (describe(args._parts), precision, added) if line is not None]
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> int:

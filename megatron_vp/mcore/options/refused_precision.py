@@ -1,0 +1,98 @@
+"""What of fp8 and fp4 none of our schedules runs: a row each.
+
+Allowed is the trunk in fp8, with the vocabulary layers in the model's dtype. docs/transformer_engine.md states the
+evidence for each recipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from megatron.core.utils import is_te_min_version
+
+from megatron_vp.mcore.options.refused_options import RefusedOption
+
+UNSAFE_STATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+"""The variable without which Transformer Engine loads no state of delayed scaling."""
+TESTED_RECIPES = ("tensorwise", "delayed")
+"""What `tests/mcore/test_engine_fp8.py` trains with."""
+FIRST_WITHOUT_PICKLES = "2.16.1"
+"""Of Transformer Engine: the first that asks for the variable."""
+
+
+def describe_precision(a: argparse.Namespace) -> str | None:
+    """What computes in fp8 in an accepted job, and the evidence for it; None without fp8."""
+    if not a.fp8:
+        return None
+    evidence = "state tested on CPU" if a.fp8_recipe in TESTED_RECIPES else "no state between passes, format not run"
+    vocabulary = "bf16" if a.bf16 else "fp16" if a.fp16 else "fp32"
+    return f"fp8 ({a.fp8_recipe}) in the layers, {vocabulary} in the vocabulary layers: {evidence}, kernels not run"
+
+
+def cannot_resume(a: argparse.Namespace) -> bool:
+    """A job with checkpoints whose state of delayed scaling Transformer Engine would refuse to load."""
+    checkpoints = a.save is not None or a.load is not None
+    guarded = is_te_min_version(FIRST_WITHOUT_PICKLES) and os.environ.get(UNSAFE_STATE) != "1"
+    return bool(a.fp8) and a.fp8_recipe == "delayed" and checkpoints and guarded
+
+
+def _counts_recomputed_regions(a: argparse.Namespace) -> bool:
+    """Transformer Engine matches recomputed regions with their forwards by one count per process, over all chunks."""
+    delayed = a.fp8 and a.fp8_recipe == "delayed"
+    chunks = a.virtual_pipeline_model_parallel_size or 1
+    return delayed and a.recompute_granularity is not None and chunks > 1 and not _chunks_are_alike(a)
+
+
+def _chunks_are_alike(a: argparse.Namespace) -> bool:
+    """Every chunk has the same number of layers."""
+    if a.hybrid_layer_pattern is not None or a.mtp_num_layers:
+        return False
+    if a.pipeline_model_parallel_layout is None:
+        return True  # Megatron cuts evenly, or refuses
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    layout = PipelineParallelLayerLayout(a.pipeline_model_parallel_layout, a.pipeline_model_parallel_size)
+    return len({chunk.count(LayerType.decoder) for rank in layout.layout for chunk in rank}) == 1
+
+
+REFUSED_PRECISION = (
+    RefusedOption(
+        "fp4 (--fp4-format)",
+        lambda a: a.fp4,
+        "its rounding draws random numbers, so no test has compared it with Megatron's own schedule",
+        "use --bf16 or --fp8-format",
+    ),
+    RefusedOption(
+        "--fp8-param-gather",
+        lambda a: a.fp8_param_gather,
+        "weights that are kept in fp8 have buffers and master weights of their own, and none of that has been tried",
+        "leave it out: weights are then kept in the model's dtype and quantised once an iteration",
+    ),
+    RefusedOption(
+        "--fp8-output-proj",
+        lambda a: a.fp8_output_proj,
+        "the output layer computes in the model's dtype: its class for fp8 does not leave its weight gradient to a "
+        "pass of the schedule",
+    ),
+    RefusedOption(
+        "--fp8-recipe custom",
+        lambda a: a.fp8 and a.fp8_recipe == "custom",
+        "its quantizers may keep state that depends on the order of passes",
+        "use --fp8-recipe tensorwise, delayed, blockwise or mxfp8",
+    ),
+    RefusedOption(
+        "--te-precision-config-file",
+        lambda a: a.te_precision_config_file,
+        "it may choose fp8 parameters, fp4 or other formats that are refused by flag",
+        "leave it out and choose one format with --fp8-format and --fp8-recipe",
+    ),
+    RefusedOption(
+        "--fp8-recipe delayed, recomputation and chunks of different numbers of layers",
+        _counts_recomputed_regions,
+        "Transformer Engine counts recomputed regions over all chunks of a rank, so scales would be updated in the "
+        "wrong backward",
+        "use another --fp8-recipe, chunks of as many layers each, or no --recompute-granularity",
+    ),
+)
