@@ -3,8 +3,14 @@
     D_ij = c_i E_ij + e_i onehot_ij      c_i = s_i exp(a_i - A_i) / L_i      e_i = s_i exp(z_i - A_i) / L_i - t
 
 with s = 1 + 2 zeta LSE, which is 1 without a z-loss, and the target's weight t, which is 1 without label smoothing
-(`megatron_vp.vocab.loss`; its u is left out here). S leaves the target's column of E zero: c E - 1 would cancel when
-the model is sure, so e is taken from z in fp32.
+(`megatron_vp.vocab.loss`). S leaves the target's column of E zero: c E - 1 would cancel when the model is sure, so e is
+taken from z in fp32.
+
+Label smoothing subtracts one number u from all of D. That part has rank one, and the GEMMs over E take it along: E gets
+`SMOOTHING_ROWS` further rows, whose entries are all `SMOOTHING_ENTRY`.
+
+    E W        the last rows of the product are SMOOTHING_ENTRY times the sum of W's rows, which dX / g subtracts
+    E^T X'     the last rows of X' are -u / SMOOTHING_ENTRY times sum_i g_i x_i, rounded, and what rounding left over
 """
 
 from __future__ import annotations
@@ -15,6 +21,12 @@ import torch
 
 from megatron_vp.vocab.loss import TokenLoss
 from megatron_vp.vocab.statistics import GlobalStatistics
+
+SMOOTHING_ROWS = 2
+"""What label smoothing adds to E and X': one row, and one for what the rounding of X' left over."""
+
+SMOOTHING_ENTRY = 2.0**-8
+"""Of those rows of E: keeps u times a sum over tokens, and a sum of W's rows, in the middle of fp16's range."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,11 @@ class Derivative:
     def target_weight(self) -> float:
         """t."""
         return self.loss.target_weight(self.vocab_size)
+
+    @property
+    def smoothing_factor(self) -> float:
+        """u over the entries of the rows that label smoothing adds to E."""
+        return self.loss.logit_weight(self.vocab_size) / SMOOTHING_ENTRY
 
     @property
     def scale_n(self) -> torch.Tensor:

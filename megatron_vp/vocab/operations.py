@@ -25,7 +25,12 @@ class Operations(Protocol):
     """Names ending in `_` write into their first argument."""
 
     def exponentiate_(
-        self, logits_nv: torch.Tensor, labels_n: torch.Tensor, first: int, target_weight: float
+        self,
+        logits_nv: torch.Tensor,
+        labels_n: torch.Tensor,
+        first: int,
+        target_weight: float,
+        logit_weight: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Turn logits into E = exp(logit - row maximum), zero in the target's column.
 
@@ -34,10 +39,11 @@ class Operations(Protocol):
             labels_n: global token ids, int64 [n].
             first: the token of column 0.
             target_weight: t, what the target's logit counts in the loss.
+            logit_weight: u, what every logit counts in the loss.
 
         Returns:
-            The packed statistics [3, n] a, l and t z; the target's column, int64 [n], -1 where it belongs to another
-            shard; z, zero there. Floats in fp32, or fp64 where the logits are.
+            The packed statistics [3, n] a, l and t z plus u times the row's sum; the target's column, int64 [n], -1
+            where it belongs to another shard; z, zero there. Floats in fp32, or fp64 where the logits are.
         """
 
     def fold_(self, total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
@@ -46,16 +52,26 @@ class Operations(Protocol):
         An empty shard, with a = -inf, l = 0, t z = 0, leaves no trace; empty shards together are one.
         """
 
-    def rescale_(self, product_nh: torch.Tensor, weight_vh: torch.Tensor, derivative: Derivative) -> None:
-        """Turn E W into D W: row i becomes c_i (E W)_i + e_i W[target_i], rounded once."""
+    def rescale_(
+        self,
+        product_nh: torch.Tensor,
+        weight_vh: torch.Tensor,
+        derivative: Derivative,
+        weight_sum_h: torch.Tensor | None = None,
+    ) -> None:
+        """Turn E W into D W: row i becomes c_i (E W)_i + e_i W[target_i], rounded once.
+
+        With label smoothing it takes the sum of W's rows times `SMOOTHING_ENTRY`, and subtracts u times the sum.
+        """
 
     def enter_targets_(
         self, exp_nv: torch.Tensor, x_nh: torch.Tensor, row_gradient_n: torch.Tensor, derivative: Derivative
     ) -> torch.Tensor:
-        """Give E the targets' entries, and the rest of D to X: returns X' with E'^T X' = D^T (g X), [n, h] as X.
+        """Give E the targets' entries, and the rest of D to X: returns X' with E'^T X' = D^T (g X), as many rows as E.
 
         A row of X' is c g times that of X, and the target's entry of E' is e / c, rounded once each. A row whose target
-        is here and whose c is less than `smallest_scale` becomes c E, and X' then has g alone.
+        is here and whose c is less than `smallest_scale` becomes c E, and X' then has g alone. The rows that E has
+        beyond those of X are label smoothing's: X' gets theirs.
         """
 
     def add_product_(self, matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:
@@ -82,28 +98,35 @@ class EagerOperations:
     """Any device and float dtype; moves the logits several times, and may wait for the device."""
 
     def exponentiate_(
-        self, logits_nv: torch.Tensor, labels_n: torch.Tensor, first: int, target_weight: float
+        self,
+        logits_nv: torch.Tensor,
+        labels_n: torch.Tensor,
+        first: int,
+        target_weight: float,
+        logit_weight: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Operations`."""
         tokens, columns = logits_nv.shape
         local_n = labels_n - first
         target_n = torch.where((local_n >= 0) & (local_n < columns), local_n, -1)
         statistics_3n = logits_nv.new_empty((3, tokens), dtype=statistics_dtype(logits_nv.dtype))
+        target_logit_n = torch.empty_like(statistics_3n[LINEAR])
         for start in range(0, tokens, ROWS_PER_BLOCK):
             span = slice(start, start + ROWS_PER_BLOCK)
             logits, column, owned = logits_nv[span], target_n[span].clamp(0)[:, None], target_n[span] >= 0
             wide = logits.to(statistics_3n.dtype)
             largest = wide.amax(-1)
             statistics_3n[MAX, span] = largest
-            statistics_3n[LINEAR, span] = torch.where(owned, wide.gather(-1, column).squeeze(-1), 0)
+            target_logit_n[span] = torch.where(owned, wide.gather(-1, column).squeeze(-1), 0)
+            statistics_3n[LINEAR, span] = target_weight * target_logit_n[span]
+            if logit_weight:
+                statistics_3n[LINEAR, span] += logit_weight * wide.sum(-1)
             wide.sub_(largest[:, None]).exp_()
             statistics_3n[SUM, span] = wide.sum(-1)
             kept = torch.where(owned, 0, wide.gather(-1, column).squeeze(-1))
             wide.scatter_(-1, column, kept[:, None])
             if wide is not logits:
                 logits.copy_(wide)
-        target_logit_n = statistics_3n[LINEAR].clone()
-        statistics_3n[LINEAR] *= target_weight
         return statistics_3n, target_n, target_logit_n
 
     def fold_(self, total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
@@ -115,26 +138,40 @@ class EagerOperations:
         torch.sum(sum_rn * torch.exp(max_rn - finite_n), 0, out=sum_n)
         torch.sum(linear_rn, 0, out=linear_n)
 
-    def rescale_(self, product_nh: torch.Tensor, weight_vh: torch.Tensor, derivative: Derivative) -> None:
+    def rescale_(
+        self,
+        product_nh: torch.Tensor,
+        weight_vh: torch.Tensor,
+        derivative: Derivative,
+        weight_sum_h: torch.Tensor | None = None,
+    ) -> None:
         """See `Operations`."""
         scaled_nh = product_nh * derivative.scale_n[:, None]
         owned_n = (derivative.target_n >= 0).nonzero().squeeze(-1)
         scaled_nh[owned_n] += weight_vh[derivative.target_n[owned_n]] * derivative.entry_n[owned_n, None]
+        if weight_sum_h is not None:
+            scaled_nh -= derivative.smoothing_factor * weight_sum_h
         product_nh.copy_(scaled_nh)
 
     def enter_targets_(
         self, exp_nv: torch.Tensor, x_nh: torch.Tensor, row_gradient_n: torch.Tensor, derivative: Derivative
     ) -> torch.Tensor:
         """See `Operations`."""
-        scale_n, owned_n = derivative.scale_n, derivative.target_n >= 0
+        tokens, scale_n, owned_n = len(x_nh), derivative.scale_n, derivative.target_n >= 0
         taken_n = owned_n & (scale_n.abs() < smallest_scale(exp_nv.dtype))
         rows_k = taken_n.nonzero().squeeze(-1)
         exp_nv[rows_k] = (exp_nv[rows_k] * scale_n[rows_k, None]).to(exp_nv.dtype)
         left_n = torch.where(taken_n, 1, scale_n)
-        column = derivative.target_n.clamp(0)[:, None]
-        entry = torch.where(owned_n, derivative.entry_n / left_n, exp_nv.gather(-1, column).squeeze(-1))
-        exp_nv.scatter_(-1, column, entry[:, None].to(exp_nv.dtype))
-        return (x_nh * (left_n * row_gradient_n)[:, None]).to(x_nh.dtype)
+        column, of_tokens_nv = derivative.target_n.clamp(0)[:, None], exp_nv[:tokens]
+        entry = torch.where(owned_n, derivative.entry_n / left_n, of_tokens_nv.gather(-1, column).squeeze(-1))
+        of_tokens_nv.scatter_(-1, column, entry[:, None].to(exp_nv.dtype))
+        weighed_nh = x_nh.new_empty(len(exp_nv), x_nh.shape[1])
+        weighed_nh[:tokens] = x_nh * (left_n * row_gradient_n)[:, None]
+        if len(exp_nv) > tokens:
+            sum_h = row_gradient_n.to(scale_n.dtype) @ x_nh.to(scale_n.dtype) * -derivative.smoothing_factor
+            weighed_nh[tokens] = sum_h
+            weighed_nh[tokens + 1] = sum_h - weighed_nh[tokens]
+        return weighed_nh
 
     def add_product_(self, matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:
         """See `Operations`. The product is rounded to the operands' dtype before it is added, as Megatron's is."""
@@ -159,7 +196,12 @@ class ShapeOperations:
     """For fake tensors, which have no contents: allocates what Triton's kernels do, and computes nothing."""
 
     def exponentiate_(
-        self, logits_nv: torch.Tensor, labels_n: torch.Tensor, first: int, target_weight: float
+        self,
+        logits_nv: torch.Tensor,
+        labels_n: torch.Tensor,
+        first: int,
+        target_weight: float,
+        logit_weight: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Operations`."""
         dtype = statistics_dtype(logits_nv.dtype)
@@ -174,7 +216,7 @@ class ShapeOperations:
 
     def enter_targets_(self, exp_nv: torch.Tensor, x_nh: torch.Tensor, *others: object) -> torch.Tensor:
         """See `Operations`."""
-        return torch.empty_like(x_nh)
+        return x_nh.new_empty(len(exp_nv), x_nh.shape[1])
 
     def add_product_(self, matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:
         """See `Operations`."""

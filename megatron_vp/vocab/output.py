@@ -8,8 +8,8 @@ vocab-1 forms D W in T, from D itself. vocab-2 forms E W in S, before the global
 rows afterwards, so that one barrier is enough.
 
 A z-loss multiplies c by a factor of its row. Label smoothing lowers the one-hot entry and subtracts one number u from
-all of D (`megatron_vp.vocab.loss`). That part has rank one: it enters dX as u times the sum of W's rows, and dW as u
-times the weighted sum of X's rows, and no [n, V/p] matrix ever holds it.
+all of D (`megatron_vp.vocab.loss`). That part has rank one, and the GEMMs take it along as two further rows of E
+(`megatron_vp.vocab.derivative`): it costs no further pass over W, X or the gradient of W.
 
 D is never formed: T enters the targets' entries over c into E, so that E^T (c g X) is all of D^T (g X), by one GEMM.
 The row factors ride on X, which is V/p / h times smaller than E (`megatron_vp.vocab.derivative`).
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron_vp.vocab.derivative import Derivative
+from megatron_vp.vocab.derivative import SMOOTHING_ENTRY, SMOOTHING_ROWS, Derivative
 from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
 from megatron_vp.vocab.operations import operations_for
 from megatron_vp.vocab.shards import VocabShards
@@ -34,7 +34,10 @@ from megatron_vp.vocab.statistics import LINEAR, MAX, GlobalStatistics, statisti
 
 @dataclass
 class PendingOutput:
-    """What a shard keeps of one microbatch between S and T: E [n, V/p], X [n, h] and vectors [n]. T uses E up."""
+    """What a shard keeps of one microbatch between S and T: E [n, V/p], X [n, h] and vectors [n]. T uses E up.
+
+    With label smoothing E has `SMOOTHING_ROWS` rows more.
+    """
 
     x_nh: torch.Tensor
     exp_nv: torch.Tensor
@@ -43,8 +46,8 @@ class PendingOutput:
     target_logit_n: torch.Tensor
     loss: TokenLoss
     vocab_size: int
-    smoothing_h: torch.Tensor | None
-    """What label smoothing takes from every row of dX / g: u times the sum of the shard's rows; None without it."""
+    weight_sum_h: torch.Tensor | None = None
+    """With label smoothing, and once E W is formed: the sum of the shard's rows, times `SMOOTHING_ENTRY`."""
 
     def derivative(self, total: GlobalStatistics) -> Derivative:
         """What turns E into D, once the statistics of the whole vocabulary are known."""
@@ -77,24 +80,32 @@ class OutputLayer(nn.Module):
         Returns:
             The state that T needs, with the packed statistics [3, n] for barrier C1.
         """
-        exp_nv = x_nh @ self.weight.t()
-        vocab_size = self.shards.vocab_size
-        if self.weight.shape[0]:
-            statistics_3n, target_n, target_logit_n = operations_for(exp_nv).exponentiate_(
-                exp_nv, labels_n, self.shards.start(self.index), loss.target_weight(vocab_size)
-            )
-        else:
-            statistics_3n, target_n, target_logit_n = _of_no_rows(exp_nv, labels_n)
-        smoothing_h = None
+        vocab_size, tokens = self.shards.vocab_size, len(x_nh)
         if loss.label_smoothing:
-            smoothing_h = loss.logit_weight(vocab_size) * self.weight.sum(0, dtype=statistics_3n.dtype)
-            statistics_3n[LINEAR] += x_nh.to(smoothing_h.dtype) @ smoothing_h
-        return PendingOutput(x_nh, exp_nv, statistics_3n, target_n, target_logit_n, loss, vocab_size, smoothing_h)
+            exp_nv = x_nh.new_empty(tokens + SMOOTHING_ROWS, len(self.weight))
+            logits_nv = torch.mm(x_nh, self.weight.t(), out=exp_nv[:tokens])
+            exp_nv[tokens:].fill_(SMOOTHING_ENTRY)
+        else:
+            exp_nv = logits_nv = x_nh @ self.weight.t()
+        if self.weight.shape[0]:
+            first, weights = (
+                self.shards.start(self.index),
+                (loss.target_weight(vocab_size), loss.logit_weight(vocab_size)),
+            )
+            operations = operations_for(logits_nv)
+            statistics_3n, target_n, target_logit_n = operations.exponentiate_(logits_nv, labels_n, first, *weights)
+        else:
+            statistics_3n, target_n, target_logit_n = _of_no_rows(logits_nv, labels_n)
+        return PendingOutput(x_nh, exp_nv, statistics_3n, target_n, target_logit_n, loss, vocab_size)
 
     @torch.no_grad()
     def unscaled_input_gradient(self, pending: PendingOutput) -> torch.Tensor:
         """The end of vocab-2's S: E W, [n, h] in the model's dtype, formed before the global statistics are known."""
-        return pending.exp_nv @ self.weight
+        product_nh, tokens = pending.exp_nv @ self.weight, len(pending.x_nh)
+        if len(product_nh) == tokens:
+            return product_nh
+        pending.weight_sum_h = product_nh[tokens]
+        return product_nh[:tokens]
 
     @torch.no_grad()
     def rescaled_input_gradient(
@@ -102,9 +113,8 @@ class OutputLayer(nn.Module):
     ) -> torch.Tensor:
         """Turn E W into this shard's part of dX / g, [n, h] in the model's dtype, in place, once C1 is known."""
         if self.weight.shape[0]:
-            operations_for(unscaled_nh).rescale_(unscaled_nh, self.weight, pending.derivative(total))
-        if pending.smoothing_h is not None:
-            unscaled_nh -= pending.smoothing_h
+            derivative, operations = pending.derivative(total), operations_for(unscaled_nh)
+            operations.rescale_(unscaled_nh, self.weight, derivative, pending.weight_sum_h)
         return unscaled_nh
 
     @torch.no_grad()
@@ -128,9 +138,6 @@ class OutputLayer(nn.Module):
             operations = operations_for(x_nh)
             weighed_nh = operations.enter_targets_(pending.exp_nv, x_nh, row_gradient_n, pending.derivative(total))
             operations.add_product_(main_grad, pending.exp_nv, weighed_nh)
-        if pending.smoothing_h is not None:
-            every_row_h = row_gradient_n.to(pending.smoothing_h.dtype) @ x_nh.to(pending.smoothing_h.dtype)
-            main_grad.sub_(pending.loss.logit_weight(pending.vocab_size) * every_row_h)
         return part_nh
 
 

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from megatron_vp.vocab import output  # noqa: E402
-from megatron_vp.vocab.derivative import Derivative  # noqa: E402
+from megatron_vp.vocab.derivative import SMOOTHING_ENTRY, SMOOTHING_ROWS, Derivative  # noqa: E402
 from megatron_vp.vocab.kernels import derivative, fused, rows, softmax  # noqa: E402
 from megatron_vp.vocab.kernels.fused import FusedOperations  # noqa: E402
 from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss  # noqa: E402
@@ -59,6 +60,36 @@ def test_exponentiate(monkeypatch, dtype, columns, largest_row):
     torch.testing.assert_close(statistics[2], 0.5 * target_logit, rtol=0, atol=0)
     expected[owned, target[owned]] = 0
     torch.testing.assert_close(exp.double(), expected, rtol=ROUNDING[dtype] + 1e-6, atol=1e-7)
+
+
+# Widths of one to four pieces, whole and cut off, on and off the unit of 16 bytes; and rows that are read twice.
+WIDTHS = [1, 7, 512, 1024, 1500, 2048, 2304, 2048 + 8, 9536 // 4, 3072, 4096, 16384 + 64, 24576 + 64, 32768 + 64]
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(("target_weight", "logit_weight"), [(1.0, 0.0), (0.9, 1e-3)])
+def test_exponentiate_at_every_width_as_the_eager_one(columns, dtype, target_weight, logit_weight):
+    logits = _random(3, columns, dtype=dtype, scale=4)
+    labels = torch.tensor([10, 10 + columns - 1, 9], device=DEVICE)
+    found, expected = logits.clone(), logits.double()
+    eager = EagerOperations().exponentiate_(expected, labels, 10, target_weight, logit_weight)
+    fused = softmax.exponentiate_(found, labels, 10, target_weight, logit_weight)
+    assert torch.equal(fused[1], eager[1])
+    torch.testing.assert_close(fused[0].double(), eager[0], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(fused[2].double(), eager[2], rtol=0, atol=0)
+    torch.testing.assert_close(found.double(), expected, rtol=ROUNDING[dtype] + 1e-6, atol=1e-7)
+
+
+def test_programs_in_reverse_order_give_the_same_bits():
+    logits, labels = _random(5, 700), torch.tensor([0, 699, 3, -1, 700], device=DEVICE)
+    launch = softmax.launch_for(700, torch.float32)
+    runs = []
+    for each in (launch, replace(launch, reverse=True)):
+        exp = logits.clone()
+        runs.append((*softmax.launch_exponentiate(each, exp, labels, 0, 1.0), exp))
+    for one, other in zip(*runs, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_fold():
@@ -200,6 +231,32 @@ def test_enter_targets(dtype, loss):
         torch.testing.assert_close(
             entered.double() * left[:, None], rows_of_d, rtol=2 * ROUNDING[dtype] + 2e-6, atol=1e-7
         )
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 70])
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_label_smoothing_takes_its_rows_through_the_gemms(dtype, tokens):
+    """What E's further rows add to E'^T X' is -u sum g x, and to dX / g the sum of W's rows."""
+    hidden, columns, vocab, scaling = derivative.SUMMED_TILE[1] + 5, 48, 40000, 2.0**15
+    exp, x = torch.zeros(tokens + SMOOTHING_ROWS, columns, device=DEVICE, dtype=dtype), _random(tokens, hidden)
+    exp[tokens:] = SMOOTHING_ENTRY
+    x = (x + 1).to(dtype)
+    target, zeros = torch.full((tokens,), -1, device=DEVICE), torch.zeros(tokens, device=DEVICE)
+    terms = Derivative(
+        zeros - 30, target, zeros, GlobalStatistics(zeros, zeros + 1, zeros), TokenLoss(label_smoothing=0.1), vocab
+    )
+    row_gradient = scaling * (_random(tokens).abs() + 0.1) / tokens
+    for operations in (EagerOperations(), FusedOperations()):
+        weighed = operations.enter_targets_(exp, x, row_gradient, terms)
+        assert len(weighed) == len(exp)
+        expected = -terms.loss.logit_weight(vocab) * (row_gradient.double() @ x.double())
+        found = SMOOTHING_ENTRY * weighed[tokens:].double().sum(0)
+        torch.testing.assert_close(found, expected, rtol=2 * ROUNDING[dtype] ** 2 + 1e-6, atol=1e-9)
+        product, weight = _random(tokens, hidden, dtype=dtype), _random(columns, hidden, dtype=dtype)
+        weight_sum = (SMOOTHING_ENTRY * weight.double().sum(0)).to(dtype)
+        operations.rescale_(product, weight, terms, weight_sum)  # c is nearly zero, and no target is here
+        expected = -terms.smoothing_factor * weight_sum.double().expand_as(product)
+        torch.testing.assert_close(product.double(), expected, rtol=ROUNDING[dtype] + 1e-6, atol=6e-8)
 
 
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])

@@ -1,4 +1,7 @@
-"""What T does besides its GEMMs, and C1 of vocab-2: rows of D made of E, each in one launch (Triton)."""
+"""What T does besides its GEMMs, and C1 of vocab-2: rows of D made of E, in one launch (Triton).
+
+Label smoothing adds a second launch, over `n / 32` partial sums of g X.
+"""
 
 from __future__ import annotations
 
@@ -8,101 +11,197 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_vp.vocab.derivative import Derivative
+from megatron_vp.vocab.derivative import SMOOTHING_ROWS, Derivative
 from megatron_vp.vocab.operations import smallest_scale
 
 BLOCK = 1024
-"""Elements of a row that a program handles at a time."""
+"""Elements of a row of E W that a program handles."""
+
+TILE = (4, 512)
+"""Tokens and elements of X that a program handles in T."""
+
+SUMMED_TILE = (32, 64)
+"""The same where a program also adds up its tokens: the more tokens, the fewer partial sums."""
+
+CHUNK = 4096
+"""Elements of a row of E that a program handles in T, `BLOCK` at a time."""
+
+SUMS_TILE = (128, 32)
+"""Partial sums and elements of each that a program adds up at a time."""
 
 
 @triton.jit
 def _row(token, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight):
-    """The target's column, c and e of one token."""
+    """The target's column, c and e of one token, or of several; e is zero without a target here."""
     top, total = tl.load(total_largest + token), tl.load(total_sum + token)
+    own = tl.load(target + token)
     slope = 1.0 + 2.0 * z_loss * (top + tl.log(total))
     scale = tl.exp(tl.load(largest + token) - top) / total * slope
     entry = tl.exp(tl.load(target_logit + token) - top) / total * slope - target_weight
-    return tl.load(target + token), scale, entry
+    return own, scale, tl.where(own >= 0, entry, 0.0)
 
 
 @triton.jit
 def _rescale(
-    product, weight, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, hidden,
-    BLOCK: tl.constexpr,
+    product, weight, weight_sum, sum_weight, largest, target, target_logit, total_largest, total_sum, z_loss,
+    target_weight, hidden,
+    BLOCK: tl.constexpr, SMOOTHED: tl.constexpr,
 ):  # fmt: skip
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    own, scale, entry = _row(token, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight)
     lane = part * BLOCK + tl.arange(0, BLOCK)
     inside = lane < hidden
-    value = tl.load(product + token * hidden + lane, mask=inside).to(tl.float32) * scale
-    if own >= 0:
-        value += tl.load(weight + own * hidden + lane, mask=inside).to(tl.float32) * entry
+    value = tl.load(product + token * hidden + lane, mask=inside).to(tl.float32)
+    own, scale, entry = _row(token, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight)
+    word = tl.load(weight + own * hidden + lane, mask=lane < tl.where(own >= 0, hidden, 0), other=0.0).to(tl.float32)
+    value = value * scale + word * entry
+    if SMOOTHED:
+        value -= sum_weight * tl.load(weight_sum + lane, mask=inside).to(tl.float32)
     tl.store(product + token * hidden + lane, value.to(product.dtype.element_ty), mask=inside)
 
 
-def rescale_(product_nh: torch.Tensor, weight_vh: torch.Tensor, derivative: Derivative) -> None:
+def rescale_(
+    product_nh: torch.Tensor,
+    weight_vh: torch.Tensor,
+    derivative: Derivative,
+    weight_sum_h: torch.Tensor | None = None,
+) -> None:
     """E W to a shard's part of dX / g, in place: row i becomes c_i (E W)_i + e_i W[target_i]; once rounded.
 
     Args:
         product_nh: [n, h] in the model's dtype, contiguous. Overwritten.
         weight_vh: [V/p, h] in the model's dtype, contiguous.
         derivative: c and e, from vectors in fp32.
+        weight_sum_h: with label smoothing the sum of W's rows, times `SMOOTHING_ENTRY`, in the model's dtype.
     """
     tokens, hidden = product_nh.shape
     assert product_nh.is_contiguous() and weight_vh.is_contiguous()
-    grid = (tokens, triton.cdiv(hidden, BLOCK))
-    _rescale[grid](product_nh, weight_vh, *_terms(derivative), hidden, BLOCK=BLOCK, enable_fp_fusion=True)
+    smoothed = weight_sum_h is not None
+    _rescale[(tokens, triton.cdiv(hidden, BLOCK))](
+        product_nh, weight_vh, weight_sum_h if smoothed else product_nh, derivative.smoothing_factor,
+        *_terms(derivative), hidden,
+        BLOCK=BLOCK,
+        SMOOTHED=smoothed,
+        enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 @triton.jit
-def _enter_targets(
-    exp, stride, columns, x, row_gradient, result, smallest,
-    largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, hidden,
-    BLOCK: tl.constexpr,
+def _rescale_if_taken(
+    exp, stride, columns, chunk, token, tokens, smallest,
+    largest, target, target_logit, total_largest, total_sum, z_loss, target_weight,
+    CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    own, scale, entry = _row(token, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight)
-    left = scale
-    if own >= 0:
-        taken = tl.abs(scale) < smallest
+    """A part of a row becomes that of c E, with the target's entry, where c is too small to be left to X."""
+    known = tl.minimum(token, tokens - 1)
+    own, scale, entry = _row(known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight)
+    if (own >= 0) & (tl.abs(scale) < smallest) & (token < tokens):
+        row = exp + token.to(tl.int64) * stride
+        for start in range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, columns), STEP):
+            lane = start + tl.arange(0, STEP)
+            value = tl.load(row + lane, mask=lane < columns, other=0.0).to(tl.float32) * scale
+            value = tl.where(lane == own, entry, value)
+            tl.store(row + lane, value.to(exp.dtype.element_ty), mask=lane < columns)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _enter_targets(
+    exp, stride, columns, x, row_gradient, result, sums, smallest, tokens,
+    largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, hidden,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, SUMMED: tl.constexpr,
+):  # fmt: skip
+    group, part = tl.program_id(0), tl.program_id(1)
+    token = group * ROWS + tl.arange(0, ROWS)
+    inside = token < tokens
+    known = tl.minimum(token, tokens - 1)
+    parts = tl.cdiv(hidden, BLOCK)
+    if part < parts:
+        # X' = c g X, all loads ahead of what depends on them; and a target's entry per row, or none.
+        lane = part * BLOCK + tl.arange(0, BLOCK)
+        here = inside[:, None] & (lane < hidden)[None, :]
+        place = token.to(tl.int64)[:, None] * hidden + lane[None, :]
+        value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
+        gradient = tl.load(row_gradient + token, mask=inside, other=0.0)
+        own, scale, entry = _row(known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight)
+        taken = (own >= 0) & (tl.abs(scale) < smallest)
         left = tl.where(taken, 1.0, scale)
+        tl.store(result + place, (value * (left * gradient)[:, None]).to(result.dtype.element_ty), mask=here)
+        if SUMMED:
+            summed = tl.sum(value * gradient[:, None], 0)
+            tl.store(sums + group.to(tl.int64) * hidden + lane, summed, mask=lane < hidden)
         if part == 0:
-            row = exp + token * stride
-            if taken:
-                for start in range(0, columns, BLOCK):
-                    here = start + tl.arange(0, BLOCK)
-                    value = tl.load(row + here, mask=here < columns, other=0.0).to(tl.float32) * scale
-                    value = tl.where(here == own, entry, value)
-                    tl.store(row + here, value.to(exp.dtype.element_ty), mask=here < columns)
-            else:
-                tl.store(row + own, (entry / scale).to(exp.dtype.element_ty))
-    lane = part * BLOCK + tl.arange(0, BLOCK)
+            address = exp + token.to(tl.int64) * stride + own
+            tl.store(address, (entry / left).to(exp.dtype.element_ty), mask=inside & (own >= 0) & (taken == 0))
+    else:
+        # Rows whose c is too small to leave to X become c E: all of them that have a target here in fp16, else hardly
+        # ever one. Each program has a part of the columns.
+        own, scale, entry = _row(known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight)
+        taken = inside & (own >= 0) & (tl.abs(scale) < smallest)
+        if tl.max(taken.to(tl.int32), 0) > 0:
+            for each in range(0, ROWS):
+                _rescale_if_taken(
+                    exp, stride, columns, part - parts, group * ROWS + each, tokens, smallest,
+                    largest, target, target_logit, total_largest, total_sum, z_loss, target_weight,
+                    CHUNK, STEP,
+                )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count"])
+def _enter_smoothing(sums, count, result, factor, hidden, SUMS: tl.constexpr, BLOCK: tl.constexpr):
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < hidden
-    value = tl.load(x + token * hidden + lane, mask=inside).to(tl.float32) * (left * tl.load(row_gradient + token))
-    tl.store(result + token * hidden + lane, value.to(result.dtype.element_ty), mask=inside)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, count, SUMS):
+        row = start + tl.arange(0, SUMS)
+        here = (row < count)[:, None] & inside[None, :]
+        total += tl.sum(tl.load(sums + row.to(tl.int64)[:, None] * hidden + lane[None, :], mask=here, other=0.0), 0)
+    total *= -factor
+    high = total.to(result.dtype.element_ty)
+    low = (total - high.to(tl.float32)).to(result.dtype.element_ty)
+    tl.store(result + lane, high, mask=inside)
+    tl.store(result + hidden + lane, low, mask=inside)
 
 
 def enter_targets_(
     exp_nv: torch.Tensor, x_nh: torch.Tensor, row_gradient_n: torch.Tensor, derivative: Derivative
 ) -> torch.Tensor:
-    """Give E the targets' entries and return X' [n, h], so that E'^T X' = D^T (g X); `Operations.enter_targets_`.
+    """Give E the targets' entries and return X', so that E'^T X' = D^T (g X); `Operations.enter_targets_`.
 
     Args:
-        exp_nv: E [n, V/p] in the model's dtype, rows contiguous. An element of each row whose target is here is
-            written, and a whole row where c is too small to leave it to X.
+        exp_nv: E [n, V/p] in the model's dtype, rows contiguous; with label smoothing with `SMOOTHING_ROWS` rows more.
+            An element of each row whose target is here is written, and a whole row where c is too small to leave it to
+            X.
         x_nh: [n, h] in the model's dtype, contiguous.
         row_gradient_n: g, fp32 [n].
         derivative: c and e, from vectors in fp32.
+
+    Returns:
+        X' in the model's dtype, as many rows as E has.
     """
-    tokens, hidden = x_nh.shape
-    assert exp_nv.stride(1) == 1 and x_nh.is_contiguous()
-    result, smallest = torch.empty_like(x_nh), smallest_scale(exp_nv.dtype)
-    _enter_targets[(tokens, triton.cdiv(hidden, BLOCK))](
-        exp_nv, exp_nv.stride(0), exp_nv.shape[1], x_nh, row_gradient_n.contiguous(), result, smallest,
-        *_terms(derivative), hidden,
-        BLOCK=BLOCK,
+    (tokens, hidden), columns = x_nh.shape, exp_nv.shape[1]
+    smoothed = len(exp_nv) == tokens + SMOOTHING_ROWS
+    assert exp_nv.stride(1) == 1 and x_nh.is_contiguous() and (smoothed or len(exp_nv) == tokens)
+    result = x_nh.new_empty(len(exp_nv), hidden)
+    rows, block = SUMMED_TILE if smoothed else TILE
+    groups = triton.cdiv(tokens, rows)
+    sums = torch.empty(groups, hidden, dtype=torch.float32, device=x_nh.device) if smoothed else row_gradient_n
+    _enter_targets[(groups, triton.cdiv(hidden, block) + triton.cdiv(columns, CHUNK))](
+        exp_nv, exp_nv.stride(0), columns, x_nh, row_gradient_n.contiguous(), result, sums,
+        smallest_scale(exp_nv.dtype), tokens, *_terms(derivative), hidden,
+        ROWS=rows,
+        BLOCK=block,
+        CHUNK=CHUNK,
+        STEP=BLOCK,
+        SUMMED=smoothed,
         enable_fp_fusion=True,
     )  # fmt: skip
+    if smoothed:
+        count, block = SUMS_TILE
+        _enter_smoothing[(triton.cdiv(hidden, block),)](
+            sums, groups, result[tokens:], derivative.smoothing_factor, hidden,
+            SUMS=count,
+            BLOCK=block,
+            enable_fp_fusion=True,
+        )  # fmt: skip
     return result
 
 

@@ -1,75 +1,209 @@
-"""S after its GEMM, in one pass over the logits: targets and statistics out, E in place. Statistics of C1 (Triton)."""
+"""S after its GEMM: statistics and targets out, E in place of the logits. And the fold of C1's statistics (Triton).
+
+At four bytes per logit the memory of a fast GPU leaves about as much time as issuing 20 instructions per logit takes,
+so both are counted: one load, one store and one exponential per logit, and few registers, so that all 64 warps of a
+multiprocessor have a row in flight. `tests/vocab/data/kernel_counts.csv` holds the counts.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-LARGEST_ROW = 16384
-"""Logits of one token that a program keeps in registers; longer rows are read twice, the second time from L2. With
-twice as many, what 1024 threads hold of them spills (compiled for capability 9.0; not yet timed)."""
+LARGEST_ROW = 32768
+"""The longest row that one program holds in registers. A longer one is read twice: once for the maximum, and once, from
+L2, for the exponentials and their sum."""
 
-LOGITS_A_THREAD = 16
-"""Registers then suffice for 32 warps on a multiprocessor at every length of a row."""
+LONG_ROW_BLOCK = 4096
+"""Logits of a longer row that a program handles at a time."""
 
+FULLY_OCCUPYING_ROW = 16384
+"""The longest row whose programs fit 32 registers per thread, so that a multiprocessor runs 64 warps."""
+
+VECTOR = 8
+"""Logits of a 16-byte access in 16-bit dtypes. Widths and strides that divide by it are given to the kernel in this
+unit, which tells the compiler that accesses are aligned."""
 
 TOKENS_A_PROGRAM = 128
 """When statistics are folded."""
 
+LOG2_E = tl.constexpr(1.4426950408889634)
 
-@triton.jit(do_not_specialize=["first", "tokens"])
-def _exponentiate(
-    logits, stride, labels, first, target_weight, statistics, target, target_logit, tokens, columns,
-    BLOCK: tl.constexpr, WHOLE_ROW: tl.constexpr,
-):  # fmt: skip
-    # V x n passes 2^31: the row's address is the one place where 32 bits would not do.
-    token = tl.program_id(0)
-    row = logits + token.to(tl.int64) * stride
-    lane = tl.arange(0, BLOCK)
-    local = tl.load(labels + token) - first
-    own = tl.where((local >= 0) & (local < columns), local, -1)
-    if WHOLE_ROW:
-        logit = tl.load(row + lane, mask=lane < columns, other=-float("inf")).to(tl.float32)
-        largest = tl.max(logit, 0)
-        exp = tl.exp(logit - largest)
-        total = tl.sum(exp, 0)
-        picked = tl.sum(tl.where(lane == own, logit, 0.0), 0)
-        kept = tl.where(lane == own, 0.0, exp)
-        tl.store(row + lane, kept.to(logits.dtype.element_ty), mask=lane < columns)
+
+@dataclass(frozen=True)
+class Launch:
+    """How rows of one width are handed to programs.
+
+    pieces, piece: a program holds its row as one to four pieces of `piece` logits. With no pieces it reads the row
+        twice, `piece` logits at a time.
+    warps: per program.
+    reverse: start with the last token, whose logits the GEMM wrote last.
+    dependent: start before the GEMM has ended, and wait for it in the kernel (programmatic dependent launch, from
+        compute capability 9.0).
+    """
+
+    pieces: int
+    piece: int
+    warps: int
+    reverse: bool = False
+    dependent: bool = False
+
+
+def launch_for(columns: int, dtype: torch.dtype) -> Launch:
+    """The launch that leaves 64 warps per multiprocessor for rows of up to 16,384 columns.
+
+    In a piece every thread holds one vector. Two pieces fit 32 registers in every dtype, three in 16-bit dtypes.
+    """
+    if columns > LARGEST_ROW:
+        return Launch(pieces=0, piece=LONG_ROW_BLOCK, warps=8)
+    pieces = 3 if dtype.itemsize == 2 else 2
+    warps = min(max(triton.next_power_of_2(triton.cdiv(columns, pieces * 32 * VECTOR)), 4), 32)
+    piece = warps * 32 * VECTOR
+    return Launch(triton.cdiv(columns, piece), piece, warps)
+
+
+@triton.jit
+def _load(row, lane, start, columns, MASKED: tl.constexpr):
+    """Logits from column `start` on. `row + lane` is computed once: a constant start then needs no register."""
+    if MASKED:
+        return tl.load((row + lane) + start, mask=lane < columns - start, other=-float("inf"))
     else:
-        # Each lane keeps a maximum and a sum of its own; they meet once, at the end.
-        largest_lane = tl.full((BLOCK,), -float("inf"), tl.float32)
-        total_lane = tl.zeros((BLOCK,), tl.float32)
-        picked_lane = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, columns, BLOCK):
-            here = start + lane
-            logit = tl.load(row + here, mask=here < columns, other=-float("inf")).to(tl.float32)
-            larger = tl.maximum(largest_lane, logit)
-            # A lane that has met no column yet would make -inf - -inf.
-            shrink = tl.where(largest_lane == -float("inf"), 0.0, tl.exp(largest_lane - larger))
-            grown = tl.where(logit == -float("inf"), 0.0, tl.exp(logit - larger))
-            total_lane = total_lane * shrink + grown
-            largest_lane = larger
-            picked_lane += tl.where(here == own, logit, 0.0)
+        return tl.load((row + lane) + start)
+
+
+@triton.jit
+def _comparable(logit, PIECES: tl.constexpr):
+    """Logits as their maximum is taken."""
+    if PIECES > 2 and logit.dtype == tl.float16:
+        return logit
+    else:
+        return logit.to(tl.float32)
+
+
+@triton.jit
+def _widened(logit, PIECES: tl.constexpr):
+    """Logits in fp32.
+
+    With more than two pieces not by the conversion that `_comparable` makes: the compiler would make it once and keep
+    the result, which takes twice the registers.
+    """
+    if PIECES > 2 and logit.dtype == tl.bfloat16:
+        return (logit.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return logit.to(tl.float32)
+
+
+@triton.jit
+def _addend(logit, lane, start, columns, MASKED: tl.constexpr):
+    """Logits in fp32, zero beyond the row."""
+    wide = logit.to(tl.float32)
+    if MASKED:
+        return tl.where(lane < columns - start, wide, 0.0)
+    else:
+        return wide
+
+
+@triton.jit
+def _replace(row, lane, start, logit, largest, columns, PIECES: tl.constexpr, MASKED: tl.constexpr):
+    """Store exp(logit - largest) in the logits' place, and return it in fp32."""
+    # Not fma(logit, log2 e, -largest log2 e): with logits near -1000 that product rounds at 3e-5.
+    exp = tl.exp2((_widened(logit, PIECES) - largest) * LOG2_E)
+    kept = exp.to(logit.dtype)
+    if MASKED:
+        tl.store((row + lane) + start, kept, mask=lane < columns - start)
+    else:
+        tl.store((row + lane) + start, kept)
+    return exp
+
+
+@triton.jit(do_not_specialize=["stride", "first", "tokens", "columns"])
+def _exponentiate(
+    logits, stride, labels, first, target_weight, logit_weight, statistics, target, tokens, columns,
+    PIECES: tl.constexpr, PIECE: tl.constexpr, FULL: tl.constexpr, UNIT: tl.constexpr, SMOOTHED: tl.constexpr,
+    REVERSE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    if REVERSE:
+        token = tokens - 1 - token
+    columns = columns * UNIT
+    # V x n passes 2^31: the row's address is the one place where 32 bits would not do.
+    row = logits + token.to(tl.int64) * stride * UNIT
+    lane = tl.arange(0, PIECE)
+    local = tl.load(labels + token) - first
+    # An id far outside the vocabulary becomes -1 before it is narrowed.
+    own = tl.where(local.to(tl.uint64, bitcast=True) < columns.to(tl.uint64), local, -1).to(tl.int32)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+    picked = tl.load(row + own, mask=own >= 0, other=0.0).to(tl.float32)
+    if PIECES > 0:
+        # 1. The row, in registers from here on, and its maximum. All pieces but the last are full.
+        a = _load(row, lane, 0, columns, PIECES == 1 and not FULL)
+        compared = _comparable(a, PIECES)
+        if PIECES > 1:
+            b = _load(row, lane, PIECE, columns, PIECES == 2 and not FULL)
+            compared = tl.maximum(compared, _comparable(b, PIECES))
+        if PIECES > 2:
+            c = _load(row, lane, 2 * PIECE, columns, PIECES == 3 and not FULL)
+            compared = tl.maximum(compared, _comparable(c, PIECES))
+        if PIECES > 3:
+            d = _load(row, lane, 3 * PIECE, columns, not FULL)
+            compared = tl.maximum(compared, _comparable(d, PIECES))
+        largest = tl.max(compared.to(tl.float32), 0)
+        if SMOOTHED:
+            added = _addend(a, lane, 0, columns, PIECES == 1 and not FULL)
+            if PIECES > 1:
+                added += _addend(b, lane, PIECE, columns, PIECES == 2 and not FULL)
+            if PIECES > 2:
+                added += _addend(c, lane, 2 * PIECE, columns, PIECES == 3 and not FULL)
+            if PIECES > 3:
+                added += _addend(d, lane, 3 * PIECE, columns, not FULL)
+            sum_of_logits = tl.sum(added, 0)
+        # 2. Exponentials: stored, and added up unrounded. By now every thread must have read the target's logit.
+        tl.debug_barrier()
+        exp = _replace(row, lane, 0, a, largest, columns, PIECES, PIECES == 1 and not FULL)
+        if PIECES > 1:
+            exp += _replace(row, lane, PIECE, b, largest, columns, PIECES, PIECES == 2 and not FULL)
+        if PIECES > 2:
+            exp += _replace(row, lane, 2 * PIECE, c, largest, columns, PIECES, PIECES == 3 and not FULL)
+        if PIECES > 3:
+            exp += _replace(row, lane, 3 * PIECE, d, largest, columns, PIECES, not FULL)
+        total = tl.sum(exp, 0)
+    else:
+        # The same with a row that is read twice: every lane keeps a maximum, then a sum, of its own.
+        largest_lane = tl.full((PIECE,), -float("inf"), tl.float32)
+        added = tl.zeros((PIECE,), tl.float32)
+        for start in range(0, columns, PIECE):
+            logit = _load(row, lane, start, columns, not FULL)
+            largest_lane = tl.maximum(largest_lane, logit.to(tl.float32))
+            if SMOOTHED:
+                added += _addend(logit, lane, start, columns, not FULL)
         largest = tl.max(largest_lane, 0)
-        shrink = tl.where(largest_lane == -float("inf"), 0.0, tl.exp(largest_lane - largest))
-        total = tl.sum(total_lane * shrink, 0)
-        picked = tl.sum(picked_lane, 0)
-        for start in range(0, columns, BLOCK):
-            here = start + lane
-            logit = tl.load(row + here, mask=here < columns, other=-float("inf")).to(tl.float32)
-            kept = tl.where(here == own, 0.0, tl.exp(logit - largest))
-            tl.store(row + here, kept.to(logits.dtype.element_ty), mask=here < columns)
-    tl.store(statistics + token, largest)
-    tl.store(statistics + tokens + token, total)
-    tl.store(statistics + 2 * tokens + token, picked * target_weight)
-    tl.store(target + token, own)
-    tl.store(target_logit + token, picked)
+        if SMOOTHED:
+            sum_of_logits = tl.sum(added, 0)
+        tl.debug_barrier()
+        total_lane = tl.zeros((PIECE,), tl.float32)
+        for start in range(0, columns, PIECE):
+            logit = _load(row, lane, start, columns, not FULL)
+            total_lane += _replace(row, lane, start, logit, largest, columns, PIECES, not FULL)
+        total = tl.sum(total_lane, 0)
+    # 3. The target's column after all others, whichever thread wrote it.
+    tl.debug_barrier()
+    tl.store(row + own, 0.0, mask=own >= 0)
+    linear = picked * target_weight
+    if SMOOTHED:
+        linear += sum_of_logits * logit_weight
+    tl.store(target + token, own.to(tl.int64))
+    # One store by four threads: as four stores they take three times as many instructions.
+    kind = tl.arange(0, 4)
+    value = tl.where(kind < 2, tl.where(kind == 0, largest, total), tl.where(kind == 2, linear, picked))
+    tl.store(statistics + (kind * tokens + token), value)
 
 
 def exponentiate_(
-    logits_nv: torch.Tensor, labels_n: torch.Tensor, first: int, target_weight: float
+    logits_nv: torch.Tensor, labels_n: torch.Tensor, first: int, target_weight: float, logit_weight: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Replace logits by E = exp(logit - row maximum), the target's column by zero; `Operations.exponentiate_`.
 
@@ -81,27 +215,50 @@ def exponentiate_(
         labels_n: global token ids, int64 [n].
         first: the token of column 0.
         target_weight: t, what the target's logit counts in the loss.
+        logit_weight: u, what every logit counts in the loss.
 
     Returns:
-        Statistics a, l and t z, fp32 [3, n]; the target's column, int64 [n], -1 where it belongs to another shard; z,
-        fp32 [n], 0 there.
+        Statistics a, l and t z plus u times the sum of the row, fp32 [3, n]; the target's column, int64 [n], -1 where
+        it belongs to another shard; z, fp32 [n], 0 there.
     """
-    tokens, columns = logits_nv.shape
+    launch = launch_for(logits_nv.shape[1], logits_nv.dtype)
+    return launch_exponentiate(launch, logits_nv, labels_n, first, target_weight, logit_weight)
+
+
+def launch_exponentiate(
+    launch: Launch,
+    logits_nv: torch.Tensor,
+    labels_n: torch.Tensor,
+    first: int,
+    target_weight: float,
+    logit_weight: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`exponentiate_` by a launch of one's own choice, which must suit the width."""
+    (tokens, columns), stride = logits_nv.shape, logits_nv.stride(0)
     assert logits_nv.stride(1) == 1 and columns
+    assert not launch.pieces or (launch.pieces - 1) * launch.piece < columns <= launch.pieces * launch.piece
     labels_n = labels_n.contiguous()
-    statistics_3n = torch.empty(3, tokens, dtype=torch.float32, device=logits_nv.device)
-    target_n, target_logit_n = torch.empty_like(labels_n), torch.empty_like(statistics_3n[0])
-    whole = columns <= LARGEST_ROW
-    block = triton.next_power_of_2(columns) if whole else 4096
+    statistics_4n = torch.empty(4, tokens, dtype=torch.float32, device=logits_nv.device)
+    target_n = torch.empty_like(labels_n)
+    unit = VECTOR if columns % VECTOR == 0 and stride % VECTOR == 0 else 1
+    options = {"launch_pdl": True} if launch.dependent else {}
+    if columns <= FULLY_OCCUPYING_ROW and unit > 1 and not logit_weight:
+        options["maxnreg"] = 32
     _exponentiate[(tokens,)](
-        logits_nv, logits_nv.stride(0), labels_n, first, target_weight, statistics_3n, target_n, target_logit_n,
-        tokens, columns,
-        BLOCK=block,
-        WHOLE_ROW=whole,
-        num_warps=min(max(block // (32 * LOGITS_A_THREAD), 4), 32),
+        logits_nv, stride // unit, labels_n, first, target_weight, logit_weight,
+        statistics_4n, target_n, tokens, columns // unit,
+        PIECES=launch.pieces,
+        PIECE=launch.piece,
+        FULL=columns % launch.piece == 0,
+        UNIT=unit,
+        SMOOTHED=logit_weight != 0,
+        REVERSE=launch.reverse,
+        DEPENDENT=launch.dependent,
+        num_warps=launch.warps,
         enable_fp_fusion=True,
+        **options,
     )  # fmt: skip
-    return statistics_3n, target_n, target_logit_n
+    return statistics_4n[:3], target_n, statistics_4n[3]
 
 
 @triton.jit(do_not_specialize=["shards", "tokens"])
