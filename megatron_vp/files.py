@@ -8,14 +8,13 @@ import secrets
 import shutil
 import signal
 import stat
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from megatron_vp.errors import UserError
+from megatron_vp.errors import UserError, say
 
 MIB = 2**20
 
@@ -129,7 +128,4 @@ def write_report(path: Path, text: str, what: str) -> None:
 def warn_once(line: str) -> None:
     """Print a line on standard error, with the rank if there is one; not again, and nothing where that fails."""
     rank = os.environ.get("RANK")
-    if sys.stderr is None:
-        return
-    with suppress(OSError):  # the disk that takes the logs may be the one that is full
-        print(line if rank is None else f"rank {rank}: {line}", file=sys.stderr, flush=True)
+    say(line if rank is None else f"rank {rank}: {line}")

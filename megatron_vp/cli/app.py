@@ -23,8 +23,8 @@ from megatron_vp.cli import (
     tables,
     trace,
 )
-from megatron_vp.cli.streams import checked_output, complain
-from megatron_vp.errors import UserError
+from megatron_vp.cli.streams import checked_output
+from megatron_vp.errors import UserError, say
 
 app = typer.Typer(
     name="megatron-vp",
@@ -75,10 +75,10 @@ def main(arguments: list[str] | None = None) -> None:
             status = status()
     except typer.TyperException as error:
         said = error.format_message().rstrip(".")
-        complain(f"megatron-vp: error: {said}{'' if said.endswith('?') else '; see --help'}")
+        say(f"megatron-vp: error: {said}{'' if said.endswith('?') else '; see --help'}")
         status = 2
     except UserError as error:
-        complain(f"megatron-vp: error: {error}")
+        say(f"megatron-vp: error: {error}")
         status = 2
     sys.exit(status if isinstance(status, int) else 0)
 

@@ -71,10 +71,3 @@ def _fill_gaps() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
-
-
-def complain(line: str) -> None:
-    """Print a line on standard error; nothing where that is closed or full."""
-    if sys.stderr is not None:
-        with suppress(OSError):
-            print(line, file=sys.stderr, flush=True)
