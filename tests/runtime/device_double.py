@@ -8,16 +8,21 @@ stream's clock has passed the other's stamp, whatever order the host issued them
 - every release of a storage, against its uses by streams other than the one it was allocated on, because the caching
   allocator hands the memory to that stream's next allocation at once;
 - every operation for which the host would wait for the device.
+
+With a `World` (`tests.runtime.world`) the devices of all ranks run at once, and a host may wait for its device.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from random import Random
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
@@ -28,13 +33,49 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_vp.vocab.derivative import Derivative
 
+if TYPE_CHECKING:
+    from tests.runtime.world import World
+
 Clock = dict[int, int]
 """By stream, how many of its operations are known to be over."""
 
 MAKES_ROOM = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 """Operations that allocate and launch nothing."""
+VARIANTS = 8
+"""Kernels of one operation: which of them runs depends on sizes, and in some operations on the data."""
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "is_nonzero"}
 """Operations whose result the host needs."""
+
+
+Meeting = tuple[object, int]
+"""A communicator, and how many ranks take part."""
+_THREAD = threading.local()
+"""`device`: the device of the rank that this thread plays."""
+
+
+class Cause(Enum):
+    """Why a host may wait until its device has done everything that was issued."""
+
+    ALLOCATION = "the allocator asks the driver for memory, or gives some back"
+    FIRST_USE = "a kernel is loaded when it is first used"
+    LAUNCH = "CUDA_LAUNCH_BLOCKING=1, a debugger"
+    TIMER = "a timer, a call of torch.cuda.synchronize"
+
+
+@contextmanager
+def stands_in_for_cuda() -> Iterator[None]:
+    """Streams and events are those of the device of the thread that makes them."""
+    stand_ins = {
+        "Stream": lambda priority=0: Stream(_THREAD.device, priority),
+        "Event": lambda blocking=False: Event(_THREAD.device, blocking),
+        "current_stream": lambda: _THREAD.device.current,
+        "current_device": lambda: 0,
+        "device": lambda index: nullcontext(),
+        "stream": lambda stream: _THREAD.device.on(stream),
+        "synchronize": lambda: _THREAD.device.drain(),
+    }
+    with mock.patch.multiple(torch.cuda, **stand_ins):
+        yield
 
 
 class Hazard(AssertionError):
@@ -86,13 +127,17 @@ class Event:
     def synchronize(self) -> None:
         if not self.blocking:
             raise Hazard("the host spins while it waits for an event")
+        if self.device.world is not None:
+            self.device.world.hold(self.device, self.clock)
         current = self.device.current
         self.device.behind.append(current.clock.get(current.number, 0) - self.clock.get(current.number, 0))
         _merge(self.device.host, self.clock)
 
     def query(self) -> bool:
         """Over or not: an event that nobody has waited for may be either."""
-        over = _passed(self.device.host, self.clock) or self.device.random.random() < 0.5
+        world = self.device.world
+        unknown = self.device.random.random() < 0.5 if world is None else world.over(self.device, self.clock)
+        over = passed(self.device.host, self.clock) or unknown
         if over:
             _merge(self.device.host, self.clock)
         return over
@@ -101,8 +146,9 @@ class Event:
 class Device(TorchDispatchMode):
     """One rank's GPU, with the host that drives it."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, world: World | None = None) -> None:
         super().__init__()
+        self.world = world
         self.streams: list[Stream] = []
         self.current = Stream(self)
         self.host: Clock = {}
@@ -111,23 +157,20 @@ class Device(TorchDispatchMode):
         self.random = Random(seed)
         self.may_wait = False
         self.blocks: dict[int, Block] = {}
+        self.loaded: set[tuple[str, int]] = set()
+        """Kernels that have been used."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Tensors are fake and on this device."""
-        stand_ins = {
-            "Stream": partial(Stream, self),
-            "Event": partial(Event, self),
-            "current_stream": lambda: self.current,
-            "current_device": lambda: 0,
-            "device": lambda index: nullcontext(),
-            "stream": self.on,
-            "synchronize": self._whole_device,
-        }
-        with ExitStack() as stack:
-            stack.enter_context(mock.patch.multiple(torch.cuda, **stand_ins))
-            stack.enter_context(FakeTensorMode())
-            stack.enter_context(self)
+        with stands_in_for_cuda(), self.here():
+            yield
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """`active` for this thread; inside `stands_in_for_cuda`."""
+        _THREAD.device = self
+        with FakeTensorMode(), self:
             yield
             self.sweep()
 
@@ -145,29 +188,55 @@ class Device(TorchDispatchMode):
         yield
         self.may_wait = outer
 
-    def kernel(self, name: str, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()) -> None:
-        """Launch something on the current stream."""
+    def kernel(
+        self,
+        name: str,
+        reads: Iterable[torch.Tensor] = (),
+        writes: Iterable[torch.Tensor] = (),
+        meeting: Meeting | None = None,
+    ) -> None:
+        """Launch something on the current stream; with `meeting` it ends when its peers have got there, too."""
         self.sweep()
+        variant = name, self.random.randrange(VARIANTS)
+        if variant not in self.loaded:
+            self.loaded.add(variant)
+            self.host_may_wait(Cause.FIRST_USE)
         stream = self.current
         _merge(stream.clock, self.host)
         reads, writes = ([self.block(tensor, name) for tensor in tensors] for tensors in (reads, writes))
         for block in (*reads, *writes):
-            if block.written is not None and not _passed(stream.clock, dict([block.written])):
+            if block.written is not None and not passed(stream.clock, dict([block.written])):
                 raise Hazard(f"{name} on stream {stream.number} may come before the write of {block.what}")
         for block in writes:
-            if not _passed(stream.clock, block.uses):
+            if not passed(stream.clock, block.uses):
                 raise Hazard(f"{name} on stream {stream.number} may overwrite {block.what} while it is read")
         stamp = stream.number, stream.clock.get(stream.number, 0) + 1
+        if self.world is not None:
+            self.world.issue(self, stream.number, dict(stream.clock), meeting)
         _merge(stream.clock, dict([stamp]))
         for block in (*reads, *writes):
             _merge(block.uses, dict([stamp]))
         for block in writes:
             block.written = stamp
+        self.host_may_wait(Cause.LAUNCH)
+
+    def host_may_wait(self, cause: Cause) -> None:
+        """Where a host may have to wait until its device has done all that was issued."""
+        if self.world is not None and self.world.waits(self, cause):
+            self.drain()
+
+    def drain(self) -> None:
+        """As torch.cuda.synchronize."""
+        if self.world is None:
+            raise Hazard("the host waits for the whole device")
+        issued = {stream.number: stream.clock.get(stream.number, 0) for stream in self.streams}
+        self.world.hold(self, issued)
+        _merge(self.host, issued)
 
     def read_by_host(self, tensor: torch.Tensor) -> None:
         """The host looks at pinned memory."""
         block = self.block(tensor, "host")
-        if block.written is not None and not _passed(self.host, dict([block.written])):
+        if block.written is not None and not passed(self.host, dict([block.written])):
             raise Hazard(f"the host reads {block.what} before it is written")
 
     def block(self, tensor: torch.Tensor, what: str) -> Block:
@@ -184,7 +253,7 @@ class Device(TorchDispatchMode):
                 del self.blocks[key]
                 known = dict(self.streams[block.stream].clock)
                 _merge(known, self.host)
-                if not _passed(known, block.uses):
+                if not passed(known, block.uses):
                     raise Hazard(f"{block.what} of stream {block.stream} is released while another stream uses it")
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -194,6 +263,8 @@ class Device(TorchDispatchMode):
             raise Hazard(f"the host waits for the device in {name}")
         given = _tensors([*named.values()])
         known = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in given}
+        if name in MAKES_ROOM:
+            self.host_may_wait(Cause.ALLOCATION)
         result = function(*args, **(kwargs or {}))
         new = [each for each in _tensors(result) if StorageWeakRef(each.untyped_storage()).cdata not in known]
         if name in MAKES_ROOM:
@@ -203,12 +274,11 @@ class Device(TorchDispatchMode):
             argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write
         ]
         changed = _tensors([named[argument] for argument in written if argument in named])
+        if new:
+            self.host_may_wait(Cause.ALLOCATION)
         if new or changed:  # else a view
             self.kernel(name, given, [*new, *changed])
         return result
-
-    def _whole_device(self) -> None:
-        raise Hazard("the host waits for the whole device")
 
 
 class Work:
@@ -246,15 +316,16 @@ class Messages:
         stream = self._streams[group]
         stream.wait_stream(self._device.current)
         with self._device.on(stream):
-            self._device.kernel(name, reads, writes)
+            self._device.kernel(name, reads, writes, (group, 2))
         return Work(self._device, stream)
 
 
 class Collectives:
     """A `Communicator`, and the collectives over tensor ranks: kernels on the current stream."""
 
-    def __init__(self, device: Device, rank: int) -> None:
-        self._launch = device.kernel
+    def __init__(self, device: Device, rank: int, ranks: int) -> None:
+        self._launch = partial(device.kernel, meeting=("vocabulary", ranks))
+        self._launch_over_tensor_ranks = device.kernel
         self._rank = rank
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
@@ -273,10 +344,11 @@ class Collectives:
 
     def over_tensor_ranks(self) -> SimpleNamespace:
         """Stands for torch.distributed in `megatron_vp.runtime.collectives`."""
+        launch = self._launch_over_tensor_ranks
         return SimpleNamespace(
-            all_reduce=lambda tensor, group: self._launch("all_reduce", [tensor], [tensor]),
-            all_gather_into_tensor=lambda gathered, own, group: self.all_gather(gathered, own),
-            reduce_scatter_tensor=lambda part, whole, group: self._launch("reduce_scatter", [whole], [part]),
+            all_reduce=lambda tensor, group: launch("all_reduce", [tensor], [tensor]),
+            all_gather_into_tensor=lambda gathered, own, group: launch("all_gather", [own], [gathered]),
+            reduce_scatter_tensor=lambda part, whole, group: launch("reduce_scatter", [whole], [part]),
         )
 
 
@@ -333,5 +405,6 @@ def _merge(clock: Clock, other: Clock) -> None:
         clock[stream] = max(count, clock.get(stream, 0))
 
 
-def _passed(clock: Clock, other: Clock) -> bool:
+def passed(clock: Clock, other: Clock) -> bool:
+    """Whether everything that `other` knows to be over is over for `clock`, too."""
     return all(clock.get(stream, 0) >= count for stream, count in other.items())

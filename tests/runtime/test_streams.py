@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from functools import lru_cache
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache, wraps
 from itertools import product
 from unittest import mock
 
@@ -16,7 +17,7 @@ from megatron_vp.runtime.collectives import VocabularyLayers
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.streams import CudaEvent, CudaStream
-from megatron_vp.schedule import Channel, Message, generate, lower
+from megatron_vp.schedule import Channel, Message, Program, generate, lower
 from megatron_vp.schedule.unfold import unfold
 from megatron_vp.vocab import embedding, output
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
@@ -24,17 +25,34 @@ from megatron_vp.vocab.loss import TokenLoss
 from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards
 from megatron_vp.vocab.statistics import GlobalStatistics
-from tests.runtime.device_double import Collectives, Device, Hazard, Kernels, Messages
+from tests.runtime.device_double import Cause, Collectives, Device, Hazard, Kernels, Messages, stands_in_for_cuda
+from tests.runtime.world import Hang, World
+from tests.schedule.early_receives import with_early_receives
 
 CUDA = torch.device("cuda", 0)
 SCHEDULES = ["1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "v-min"]
 VOCAB, HIDDEN, SEQUENCE, BATCH = 16, 4, 8, 2
+MAKE_TABLES = embedding._owner_tables.__wrapped__
+
+
+def timed(run_pass: Callable) -> Callable:
+    """A pass between Megatron's timers of level 2."""
+
+    @wraps(run_pass)
+    def between_timers(self: Model, *arguments: object) -> object:
+        self._device.host_may_wait(Cause.TIMER)
+        result = run_pass(self, *arguments)
+        self._device.host_may_wait(Cause.TIMER)
+        return result
+
+    return between_timers
 
 
 class Model:
     """The transformer part of one rank: a few kernels a pass, and what autograd would keep for the backward."""
 
-    def __init__(self, shapes: Shapes, stages: tuple[int, ...], last: int, gradients: bool) -> None:
+    def __init__(self, device: Device, shapes: Shapes, stages: tuple[int, ...], last: int, gradients: bool) -> None:
+        self._device = device
         self._shapes, self._gradients = shapes, gradients
         self._stages, self._last = stages, last
         self._main_grad = torch.zeros(HIDDEN, device=CUDA)
@@ -54,6 +72,7 @@ class Model:
     def receive_words(self, words_rh: torch.Tensor) -> None:
         self._leaves = [words_rh]
 
+    @timed
     @torch.no_grad()
     def forward(self, chunk: int, microbatch: int, input_sbh: torch.Tensor, labels_bs: None) -> torch.Tensor:
         stage = self._stages[chunk]
@@ -64,6 +83,7 @@ class Model:
     def release_output(self, output_sbh: torch.Tensor) -> None:
         output_sbh.data = output_sbh.new_empty(1)
 
+    @timed
     @torch.no_grad()
     def backward(self, chunk: int, microbatch: int, output: torch.Tensor, gradient_sbh: torch.Tensor) -> None:
         leaves, saved = self._saved.pop((chunk, microbatch))
@@ -75,6 +95,7 @@ class Model:
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
         self._main_grad += self._left_for_w.pop((chunk, microbatch)).sum((0, 1))
 
+    @timed
     def loss(self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor) -> torch.Tensor | None:
         return token_loss_bs * likeliest_bs if self._gradients else None
 
@@ -82,70 +103,114 @@ class Model:
         pass
 
 
-def iterations(
-    device: Device, name: str, method: str, ranks: int, rank: int, tensor_size: int = 1, heads: int = 1, parts: int = 1
-) -> None:
-    """Two of training and one of evaluation, on one rank whose peers are always ready."""
-    transfers = Collectives(device, rank)
-
-    def counts(exchange: RowExchange) -> tuple[int, ...]:
-        device.read_by_host(exchange._counts)
-        each = len(exchange.tokens_n) // (ranks * tensor_size)
-        rest = len(exchange.tokens_n) - each * ranks if tensor_size == 1 else 0
-        return (each + rest, *[each] * (ranks - 1))
-
-    make_tables = embedding._owner_tables.__wrapped__
-
-    @lru_cache
-    def tables(*arguments: object) -> tuple[torch.Tensor, ...]:
-        with device.outside_the_loop():  # once in the life of a job
-            return make_tables(*arguments)
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    """In the runtime, in the place of communication and kernels, those of the thread's `Rank`."""
+    make_counts = embedding.count_buffer
 
     def each_by_itself(*sizes: object) -> list[torch.Tensor]:
         return [row.clone() for row in make_counts(*sizes)]  # the device keeps account of whole storages
 
-    make_counts, kernels = embedding.count_buffer, Kernels(device)
     with ExitStack() as stack:
         for target, attribute, stand_in in (
             (pipeline, "pipeline_device", lambda: CUDA),
-            (links, "dist", Messages(device)),
-            (collectives, "dist", transfers.over_tensor_ranks()),
-            (output, "operations_for", lambda tensor: kernels),
-            (collectives, "operations_for", lambda tensor: kernels),
-            (embedding, "operations_for", lambda tensor: kernels),
-            (embedding, "_owner_tables", tables),
+            (links, "dist", Here("messages")),
+            (collectives, "dist", Here("over_tensor_ranks")),
+            (output, "operations_for", lambda tensor: _THREAD.rank.kernels),
+            (collectives, "operations_for", lambda tensor: _THREAD.rank.kernels),
+            (embedding, "operations_for", lambda tensor: _THREAD.rank.kernels),
+            (embedding, "_owner_tables", lambda *arguments: _THREAD.rank.tables(*arguments)),
             (collectives, "count_buffer", each_by_itself),
-            (RowExchange, "counts", property(counts)),
+            (RowExchange, "counts", property(lambda exchange: _THREAD.rank.counts(exchange))),
         ):
             stack.enter_context(mock.patch.object(target, attribute, stand_in))
-        stack.enter_context(device.active())
-        edges = {
-            (source, target, channel): (source, target, channel)
-            for source in range(ranks)
-            for target in range(ranks)
-            for channel in Channel
-        }
-        tensor = "the ranks of a stage" if tensor_size > 1 else None
-        groups = PipelineGroups(tuple(range(ranks)), rank, tensor_size, 0, transfers, tensor, edges)
-        runner = pipeline.Pipeline(groups)
-        shards = VocabShards(VOCAB, ranks * tensor_size)
-        weights = [torch.nn.Parameter(torch.zeros(shards.rows(0), HIDDEN, device=CUDA)) for _ in range(2)]
-        index = rank * tensor_size
-        layers = VocabularyLayers(EmbeddingLayer(weights[0], shards, index), OutputLayer(weights[1], shards, index))
-        whole = unfold(generate(name, ranks, ranks + 1, vocab=method))
-        for gradients in (True, False, True):
-            schedule = whole if gradients else whole.forward_only()
-            several = heads if gradients else 1
-            shapes = Shapes(SEQUENCE, BATCH, HIDDEN, torch.bfloat16, CUDA, heads=several, parts=parts)
-            for weight in weights:
-                weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-            stages = schedule.placement.stage_of[rank]
-            model = Model(shapes, stages, schedule.placement.stages - 1, gradients)
-            program = lower(schedule, looks_ahead=several > 1)[rank]
-            device.behind.clear()
-            runner.run(schedule, program, model, layers, shapes, gradients=gradients)
-            assert len(device.behind) == schedule.microbatches, "the host waits for nothing but tokens"
-            assert all(behind > 0 for behind in device.behind[2:]), "and never until the device has nothing to do"
+        yield
+
+
+_THREAD = threading.local()
+"""`rank`: the Rank that this thread plays."""
+
+
+class Here:
+    """An object of the thread's rank."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(getattr(_THREAD.rank, self._name), name)
+
+
+class Rank:
+    """What a rank's runtime uses in the place of communication and kernels."""
+
+    def __init__(self, device: Device, ranks: int, rank: int, tensor_size: int) -> None:
+        self.transfers = Collectives(device, rank, ranks)
+        self.over_tensor_ranks = self.transfers.over_tensor_ranks()
+        self.messages, self.kernels = Messages(device), Kernels(device)
+
+        @lru_cache
+        def tables(*arguments: object) -> tuple[torch.Tensor, ...]:
+            with device.outside_the_loop():  # once in the life of a job
+                return MAKE_TABLES(*arguments)
+
+        def counts(exchange: RowExchange) -> tuple[int, ...]:
+            device.read_by_host(exchange._counts)
+            each = len(exchange.tokens_n) // (ranks * tensor_size)
+            rest = len(exchange.tokens_n) - each * ranks if tensor_size == 1 else 0
+            return (each + rest, *[each] * (ranks - 1))
+
+        self.tables, self.counts = tables, counts
+
+
+def iterations(device: Device, name: str, method: str, ranks: int, rank: int, **sizes: int) -> None:
+    """`rank_iterations` of one rank whose peers are always ready."""
+    with stand_ins(), device.active():
+        rank_iterations(device, name, method, ranks, rank, **sizes)
+
+
+def rank_iterations(
+    device: Device,
+    name: str,
+    method: str,
+    ranks: int,
+    rank: int,
+    tensor_size: int = 1,
+    heads: int = 1,
+    parts: int = 1,
+    written: Callable[[tuple[Program, ...]], tuple[Program, ...]] = tuple,
+) -> None:
+    """Two iterations of training and one of evaluation; `written` may change their programs."""
+    here = _THREAD.rank = Rank(device, ranks, rank, tensor_size)
+    edges = {
+        (source, target, channel): (source, target, channel)
+        for source in range(ranks)
+        for target in range(ranks)
+        for channel in Channel
+    }
+    tensor = "the ranks of a stage" if tensor_size > 1 else None
+    groups = PipelineGroups(tuple(range(ranks)), rank, tensor_size, 0, here.transfers, tensor, edges)
+    runner = pipeline.Pipeline(groups)
+    shards = VocabShards(VOCAB, ranks * tensor_size)
+    weights = [torch.nn.Parameter(torch.zeros(shards.rows(0), HIDDEN, device=CUDA)) for _ in range(2)]
+    index = rank * tensor_size
+    layers = VocabularyLayers(EmbeddingLayer(weights[0], shards, index), OutputLayer(weights[1], shards, index))
+    whole = unfold(generate(name, ranks, ranks + 1, vocab=method))
+    for gradients in (True, False, True):
+        schedule = whole if gradients else whole.forward_only()
+        several = heads if gradients else 1
+        shapes = Shapes(SEQUENCE, BATCH, HIDDEN, torch.bfloat16, CUDA, heads=several, parts=parts)
+        for weight in weights:
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        stages = schedule.placement.stage_of[rank]
+        model = Model(device, shapes, stages, schedule.placement.stages - 1, gradients)
+        program = written(lower(schedule, looks_ahead=several > 1))[rank]
+        device.behind.clear()
+        runner.run(schedule, program, model, layers, shapes, gradients=gradients)
+        if device.world is not None:
+            continue
+        assert len(device.behind) == schedule.microbatches, "the host waits for nothing but tokens"
+        assert all(behind > 0 for behind in device.behind[2:]), "and never until the device has nothing to do"
 
 
 QUICK = {("1f1b", "vocab-1", 2), ("zb-h1", "vocab-2", 2), ("v-half", "vocab-1", 2), ("interlaced", "interlaced", 2)}
@@ -225,3 +290,40 @@ def test_a_broken_runtime_is_noticed(owner, name, broken, words):
     with mock.patch.object(owner, name, broken), pytest.raises(Hazard, match=words):
         for rank in range(2):
             iterations(Device(rank), "1f1b", "vocab-1", 2, rank)
+
+
+def together(
+    name: str, method: str, ranks: int, world: World, written: Callable[..., tuple[Program, ...]] = tuple
+) -> None:
+    """`rank_iterations` of all ranks, on devices that go on when their peers do."""
+
+    def rank_main(rank: int, device: Device) -> None:
+        with device.here():
+            rank_iterations(device, name, method, ranks, rank, written=written)
+
+    with stand_ins(), stands_in_for_cuda():
+        world.run(rank_main)
+
+
+@pytest.mark.parametrize(("name", "method", "ranks"), list(cases()))
+@pytest.mark.parametrize("cause", Cause, ids=lambda cause: cause.name)
+def test_hosts_may_wait_for_their_devices(cause, name, method, ranks):
+    world = World(ranks, frozenset([cause]))
+    together(name, method, ranks, world)
+    assert world.held > 10, "hosts found their devices busy"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_hosts_may_wait_here_and_there(seed):
+    together("v-half", "vocab-2", 3, World(3, frozenset(Cause), probability=0.02, seed=seed))
+
+
+@pytest.mark.parametrize(("name", "method", "ranks"), [("1f1b", "vocab-1", 2), ("v-half", "vocab-2", 3)])
+@pytest.mark.parametrize("cause", Cause, ids=lambda cause: cause.name)
+def test_with_early_receives_hosts_that_wait_hang(cause, name, method, ranks):
+    with pytest.raises(Hang, match="wait for their devices"):
+        together(name, method, ranks, World(ranks, frozenset([cause])), with_early_receives)
+
+
+def test_early_receives_end_where_no_host_waits():
+    together("v-half", "vocab-2", 3, World(3, frozenset()), with_early_receives)
