@@ -67,9 +67,10 @@ def tables(
 
             write(to_text(rows, setting), output)
         case Format.PNG:
+            from megatron_vp.cost.hardware import GIB
             from megatron_vp.cost.paper.curves import picture
 
-            write(picture(rows), output)
+            write(picture(rows) if setting is None else picture(rows, setting.hardware.memory / GIB), output)
 
 
 def _setting(hardware: str | None, fp8_recipe: str | None) -> Setting | None:

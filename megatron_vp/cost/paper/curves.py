@@ -11,8 +11,8 @@ from megatron_vp.cost.paper.tables import Row
 COLORS = {"baseline": "C7", "redis": "C1", "vocab-1": "C0", "vocab-2": "C2", "interlaced": "C3"}
 
 
-def picture(rows: Sequence[Row]) -> bytes:
-    """PNG: lines are predicted, crosses published; the dotted line is the memory of the device."""
+def picture(rows: Sequence[Row], memory: float = 80) -> bytes:
+    """PNG: lines are predicted, crosses published; the dotted line is the `memory` of the device in GiB."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -36,7 +36,7 @@ def picture(rows: Sequence[Row]) -> bytes:
             _panel(above, cells, "mfu")
             _panel(below, cells, "memory")
             above.set_title(f"table {table}: {setup[1]} GPUs, sequence {setup[2]}", fontsize=9)
-            below.axhline(80, color="k", linestyle=":", linewidth=1)
+            below.axhline(memory, color="k", linestyle=":", linewidth=1)
         axes[2 * row][0].set_ylabel("MFU, percent")
         axes[2 * row + 1][0].set_ylabel("peak memory, GiB")
         axes[2 * row][0].legend(fontsize=7)
