@@ -106,7 +106,7 @@ class Job:
     wide_gradients: accumulated in fp32, as Megatron does for bf16; otherwise in the model's dtype and widened by the
     optimizer step. element_bytes: of parameters and activations. fp8: recipe of the transformer layers' products, but
     for `bf16_at_start` layers at the start of the model and `bf16_at_end` at its end. cross_entropy: of whole output
-    layers; split ones have their own.
+    layers; split ones have their own. exact_shards: vocabulary shards as the authors cut them, unrounded.
     Raises UserError for sizes that do not fit each other.
     """
 
@@ -128,6 +128,7 @@ class Job:
     bf16_at_start: int = 0
     bf16_at_end: int = 0
     cross_entropy: CrossEntropy = CrossEntropy.EAGER
+    exact_shards: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sequence", "micro_batch", "microbatches", "pipeline", "tensor", "context", "data", "expert"):
@@ -164,7 +165,8 @@ class Job:
     @property
     def shard_rows(self) -> int:
         """Vocabulary rows of a rank where both vocabulary layers are split over pipeline and tensor ranks."""
-        return rows_per_shard(self.model.vocab, self.pipeline * self.tensor)
+        shards = self.pipeline * self.tensor
+        return -(-self.model.vocab // shards) if self.exact_shards else rows_per_shard(self.model.vocab, shards)
 
     @property
     def shard_imbalance(self) -> float:

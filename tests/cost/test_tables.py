@@ -9,6 +9,7 @@ import pytest
 
 from megatron_vp.cli.app import main
 from megatron_vp.cost.constants import ERROR_BAND, FITTED
+from megatron_vp.cost.hardware import HARDWARE
 from megatron_vp.cost.paper import calibration, runs
 from megatron_vp.cost.paper.calibration import (
     PathTime,
@@ -20,11 +21,12 @@ from megatron_vp.cost.paper.calibration import (
 )
 from megatron_vp.cost.paper.curves import picture
 from megatron_vp.cost.paper.published import Cell, Measurement, jobs, known_cells, read_cells
-from megatron_vp.cost.paper.runs import CellPrediction, plan_of, predict_cell, predict_cells
+from megatron_vp.cost.paper.runs import CellPrediction, Setting, plan_of, predict_cell, predict_cells
 from megatron_vp.cost.paper.tables import COLUMNS, errors, make_rows, other_layout_rows, to_csv
 from megatron_vp.cost.paper.tables_text import to_text
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
+from megatron_vp.vocab.shards import VocabShards
 
 HEADER = "table,gpus,seq_length,method,vocab_k,mfu_percent,peak_memory_gb\n"
 
@@ -166,6 +168,12 @@ def test_a_fit_bounds_every_error_and_keeps_what_a_step_does_not_improve(monkeyp
     monkeypatch.setattr(calibration, "factor_errors", lambda _: [])
     assert calibration._residuals(FITTED, [], {})[:2] == [-calibration.WORST, calibration.WORST]
     assert calibration._least_squares(lambda tried: [1.0 if tried == FITTED else 5.0], FITTED) == FITTED
+
+
+def test_the_papers_shards_are_not_rounded_and_this_projects_are_its_own():
+    for cell, job in jobs().items():
+        assert job.shard_rows == -(-1000 * cell.vocab_k // cell.gpus)
+        assert Setting(HARDWARE["h100"]).job(cell).shard_rows == VocabShards(1000 * cell.vocab_k, cell.gpus).rows(0)
 
 
 def test_methods_run_what_the_paper_ran():

@@ -70,8 +70,8 @@ def _job(row: dict[str, str], sequence: int, vocab: int) -> Job:
         vocab=vocab,
         dropout=True,
     )
-    micro_batch, microbatches = int(row["micro_batch_size"]), int(row["num_microbatches"])
-    return Job(model, sequence, micro_batch, microbatches, pipeline=int(row["gpus"]), wide_gradients=False)
+    sizes = {"micro_batch": int(row["micro_batch_size"]), "microbatches": int(row["num_microbatches"])}
+    return Job(model, sequence, **sizes, pipeline=int(row["gpus"]), wide_gradients=False, exact_shards=True)
 
 
 def known_cells() -> dict[Cell, Measurement]:

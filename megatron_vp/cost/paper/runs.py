@@ -48,7 +48,7 @@ class Setting:
 
     def job(self, cell: Cell) -> Job:
         """The job of a cell. Raises UserError where the hardware has not that recipe."""
-        job = replace(jobs()[cell], wide_gradients=True, fp8=self.fp8)
+        job = replace(jobs()[cell], wide_gradients=True, exact_shards=False, fp8=self.fp8)
         refuse_fp8(job, self.hardware)
         return job
 
