@@ -1,12 +1,33 @@
 #!/usr/bin/env bash
 # setup_transformer_engine.sh [VERSION...]: unpacks the Python of Transformer Engine (a wheel of 1 MB, without what it
 # compiles) into .transformer-engine-VERSION, for tests that run its layers on the CPU. Nothing is installed: Megatron
-# would find it. Without a VERSION it is the one that the tests run by default.
+# would find it. Without a VERSION it is those that the tests run by default.
+#
+# setup_transformer_engine.sh --build [VERSION]: compiles and installs it into .venv for GPUs, against the PyTorch that is
+# installed there. Needs nvcc and the headers of cuDNN and NCCL. Without a VERSION it is the one that Megatron is tested
+# with.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-if [[ $# -eq 0 ]]; then set -- 2.20.2; fi
 
 say() { printf 'setup: %s\n' "$*" >&2; }
+
+if [[ ${1:-} == --build ]]; then
+    if ! command -v nvcc >/dev/null && [[ ! -x ${CUDA_HOME:-/usr/local/cuda}/bin/nvcc ]]; then
+        say "Transformer Engine is compiled here, and nvcc is not found: install the CUDA toolkit or set CUDA_HOME"
+        exit 2
+    fi
+    scripts/setup_env.sh
+    cuda=$(.venv/bin/python -c 'import torch; print((torch.version.cuda or "").partition(".")[0])')
+    if [[ -z $cuda ]]; then
+        say "the PyTorch in .venv is built without CUDA: install one that has it"
+        exit 2
+    fi
+    .venv/bin/python -m pip install --disable-pip-version-check ninja pybind11 setuptools wheel
+    # An isolated build would compile against the newest PyTorch instead of the installed one.
+    exec .venv/bin/python -m pip install --disable-pip-version-check --no-build-isolation \
+        "transformer-engine[pytorch,core_cu$cuda]==${2:-2.17.1}"
+fi
+if [[ $# -eq 0 ]]; then set -- 2.20.2 2.17.1; fi
 
 scripts/setup_env.sh
 for version in "$@"; do

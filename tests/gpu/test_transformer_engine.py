@@ -15,7 +15,7 @@ import torch
 
 from tests.harness import ranks
 from tests.harness.training import Run, _merge, tiny_model, train_case
-from tests.mcore import engine, engine_kernels
+from tests.mcore import engine
 from tests.mcore.comparison import assert_as_close, assert_equal
 
 VERSION = "2.20.2"
@@ -35,8 +35,6 @@ def shared_device(rank: int, world: int, device: str, arguments: list[str], fuse
             around.enter_context(engine.on_cpu(VERSION, fused))
         else:
             os.environ["LOCAL_RANK"] = "0"
-            # Without Apex Megatron fuses nowhere, not even in Transformer Engine's layers, which do not need it.
-            sys.modules["fused_weight_gradient_mlp_cuda"] = engine_kernels.apex_module()
         from tests.gpu.staged import ranks_share  # of the plug-in that was imported last
 
         around.enter_context(ranks_share(torch.device(device, 0) if device == "cuda" else torch.device(device)))

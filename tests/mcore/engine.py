@@ -119,6 +119,11 @@ def imported(version: str, apex: bool = True) -> Iterator[None]:
             common = importlib.import_module("transformer_engine.common")
         common.load_framework_extension = lambda framework: None
         importlib.import_module("transformer_engine.pytorch")
+        # Recomputation puts the device's random numbers back; here they are the CPU's.
+        distributed = importlib.import_module("transformer_engine.pytorch.distributed")
+        generator = torch.default_generator
+        distributed._get_cuda_rng_state = lambda *_, **__: generator.get_state()
+        distributed._set_cuda_rng_state = lambda state, *_, **__: generator.set_state(state)
         assert importlib.import_module("transformer_engine").__version__ == version
         yield
 

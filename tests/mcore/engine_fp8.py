@@ -40,12 +40,10 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Any
     Under delayed scaling the scale is the quantizer's, which remembers the largest magnitude. Under current scaling
     the largest magnitude becomes the format's.
     """
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
-
     kind = _FORMATS[int(quantizer.dtype)]
     largest = torch.finfo(kind).max
     values = tensor.detach().float()
-    amax = values.abs().max().reshape(1)
+    amax = (values.abs().max() if values.numel() else torch.tensor(0.0)).reshape(1)
     if type(quantizer).__name__ == "Float8Quantizer":
         quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
         scale = quantizer.scale.reshape(1).clone()
@@ -60,9 +58,41 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Any
         output._data, output._transpose, output._transpose_invalid = rows, columns, columns is None
         output._scale_inv.copy_(scale.reciprocal())
         return output
+    return _made(quantizer, list(tensor.shape), tensor.dtype, rows, columns, scale.reciprocal())
+
+
+def create_empty_quantized_tensor(
+    quantizer: Any, shape: list[int], dtype: torch.dtype, device: object, pin_memory: bool
+) -> Any:
+    """A quantised tensor whose values are yet to come."""
+    data = torch.zeros(shape, dtype=torch.uint8)
+    columns = fp8_transpose(data, quantizer.dtype) if quantizer.columnwise_usage else None
+    return _made(quantizer, shape, dtype, data if quantizer.rowwise_usage else None, columns, torch.ones(1))
+
+
+def split_quantize(tensor: torch.Tensor, sizes: list[int], quantizers: list[Any], **_: object) -> list[Any]:
+    """Rows of a tensor, an expert's each, every part by its own quantizer."""
+    return [quantize(part, quantizer) for part, quantizer in zip(tensor.split(sizes), quantizers, strict=True)]
+
+
+def fused_multi_row_padding(rows: torch.Tensor, out: torch.Tensor, sizes: list[int], padded: list[int]) -> None:
+    """Every expert's rows with zeros behind them, up to a number that the format's products take."""
+    for part, place in zip(rows.split(sizes), out.split(padded), strict=True):
+        place.zero_()[: len(part)] = part
+
+
+def fused_multi_row_unpadding(rows: torch.Tensor, out: torch.Tensor, padded: list[int], sizes: list[int]) -> None:
+    """Every expert's rows without the zeros."""
+    for part, place in zip(rows.split(padded), out.split(sizes), strict=True):
+        place.copy_(part[: len(place)])
+
+
+def _made(quantizer: Any, shape: list[int], dtype: torch.dtype, rows: Any, columns: Any, scale_inv: Any) -> Any:
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+
     parts = {
         "data": rows,
-        "fp8_scale_inv": scale.reciprocal(),
+        "fp8_scale_inv": scale_inv,
         "fp8_dtype": quantizer.dtype,
         "data_transpose": columns,
         "quantizer": quantizer,
@@ -70,8 +100,8 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Any
     if quantizer.internal:
         storage = _storage()
         nominal = "fake_dtype" in inspect.signature(storage.__new__).parameters
-        return storage(**parts, **({"fake_dtype": tensor.dtype} if nominal else {}))
-    return Float8Tensor(shape=tensor.shape, dtype=tensor.dtype, requires_grad=False, **parts)
+        return storage(**parts, **({"fake_dtype": dtype} if nominal else {}))
+    return Float8Tensor(shape=shape, dtype=dtype, requires_grad=False, **parts)
 
 
 def _storage() -> type:
@@ -102,4 +132,7 @@ def fp8_transpose(data: torch.Tensor, dtype: Any, *, out: torch.Tensor | None = 
     return turned if out is None or out.shape != turned.shape else out.copy_(turned)
 
 
-FUNCTIONS = (quantize, bgrad_quantize, fp8_transpose)
+FUNCTIONS = (
+    *(quantize, bgrad_quantize, fp8_transpose, create_empty_quantized_tensor, split_quantize),
+    *(fused_multi_row_padding, fused_multi_row_unpadding),
+)

@@ -132,13 +132,23 @@ PROOFS = (
     Proof(
         "Transformer Engine's layers under `1f1b`, `zb-h1`, `zb-v`, `v-half` and `v-min`, and their checkpoints "
         "moved to plain Megatron and back, PyTorch in the place of what it compiles "
-        "([how](gpu.md#split-backward-through-transformer-engine))",
+        "([how](transformer_engine.md#evidence))",
         "mcore/test_transformer_engine.py::test_every_step_equals_plain_megatron_with_the_same_layers",
     ),
     Proof(
         "experts in Transformer Engine's layers under the same schedules, in turn and in one call "
         "(`--moe-grouped-gemm`): biases, shared experts, experts without tokens, expert parallelism by all-to-all",
         "mcore/test_engine_experts.py::test_every_step_equals_plain_megatron_with_the_same_experts",
+    ),
+    Proof(
+        "Transformer Engine's and local layers, each with and without Apex, fused and unfused accumulation of weight "
+        "gradients",
+        "mcore/test_engine_combinations.py::test_every_combination_trains_as_plain_megatron",
+    ),
+    Proof(
+        "the layers in fp8 (`--fp8-recipe tensorwise`, `delayed`), evaluations in between: the losses of plain "
+        "Megatron bit for bit without vocabulary passes",
+        "mcore/test_engine_fp8.py::test_without_vocabulary_passes_every_bit_is_plain_megatrons",
     ),
     Proof("`--pipeline-trace`, `--rank-report`", "mcore/test_trace.py::test_the_command_reads_what_training_recorded"),
 )
@@ -147,6 +157,7 @@ NOT_YET = (
     "CUDA, NCCL, several nodes",
     "what Transformer Engine compiles; the Mamba, gated delta net and latent attention layers of hybrid models",
     "Transformer Engine's attention under `--context-parallel-size`",
+    "the formats of `--fp8-recipe blockwise` and `mxfp8`, which keep no state between passes",
     "the flex token dispatcher: DeepEP, HybridEP and NCCL EP move tokens by kernels of their own, which need a device",
 )
 """Neither tested nor refused."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import weakref
 from queue import Queue
 from types import SimpleNamespace
 from unittest import mock
@@ -19,6 +20,8 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import DelayedWeightGradient, leave_out_hooks, take_delayed
 from megatron_vp.mcore.training import driver
 from megatron_vp.mcore.training.capture import Capture
+from megatron_vp.mcore.training.schedule import late_weights
+from megatron_vp.schedule.passes import Pass
 
 
 def test_transformer_engine_has_what_pass_w_relies_on():
@@ -127,6 +130,55 @@ def test_what_only_the_input_gradient_needed_of_a_quantised_operand_is_freed():
     experts = [_Quantised(), _Quantised()]
     take_delayed([_queue(_in_group([torch.zeros(1)], True, torch.float32), experts, experts, [])], w_is_late=False)
     assert all(each.kept == {"columnwise"} for each in experts)
+
+
+def _gathering() -> SimpleNamespace:
+    """A column-parallel layer under sequence parallelism, of which two tensor ranks hold half of the sequence each."""
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    layer = SimpleNamespace(sequence_parallel=True, parallel_mode="column", tp_group=group, use_bias=False)
+    layer.weight = torch.nn.Parameter(torch.zeros(1))
+    return layer
+
+
+def test_a_gathered_input_is_kept_in_parts_where_w_is_late():
+    whole = torch.arange(8.0).reshape(4, 2)
+    (near,) = take_delayed([_queue(_gathering(), whole, whole)], w_is_late=False)
+    assert near.operands[0] is whole and near.sequence_group is None
+    layer = _gathering()
+    (late,) = take_delayed([_queue(layer, whole, whole)], w_is_late=True)
+    assert late.operands[0].tolist() == whole[2:].tolist() and late.sequence_group is layer.tp_group
+    assert late.operands[0].untyped_storage().nbytes() == whole.untyped_storage().nbytes() / 2
+    assert late.operands[1] is whole
+    layer.parallel_mode = "row"  # whose input is this rank's own
+    assert take_delayed([_queue(layer, whole, whole)], w_is_late=True)[0].operands[0] is whole
+
+
+def test_w_is_late_where_another_pass_runs_between():
+    order = [*("F0", "F1", "B0", "W0", "B1", "S1", "T1", "W1"), *("F2", "B2", "F3", "W2", "B3", "W3")]
+    passes = tuple(map(Pass.parse, order))
+    schedule = SimpleNamespace(ranks=((), passes))
+    assert late_weights(schedule, 1) == {(0, 2)}
+
+
+class _Freed:
+    """Pending gradients that say which of them still hold their operands when one is computed."""
+
+    def __init__(self, alive: weakref.WeakSet, seen: list[int]):
+        self.parameters, self._alive, self._seen = (), alive, seen
+        alive.add(self)
+
+    def accumulate(self):
+        self._seen.append(len(self._alive))
+
+
+def test_w_frees_what_a_layer_has_used_before_the_next(monkeypatch):
+    alive, seen = weakref.WeakSet(), []
+    part = SimpleNamespace(before_weight_gradient=lambda _: None, after_weight_gradient=lambda _: None)
+    model = driver.MegatronModel.__new__(driver.MegatronModel)
+    model._chunks = [part]
+    model._pending_weights = {(0, 0): [_Freed(alive, seen) for _ in range(3)]}
+    model.weight_gradient(0, 0)
+    assert seen == [3, 2, 1]
 
 
 def test_a_layer_with_two_weights_is_refused_by_name():

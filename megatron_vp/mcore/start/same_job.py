@@ -19,6 +19,7 @@ from megatron.training import get_args
 import megatron_vp
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.patches import Patch, installed_version
+from megatron_vp.mcore.platform.installed import installed
 
 _OF_A_RANK = {"rank", "local_rank", "node_rank"}
 # Other texts are paths, which nodes may have in different places.
@@ -44,9 +45,11 @@ def facts(arguments: dict[str, Any]) -> dict[str, str]:
         "megatron_vp": megatron_vp.__version__,
         "megatron-core": installed_version(),
         "torch": torch.__version__,
+        "Transformer Engine": installed().engine,
     }
+    parts = {f"who computes the {part}": who for part, who in arguments.get("_parts", {}).items()}
     versions = {f"the version of {package}": str(found) for package, found in packages.items()}
-    return alike | versions | {"the code of megatron_vp": code(Path(megatron_vp.__file__).parent)}
+    return alike | parts | versions | {"the code of megatron_vp": code(Path(megatron_vp.__file__).parent)}
 
 
 def code(package: Path) -> str:
