@@ -33,4 +33,9 @@ def files_and_flags(words: Sequence[str] | None, overlays: Sequence[Path] | None
 
 def arguments(files: Sequence[Path], flags: Sequence[str]) -> list[str]:
     """The same as the arguments of a training script."""
-    return [*(word for file in files for word in ("--config", str(file))), *flags]
+    return [*(word for file in files for word in ("--config", spelled(file))), *flags]
+
+
+def spelled(file: Path) -> str:
+    """A file as an argument that is not taken for an option."""
+    return f"./{file}" if str(file).startswith("-") else str(file)

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, arguments, files_and_flags
+from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, arguments, files_and_flags, spelled
 from megatron_vp.errors import UserError
 
 BATCH_SCRIPT = Path("scripts/slurm/pretrain.sbatch")
@@ -67,7 +67,7 @@ def sbatch(
     export += "" if before else f",{python}"
     command = [*before, "sbatch", f"--nodes={nodes}", resources, f"--job-name={files[0].stem}", export]
     command += [f"--{option.lstrip('-')}" for option in slurm or ()]
-    command += [str(BATCH_SCRIPT), str(files[0]), *arguments(files[1:], flags)]
+    command += [str(BATCH_SCRIPT), spelled(files[0]), *arguments(files[1:], flags)]
     typer.echo(f"{nodes} nodes x {per_node}; " + "\n".join(describe_job(args, ranks)))
     typer.echo(shlex.join(command))
     if dry_run:

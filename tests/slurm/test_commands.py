@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_vp.cli.app import main
+from megatron_vp.errors import UserError
 from megatron_vp.mcore import patches
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.start import preflight
@@ -59,6 +60,17 @@ def test_a_python_with_a_comma_in_its_path_reaches_the_job_whole(said, monkeypat
     _, _, command, received, words = printed.splitlines()
     assert status == 0 and received == str(python) and "--export=ALL scripts/slurm" in words
     assert shlex.split(command)[:3] == ["env", f"MEGATRON_VP_PYTHON={python}", "sbatch"]
+
+
+def test_a_file_whose_name_begins_with_a_dash(said, tmp_path, monkeypatch):
+    (tmp_path / "-x.yaml").write_text(f"base: {LLAMA[0]}")
+    (tmp_path / "configs").symlink_to(Path(__file__).parents[2] / "configs")
+    (tmp_path / "scripts").symlink_to(Path(__file__).parents[2] / "scripts")
+    monkeypatch.chdir(tmp_path)
+    status, printed, errors = said("sbatch", "--config", "-x.yaml", *LLAMA[1:], "--nodes", "1", "--dry-run")
+    assert status == 0 and "scripts/slurm/pretrain.sbatch ./-x.yaml --config" in printed, errors
+    with pytest.raises(UserError, match=r"expected one argument; a file whose name .* is given as \./-NAME"):
+        preflight.check_job(["--config", "-x.yaml"], 8)
 
 
 def test_the_smallest_job_is_one_replica(said):

@@ -50,7 +50,9 @@ class _Parser(argparse.ArgumentParser):
     """Megatron's parser with the configuration file and the platform's flags put before the command line's flags."""
 
     def error(self, message: str) -> Any:
-        raise UserError(f"{message}; `--help` lists all options")
+        dash = message == "argument --config: expected one argument"
+        hint = "a file whose name begins with a dash is given as ./-NAME" if dash else "`--help` lists all options"
+        raise UserError(f"{message}; {hint}")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
         given = list(sys.argv[1:] if args is None else args)

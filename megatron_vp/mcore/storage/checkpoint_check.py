@@ -91,8 +91,8 @@ def _folder(args: argparse.Namespace) -> Path | None:
     said = read_text(tracker, "the name of the last checkpoint", MIB, errors="replace").strip()
     if said == "release":
         return load / said
-    if not said.isdecimal():
-        raise UserError(f"{tracker} is corrupt: it holds {said!r} and not an iteration; {_others(load / 'iter')}")
+    if not (said.isdecimal() and len(said) < 20):
+        raise UserError(f"{tracker} is corrupt: it holds {said[:80]!r} and not an iteration; {_others(load / 'iter')}")
     return load / f"iter_{int(said):07d}"
 
 
