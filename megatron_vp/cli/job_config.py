@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -232,8 +232,6 @@ def read_job_config(paths: Sequence[Path], flags: Sequence[str]) -> JobConfig:
 def _refuse_unusable(value: Any, given: str) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{given} {value} is not a finite number")
-    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        raise UserError(f"{given} is a list of settings; write a section as 'name: value' lines without dashes")
 
 
 def _refuse_misspelt(name: str, given: str) -> None:

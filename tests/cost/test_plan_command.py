@@ -313,7 +313,7 @@ def test_a_section_that_is_a_list_is_one_line(small):
     small.write_text(SMALL + "optimizer:\n  - lr: 1\n")
     for command in ("plan", "simulate"):
         error = run(command, small).exception
-        assert isinstance(error, UserError) and "'optimizer' in the top level is a list of settings" in str(error)
+        assert isinstance(error, UserError) and "section 'optimizer' is a list" in str(error)
         assert "\n" not in str(error)
 
 
