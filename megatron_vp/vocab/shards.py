@@ -12,9 +12,9 @@ from megatron_vp.shards import rows_per_shard
 class VocabShards:
     """A vocabulary of `vocab_size` rows cut into `count` contiguous shards.
 
-    Every shard holds ceil(vocab_size / count) rows but for the last ones, which may be shorter or empty: the padded
-    size stays the one that plain Megatron uses, because padding rows take part in the softmax and another padding
-    would be another loss.
+    Every shard holds an equal part of the rows, rounded up by `rows_per_shard`, but for the last ones, which are
+    shorter or empty. The padded size stays the one that plain Megatron uses, because padding rows take part in the
+    softmax and another padding would be another loss.
 
     Raises:
         UserError: a size that is not positive.

@@ -19,7 +19,7 @@ from megatron_vp.cost.memory import (
 from megatron_vp.cost.shapes import CrossEntropy, Job, ModelShape
 from megatron_vp.schedule import generate
 
-HIDDEN, ROWS = 64, 1000
+HIDDEN, ROWS = 64, 1008
 MODEL = ModelShape(layers=4, hidden=HIDDEN, heads=4, ffn=4 * HIDDEN, vocab=ROWS)
 JOB = Job(MODEL, sequence=32, micro_batch=1, microbatches=3, pipeline=2)
 LAYER = 12 * HIDDEN**2 + 4 * HIDDEN

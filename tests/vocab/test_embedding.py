@@ -71,13 +71,40 @@ def test_exchanges_of_an_iteration_share_one_buffer_of_counts():
 
 
 def test_shards_cover_every_row_once_and_know_their_rows():
-    for vocab in range(1, 40):
+    for vocab in [*range(1, 40), 2047, 9000, 50257]:
         for count in range(1, 9):
             shards = VocabShards(vocab, count)
             rows = [shards.rows(index) for index in range(count)]
             assert _planned(torch.arange(vocab), shards).counts == tuple(rows)
             assert [shards.start(index) for index in range(count)] == [sum(rows[:index]) for index in range(count)]
             assert shards.start(count) == vocab
+
+
+# Vocabularies as Megatron pads them, over numbers of ranks that are no powers of two, or do not divide them.
+@pytest.mark.parametrize(
+    ("vocab", "count", "rows"),
+    [
+        (151936, 16, 9536),
+        (151936, 32, 4800),
+        (256000, 24, 10688),
+        (262144, 12, 21888),
+        (129280, 6, 21568),
+        (32000, 32, 1000),
+        (50304, 1, 50304),
+    ],
+)
+def test_shards_are_of_widths_that_vector_loads_and_gemms_like(vocab, count, rows):
+    shards = VocabShards(vocab, count)
+    assert shards.rows_per_shard == rows and not rows % (64 if rows >= 1024 else 8)
+    assert all(shards.rows(index) % 8 == 0 for index in range(count))
+    assert rows - vocab / count < (64 if rows >= 1024 else 8)
+    assert sum(shards.rows(index) for index in range(count)) == vocab
+
+
+def test_the_unit_changes_where_a_shard_has_a_thousand_rows():
+    for even in range(1, 5000, 7):
+        rows = VocabShards(8 * even, 8).rows_per_shard
+        assert 0 <= rows - even < (64 if even >= 1024 else 8) and rows % (64 if even >= 1024 else 8) == 0
 
 
 def test_a_token_outside_the_vocabulary_is_refused():
