@@ -252,11 +252,11 @@ def test_killed_and_stopped_runs_go_on_with_the_same_losses(cluster, undisturbed
     def reached(iteration: int, attempt: int) -> bool:
         return any(f"iteration {iteration:8d}/" in log for log in logs(cluster, job, attempt))
 
-    cluster.until(lambda: reached(45, attempt=0), 300, "iteration 45", job)
+    cluster.until(lambda: reached(45, attempt=0), 600, "iteration 45", job)
     cluster.run("kill", "-KILL", _rank_process(cluster, job, rank=2))
-    cluster.until(lambda: reached(50, attempt=1), 300, "iteration 50", job)
+    cluster.until(lambda: reached(50, attempt=1), 600, "iteration 50", job)
     cluster.run("scancel", "--signal=USR1", "--batch", job)
-    state = cluster.wait(job, 300)
+    state = cluster.wait(job, 600)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "2"), cluster.output(job)
     starts = re.findall(r"(?:starts at|goes on from) iteration (\d+)", cluster.output(job))
     assert starts[:2] == ["0", "40"]
@@ -270,10 +270,10 @@ def test_a_run_whose_disk_fills_up_goes_on_with_the_same_losses_when_there_is_ro
         filler = fill(disk, leave=5 * 2**20)  # three checkpoints
         folders = ("--save=small/checkpoints", "--load=small/checkpoints", "--tensorboard-dir=full/tensorboard")
         job = cluster.submit(PRETRAIN, *TRAINS, *folders, "--save-interval=20")
-        cluster.until(lambda: cluster.state(job)["Restarts"] == "1", 300, "the second attempt", job)
+        cluster.until(lambda: cluster.state(job)["Restarts"] == "1", 600, "the second attempt", job)
         last = int((disk / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
         filler.unlink()
-        state = cluster.wait(job, 300)
+        state = cluster.wait(job, 600)
         assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
     assert 20 <= last < 100 and any("No space left on device" in log for log in logs(cluster, job))
     starts = re.findall(r"(?:starts at|goes on from) iteration (\d+)", cluster.output(job))
