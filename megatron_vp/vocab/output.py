@@ -88,12 +88,12 @@ class OutputLayer(nn.Module):
         else:
             exp_nv = logits_nv = x_nh @ self.weight.t()
         if self.weight.shape[0]:
-            first, weights = (
-                self.shards.start(self.index),
-                (loss.target_weight(vocab_size), loss.logit_weight(vocab_size)),
+            weights = [loss.target_weight(vocab_size)]
+            if loss.label_smoothing:
+                weights.append(loss.logit_weight(vocab_size))
+            statistics_3n, target_n, target_logit_n = operations_for(logits_nv).exponentiate_(
+                logits_nv, labels_n, self.shards.start(self.index), *weights
             )
-            operations = operations_for(logits_nv)
-            statistics_3n, target_n, target_logit_n = operations.exponentiate_(logits_nv, labels_n, first, *weights)
         else:
             statistics_3n, target_n, target_logit_n = _of_no_rows(logits_nv, labels_n)
         return PendingOutput(x_nh, exp_nv, statistics_3n, target_n, target_logit_n, loss, vocab_size)
@@ -114,7 +114,8 @@ class OutputLayer(nn.Module):
         """Turn E W into this shard's part of dX / g, [n, h] in the model's dtype, in place, once C1 is known."""
         if self.weight.shape[0]:
             derivative, operations = pending.derivative(total), operations_for(unscaled_nh)
-            operations.rescale_(unscaled_nh, self.weight, derivative, pending.weight_sum_h)
+            smoothing = () if pending.weight_sum_h is None else (pending.weight_sum_h,)
+            operations.rescale_(unscaled_nh, self.weight, derivative, *smoothing)
         return unscaled_nh
 
     @torch.no_grad()

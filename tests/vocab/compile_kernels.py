@@ -1,20 +1,25 @@
-"""Compile every kernel as our wrappers launch it, for GPUs that are not there: dtypes, specialisations, block sizes.
+"""Compile every kernel as our wrappers launch it, for GPUs that are not there, and count its machine code.
 
-    python -m tests.vocab.compile_kernels [--capabilities 80,90,100] [--all]
+    python -m tests.vocab.compile_kernels [--capabilities 80,90,100] [--all] [--write | --variants]
 
-The wrappers run on tensors without data, and a launch ends with the machine code. A line for each: kernel, capability,
-warps, registers a thread, bytes of registers spilt to memory, bytes of shared memory, and what was compiled.
+The wrappers run on tensors without data, and a launch ends with the machine code. One line of CSV per kernel: for
+which Triton, capability, dtype, width of the row and label smoothing; warps per program, registers and spilt bytes per
+thread, bytes of shared memory, warps per multiprocessor, instructions in the code, instructions executed per element
+of a row (of the softmax alone), and the widest load and store in bits. `--write` puts the lines of this version of
+Triton into tests/vocab/data/kernel_counts.csv, with which tests compare.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import os
-import re
-import subprocess
+import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple, dataclass, fields
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,12 +31,76 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from megatron_vp.vocab.derivative import Derivative
+from megatron_vp.vocab.derivative import SMOOTHING_ROWS, Derivative
 from megatron_vp.vocab.kernels import derivative, rows, softmax
-from megatron_vp.vocab.loss import CROSS_ENTROPY
+from megatron_vp.vocab.loss import TokenLoss
+from megatron_vp.vocab.shards import VocabShards
 from megatron_vp.vocab.statistics import GlobalStatistics
+from tests.vocab.machine_code import MachineCode
 
-SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+TABLE = Path(__file__).parent / "data" / "kernel_counts.csv"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+VOCABULARIES = {(151936, 16): 9536, (151936, 32): 4800, (256000, 24): 10688, (262144, 12): 21888, (129280, 6): 21568}
+"""Width of a shard by vocabulary and ranks, of numbers of ranks that gave unaligned rows before shards were rounded."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is compiled: the width of E and of X, dtypes, and whether labels are smoothed."""
+
+    dtype: torch.dtype = torch.bfloat16
+    columns: int = 8192
+    hidden: int = 4096
+    smoothed: bool = False
+    softmax_alone: bool = False
+    main_dtype: torch.dtype = torch.float32
+
+
+COUNTED = [
+    *(Shape(columns=columns, softmax_alone=columns != 8192) for columns in (4096, 8192, 16384, 32768, 65536)),
+    *(Shape(columns=VocabShards(*cut).rows(0), softmax_alone=True) for cut in VOCABULARIES),
+    *(Shape(dtype, columns, softmax_alone=True) for dtype in DTYPES[1:] for columns in (8192, 16384, 32768, 65536)),
+    Shape(smoothed=True),
+    Shape(torch.float16),
+]
+"""Those of the committed table."""
+
+EVERYTHING = [
+    Shape(dtype, columns, hidden, smoothed)
+    for dtype, columns, hidden, smoothed in product(
+        DTYPES,
+        [1, 33, 1500, 9495, *(2**k for k in range(6, 17)), *(VocabShards(*cut).rows(0) for cut in VOCABULARIES), 50257],
+        (4096, 1001),
+        (False, True),
+    )
+]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A line of the table."""
+
+    triton: str
+    kernel: str
+    capability: int
+    dtype: str
+    width: int
+    smoothed: bool
+    warps: int
+    registers: int
+    spilt: int
+    shared: int
+    warps_per_multiprocessor: int
+    instructions: int
+    per_element: float | None
+    load_bits: int
+    store_bits: int
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What was compiled."""
+        return astuple(self)[:6]
 
 
 @contextmanager
@@ -55,67 +124,118 @@ def compiled_only(capability: int) -> Iterator[list[tuple[str, CompiledKernel]]]
         yield made
 
 
-def launch_all(dtype: torch.dtype, columns: int, hidden: int, tokens: int, main_dtype: torch.dtype) -> None:
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor without data."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def launch_all(shape: Shape, tokens: int = 4096, shards: int = 8) -> None:
     """Every wrapper once."""
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
+    dtype, columns, hidden = shape.dtype, shape.columns, shape.hidden
     token, factor, weight = empty(tokens, dtype=torch.int64), empty(tokens), empty(columns, hidden, dtype=dtype)
-    states, main_grad = empty(tokens, hidden, dtype=dtype), empty(columns, hidden, dtype=main_dtype)
-    exp = empty(tokens, columns, dtype=dtype)
-    statistics, target, target_logit = softmax.exponentiate_(exp, token, 64, 1.0)
-    total = GlobalStatistics(factor, factor, factor)
-    terms = Derivative(statistics[0], target, target_logit, total, CROSS_ENTROPY, 2 * columns)
-    softmax.fold_(statistics, empty(8, 3, tokens))
-    derivative.rescale_(states, weight, terms)
+    loss = TokenLoss(label_smoothing=0.1 if shape.smoothed else 0.0)
+    exp = empty(tokens + (SMOOTHING_ROWS if shape.smoothed else 0), columns, dtype=dtype)
+    weights = loss.target_weight(2 * columns), loss.logit_weight(2 * columns)
+    statistics, target, target_logit = softmax.exponentiate_(exp[:tokens], token, 64, *weights)
+    if shape.softmax_alone:
+        return
+    states, main_grad = empty(tokens, hidden, dtype=dtype), empty(columns, hidden, dtype=shape.main_dtype)
+    terms = Derivative(statistics[0], target, target_logit, GlobalStatistics(factor, factor, factor), loss, 2 * columns)
+    softmax.fold_(statistics, empty(shards, 3, tokens))
+    derivative.rescale_(states, weight, terms, weight[0] if shape.smoothed else None)
     derivative.enter_targets_(exp, states, factor, terms)
     rows.add_rows_(main_grad, token, states)
 
 
-def resources(kernel: CompiledKernel) -> tuple[int, int]:
-    """Registers a thread and bytes spilt by it, as its machine code says."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    numbers = re.search(r"REG:(\d+) STACK:(\d+)", said)
-    return int(numbers[1]), int(numbers[2])
+def counted(shape: Shape, name: str, kernel: CompiledKernel, capability: int) -> Counts:
+    """The line of one kernel."""
+    code = MachineCode(kernel)
+    width = {"_exponentiate": shape.columns, "_fold": 0}.get(name, shape.hidden)
+    per_element = None
+    if name == "_exponentiate":
+        per_element = round(code.instructions_per_element(width, 8 * shape.dtype.itemsize), 1)
+    dtype = str(shape.dtype).removeprefix("torch.")
+    what = triton.__version__, name, capability, dtype, width, shape.smoothed
+    sizes = code.warps, *code.resources, kernel.metadata.shared, code.warps_per_multiprocessor, len(code.instructions)
+    return Counts(*what, *sizes, per_element, code.widest("LDG"), code.widest("STG"))
+
+
+def count(shapes: list[Shape], capability: int) -> Iterator[Counts]:
+    """Compile freshly, and count each kernel once; the softmax at every width."""
+    listed = set()
+    for shape in shapes:
+        with compiled_only(capability) as made:
+            launch_all(shape)
+        for name, kernel in made:
+            key = kernel.hash, shape.columns if name == "_exponentiate" else None
+            if key not in listed:
+                listed.add(key)
+                yield counted(shape, name, kernel, capability)
+
+
+def variants(capability: int) -> Counter[str]:
+    """How many kernels each function becomes over numbers that change from microbatch to microbatch or job to job."""
+    with compiled_only(capability) as made:
+        for tokens, shards, first in ((1, 1, 0), (7, 2, 1), (16, 8, 64), (33, 16, 8191), (48, 3, 16), (64, 1, 640)):
+            token, factor = empty(tokens, dtype=torch.int64), empty(tokens)
+            exp, states = empty(tokens, 512, dtype=torch.bfloat16), empty(tokens, 256, dtype=torch.bfloat16)
+            statistics, target, target_logit = softmax.exponentiate_(exp, token, first, 1.0)
+            softmax.fold_(statistics, empty(shards, 3, tokens))
+            total = GlobalStatistics(factor, factor, factor)
+            terms = Derivative(statistics[0], target, target_logit, total, TokenLoss(), 1024)
+            derivative.rescale_(states, empty(512, 256, dtype=torch.bfloat16), terms)
+            derivative.enter_targets_(exp, states, factor, terms)
+            rows.add_rows_(empty(512, 256), token, states)
+    kernels = {(name, kernel.hash) for name, kernel in made}
+    return Counter(name for name, _ in kernels)
+
+
+def read_table() -> list[Counts]:
+    """The committed lines."""
+    with TABLE.open() as file:
+        return [_read(line) for line in csv.DictReader(file)]
+
+
+def _read(line: dict[str, str]) -> Counts:
+    texts = {"triton", "kernel", "dtype"}
+    values = {
+        name: text if name in texts else text == "True" if name == "smoothed" else float(text) if text else None
+        for name, text in line.items()
+    }
+    return Counts(
+        **{name: int(v) if isinstance(v, float) and name != "per_element" else v for name, v in values.items()}
+    )
 
 
 def main() -> None:
-    """Compile what is asked for, freshly."""
+    """Compile what is asked for, and print or write its lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capabilities", default="80,90,100")
-    parser.add_argument(
-        "--all", action="store_true", help="all dtypes, every block size, sizes that do not divide by 16"
-    )
+    parser.add_argument("--capabilities", default="90")
+    parser.add_argument("--all", action="store_true", help="all dtypes and widths, also such that do not divide by 16")
+    parser.add_argument("--write", action="store_true", help="replace this Triton's lines of the committed table")
+    parser.add_argument("--variants", action="store_true", help="count the kernels that each function becomes instead")
     args = parser.parse_args()
-    launches = [(torch.bfloat16, 16384, 4096, 4096, torch.float32), (torch.bfloat16, 64128, 5120, 4096, torch.bfloat16)]
-    if args.all:
-        widths = [1, 33, *(2**k for k in range(6, 16)), 50257]
-        launches = [
-            (dtype, columns, hidden, 4096, torch.float32)
-            for dtype, columns, hidden in product((torch.float32, *SIXTEEN_BIT), widths, (4096, 1001))
-        ]
+    names = [field.name for field in fields(Counts)]
+    lines = []
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = str(Path(cache))
+        if args.variants:
+            for name, number in variants(int(args.capabilities)).items():
+                print(name, number)
+            return
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(names)
         for capability in map(int, args.capabilities.split(",")):
-            listed = set()
-            with compiled_only(capability) as made:
-                for launch in launches:
-                    launch_all(*launch)
-            for name, kernel in made:
-                if kernel.hash not in listed:
-                    listed.add(kernel.hash)
-                    registers, spilt = resources(kernel)
-                    shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
-                    constants = {
-                        kernel.src.fn.arg_names[place[0]]: value for place, value in kernel.src.constants.items()
-                    }
-                    types = ",".join(each for each in kernel.src.signature.values() if each != "constexpr")
-                    print(name, capability, warps, registers, spilt, shared, types, constants, flush=True)
+            for line in count(EVERYTHING if args.all else COUNTED, capability):
+                writer.writerow(astuple(line))
+                sys.stdout.flush()
+                lines.append(line)
+    if args.write:
+        kept = [line for line in (read_table() if TABLE.exists() else []) if line.triton != triton.__version__]
+        with TABLE.open("w") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(names)
+            writer.writerows(map(astuple, sorted([*kept, *lines], key=lambda line: line.triton)))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,8 @@
-"""The Triton kernels against fp64: on a GPU as they are, without one in Triton's interpreter, and compiled for GPUs."""
+"""The Triton kernels against fp64: on a GPU as they are, without one in Triton's interpreter."""
 
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -317,25 +314,3 @@ def test_a_vocabulary_on_kernels_alone(monkeypatch, algorithm):
     expected = _reference(x, weight, labels, row_gradient)
     for found, reference in zip((losses, input_gradient, weight_gradient), expected, strict=True):
         assert _distance(found, reference) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("arguments", "launches"),
-    [
-        (["--capabilities", "90"], 9),
-        pytest.param(["--capabilities", "80,90,100", "--all"], 216, marks=pytest.mark.slow),
-    ],
-    ids=["what is launched", "whatever may be launched"],
-)
-def test_kernels_compile_for_gpus_without_spilling_registers(arguments, launches):
-    """What the interpreter accepts, the compiler may not; down to machine code it needs no GPU, but no interpreter."""
-    if not os.access(triton.knobs.nvidia.ptxas.path, os.X_OK):
-        pytest.skip("this Triton comes without ptxas")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.vocab.compile_kernels", *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
-    assert result.returncode == 0, result.stderr
-    lines = [line.split() for line in result.stdout.splitlines()]
-    assert len(lines) == launches
-    spilling = [line for line in lines if int(line[4])]
-    assert not spilling

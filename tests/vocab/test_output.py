@@ -66,6 +66,61 @@ def test_beside_the_operations_a_pass_is_its_gemms_alone():
             assert (s.names, c1.names, t.names) == (of_s, of_c1, of_t)
 
 
+class Bytes(TorchDispatchMode):
+    """Adds up what PyTorch's operations read and write, views apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.moved = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if function.namespace == "aten" and not function.is_view and not name.startswith(("empty", "new_empty")):
+            leaves = torch.utils._pytree.tree_leaves((args, kwargs or {}, result))
+            tensors = {
+                id(each): each for each in leaves if isinstance(each, torch.Tensor)
+            }  # an output is an argument, too
+            self.moved += sum(each.nbytes for each in tensors.values())
+        return result
+
+
+@pytest.mark.parametrize("tokens", [2048, 4096])
+@pytest.mark.parametrize("rows", [4096, 8192, 32768])
+@pytest.mark.parametrize("algorithm", ["vocab-1", "vocab-2"])
+def test_label_smoothing_moves_hardly_more_bytes_in_t(tokens, rows, algorithm):
+    """Counted: PyTorch's operations outside of ours, and of ours what their kernels read and write."""
+    hidden, moved = 4096, []
+    for loss in (CROSS_ENTROPY, TokenLoss(label_smoothing=0.1)):
+        with FakeTensorMode():
+            weight = torch.nn.Parameter(torch.empty(rows, hidden, dtype=torch.bfloat16))
+            weight.main_grad = torch.empty(rows, hidden)
+            x, g = torch.empty(tokens, hidden, dtype=torch.bfloat16), torch.empty(tokens)
+            layer, total = OutputLayer(weight, VocabShards(2 * rows, 2), 1), GlobalStatistics(*torch.empty(3, tokens))
+            pending = layer(x, torch.empty(tokens, dtype=torch.int64), loss)
+            with Bytes() as t:
+                layer.t_pass(pending, total, g, input_gradient=algorithm == "vocab-1")
+            of_kernels = 6 * x.numel() + 2 * pending.exp_nv.numel() + 8 * weight.numel()
+            if algorithm == "vocab-1":
+                of_kernels += 4 * x.numel()
+            if loss.label_smoothing:  # the partial sums of g X, written and read
+                of_kernels += 2 * 4 * hidden * tokens // 32 + 4 * hidden
+            moved.append(t.moved + of_kernels)
+    assert moved[0] < moved[1] < 1.02 * moved[0]
+
+
+def test_label_smoothing_reads_neither_the_weight_nor_x_again_in_s():
+    rows, hidden, tokens, moved = 8192, 4096, 2048, []
+    for loss in (CROSS_ENTROPY, TokenLoss(label_smoothing=0.1)):
+        with FakeTensorMode():
+            weight = torch.nn.Parameter(torch.empty(rows, hidden, dtype=torch.bfloat16))
+            x, labels = torch.empty(tokens, hidden, dtype=torch.bfloat16), torch.empty(tokens, dtype=torch.int64)
+            with Bytes() as s:
+                OutputLayer(weight, VocabShards(2 * rows, 2), 1)(x, labels, loss)
+            moved.append(s.moved)
+    assert moved[1] - moved[0] < 0.01 * moved[0]
+
+
 def _problem(vocab, dtype, seed=0, logit_scale=1.0):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64) * logit_scale

@@ -30,6 +30,10 @@ SUMS_TILE = (128, 32)
 """Partial sums and elements of each that a program adds up at a time."""
 
 
+# Vectors of a number per token: rows of packed tensors, whose alignment depends on the number of tokens.
+_VECTORS = ["largest", "target", "target_logit", "total_largest", "total_sum"]
+
+
 @triton.jit
 def _row(token, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight):
     """The target's column, c and e of one token, or of several; e is zero without a target here."""
@@ -41,7 +45,7 @@ def _row(token, largest, target, target_logit, total_largest, total_sum, z_loss,
     return own, scale, tl.where(own >= 0, entry, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_VECTORS)
 def _rescale(
     product, weight, weight_sum, sum_weight, largest, target, target_logit, total_largest, total_sum, z_loss,
     target_weight, hidden,
@@ -103,7 +107,7 @@ def _rescale_if_taken(
             tl.store(row + lane, value.to(exp.dtype.element_ty), mask=lane < columns)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=_VECTORS)
 def _enter_targets(
     exp, stride, columns, x, row_gradient, result, sums, smallest, tokens,
     largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, hidden,
