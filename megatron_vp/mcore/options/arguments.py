@@ -164,6 +164,8 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         warn_of_ignored(args)
         if args.tensorboard_dir and args.rank == args.world_size - 1:
             patches.apply(patches.group("curves"))
+        for group in _asked_for(args):
+            patches.apply(patches.group(group))
         if args.core_attention == "sdpa":
             patches.apply(patches.group("flash attention"))
         if args.fake_process_group:
@@ -185,6 +187,16 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         return validated
 
     return validate_args
+
+
+def _asked_for(args: argparse.Namespace) -> Iterator[str]:
+    """Groups of patches that options of Megatron's need to work at all, in plain runs too."""
+    if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
+        yield "parameter groups"
+    if args.iterations_to_skip or args.multiple_validation_sets:
+        yield "chunk data"
+    if args.heterogeneous_layers_config_encoded_json and args.virtual_pipeline_model_parallel_size is not None:
+        yield "heterogeneous layers"
 
 
 def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> Any:

@@ -1,0 +1,40 @@
+"""Heterogeneous layers (`--heterogeneous-layers-config-path`) on ranks with several chunks.
+
+Megatron's builder knows which chunk it builds, and does not say so to the function that lists a heterogeneous model's
+layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
+from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
+
+from megatron_vp.mcore.patches import Patch
+
+
+def _of_the_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def default_layer_spec(config: Any, vp_stage: int | None) -> Any:
+        """As the original; of a heterogeneous model, the layers of chunk `vp_stage`."""
+        layers = config.transformer
+        if not isinstance(layers, HeterogeneousTransformerConfig):
+            return original(config, vp_stage)
+        uses_engine = layers.transformer_impl == "transformer_engine"
+        return get_gpt_heterogeneous_layer_spec(layers, uses_engine, vp_stage=vp_stage)
+
+    return default_layer_spec
+
+
+PATCHES = (
+    Patch(
+        "megatron.training.models.gpt:default_layer_spec",
+        _of_the_chunk,
+        "a heterogeneous model's layers would not be found where ranks have several chunks",
+        "(config, vp_stage)",
+    ),
+)
+"""Applied with --heterogeneous-layers-config-path (or its JSON) and virtual pipeline stages, in plain runs too."""

@@ -1,0 +1,87 @@
+"""Optimizer state that is loaded under another learning rate.
+
+Megatron finds the parameter groups of a checkpoint by what is set for them, and a group's learning rates are a part of
+that. `--override-opt-param-scheduler` and `--use-checkpoint-opt-param-scheduler`, which say what is to be done about
+other rates, come too late: the group is not found.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron.training import get_args
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.patches import Patch
+
+RATES = ("max_lr", "min_lr")
+_LASTING = ("is_expert_parallel", "is_decoupled_lr", "default_config", "wd_mult", "lr_mult", "optimizer")
+"""What identifies a parameter group whatever its rates are."""
+
+Group = dict[str, Any]
+
+
+def with_the_same_rates(groups: Sequence[Group], loaded: Sequence[Group], keeps_loaded: bool) -> None:
+    """Give the loaded parameter groups and the optimizer's own the same rates, so that Megatron finds them.
+
+    `keeps_loaded` takes the rates of the checkpoint, otherwise those of this run are taken. Groups that only their
+    rates tell apart (MuP's) are paired in the order of the rates. Raises UserError where groups cannot be paired.
+    """
+    for kind in {_kind(group) for group in groups}:
+        ours, theirs = ([group for group in each if _kind(group) == kind] for each in (groups, loaded))
+        here, there = (sorted({_rates(group) for group in each}) for each in (ours, theirs))
+        if here == there:
+            continue
+        if len(here) != len(there) or (keeps_loaded and len(here) > 1):
+            raise UserError(
+                "the optimizer state in the checkpoint has learning rates of other groups of parameters than this run "
+                "(--decoupled-lr, --use-mup): give the options and rates of the run that wrote it, or go on with a "
+                "fresh optimizer by --no-load-optim"
+            )
+        for group in () if keeps_loaded else theirs:
+            group.update(_named(here[there.index(_rates(group))], group))
+        for group in ours if keeps_loaded else ():
+            group.update(_named(there[0], group))
+
+
+def _kind(group: Group) -> tuple[Any, ...]:
+    return tuple(group.get(name) for name in _LASTING)
+
+
+def _rates(group: Group) -> tuple[float, ...]:
+    return tuple(group.get(name) or 0.0 for name in RATES)
+
+
+def _named(rates: tuple[float, ...], group: Group) -> Group:
+    return {name: rate for name, rate in zip(RATES, rates, strict=True) if name in group}
+
+
+def _under_other_rates(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        """As the original, of a checkpoint that may have been written under other learning rates."""
+        args = get_args()
+        if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
+            states = (
+                [state_dict] if len(self.chained_optimizers) == 1 else [state_dict[key] for key in sorted(state_dict)]
+            )
+            for optimizer, state in zip(self.chained_optimizers, states, strict=True):
+                if not optimizer.is_stub_optimizer:
+                    loaded = state.get("optimizer", state)["param_groups"]
+                    with_the_same_rates(optimizer.param_groups, loaded, args.use_checkpoint_opt_param_scheduler)
+        original(self, state_dict)
+
+    return load_state_dict
+
+
+PATCHES = (
+    Patch(
+        "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
+        _under_other_rates,
+        "optimizer state would not be found under another learning rate than that it was saved with",
+        "(self, state_dict)",
+    ),
+)
+"""Applied with --override-opt-param-scheduler or --use-checkpoint-opt-param-scheduler, in plain runs too."""

@@ -1,0 +1,103 @@
+"""Data of ranks that hold several model chunks, or none of the data: skipped iterations and several validation sets.
+
+Where a rank has virtual pipeline stages, Megatron gives it a list of data iterators, one per chunk. Two parts of its
+training loop do not expect that: `--iterations-to-skip` advances a single iterator, and the evaluation of several
+validation sets takes the list of chunks for the list of sets. Neither expects a middle stage, which has no data.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.training import get_args
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.patches import Patch
+
+
+def _skipping(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def dummy_train_step(data_iterator: Iterator[Any] | list[Iterator[Any] | None] | None) -> None:
+        """Advance the data of every chunk by one iteration's microbatches."""
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        rerun = get_rerun_state_machine()
+        while rerun.should_run_forward_backward(data_iterator):
+            for iterator in filter(None, iterators):
+                for _ in range(get_num_microbatches()):
+                    next(iterator)
+
+    return dummy_train_step
+
+
+def _counting_validation_sets(original: Callable[..., Any]) -> Callable[..., Any]:
+    given = 0
+
+    @functools.wraps(original)
+    def build_train_valid_test_data_iterators(*arguments: Any, **options: Any) -> Any:
+        """As the original, once per chunk, where a chunk without data does not forget how long each set is."""
+        nonlocal given
+        args = get_args()
+        if isinstance(args.eval_iters, list):  # what the chunk before made of it
+            counted, args.eval_iters = args.eval_iters, given
+        else:
+            counted, given = None, args.eval_iters
+        iterators = original(*arguments, **options)
+        if isinstance(args.eval_iters, list):
+            _check_names(args.validation_set_names, len(args.eval_iters))
+            if None in args.eval_iters:
+                # Rank 0, which has data, tells the others before each evaluation.
+                args.eval_iters = counted or [0] * len(args.eval_iters)
+        return iterators
+
+    return build_train_valid_test_data_iterators
+
+
+def _check_names(names: list[str] | None, sets: int) -> None:
+    if names and len(names) != sets:
+        raise UserError(
+            f"--validation-set-names gives {len(names)} names and there are {sets} validation sets: give one name for "
+            f"each, or leave the option out"
+        )
+
+
+def _by_validation_set(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def evaluate_and_print_results(
+        prefix: str, forward_step_func: Any, data_iterator: Any, model: list[Any], *arguments: Any, **options: Any
+    ) -> Any:
+        """As the original, with the chunks' iterators of each set in place of each chunk's iterators of all sets."""
+        by_chunk = isinstance(data_iterator, list) and len(data_iterator) == len(model) > 1
+        if get_args().multiple_validation_sets and by_chunk and all(isinstance(each, list) for each in data_iterator):
+            data_iterator = [list(chunks) for chunks in zip(*data_iterator, strict=True)]
+        return original(prefix, forward_step_func, data_iterator, model, *arguments, **options)
+
+    return evaluate_and_print_results
+
+
+PATCHES = (
+    Patch(
+        "megatron.training.training:dummy_train_step",
+        _skipping,
+        "a skipped iteration would end a run whose ranks have several chunks, or stages without data",
+        "(data_iterator)",
+    ),
+    Patch(
+        "megatron.training.training:build_train_valid_test_data_iterators",
+        _counting_validation_sets,
+        "a chunk without data would forget how many iterations each validation set takes",
+        "(build_train_valid_test_datasets_provider)",
+    ),
+    Patch(
+        "megatron.training.training:evaluate_and_print_results",
+        _by_validation_set,
+        "with several chunks, each chunk's data would be taken for that of a validation set",
+        "(prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func, config, "
+        "verbose=False, write_to_tensorboard=True, non_loss_data_func=None, pg_collection=None, "
+        "p2p_communicator=None)",
+    ),
+)
+"""Applied with --iterations-to-skip or --multiple-validation-sets, in plain runs too."""
