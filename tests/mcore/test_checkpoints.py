@@ -189,6 +189,8 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
             "was written with --use-distributed-optimizer, and Megatron cannot read it without it: add it",
         ),
         ({"load": good, "no_load_optim": True}, None),
+        ({"load": good, "optimizer": "sgd"}, "cannot load the state of --optimizer sgd"),
+        ({"load": good, "optimizer": "sgd", "no_load_optim": True}, None),
         ({"load": tmp_path / "new", "save": tmp_path / "new", "save_interval": 2}, None),
         ({"load": tmp_path / "no such"}, "holds no checkpoint"),
         ({"load": good, "ckpt_step": 3}, "iter_0000003 is not there; use --ckpt-step 2"),
@@ -205,6 +207,42 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ({"load": good, **DISTRIBUTED}, "vocab_parallel was True, here it is False: write it with --dist-ckpt-optim"),
         ({"load": good, **DISTRIBUTED, **EXPERT}, "saved with --expert-model-parallel-size 1, with 2: keep both"),
         ({"load": good, **DISTRIBUTED, "no_load_optim": True}, None),
+    ]
+    pretrained = {"pretrained_checkpoint": good}
+    tied = {"untie_embeddings_and_output_weights": None}
+    fleeting = {"non_persistent_ckpt_type": "global", "non_persistent_save_interval": 2, "load": good}
+    newer, older = tmp_path / "newer", tmp_path / "older"
+    for place, step in ((newer, 4), (older, 1)):
+        shutil.copytree(unreadable / "iter_0000002", place / f"iter_{step:07d}")
+        (place / "latest_checkpointed_iteration.txt").write_text(str(step))
+    cases += [
+        (pretrained, None),
+        ({**pretrained, "load": tmp_path / "new", "save": tmp_path / "new", "save_interval": 2}, None),
+        ({**pretrained, **tied}, "an output layer of its own"),
+        ({**pretrained, **tied, "load": tmp_path / "new"}, "an output layer of its own"),
+        ({"pretrained_checkpoint": tmp_path / "no such"}, "--pretrained-checkpoint"),
+        ({"pretrained_checkpoint": cut}, f"{first_file} is cut short"),
+        (
+            {"pretrained_checkpoint": by_rank, **Layout.read("1f1b/vocab-2 p2").options},
+            "fit the ranks of plain Megatron alone: convert",
+        ),
+        ({**as_before, **fleeting, "train_iters": 2}, None),
+        ({**as_before, **fleeting, **tied}, "an output layer of its own"),
+        ({**as_before, **fleeting, "train_iters": 2, "non_persistent_global_ckpt_dir": older}, None),
+        ({**as_before, **fleeting, "non_persistent_global_ckpt_dir": newer}, f"{newer}/iter_0000004/.metadata is corr"),
+        ({**as_before, "train_iters": 2, "decoupled_lr": 1e-2}, "was written without --decoupled-lr"),
+    ]
+    _, stateless = train_along((layout,), (2,), {**options, "inference_rng_tracker": True})
+    here = {**as_before, "load": stateless, "train_iters": 2}
+    cases += [(here, "keeps no random state that Megatron could load: add --no-load-rng")]
+    cases += [({**here, "no_load_rng": True}, None)]
+    _, decoupled = train_along((layout,), (2,), {**options, "decoupled_lr": 1e-2})
+    here = {**as_before, "load": decoupled, "train_iters": 2}
+    cases += [
+        (here, "was written with --decoupled-lr, and Megatron cannot read it without it: add --decoupled-lr 0.01"),
+        ({**here, "decoupled_lr": 1e-2}, None),
+        ({**here, "decoupled_lr": 2e-2}, "where --decoupled-lr is 0.01 and here 0.02: add --override-opt-param"),
+        ({**here, "decoupled_lr": 2e-2, "override_opt_param_scheduler": True}, None),
     ]
     laid_out = {**DISTRIBUTED, "pipeline_model_parallel_layout": "Et*4|t*2|t*2|t*4L"}
     _, in_a_v = train_along(("v-half/vocab-2 p2",), (2,), laid_out)

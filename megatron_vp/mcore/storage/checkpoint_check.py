@@ -17,44 +17,31 @@ from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
 from megatron_vp.mcore.storage.checkpoint_metadata import read_metadata
+from megatron_vp.mcore.storage.optimizer_check import check_optimizer
 from megatron_vp.schedule import V_SHAPED_SCHEDULES
 
-_PARTS = ("metadata.json", ".metadata")
+NON_PERSISTENT = "non_persistent"
+"""Where Megatron puts non-persistent checkpoints, below the directory of the others."""
 
-# What decides how a rank's parameters lie in the buffers of the distributed optimizer, and its value where a checkpoint
-# knows nothing of it.
-_LAYOUT: dict[str, Any] = {
-    "expert_model_parallel_size": 1,
-    "vocab_parallel": False,
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "pipeline_model_parallel_layout": None,
-    "hybrid_layer_pattern": None,
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-}
+_PARTS = ("metadata.json", ".metadata")
 
 
 def check_checkpoint(args: argparse.Namespace) -> None:
     """Check the checkpoint that validated Megatron arguments ask for; reads its metadata only.
 
-    Left to Megatron: checkpoints on object storage, non-persistent ones, and formats other than torch_dist. An empty
-    directory is where a run starts that saves to and loads from the same place. Raises UserError, for an asynchronous
-    save by a package that is not installed, too.
+    Left to Megatron: checkpoints on object storage, those that each node keeps (`--non-persistent-ckpt-type local`),
+    and formats other than torch_dist. An empty directory is where a run starts that saves to and loads from the same
+    place. Raises UserError, for an asynchronous save by a package that is not installed, too.
     """
     if args.async_save and args.async_strategy == "nvrx" and find_spec("nvidia_resiliency_ext") is None:
         raise UserError(
             "--async-save writes with nvidia-resiliency-ext, which is not installed: use --async-strategy mcore, "
             "Megatron's own writer, or install it"
         )
-    if args.load is None or "://" in str(args.load) or args.non_persistent_ckpt_type is not None:
+    chosen = _chosen(args)
+    if chosen is None:
         return
-    folder = _folder(args)
-    if folder is None:
-        return
+    folder, finetunes = chosen
     if not folder.is_dir():
         raise UserError(f"the checkpoint {folder} is not there; {_others(folder)}")
     if not any((folder / name).exists() for name in _PARTS):
@@ -69,31 +56,69 @@ def check_checkpoint(args: argparse.Namespace) -> None:
     if written_by is None:
         return
     _check_tying(args, written_by, folder)
-    if not (args.no_load_optim or args.finetune or args.skip_train or folder.name == "release"):
-        _check_optimizer_form(args, written_by, common, folder)
-        _check_optimizer_schedule(args, common, folder)
+    if not (args.no_load_rng or finetunes or folder.name == "release"):
+        _check_random_state(written_by, folder)
+    if not (args.no_load_optim or finetunes or args.skip_train or folder.name == "release"):
+        check_optimizer(args, written_by, common, folder)
 
 
-def _folder(args: argparse.Namespace) -> Path | None:
+def _chosen(args: argparse.Namespace) -> tuple[Path, bool] | None:
+    """The directory of the iteration that Megatron will load, and whether to finetune; None where none is checked.
+
+    Megatron takes `--pretrained-checkpoint` where `--load` names no last checkpoint, and a non-persistent checkpoint
+    that is as new as the persistent one.
+    """
+    load, finetunes = args.load, args.finetune
+    if any("://" in str(place) for place in (load, args.pretrained_checkpoint, args.non_persistent_global_ckpt_dir)):
+        return None
+    option = "--load"
+    if args.pretrained_checkpoint is not None and (load is None or not (Path(load) / TRACKER).is_file()):
+        option, load, finetunes = "--pretrained-checkpoint", args.pretrained_checkpoint, True
+    if load is None or args.non_persistent_ckpt_type == "local":
+        return None
+    load = Path(load)
+    fleeting = None
+    if args.non_persistent_ckpt_type == "global":
+        fleeting = _last(Path(args.non_persistent_global_ckpt_dir or load / NON_PERSISTENT))
+    if fleeting is None:
+        folder = _persistent(args, load, option)
+        return None if folder is None else (folder, finetunes)
+    persistent = load / f"iter_{args.ckpt_step:07d}" if args.ckpt_step is not None else _last(load)
+    return (fleeting if persistent is None or _number(fleeting) >= _number(persistent) else persistent), finetunes
+
+
+def _persistent(args: argparse.Namespace, load: Path, option: str) -> Path | None:
     """The directory of the iteration to load; None where the run starts afresh."""
-    load = Path(args.load)
-    if args.ckpt_step is not None:
+    if args.ckpt_step is not None and (option == "--load" or (load / TRACKER).is_file()):
         return load / f"iter_{args.ckpt_step:07d}"
-    tracker = load / TRACKER
+    if (last := _last(load)) is not None:
+        return last
+    resumes_later = args.save is not None and Path(args.save) == load and not args.exit_on_missing_checkpoint
+    if resumes_later and option == "--load":
+        return None
+    then = "; a run that is to start here and resume later gives --save the same directory" * (option == "--load")
+    raise UserError(
+        f"{option} {load} holds no checkpoint (no {TRACKER}): give the directory that a run saved to, or leave "
+        f"{option} out{then}"
+    )
+
+
+def _last(folder: Path) -> Path | None:
+    """The directory of the last iteration that was saved to a folder; None where the folder names none."""
+    tracker = folder / TRACKER
     if not tracker.is_file():
-        resumes_later = args.save is not None and Path(args.save) == load and not args.exit_on_missing_checkpoint
-        if resumes_later or args.pretrained_checkpoint is not None:
-            return None
-        raise UserError(
-            f"--load {load} holds no checkpoint (no {TRACKER}): give the directory that a run saved to, or leave "
-            f"--load out; a run that is to start here and resume later gives --save the same directory"
-        )
+        return None
     said = read_text(tracker, "the name of the last checkpoint", MIB, errors="replace").strip()
     if said == "release":
-        return load / said
+        return folder / said
     if not (said.isdecimal() and len(said) < 20):
-        raise UserError(f"{tracker} is corrupt: it holds {said[:80]!r} and not an iteration; {_others(load / 'iter')}")
-    return load / f"iter_{int(said):07d}"
+        begins = said[:80]
+        raise UserError(f"{tracker} is corrupt: it holds {begins!r} and not an iteration; {_others(folder / 'iter')}")
+    return folder / f"iter_{int(said):07d}"
+
+
+def _number(folder: Path) -> int:
+    return 0 if folder.name == "release" else int(folder.name.removeprefix("iter_"))
 
 
 def _check_ranks_own_files(args: argparse.Namespace, folder: Path) -> None:
@@ -151,82 +176,13 @@ def _check_tying(args: argparse.Namespace, written_by: argparse.Namespace, folde
         )
 
 
-def _check_optimizer_form(
-    args: argparse.Namespace, written_by: argparse.Namespace, common: dict[str, Any], folder: Path
-) -> None:
-    """Megatron reads optimizer state only into the kind of optimizer that wrote it, and the distributed optimizer's
-    default form, which stores its buffers as they lie, only in the same layout.
-    """
-    distributed = getattr(written_by, "use_distributed_optimizer", args.use_distributed_optimizer)
-    if distributed != args.use_distributed_optimizer:
+def _check_random_state(written_by: argparse.Namespace, folder: Path) -> None:
+    """Megatron ends a run, with status 0, where the checkpoint holds no states of its random number tracker."""
+    if getattr(written_by, "inference_rng_tracker", False) and not getattr(written_by, "no_save_rng", False):
         raise UserError(
-            f"the optimizer state in {folder} was written {'with' if distributed else 'without'} "
-            f"--use-distributed-optimizer, and Megatron cannot read it {'without' if distributed else 'with'} it: "
-            f"{'add it' if distributed else 'leave it out'}, or go on with a fresh optimizer by --no-load-optim"
+            f"{folder} was written with --inference-rng-tracker, which keeps no random state that Megatron could load: "
+            f"add --no-load-rng"
         )
-    there, here = (getattr(each, "expert_model_parallel_size", 1) for each in (written_by, args))
-    # Only experts that are spread have an optimizer of their own, and its state other names.
-    if args.num_experts and (there > 1) != (here > 1):
-        raise UserError(
-            f"Megatron cannot load the optimizer state in {folder}, saved with --expert-model-parallel-size {there}, "
-            f"with {here}: keep both at 1 or both above, or go on with a fresh optimizer by --no-load-optim"
-        )
-    form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
-    if form != "dp_reshardable":
-        return
-    written, asked = _layout(written_by), _layout(args)
-    for name, there in written.items():
-        if there != (here := asked[name]):
-            raise UserError(
-                f"the optimizer state in {folder} is in the distributed optimizer's default form (dp_reshardable), "
-                f"which fits only the layout that wrote it, and there {name} was {there}, here it is {here}: write it "
-                f"with --dist-ckpt-optim-fully-reshardable, or go on with a fresh optimizer by --no-load-optim"
-            )
-
-
-def _check_optimizer_schedule(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Megatron goes on only with the very course of learning rate and weight decay, unless told which one to take."""
-    told = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
-    if told or not (args.train_iters or args.train_samples):  # Megatron refuses a run without an end itself
-        return
-    written = common.get("opt_param_scheduler", {})
-    for name, here in _course(args).items():
-        if (there := written.get(name, here)) != here:
-            raise UserError(
-                f"learning rate and weight decay would not go on as in {folder}, where {name} is {there} and here "
-                f"{here} (steps are samples): add --override-opt-param-scheduler to go on with the new values, as "
-                f"after a change of --train-iters or of the batch, or --use-checkpoint-opt-param-scheduler with the old"
-            )
-
-
-def _course(args: argparse.Namespace) -> dict[str, Any]:
-    """What Megatron makes its OptimizerParamScheduler of (`get_optimizer_param_scheduler`), by its names."""
-    if args.train_iters:
-        batch = args.global_batch_size
-        length, decay, warmup = args.train_iters, args.lr_decay_iters, args.lr_warmup_iters
-    else:
-        batch = 1
-        length, decay, warmup = args.train_samples, args.lr_decay_samples, args.lr_warmup_samples
-    decay_steps = (length if decay is None else decay) * batch
-    fraction = args.lr_warmup_fraction
-    return {
-        "max_lr": args.lr,
-        "min_lr": args.min_lr,
-        "lr_warmup_steps": warmup * batch if fraction is None else fraction * decay_steps,
-        "lr_decay_steps": decay_steps,
-        "lr_decay_style": args.lr_decay_style,
-        "start_wd": args.start_weight_decay,
-        "end_wd": args.end_weight_decay,
-        "wd_incr_steps": length * batch,
-        "wd_incr_style": args.weight_decay_incr_style,
-    }
-
-
-def _layout(args: argparse.Namespace) -> dict[str, Any]:
-    layout = {name: getattr(args, name, absent) for name, absent in _LAYOUT.items()}
-    # The same string places other layers on a rank where the second chunks are laid out backwards.
-    layout["a V-shaped pipeline_schedule"] = getattr(args, "pipeline_schedule", None) in V_SHAPED_SCHEDULES
-    return layout
 
 
 def _others(folder: Path) -> str:

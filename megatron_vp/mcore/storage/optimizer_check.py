@@ -1,0 +1,144 @@
+"""The optimizer state that a run is to load, checked before any process group exists: whether Megatron will find it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import V_SHAPED_SCHEDULES
+
+# What decides how a rank's parameters lie in the buffers of the distributed optimizer, and its value where a checkpoint
+# knows nothing of it.
+_LAYOUT: dict[str, Any] = {
+    "expert_model_parallel_size": 1,
+    "vocab_parallel": False,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
+    "hybrid_layer_pattern": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
+
+
+def check_optimizer(
+    args: argparse.Namespace, written_by: argparse.Namespace, common: dict[str, Any], folder: Path
+) -> None:
+    """Check the optimizer state of a checkpoint against validated Megatron arguments.
+
+    written_by: the arguments of the run that wrote it.
+    common: what the checkpoint holds beside tensors.
+
+    Raises UserError.
+    """
+    if args.optimizer == "sgd":
+        raise UserError(
+            f"Megatron cannot load the state of --optimizer sgd, which {folder} may hold: go on with a fresh optimizer "
+            f"by --no-load-optim"
+        )
+    _check_form(args, written_by, common, folder)
+    _check_decoupled_rates(args, written_by, folder)
+    _check_schedule(args, common, folder)
+
+
+def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
+    """Megatron reads optimizer state only into the kind of optimizer that wrote it, and the distributed optimizer's
+    default form, which stores its buffers as they lie, only in the same layout.
+    """
+    distributed = getattr(written_by, "use_distributed_optimizer", args.use_distributed_optimizer)
+    if distributed != args.use_distributed_optimizer:
+        raise UserError(
+            f"the optimizer state in {folder} was written {'with' if distributed else 'without'} "
+            f"--use-distributed-optimizer, and Megatron cannot read it {'without' if distributed else 'with'} it: "
+            f"{'add it' if distributed else 'leave it out'}, or go on with a fresh optimizer by --no-load-optim"
+        )
+    there, here = (getattr(each, "expert_model_parallel_size", 1) for each in (written_by, args))
+    # Only experts that are spread have an optimizer of their own, and its state other names.
+    if args.num_experts and (there > 1) != (here > 1):
+        raise UserError(
+            f"Megatron cannot load the optimizer state in {folder}, saved with --expert-model-parallel-size {there}, "
+            f"with {here}: keep both at 1 or both above, or go on with a fresh optimizer by --no-load-optim"
+        )
+    form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    if form != "dp_reshardable":
+        return
+    written, asked = _layout(written_by), _layout(args)
+    for name, there in written.items():
+        if there != (here := asked[name]):
+            raise UserError(
+                f"the optimizer state in {folder} is in the distributed optimizer's default form (dp_reshardable), "
+                f"which fits only the layout that wrote it, and there {name} was {there}, here it is {here}: write it "
+                f"with --dist-ckpt-optim-fully-reshardable, or go on with a fresh optimizer by --no-load-optim"
+            )
+
+
+def _check_decoupled_rates(args: argparse.Namespace, written_by: argparse.Namespace, folder: Path) -> None:
+    """A rate of the vocabulary layers' own makes groups of parameters, which Megatron finds by their rates."""
+    for name in ("decoupled_lr", "decoupled_min_lr"):
+        here, there = getattr(args, name), getattr(written_by, name, None)
+        if here == there:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        if name == "decoupled_lr" and None in (here, there):
+            raise UserError(
+                f"the optimizer state in {folder} was written {'without' if there is None else 'with'} {option}, and "
+                f"Megatron cannot read it {'with' if there is None else 'without'} it: "
+                f"{'leave it out' if there is None else f'add {option} {there}'}, or go on with a fresh optimizer by "
+                f"--no-load-optim"
+            )
+        if not (args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler):
+            raise UserError(
+                f"learning rates would not go on as in {folder}, where {option} is {there} and here {here}: add "
+                f"--override-opt-param-scheduler to go on with the new value, or --use-checkpoint-opt-param-scheduler "
+                f"with the old"
+            )
+
+
+def _check_schedule(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
+    """Megatron goes on only with the very course of learning rate and weight decay, unless told which one to take."""
+    told = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
+    if told or not (args.train_iters or args.train_samples):  # Megatron refuses a run without an end itself
+        return
+    written = common.get("opt_param_scheduler", {})
+    for name, here in _course(args).items():
+        if (there := written.get(name, here)) != here:
+            raise UserError(
+                f"learning rate and weight decay would not go on as in {folder}, where {name} is {there} and here "
+                f"{here} (steps are samples): add --override-opt-param-scheduler to go on with the new values, as "
+                f"after a change of --train-iters or of the batch, or --use-checkpoint-opt-param-scheduler with the old"
+            )
+
+
+def _course(args: argparse.Namespace) -> dict[str, Any]:
+    """What Megatron makes its OptimizerParamScheduler of (`get_optimizer_param_scheduler`), by its names."""
+    if args.train_iters:
+        batch = args.global_batch_size
+        length, decay, warmup = args.train_iters, args.lr_decay_iters, args.lr_warmup_iters
+    else:
+        batch = 1
+        length, decay, warmup = args.train_samples, args.lr_decay_samples, args.lr_warmup_samples
+    decay_steps = (length if decay is None else decay) * batch
+    fraction = args.lr_warmup_fraction
+    return {
+        "max_lr": args.lr,
+        "min_lr": args.min_lr,
+        "lr_warmup_steps": warmup * batch if fraction is None else fraction * decay_steps,
+        "lr_decay_steps": decay_steps,
+        "lr_decay_style": args.lr_decay_style,
+        "start_wd": args.start_weight_decay,
+        "end_wd": args.end_weight_decay,
+        "wd_incr_steps": length * batch,
+        "wd_incr_style": args.weight_decay_incr_style,
+    }
+
+
+def _layout(args: argparse.Namespace) -> dict[str, Any]:
+    layout = {name: getattr(args, name, absent) for name, absent in _LAYOUT.items()}
+    # The same string places other layers on a rank where the second chunks are laid out backwards.
+    layout["a V-shaped pipeline_schedule"] = getattr(args, "pipeline_schedule", None) in V_SHAPED_SCHEDULES
+    return layout
