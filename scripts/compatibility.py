@@ -19,6 +19,8 @@ sys.path.insert(0, str(ROOT))
 from megatron_vp.mcore.options.ignored import IGNORED  # noqa: E402
 from megatron_vp.mcore.options.refusals import OUR_SCHEDULE, REFUSALS  # noqa: E402
 from tests.mcore.cases import CASES  # noqa: E402
+from tests.mcore.hunt.job import BOUND, WAYS, covered  # noqa: E402
+from tests.mcore.hunt.jobs import JOBS  # noqa: E402
 from tests.mcore.moves import MOVES  # noqa: E402
 from tests.mcore.proofs import NOT_YET, PROOFS  # noqa: E402
 
@@ -33,7 +35,7 @@ def flags(options: Mapping[str, object], *before: str) -> str:
         if name == "untie_embeddings_and_output_weights":
             words.append("tied")
         elif value is not None and value is not False:
-            given = "" if value is True else f" {' '.join(value) if isinstance(value, list) else value}"
+            given = "" if value is True else f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
             words.append(f"`{option}{given}`".replace("|", "\\|"))
     return ", ".join(words)
 
@@ -54,6 +56,36 @@ def tested() -> str:
     lines += ["", "| | tested by |", "|---|---|"]
     lines += [f"| {proof.name} | `tests/{proof.test.replace('::', '`, `')}` |" for proof in PROOFS]
     return "\n".join(lines)
+
+
+def hunted() -> str:
+    """How much the option hunt covers, and every job of it."""
+    jobs = [job for group in JOBS.values() for job in group]
+    runs = sum(len(job.ways) for job in jobs)
+    lines = [
+        f"**{len(jobs)} jobs, {runs} runs, {len(covered(jobs))} of Megatron's options.** Ways are "
+        f"{', '.join(WAYS).replace('/', ' ')}, where a job names no others.",
+        "",
+        "| about | job | options | ways, bounds |",
+        "|---|---|---|---|",
+    ]
+    for group, members in JOBS.items():
+        for job in members:
+            size = [] if job.size == 2 else [f"p = {job.size}"]
+            replicas = [f"{job.replicas} replicas"] if job.replicas > 1 else []
+            options = flags({name: _short(value) for name, value in job.options.items()}, *size, *replicas)
+            then = f"; then {flags(job.then)}" if job.then else ""
+            ways = [] if job.ways == WAYS else [", ".join(job.ways).replace("/", " ")]
+            bound = [] if job.bound == BOUND else [f"within {job.bound:g}"]
+            lines.append(
+                f"| {group} | {job.name} | {options}{then} | {'; '.join([*ways, *bound, *filter(None, [job.why])])} |"
+            )
+    return "\n".join(lines)
+
+
+def _short(value: object) -> object:
+    """JSON is too long for a table."""
+    return "JSON" if isinstance(value, str) and value.startswith("{") and '"' in value else value
 
 
 def moved() -> str:
@@ -92,7 +124,7 @@ def not_yet() -> str:
 
 def page(present: str) -> str:
     """The page with its generated parts, between `<!-- begin NAME -->` and `<!-- end NAME -->`, made anew."""
-    for part in (tested, moved, refused, ignored, not_yet):
+    for part in (tested, hunted, moved, refused, ignored, not_yet):
         begin, end = f"<!-- begin {part.__name__} -->\n", f"\n<!-- end {part.__name__} -->"
         before, rest = present.split(begin)
         present = before + begin + part() + end + rest.split(end)[1]

@@ -161,7 +161,7 @@ def train_case(
         model, optimizer, scheduler = build(*args, **kwargs)
         chunks[:] = model
         if same_weights:
-            _set_weights(model)
+            set_weights(model)
             optimizer.reload_model_params()
         return model, optimizer, scheduler
 
@@ -265,7 +265,7 @@ def _named(model: list) -> Iterator[tuple[str, object]]:
             yield (WORD_EMBEDDING if tied and name == OUTPUT else name), parameter
 
 
-def _set_weights(model: list) -> None:
+def set_weights(model: list) -> None:
     import torch
     from megatron.core import mpu
     from megatron.training import get_args

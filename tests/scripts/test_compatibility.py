@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.mcore.cases import CASES
+from tests.mcore.hunt.job import covered
+from tests.mcore.hunt.jobs import JOBS
 from tests.mcore.proofs import PROOFS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,3 +30,9 @@ def test_every_named_test_exists(test):
 
 def test_cases_have_names_of_their_own():
     assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_the_readme_says_how_much_the_option_hunt_covers():
+    jobs = [job for group in JOBS.values() for job in group]
+    expected = f"in {len(jobs)} jobs with {len(covered(jobs))} of Megatron's options"
+    assert expected in (ROOT / "README.md").read_text(), expected

@@ -223,6 +223,14 @@ REFUSALS = (
         "a --pipeline-model-parallel-layout with every m in its last segment, or leave it out",
     ),
     Refusal(
+        lambda a: (
+            a.vocab_parallel and a.mtp_num_layers and a.hybrid_layer_pattern and "/" not in a.hybrid_layer_pattern
+        ),
+        "--vocab-parallel with --mtp-num-layers and a --hybrid-layer-pattern without heads is not supported: Megatron "
+        "builds no further head then; write the layers of each head behind a slash of its own (*-|*-/*-), or leave "
+        "--mtp-num-layers out",
+    ),
+    Refusal(
         lambda a: a.vocab_parallel and a.mtp_num_layers and a.mtp_detach_heads,
         "--vocab-parallel with --mtp-detach-heads is not supported: all heads train the output layer; leave it out",
     ),
@@ -258,6 +266,11 @@ REFUSALS = (
         "schedule on as many ranks alone; use --ckpt-format torch_dist, which every run can load, or leave --save out",
     ),
     Refusal(
+        lambda a: (a.vocab_parallel or a.pipeline_schedule in V_SHAPED_SCHEDULES) and a.ckpt_convert_format == "torch",
+        "{our_schedule} with --ckpt-convert-format torch is not supported: it saves what each rank holds, which fits "
+        "this schedule on as many ranks alone; use a plain run to convert it, which can load it",
+    ),
+    Refusal(
         lambda a: a.vocab_parallel and a.fp16_lm_cross_entropy,
         "--vocab-parallel with --fp16-lm-cross-entropy is not supported: softmax statistics are kept in fp32; leave "
         "--fp16-lm-cross-entropy out",
@@ -278,7 +291,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.optimizer not in ("adam", "sgd"),
-        "--vocab-parallel with --optimizer {optimizer} is not tested on vocabulary shards: use --optimizer adam",
+        "--vocab-parallel with --optimizer {optimizer} is not tested on vocabulary shards: use --optimizer adam or sgd",
     ),
     Refusal(
         lambda a: (
@@ -324,6 +337,32 @@ REFUSALS = (
         lambda a: a.init_method_xavier_uniform,
         "--init-method-xavier-uniform cannot work: Megatron 0.19 passes on an initialisation that its own "
         "configuration does not know; use --init-method-std",
+    ),
+    Refusal(
+        lambda a: a.rerun_mode == "report_stats",
+        "--rerun-mode report_stats cannot work: Megatron 0.19 offers this mode and does not have it; use "
+        "validate_results or disabled",
+    ),
+    Refusal(
+        lambda a: a.full_validation != a.multiple_validation_sets,
+        "--full-validation and --multiple-validation-sets cannot work without each other: Megatron 0.19 fails in the "
+        "first evaluation or before it; use both, also for a single validation set, or none",
+    ),
+    Refusal(
+        lambda a: a.full_validation and a.pipeline_model_parallel_size > 1 and a.eval_micro_batch_size != 1,
+        "--full-validation with --pipeline-model-parallel-size {pipeline_model_parallel_size} and an evaluation micro "
+        "batch of {eval_micro_batch_size} cannot work: Megatron 0.19 reads one sequence at a time in a full "
+        "validation; use --eval-micro-batch-size 1",
+    ),
+    Refusal(
+        lambda a: a.validation_set_names and not a.multiple_validation_sets,
+        "--validation-set-names cannot work without --multiple-validation-sets: Megatron fails in the first "
+        "evaluation; add --full-validation and --multiple-validation-sets, or leave it out",
+    ),
+    Refusal(
+        lambda a: not a.pad_vocab_size and a.padded_vocab_size is None,
+        "--no-pad-vocab-size cannot work without --padded-vocab-size: Megatron 0.19 has no size of the vocabulary "
+        "then; use --make-vocab-size-divisible-by 1 to pad as little as the ranks allow",
     ),
     Refusal(
         lambda a: a.pipeline_trace and not replaces_schedule(a),
