@@ -66,32 +66,34 @@ def reference(
 
 
 class ToyModel:
-    """Implements the runtime's `Model` for one rank and iteration."""
+    """Implements the runtime's `Model` for one rank and iteration; `weights`: one for each chunk."""
 
-    def __init__(self, weight: torch.nn.Parameter, iteration: int, gradients: bool, split: bool) -> None:
-        self.weight = weight
+    def __init__(self, weights: list[torch.nn.Parameter], iteration: int, gradients: bool, split: bool) -> None:
+        self.weights = weights
+        self.device = weights[0].device
         self.iteration = iteration
         self.gradients = gradients
         self.split = split
-        self.left_for_w: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.left_for_w: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.losses: list[float] = []
         self.completed: list[torch.nn.Parameter] = []
 
     def tokens(self, microbatch: int) -> torch.Tensor:
-        return batch(self.iteration, microbatch)[0].to(self.weight.device)
+        return batch(self.iteration, microbatch)[0].to(self.device)
 
     def labels(self, microbatch: int) -> torch.Tensor:
-        return batch(self.iteration, microbatch)[1].to(self.weight.device)
+        return batch(self.iteration, microbatch)[1].to(self.device)
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
         return words_bsh.transpose(0, 1).contiguous()
 
     def forward(self, chunk: int, microbatch: int, input_sbh: torch.Tensor, labels_bs: None) -> torch.Tensor:
         with torch.set_grad_enabled(self.gradients):
-            product = input_sbh @ (self.weight.detach() if self.split else self.weight)
+            weight = self.weights[chunk]
+            product = input_sbh @ (weight.detach() if self.split else weight)
             if self.split and self.gradients:
                 product.retain_grad()
-                self.left_for_w[microbatch] = (input_sbh.detach(), product)
+                self.left_for_w[chunk, microbatch] = (input_sbh.detach(), product)
             return torch.tanh(product) + input_sbh
 
     def release_output(self, output_sbh: torch.Tensor) -> None:
@@ -101,13 +103,13 @@ class ToyModel:
         output_sbh.backward(gradient_sbh)
 
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
-        layer_input, product = self.left_for_w.pop(microbatch)
-        gradient = layer_input.flatten(0, 1).t() @ product.grad.flatten(0, 1)
-        self.weight.grad = gradient if self.weight.grad is None else self.weight.grad + gradient
+        layer_input, product = self.left_for_w.pop((chunk, microbatch))
+        weight, gradient = self.weights[chunk], layer_input.flatten(0, 1).t() @ product.grad.flatten(0, 1)
+        weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
     def loss(self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor) -> torch.Tensor | None:
         assert microbatch == len(self.losses)
-        loss_weights = batch(self.iteration, microbatch)[2].to(self.weight.device)
+        loss_weights = batch(self.iteration, microbatch)[2].to(self.device)
         self.losses.append((token_loss_bs * loss_weights).sum().item())
         return loss_weights if self.gradients else None
 
@@ -133,18 +135,21 @@ def run_pipeline(
     before their first iteration.
     """
     with process_group(rank, world):
-        weights = {name: weight.to(device, dtype) for name, weight in parameters(world).items()}
+        placement = _schedule(name, world, 1, method, gradients=True).placement
+        weights = {name: weight.to(device, dtype) for name, weight in parameters(placement.stages).items()}
         shards = VocabShards(VOCAB, world)
 
         def shard(name: str) -> torch.nn.Parameter:
             return torch.nn.Parameter(weights[name][shards.start(rank) : shards.start(rank + 1)].clone())
 
-        embedding, layer = shard("embedding"), torch.nn.Parameter(weights[f"layer{rank}"])
+        names = [f"layer{stage}" for stage in placement.stage_of[rank]]
+        embedding, chunks = shard("embedding"), [torch.nn.Parameter(weights[name]) for name in names]
         output = embedding if tied else shard("output")
         layers = VocabularyLayers(EmbeddingLayer(embedding, shards, rank), OutputLayer(output, shards, rank))
-        forward_edges = [(stage, stage + 1, Channel.ACTIVATION) for stage in range(world - 1)]
-        backward_edges = [(stage + 1, stage, Channel.GRADIENT) for stage in range(world - 1)]
-        pipeline = Pipeline(PipelineGroups.create([range(world)], forward_edges + backward_edges))
+        seats = [(placement.rank_of(stage), placement.rank_of(stage + 1)) for stage in range(placement.stages - 1)]
+        forward_edges = {(here, there, Channel.ACTIVATION) for here, there in seats if here != there}
+        backward_edges = {(there, here, Channel.GRADIENT) for here, there, _ in forward_edges}
+        pipeline = Pipeline(PipelineGroups.create([range(world)], forward_edges | backward_edges))
         shapes = Shapes(SEQUENCE, BATCH, HIDDEN, dtype, torch.device(device))
         trace = trace_folder and PipelineTrace(trace_folder, range(2, len(steps) + 1), pipeline.groups)
         results = []
@@ -152,8 +157,9 @@ def run_pipeline(
             schedule = _schedule(name, world, microbatches, method, gradients)
             for weight in {embedding, output}:
                 weight.main_grad = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
-            layer.grad = None
-            model = ToyModel(layer, iteration, gradients, schedule.split_backward)
+            for weight in chunks:
+                weight.grad = None
+            model = ToyModel(chunks, iteration, gradients, schedule.split_backward)
             recorder = Recorder(shapes.device) if trace and trace.begin() else None
             if rehearses and not pipeline.has_rehearsed(shapes, gradients):
                 rehearsed = _schedule(name, world, MICROBATCHES, method, gradients)
@@ -163,7 +169,8 @@ def run_pipeline(
             if recorder:
                 recorder.finish()
                 trace.add(recorder, schedule)
-            found = {"embedding": embedding.main_grad, f"layer{rank}": layer.grad}
+            found = {"embedding": embedding.main_grad}
+            found |= {name: weight.grad for name, weight in zip(names, chunks, strict=True)}
             if not tied:
                 found["output"] = output.main_grad
             found = {name: gradient if gradient is None else gradient.cpu() for name, gradient in found.items()}
