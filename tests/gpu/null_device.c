@@ -16,6 +16,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 #include <vector_types.h>
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONFIGURATION = 9, INVALID_DEVICE = 101 };
@@ -206,7 +207,17 @@ int cudaStreamCreateWithPriority(void **stream, unsigned flags, int priority) { 
 int cudaStreamCreate(void **stream) { return *stream = malloc(1), SUCCESS; }
 int cudaStreamGetPriority(void *stream, int *priority) { return *priority = 0, SUCCESS; }
 int cudaStreamIsCapturing(void *stream, int *status) { return *status = 0, SUCCESS; }
+int cuStreamIsCapturing(void *stream, int *status) { return cudaStreamIsCapturing(stream, status); }
 int cudaStreamGetCaptureInfo(void *stream, int *status) { return *status = 0, SUCCESS; }
+
+/* A stream that waits for a number holds up the host: all that was issued before is over. */
+int cuStreamWriteValue32_v2(void *stream, uint32_t *address, uint32_t value, unsigned flags) {
+    return __atomic_store_n(address, value, __ATOMIC_SEQ_CST), SUCCESS;
+}
+int cuStreamWaitValue32_v2(void *stream, uint32_t *address, uint32_t value, unsigned flags) {
+    while (__atomic_load_n(address, __ATOMIC_SEQ_CST) < value) usleep(100);
+    return SUCCESS;
+}
 
 /* Launches */
 

@@ -1,9 +1,11 @@
 """Several ranks on one GPU, for correctness: NCCL refuses to share a device, so messages go through pinned host memory.
 
-Streams, events, kernels and the order of everything are those of a real run. An operation copies its tensors to the
-host on the current stream, a thread of its group passes them on over gloo, and the stream waits for a number in host
-memory that the thread writes, before it copies back. The host that issues the operation waits for nothing, as with
-NCCL. On CPU, where there is no such stream, the thread that issues it waits.
+Streams, events, kernels and the order of everything are those of a real run. A group has a stream, which an operation
+makes wait for the current one. There it copies its tensors to the host, a thread of the group passes them on over gloo,
+and the stream waits for a number in host memory that the thread writes, before it copies back. From its post until its
+peers have got there an operation therefore keeps the device busy, as NCCL's kernel does: a host that waits for its
+device waits for the peers. The host that issues the operation waits for nothing. On CPU, where there are no streams,
+the thread that waits for the operation is held up.
 """
 
 from __future__ import annotations
@@ -88,33 +90,68 @@ class Lane:
         self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._kept: deque[Callable[[], None]] = deque()
         self._let_go: SimpleQueue[None] = SimpleQueue()
+        self._stream: torch.cuda.Stream | None = None
         threading.Thread(target=self._work, daemon=True).start()
 
     def issue(
         self, operation: Callable[..., None], given: Sequence[torch.Tensor], filled: Sequence[torch.Tensor]
     ) -> StagedWork:
-        """Start `operation(*given, *filled)` on copies in host memory; `wait` of the result hands `filled` over."""
+        """Start `operation(*given, *filled)` on copies in host memory."""
         while not self._let_go.empty():
             self._let_go.get()
             self._kept.popleft()
         on_device = filled[0].is_cuda if filled else given[0].is_cuda
-        copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=on_device) for each in (*given, *filled)]
-        for copy, each in zip(copies, (*given, *filled), strict=True):
-            copy.copy_(each, non_blocking=True)
-        copied = DeviceFlag() if on_device else None
-        if copied is not None:
-            copied.set_by_current_stream()
-        work = StagedWork(DeviceFlag() if on_device else HostFlag(), filled, copies[len(given) :])
+        return (self._issue_on_device if on_device else self._issue_on_host)(operation, given, filled)
+
+    def _issue_on_host(
+        self, operation: Callable[..., None], given: Sequence[torch.Tensor], filled: Sequence[torch.Tensor]
+    ) -> StagedWork:
+        copies = [each.clone() for each in (*given, *filled)]
+        flag = HostFlag()
+
+        def end() -> None:
+            flag.hold_up_current_stream()
+            for tensor, copy in zip(filled, copies[len(given) :], strict=True):
+                tensor.copy_(copy)
+
+        work = StagedWork(flag, end)
+        self._hand_over(lambda: operation(*copies), work)
+        return work
+
+    def _issue_on_device(
+        self, operation: Callable[..., None], given: Sequence[torch.Tensor], filled: Sequence[torch.Tensor]
+    ) -> StagedWork:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(priority=-1)
+        copied, arrived, over = DeviceFlag(), DeviceFlag(), torch.cuda.Event()
+        copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in (*given, *filled)]
+        work = StagedWork(arrived, lambda: torch.cuda.current_stream().wait_event(over))
 
         def run() -> None:
-            if copied is not None:
-                copied.hold_up_host()
+            copied.hold_up_host()
             operation(*copies)
+
+        self._hand_over(run, work)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            for copy, each in zip(copies, (*given, *filled), strict=True):
+                copy.copy_(each, non_blocking=True)
+            copied.set_by_current_stream()
+            arrived.hold_up_current_stream()
+            for tensor, copy in zip(filled, copies[len(given) :], strict=True):
+                tensor.copy_(copy, non_blocking=True)
+            over.record()
+        _under_way[:] = [(event, memory) for event, memory in _under_way if not event.query()]
+        _under_way.append((over, (copied, arrived, copies)))
+        return work
+
+    def _hand_over(self, transfer: Callable[[], None], work: StagedWork) -> None:
+        def run() -> None:
+            transfer()
             work.finish()
 
         self._kept.append(run)
         self._queue.put(run)
-        return work
 
     def _work(self) -> None:
         while True:
@@ -133,11 +170,17 @@ _under_way: list[tuple[torch.cuda.Event, object]] = []
 
 
 class StagedWork:
-    """What Links and the communicators use of torch's Work."""
+    """What Links and the communicators use of torch's Work.
 
-    def __init__(self, flag: HostFlag | DeviceFlag, filled: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]):
-        self._flag, self._filled, self._copies = flag, filled, copies
+    Args:
+        flag: raised when the message has been passed on.
+        end: orders the current stream after the message.
+    """
+
+    def __init__(self, flag: HostFlag | DeviceFlag, end: Callable[[], None]) -> None:
+        self._flag = flag
         self._done: Future[None] = Future()
+        self.wait = end
 
     def finish(self) -> None:
         """Called by the lane."""
@@ -146,17 +189,6 @@ class StagedWork:
 
     def is_completed(self) -> bool:
         return self._done.done()
-
-    def wait(self) -> None:
-        """Order the current stream after the message."""
-        self._flag.hold_up_current_stream()
-        for tensor, copy in zip(self._filled, self._copies, strict=True):
-            tensor.copy_(copy, non_blocking=True)
-        if isinstance(self._flag, DeviceFlag):
-            passed = torch.cuda.Event()
-            passed.record()
-            _under_way[:] = [(event, memory) for event, memory in _under_way if not event.query()]
-            _under_way.append((passed, (self._flag, self._copies)))
 
 
 class StagedCommunicator:

@@ -73,3 +73,42 @@ def test_the_allocator_holds_what_is_counted_of_shapes_and_nothing_is_compiled(t
     assert 0 < found["memory_bytes"]["outside"] < 2**30
     # Whatever PyTorch compiles leaves its source there.
     assert not list(Path(environment["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.py"))
+
+
+WAITING = """
+import re
+import sys
+import torch
+from tests.gpu import test_one_device
+from tests.harness.ranks import RankError
+
+if __name__ == "__main__":
+    schedule, method, receives = sys.argv[1:]
+    test_one_device.TIMEOUT = 150
+    case = ("cuda", torch.float32, 2, schedule, method)
+    try:
+        found = test_one_device._run(*case, early_receives=receives == "early", limit=10)
+    except RankError as error:
+        stuck = re.search(test_one_device.STUCK, str(error))
+        sys.exit("hangs" if stuck else str(error))
+    print(len(found), "ranks")
+"""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "method", "receives", "status", "said"),
+    [
+        ("1f1b", "vocab-1", "late", 0, "2 ranks"),
+        pytest.param("zb-h1", "vocab-2", "late", 0, "2 ranks", marks=pytest.mark.slow),
+        ("1f1b", "vocab-1", "early", 1, "hangs"),
+    ],
+)
+def test_ranks_that_share_it_wait_for_every_message_where_it_is_posted(
+    tmp_path, environment, schedule, method, receives, status, said
+):
+    """The streams of `staged` on a device whose streams hold up the host, as with CUDA_LAUNCH_BLOCKING=1."""
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING)
+    command = [sys.executable, str(script), schedule, method, receives]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, (done.stdout + done.stderr).strip().splitlines()[-1]) == (status, said), done.stderr
