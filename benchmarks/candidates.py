@@ -1,20 +1,21 @@
 """Ways to compute S and the weight gradient of T, side by side on a device, to choose by.
 
-    python benchmarks/candidates.py [--tokens 4096] [--hidden 4096] [--rows 8192,32768] [--output FILE.jsonl]
+    python benchmarks/candidates.py [--tokens 2048,4096] [--hidden 4096] [--rows 8192,32768] [--output FILE.jsonl]
 
-Four ways, of which the first is the package's:
+The first way is the package's: cuBLAS, then one pass of a Triton kernel over the logits, which turns them into E.
 
-    kernels     cuBLAS, then one pass of a Triton kernel over the logits, which turns them into E
-    blocks N    the same for N tokens at a time, so that the pass may find logits in L2
-    compiled    cuBLAS, then the pass as `torch.compile` makes it of PyTorch's operations
-    fused       no pass: S is a Triton GEMM whose epilogue takes statistics of its tile of logits, and T one that turns
-                logits into E as it loads them
+    kernels             as the package launches it
+    reverse             programs in reverse order: the logits that the GEMM wrote last are the likeliest in L2
+    dependent           launched before the GEMM ends (programmatic dependent launch, compute capability 9.0)
+    half the warps      twice the logits per thread
+    two reads BxW       rows read twice, B logits at a time by W warps, instead of held in registers
+    blocks TxC          GEMM and pass for T tokens and C columns at a time, which L2 holds, with one reference per row
+    compiled            the pass as `torch.compile` makes it of PyTorch's operations
 
-A Triton GEMM is no cuBLAS, and what a fused way saves is less than the difference may be: `triton_over_cublas` is
-that of the bare GEMM. Every line is one shape and one way, checked against fp64 before it is timed: `s_over_gemm` and
-`t_over_gemm` are times over the bare GEMM in cuBLAS, `over_kernels` is S + T over the package's, all from one process,
-in turns. A way that does not compile or is wrong is a line with the error; the others go on, and the exit status is 1.
-Without a GPU everything runs on small shapes, Triton in its interpreter, to be tried at all.
+Every line is one shape and one way, checked against fp64 before it is timed: `s_over_gemm` and `t_over_gemm` are times
+over the bare GEMM in cuBLAS, `over_kernels` is S + T over the package's, all from one process, in turns. A way that
+does not compile or is wrong is a line with the error; the others go on, and the exit status is 1. Without a GPU
+everything runs on small shapes, Triton in its interpreter, to be tried at all; there dependent launches are left out.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import platform
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -36,16 +38,14 @@ if not ON_GPU:
 import triton  # noqa: E402  (reads the environment)
 from measuring import add_sizes, medians, sizes, write  # noqa: E402
 from output_layer import Shape  # noqa: E402
-from triton_gemms import logits, weight_gradient  # noqa: E402
+from softmax_ways import exponentiate_block, launches  # noqa: E402
 
 from megatron_vp.vocab.kernels.fused import FusedOperations  # noqa: E402
-from megatron_vp.vocab.statistics import LINEAR, MAX, SUM  # noqa: E402
+from megatron_vp.vocab.kernels.softmax import Launch, launch_exponentiate, launch_for  # noqa: E402
+from megatron_vp.vocab.statistics import LINEAR, MAX  # noqa: E402
 
-TILES = [(128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 64, 4, 4)] if ON_GPU else [(16, 16, 16, 4, 1)]
-"""Rows and columns of a tile of the result, depth of a step, warps, stages: the fastest counts."""
-
-TILES_IN_A_GROUP = 8
-BLOCKS = (1024, 2048) if ON_GPU else (48,)
+BLOCKS = ((1024, 8192), (512, 8192), (1024, 16384)) if ON_GPU else ((48, 32), (128, 64))
+"""Tokens and columns of a block: 8 to 32 MiB of logits."""
 
 
 @torch.compile(dynamic=False)
@@ -63,8 +63,9 @@ def _exponentiate_compiled(logits_nv: torch.Tensor, target_n: torch.Tensor) -> t
 class Way:
     """One way on one shape. `s` returns [n, V/p] for T and fills the statistics; `t` adds to `main_grad`."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, launch: Launch | None = None) -> None:
         self.shape = shape
+        self.launch = launch or launch_for(len(shape.layer.weight), shape.x_nh.dtype)
         self.x_nh, self.weight = shape.x_nh, shape.layer.weight.detach()
         self.main_grad = shape.layer.weight.main_grad
         self.first = shape.layer.shards.start(shape.layer.index)
@@ -75,7 +76,7 @@ class Way:
     def s(self) -> torch.Tensor:
         """cuBLAS and one pass."""
         exp_nv = self.x_nh @ self.weight.t()
-        self.statistics_3n, *_ = self.operations.exponentiate_(exp_nv, self.shape.labels_n, self.first, 1.0)
+        self.statistics_3n, *_ = launch_exponentiate(self.launch, exp_nv, self.shape.labels_n, self.first, 1.0)
         return exp_nv
 
     def t(self, kept_nv: torch.Tensor) -> None:
@@ -86,20 +87,25 @@ class Way:
 
 
 class Blocks(Way):
-    """S for some tokens at a time."""
+    """S for some tokens and columns at a time."""
 
-    def __init__(self, shape: Shape, tokens: int) -> None:
+    def __init__(self, shape: Shape, tokens: int, columns: int) -> None:
         super().__init__(shape)
-        self.tokens = tokens
+        self.tokens, self.columns = tokens, columns
 
     def s(self) -> torch.Tensor:
-        """cuBLAS and the pass, block after block."""
-        exp_nv = self.x_nh.new_empty(len(self.x_nh), len(self.weight))
-        for start in range(0, len(exp_nv), self.tokens):
-            span = slice(start, start + self.tokens)
-            torch.mm(self.x_nh[span], self.weight.t(), out=exp_nv[span])
-            part_3n, *_ = self.operations.exponentiate_(exp_nv[span], self.shape.labels_n[span], self.first, 1.0)
-            self.statistics_3n[:, span] = part_3n
+        """cuBLAS and the pass, block after block; E is relative to the rows' references."""
+        (tokens, rows), target_n = (len(self.x_nh), len(self.weight)), self.shape.pending.target_n
+        exp_nv = self.x_nh.new_empty(tokens, rows)
+        self.statistics_3n = torch.zeros_like(self.statistics_3n)
+        for top in range(0, tokens, self.tokens):
+            span = slice(top, top + self.tokens)
+            for start in range(0, rows, self.columns):
+                columns = min(self.columns, rows - start)
+                part_nv = exp_nv[span, start : start + columns]
+                torch.mm(self.x_nh[span], self.weight[start : start + columns].t(), out=part_nv)
+                exponentiate_block(exp_nv[span], target_n[span], self.statistics_3n[:, span], start, columns)
+        self.derivative = replace(self.derivative, largest_n=self.statistics_3n[MAX])
         return exp_nv
 
 
@@ -111,55 +117,6 @@ class Compiled(Way):
         exp_nv = self.x_nh @ self.weight.t()
         torch.stack(_exponentiate_compiled(exp_nv, self.derivative.target_n), out=self.statistics_3n)
         return exp_nv
-
-
-class Fused(Way):
-    """Statistics in the epilogue of S, E in the loads of T."""
-
-    def __init__(self, shape: Shape, tile: tuple[int, ...]) -> None:
-        super().__init__(shape)
-        self.tile = tile
-
-    def options(self) -> dict[str, int]:
-        """Tile and group as the kernels take them."""
-        names = ("M", "N", "K", "num_warps", "num_stages")
-        return dict(zip(names, self.tile, strict=True)) | {"GROUP": TILES_IN_A_GROUP}
-
-    def logits(self, take_statistics: bool) -> torch.Tensor:
-        """The GEMM of S, with statistics of every row or without."""
-        (tokens, hidden), columns = self.x_nh.shape, len(self.weight)
-        across = triton.cdiv(columns, self.tile[1])
-        logits_nv = self.x_nh.new_empty(tokens, columns)
-        parts_2tn = self.x_nh.new_empty(2, across, tokens, dtype=torch.float32)
-        grid = (triton.cdiv(tokens, self.tile[0]) * across,)
-        logits[grid](
-            self.x_nh, self.weight, logits_nv, *parts_2tn, tokens, columns, hidden,
-            STATISTICS=take_statistics, **self.options(),
-        )  # fmt: skip
-        if take_statistics:
-            largest_tn, total_tn = parts_2tn
-            torch.amax(largest_tn, 0, out=self.statistics_3n[MAX])
-            shrunk_tn = total_tn * (largest_tn - self.statistics_3n[MAX]).exp()
-            torch.sum(shrunk_tn, 0, out=self.statistics_3n[SUM])
-            target_n = self.derivative.target_n
-            own = logits_nv.gather(1, target_n.clamp(0)[:, None]).squeeze(1)
-            self.statistics_3n[LINEAR] = torch.where(target_n >= 0, own, 0)
-        return logits_nv
-
-    def s(self) -> torch.Tensor:
-        """Logits, which T takes as they are."""
-        return self.logits(take_statistics=True)
-
-    def t(self, kept_nv: torch.Tensor) -> None:
-        """Row factors on X, entries of the targets into the logits, where they stay as they are; then the GEMM."""
-        (tokens, hidden), columns = self.x_nh.shape, len(self.weight)
-        row_gradient_n = self.shape.row_gradient_n
-        weighed_nh = self.operations.enter_targets_(kept_nv, self.x_nh, row_gradient_n, self.derivative)
-        grid = (triton.cdiv(columns, self.tile[0]) * triton.cdiv(hidden, self.tile[1]),)
-        weight_gradient[grid](
-            kept_nv, self.statistics_3n[MAX], self.derivative.target_n, weighed_nh, self.main_grad, tokens, columns,
-            hidden, **self.options(),
-        )  # fmt: skip
 
 
 def check(way: Way) -> None:
@@ -193,18 +150,23 @@ def check(way: Way) -> None:
 
 
 def ways(shape: Shape) -> dict[str, Way]:
-    """All ways by name; each tile of the fused one is a way."""
-    found = {"kernels": Way(shape), "compiled": Compiled(shape)}
-    found |= {f"blocks {tokens}": Blocks(shape, tokens) for tokens in BLOCKS if tokens < len(shape.x_nh)}
-    return found | {f"fused {'x'.join(map(str, tile))}": Fused(shape, tile) for tile in TILES}
+    """All ways by name."""
+    columns, dtype = len(shape.layer.weight), shape.x_nh.dtype
+    found = {
+        name: Way(shape, launch) for name, launch in launches(columns, dtype).items() if ON_GPU or not launch.dependent
+    }
+    found["compiled"] = Compiled(shape)
+    if dtype != torch.float16:
+        for tokens, width in BLOCKS:
+            if tokens < len(shape.x_nh) or width < columns:
+                found[f"blocks {tokens}x{width}"] = Blocks(shape, tokens, width)
+    return found
 
 
 def parts(way: Way, name: str) -> dict[str, Callable[[], object]]:
     """What is timed of a way, each part run once: whatever cannot compile has failed by then."""
     kept_nv = way.s()
     works: dict[str, Callable[[], object]] = {f"s {name}": way.s, f"t {name}": lambda: way.t(kept_nv)}
-    if isinstance(way, Fused):
-        works[f"bare {name}"] = lambda: way.logits(take_statistics=False)
     for work in works.values():
         work()
     return works
@@ -228,12 +190,11 @@ def measure(shape: Shape, rounds: int, device: torch.device) -> dict[str, dict[s
     for name, result in results.items():
         if result:
             continue
-        s, t, bare = (times.get(f"{part} {name}") for part in ("s", "t", "bare"))
+        s, t = (times[f"{part} {name}"] for part in ("s", "t"))
         result |= {
             "s_over_gemm": s / times["gemm of s"],
             "t_over_gemm": t / times["gemm of t"],
             "over_kernels": (s + t) / ours if ours else None,
-            "triton_over_cublas": bare / times["gemm of s"] if bare else None,
             "milliseconds": {"s": s, "t": t},
         }
     return results
@@ -244,8 +205,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_sizes(
         parser,
-        tokens="4096" if ON_GPU else "128",
-        hidden="3072,6144" if ON_GPU else "48",
+        tokens="2048,4096" if ON_GPU else "128",
+        hidden="3072" if ON_GPU else "48",
         rows="8192,32768" if ON_GPU else "100",
     )
     parser.add_argument("--rounds", type=int, default=20 if ON_GPU else 1)

@@ -242,7 +242,7 @@ def launch_exponentiate(
     target_n = torch.empty_like(labels_n)
     unit = VECTOR if columns % VECTOR == 0 and stride % VECTOR == 0 else 1
     options = {"launch_pdl": True} if launch.dependent else {}
-    if columns <= FULLY_OCCUPYING_ROW and unit > 1 and not logit_weight:
+    if columns <= FULLY_OCCUPYING_ROW and launch.pieces in (1, 2, 3) and unit > 1 and not logit_weight:
         options["maxnreg"] = 32
     _exponentiate[(tokens,)](
         logits_nv, stride // unit, labels_n, first, target_weight, logit_weight,
