@@ -1,5 +1,6 @@
 """S and T of this project's kernels: bytes, instructions and products against figures worked out by hand."""
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,15 @@ from megatron_vp.cost.hardware import HARDWARE, Rates
 from megatron_vp.cost.passes import PassTimes
 from megatron_vp.cost.roofline import Line, lines, markdown
 from megatron_vp.cost.shapes import Job, ModelShape
-from megatron_vp.cost.vocab_kernels import ISSUE_SHARE, LAUNCH, SORT_LAUNCHES, ShardPasses
+from megatron_vp.cost.vocab_kernels import (
+    ISSUE_SHARE,
+    LAUNCH,
+    LONG_ROW_INSTRUCTIONS,
+    LONGEST_ROW,
+    SORT_LAUNCHES,
+    WHOLE_ROW_INSTRUCTIONS,
+    ShardPasses,
+)
 from megatron_vp.schedule import VocabMethod
 
 RATES = Rates(gemm=1e15, fp8_gemm=2e15, copy=1e12, issue=1e13, source="made up")
@@ -41,6 +50,18 @@ def test_the_softmax_reads_short_rows_once_and_long_ones_twice(rows, moved, inst
     assert found.memory == pytest.approx(moved * 2048 * rows / 1e12)
     assert found.issue == pytest.approx(instructions * 2048 * rows / (1e13 * ISSUE_SHARE))
     assert found.seconds == LAUNCH + max(found.memory, found.issue)
+
+
+def test_the_instructions_are_those_of_the_compiled_kernels():
+    counts = Path(__file__).parents[1] / "vocab" / "data" / "kernel_counts.csv"
+    found = {True: [], False: []}
+    for row in csv.DictReader(counts.read_text().splitlines()):
+        full = int(row["width"]) % 4096 == 0  # other widths issue a mask as well, up to 17
+        kind = row["kernel"], row["capability"], row["dtype"], row["smoothed"]
+        if full and kind == ("_exponentiate", "90", "bfloat16", "False"):
+            found[int(row["width"]) <= LONGEST_ROW].append(float(row["per_element"]))
+    assert 0.9 * WHOLE_ROW_INSTRUCTIONS < max(found[True]) <= WHOLE_ROW_INSTRUCTIONS
+    assert 0.8 * LONG_ROW_INSTRUCTIONS < max(found[False]) <= LONG_ROW_INSTRUCTIONS
 
 
 def test_what_bounds_a_kernel():
