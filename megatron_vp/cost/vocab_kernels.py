@@ -2,7 +2,7 @@
 
     S   Y = X W^T         one softmax kernel over Y           vocab-2 also: E W, and its rows rescaled
     T   E'^T X'           one kernel over X before it         vocab-1 also: E W, and its rows rescaled
-    IF  rows looked up    IB  rows sorted and added
+    IF  rows looked up    IB  rows added up
 
 A kernel takes the time of its bytes at the speed of a copy or of its instructions at the issue rate, whichever is
 longer. Nothing here was measured: bytes follow from the code, instructions from the machine code for capability 9.0.
@@ -30,8 +30,9 @@ WHOLE_ROW_INSTRUCTIONS, LONG_ROW_INSTRUCTIONS = 16, 13
 RESCALE_INSTRUCTIONS, TARGET_INSTRUCTIONS = 20, 16
 """Instructions for each element of E W, rescaled, and of X where T weighs its rows."""
 
-SORT_LAUNCHES = 8
-"""Kernels of IB: PyTorch's sort of the tokens, and two of this project that add their rows."""
+ADD_LAUNCHES = 4
+"""Kernels of IB: two of PyTorch that find the rows of the owned tokens, and two of this project that add them up. The
+tokens were sorted on the second stream."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class ShardPasses:
         owned = self.tokens * self.hidden / shards
         looked_up = LAUNCH + 2 * self.element_bytes * owned / self.rates.copy
         added = (self.element_bytes + 2 * self.gradient_bytes) * owned / self.rates.copy
-        return looked_up, SORT_LAUNCHES * LAUNCH + added
+        return looked_up, ADD_LAUNCHES * LAUNCH + added
 
     def placed_rows(self) -> float:
         """Seconds in which the first stage puts received rows in the order of their tokens, or takes them from it."""

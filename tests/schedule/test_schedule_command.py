@@ -1,18 +1,19 @@
 """`megatron-vp schedule`: every format, reading back, and one line for what cannot work."""
 
 import errno
+import io
 import json
 import os
 import xml.etree.ElementTree as ElementTree
 from importlib import import_module
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import typer
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
+from megatron_vp import files
 from megatron_vp.cli import schedule as command
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import Collective, PassCosts, ScheduleError, draw, evaluation, generate, lower, simulate
@@ -185,13 +186,13 @@ def test_a_result_replaces_a_file_as_a_whole_or_not_at_all(tmp_path, monkeypatch
     path.write_text("before")
     link.symlink_to(path)
 
-    def full(file, data):
-        with file.open("wb") as stream:
-            stream.write(data[:100])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    class Full(io.FileIO):
+        def write(self, data):
+            super().write(bytes(data[:100]))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full)
+        patch.setattr(files, "open", lambda file, mode: Full(file, mode), raising=False)
         result = run(*FAMILY, "--format", "json", "-o", link)
     assert isinstance(result.exception, UserError) and "No space left" in str(result.exception)
     assert path.read_text() == "before" and sorted(os.listdir(tmp_path)) == ["link.json", "schedule.json"]
