@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -45,11 +46,12 @@ def environment(tmp_path_factory):
 
 
 def _replay(folder, environment, *flags):
+    """The report, and what the device says at the end."""
     report = folder / "report.json"
     command = [sys.executable, "-m", "megatron_vp.cli.app", "replay", *JOB, "-o", str(report), *flags]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(report.read_text())
+    return json.loads(report.read_text()), done.stderr
 
 
 CASES = [
@@ -63,8 +65,8 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [case[1] for case in CASES], ids=[case[0] for case in CASES])
 def test_the_allocator_holds_what_is_counted_of_shapes_and_nothing_is_compiled(tmp_path, environment, flags):
-    found = _replay(tmp_path, environment, *flags)
-    counted = _replay(tmp_path, os.environ | {"PYTHONPATH": environment["PYTHONPATH"]}, *flags, "--shapes-only")
+    found, _ = _replay(tmp_path, environment, *flags)
+    counted, _ = _replay(tmp_path, os.environ | {"PYTHONPATH": environment["PYTHONPATH"]}, *flags, "--shapes-only")
     for name in ("parameters", "gradients"):
         assert found["memory_bytes"][name] == counted["memory_bytes"][name]
     for name in ("allocated", "peak"):
@@ -73,6 +75,24 @@ def test_the_allocator_holds_what_is_counted_of_shapes_and_nothing_is_compiled(t
     assert 0 < found["memory_bytes"]["outside"] < 2**30
     # Whatever PyTorch compiles leaves its source there.
     assert not list(Path(environment["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "v-half"])
+@pytest.mark.parametrize("waits", ["timers of level 2", "CUDA_LAUNCH_BLOCKING=1"])
+def test_whole_iterations_whose_host_waits(tmp_path, environment, waits, schedule):
+    flags, variables = ["--timing-log-level", "2"], {}
+    if waits == "CUDA_LAUNCH_BLOCKING=1":
+        flags, variables = [], {"CUDA_LAUNCH_BLOCKING": "1"}
+    job = ["--rank", "0", "--vocab-parallel", "--pipeline-schedule", schedule, "--iterations", "2", *flags]
+    found, said = _replay(tmp_path, environment | variables, *job)
+    assert found["memory_bytes"]["peak"] > found["memory_bytes"]["allocated"] > 0
+    launches, _, _, waited = map(
+        int, re.search(r"null device: (\d+) \D+ (\d+) \D+ (\d+) \D+ (\d+) waits", said).groups()
+    )
+    chunks = 2 if schedule == "v-half" else 1
+    # 24 microbatches; timers start and stop around F, B of each chunk.
+    assert waited > (launches / 2 if variables else 2 * 24 * 4 * chunks)
 
 
 WAITING = """
@@ -100,6 +120,7 @@ if __name__ == "__main__":
     [
         ("1f1b", "vocab-1", "late", 0, "2 ranks"),
         pytest.param("zb-h1", "vocab-2", "late", 0, "2 ranks", marks=pytest.mark.slow),
+        ("v-half", "vocab-2", "late", 0, "2 ranks"),
         ("1f1b", "vocab-1", "early", 1, "hangs"),
     ],
 )
