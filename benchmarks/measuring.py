@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,15 +15,22 @@ from pathlib import Path
 
 import torch
 
-HEAD_START_BYTES = 2**30
-"""Written before every timed call: about 0.3 ms on a device of 3 TB/s, and 20 times its L2."""
+EVICTING_BYTES = 2**30
+"""Written before every timed call: 20 times the L2 of an H100, so that inputs come from memory."""
+
+CLEANING_BYTES = 2**28
+"""Read after that, so that L2 holds lines that need not be written back: otherwise the first kernel that is timed pays
+for up to 50 MB of other writes."""
+
+HEAD_START_CYCLES = 4_000_000
+"""The device then spins for about 2 ms, within which the host issues the call's kernels, as it is ahead in a run."""
 
 
-def milliseconds(work: Callable[[], object], device: torch.device) -> float:
+def milliseconds(work: Callable[[], object], device: torch.device, *, dirty: bool = False) -> float:
     """One call, by device events on a GPU.
 
-    There the host gets a head start, as it has in a run: it issues the call's kernels while the device still writes
-    elsewhere, so the time is the device's and not that of launches. The inputs have left L2 by then.
+    There the host gets a head start, so the time is the device's and not that of launches. The inputs have left L2 by
+    then. With `dirty` L2 is full of lines that must be written back first; in a run it holds both kinds.
     """
     if device.type != "cuda":
         start = time.perf_counter()
@@ -30,6 +38,9 @@ def milliseconds(work: Callable[[], object], device: torch.device) -> float:
         return 1e3 * (time.perf_counter() - start)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     _elsewhere(device).zero_()
+    if not dirty:
+        _elsewhere(device)[:CLEANING_BYTES].view(torch.int32).sum()
+    torch.cuda._sleep(HEAD_START_CYCLES)
     start.record()
     work()
     end.record()
@@ -37,18 +48,53 @@ def milliseconds(work: Callable[[], object], device: torch.device) -> float:
     return start.elapsed_time(end)
 
 
-def medians(works: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
-    """Milliseconds of each, in turns, after two rounds that warm up."""
-    times: dict[str, list[float]] = {name: [] for name in works}
+def times(
+    works: dict[str, Callable[[], object]], rounds: int, device: torch.device, *, dirty: bool = False
+) -> dict[str, list[float]]:
+    """Milliseconds of each in every round, in turns, after two rounds that warm up."""
+    found: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds + 2):
         for name, work in works.items():
-            times[name].append(milliseconds(work, device))
-    return {name: statistics.median(values[2:]) for name, values in times.items()}
+            found[name].append(milliseconds(work, device, dirty=dirty))
+    return {name: values[2:] for name, values in found.items()}
+
+
+def medians(works: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
+    """Median milliseconds of each, in turns."""
+    return {name: statistics.median(values) for name, values in times(works, rounds, device).items()}
+
+
+def spread(values: list[float]) -> tuple[float, float]:
+    """The first and the last tenth of some values; their least and largest where there are fewer than three."""
+    if len(values) < 3:
+        return min(values), max(values)
+    tenths = statistics.quantiles(values, n=10, method="inclusive")
+    return tenths[0], tenths[-1]
+
+
+def copy_bandwidth(size: int, device: torch.device, rounds: int = 10) -> float:
+    """Bytes per second that a copy of `size` bytes reads and writes: the roof of a kernel that moves as many."""
+    source = torch.zeros(size // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return 2e3 * source.nbytes / medians({"copy": lambda: target.copy_(source)}, rounds, device)["copy"]
+
+
+def device_state(device: torch.device) -> dict[str, str] | None:
+    """Clock, power and why the clock is held down, as nvidia-smi says; None without a GPU or without the tool."""
+    names = ("clocks.sm", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
+    if device.type != "cuda":
+        return None
+    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader", f"--id={device.index or 0}"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return dict(zip(names, (each.strip() for each in said.split(",")), strict=False))
 
 
 @cache
 def _elsewhere(device: torch.device) -> torch.Tensor:
-    return torch.empty(HEAD_START_BYTES, dtype=torch.uint8, device=device)
+    return torch.empty(EVICTING_BYTES, dtype=torch.uint8, device=device)
 
 
 def add_sizes(parser: argparse.ArgumentParser, **defaults: str) -> None:

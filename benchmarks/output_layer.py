@@ -1,58 +1,72 @@
-"""S and T of one shard beside their bare GEMMs, eager operations and Liger's kernel, and what is kept between them.
+"""S and T of one shard with their bare GEMMs, eager and compiled operations and other implementations.
 
     python benchmarks/output_layer.py [--tokens 4096] [--hidden 4096] [--rows 8192,32768] [--output FILE.jsonl]
 
-Every line is one shape. All times of a line come from one process, in turns: the medians' ratios are the result, the
-milliseconds belong to the machine. Without a GPU it runs the eager operations on small shapes, to be tried at all.
+Every line is one shape. All times of a line come from one process, in turns; the medians' ratios are the result, the
+milliseconds belong to the machine.
 
-Where the package `liger-kernel` is installed, its fused linear cross entropy runs beside S and T: forward and backward
-over a vocabulary of this shard's size, so the same three GEMMs, with the weight gradient accumulated in fp32. It
-recomputes nothing and keeps no logits, but returns only when the loss is known: it cannot be cut in two at a barrier.
+    s_t_and_loss        our whole chain on one shard: S and T of vocab-2, the fold of C1's statistics, the losses, and
+                        dX rescaled. Rivals (`rivals.py`) do as much, on a vocabulary of this shard's size
+    softmax_over_copy   time of S beyond its GEMM over a copy of as many bytes in the same process, which is its roof
+    t_dirty             T with an L2 full of lines that must be written back first
+    error               of dX and dW, by norm, against fp64 on a part of the tokens
+
+Without a GPU it runs the eager operations on small shapes, to be tried at all.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import platform
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import torch
-from measuring import add_sizes, medians, sizes, write
+from measuring import add_sizes, copy_bandwidth, device_state, sizes, spread, times, write
+from rivals import rivals, versions
 
 from megatron_vp.vocab import output
+from megatron_vp.vocab.loss import CROSS_ENTROPY
 from megatron_vp.vocab.operations import EagerOperations
 from megatron_vp.vocab.output import OutputLayer, PendingOutput
 from megatron_vp.vocab.shards import VocabShards
 from megatron_vp.vocab.statistics import GlobalStatistics
 
 SHARDS = 4
-HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None
+CHECKED_TOKENS = 512
+"""Whose gradients are compared with fp64: more would take longer than what is measured."""
+
+
+class _Cut(VocabShards):
+    """Shards of just the rows asked for, to measure what rounding spares."""
+
+    @property
+    def rows_per_shard(self) -> int:
+        """Not rounded."""
+        return -(-self.vocab_size // self.count)
 
 
 class Shape:
     """One shard of `SHARDS` with everything that its passes need, and each thing to be timed as a method."""
 
-    def __init__(self, tokens: int, hidden: int, rows: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tokens: int, hidden: int, rows: int, device: torch.device, dtype: torch.dtype, shards: int = SHARDS
+    ) -> None:
         torch.manual_seed(0)
         self.x_nh = torch.randn(tokens, hidden, device=device).to(dtype)
         weight = torch.nn.Parameter((torch.randn(rows, hidden, device=device) * 0.02).to(dtype))
         weight.main_grad = torch.zeros(rows, hidden, device=device)
-        self.layer = OutputLayer(weight, VocabShards(rows * SHARDS, SHARDS), 0)
-        self.labels_n = torch.randint(rows * SHARDS, (tokens,), device=device)
+        self.layer = OutputLayer(weight, _Cut(rows * shards, shards), 0)
+        self.labels_n = torch.randint(rows * shards, (tokens,), device=device)
         self.row_gradient_n = torch.full((tokens,), 1 / tokens, device=device)
         self.pending = self.s()
         statistics_3n = self.pending.statistics_3n
         total_3n = torch.empty_like(statistics_3n)
-        output.operations_for(total_3n).fold_(total_3n, statistics_3n.repeat(SHARDS, 1, 1))
+        output.operations_for(total_3n).fold_(total_3n, statistics_3n.repeat(shards, 1, 1))
         self.total = GlobalStatistics(*total_3n)
-        if HAS_LIGER:
-            from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
-
-            self.liger_loss = LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.float32)
-            self.leaf_nh = self.x_nh.clone().requires_grad_()
 
     def s(self) -> PendingOutput:
         """S of vocab-1."""
@@ -91,11 +105,21 @@ class Shape:
         self.layer.unscaled_input_gradient(pending)
         self.layer.t_pass(pending, self.total, self.row_gradient_n, input_gradient=False)
 
-    def liger(self) -> None:
-        """Loss and both gradients by Liger's fused linear cross entropy; the last layer's gradient of the loss is 1."""
-        weight = self.layer.weight
-        self.liger_loss(weight, self.leaf_nh, self.labels_n % len(weight)).backward()
-        weight.grad = self.leaf_nh.grad = None
+    def s_t_and_loss(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All that one shard computes for losses and gradients; returns dX and `main_grad`."""
+        pending = self.s()
+        product_nh = self.layer.unscaled_input_gradient(pending)
+        total_3n = torch.empty_like(pending.statistics_3n)
+        output.operations_for(total_3n).fold_(total_3n, pending.statistics_3n[None])
+        total = GlobalStatistics(*total_3n)
+        total.token_loss(CROSS_ENTROPY)
+        part_nh = self.layer.rescaled_input_gradient(product_nh, pending, total)
+        self.layer.t_pass(pending, total, self.row_gradient_n, input_gradient=False)
+        return part_nh * self.row_gradient_n[:, None], self.layer.weight.main_grad
+
+    def rivals(self) -> dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]]:
+        """What else computes the loss of this shard's words, and both gradients."""
+        return rivals(self.x_nh, self.layer.weight.detach(), self.labels_n % len(self.layer.weight))
 
     def bytes_allocated_by_s(self) -> int:
         """What S has taken from a GPU's memory when it is over."""
@@ -111,11 +135,80 @@ class Shape:
         return sum(tensor.nbytes for tensor in kept) / self.pending.exp_nv.numel()
 
 
-def measure(shape: Shape, rounds: int, device: torch.device) -> dict[str, float]:
-    """Median milliseconds of everything."""
+def expected(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+    """dX and dW of the mean loss over this shard's words, in fp64."""
+    x_nh, weight_vh = (tensor.detach().double().requires_grad_() for tensor in (shape.x_nh, shape.layer.weight))
+    labels_n = shape.labels_n % len(weight_vh)
+    with torch.enable_grad():
+        loss = torch.nn.functional.cross_entropy(x_nh @ weight_vh.t(), labels_n)
+        return torch.autograd.grad(loss, (x_nh, weight_vh))
+
+
+def errors(tokens: int, hidden: int, rows: int, device: torch.device, dtype: torch.dtype) -> dict[str, object]:
+    """Of dX and dW by norm, ours and every rival's, on `CHECKED_TOKENS` tokens; or why one has none."""
+    shape = Shape(min(tokens, CHECKED_TOKENS), hidden, rows, device, dtype, shards=1)
+    references, found = expected(shape), {}
+    shape.layer.weight.main_grad.zero_()
+    for name, work in {"ours": shape.s_t_and_loss, **shape.rivals()}.items():
+        try:
+            gradients = work()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+            continue
+        found[name] = [
+            ((gradient.double() - reference).norm() / reference.norm()).item()
+            for gradient, reference in zip(gradients, references, strict=True)
+        ]
+    return found
+
+
+def peaks(works: dict[str, Callable[[], object]]) -> dict[str, int]:
+    """Most bytes that each call has allocated beyond what there was before."""
+    found = {}
+    for name, work in works.items():
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        found[name] = torch.cuda.max_memory_allocated() - before
+    return found
+
+
+def measure(shape: Shape, usable: list[str], rounds: int, device: torch.device) -> dict[str, object]:
+    """Milliseconds of everything: medians, the first and last tenth, and what follows."""
     names = ["s_gemm", "s", "s_of_vocab_2_gemms", "s_of_vocab_2", "t_gemm", "t", "s_and_t", "eager_s_and_t"]
-    names += ["liger"] if HAS_LIGER else []
-    return medians({name: getattr(shape, name) for name in names}, rounds, device)
+    works: dict[str, Callable[[], object]] = {name: getattr(shape, name) for name in [*names, "s_t_and_loss"]}
+    works |= {name: work for name, work in shape.rivals().items() if name in usable}
+    taken = times(works, rounds, device)
+    taken["t_dirty"] = times({"t": shape.t}, rounds, device, dirty=True)["t"]
+    middle = {name: statistics.median(values) for name, values in taken.items()}
+    logits = shape.pending.exp_nv.nbytes
+    bandwidth = copy_bandwidth(logits, device)
+    flops = 2e-9 * shape.x_nh.numel() * len(shape.layer.weight)
+    whole = middle["s_t_and_loss"]
+    on_gpu = device.type == "cuda"
+    return {
+        "gemm_tflops": {
+            "s": flops / middle["s_gemm"],
+            "e_w": flops / (middle["s_of_vocab_2_gemms"] - middle["s_gemm"]),
+            "t": flops / middle["t_gemm"],
+        },
+        "s_over_gemm": middle["s"] / middle["s_gemm"],
+        "s_of_vocab_2_over_gemms": middle["s_of_vocab_2"] / middle["s_of_vocab_2_gemms"],
+        "t_over_gemm": middle["t"] / middle["t_gemm"],
+        "t_dirty_over_gemm": middle["t_dirty"] / middle["t_gemm"],
+        "softmax_over_copy": (middle["s"] - middle["s_gemm"]) / (2e3 * logits / bandwidth),
+        "copy_bytes_per_second": bandwidth,
+        "eager_over_ours": middle["eager_s_and_t"] / middle["s_and_t"],
+        "rivals_over_ours": {name: middle[name] / whole for name in usable if name in middle},
+        "bytes_kept_a_logit": shape.bytes_kept_a_logit(),
+        "bytes_allocated_a_logit": shape.bytes_allocated_by_s() / shape.pending.exp_nv.numel() if on_gpu else None,
+        "peak_bytes": peaks({name: works[name] for name in ("s_t_and_loss", *usable) if name in works})
+        if on_gpu
+        else None,
+        "milliseconds": middle,
+        "tenths": {name: spread(values) for name, values in taken.items()},
+        "device_state": device_state(device),
+    }
 
 
 def main() -> None:
@@ -126,36 +219,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_sizes(
         parser,
-        tokens="2048,4096,8192" if on_gpu else "256",
-        hidden="3072,4096,5120,6144" if on_gpu else "128",
-        rows="4096,8192,16384,32768" if on_gpu else "1000",
+        tokens="2048,4096" if on_gpu else "256",
+        hidden="3072,4096,6144" if on_gpu else "128",
+        # The last three are what shards are no longer: no multiples of 16, of 8, and odd.
+        rows="8192,32768,9536,9496,4748,10667" if on_gpu else "1000",
+    )
+    parser.add_argument(
+        "--dtype", default="bfloat16" if on_gpu else "float32", choices=["bfloat16", "float16", "float32"]
     )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--output", type=Path, help="append the lines to this file")
     args = parser.parse_args()
-    device, dtype = (torch.device("cuda"), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
+    device, dtype = torch.device("cuda" if on_gpu else "cpu"), getattr(torch, args.dtype)
     machine = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, eager operations"
     for tokens, hidden, rows in sizes(args, "tokens", "hidden", "rows"):
+        wrong = errors(tokens, hidden, rows, device, dtype)
         shape = Shape(tokens, hidden, rows, device, dtype)
-        times = measure(shape, args.rounds, device)
         line = {
             "machine": machine,
             "torch": torch.__version__,
-            "dtype": str(dtype).removeprefix("torch."),
+            "rivals": versions(),
+            "dtype": args.dtype,
             "tokens": tokens,
             "hidden": hidden,
             "rows": rows,
-            "gemm_tflops": 2e-9 * tokens * hidden * rows / times["s_gemm"],
-            "s_over_gemm": times["s"] / times["s_gemm"],
-            "s_of_vocab_2_over_gemms": times["s_of_vocab_2"] / times["s_of_vocab_2_gemms"],
-            "t_over_gemm": times["t"] / times["t_gemm"],
-            "eager_over_ours": times["eager_s_and_t"] / times["s_and_t"],
-            "liger_over_ours": times["liger"] / times["s_and_t"] if HAS_LIGER else None,
-            "bytes_kept_a_logit": shape.bytes_kept_a_logit(),
-            "bytes_allocated_a_logit": shape.bytes_allocated_by_s() / (tokens * rows) if on_gpu else None,
-            "milliseconds": times,
+            "error": wrong,
         }
-        write(line, args.output)
+        usable = [name for name, error in wrong.items() if name != "ours" and not isinstance(error, str)]
+        write(line | measure(shape, usable, args.rounds, device), args.output)
 
 
 if __name__ == "__main__":
