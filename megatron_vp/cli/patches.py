@@ -21,8 +21,11 @@ def register(app: typer.Typer) -> None:
         from megatron_vp.errors import UserError
         from megatron_vp.mcore import patches
         from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
+        from megatron_vp.mcore.platform.installed import hide_what_is_broken
 
         quiet_fallback_warnings()
+        for line in hide_what_is_broken():
+            typer.echo(line)
         try:
             version = patches.installed_version()
         except UserError as error:

@@ -3,46 +3,92 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from tests.harness.ranks import ROOT, run_ranks
-from tests.mcore.engine import NEWEST, on_cpu, require
+from tests.harness.training import tiny_model
+from tests.mcore.engine import APART, FUSED, NEWEST, on_cpu, require
 
-HIDDEN, SEQUENCE, BATCH = 64, 128, 4
-JOB = [
-    *("--num-layers", "8", "--hidden-size", str(HIDDEN), "--num-attention-heads", "4", "--vocab-size", "500"),
-    *("--seq-length", str(SEQUENCE), "--max-position-embeddings", str(SEQUENCE), "--num-workers", "0", "--bf16"),
-    *("--micro-batch-size", str(BATCH), "--global-batch-size", str(16 * BATCH), "--clip-grad", "0"),
-    *("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
-    *("--transformer-impl", "transformer_engine", "--attention-backend", "unfused", "--pipeline-schedule", "v-min"),
-]
-HALF_AN_INPUT = SEQUENCE * BATCH * HIDDEN * 2 // 2
+TENSOR_RANKS = 2
+IN_PARTS = {
+    "num_layers": 8,
+    "hidden_size": 64,
+    "seq_length": 128,
+    "micro_batch_size": 4,
+    "global_batch_size": 64,
+    "tensor_model_parallel_size": TENSOR_RANKS,
+    "sequence_parallel": True,
+    "pipeline_schedule": "v-min",
+}
+"""Many tokens in small layers: activations are most of the memory."""
+LAYER_BY_LAYER = {
+    "num_layers": 4,
+    "hidden_size": 256,
+    "seq_length": 32,
+    "micro_batch_size": 1,
+    "global_batch_size": 16,
+    "pipeline_schedule": "zb-h1",
+}
+"""Few tokens in large layers, whose gradients are made apart: W takes more memory for a product than B for anything."""
 
 
-def peak(_rank: int, _world_size: int, parts: bool) -> int:
-    """The most bytes on rank 0 of the job; without `parts` gathered inputs are kept whole."""
-    with on_cpu(NEWEST, True), ExitStack() as changed:
+def peak(_rank: int, _world_size: int, model: dict[str, Any], fused: bool, as_before: bool) -> int:
+    """The most bytes on rank 0 of a job; `as_before` keeps inputs whole, and all operands to the end of W."""
+    sizes = {**model, "max_position_embeddings": model["seq_length"], "vocab_size": 500}
+    common = {"mock_data": None, "tokenizer_type": None, "train_iters": None, "distributed_timeout_minutes": None}
+    options = {"transformer_impl": "transformer_engine", "attention_backend": "unfused", "bf16": True, "clip_grad": 0}
+    job = tiny_model(**common, **sizes, **options, pipeline_model_parallel_size=2, no_bias_gelu_fusion=True)
+    with on_cpu(NEWEST, fused), ExitStack() as changed:
         from megatron.training import training
 
+        from megatron_vp.mcore.model import split_backward
         from megatron_vp.mcore.replay.one_rank import run_alone
-        from megatron_vp.mcore.training import schedule
+        from megatron_vp.mcore.training import driver, schedule
 
         # With Transformer Engine the norm stays on the device, and Megatron makes a new tensor of its number.
         no_norm = mock.patch.object(training, "reduce_max_stat_across_model_parallel_group", lambda *_, **__: 0.0)
         changed.enter_context(no_norm)
-        if not parts:
+        if as_before:
             changed.enter_context(mock.patch.object(schedule, "late_weights", lambda *_: frozenset()))
+            held: list[Any] = []
+            make = split_backward.backward_without_weights
+            in_w = driver.MegatronModel.weight_gradient
+
+            def backward(*args: Any) -> list[Any]:
+                pending = make(*args)
+                held.append((pending, list(pending)))
+                return pending
+
+            def weight_gradient(self: Any, *which: int) -> None:
+                in_w(self, *which)
+                held[:] = [(pending, kept) for pending, kept in held if pending]
+
+            changed.enter_context(mock.patch.object(driver, "backward_without_weights", backward))
+            changed.enter_context(mock.patch.object(driver.MegatronModel, "weight_gradient", weight_gradient))
         config = str(ROOT / "configs" / "quickstart.yaml")
         script = str(ROOT / "pretrain_gpt_vp.py")
-        return run_alone(script, [config], 0, None, 1, JOB, shapes_only=True).memory_bytes["peak"]
+        return run_alone(script, [config], 0, None, 1, job, shapes_only=True).memory_bytes["peak"]
+
+
+def _saved(model: dict[str, Any], fused: bool) -> int:
+    require(NEWEST)
+    (before,), (now,) = (run_ranks(1, peak, model, fused, as_before, timeout=300) for as_before in (True, False))
+    return before - now
 
 
 @pytest.mark.slow
 def test_gathered_inputs_are_kept_in_parts_until_a_late_w():
-    require(NEWEST)
-    (whole,), (parts,) = run_ranks(1, peak, False, timeout=300), run_ranks(1, peak, True, timeout=300)
-    saved = whole - parts
-    # A chunk has two layers of two column-parallel products each, whose inputs are gathered over two ranks.
-    assert saved >= 4 * HALF_AN_INPUT and saved % HALF_AN_INPUT == 0, saved
+    tokens = IN_PARTS["seq_length"] * IN_PARTS["micro_batch_size"]
+    others = tokens * IN_PARTS["hidden_size"] * 2 * (TENSOR_RANKS - 1) // TENSOR_RANKS
+    # Of each microbatch at least the two column-parallel products of a chunk's two layers.
+    assert _saved(IN_PARTS, FUSED) >= 4 * others
+
+
+@pytest.mark.slow
+def test_w_frees_a_layers_operands_before_the_next_product():
+    tokens = LAYER_BY_LAYER["seq_length"] * LAYER_BY_LAYER["micro_batch_size"]
+    # Before the largest product comes that of attention's output, with an input and an output gradient of one width.
+    assert _saved(LAYER_BY_LAYER, APART) >= 2 * tokens * LAYER_BY_LAYER["hidden_size"] * 2

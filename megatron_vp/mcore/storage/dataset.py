@@ -179,8 +179,10 @@ def _write(texts: Iterable[str], tokenizer: Tokenizer, end_id: int, prefix: Path
     import numpy
 
     from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
+    from megatron_vp.mcore.platform.installed import hide_what_is_broken
 
     quiet_fallback_warnings()
+    hide_what_is_broken()
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     # A document that spells a special token out must not end there.
