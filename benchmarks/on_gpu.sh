@@ -51,6 +51,7 @@ limited() {
 }
 
 if timeout 120 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    nccl="not gloo"
     short=(--tokens 4096 --hidden 4096 --rows "8192,32768")
     whole=()
     jobs=(--models gpt_4b --methods "baseline,vocab-1,vocab-2" --vocab-sizes 262144)
@@ -62,6 +63,7 @@ elif nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
     exit 1
 else
     say "no CUDA device: a rehearsal, whose times mean nothing"
+    nccl="world_of_one and gloo"
     short=(--tokens 64 --hidden 32 --rows 48 --rounds 2)
     whole=("${short[@]}")
     tiny=(-- --num-layers 8 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4)
@@ -74,7 +76,7 @@ tests=("$python" -m pytest -q -W ignore -rs -p no:cacheprovider)
 step() {
     case $1 in
     waits) limited waits 40 "$python" benchmarks/waits.py "${results[@]}" ;;
-    nccl) limited nccl 40 "${tests[@]}" tests/gpu/test_nccl.py ;;
+    nccl) limited nccl 40 "${tests[@]}" -k "$nccl" tests/gpu/test_nccl.py ;;
     env) limited env 40 bash -c "nvidia-smi; '$python' -m megatron_vp.cli.app env" ;;
     kernels)
         limited kernels 150 "${tests[@]}" tests/vocab/test_kernels.py \
@@ -87,7 +89,7 @@ step() {
     # Kernels loaded at once: whether a first use of one in a schedule hangs is for the step `ranks` to show.
     streams) limited streams 180 env CUDA_MODULE_LOADING=EAGER "${tests[@]}" -x -k "cuda and two" tests/gpu ;;
     ranks)
-        limited ranks 200 "${tests[@]}" -k "cuda or same_bits" tests/gpu/test_one_device.py
+        limited ranks 200 "${tests[@]}" -k "cuda or same_bits or wait" tests/gpu/test_one_device.py
         limited ranks_blocking 90 env CUDA_LAUNCH_BLOCKING=1 "${tests[@]}" -k "cuda and two and 1f1b" \
             tests/gpu/test_one_device.py
         ;;
