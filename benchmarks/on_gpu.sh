@@ -76,7 +76,7 @@ tests=("$python" -m pytest -q -W ignore -rs -p no:cacheprovider)
 step() {
     case $1 in
     waits) limited waits 40 "$python" benchmarks/waits.py "${results[@]}" ;;
-    nccl) limited nccl 40 "${tests[@]}" -k "$nccl" tests/gpu/test_nccl.py ;;
+    nccl) limited nccl 60 "${tests[@]}" -k "$nccl" tests/gpu/test_nccl.py ;;
     env) limited env 40 bash -c "nvidia-smi; '$python' -m megatron_vp.cli.app env" ;;
     kernels)
         limited kernels 150 "${tests[@]}" tests/vocab/test_kernels.py \
@@ -84,10 +84,10 @@ step() {
         ;;
     layer)
         limited layer_short 45 "$python" benchmarks/output_layer.py "${short[@]}" "${results[@]}"
-        limited layer 100 "$python" benchmarks/output_layer.py "${whole[@]}" "${results[@]}"
+        limited layer 90 "$python" benchmarks/output_layer.py "${whole[@]}" "${results[@]}"
         ;;
     # Kernels loaded at once: whether a first use of one in a schedule hangs is for the step `ranks` to show.
-    streams) limited streams 180 env CUDA_MODULE_LOADING=EAGER "${tests[@]}" -x -k "cuda and two" tests/gpu ;;
+    streams) limited streams 170 env CUDA_MODULE_LOADING=EAGER "${tests[@]}" -x -k "cuda and two" tests/gpu ;;
     ranks)
         limited ranks 200 "${tests[@]}" -k "cuda or same_bits or wait" tests/gpu/test_one_device.py
         limited ranks_blocking 90 env CUDA_LAUNCH_BLOCKING=1 "${tests[@]}" -k "cuda and two and 1f1b" \
