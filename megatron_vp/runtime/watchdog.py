@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
 
@@ -22,6 +23,8 @@ import torch.distributed as dist
 from megatron_vp.errors import at_last, printable, say
 from megatron_vp.runtime.progress import Progress
 
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""Sent by a launcher or a scheduler, and when the terminal is closed."""
 _LOOKS_A_LIMIT = 20
 _LONGEST_LOOK_SECONDS = 5.0
 _LONGEST_WORD = 4096
@@ -51,8 +54,7 @@ class Watchdog:
         place, since = self._progress.place(), time.monotonic()
         while True:
             limit = self._first_limit if self._progress.iteration < 2 else self._limit
-            if self._signalled(min(limit / _LOOKS_A_LIMIT, _LONGEST_LOOK_SECONDS)):
-                self._end_as_told()
+            self._end_if_told(min(limit / _LOOKS_A_LIMIT, _LONGEST_LOOK_SECONDS))
             now, there = time.monotonic(), self._progress.place()
             if there != place:
                 place, since = there, now
@@ -70,25 +72,23 @@ class Watchdog:
         with suppress(Exception):  # no room for a thread
             asking.start()
         while asking.is_alive() and time.monotonic() < deadline + 1:
-            if self._signalled(0.05):
-                self._end_as_told()
+            self._end_if_told(0.05)
         if not said:
             return ""
         silent = [f"rank {rank} does not answer" for rank in progress.members if rank not in said]
         busy = [sentence for sentence in [*said.values()] if " waited " not in sentence]
         return "".join(f"; {each}" for each in silent or busy)
 
-    def _end_as_told(self) -> NoReturn:
-        line = f"error: {self._progress.sentence()} when it was told to end (SIGTERM)"
-        end_process(128 + signal.SIGTERM, line)
-
-    def _signalled(self, seconds: float) -> bool:
-        """Sleep, and wake up for SIGTERM."""
+    def _end_if_told(self, seconds: float) -> None:
+        """Sleep, and wake up for a signal that ends the process."""
         if self._signals is None:
             time.sleep(seconds)
-            return False
-        ready, _, _ = select.select([self._signals], [], [], seconds)
-        return bool(ready) and signal.SIGTERM in os.read(self._signals, 64)
+            return
+        ready, _, _ = select.select([self._signals.reader], [], [], seconds)
+        told = self._signals.ours.intersection(os.read(self._signals.reader, 64)) if ready else ()
+        for number in told:
+            name = signal.Signals(number).name
+            end_process(128 + number, f"error: {self._progress.sentence()} when it was told to end ({name})")
 
 
 def _roll_call(progress: Progress, deadline: float, said: dict[int, str]) -> None:
@@ -127,19 +127,26 @@ def end_process(status: int, line: str | None = None) -> NoReturn:
         os._exit(status)
 
 
-def _signals() -> int | None:
-    """A file that becomes readable when SIGTERM comes, also while the main thread is in a backend's code.
+@dataclass(frozen=True)
+class _Signals:
+    reader: int
+    """A file that becomes readable when a signal comes, also while the main thread is in a backend's code."""
+    ours: frozenset[int]
+    """The signals that nothing else in this process handles, and that are not ignored (by `nohup`, say)."""
 
-    None where somebody else (Megatron's --exit-signal-handler) handles the signal, or outside the main thread.
-    """
+
+def _signals() -> _Signals | None:
+    """None where something else (Megatron's --exit-signal-handler) handles SIGTERM, or outside the main thread."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return None
+    ours = frozenset(number for number in _ENDING if signal.getsignal(number) == signal.SIG_DFL)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda number, _: _write(writer, number))  # should another library take the file
-    os.register_at_fork(after_in_child=_forget_signals)  # a child would write into its parent's file
-    return reader
+    for number in ours:
+        signal.signal(number, lambda number, _: _write(writer, number))  # should another library take the file
+    os.register_at_fork(after_in_child=lambda: _forget(ours))  # a child would write into its parent's file
+    return _Signals(reader, ours)
 
 
 def _write(writer: int, number: int) -> None:
@@ -147,6 +154,7 @@ def _write(writer: int, number: int) -> None:
         os.write(writer, bytes([number]))
 
 
-def _forget_signals() -> None:
+def _forget(signals: frozenset[int]) -> None:
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in signals:
+        signal.signal(number, signal.SIG_DFL)

@@ -28,7 +28,7 @@ from tests.harness.ranks import run_ranks_to_their_end
 MEMBERS = (4, 5, 6)
 WAIT = Wait(Message(Channel.GRADIENT, 7, 2, 1, 2, 1))
 WAITED = "error: rank 5 waited for B of microbatch 7 from rank 6"
-TOLD = " when it was told to end (SIGTERM)"
+TOLD = " when it was told to end ({})"
 SPOKEN = ((4, b"rank 4 waited for C1"), (6, b"rank 6 waited for C1"))
 """Words of the other ranks, without which the roll call takes three seconds."""
 
@@ -46,7 +46,8 @@ def wait_in_a_backend(
     _rank: int,
     _world: int,
     limit: float,
-    told: bool = False,
+    told: int | None = None,
+    ignored: int | None = None,
     stderr: str | None = None,
     store: tuple[str, int] | None = None,
     words: tuple[tuple[int, bytes], ...] = SPOKEN,
@@ -56,7 +57,8 @@ def wait_in_a_backend(
 
     Args:
         limit: the watchdog's, in seconds.
-        told: SIGTERM comes a moment later.
+        told: a signal that comes a moment later.
+        ignored: a signal that the process was started to ignore.
         stderr: what is wrong with it.
         store: an address in place of the launcher's.
         words: what lies in the store, by rank.
@@ -72,6 +74,8 @@ def wait_in_a_backend(
         multiprocessing.Process(target=_work_on, args=(Path(child),), daemon=True).start()
         while not Path(child).exists():
             time.sleep(0.01)
+    if ignored is not None:
+        signal.signal(ignored, signal.SIG_IGN)
     progress = Progress(MEMBERS, 1)
     progress.iteration = 3
     progress.at(WAIT)
@@ -79,7 +83,7 @@ def wait_in_a_backend(
     Watchdog(progress, 100, limit).start()
     break_stderr(stderr)
     if told:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        threading.Timer(0.5, os.kill, (os.getpid(), told)).start()
     mutex = ctypes.create_string_buffer(64)
     libc = ctypes.CDLL(None)
     libc.pthread_mutex_lock(mutex)
@@ -101,7 +105,12 @@ def black_hole():
 
 
 @pytest.mark.parametrize(
-    ("limit", "told", "status", "said"), [(100, True, 143, re.escape(TOLD)), (0.5, False, 1, r" \(\d s\)")]
+    ("limit", "told", "status", "said"),
+    [
+        (100, signal.SIGTERM, 143, re.escape(TOLD.format("SIGTERM"))),
+        (100, signal.SIGHUP, 129, re.escape(TOLD.format("SIGHUP"))),
+        (0.5, None, 1, r" \(\d s\)"),
+    ],
 )
 def test_a_waiting_process_says_for_what_and_ends(limit, told, status, said):
     [(ended, output)] = run_ranks_to_their_end(1, wait_in_a_backend, limit, told, timeout=30)
@@ -110,10 +119,20 @@ def test_a_waiting_process_says_for_what_and_ends(limit, told, status, said):
 
 
 @pytest.mark.parametrize("stderr", BROKEN)
-@pytest.mark.parametrize(("limit", "told", "status"), [(100, True, 143), (0.5, False, 1)], ids=["SIGTERM", "stalled"])
+@pytest.mark.parametrize(
+    ("limit", "told", "status"),
+    [(100, signal.SIGTERM, 143), (100, signal.SIGHUP, 129), (0.5, None, 1)],
+    ids=["SIGTERM", "SIGHUP", "stalled"],
+)
 def test_it_ends_although_its_line_cannot_be_written(limit, told, status, stderr):
-    [(ended, output)] = run_ranks_to_their_end(1, wait_in_a_backend, limit, told, stderr, timeout=30)
+    [(ended, output)] = run_ranks_to_their_end(1, wait_in_a_backend, limit, told, stderr=stderr, timeout=30)
     assert (ended, output) == (status, "")
+
+
+def test_a_signal_that_it_was_started_to_ignore_stays_ignored():
+    job = (1.5, signal.SIGHUP, signal.SIGHUP)
+    [(ended, output)] = run_ranks_to_their_end(1, wait_in_a_backend, *job, timeout=30)
+    assert ended == 1 and re.fullmatch(rf"{WAITED} \(\d s\)", output.strip())
 
 
 def test_it_ends_although_the_store_does_not_answer(black_hole):
@@ -123,8 +142,8 @@ def test_it_ends_although_the_store_does_not_answer(black_hole):
 
 def test_sigterm_is_answered_while_the_store_does_not_answer(black_hole):
     started = time.monotonic()
-    ends = run_ranks_to_their_end(1, wait_in_a_backend, 0.1, told=True, store=black_hole, timeout=30)
-    assert ends == [(143, f"{WAITED}{TOLD}\n")]
+    ends = run_ranks_to_their_end(1, wait_in_a_backend, 0.1, told=signal.SIGTERM, store=black_hole, timeout=30)
+    assert ends == [(143, f"{WAITED}{TOLD.format('SIGTERM')}\n")]
     assert time.monotonic() - started < 3, "the roll call takes that long"
 
 
