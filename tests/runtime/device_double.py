@@ -155,6 +155,7 @@ class Device(TorchDispatchMode):
         self.behind: list[int] = []
         """At every wait of the host for an event: operations of the current stream that it need not wait for."""
         self.random = Random(seed)
+        self._variants = Random(seed)
         self.may_wait = False
         self.blocks: dict[int, Block] = {}
         self.loaded: set[tuple[str, int]] = set()
@@ -197,7 +198,7 @@ class Device(TorchDispatchMode):
     ) -> None:
         """Launch something on the current stream; with `meeting` it ends when its peers have got there, too."""
         self.sweep()
-        variant = name, self.random.randrange(VARIANTS)
+        variant = name, self._variants.randrange(VARIANTS)
         if variant not in self.loaded:
             self.loaded.add(variant)
             self.host_may_wait(Cause.FIRST_USE)
