@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import run_ranks
-from tests.harness.training import Run, tiny_model, train
+from tests.harness.training import Run, _merge, tiny_model, train, train_case
 from tests.mcore.case_parts import BOTH, DISTRIBUTED, EXPERT, FP32, MOE, SEQUENCE
 from tests.mcore.comparison import assert_same_bits
 from tests.mcore.moves import AHEAD, ASYNCHRONOUS, LONG_HYBRID, MOVES, RESHARDABLE, Layout
@@ -122,6 +122,33 @@ def test_resuming_at_the_same_layout_gives_the_same_bits(train_along, layout, op
     (start, rest), _ = train_along((layout, layout), (2, 4), options)
     assert start.losses + rest.losses == whole.losses and start.grad_norms + rest.grad_norms == whole.grad_norms
     assert_same_bits(rest.parameters, whole.parameters)
+
+
+def train_with_unrounded_shards(rank, world_size, arguments, same_weights):
+    """Shards of an equal number of rows, as they were before they were rounded to what kernels like."""
+    from megatron_vp.vocab.shards import VocabShards
+
+    VocabShards.rows_per_shard = property(lambda shards: -(-shards.vocab_size // shards.count))
+    return train_case(rank, world_size, arguments, same_weights=same_weights)
+
+
+@pytest.mark.parametrize(("layout", "options"), [IN_BUCKETS])
+def test_a_checkpoint_moves_between_shards_of_other_sizes(train_along, tmp_path, layout, options):
+    """Twenty rows on either of two ranks, then 24 and 16, then twenty again."""
+    (whole,), _ = train_along((layout,), (6,), options)
+    ranks, losses, norms = Layout.read(layout).ranks, [], []
+    for part, rounded in enumerate((False, True, False)):
+        folders = {"load": tmp_path / str(part - 1) if part else None, "save": tmp_path / str(part)}
+        until = {"save_interval": 1000, "train_iters": 2 * part + 2, "override_opt_param_scheduler": True}
+        arguments = _arguments(Layout.read(layout), **options, **folders, **until)
+        if rounded:
+            run = train(ranks, arguments, same_weights=not part)
+        else:
+            run = _merge(run_ranks(ranks, train_with_unrounded_shards, arguments, not part, timeout=120))
+        losses += run.losses
+        norms += run.grad_norms
+    assert losses == pytest.approx(whole.losses, rel=FP32, abs=0)
+    assert norms == pytest.approx(whole.grad_norms, rel=FP32, abs=0)
 
 
 def refusals(_rank, _world_size, cases):
