@@ -23,6 +23,9 @@ LONG_ROW_BLOCK = 4096
 FULLY_OCCUPYING_ROW = 16384
 """The longest row whose programs fit 32 registers per thread, so that a multiprocessor runs 64 warps."""
 
+CAPPED_PIECES = {torch.bfloat16: (1, 2, 3), torch.float16: (1, 2), torch.float32: (1, 2)}
+"""Of how many pieces programs are held to 32 registers: three in fp16 would spill at capability 10.0."""
+
 VECTOR = 8
 """Logits of a 16-byte access in 16-bit dtypes. Widths and strides that divide by it are given to the kernel in this
 unit, which tells the compiler that accesses are aligned."""
@@ -242,7 +245,8 @@ def launch_exponentiate(
     target_n = torch.empty_like(labels_n)
     unit = VECTOR if columns % VECTOR == 0 and stride % VECTOR == 0 else 1
     options = {"launch_pdl": True} if launch.dependent else {}
-    if columns <= FULLY_OCCUPYING_ROW and launch.pieces in (1, 2, 3) and unit > 1 and not logit_weight:
+    capped = launch.pieces in CAPPED_PIECES[logits_nv.dtype]
+    if capped and columns <= FULLY_OCCUPYING_ROW and unit > 1 and not logit_weight:
         options["maxnreg"] = 32
     _exponentiate[(tokens,)](
         logits_nv, stride // unit, labels_n, first, target_weight, logit_weight,
