@@ -7,6 +7,7 @@ import json
 from tests.mcore.case_parts import AHEAD, FULL_RECOMPUTE, HYBRID, LLAMA, MOE, SEQUENCE, TENSOR, TIED
 from tests.mcore.hunt.job import FEWER_CHUNKS, HALF, LOCAL_INIT, MANY_WAYS, ONE_CHUNK, Job
 
+_COUNTED = "hits of further heads are counted from the start of a run"
 ROPE = {"position_embedding_type": "rope"}
 MUP = {"use_mup": True, "mup_base_hidden_size": 16, "mup_base_head_dim": 4, "mup_attn_scale_power": 0.5}
 MUP |= {"mup_embedding_mult": 2.0, "mup_output_mult": 0.3}
@@ -107,7 +108,10 @@ LAYERS = (
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1} | {"num_layers": 8},
     ),
     Job("recomputed uniformly, p = 3", {**FULL_RECOMPUTE, "num_layers": 6}, ranks=3, size=3),
-    Job("recomputed in parts", {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}),
+    Job(
+        "recomputed in parts",
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"], "disable_bias_linear": True},
+    ),
     Job("recomputed by an older flag", {"recompute_activations": True}),
     Job("weights made on the CPU", {"use_cpu_initialization": True}),
     Job("weights made on the CPU, tensor ranks", {"use_cpu_initialization": True, **TENSOR}, ranks=4),
@@ -134,7 +138,7 @@ VOCABULARIES = (
         {"vocab_extra_ids": 5, "make_vocab_size_divisible_by": 3, "null_tokenizer_eod_id": 7, "eod_mask_loss": True}
         | {"reset_position_ids": True},
     ),
-    Job("MuP", {**MUP, "decoupled_lr": 5e-4}, MANY_WAYS),
+    Job("MuP", {**MUP, "decoupled_lr": 3e-4}, MANY_WAYS),
     Job("MuP, tied", {**MUP, **TIED}),
     Job(
         "MuP by a factor, p = 3", {"use_mup": True, "mup_base_hidden_size": 8, "mup_output_mult": 2.0}, ranks=3, size=3
@@ -146,15 +150,34 @@ VOCABULARIES = (
         why="Megatron cannot load the state of SGD",
     ),
     Job(
-        "two further heads", {**AHEAD, "mtp_loss_scaling_factor": 0.5}, ("1f1b/vocab-2", "v-half/vocab-1", "zb-h1/none")
+        "two further heads",
+        {**AHEAD, "mtp_loss_scaling_factor": 0.5},
+        ("1f1b/vocab-2", "v-half/vocab-1", "zb-h1/none"),
+        by_name=True,
+        why=_COUNTED,
     ),
-    Job("one further head, interleaved", {**AHEAD, "mtp_num_layers": 1}, ("interleaved/vocab-2", "interleaved/none")),
-    Job("a further head used twice, p = 3", {**AHEAD, "mtp_use_repeated_layer": True}, ranks=3, size=3),
+    Job(
+        "one further head, interleaved",
+        {**AHEAD, "mtp_num_layers": 1},
+        ("interleaved/vocab-2", "interleaved/none"),
+        by_name=True,
+        why=_COUNTED,
+    ),
+    Job(
+        "a further head used twice, p = 3",
+        {**AHEAD, "mtp_use_repeated_layer": True},
+        ranks=3,
+        size=3,
+        by_name=True,
+        why=_COUNTED,
+    ),
     Job(
         "further heads, p = 4, losses averaged over tokens",
         {**AHEAD, "calculate_per_token_loss": True},
         ranks=4,
         size=4,
+        by_name=True,
+        why=_COUNTED,
     ),
     Job(
         "losses averaged over tokens, masked",
@@ -224,10 +247,16 @@ MIXTURES = (
         ranks=4,
     ),
     Job("experts on tensor ranks", {**EXPERTS, **SEQUENCE, "expert_tensor_parallel_size": 1}, ranks=4),
-    Job("experts and a further head", {**EXPERTS, **AHEAD, "mtp_num_layers": 1}, FEWER_CHUNKS),
+    Job(
+        "experts and a further head",
+        {**EXPERTS, **AHEAD, "mtp_num_layers": 1},
+        FEWER_CHUNKS,
+        by_name=True,
+        why=_COUNTED,
+    ),
     Job(
         "tokens per expert saved",
-        {**EXPERTS, "save_tokens_per_expert_interval": 2, "save": "{folder}/tokens"},
+        {**EXPERTS, "save_tokens_per_expert_interval": 2, "save": "{folder}/tokens", "save_interval": 1000},
         ONE_CHUNK,
     ),
 )
