@@ -73,6 +73,9 @@ def test_every_step_equals_plain_megatron_with_the_same_layers(schedule, method,
         assert max(each.waiting for each in found) > 2 * 4, "on no rank did a W come after a later microbatch's B"
 
 
+ONE_ROUNDING = 2.0**-8
+"""To bf16, relative."""
+
 IN_16_BITS = [("zb-h1", None, FUSED, MEGATRON, {})]
 SLOW_IN_16_BITS = [
     ("zb-h1", "vocab-2", FUSED, MEGATRON, {}),
@@ -90,14 +93,18 @@ SLOW_IN_16_BITS = [
     [*IN_16_BITS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_IN_16_BITS)],
 )
 def test_in_16_bits_a_split_backward_rounds_as_plain_megatron(schedule, method, fused, version, model):
-    """Without vocabulary passes to the last bit: the same products, computed in fp32 and rounded once."""
+    """Without vocabulary passes losses are the same bits, and gradients one rounding apart at most.
+
+    W adds the gradient of a bias that Transformer Engine makes in its GEMM to `main_grad` as it is, where autograd
+    rounds it to 16 bits first. Local layers on a CPU round a product before W adds it, where Apex's kernel does not.
+    """
     on_a_stage = 2 if model.keys() & TENSOR_PARALLEL.keys() else 1
     plain, _ = trained(version, on_a_stage, fused, bf16=True, **model)
     ours, _ = trained(version, 2 * on_a_stage, fused, bf16=True, **pipeline(schedule, method), **model)
     if method is None:
         assert ours.losses == plain.losses and ours.evaluations == plain.evaluations
-        assert ours.grad_norms == pytest.approx(plain.grad_norms, rel=BOUND)
-        assert largest_distance(ours, plain) <= BOUND
+        assert ours.grad_norms == pytest.approx(plain.grad_norms, rel=ONE_ROUNDING)
+        assert largest_distance(ours, plain) <= ONE_ROUNDING
     else:
         assert_as_close(ours, plain, trained(version, on_a_stage, fused, **model)[0])
 
