@@ -19,11 +19,11 @@ TOKENS, HIDDEN, COLUMNS = 512, 256, 1024
 def kernels(counts: list[int]) -> set[str]:
     """Hashes of the kernels of one iteration whose microbatches own so many rows on this rank."""
     from megatron_vp.vocab.kernels import rows
-    from tests.vocab.compile_kernels import compiled_only, launch_all
+    from tests.vocab.compile_kernels import Shape, compiled_only, launch_all
 
     main_grad = torch.empty(COLUMNS, HIDDEN, device="meta")
     with compiled_only(90) as made:
-        launch_all(torch.bfloat16, COLUMNS, HIDDEN, TOKENS, torch.float32)
+        launch_all(Shape(torch.bfloat16, COLUMNS, HIDDEN), TOKENS)
         made[:] = [each for each in made if not each[0].startswith("_add_")]
         for count in counts:
             row = torch.empty(count, dtype=torch.int64, device="meta")
@@ -34,10 +34,10 @@ def kernels(counts: list[int]) -> set[str]:
 
 def one_token() -> int:
     """How many kernels a microbatch of one token needs."""
-    from tests.vocab.compile_kernels import compiled_only, launch_all
+    from tests.vocab.compile_kernels import Shape, compiled_only, launch_all
 
     with compiled_only(90) as made:
-        launch_all(torch.bfloat16, COLUMNS, HIDDEN, 1, torch.float32)
+        launch_all(Shape(torch.bfloat16, COLUMNS, HIDDEN), 1)
     return len({kernel.hash for _, kernel in made})
 
 
