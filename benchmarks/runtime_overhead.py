@@ -53,7 +53,7 @@ from megatron_vp.schedule import (
     simulate,
 )
 from megatron_vp.schedule.communicators import Edge
-from megatron_vp.schedule.unfold import unfold
+from megatron_vp.schedule.expand_interlaced import expand_interlaced
 
 UNITS = {"F": 1.0, "B": 1.0, "W": 1.0, "S": 0.25, "T": 0.25, "IF": 0.05, "IB": 0.05}
 METHODS = {"1f1b": "vocab-2", "v-half": "vocab-2", "interlaced": "interlaced"}
@@ -132,7 +132,7 @@ def made_schedule(name: str, options: argparse.Namespace, communication: float) 
     unit = options.pass_ms / 1000 * chunks
     costs = PassCosts(**{kind: value * unit for kind, value in UNITS.items()}, comm=communication)
     method = VocabMethod(METHODS[name])
-    return unfold(generate(name, options.ranks, options.microbatches, vocab=method, costs=costs)), costs
+    return expand_interlaced(generate(name, options.ranks, options.microbatches, vocab=method, costs=costs)), costs
 
 
 def used_edges(schedule: Schedule) -> set[Edge]:

@@ -32,7 +32,7 @@ from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
 from megatron_vp.mcore.storage.dataset import prepare
 from megatron_vp.schedule.costs import StageCosts
 from megatron_vp.schedule.draw import to_picture
-from megatron_vp.schedule.generators import generate
+from megatron_vp.schedule.families import generate
 from megatron_vp.schedule.passes import VocabMethod
 from megatron_vp.schedule.timeline import simulate
 

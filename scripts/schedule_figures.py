@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_vp.schedule import GENERATORS, Timeline, generate, simulate
+from megatron_vp.schedule import FAMILIES, Timeline, generate, simulate
 from megatron_vp.schedule.draw import to_picture
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,15 +22,13 @@ BEGIN, END = "<!-- begin figures -->\n", "<!-- end figures -->\n"
 SIZES = (4, 8, 16, 32)
 MICROBATCHES = 128
 CHART_SIZE = 16
-METHODS = ("none", "vocab-2", "vocab-1")
+METHODS = ("none", "vocab-2", "vocab-1", "interlaced")
 MARKERS = {"none": "o", "vocab-2": "s", "vocab-1": "^", "interlaced": "D"}
 
 
 def rows() -> list[tuple[str, str]]:
     """Every schedule with every vocabulary method it has."""
-    return [(name, vocab) for name in GENERATORS if name != "interlaced" for vocab in METHODS] + [
-        ("interlaced", "interlaced")
-    ]
+    return [(name, vocab) for name, family in FAMILIES.items() for vocab in METHODS if vocab in family.methods]
 
 
 def timeline(name: str, vocab: str, ranks: int, microbatches: int = MICROBATCHES) -> Timeline:
@@ -62,7 +60,7 @@ def draw_chart(played: dict[tuple[str, str, int], Timeline]) -> None:
 
     figure = Figure(figsize=(7.5, 4.4), layout="constrained")
     axes = figure.add_subplot()
-    colours = {name: f"C{number}" for number, name in enumerate(GENERATORS)}
+    colours = {name: f"C{number}" for number, name in enumerate(FAMILIES)}
     for name, vocab in rows():
         shown = played[name, vocab, CHART_SIZE]
         axes.plot(max(shown.peak_activation), 100 * shown.bubble_fraction, MARKERS[vocab], color=colours[name])
@@ -72,7 +70,7 @@ def draw_chart(played: dict[tuple[str, str, int], Timeline]) -> None:
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    handles = [Line2D([], [], marker="o", linestyle="", color=colours[name], label=name) for name in GENERATORS]
+    handles = [Line2D([], [], marker="o", linestyle="", color=colours[name], label=name) for name in FAMILIES]
     handles += [Line2D([], [], marker=m, linestyle="", color="grey", label=vocab) for vocab, m in MARKERS.items()]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(PICTURES / "bubble_and_memory.png", dpi=160)
@@ -80,8 +78,8 @@ def draw_chart(played: dict[tuple[str, str, int], Timeline]) -> None:
 
 def draw_schedules() -> None:
     """One small picture a schedule."""
-    for name in GENERATORS:
-        vocab = "interlaced" if name == "interlaced" else "vocab-2"
+    for name in FAMILIES:
+        vocab = FAMILIES[name].own_method or "vocab-2"
         (PICTURES / f"{name}.png").write_bytes(to_picture(timeline(name, vocab, 4, 8), "png"))
 
 

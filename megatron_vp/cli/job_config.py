@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import V_SHAPED_SCHEDULES
+from megatron_vp.schedule import DEFAULT_SCHEDULE, family, megatrons_own
 
 if TYPE_CHECKING:
     from megatron_vp.cost.shapes import Job, Plan
@@ -124,22 +124,24 @@ class JobConfig:
         from megatron_vp.schedule import VocabMethod
 
         asked = self.values.get("pipeline_schedule")
-        schedule = "1f1b" if asked is None else str(asked)
+        chosen = family(DEFAULT_SCHEDULE if asked is None else str(asked))
         vocab, chunks = VocabMethod.NONE, self._chunks()
         split = self.values.get("vocab_parallel") is True
-        if schedule == "1f1b" and chunks is not None and not split:
-            schedule = "interleaved"  # what Megatron does with several chunks
-        if schedule == "interlaced":
+        if chosen.name == DEFAULT_SCHEDULE and not split:
+            chosen = megatrons_own(chunks)
+        if chosen.own_method is not None:
             if not split:
-                raise UserError("--pipeline-schedule interlaced is a way to split the vocabulary: add --vocab-parallel")
-            vocab = VocabMethod.INTERLACED
+                raise UserError(
+                    f"--pipeline-schedule {chosen.name} is a way to split the vocabulary: add --vocab-parallel"
+                )
+            vocab = chosen.own_method
         elif split:
             algorithm = self.values.get("vocab_parallel_algorithm") or VocabMethod.VOCAB_2
             if algorithm not in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2):
                 raise UserError(f"--vocab-parallel-algorithm {algorithm!r} is unknown; use vocab-1 or vocab-2")
             vocab = VocabMethod(algorithm)
         layout = self.values.get("pipeline_model_parallel_layout")
-        return Plan(schedule, vocab, chunks, None if layout is None else layers_in(str(layout)))
+        return Plan(chosen.name, vocab, chunks, None if layout is None else layers_in(str(layout)))
 
     def settings_of(self, plan: Plan, job: Job) -> dict[str, Any]:
         """What to change for this configuration to run `plan`, by long name; None and False unset what it sets."""
@@ -149,21 +151,21 @@ class JobConfig:
         layout = self.values.get("pipeline_model_parallel_layout")
         layers, chunks = plan.layers, plan.chunks
         if layers is None and layout is not None:
-            layers = equal_layers(job, job.pipeline * (chunks or (2 if plan.schedule in V_SHAPED_SCHEDULES else 1)))
+            layers = equal_layers(job, job.pipeline * (chunks or family(plan.schedule).chunks or 1))
         if layers is not None and (layout is None or layers_in(str(layout)) != layers):
             layout = layout_of(layers)
         split = plan.vocab is not VocabMethod.NONE
         # Without vocabulary passes, several chunks are all that makes Megatron's own schedule interleaved.
-        own = not split and plan.schedule == "interleaved"
+        own = not split and plan.schedule == megatrons_own(chunks).name
         wanted = {
             "vocab_parallel": split,
             "vocab_parallel_algorithm": plan.vocab.value if plan.vocab.is_sharded else None,
-            "pipeline_schedule": "1f1b" if own else plan.schedule,
+            "pipeline_schedule": DEFAULT_SCHEDULE if own else plan.schedule,
             "pipeline_model_parallel_layout": layout,
             "num_virtual_stages_per_pipeline_rank": chunks if layout is None else None,
             "num_layers_per_virtual_pipeline_stage": None,
         }
-        defaults = {"vocab_parallel": False, "pipeline_schedule": "1f1b"}
+        defaults = {"vocab_parallel": False, "pipeline_schedule": DEFAULT_SCHEDULE}
         settings = {name: value for name, value in wanted.items() if value != self.values.get(name, defaults.get(name))}
         if plan.vocab.is_sharded:  # the default, but what was chosen should be seen
             settings.setdefault("vocab_parallel_algorithm", plan.vocab.value)
@@ -179,7 +181,8 @@ class JobConfig:
             if rest or uneven:
                 raise UserError(f"--num-layers-per-virtual-pipeline-stage {each} does not divide the layers of a rank")
         layout = self.values.get("pipeline_model_parallel_layout")
-        if chunks is None and layout is not None and self.values.get("pipeline_schedule") not in V_SHAPED_SCHEDULES:
+        own = family(self.values.get("pipeline_schedule") or DEFAULT_SCHEDULE).chunks or 1
+        if chunks is None and layout is not None and own == 1:
             # As Megatron does; a number of stages that does not go with the ranks is refused with the layers.
             chunks = max(1, len(layers_in(str(layout))) // (self.values.get("pipeline_model_parallel_size") or 1))
         return None if chunks == 1 else chunks

@@ -10,9 +10,13 @@ import typer
 
 from megatron_vp.cli.output import check_destination, progress_bar, write
 from megatron_vp.errors import UserError
+from megatron_vp.schedule.families import FAMILIES
 
 if TYPE_CHECKING:
     from megatron_vp.schedule import PassCosts, Schedule, Timeline
+
+
+OWN_METHODS = [name for name, family in FAMILIES.items() if family.own_method is not None]
 
 
 class Format(StrEnum):
@@ -36,13 +40,13 @@ def schedule(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="1f1b, interleaved, zb-h1, zb-v, v-half, v-min or interlaced. Leave out with --from.",
+            help=f"{', '.join(FAMILIES)}. Leave out with --from.",
         ),
     ] = None,
     pipeline_size: Annotated[int | None, typer.Option("-p", "--pipeline-size", help="Pipeline ranks.")] = None,
     microbatches: Annotated[int | None, typer.Option("-m", "--microbatches", help="Microbatches a step.")] = None,
     vocab: Annotated[
-        str, typer.Option(help="Vocabulary passes: none, vocab-1 or vocab-2; interlaced has its own.")
+        str, typer.Option(help=f"Vocabulary passes: none, vocab-1 or vocab-2; {', '.join(OWN_METHODS)} has its own.")
     ] = "none",
     chunks: Annotated[int | None, typer.Option(help="Model chunks a rank, for interleaved (default 2).")] = None,
     cost: Annotated[
@@ -105,10 +109,10 @@ def _generate(
     chunks: int | None,
     costs: PassCosts,
 ) -> Schedule:
-    from megatron_vp.schedule import GENERATORS, generate
+    from megatron_vp.schedule import generate
 
     if name is None or pipeline_size is None or microbatches is None:
-        raise UserError(f"give NAME (one of {', '.join(GENERATORS)}), -p RANKS and -m MICROBATCHES, or --from FILE")
+        raise UserError(f"give NAME (one of {', '.join(FAMILIES)}), -p RANKS and -m MICROBATCHES, or --from FILE")
     return generate(name, pipeline_size, microbatches, vocab=vocab, chunks=chunks, costs=costs)
 
 

@@ -156,20 +156,21 @@ class MemoryModel:
         for step in self.schedule.ranks[rank]:
             stage = placement.stage_of[rank][step.chunk]
             has_output = whole and stage == placement.stages - 1
+            left = split and step.kind is not PassKind.BW  # the weight gradient, for a W
             match step.kind:
                 case PassKind.F:
                     held += kept[stage]
                     scores += has_output * kept_score * logits
                     during = held, scores + shared + has_output * 2 * logits
-                case PassKind.B:
+                case PassKind.B | PassKind.BW:
                     during = held + working, scores + shared + has_output * 2 * logits
-                    held -= 0.0 if split else kept[stage]
+                    held -= 0.0 if left else kept[stage]
                     # Where W follows, it needs the logits' gradient in 16 bits.
-                    scores -= has_output * ((kept_score - 2 * split) * logits)
+                    scores -= has_output * ((kept_score - 2 * left) * logits)
                     if whole and stage == 0:
                         peak = max(peak, during, key=sum)
                         # The embedding's dense gradient comes last in its backward.
-                        during = held + split * (SPLIT_BACKWARD * self._unit - kept[stage]), scores + dense
+                        during = held + left * (SPLIT_BACKWARD * self._unit - kept[stage]), scores + dense
                 case PassKind.W:
                     during = held, scores + shared + has_output * dense
                     held -= kept[stage]

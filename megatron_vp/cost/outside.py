@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from megatron_vp.cost.hardware import Hardware
 from megatron_vp.cost.shapes import Job
-from megatron_vp.schedule import Schedule, VocabMethod
+from megatron_vp.schedule import FAMILIES, Schedule, VocabMethod
 from megatron_vp.schedule.communicators import CHANNELS, Edge, communicators
 
 MIB, GIB = 2**20, 2**30
@@ -65,7 +65,7 @@ class OutsideMemory:
 
 def runs_megatrons_schedule(schedule: Schedule) -> bool:
     """Whether Megatron's own loop runs `schedule`, so that this project creates no communicators."""
-    return schedule.vocab is VocabMethod.NONE and schedule.name in ("1f1b", "interleaved")
+    return schedule.vocab is VocabMethod.NONE and schedule.name in FAMILIES and FAMILIES[schedule.name].in_megatron
 
 
 def outside_memory(job: Job, schedule: Schedule, rank: int, counted: float, hardware: Hardware) -> OutsideMemory:

@@ -21,13 +21,12 @@ from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.cost.workers import worker_pool
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import (
-    GENERATORS,
+    FAMILIES,
     Placement,
     Player,
     StageCosts,
     Timeline,
     VocabMethod,
-    generate,
 )
 from megatron_vp.schedule.collector import collector_paused
 
@@ -162,13 +161,13 @@ def candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED, 
             f"give at most {LARGEST}, or ask megatron-vp simulate for one schedule at a time (--pipeline-schedule NAME)"
         )
     found = []
-    for name in GENERATORS:
-        if name == "interlaced":
-            layers = spread_layers(job, Placement.linear(job.pipeline))
-            found.append(Candidate(name, Plan(name, VocabMethod.INTERLACED, layers=layers)))
+    for name, family in FAMILIES.items():
+        own = chunks if family.chunks is None else None
+        placement = family.placement_of(job.pipeline, own)
+        if family.own_method is not None:
+            layers = spread_layers(job, placement)
+            found.append(Candidate(str(family.own_method), Plan(name, family.own_method, own, layers)))
             continue
-        own = chunks if name == "interleaved" else None
-        placement = generate(name, job.pipeline, 1, chunks=own).placement
         even = spread_layers(job, placement)
         found.append(Candidate(PLAIN, Plan(name, chunks=own, layers=even)))
         found += [Candidate(str(v), Plan(name, v, own, even)) for v in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2)]

@@ -17,7 +17,6 @@ from megatron_vp.cost.passes import PassTimes, Split
 from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import (
-    V_SHAPED_SCHEDULES,
     PassCosts,
     Placement,
     Player,
@@ -25,6 +24,7 @@ from megatron_vp.schedule import (
     StageCosts,
     Timeline,
     VocabMethod,
+    family,
     generate,
 )
 
@@ -131,7 +131,7 @@ def make_player(
 
     Raises UserError for what training refuses: whole vocabulary layers that share one weight on both chunks of a rank.
     """
-    if job.model.tied and plan.vocab is VocabMethod.NONE and plan.schedule in V_SHAPED_SCHEDULES:
+    if job.model.tied and plan.vocab is VocabMethod.NONE and not family(plan.schedule).ends_on_last_rank:
         raise UserError(
             "tied embeddings would belong to both chunks of the first rank; add --vocab-parallel or "
             "--untie-embeddings-and-output-weights"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import VocabMethod
+from megatron_vp.schedule import DEFAULT_SCHEDULE, VocabMethod
 from megatron_vp.shards import rows_per_shard
 
 
@@ -183,7 +183,7 @@ class Job:
 class Plan:
     """How the pipeline runs. `layers`: transformer layers of each virtual stage; None: equally many."""
 
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
     vocab: VocabMethod = VocabMethod.NONE
     chunks: int | None = None
     layers: tuple[int, ...] | None = None

@@ -1,8 +1,9 @@
 """What runs when: schedules as data, generated, proven, timed, drawn and lowered to programs. Imports no torch."""
 
 from megatron_vp.schedule.costs import Costs, PassCosts, StageCosts
+from megatron_vp.schedule.expand_interlaced import expand_interlaced
+from megatron_vp.schedule.families import DEFAULT_SCHEDULE, FAMILIES, Family, family, generate, megatrons_own
 from megatron_vp.schedule.formats import from_csv, from_json, to_csv, to_json
-from megatron_vp.schedule.generators import GENERATORS, V_SHAPED_SCHEDULES, generate
 from megatron_vp.schedule.instructions import (
     Channel,
     Collective,
@@ -17,21 +18,23 @@ from megatron_vp.schedule.instructions import (
     Wait,
 )
 from megatron_vp.schedule.lowering import lower
-from megatron_vp.schedule.passes import Pass, PassKind, Schedule, ScheduleError, VocabMethod
+from megatron_vp.schedule.pass_kinds import Held, PassKind
+from megatron_vp.schedule.passes import Pass, Schedule, ScheduleError, VocabMethod
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.program_formats import programs_to_json
-from megatron_vp.schedule.squeeze import evaluation
+from megatron_vp.schedule.reorder import evaluation
 from megatron_vp.schedule.timeline import Player, Timeline, simulate
-from megatron_vp.schedule.unfold import unfold
 from megatron_vp.schedule.validate import validate, validate_programs
 
 __all__ = [
-    "GENERATORS",
-    "V_SHAPED_SCHEDULES",
+    "DEFAULT_SCHEDULE",
+    "FAMILIES",
     "Channel",
     "Collective",
     "CollectiveKind",
     "Costs",
+    "Family",
+    "Held",
     "Instruction",
     "Loss",
     "Message",
@@ -51,15 +54,17 @@ __all__ = [
     "VocabMethod",
     "Wait",
     "evaluation",
+    "expand_interlaced",
+    "family",
     "from_csv",
     "from_json",
     "generate",
     "lower",
+    "megatrons_own",
     "programs_to_json",
     "simulate",
     "to_csv",
     "to_json",
-    "unfold",
     "validate",
     "validate_programs",
 ]

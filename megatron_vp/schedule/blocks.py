@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from megatron_vp.errors import UserError
+from megatron_vp.schedule.passes import Pass
 from megatron_vp.schedule.placement import Placement
+
+Overlaps = Callable[[int, int, int], Sequence[tuple[Pass, Pass]]]
+"""(rank, microbatches, barriers) -> forward and backward of each pair."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,9 @@ class BuildingBlock:
 
     Microbatches come in groups of `group`. Groups follow each other as fast as their work allows, `group` intervals
     apart; those of a larger group `interval` / chunks, as the group goes through one chunk after the other.
-    `weight` is None where B includes the weight gradient. `held[r]` is the most chunk activations rank r may hold.
+    `weight` is None where B includes the weight gradient. `overlaps` names pairs of a forward and a backward of
+    different microbatches that stay next to each other, so that one's communication runs beside the other's work: the
+    backward of a pair is whole, the others are split. `held[r]` is the most chunk activations rank r may hold.
     Times need only respect the dependencies: they say which pass goes first, not when it runs. `forward_time` and
     `backward_time` are the durations of F and B (with W where it is included) that they allow for.
     """
@@ -30,6 +35,7 @@ class BuildingBlock:
     weight: tuple[float, ...] | None
     held: tuple[int, ...]
     group: int = 1
+    overlaps: Overlaps | None = None
 
     @property
     def step(self) -> float:
@@ -67,9 +73,3 @@ def v_shaped_block(
     slot = interval / 6
     times = [tuple(place * slot for place in places) for places in (forward, backward, weight)]
     return BuildingBlock(placement, interval, slot, slot, *times, held=(held,) * pipeline_size)
-
-
-def refuse_chunks(name: str, chunks: int | None, own: int) -> None:
-    """Raise UserError where a family that has `own` chunks a rank is asked for another number."""
-    if chunks not in (None, own):
-        raise UserError(f"schedule {name} has {own} chunk{'s' * (own > 1)} a rank, got {chunks}; leave the chunks out")

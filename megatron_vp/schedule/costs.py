@@ -57,7 +57,7 @@ class PassCosts:
         return self
 
     def duration(self, schedule: Schedule, rank: int, step: Pass) -> float:
-        """Duration of a pass of `schedule`; an unsplit B takes B + W, a V what S, T, IF and IB take."""
+        """Duration of a pass of `schedule`; a whole backward takes B + W, a V what S, T, IF and IB take."""
         match step.kind:
             case PassKind.F:
                 return self.F / schedule.chunks
@@ -65,9 +65,11 @@ class PassCosts:
                 return (self.B if schedule.split_backward else self.B + self.W) / schedule.chunks
             case PassKind.W:
                 return self.W / schedule.chunks
+            case PassKind.BW:
+                return (self.B + self.W) / schedule.chunks
             case PassKind.V:
                 return self.S + self.T + self.IF + self.IB
-        return getattr(self, step.kind)
+        return getattr(self, step.kind, 0.0)
 
     def communication(self, operation: Operation) -> float:
         """Duration of a message or collective."""
@@ -105,7 +107,7 @@ class StageCosts:
                 f"costs name {len(self.F)}, {len(self.B)} and {len(self.W)} stages for F, B and W; give one of each "
                 "for every virtual stage"
             )
-        for kind in PassKind:
+        for kind in PASSES:
             for place, value in enumerate(getattr(self, kind)):
                 _check(f"{kind}[{place}]", value)
         for name, value in (*self.messages.items(), *self.collectives.items()):
@@ -113,7 +115,7 @@ class StageCosts:
 
     def scaled(self, factor: float) -> StageCosts:
         """All durations times `factor`: the same in another unit."""
-        passes = {kind.value: tuple(factor * value for value in getattr(self, kind)) for kind in PassKind}
+        passes = {kind: tuple(factor * value for value in getattr(self, kind)) for kind in PASSES}
         return StageCosts(
             **passes,
             messages={name: factor * value for name, value in self.messages.items()},
@@ -136,14 +138,16 @@ class StageCosts:
         )
 
     def duration(self, schedule: Schedule, rank: int, step: Pass) -> float:
-        """Duration of a pass of `schedule`; an unsplit B takes B + W."""
+        """Duration of a pass of `schedule`; a whole backward takes B + W."""
         stage = schedule.placement.stage_of[rank][step.chunk]
         match step.kind:
             case PassKind.F | PassKind.W:
                 return getattr(self, step.kind)[stage]
             case PassKind.B:
                 return self.B[stage] if schedule.split_backward else self.B[stage] + self.W[stage]
-        return getattr(self, step.kind)[rank]
+            case PassKind.BW:
+                return self.B[stage] + self.W[stage]
+        return getattr(self, step.kind)[rank] if step.kind in PASSES else 0.0
 
     def communication(self, operation: Operation) -> float:
         """Duration of a message or collective."""
@@ -151,6 +155,9 @@ class StageCosts:
             return self.collectives.get(operation.kind, 0.0)
         return self.messages.get((operation.source, operation.target, operation.channel), 0.0)
 
+
+PASSES = tuple(entry.name for entry in fields(StageCosts) if entry.name in PassKind)
+"""The kinds of pass that costs name. A pass of any other kind takes no time."""
 
 Costs = PassCosts | StageCosts
 

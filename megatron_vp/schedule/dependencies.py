@@ -11,46 +11,65 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from megatron_vp.schedule.graph import Graph, Node, Step
+from megatron_vp.schedule.graph import Graph, Node, Pattern, Step
 from megatron_vp.schedule.instructions import Channel, Collective, CollectiveKind, Loss, Message
-from megatron_vp.schedule.passes import Pass, PassKind, Schedule, ScheduleError, VocabMethod
+from megatron_vp.schedule.pass_kinds import PassKind
+from megatron_vp.schedule.passes import Pass, Schedule, ScheduleError, VocabMethod
+
+BASE_KINDS = frozenset({PassKind.F, PassKind.B, PassKind.W, PassKind.BW})
+"""Of the transformer chunks, in every schedule."""
+
+VOCABULARY_KINDS = frozenset(kind for method in VocabMethod for kind in method.passes)
+"""Of the vocabulary layers, in the schedules whose method has them."""
 
 
 def expected_passes(schedule: Schedule) -> list[Pass]:
-    """The passes that every rank must run once each."""
-    chunked = [PassKind.F]
-    whole = [PassKind.IF, PassKind.S] if schedule.vocab.is_sharded else []
-    whole += [PassKind.V] if schedule.vocab is VocabMethod.INTERLACED else []
+    """The passes that every rank must run once each, whichever way its backwards go."""
+    chunked, single = [PassKind.F], list(schedule.vocab.passes)
     if schedule.has_backward:
         chunked += [PassKind.B, PassKind.W] if schedule.split_backward else [PassKind.B]
-        whole += [PassKind.T, PassKind.IB] if schedule.vocab.is_sharded else []
+    else:
+        single = [kind for kind in single if kind.forward]
     return [
         Pass(kind, microbatch, chunk)
         for microbatch in range(schedule.microbatches)
-        for kind, chunks in [(k, schedule.chunks) for k in chunked] + [(k, 1) for k in whole]
+        for kind, chunks in [(k, schedule.chunks) for k in chunked] + [(k, 1) for k in single]
         for chunk in range(chunks)
     ]
 
 
 def check_passes(schedule: Schedule) -> None:
-    """Raise ScheduleError unless every rank lists each of its passes exactly once and no other."""
+    """Raise ScheduleError unless every rank lists each of its passes exactly once and no other.
+
+    A BW stands for a B and its W. Passes that the method does not demand (see `PassKind`) are listed at most once.
+    """
     if len(schedule.ranks) != schedule.pipeline_size:
         raise ScheduleError(
             f"schedule lists {len(schedule.ranks)} ranks, but its placement has {schedule.pipeline_size}"
         )
     passes = expected_passes(schedule)
     each_once = set(passes)
+    own_choice = schedule.kinds - BASE_KINDS - set(schedule.vocab.passes) - VOCABULARY_KINDS
     for rank, order in enumerate(schedule.ranks):
         if len(order) == len(passes) and set(order) == each_once:
             continue
         found = Counter(order)
+        known, optional = set(each_once), set()
+        for step in found:
+            if step.kind is PassKind.BW:
+                halves = {step._replace(kind=kind) for kind in (PassKind.B, PassKind.W)} & each_once
+                known -= halves
+                optional |= {step} if halves else set()
+            elif step.kind in own_choice and step.chunk in range(schedule.chunks if step.kind.per_chunk else 1):
+                optional |= {step} if step.microbatch in range(schedule.microbatches) else set()
         defects = {
-            "lacks": [step for step in passes if step not in found],
+            "lacks": [step for step in passes if step in known and step not in found],
             "repeats": [step for step in found if found[step] > 1],
-            "has no place for": [step for step in found if step not in each_once],
+            "has no place for": [step for step in found if step not in known and step not in optional],
         }
         words = [f"{verb} {_listed(steps)}" for verb, steps in defects.items() if steps]
-        raise ScheduleError(f"rank {rank} {' and '.join(words)} ({schedule.name}, {schedule.vocab})")
+        if words:
+            raise ScheduleError(f"rank {rank} {' and '.join(words)} ({schedule.name}, {schedule.vocab})")
 
 
 def _listed(steps: Sequence[Pass]) -> str:
@@ -64,9 +83,31 @@ def build_graph(schedule: Schedule, with_loss: bool = False, looks_ahead: bool =
     the published table, in which T follows the statistics at once. `looks_ahead` sends the embedded rows to the last
     stage, too, for multi-token prediction.
     """
-    rules = _Rules(schedule, with_loss, looks_ahead)
-    rules.apply()
-    return Graph(rules.nodes, rules.before, schedule.microbatches)
+    variants, which = _variants(schedule)
+    patterns = []
+    for variant in variants:
+        rules = _Rules(schedule, with_loss, looks_ahead, variant)
+        rules.apply()
+        patterns.append(Pattern(rules.nodes, rules.before))
+    return Graph(patterns, which)
+
+
+Variant = frozenset[tuple[int, Pass]]
+"""What a microbatch has besides the passes of every schedule of its kind: rank and pass, of microbatch 0."""
+
+
+def _variants(schedule: Schedule) -> tuple[list[Variant], list[int]]:
+    """The variants that occur, and which of them each microbatch is."""
+    special = schedule.kinds - BASE_KINDS - set(schedule.vocab.passes) | schedule.kinds & {PassKind.BW}
+    if not special:
+        return [frozenset()], [0] * schedule.microbatches
+    found: list[set[tuple[int, Pass]]] = [set() for _ in range(schedule.microbatches)]
+    for rank, order in enumerate(schedule.ranks):
+        for step in order:
+            if step.kind in special:
+                found[step.microbatch].add((rank, step._replace(microbatch=0)))
+    variants = {variant: index for index, variant in enumerate(dict.fromkeys(map(frozenset, found)))}
+    return list(variants), [variants[frozenset(each)] for each in found]
 
 
 def join_vocabulary_passes(graph: Graph, orders: Sequence[Sequence[int]]) -> None:
@@ -87,6 +128,7 @@ class _Rules:
     schedule: Schedule
     with_loss: bool
     looks_ahead: bool
+    variant: Variant
     nodes: list[Node] = field(default_factory=list)
     before: list[list[int]] = field(default_factory=list)
 
@@ -103,16 +145,33 @@ class _Rules:
             if stage < placement.stages - 1:
                 arrived = [self.hand_over(Channel.ACTIVATION, done, stage, stage + 1)]
         arrived = self.whole_output_layer(done) if self.schedule.vocab is VocabMethod.NONE else self.output_layer(done)
-        if not self.schedule.has_backward:
-            return
-        for stage in reversed(range(placement.stages)):
-            done = self.chunk(PassKind.B, stage, arrived)
-            if self.schedule.split_backward:
-                self.chunk(PassKind.W, stage, [done])
-            if stage:
-                arrived = [self.hand_over(Channel.GRADIENT, done, stage, stage - 1)]
-        if sharded:
-            self.shards(PassKind.IB, [self.collective(CollectiveKind.EMBED_GRAD, placement.first_rank, [done])])
+        if self.schedule.has_backward:
+            for stage in reversed(range(placement.stages)):
+                done = self.backward(stage, arrived)
+                if stage:
+                    arrived = [self.hand_over(Channel.GRADIENT, done, stage, stage - 1)]
+            if sharded:
+                self.shards(PassKind.IB, [self.collective(CollectiveKind.EMBED_GRAD, placement.first_rank, [done])])
+        self.passes_of_choice()
+
+    def backward(self, stage: int, arrived: list[int]) -> int:
+        """A whole backward or B and W; returns what has the input gradient."""
+        placement = self.schedule.placement
+        whole = Pass(PassKind.BW, 0, placement.chunk_of(stage))
+        if (placement.rank_of(stage), whole) in self.variant:
+            return self.chunk(PassKind.BW, stage, arrived)
+        done = self.chunk(PassKind.B, stage, arrived)
+        if self.schedule.split_backward:
+            self.chunk(PassKind.W, stage, [done])
+        return done
+
+    def passes_of_choice(self) -> None:
+        """Passes that only this schedule has: each waits for what its kind's entry names."""
+        places = {node: place for place, node in enumerate(self.nodes)}
+        for rank, step in sorted(self.variant):
+            if step.kind not in BASE_KINDS:
+                before = [places.get(Step(rank, step._replace(kind=PassKind(kind)))) for kind in step.kind.follows]
+                self.add(Step(rank, step), [place for place in before if place is not None])
 
     def output_layer(self, last_forward: int) -> list[int]:
         """S, T, their collectives and the loss, or V; returns what B of the last stage waits for."""

@@ -10,32 +10,11 @@ from collections import defaultdict
 
 from megatron_vp.schedule import perfetto
 from megatron_vp.schedule.instructions import Collective, communicator
-from megatron_vp.schedule.passes import PassKind
+from megatron_vp.schedule.pass_kinds import PassKind
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.timeline import Timeline
 
-LETTERS = {kind: kind.value for kind in PassKind} | {PassKind.IF: "i", PassKind.IB: "b"}
-COLOURS = {
-    PassKind.F: "#4C78A8",
-    PassKind.B: "#59A14F",
-    PassKind.W: "#B6C95B",
-    PassKind.S: "#F28E2B",
-    PassKind.T: "#EDC948",
-    PassKind.V: "#E15759",
-    PassKind.IF: "#B07AA1",
-    PassKind.IB: "#D37295",
-}
 SECOND_STREAM = "#303030"
-MEANINGS = {
-    PassKind.IF: "IF embedding",
-    PassKind.F: "F forward",
-    PassKind.S: "S output layer, first pass",
-    PassKind.T: "T output layer, second pass",
-    PassKind.V: "V vocabulary",
-    PassKind.B: "B backward",
-    PassKind.W: "W weight gradient",
-    PassKind.IB: "IB embedding gradient",
-}
 
 
 def to_text(timeline: Timeline, width: int = 100) -> str:
@@ -72,7 +51,7 @@ def _row(timeline: Timeline, rank: int, width: int) -> str:
         middle = (column + 0.5) * timeline.makespan / width
         place = bisect_right(starts, middle) - 1
         busy = place >= 0 and spans[place][1] > middle
-        cells.append(LETTERS[order[place].kind] if busy else ".")
+        cells.append(order[place].kind.mark if busy else ".")
     return "".join(cells)
 
 
@@ -124,7 +103,7 @@ def _typical_duration(timeline: Timeline) -> float:
 def _shade(kind: PassKind, chunk: int) -> tuple[float, ...]:
     from matplotlib.colors import to_rgb
 
-    return tuple(1 - (1 - channel) * 0.6**chunk for channel in to_rgb(COLOURS[kind]))
+    return tuple(1 - (1 - channel) * 0.6**chunk for channel in to_rgb(kind.colour))
 
 
 def _draw_passes(axes, timeline: Timeline, rank: int, points_per_unit: float) -> None:
@@ -167,9 +146,9 @@ def _add_legend(figure, timeline: Timeline, width: float) -> None:
     used = {(step.kind, step.chunk) for order in timeline.schedule.ranks for step in order}
     chunked = timeline.schedule.chunks > 1
     patches = []
-    for kind, chunk in sorted(used, key=lambda item: (list(MEANINGS).index(item[0]), item[1])):
-        suffix = f", chunk {chunk}" if chunked and kind in (PassKind.F, PassKind.B, PassKind.W) else ""
-        patches.append(Patch(facecolor=_shade(kind, chunk), label=MEANINGS[kind] + suffix))
+    for kind, chunk in sorted(used, key=lambda item: (list(PassKind).index(item[0]), item[1])):
+        suffix = f", chunk {chunk}" if chunked and kind.per_chunk else ""
+        patches.append(Patch(facecolor=_shade(kind, chunk), label=f"{kind} {kind.meaning}{suffix}"))
     if _collectives(timeline):
         patches.append(Patch(facecolor=SECOND_STREAM, label="collectives"))
     rows = math.ceil(1.7 * len(patches) / width)  # the widest entry takes 1.7 inches
@@ -190,7 +169,7 @@ def to_perfetto(timeline: Timeline) -> str:
         for step, (start, end), (during, after) in zip(order, spans, held, strict=True):
             args = {"microbatch": step.microbatch, "chunk": step.chunk}
             events += [
-                perfetto.slice_event(rank, Lane.COMPUTE, str(step), step.kind.value, start, end, args),
+                perfetto.slice_event(rank, Lane[step.kind.lane.upper()], str(step), step.kind.value, start, end, args),
                 perfetto.activations(rank, start, during),
                 perfetto.activations(rank, end, after),
             ]

@@ -62,7 +62,7 @@ def from_json(text: str) -> Schedule:
             placement,
             _whole(document["microbatches"]),
             [
-                [Pass(_kind(e["pass"]), _whole(e["microbatch"]), _whole(e.get("chunk", 0))) for e in order]
+                [Pass(PassKind(e["pass"]), _whole(e["microbatch"]), _whole(e.get("chunk", 0))) for e in order]
                 for order in document["ranks"]
             ],
         )
@@ -82,12 +82,6 @@ def _whole(value: object) -> int:
     return value
 
 
-def _kind(name: object) -> PassKind:
-    if name not in PassKind:
-        raise ValueError(f"{name!r} is not a pass; passes are {', '.join(PassKind)}")
-    return PassKind(name)
-
-
 def _assemble(
     name: str, vocab: str, placement: Placement, microbatches: int, orders: Sequence[Sequence[Pass]]
 ) -> Schedule:
@@ -100,8 +94,7 @@ def _assemble(
         raise ValueError(f"{microbatches} microbatches, but no rank lists more than {longest} passes")
     if vocab not in VocabMethod:
         raise ValueError(f"{vocab!r} is not a vocabulary method; methods are {', '.join(VocabMethod)}")
-    split = any(step.kind is PassKind.W for order in orders for step in order)
-    return Schedule(name, VocabMethod(vocab), placement, microbatches, tuple(map(tuple, orders)), split)
+    return Schedule(name, VocabMethod(vocab), placement, microbatches, tuple(map(tuple, orders)))
 
 
 def to_csv(schedule: Schedule, timeline: Timeline | None = None) -> str:
@@ -138,7 +131,7 @@ def from_csv(text: str) -> Schedule:
         stages: dict[int, dict[int, int]] = {}
         for row in csv.DictReader(io.StringIO(body)):
             rank, stage = int(row["rank"]), int(row["stage"])
-            step = Pass(_kind(row["pass"]), int(row["microbatch"]), int(row["chunk"]))
+            step = Pass(PassKind(row["pass"]), int(row["microbatch"]), int(row["chunk"]))
             orders.setdefault(rank, []).append(step)
             if step.kind is PassKind.F and stages.setdefault(rank, {}).setdefault(step.chunk, stage) != stage:
                 raise ValueError(f"chunk {step.chunk} of rank {rank} is stage {stages[rank][step.chunk]} and {stage}")

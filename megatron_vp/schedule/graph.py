@@ -1,13 +1,15 @@
 """Steps and operations of all microbatches and what waits for what, by number.
 
-Every microbatch has the same nodes with the same dependencies: those of one are listed, those of the others counted.
+Microbatches follow one pattern, or a few where they differ in which backwards are split: the nodes of a pattern are
+listed once, those of its microbatches counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
 
 from megatron_vp.schedule.instructions import Loss, Operation, communicator
 from megatron_vp.schedule.passes import Pass, PassKind
@@ -24,59 +26,79 @@ class Step(NamedTuple):
 
 
 Node = Step | Operation
+T = TypeVar("T")
+
+
+class Pattern:
+    """The nodes of one microbatch and what each waits for: `before[k]` are the places in `nodes` of what node k needs.
+
+    Nodes are those of microbatch 0.
+    """
+
+    def __init__(self, nodes: Sequence[Node], before: Sequence[Sequence[int]]) -> None:
+        self.nodes, self.before, self.size = nodes, before, len(nodes)
+        self.after: list[list[int]] = [[] for _ in nodes]
+        for place, earlier in enumerate(before):
+            for one in earlier:
+                self.after[one].append(place)
+        self.kinds = [
+            node.action.kind if isinstance(node, Step) and isinstance(node.action, Pass) else None for node in nodes
+        ]
+        self.place = {node: place for place, node in enumerate(nodes)}
+        self.ranks = 1 + max(node.rank for node in nodes if isinstance(node, Step))
+        self.place_of_pass: list[dict[tuple[PassKind, int], int]] = [{} for _ in range(self.ranks)]
+        for place, node in enumerate(nodes):
+            if isinstance(node, Step) and isinstance(node.action, Pass):
+                self.place_of_pass[node.rank][node.action.kind, node.action.chunk] = place
 
 
 class Graph:
-    """Node `i * size + k` is microbatch i's copy of `pattern[k]`, a node of microbatch 0.
+    """Microbatch i is a copy of `patterns[which[i]]`, numbered from `bases[i]` on.
 
     `successors[n]` wait for node n, which waits for `predecessors[n]`. `lanes[n]` is what runs it, one node at a time:
     a rank r < `ranks`, or a communicator. `kinds[n]` is the kind of a pass, None for other nodes.
     """
 
-    def __init__(self, pattern: Sequence[Node], before: Sequence[Sequence[int]], microbatches: int) -> None:
-        """`before[k]` are the places in `pattern` of what node k waits for."""
-        self.pattern, self.size, self.microbatches = pattern, len(pattern), microbatches
-        after: list[list[int]] = [[] for _ in pattern]
-        for place, earlier in enumerate(before):
-            for one in earlier:
-                after[one].append(place)
-        self.predecessors, self.successors = self._repeated(before), self._repeated(after)
-        self.ranks = 1 + max(node.rank for node in pattern if isinstance(node, Step))
+    def __init__(self, patterns: Sequence[Pattern], which: Sequence[int]) -> None:
+        self.patterns, self.microbatches = patterns, len(which)
+        self.ranks = patterns[0].ranks
+        self._of = [patterns[index] for index in which]
+        self._bases = list(accumulate((pattern.size for pattern in self._of), initial=0))[:-1]
+        numbered = list(zip(self._bases, self._of, strict=True))
+        self.predecessors = [[base + one for one in places] for base, each in numbered for places in each.before]
+        self.successors = [[base + one for one in places] for base, each in numbered for places in each.after]
         communicators: dict[tuple, int] = {}
-        self.lanes = microbatches * [
-            node.rank
-            if isinstance(node, Step)
-            else communicators.setdefault(communicator(node), self.ranks + len(communicators))
-            for node in pattern
-        ]
-        self.kinds = microbatches * [
-            node.action.kind if isinstance(node, Step) and isinstance(node.action, Pass) else None for node in pattern
-        ]
-        self._place = {node: place for place, node in enumerate(pattern)}
-        self._place_of_pass: list[dict[tuple[PassKind, int], int]] = [{} for _ in range(self.ranks)]
-        for place, node in enumerate(pattern):
-            if isinstance(node, Step) and isinstance(node.action, Pass):
-                self._place_of_pass[node.rank][node.action.kind, node.action.chunk] = place
 
-    def _repeated(self, neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
-        bases = range(0, self.size * self.microbatches, self.size)
-        return [[base + place for place in places] for base in bases for places in neighbours]
+        def lane(node: Node) -> int:
+            if isinstance(node, Step):
+                return node.rank
+            return communicators.setdefault(communicator(node), self.ranks + len(communicators))
+
+        self.lanes = self.of_nodes(lane)
+        self.kinds = [kind for each in self._of for kind in each.kinds]
+
+    def of_nodes(self, value: Callable[[Node], T]) -> list[T]:
+        """A value of every node that does not depend on the microbatch."""
+        by_pattern = {id(pattern): list(map(value, pattern.nodes)) for pattern in self.patterns}
+        return [each for pattern in self._of for each in by_pattern[id(pattern)]]
 
     @cached_property
     def nodes(self) -> list[Node]:
         """All nodes, made when they are first asked for."""
-        return [_of_microbatch(node, microbatch) for microbatch in range(self.microbatches) for node in self.pattern]
+        return [_of_microbatch(node, microbatch) for microbatch, each in enumerate(self._of) for node in each.nodes]
 
     def number(self, node: Node) -> int:
         """Number of `node`. Raises KeyError for one that is not in the graph."""
         microbatch = node.action.microbatch if isinstance(node, Step) else node.microbatch
-        return microbatch * self.size + self._place[_of_microbatch(node, 0)]
+        return self._bases[microbatch] + self._of[microbatch].place[_of_microbatch(node, 0)]
 
     def numbers(self, ranks: Sequence[Sequence[Pass]]) -> list[list[int]]:
         """The numbers of the passes of every rank, in the order in which `ranks[r]` lists them."""
+        places = [each.place_of_pass for each in self._of]
+        bases = self._bases
         return [
-            [step.microbatch * self.size + place[step.kind, step.chunk] for step in order]
-            for order, place in zip(ranks, self._place_of_pass, strict=True)
+            [bases[step.microbatch] + places[step.microbatch][rank][step.kind, step.chunk] for step in order]
+            for rank, order in enumerate(ranks)
         ]
 
     def link(self, before: int, after: int) -> None:
@@ -84,14 +106,19 @@ class Graph:
         self.successors[before].append(after)
         self.predecessors[after].append(before)
 
-    def link_across(self, before: Node, after: Node, distance: int) -> None:
-        """Make every microbatch's `after` wait for the `before` of the microbatch `distance` earlier.
+    def link_across(self, before: Node, either: Sequence[Node], distance: int) -> None:
+        """Make a microbatch wait for `before` of the microbatch `distance` earlier, with the one of `either` it has.
 
-        Both are nodes of microbatch 0.
+        All are nodes of microbatch 0.
         """
-        first, second = self.number(before), self.number(after) + distance * self.size
-        for base in range(0, (self.microbatches - distance) * self.size, self.size):
-            self.link(base + first, base + second)
+        by_pattern = {
+            id(each): (each.place[before], next(each.place[node] for node in either if node in each.place))
+            for each in self.patterns
+        }
+        places = [by_pattern[id(each)] for each in self._of]
+        for earlier in range(self.microbatches - distance):
+            later = earlier + distance
+            self.link(self._bases[earlier] + places[earlier][0], self._bases[later] + places[later][1])
 
 
 def _of_microbatch(node: Node, microbatch: int) -> Node:

@@ -3,67 +3,137 @@
 It works in either direction of time: from the first pass on, or from the last pass back, where a pass is ready once
 all that waits for it is placed. Passes that nothing waits for (W, IB, T of vocab-2) fill gaps and make room in memory.
 
-A pass fits out of its turn if what is left of the given order can still follow it, in that order, within the caps. The
-given order is within the caps, so some rank can always go on, whatever the costs.
+A pass fits out of its turn if what is left of the given order can still follow it, in that order, within the limits.
+The given order is within the limits, so some rank can always go on, whatever the costs.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from megatron_vp.schedule.graph import Graph
-from megatron_vp.schedule.passes import PassKind
+from megatron_vp.schedule.pass_kinds import Held, PassKind, givers, takers
 
 
 @dataclass(frozen=True)
-class Caps:
+class MemoryLimits:
     """Most chunk activations by rank, and most microbatches between S and T on any rank."""
 
     activations: tuple[int, ...]
-    scores: int = 2
+    logits: int = 2
 
 
-def list_schedule(
-    graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[float], caps: Caps, backwards: bool
-) -> tuple[float, list[list[int]]]:
-    """Makespan and the numbers of each rank's passes in the order found, which keeps the caps if the given `orders` do.
+Kind = PassKind | str | None
+JOINED = "F+B"
+"""In place of a kind: a forward and a backward that run as one. During it a chunk's activations more are held."""
 
-    `orders[r]` are the numbers of rank r's passes, `took` the duration of every node; `backwards` begins at the end.
+
+@dataclass(frozen=True)
+class Problem:
+    """What there is to order: a graph's nodes by number, and a valid order of each rank's passes."""
+
+    lanes: Sequence[int]
+    kinds: Sequence[Kind]
+    predecessors: Sequence[Sequence[int]]
+    successors: Sequence[Sequence[int]]
+    durations: Sequence[float]
+    orders: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, graph: Graph, orders: Sequence[Sequence[int]], durations: Sequence[float]) -> Problem:
+        """The nodes of `graph`; `orders[r]` are the numbers of rank r's passes."""
+        return cls(graph.lanes, graph.kinds, graph.predecessors, graph.successors, durations, orders)
+
+    def joined(self, behind: Mapping[int, int]) -> Problem:
+        """The same with a forward f and a backward behind[f] as one pass, which has the number f.
+
+        It waits for what either waits for, and what waits for either waits for it: the two overlap, so neither's
+        result is there before both have ended.
+        """
+        first = {backward: forward for forward, backward in behind.items()}
+
+        def renamed(neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
+            found = [[first.get(number, number) for number in each] for each in neighbours]
+            for forward, backward in behind.items():
+                found[forward] += found[backward]
+                found[backward] = []
+            return found
+
+        lanes, kinds, durations = list(self.lanes), list(self.kinds), list(self.durations)
+        for forward, backward in behind.items():
+            kinds[forward], kinds[backward] = JOINED, None
+            durations[forward], durations[backward] = durations[forward] + durations[backward], 0.0
+            lanes[backward] = len(self.orders)  # no rank's: a node that nothing waits for
+        orders = [[number for number in order if number not in first] for order in self.orders]
+        return Problem(lanes, kinds, renamed(self.predecessors), renamed(self.successors), durations, orders)
+
+
+def list_schedule(problem: Problem, limits: MemoryLimits, backwards: bool) -> tuple[float, list[list[int]]]:
+    """Makespan and the numbers of each rank's passes in the order found, which keeps the limits if the given orders do.
+
+    `backwards` begins at the end.
     """
-    if backwards:
-        makespan, found = _ListScheduler(graph, orders, took, caps, graph.successors, graph.predecessors).run()
-        return makespan, [order[::-1] for order in found]
-    reverse = [order[::-1] for order in orders]
-    return _ListScheduler(graph, reverse, took, caps, graph.predecessors, graph.successors).run()
+    scheduler = _ListScheduler(problem, limits, backwards)
+    makespan = scheduler.run()
+    return makespan, [rank.result[::-1] if backwards else rank.result for rank in scheduler.ranks]
 
 
-class _Store:
-    """One kind of memory of a rank; `held` says what it holds during each pass that is left, the next one last."""
+class _MemoryPool:
+    """One kind of memory of a rank; `levels` says how full it is during each pass that is left, the next one last.
 
-    def __init__(self, kinds: Sequence[PassKind], taker: PassKind, giver: PassKind, cap: int) -> None:
-        self.taker, self.cap = taker, cap
-        self.change = {taker: 1, giver: -1}
-        self.held = []
+    `during` and `change` say, by kind of pass, what it takes while it runs and what has changed when it ends.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[Kind],
+        during: Mapping[Kind, int],
+        change: Mapping[Kind, int],
+        limit: int,
+    ) -> None:
+        self.takers = {kind for kind, taken in during.items() if taken}
+        self.limit, self.change = limit, change
+        self.levels = []
         level = 0
         for kind in reversed(kinds):
-            self.held.append(level + (kind is taker))
-            level += self.change.get(kind, 0)
-        self.held.reverse()
+            self.levels.append(level + during.get(kind, 0))
+            level += change.get(kind, 0)
+        self.levels.reverse()
 
     def fits(self, place: int) -> bool:
         """Whether a taker may go ahead of all that were to run before it."""
-        return max(self.held[place + 1 :], default=0) < self.cap
+        return max(self.levels[place + 1 :], default=0) < self.limit
 
-    def remove(self, place: int, kind: PassKind) -> None:
+    def remove(self, place: int, kind: Kind) -> None:
         """Run a pass ahead of all that were to run before it."""
-        if kind in self.change and place + 1 < len(self.held):
-            change = self.change[kind]
-            self.held[place + 1 :] = [level + change for level in self.held[place + 1 :]]
-        del self.held[place]
+        change = self.change.get(kind, 0)
+        if change and place + 1 < len(self.levels):
+            self.levels[place + 1 :] = [level + change for level in self.levels[place + 1 :]]
+        del self.levels[place]
+
+
+def _pools(kinds: Sequence[Kind], limits: dict[Held, int], backwards: bool) -> list[_MemoryPool]:
+    """The pools that these passes take from; `backwards`: time runs from the last pass to the first."""
+    listed, pools = {kind for kind in kinds if isinstance(kind, PassKind)}, []
+    if JOINED in kinds:
+        listed |= {PassKind.F, PassKind.BW}
+    for held, limit in limits.items():
+        taking, giving = takers(held, listed), givers(held, listed)
+        if not taking or not giving:
+            continue  # without a backward nothing is kept
+        change: dict[Kind, int] = dict.fromkeys(taking, 1) | dict.fromkeys(giving, -1)
+        if backwards:
+            change = {kind: -net for kind, net in change.items()}
+        # What takes holds it already while it runs; so does, the other way round, what gives back.
+        during = {kind: 1 for kind, net in change.items() if net > 0}
+        if held is Held.ACTIVATIONS:
+            during[JOINED] = 1
+        pools.append(_MemoryPool(kinds, during, change, limit))
+    return pools
 
 
 Ready = list[int]
@@ -73,11 +143,11 @@ Ready = list[int]
 class _Rank:
     """What a rank has left. Passes are known by their place in `order`, which names the pass to run first last."""
 
-    def __init__(self, order: Sequence[int], kinds: Sequence[PassKind], stores: Sequence[_Store]) -> None:
-        self.order, self.kinds, self.stores = order, kinds, stores
+    def __init__(self, order: Sequence[int], kinds: Sequence[Kind], pools: Sequence[_MemoryPool]) -> None:
+        self.order, self.kinds, self.pools = order, kinds, pools
         self.left = list(range(len(order)))
-        # Of the ready passes that take from one store, the first in order fits or none does.
-        self.takers: list[tuple[_Store, Ready]] = [(store, []) for store in stores]
+        # Of the ready passes that take from one pool, the first in order fits or none does.
+        self.takers: list[tuple[_MemoryPool, Ready]] = [(pool, []) for pool in pools]
         self.others: Ready = []
         self.fillers: Ready = []
         self.result: list[int] = []
@@ -86,9 +156,9 @@ class _Rank:
     def take(self) -> int | None:
         """Number of the pass to run now, or None where no ready pass fits."""
         best, chosen = (self.others[0], self.others) if self.others else (1, self.fillers)
-        for store, ready in self.takers:
+        for pool, ready in self.takers:
             if ready and ready[0] < best:
-                if self.left[-1] == -ready[0] or store.fits(bisect_left(self.left, -ready[0])):
+                if self.left[-1] == -ready[0] or pool.fits(bisect_left(self.left, -ready[0])):
                     best, chosen = ready[0], ready
                 elif self.fillers and self.fillers[0] < ready[0]:
                     # What waits for room goes first in the order: the fillers ahead of it make that room.
@@ -97,44 +167,37 @@ class _Rank:
 
     def _run(self, place: int) -> int:
         index = len(self.left) - 1 if self.left[-1] == place else bisect_left(self.left, place)
-        for store in self.stores:
-            store.remove(index, self.kinds[place])
+        for pool in self.pools:
+            pool.remove(index, self.kinds[place])
         del self.left[index]
         self.result.append(self.order[place])
         return self.order[place]
 
 
 class _ListScheduler:
-    """Plays a graph whose node n waits for `before[n]` and is waited for by `after[n]`; time runs along them.
+    """Runs the nodes in time; `backwards`, from what nothing waits for to what waits for nothing.
 
     The loss function takes no time, but waits for the end of a pass of the last rank.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        orders: Sequence[Sequence[int]],
-        took: Sequence[float],
-        caps: Caps,
-        before: Sequence[Sequence[int]],
-        after: Sequence[Sequence[int]],
-    ) -> None:
-        self.lanes, self.took, self.after = graph.lanes, took, after
+    def __init__(self, problem: Problem, limits: MemoryLimits, backwards: bool) -> None:
+        before, after, orders = problem.predecessors, problem.successors, problem.orders
+        if backwards:
+            before, after = after, before
+        else:
+            orders = [order[::-1] for order in orders]
+        durations, self.lanes, self.after = problem.durations, problem.lanes, after
+        self.durations = durations
         self.ranks = []
         # Where a pass goes when it is ready, and what stands for it there.
-        self.ready: list[Ready | None] = [None] * len(took)
-        self.entry = [0] * len(took)
-        for order, most in zip(orders, caps.activations, strict=True):
-            kinds = [graph.kinds[number] for number in order]
-            release = PassKind.W if PassKind.W in kinds else PassKind.B
-            kept = [(PassKind.F, release, most), (PassKind.S, PassKind.T, caps.scores)]
-            if after is graph.predecessors:
-                kept = [(giver, taker, cap) for taker, giver, cap in kept]
-            # Without a backward there is neither B nor T, and nothing is kept.
-            stores = [_Store(kinds, *entry) for entry in kept if entry[0] in kinds and entry[1] in kinds]
-            rank = _Rank(order, kinds, stores)
+        self.ready: list[Ready | None] = [None] * len(durations)
+        self.entry = [0] * len(durations)
+        for order, most in zip(orders, limits.activations, strict=True):
+            kinds = [problem.kinds[number] for number in order]
+            by_memory = {Held.ACTIVATIONS: most, Held.LOGITS: limits.logits}
+            rank = _Rank(order, kinds, _pools(kinds, by_memory, backwards))
             self.ranks.append(rank)
-            takers = {store.taker: ready for store, ready in rank.takers}
+            takers = {kind: ready for pool, ready in rank.takers for kind in pool.takers}
             for place, (number, kind) in enumerate(zip(order, kinds, strict=True)):
                 self.ready[number] = takers[kind] if kind in takers else rank.others if after[number] else rank.fillers
                 self.entry[number] = -place
@@ -143,14 +206,14 @@ class _ListScheduler:
         # What ends when: a heap of times, for many passes end at the same time.
         self.times: list[float] = []
         self.ending: dict[float, list[int]] = {}
-        self.lane_free_at = [0.0] * (1 + max(graph.lanes))
+        self.lane_free_at = [0.0] * (1 + max(problem.lanes))
         # Ranks that something has changed for. Small integers leave a set in the same order every time.
         self.stirred: set[int] = set()
         # The same durations summed in another order are the same moment.
-        self.tolerance = 1e-7 * max(took, default=0.0)
+        self.tolerance = 1e-7 * max(durations, default=0.0)
 
-    def run(self) -> tuple[float, list[list[int]]]:
-        """When all is done, and the numbers of each rank's passes in the order found."""
+    def run(self) -> float:
+        """When all is done. Each rank then has its passes in `result`."""
         for number in [number for number, count in enumerate(self.waits) if not count]:
             self._arrive(number, 0.0)
         self._start_passes(0.0)
@@ -162,8 +225,8 @@ class _ListScheduler:
                         self.stirred.add(self.lanes[number])
                     self._finish(number, now)
             self._start_passes(now)
-        assert not any(rank.left for rank in self.ranks), "the given order exceeds the caps"
-        return max(rank.free_at for rank in self.ranks), [rank.result for rank in self.ranks]
+        assert not any(rank.left for rank in self.ranks), "the given order exceeds the limits"
+        return max(rank.free_at for rank in self.ranks)
 
     def _start_passes(self, now: float) -> None:
         latest = now + self.tolerance
@@ -176,7 +239,7 @@ class _ListScheduler:
                 self._finish(self.losses.popleft(), now)
             number = rank.take()
             if number is not None:
-                rank.free_at = now + self.took[number]
+                rank.free_at = now + self.durations[number]
                 self._end(number, rank.free_at)
 
     def _end(self, number: int, time: float) -> None:
@@ -202,9 +265,9 @@ class _ListScheduler:
         elif self.lanes[number] < len(self.ranks):
             self.losses.append(number)
             self.stirred.add(self.lanes[number])
-        elif self.took[number]:
+        elif self.durations[number]:
             lane = self.lanes[number]
-            self.lane_free_at[lane] = max(now, self.lane_free_at[lane]) + self.took[number]
+            self.lane_free_at[lane] = max(now, self.lane_free_at[lane]) + self.durations[number]
             self._end(number, self.lane_free_at[lane])
         else:
             self._finish(number, now)

@@ -21,6 +21,7 @@ from operator import itemgetter
 from megatron_vp.schedule.collector import collector_paused
 from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import build_graph, check_passes
+from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.schedule.graph import Graph, Step
 from megatron_vp.schedule.instructions import (
     Collective,
@@ -36,7 +37,6 @@ from megatron_vp.schedule.instructions import (
 )
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule
 from megatron_vp.schedule.playback import Moment, Playback, durations, play
-from megatron_vp.schedule.unfold import unfold
 
 
 @collector_paused()
@@ -45,11 +45,11 @@ def lower(schedule: Schedule, costs: Costs | None = None, looks_ahead: bool = Fa
 
     `costs` decide only where losses and communication go; any costs give programs that end. `looks_ahead`: the last
     stage uses the embedded rows, too (multi-token prediction). The programs of an interlaced schedule are those of
-    `unfold(schedule)`. Raises ScheduleError for a schedule that cannot run.
+    `expand_interlaced(schedule)`. Raises ScheduleError for a schedule that cannot run.
     """
     costs = costs or PassCosts()
     check_passes(schedule)
-    line = _lay_out(unfold(schedule), costs, looks_ahead)
+    line = _lay_out(expand_interlaced(schedule), costs, looks_ahead)
     ranks = range(schedule.pipeline_size)
     return tuple(_RankLowering(line, rank).program() for rank in ranks)
 

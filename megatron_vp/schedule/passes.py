@@ -8,34 +8,12 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
+from megatron_vp.schedule.pass_kinds import Held, PassKind, givers, takers
 from megatron_vp.schedule.placement import Placement
 
 
 class ScheduleError(ValueError):
     """A schedule or program that cannot run. First line: the defect; further lines: the schedule around it."""
-
-
-class PassKind(StrEnum):
-    """What a pass computes."""
-
-    __hash__ = str.__hash__  # an enum's own is Python code, and large schedules hash passes millions of times
-
-    IF = "IF"
-    """embedding rows of the rank's vocabulary shard"""
-    F = "F"
-    """forward of a chunk"""
-    S = "S"
-    """first output-layer pass on the rank's shard"""
-    T = "T"
-    """second output-layer pass on the rank's shard"""
-    V = "V"
-    """the whole vocabulary work of a microbatch, synchronous on all ranks"""
-    B = "B"
-    """backward of a chunk; the input gradient only where W passes exist"""
-    W = "W"
-    """weight gradient of a chunk"""
-    IB = "IB"
-    """embedding gradient of the rank's shard"""
 
 
 class VocabMethod(StrEnum):
@@ -52,12 +30,19 @@ class VocabMethod(StrEnum):
         return {"none": 0, "vocab-1": 2, "vocab-2": 1, "interlaced": 1}[self]
 
     @property
+    def passes(self) -> tuple[PassKind, ...]:
+        """The kinds that every rank runs once per microbatch."""
+        if self.is_sharded:
+            return (PassKind.IF, PassKind.S, PassKind.T, PassKind.IB)
+        return (PassKind.V,) if self is VocabMethod.INTERLACED else ()
+
+    @property
     def is_sharded(self) -> bool:
         """True where every rank runs IF, S, T and IB of each microbatch."""
         return self in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2)
 
 
-_PASS = re.compile(r"(IF|IB|F|S|T|V|B|W)(\d+)(?:\.(\d+))?")
+_PASS = re.compile(r"([A-Z]+)(\d+)(?:\.(\d+))?")
 
 
 class Pass(NamedTuple):
@@ -74,7 +59,7 @@ class Pass(NamedTuple):
     def parse(cls, text: str) -> Pass:
         """Read back what `str` printed. Raises ValueError for anything else."""
         match = _PASS.fullmatch(text.strip())
-        if match is None:
+        if match is None or match[1] not in PassKind:
             raise ValueError(
                 f"{text!r} is not a pass; expected a kind, a microbatch and perhaps a chunk, as in F12 or B3.1"
             )
@@ -82,14 +67,12 @@ class Pass(NamedTuple):
         return cls(PassKind(kind), int(microbatch), int(chunk or 0))
 
 
-FORWARD_KINDS = (PassKind.IF, PassKind.F, PassKind.S, PassKind.V)
-
-
 @dataclass(frozen=True)
 class Schedule:
     """`ranks[r]` lists the passes of rank r in execution order.
 
-    Without `split_backward` a B computes input and weight gradient, and there is no W.
+    A backward comes as B (input gradient) and W (weight gradient), or whole. A whole one is called BW in a schedule
+    that also has W passes, and B in one that has none.
     """
 
     name: str
@@ -97,7 +80,6 @@ class Schedule:
     placement: Placement
     microbatches: int
     ranks: tuple[tuple[Pass, ...], ...]
-    split_backward: bool = False
 
     @property
     def pipeline_size(self) -> int:
@@ -106,30 +88,60 @@ class Schedule:
 
     @property
     def chunks(self) -> int:
-        """Chunks a rank v."""
+        """Chunks per rank v."""
         return self.placement.chunks
 
     @cached_property
+    def kinds(self) -> frozenset[PassKind]:
+        """The kinds of pass that it lists."""
+        return frozenset(kind for order in self.ranks for kind in {step.kind for step in order})
+
+    @property
+    def split_backward(self) -> bool:
+        """Whether a B computes the input gradient alone."""
+        return PassKind.W in self.kinds
+
+    @property
     def has_backward(self) -> bool:
         """False for a schedule made by `forward_only`."""
-        return any(step.kind is PassKind.B for order in self.ranks for step in order)
+        return PassKind.B in self.kinds or PassKind.BW in self.kinds
+
+    @cached_property
+    def whole_backwards(self) -> frozenset[Pass]:
+        """The backwards that compute both gradients although other backwards are split: every BW."""
+        if PassKind.BW not in self.kinds:
+            return frozenset()
+        return frozenset(step for order in self.ranks for step in order if step.kind is PassKind.BW)
+
+    def levels(self, held: Held, rank: int) -> list[tuple[int, int]]:
+        """How often this memory is taken during and after each pass of `rank`.
+
+        It is held from the start of the pass that takes it to the end of the one that gives it back; in a schedule
+        where none does, during the first only.
+        """
+        taking, giving = takers(held, self.kinds), givers(held, self.kinds)
+        giving = giving or taking
+        levels, level = [], 0
+        for step in self.ranks[rank]:
+            during = level + (step.kind in taking)
+            level = during - (step.kind in giving)
+            levels.append((during, level))
+        return levels
 
     def activation_levels(self, rank: int) -> list[tuple[float, float]]:
         """Activations held during and after each pass of `rank`, in microbatches of a whole rank.
 
-        A chunk holds 1/chunks from the start of its F to the end of its B, or of its W where the backward is split;
-        without a backward, during its F only.
+        A chunk holds 1/chunks.
         """
-        release = PassKind.W if self.split_backward else PassKind.B
-        release = release if self.has_backward else PassKind.F
-        levels, held = [], 0
-        for step in self.ranks[rank]:
-            during = held + (step.kind is PassKind.F)
-            held = during - (step.kind is release)
-            levels.append((during / self.chunks, held / self.chunks))
-        return levels
+        levels = self.levels(Held.ACTIVATIONS, rank)
+        return [(during / self.chunks, after / self.chunks) for during, after in levels]
 
     def forward_only(self) -> Schedule:
         """The same order with only IF, F and S, or F and V: what evaluation runs."""
-        kept = tuple(tuple(step for step in order if step.kind in FORWARD_KINDS) for order in self.ranks)
-        return replace(self, ranks=kept, split_backward=False)
+        kept = tuple(tuple(step for step in order if step.kind.forward) for order in self.ranks)
+        return replace(self, ranks=kept)
+
+    def first_microbatches(self, microbatches: int) -> Schedule:
+        """The same order with only the first `microbatches`. Nothing of one microbatch waits for another."""
+        kept = tuple(tuple(step for step in order if step.microbatch < microbatches) for order in self.ranks)
+        return replace(self, microbatches=microbatches, ranks=kept)

@@ -40,7 +40,7 @@ def durations(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
             return costs.communication(node)
         return 0.0 if isinstance(node.action, Loss) else costs.duration(schedule, node.rank, node.action)
 
-    return graph.microbatches * list(map(of, graph.pattern))
+    return graph.of_nodes(of)
 
 
 def play(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[float]) -> Playback:

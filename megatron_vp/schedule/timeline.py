@@ -11,7 +11,8 @@ from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import build_graph, check_passes, join_vocabulary_passes
 from megatron_vp.schedule.graph import Graph, Node, Step
 from megatron_vp.schedule.instructions import Operation
-from megatron_vp.schedule.passes import PassKind, Schedule, VocabMethod
+from megatron_vp.schedule.pass_kinds import Held
+from megatron_vp.schedule.passes import Schedule, VocabMethod
 from megatron_vp.schedule.playback import durations, play
 
 Span = tuple[float, float]
@@ -68,15 +69,8 @@ class Timeline:
     @cached_property
     def between_s_and_t(self) -> tuple[int, ...]:
         """Most microbatches that are at once past the start of S and not yet past the end of T, on each rank."""
-        peaks = []
-        for order in self.schedule.ranks:
-            held = peak = 0
-            for step in order:
-                held += step.kind is PassKind.S
-                peak = max(peak, held)
-                held -= step.kind is (PassKind.T if self.schedule.has_backward else PassKind.S)
-            peaks.append(peak)
-        return tuple(peaks)
+        levels = (self.schedule.levels(Held.LOGITS, rank) for rank in range(len(self.spans)))
+        return tuple(max((during for during, _ in each), default=0) for each in levels)
 
 
 class Player:

@@ -74,9 +74,8 @@ def ran(traces: Sequence[RankTrace], iteration: int) -> Schedule:
     """The schedule of an iteration as it was executed."""
     first = traces[0]
     orders = tuple(tuple(Pass.parse(span.name) for span in _passes(trace, iteration)) for trace in traces)
-    split = any(step.kind is PassKind.W for order in orders for step in order)
     placement = Placement(first.placement)
-    return Schedule(first.schedule, VocabMethod(first.vocab), placement, first.microbatches[iteration], orders, split)
+    return Schedule(first.schedule, VocabMethod(first.vocab), placement, first.microbatches[iteration], orders)
 
 
 def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:

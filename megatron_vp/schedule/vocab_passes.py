@@ -1,48 +1,77 @@
 """Puts the vocabulary passes into any base schedule.
 
-Every rank gets a room for one S, T, IF and IB a microbatch behind its forwards of chunk 0. Between F and B of the last
-stage as many intervals open as the method has barriers. Each vocabulary pass then takes the first of its rank's rooms
-that its dependencies allow. Rooms are narrow, for nominal times only order the passes: real costs come in `squeeze`.
+Every rank gets a slot for one S, T, IF and IB a microbatch behind its forwards of chunk 0. Between F and B of the last
+stage as many intervals open as the method has barriers. Each vocabulary pass then takes the first of its rank's slots
+that its dependencies allow. Slots are narrow, for nominal times only order the passes: real costs come in
+`reorder_for_costs`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_vp.schedule.blocks import BuildingBlock
-from megatron_vp.schedule.list_scheduler import Caps
+from megatron_vp.schedule.list_scheduler import MemoryLimits
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 
 TimedPass = tuple[float, Pass]
 """Nominal start of a pass of microbatch 0."""
 
 
-def nominal_schedule(name: str, block: BuildingBlock, microbatches: int, vocab: VocabMethod) -> tuple[Schedule, Caps]:
-    """Every rank's passes in nominal order, and the memory each rank may use: the block's plus a microbatch a barrier.
+@dataclass(frozen=True)
+class Nominal:
+    """A schedule in nominal order, the memory each rank may use, and by rank the forwards and backwards that stay
+    next to each other.
 
     The order is valid and within this memory.
     """
+
+    schedule: Schedule
+    limits: MemoryLimits
+    pairs: tuple[tuple[tuple[Pass, Pass], ...], ...] = ()
+
+
+def nominal_schedule(name: str, block: BuildingBlock, microbatches: int, vocab: VocabMethod) -> Nominal:
+    """Every rank's passes in nominal order; its memory is the block's plus a microbatch for each barrier."""
     delay = vocab.barriers * block.step
-    rooms = _Rooms(block, delay, width=0.01 * block.forward_time)
+    slots = _VocabSlots(block, delay, width=0.01 * block.forward_time)
     ranks = []
     for rank, stages in enumerate(block.placement.stage_of):
-        timed = rooms.passes(rank) if vocab.is_sharded else []
+        timed = slots.passes(rank) if vocab.is_sharded else []
         for chunk, stage in enumerate(stages):
             timed.append((block.forward[stage], Pass(PassKind.F, 0, chunk)))
             timed.append((block.backward[stage] + delay, Pass(PassKind.B, 0, chunk)))
             if block.weight is not None:
                 timed.append((block.weight[stage] + delay, Pass(PassKind.W, 0, chunk)))
         ranks.append(_repeat(timed, block, microbatches))
-    schedule = Schedule(name, vocab, block.placement, microbatches, tuple(map(tuple, ranks)), block.weight is not None)
-    return schedule, Caps(tuple(held + vocab.barriers * block.placement.chunks for held in block.held))
+    limits = MemoryLimits(tuple(held + vocab.barriers * block.placement.chunks for held in block.held))
+    if block.overlaps is None:
+        return Nominal(Schedule(name, vocab, block.placement, microbatches, tuple(map(tuple, ranks))), limits)
+    pairs = tuple(tuple(block.overlaps(rank, microbatches, vocab.barriers)) for rank in range(len(ranks)))
+    orders = tuple(map(_with_whole_backwards, ranks, pairs))
+    return Nominal(Schedule(name, vocab, block.placement, microbatches, orders), limits, pairs)
+
+
+def _with_whole_backwards(order: list[Pass], pairs: Sequence[tuple[Pass, Pass]]) -> tuple[Pass, ...]:
+    """The order with a whole backward behind its forward for every pair."""
+    behind = dict(pairs)
+    gone = {backward._replace(kind=kind) for backward in behind.values() for kind in (PassKind.B, PassKind.W)}
+    found: list[Pass] = []
+    for step in order:
+        if step in behind:
+            found += [step, behind[step]]
+        elif step not in gone:
+            found.append(step)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
-class _Rooms:
-    """A rank's room is the end of its forward of chunk 0; each of S, T, IF and IB takes `width` of it, in turn.
+class _VocabSlots:
+    """A rank's slot is the end of its forward of chunk 0; each of S, T, IF and IB takes `width` of it, in turn.
 
-    S comes within one step of the last stage's forward and T within the next, wherever in the step a rank's room is:
+    S comes within one step of the last stage's forward and T within the next, wherever in the step a rank's slot is:
     that is what a step a barrier buys. So two microbatches at most are between S and T.
     """
 

@@ -15,7 +15,7 @@ from megatron_vp.cost.passes import PassTimes
 from megatron_vp.cost.planner import Candidate, Loss, balanced_layers, best, candidates, method_of, plan, weigh
 from megatron_vp.cost.shapes import Job, ModelShape, Plan
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import GENERATORS, Placement, VocabMethod
+from megatron_vp.schedule import FAMILIES, Placement, VocabMethod
 
 H100 = find_hardware("h100")
 MODEL = ModelShape(layers=12, hidden=2048, heads=16, ffn=8192, vocab=131072)
@@ -49,8 +49,8 @@ def test_no_integer_layout_is_better_than_the_balanced_one(place, layers, vocab,
 
 def test_every_schedule_is_a_candidate_with_every_method():
     found = {(each.plan.schedule, each.method) for each in candidates(JOB, H100)}
-    for name in GENERATORS:
-        methods = {"interlaced"} if name == "interlaced" else {"plain", "redistributed", "vocab-1", "vocab-2"}
+    for name, family in FAMILIES.items():
+        methods = {"interlaced"} if family.own_method else {"plain", "redistributed", "vocab-1", "vocab-2"}
         assert methods == {method for schedule, method in found if schedule == name}, name
     assert all(method_of(each.plan) == each.method for each in candidates(JOB, H100) if each.plan.layers is None)
 
@@ -143,7 +143,7 @@ def test_uneven_chunks_leave_the_ranks_even(place, total):
 )
 def test_a_pipeline_without_a_plan_is_refused_at_once(pipeline, layers, words):
     with (
-        mock.patch.object(planner, "generate", side_effect=AssertionError("a schedule was generated")),
+        mock.patch.object(planner, "make_player", side_effect=AssertionError("a schedule was generated")),
         pytest.raises(UserError, match=words),
     ):
         candidates(replace(JOB, pipeline=pipeline, model=replace(MODEL, layers=layers)), H100)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_vp.mcore.options.choices import SPLIT_SCHEDULES
+from megatron_vp.schedule import FAMILIES
 from tests.mcore.comparison import assert_equal
 from tests.mcore.engine import (
     APART,
@@ -79,7 +79,7 @@ def test_every_step_equals_plain_megatron_with_the_same_experts(schedule, method
     of_routers = 4 * 4 * 3 * model.get("tensor_model_parallel_size", 1)  # layers, microbatches, steps
     products = of_routers * _products_of_a_layer(model)
     assert sum(each.elsewhere for each in in_b) == products + of_routers and not any(each.queued for each in in_b)
-    in_w = products if schedule in SPLIT_SCHEDULES else 0
+    in_w = products if FAMILIES[schedule].splits_backward else 0
     assert sum(each.in_w for each in found) == sum(each.queued for each in found) == in_w
     assert sum(each.elsewhere for each in found) == products + of_routers - in_w
     assert sum(each.fused for each in found) == (in_w if fused else 0)

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from megatron_vp.schedule import V_SHAPED_SCHEDULES
+from megatron_vp.schedule import FAMILIES
 from tests.harness.training import Run, comparable_model, train
 from tests.mcore.comparison import assert_as_close, assert_equal
 
@@ -50,7 +50,7 @@ def _cases() -> Iterator[tuple[object, ...]]:
             for place, microbatches in enumerate(MICROBATCHES[size]):
                 if size == 8 and (schedule == "interleaved" or (turn + place) % 3):
                     continue
-                tied = place == 1 and not (method == "none" and schedule in V_SHAPED_SCHEDULES)
+                tied = place == 1 and not (method == "none" and not FAMILIES[schedule].ends_on_last_rank)
                 positions = ("rope", "learned_absolute", "learned_absolute")[place]
                 by_default = place == turn % 3 and (size in (2, 4) or (size == 3 and turn % 5 == 3))
                 case = (schedule, size, method, microbatches, tied, positions, place == 2)

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_vp.mcore.training.schedule import _programs
-from megatron_vp.schedule import PassCosts, VocabMethod, evaluation, generate, lower, unfold
+from megatron_vp.schedule import PassCosts, VocabMethod, evaluation, expand_interlaced, generate, lower
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
@@ -15,6 +15,6 @@ def test_every_iteration_runs_the_same_programs(name, method, forward_only):
     schedule, programs = _programs(*job)
     expected = generate(name, 4, 6, vocab="interlaced" if name == "interlaced" else method)
     expected = evaluation(expected) if forward_only else expected
-    assert schedule == unfold(expected)
+    assert schedule == expand_interlaced(expected)
     assert programs == lower(expected)
     assert _programs(*job)[1] is programs

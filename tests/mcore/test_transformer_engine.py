@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_vp.mcore.options.choices import SPLIT_SCHEDULES
+from megatron_vp.schedule import FAMILIES
 from tests.mcore.comparison import assert_as_close, assert_equal, largest_distance
 from tests.mcore.engine import (
     APART,
@@ -65,7 +65,7 @@ def test_every_step_equals_plain_megatron_with_the_same_layers(schedule, method,
     assert_equal(ours, plain, BOUND)
     products = WEIGHTS * model.get("tensor_model_parallel_size", 1)
     assert sum(each.elsewhere for each in in_b) == products and not any(each.queued for each in in_b)
-    in_w = products if schedule in SPLIT_SCHEDULES else 0
+    in_w = products if FAMILIES[schedule].splits_backward else 0
     assert sum(each.in_w for each in found) == sum(each.queued for each in found) == in_w
     assert sum(each.elsewhere for each in found) == products - in_w
     assert sum(each.fused for each in found) == (in_w if fused else 0)

@@ -18,7 +18,7 @@ from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.streams import CudaEvent, CudaStream
 from megatron_vp.schedule import Channel, Message, Program, generate, lower
-from megatron_vp.schedule.unfold import unfold
+from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.vocab import embedding, output
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
 from megatron_vp.vocab.loss import TokenLoss
@@ -195,7 +195,7 @@ def rank_iterations(
     weights = [torch.nn.Parameter(torch.zeros(shards.rows(0), HIDDEN, device=CUDA)) for _ in range(2)]
     index = rank * tensor_size
     layers = VocabularyLayers(EmbeddingLayer(weights[0], shards, index), OutputLayer(weights[1], shards, index))
-    whole = unfold(generate(name, ranks, ranks + 1, vocab=method))
+    whole = expand_interlaced(generate(name, ranks, ranks + 1, vocab=method))
     for gradients in (True, False, True):
         schedule = whole if gradients else whole.forward_only()
         several = heads if gradients else 1

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_vp.schedule.generators import generate
+from megatron_vp.schedule.families import generate
 from megatron_vp.schedule.instructions import Collective, Post, Wait
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import VocabMethod

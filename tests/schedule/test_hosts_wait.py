@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_vp.schedule import (
-    GENERATORS,
+    FAMILIES,
     PassCosts,
     evaluation,
     generate,
@@ -19,11 +19,7 @@ from tests.schedule.early_receives import with_early_receives
 from tests.schedule.program_player import HostWaits, stuck_ranks
 
 WAITS = list(HostWaits)
-JOBS = [
-    (name, method)
-    for name in GENERATORS
-    for method in (["interlaced"] if name == "interlaced" else ["none", "vocab-1", "vocab-2"])
-]
+JOBS = [(name, str(method)) for name, family in FAMILIES.items() for method in family.methods]
 
 
 def assert_ends(schedule, costs=None):

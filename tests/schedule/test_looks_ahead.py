@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_vp.schedule.generators import generate
+from megatron_vp.schedule.families import generate
 from megatron_vp.schedule.instructions import Collective, CollectiveKind, Run, Wait
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import PassKind, VocabMethod

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from schedule_checks import HELD, assert_follows_the_table, assert_keeps_the_embedding_near, memory_bound
 
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import GENERATORS, Pass, PassCosts, PassKind, evaluation, generate, simulate, validate
-from megatron_vp.schedule.generators import FAMILIES
+from megatron_vp.schedule import FAMILIES, Pass, PassCosts, PassKind, evaluation, generate, simulate, validate
 
-METHODS = {name: ["none"] if name == "interlaced" else ["none", "vocab-1", "vocab-2"] for name in GENERATORS}
+METHODS = {name: [str(method) for method in family.methods] for name, family in FAMILIES.items()}
 
 duration = st.sampled_from([0.0, 0.05, 0.25, 1.0, 3.0]) | st.floats(0, 4)
 any_costs = st.builds(PassCosts, *[duration] * 7, comm=st.sampled_from([0.0, 0.1, 5.0]))
@@ -31,7 +30,7 @@ extreme_costs = st.sampled_from(
 def check(data, name, most_ranks, most_microbatches):
     p = data.draw(st.integers(2, most_ranks), "pipeline size")
     m = data.draw(st.integers(1, most_microbatches), "microbatches")
-    chunks = data.draw(st.integers(2, 4), "chunks") if name == "interleaved" else None
+    chunks = data.draw(st.integers(2, 4), "chunks") if FAMILIES[name].chunks is None else None
     vocab = data.draw(st.sampled_from(METHODS[name]), "vocab")
     costs = data.draw(any_costs | extreme_costs, "costs")
     schedule = generate(name, p, m, vocab=vocab, chunks=chunks, costs=costs)
@@ -44,14 +43,14 @@ def check(data, name, most_ranks, most_microbatches):
     validate(evaluation(schedule, costs), costs)
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_any_sizes_and_costs_give_a_valid_schedule_within_memory(name, data):
     check(data, name, 16, 40)
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=280, deadline=None)
 @given(st.data())
 def test_small_sizes_give_a_valid_schedule_within_memory(name, data):
@@ -59,7 +58,7 @@ def test_small_sizes_give_a_valid_schedule_within_memory(name, data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=2000, deadline=None)
 @given(st.data())
 def test_many_more_sizes_and_costs_give_a_valid_schedule_within_memory(name, data):
@@ -96,7 +95,7 @@ def test_v_shaped_schedules_put_first_and_last_stage_on_rank_0():
 @pytest.mark.parametrize("name", ["zb-v", "v-half", "v-min"])
 def test_passes_of_a_v_have_a_slot_of_their_own_on_their_rank(name):
     for p in range(1, 14):
-        block = FAMILIES[name](p, None, PassCosts(F=2, B=2, W=2))
+        block = FAMILIES[name].block(p, 2, PassCosts(F=2, B=2, W=2))
         for stages in block.placement.stage_of:
             slots = {times[s] % 6 for s in stages for times in (block.forward, block.backward, block.weight)}
             assert len(slots) == 6, (p, stages)
@@ -106,7 +105,7 @@ def test_v_half_holds_the_same_on_every_rank():
     assert set(simulate(generate("v-half", 16, 128)).peak_activation) == {9.0}
 
 
-@pytest.mark.parametrize("name", [name for name in GENERATORS if len(METHODS[name]) > 1])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if len(METHODS[name]) > 1])
 @pytest.mark.parametrize("comm", [0.0, 0.3])
 def test_memory_is_used_where_it_pays_and_no_further(name, comm):
     costs = PassCosts(comm=comm)
@@ -122,7 +121,7 @@ def test_t_of_vocab_2_leaves_its_s_and_fills_the_cool_down():
 
 
 @pytest.mark.parametrize(
-    ("name", "chunks"), [(name, None) for name in GENERATORS if name != "interlaced"] + [("interleaved", 8)]
+    ("name", "chunks"), [(name, None) for name, family in FAMILIES.items() if family.block] + [("interleaved", 8)]
 )
 def test_large_schedules_are_generated_quickly(name, chunks):
     started = process_time()

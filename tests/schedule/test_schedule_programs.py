@@ -24,10 +24,10 @@ from megatron_vp.schedule import (
     ScheduleError,
     VocabMethod,
     Wait,
+    expand_interlaced,
     generate,
     lower,
     simulate,
-    unfold,
     validate,
     validate_programs,
 )
@@ -190,7 +190,7 @@ def v_shaped() -> Schedule:
         "IF0 F0 F0.1 S0 T0 B0.1 W0.1 B0 W0 IB0",
     )
     orders = tuple(tuple(map(Pass.parse, line.split())) for line in ranks)
-    return Schedule("by hand", VocabMethod.VOCAB_1, Placement.v_shape(2), 1, orders, split_backward=True)
+    return Schedule("by hand", VocabMethod.VOCAB_1, Placement.v_shape(2), 1, orders)
 
 
 def test_v_shape_hands_over_locally_and_runs_the_loss_on_the_last_rank():
@@ -214,8 +214,9 @@ def test_v_shape_hands_over_locally_and_runs_the_loss_on_the_last_rank():
     st.randoms(use_true_random=False),
 )
 def test_any_valid_order_on_any_placement_lowers_to_programs_that_end(p, m, vocab, place, split, costs, random):
-    a_backward = ((Pass(PassKind.B, 0),),)
-    schedule = Schedule("random", VocabMethod(vocab), place(p), m, a_backward, split_backward=split)
+    backward = (PassKind.B, PassKind.W) if split else (PassKind.B,)
+    some = (tuple(Pass(kind, 0) for kind in backward),)  # the graph needs no more than the kinds that there are
+    schedule = Schedule("random", VocabMethod(vocab), place(p), m, some)
     graph = build_graph(schedule)
     waits = [len(before) for before in graph.predecessors]
     ready = [number for number, count in enumerate(waits) if not count]
@@ -278,15 +279,15 @@ def test_interlaced_programs_run_the_parts_of_a_v_in_one_go():
 
 def test_an_unfolded_interlaced_schedule_takes_about_the_same_time():
     schedule = generate("interlaced", 8, 24)
-    unfolded = unfold(schedule)
+    unfolded = expand_interlaced(schedule)
     assert simulate(unfolded).makespan == pytest.approx(simulate(schedule).makespan, rel=0.01)
     assert simulate(unfolded).peak_activation == simulate(schedule).peak_activation
     assert max(simulate(unfolded).between_s_and_t) == 1
-    assert unfold(unfolded) is unfolded
+    assert expand_interlaced(unfolded) is unfolded
 
 
 def test_an_unfolded_rank_embeds_two_ahead_and_adds_embedding_gradients_behind_the_next_v():
-    first, second = unfold(generate("interlaced", 2, 4)).ranks
+    first, second = expand_interlaced(generate("interlaced", 2, 4)).ranks
     assert " ".join(map(str, first)) == (
         "IF0 IF1 F0 IF2 S0 T0 F1 IF3 S1 T1 F2 B0 S2 T2 IB0 F3 B1 S3 T3 IB1 B2 B3 IB2 IB3"
     )

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import (
-    GENERATORS,
+    FAMILIES,
     Channel,
     Collective,
     CollectiveKind,
@@ -19,7 +19,7 @@ from megatron_vp.schedule import (
 )
 from megatron_vp.schedule.dependencies import build_graph
 from megatron_vp.schedule.instructions import communicator
-from megatron_vp.schedule.list_scheduler import Caps, list_schedule
+from megatron_vp.schedule.list_scheduler import MemoryLimits, Problem, list_schedule
 from megatron_vp.schedule.playback import durations, play
 
 COSTS = PassCosts(F=0.9, B=1.1, W=0.7, S=0.4, T=0.2, IF=0.03, IB=0.06, comm=0.01)
@@ -35,9 +35,9 @@ def alike(costs, schedule):
     return StageCosts(*by_stage, *by_rank, v, links, dict.fromkeys(CollectiveKind, costs.comm))
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_costs_that_are_alike_everywhere_are_pass_costs(name):
-    schedule = generate(name, 4, 9, vocab="none" if name == "interlaced" else "vocab-1", costs=COSTS)
+    schedule = generate(name, 4, 9, vocab=FAMILIES[name].own_method or "vocab-1", costs=COSTS)
     by_stage = alike(COSTS, schedule)
     expected, found = simulate(schedule, COSTS), simulate(schedule, by_stage)
     assert found.makespan == pytest.approx(expected.makespan)
@@ -93,8 +93,8 @@ def test_a_list_schedule_takes_no_longer_than_it_was_found_to(name):
     costs = PassCosts(comm=1.5)
     schedule = generate(name, 4, 12, vocab="vocab-1", costs=costs)
     graph = build_graph(schedule, with_loss=True)
-    took, caps = durations(graph, schedule, costs), Caps((12 * schedule.chunks,) * 4)
-    makespan, orders = list_schedule(graph, graph.numbers(schedule.ranks), took, caps, backwards=False)
+    took, limits = durations(graph, schedule, costs), MemoryLimits((12 * schedule.chunks,) * 4)
+    makespan, orders = list_schedule(Problem.of(graph, graph.numbers(schedule.ranks), took), limits, backwards=False)
     assert max(play(graph, orders, took).end) <= makespan + 1e-9
 
 

@@ -11,7 +11,7 @@ from megatron_vp.cost.paper.runs import plan_of
 from megatron_vp.cost.shapes import Plan
 from megatron_vp.errors import UserError
 from megatron_vp.files import replacing
-from megatron_vp.schedule import VocabMethod
+from megatron_vp.schedule import DEFAULT_SCHEDULE, VocabMethod
 
 MODELS = {
     5: {8: "gpt_4b", 16: "gpt_10b", 32: "gpt_21b"},
@@ -32,7 +32,7 @@ def cell_arguments(cell: Cell) -> list[str]:
     job = jobs()[cell]
     plan = plan_of(cell)
     overlays = [f"configs/{MODELS[cell.table][cell.gpus]}.yaml", "configs/data/timing.yaml"]
-    if plan.schedule != "1f1b":
+    if plan.schedule != DEFAULT_SCHEDULE:
         overlays.append(f"configs/methods/{plan.schedule}.yaml")
     if plan.vocab not in (VocabMethod.NONE, VocabMethod.INTERLACED):
         overlays.append(f"configs/methods/{plan.vocab}.yaml")

@@ -25,6 +25,7 @@ from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.models.hybrid import HybridModelBuilder
 from torch import nn
 
+from megatron_vp.mcore.choices import chosen_family, replaces_schedule
 from megatron_vp.mcore.model.check import check_model, check_vocabulary_layers, refuse_outside_of_passes
 from megatron_vp.mcore.model.delayed_weights import leave_out_hooks
 from megatron_vp.mcore.model.multi_token import follow_decoder
@@ -32,7 +33,6 @@ from megatron_vp.runtime.collectives import VocabularyLayers
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.watchdog import Watchdog
-from megatron_vp.schedule import V_SHAPED_SCHEDULES
 from megatron_vp.schedule.communicators import all_edges
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
@@ -210,9 +210,10 @@ def _shard_vocabulary(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCo
 
 def pipeline_placement(args: Any) -> Placement:
     """Which virtual stage each chunk of each pipeline rank is, under the chosen schedule."""
-    if args.pipeline_schedule in V_SHAPED_SCHEDULES:
-        return Placement.v_shape(args.pipeline_model_parallel_size)
-    return Placement.round_robin(args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1)
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    if not replaces_schedule(args):
+        return Placement.round_robin(args.pipeline_model_parallel_size, chunks)
+    return chosen_family(args).placement_of(args.pipeline_model_parallel_size, chunks)
 
 
 def _ends(pipeline_group: dist.ProcessGroup, index: int) -> dict[str, bool]:

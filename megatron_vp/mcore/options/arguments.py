@@ -19,7 +19,13 @@ from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import patches
-from megatron_vp.mcore.options.choices import ALGORITHMS, SPLIT_SCHEDULES, replaces_schedule
+from megatron_vp.mcore.choices import (
+    ALGORITHMS,
+    chosen_family,
+    places_chunks,
+    replaces_schedule,
+    splits_backward,
+)
 from megatron_vp.mcore.options.config_file import arguments_from_config, write_resolved
 from megatron_vp.mcore.options.ignored import warn_of_ignored
 from megatron_vp.mcore.options.ranges import check_ranges
@@ -31,7 +37,7 @@ from megatron_vp.mcore.platform.parts import describe, parts_of_job
 from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
 from megatron_vp.mcore.storage.checkpoint_files import check_writable
 from megatron_vp.mcore.storage.dataset import check_inputs
-from megatron_vp.schedule import GENERATORS, V_SHAPED_SCHEDULES
+from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
 
 RESOLVED_NAME = "resolved_config.yaml"
 
@@ -116,8 +122,8 @@ def _with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...
         )
         ours.add_argument(
             "--pipeline-schedule",
-            choices=GENERATORS,
-            default="1f1b",
+            choices=FAMILIES,
+            default=DEFAULT_SCHEDULE,
             help="Order of the passes on the pipeline ranks. 1f1b without --vocab-parallel is Megatron's own schedule.",
         )
         ours.add_argument(
@@ -175,12 +181,15 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
             patches.apply(patches.group("vocabulary parallelism"))
         if replaces_schedule(args):
             patches.apply(patches.group("pipeline schedule"))
-            if args.pipeline_schedule in SPLIT_SCHEDULES:
+            if splits_backward(args):
                 patches.apply(patches.group("split backward"))
                 if args.transformer_impl == "transformer_engine":
                     patches.apply(patches.group("delayed weight gradients"))
-            if args.pipeline_schedule in V_SHAPED_SCHEDULES:
-                patches.apply(patches.group("v-shaped placement"))
+            if places_chunks(args):
+                from megatron_vp.mcore.model.chunk_layout import place_chunks_as
+
+                place_chunks_as(chosen_family(args))
+                patches.apply(patches.group("chunk placement"))
         elif args.rank_report is not None:
             patches.apply(patches.group("rank report"))
         _write_resolved(args)
@@ -202,8 +211,8 @@ def _asked_for(args: argparse.Namespace) -> Iterator[str]:
 def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> Any:
     """Validate parsed arguments by Megatron's own function and our refusals; opens no file. Raises UserError."""
     check_ranges(args)
-    if args.pipeline_schedule in V_SHAPED_SCHEDULES:
-        _lay_out_in_a_v(args)
+    if (chosen_family(args).chunks or 1) > 1:
+        _lay_out_chunks(args)
     # Local layers take no grouped products; Megatron would ask for a device that can do them.
     grouped = args.moe_grouped_gemm
     args.moe_grouped_gemm = grouped and args.transformer_impl != "local"
@@ -211,7 +220,10 @@ def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: d
         validated = megatron(args, defaults)
     args.moe_grouped_gemm = grouped
     refuse(args)
-    args._parts = parts_of_job(args, installed(), replaces_schedule(args) and args.pipeline_schedule in SPLIT_SCHEDULES)
+    if replaces_schedule(args) and places_chunks(args):
+        # Checkpoints record it with the other arguments.
+        args.chunk_placement = chosen_family(args).placement_of(args.pipeline_model_parallel_size).stage_of
+    args._parts = parts_of_job(args, installed(), replaces_schedule(args) and splits_backward(args))
     return validated
 
 
@@ -245,21 +257,21 @@ def _condition(error: Exception) -> str:
     return (traceback.extract_tb(error.__traceback__)[-1].line or "").removeprefix("assert ")
 
 
-def _lay_out_in_a_v(args: argparse.Namespace) -> None:
-    """Two chunks a rank before Megatron derives anything: the layout string that an even V has, unless one is given."""
-    from megatron_vp.mcore.model.v_layout import even_layout
+def _lay_out_chunks(args: argparse.Namespace) -> None:
+    """The chunks that the schedule has before Megatron derives anything: an even layout string, unless one is given."""
+    from megatron_vp.mcore.model.chunk_layout import even_layout
 
     chosen = (args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank)
+    chunks = chosen_family(args).chunks
     if any(value is not None for value in chosen):
         raise UserError(
-            f"--pipeline-schedule {args.pipeline_schedule} has two chunks a rank by itself: leave "
-            f"--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank out"
+            f"--pipeline-schedule {args.pipeline_schedule} has {'two' if chunks == 2 else chunks} chunks a rank by "
+            f"itself: leave --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank out"
         )
     hybrid = args.hybrid_layer_pattern is not None or args.hybrid_override_pattern is not None
     if args.pipeline_model_parallel_layout is None and not hybrid and args.num_layers is not None:
-        args.pipeline_model_parallel_layout = even_layout(
-            args.num_layers, args.pipeline_model_parallel_size, args.mtp_num_layers or 0
-        )
+        stages = chunks * args.pipeline_model_parallel_size
+        args.pipeline_model_parallel_layout = even_layout(args.num_layers, stages, args.mtp_num_layers or 0)
 
 
 def _warn_of_one_queue(args: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vp.mcore.options.choices import replaces_schedule
+from megatron_vp.mcore.choices import replaces_schedule
 
 
 @dataclass(frozen=True)

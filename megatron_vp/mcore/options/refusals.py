@@ -12,12 +12,18 @@ from typing import Any
 from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.choices import (
+    chosen_family,
+    ends_elsewhere,
+    places_chunks,
+    replaces_schedule,
+    splits_backward,
+)
 from megatron_vp.mcore.model.delayed_weights import MINIMUM_VERSION
-from megatron_vp.mcore.options.choices import SPLIT_SCHEDULES, replaces_schedule
 from megatron_vp.mcore.options.refused_options import REFUSED_OPTIONS
 from megatron_vp.mcore.options.refused_precision import REFUSED_PRECISION, UNSAFE_STATE, cannot_resume
 from megatron_vp.mcore.platform.installed import installed
-from megatron_vp.schedule import V_SHAPED_SCHEDULES
+from megatron_vp.schedule import VocabMethod
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ def _keeps_layers(a: argparse.Namespace) -> bool:
 
 def _delays_weights(a: argparse.Namespace) -> bool:
     """Weight gradients are split off Transformer Engine's layers."""
-    return a.pipeline_schedule in SPLIT_SCHEDULES and a.transformer_impl == "transformer_engine"
+    return splits_backward(a) and a.transformer_impl == "transformer_engine"
 
 
 def _shifts_layers(a: argparse.Namespace) -> bool:
@@ -66,9 +72,9 @@ REFUSALS = (
         "iterations between two evaluations, and --eval-iters 0 where there shall be none",
     ),
     Refusal(
-        lambda a: a.pipeline_schedule == "interlaced" and not a.vocab_parallel,
-        "--pipeline-schedule interlaced without --vocab-parallel has no vocabulary passes to interlace: use it with "
-        "--vocab-parallel, or use 1f1b",
+        lambda a: VocabMethod.NONE not in chosen_family(a).methods and not a.vocab_parallel,
+        "--pipeline-schedule {pipeline_schedule} without --vocab-parallel has no vocabulary passes to interlace: use "
+        "it with --vocab-parallel, or use 1f1b",
     ),
     Refusal(
         lambda a: _keeps_layers(a) and a.pipeline_model_parallel_size < 2,
@@ -76,15 +82,13 @@ REFUSALS = (
         "--pipeline-model-parallel-size 2 or more, or leave --pipeline-schedule out",
     ),
     Refusal(
-        lambda a: (
-            _keeps_layers(a) and a.pipeline_schedule in V_SHAPED_SCHEDULES and not a.untie_embeddings_and_output_weights
-        ),
+        lambda a: _keeps_layers(a) and ends_elsewhere(a) and not a.untie_embeddings_and_output_weights,
         "--pipeline-schedule {pipeline_schedule} with tied embeddings and without --vocab-parallel is not supported: "
         "the weight would belong to both chunks of the first rank; add --vocab-parallel or "
         "--untie-embeddings-and-output-weights, or use zb-h1",
     ),
     Refusal(
-        lambda a: _keeps_layers(a) and a.pipeline_schedule in V_SHAPED_SCHEDULES and a.mtp_num_layers,
+        lambda a: _keeps_layers(a) and ends_elsewhere(a) and a.mtp_num_layers,
         "--pipeline-schedule {pipeline_schedule} with --mtp-num-layers and without --vocab-parallel is not supported: "
         "the heads' copy of the word embedding would lie beside the first rank's own; add --vocab-parallel, or use "
         "zb-h1 or interleaved",
@@ -98,7 +102,7 @@ REFUSALS = (
         for option in (*REFUSED_OPTIONS, *REFUSED_PRECISION)
     ),
     Refusal(
-        lambda a: a.pipeline_schedule in SPLIT_SCHEDULES and a.transformer_impl not in ("local", "transformer_engine"),
+        lambda a: splits_backward(a) and a.transformer_impl not in ("local", "transformer_engine"),
         "--pipeline-schedule {pipeline_schedule} with --transformer-impl {transformer_impl} is not supported: weight "
         "gradients are split off Transformer Engine's and Megatron's local layers; use --transformer-impl "
         "transformer_engine or local, or use 1f1b",
@@ -173,18 +177,17 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: (
-            replaces_schedule(a)
-            and a.virtual_pipeline_model_parallel_size is not None
-            and a.pipeline_schedule not in ("interleaved", *V_SHAPED_SCHEDULES)
+            replaces_schedule(a) and a.virtual_pipeline_model_parallel_size is not None and chosen_family(a).chunks == 1
         ),
         "--pipeline-schedule {pipeline_schedule} has one chunk a rank: use --pipeline-schedule interleaved for virtual "
         "pipeline stages, or leave them out (--num-layers-per-virtual-pipeline-stage, "
         "--num-virtual-stages-per-pipeline-rank, layouts with more segments than ranks)",
     ),
     Refusal(
-        lambda a: a.pipeline_schedule == "interleaved" and (a.virtual_pipeline_model_parallel_size or 1) < 2,
-        "--pipeline-schedule interleaved needs several chunks: use it with --num-virtual-stages-per-pipeline-rank 2, "
-        "or with a hybrid model whose --hybrid-layer-pattern has two or more segments a rank",
+        lambda a: chosen_family(a).chunks is None and (a.virtual_pipeline_model_parallel_size or 1) < 2,
+        "--pipeline-schedule {pipeline_schedule} needs several chunks: use it with "
+        "--num-virtual-stages-per-pipeline-rank 2, or with a hybrid model whose --hybrid-layer-pattern has two or "
+        "more segments a rank",
     ),
     Refusal(
         lambda a: (
@@ -197,19 +200,22 @@ REFUSALS = (
         "their product, or say with --pipeline-model-parallel-layout which stage holds what",
     ),
     Refusal(
-        lambda a: a.pipeline_schedule in V_SHAPED_SCHEDULES and _shifts_layers(a),
+        lambda a: places_chunks(a) and _shifts_layers(a),
         "--pipeline-schedule {pipeline_schedule} with fewer layers in the first or last stage "
         "(--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers, "
         "--account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split) is not supported: in a V "
         "both are on the first rank; use --pipeline-model-parallel-layout with two segments a rank",
     ),
     Refusal(
-        lambda a: a.pipeline_schedule in V_SHAPED_SCHEDULES and a.virtual_pipeline_model_parallel_size != 2,
-        "--pipeline-schedule {pipeline_schedule} has two chunks a rank: leave --pipeline-model-parallel-layout out, or "
-        "give it (of a hybrid model, --hybrid-layer-pattern) two segments a rank",
+        lambda a: (
+            (chosen_family(a).chunks or 1) > 1 and a.virtual_pipeline_model_parallel_size != chosen_family(a).chunks
+        ),
+        "--pipeline-schedule {pipeline_schedule} has {own_chunks} chunks a rank: leave "
+        "--pipeline-model-parallel-layout out, or give it (of a hybrid model, --hybrid-layer-pattern) "
+        "{own_chunks} segments a rank",
     ),
     Refusal(
-        lambda a: a.mtp_num_layers and a.hybrid_layer_pattern and a.pipeline_schedule in V_SHAPED_SCHEDULES,
+        lambda a: a.mtp_num_layers and a.hybrid_layer_pattern and ends_elsewhere(a),
         "--pipeline-schedule {pipeline_schedule} with a hybrid model of several heads is not supported: Megatron "
         "builds the heads on the last rank, a V ends on the first; use 1f1b, interleaved, zb-h1 or interlaced",
     ),
@@ -248,7 +254,7 @@ REFUSALS = (
         "one gradients are wrong; leave --overlap-grad-reduce out",
     ),
     Refusal(
-        lambda a: a.pipeline_schedule in V_SHAPED_SCHEDULES and a.reset_attention_mask,
+        lambda a: ends_elsewhere(a) and a.reset_attention_mask,
         "--pipeline-schedule {pipeline_schedule} with --reset-attention-mask is not supported: Megatron hands masks to "
         "the first and to the last rank, and a V's last stage is on the first; use 1f1b, interleaved, zb-h1 or "
         "interlaced",
@@ -259,14 +265,12 @@ REFUSALS = (
         "weights; leave --init-model-with-meta-device out",
     ),
     Refusal(
-        lambda a: (
-            (a.vocab_parallel or a.pipeline_schedule in V_SHAPED_SCHEDULES) and a.ckpt_format == "torch" and a.save
-        ),
+        lambda a: (a.vocab_parallel or places_chunks(a)) and a.ckpt_format == "torch" and a.save,
         "{our_schedule} with --ckpt-format torch is not supported: it saves what each rank holds, which fits this "
         "schedule on as many ranks alone; use --ckpt-format torch_dist, which every run can load, or leave --save out",
     ),
     Refusal(
-        lambda a: (a.vocab_parallel or a.pipeline_schedule in V_SHAPED_SCHEDULES) and a.ckpt_convert_format == "torch",
+        lambda a: (a.vocab_parallel or places_chunks(a)) and a.ckpt_convert_format == "torch",
         "{our_schedule} with --ckpt-convert-format torch is not supported: it saves what each rank holds, which fits "
         "this schedule on as many ranks alone; use a plain run to convert it, which can load it",
     ),
@@ -381,5 +385,10 @@ def refuse(args: argparse.Namespace) -> None:
     for refusal in REFUSALS:
         if refusal.applies(args):
             asked = "--vocab-parallel" if args.vocab_parallel else f"--pipeline-schedule {args.pipeline_schedule}"
-            found = {"transformer_engine_version": get_te_version(), "our_schedule": asked, **vars(args)}
+            found = {
+                "transformer_engine_version": get_te_version(),
+                "our_schedule": asked,
+                "own_chunks": chosen_family(args).chunks,
+                **vars(args),
+            }
             raise UserError(refusal.message.format_map(found))

@@ -170,7 +170,7 @@ def describe_job(args: argparse.Namespace, ranks: int) -> list[str]:
 
 def describe_parts(args: argparse.Namespace) -> list[str]:
     """Who computes what in a checked job, and the Megatron flags that would be added, in lines."""
-    from megatron_vp.mcore.options.choices import replaces_schedule
+    from megatron_vp.mcore.choices import replaces_schedule
     from megatron_vp.mcore.options.refused_precision import describe_precision  # imports Megatron
 
     precision = describe_precision(args) if replaces_schedule(args) else None

@@ -15,10 +15,10 @@ from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
+from megatron_vp.mcore.choices import places_chunks
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
 from megatron_vp.mcore.storage.checkpoint_metadata import read_metadata
 from megatron_vp.mcore.storage.optimizer_check import check_optimizer
-from megatron_vp.schedule import V_SHAPED_SCHEDULES
 
 NON_PERSISTENT = "non_persistent"
 """Where Megatron puts non-persistent checkpoints, below the directory of the others."""
@@ -123,7 +123,7 @@ def _number(folder: Path) -> int:
 
 def _check_ranks_own_files(args: argparse.Namespace, folder: Path) -> None:
     """Megatron's format before torch_dist, a file for each rank, needs ranks that hold what plain Megatron's hold."""
-    if args.vocab_parallel or args.pipeline_schedule in V_SHAPED_SCHEDULES:
+    if args.vocab_parallel or places_chunks(args):
         raise UserError(
             f"{folder} is in Megatron's format before torch_dist, whose files fit the ranks of plain Megatron alone: "
             f"convert it in a plain run (--ckpt-format torch --ckpt-convert-format torch_dist --ckpt-convert-save DIR) "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import V_SHAPED_SCHEDULES
+from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, Placement
 
 # What decides how a rank's parameters lie in the buffers of the distributed optimizer, and its value where a checkpoint
 # knows nothing of it.
@@ -139,6 +139,19 @@ def _course(args: argparse.Namespace) -> dict[str, Any]:
 
 def _layout(args: argparse.Namespace) -> dict[str, Any]:
     layout = {name: getattr(args, name, absent) for name, absent in _LAYOUT.items()}
-    # The same string places other layers on a rank where the second chunks are laid out backwards.
-    layout["a V-shaped pipeline_schedule"] = getattr(args, "pipeline_schedule", None) in V_SHAPED_SCHEDULES
+    # The same string places other layers on a rank where a schedule places chunks otherwise.
+    layout["the placement of chunks"] = _placement(args, layout)
     return layout
+
+
+def _placement(args: argparse.Namespace, layout: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """The virtual stage of each chunk by rank. A run of ours records it where it is not Megatron's."""
+    recorded = getattr(args, "chunk_placement", None)
+    if recorded is not None:
+        return tuple(map(tuple, recorded))
+    ranks, chunks = layout["pipeline_model_parallel_size"], layout["virtual_pipeline_model_parallel_size"] or 1
+    # Checkpoints from before placements were recorded name the family, if they were written by a run of ours.
+    family = FAMILIES.get(getattr(args, "pipeline_schedule", None) or DEFAULT_SCHEDULE)
+    if family is not None and not family.in_rounds:
+        return family.placement_of(ranks).stage_of
+    return Placement.round_robin(ranks, chunks).stage_of

@@ -25,12 +25,12 @@ from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.schedule.costs import PassCosts
-from megatron_vp.schedule.generators import generate
+from megatron_vp.schedule.expand_interlaced import expand_interlaced
+from megatron_vp.schedule.families import family
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import PassKind, Schedule, VocabMethod
-from megatron_vp.schedule.squeeze import evaluation
-from megatron_vp.schedule.unfold import unfold
+from megatron_vp.schedule.reorder import evaluation
 
 
 @checks_put_off()
@@ -176,8 +176,8 @@ def _programs(
 def _schedule(
     name: str, pipeline_size: int, chunks: int, microbatches: int, method: VocabMethod, costs: PassCosts
 ) -> Schedule:
-    vocab = VocabMethod.INTERLACED if name == "interlaced" else method
-    return unfold(generate(name, pipeline_size, microbatches, vocab=vocab, chunks=chunks, costs=costs))
+    chosen = family(name)
+    return expand_interlaced(chosen.schedule(pipeline_size, microbatches, chosen.method(method), chunks, costs))
 
 
 def late_weights(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_vp.errors import UserError
 from megatron_vp.schedule.blocks import BuildingBlock
 from megatron_vp.schedule.costs import PassCosts
 from megatron_vp.schedule.placement import Placement
 
 
-def interleaved(pipeline_size: int, chunks: int | None, costs: PassCosts) -> BuildingBlock:
-    """Rank r forwards 2(p - 1 - r) + (v - 1)p chunks before its first backward, then one for one, as in Megatron.
-
-    Two chunks where none are given. Raises UserError for fewer than two.
-    """
-    p, v = pipeline_size, 2 if chunks is None else chunks
-    if v < 2:
-        raise UserError(f"schedule interleaved needs at least 2 chunks a rank, got {v}; with 1 it is 1f1b")
+def interleaved(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
+    """Rank r forwards 2(p - 1 - r) + (v - 1)p chunks before its first backward, then one for one, as in Megatron."""
+    p, v = pipeline_size, chunks
     stages, interval = p * v, costs.F + costs.B + costs.W
     # A step has one forward and one backward of a chunk, so microbatches move one stage a step, down and up again.
     step = interval / v

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_vp.schedule.blocks import BuildingBlock, refuse_chunks
+from megatron_vp.schedule.blocks import BuildingBlock
 from megatron_vp.schedule.costs import PassCosts
 from megatron_vp.schedule.placement import Placement
 
 
-def one_f_one_b(pipeline_size: int, chunks: int | None, costs: PassCosts) -> BuildingBlock:
-    """Rank r holds at most p - r microbatches. Raises UserError for more than one chunk."""
-    refuse_chunks("1f1b", chunks, 1)
+def one_f_one_b(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
+    """Rank r holds at most p - r microbatches."""
     backward = costs.B + costs.W
     return BuildingBlock(
         placement=Placement.linear(pipeline_size),

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from megatron_vp.schedule.blocks import BuildingBlock, refuse_chunks, v_shaped_block
+from megatron_vp.schedule.blocks import BuildingBlock, v_shaped_block
 from megatron_vp.schedule.costs import PassCosts
 
 
-def v_half(pipeline_size: int, chunks: int | None, costs: PassCosts) -> BuildingBlock:
-    """Every rank holds at most p/2 + 1 microbatches, (p + 1)/2 for odd p. Raises UserError for other than two chunks.
+def v_half(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
+    """Every rank holds at most p/2 + 1 microbatches, (p + 1)/2 for odd p.
 
     Down the V every second slot, up every slot, forwards and backwards alike. For even p, three slots between forwards
     and backwards keep a rank's passes out of each other's slots.
     """
-    refuse_chunks("v-half", chunks, 2)
     p, turn = pipeline_size, 0 if pipeline_size % 2 else 3
     down, up = range(p), range(p - 1, -1, -1)
     forward = [2 * rank for rank in down] + [3 * p - rank - 2 for rank in up]

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from math import ceil
 
-from megatron_vp.schedule.blocks import BuildingBlock, refuse_chunks, v_shaped_block
+from megatron_vp.schedule.blocks import BuildingBlock, v_shaped_block
 from megatron_vp.schedule.costs import PassCosts
 
 
-def v_min(pipeline_size: int, chunks: int | None, costs: PassCosts) -> BuildingBlock:
-    """Every rank holds at most p/3 + 2/3 microbatches, rounded up. Raises UserError for other than two chunks.
+def v_min(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
+    """Every rank holds at most p/3 + 2/3 microbatches, rounded up.
 
     Forwards and backwards go down and up the V slot by slot. For p a multiple of three, two slots between forwards and
     backwards keep a rank's passes out of each other's slots. Without slack, costs F, B and W that differ, or slow
     communication, leave bubbles in the steady state.
     """
-    refuse_chunks("v-min", chunks, 2)
     p, turn = pipeline_size, 0 if pipeline_size % 3 else 2
     forward = list(range(2 * p))
     backward = [4 * p + turn - 1 - stage for stage in range(2 * p)]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from megatron_vp.schedule.blocks import BuildingBlock, refuse_chunks
+from megatron_vp.schedule.blocks import BuildingBlock
 from megatron_vp.schedule.costs import PassCosts
 from megatron_vp.schedule.placement import Placement
 
 
-def zb_h1(pipeline_size: int, chunks: int | None, costs: PassCosts) -> BuildingBlock:
-    """Every rank holds at most p microbatches, as 1F1B's first does. Raises UserError for more than one chunk.
+def zb_h1(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
+    """Every rank holds at most p microbatches, as 1F1B's first does.
 
     1F1B's block, in which rank r holds p - r microbatches; the r more that it may hold are those whose W is pending.
     """
-    refuse_chunks("zb-h1", chunks, 1)
     p, backward = pipeline_size, costs.B + costs.W
     starts = [p * costs.F + (p - 1 - stage) * backward for stage in range(p)]
     return BuildingBlock(

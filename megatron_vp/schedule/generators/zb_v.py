@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from megatron_vp.schedule.blocks import BuildingBlock, refuse_chunks, v_shaped_block
+from megatron_vp.schedule.blocks import BuildingBlock, v_shaped_block
 from megatron_vp.schedule.costs import PassCosts
 
 
-def zb_v(pipeline_size: int, chunks: int | None, costs: PassCosts) -> BuildingBlock:
-    """Every rank holds at most p microbatches. Raises UserError for other than two chunks.
+def zb_v(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
+    """Every rank holds at most p microbatches.
 
     Down and up the V every third slot, forwards and backwards alike, except that a rank's own hand-over from one chunk
     to the other takes one slot. The slack of two slots a stage fills the warm-up and hides communication.
     """
-    refuse_chunks("zb-v", chunks, 2)
     p, stages = pipeline_size, range(2 * pipeline_size)
     forward = [3 * stage - 2 * (stage >= p) for stage in stages]
     backward = [12 * p - 7 - 3 * stage - 2 * (stage < p) for stage in stages]

@@ -46,7 +46,7 @@ REPLICAS = (
     ),
     Job(
         "weights gathered with the optimizer's step",
-        {**EVERYTHING, "overlap_param_gather_with_optimizer_step": True},
+        {**EVERYTHING, "ckpt_format": "torch", "overlap_param_gather_with_optimizer_step": True},
         ("interleaved/none", "interleaved/vocab-2"),
         ranks=4,
         plain={"num_virtual_stages_per_pipeline_rank": 2},

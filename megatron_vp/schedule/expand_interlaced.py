@@ -10,7 +10,7 @@ EMBEDDED_AHEAD = 2
 """Microbatches that are embedded before the first stage has used them."""
 
 
-def unfold(schedule: Schedule) -> Schedule:
+def expand_interlaced(schedule: Schedule) -> Schedule:
     """An interlaced schedule with S and T for each V, and with the embedding's passes; others unchanged.
 
     The result is a vocab-1 schedule, whose T waits for the S of all ranks and whose last stage's B for every T: the
@@ -23,11 +23,11 @@ def unfold(schedule: Schedule) -> Schedule:
     ranks = []
     for rank, order in enumerate(schedule.ranks):
         behind = on_first if rank == schedule.placement.first_rank else elsewhere
-        unfolded = list(behind[None])
+        expanded = list(behind[None])
         for step in order:
-            unfolded += [Pass(kind, step.microbatch) for kind in output] if step.kind is PassKind.V else [step]
-            unfolded += behind.get(step, ())
-        ranks.append((*unfolded, *last))
+            expanded += [Pass(kind, step.microbatch) for kind in output] if step.kind is PassKind.V else [step]
+            expanded += behind.get(step, ())
+        ranks.append((*expanded, *last))
     return replace(schedule, vocab=VocabMethod.VOCAB_1, ranks=tuple(ranks))
 
 

@@ -1,0 +1,34 @@
+"""What a job's arguments choose: its schedule's family, and what follows from that."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_vp.schedule import DEFAULT_SCHEDULE, Family, VocabMethod, family
+
+ALGORITHMS = tuple(method.value for method in VocabMethod if method.is_sharded)
+
+
+def chosen_family(args: argparse.Namespace) -> Family:
+    """The record of --pipeline-schedule."""
+    return family(args.pipeline_schedule)
+
+
+def replaces_schedule(args: argparse.Namespace) -> bool:
+    """Whether the plug-in runs the pipeline. Without either option Megatron does, virtual stages included."""
+    return args.vocab_parallel or args.pipeline_schedule != DEFAULT_SCHEDULE
+
+
+def splits_backward(args: argparse.Namespace) -> bool:
+    """Whether some weight gradients are computed in passes of their own."""
+    return chosen_family(args).splits_backward
+
+
+def places_chunks(args: argparse.Namespace) -> bool:
+    """Whether chunks are placed otherwise than by Megatron, whose chunk c of rank r is stage c p + r."""
+    return not chosen_family(args).in_rounds
+
+
+def ends_elsewhere(args: argparse.Namespace) -> bool:
+    """Whether the last stage is on another rank than p-1."""
+    return not chosen_family(args).ends_on_last_rank

@@ -1,0 +1,96 @@
+"""Places layers as a schedule does, through Megatron's own layout class and its choice of a hybrid pattern's segment.
+
+Megatron lays the segments of `--pipeline-model-parallel-layout` out in rounds: chunk c of rank r is virtual stage
+c p + r. Other schedules place chunks otherwise: in a V the second chunk runs backwards over the ranks, so that rank 0
+holds the first and the last stage. The layout string keeps Megatron's meaning, segments in the order of the stages, and
+is what checkpoints and logs record. The same holds for the segments of `--hybrid-layer-pattern`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron_vp.mcore.patches import Patch
+from megatron_vp.schedule import Family
+from megatron_vp.schedule.placement import Placement
+
+
+class PlacedLayout(PipelineParallelLayerLayout):
+    """Chunk c of rank r holds the segment of its virtual stage."""
+
+    def __init__(self, layout: str, pipeline_model_parallel_size: int, placement: Placement) -> None:
+        super().__init__(layout, pipeline_model_parallel_size)
+        assert self.virtual_pipeline_model_parallel_size == placement.chunks, "checked with the arguments"
+        self._placement = placement
+        self._segments = [row[chunk] for chunk in range(placement.chunks) for row in self.layout]
+        self.layout = [[self._segments[stage] for stage in stages] for stages in placement.stage_of]
+
+    def get_layer_offset(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> int:
+        """Number of layers of a kind in the stages before a chunk."""
+        rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
+        stage = self._placement.stage_of[rank][vp_stage or 0]
+        return sum(segment.count(layer_type) for segment in self._segments[:stage])
+
+
+def even_layout(layers: int, stages: int, further_heads: int) -> str:
+    """Megatron's layout string of `layers` layers, as even as whole layers allow; further heads on the last stage."""
+    counts = [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
+    return "E" + "|".join("t" * count for count in counts) + "m" * further_heads + "L"
+
+
+_family: list[Family] = []
+
+
+def place_chunks_as(family: Family) -> None:
+    """Let the patches below place chunks as `family` does."""
+    _family[:] = [family]
+
+
+@lru_cache  # Megatron parses the string again for every batch
+def _parsed(layout: str, family: Family, pipeline_size: int) -> PipelineParallelLayerLayout:
+    return PlacedLayout(layout, pipeline_size, family.placement_of(pipeline_size))
+
+
+def _placed(original: Callable[..., PipelineParallelLayerLayout]) -> Callable[..., PipelineParallelLayerLayout]:
+    def from_str(layout: str, pipeline_model_parallel_size: int) -> PipelineParallelLayerLayout:
+        return _parsed(layout, _family[0], pipeline_model_parallel_size)
+
+    return from_str
+
+
+def _placed_segments(original: Callable[..., tuple[list[str], int]]) -> Callable[..., tuple[list[str], int]]:
+    def select_pipeline_segment(
+        main_pattern: str, pp_group: dist.ProcessGroup, vp_stage: int | None, **_options: object
+    ) -> tuple[list[str], int]:
+        """Layer types of the chunk's segment, and the number of layers before it."""
+        segments = main_pattern.split("|")
+        stage = _family[0].placement_of(pp_group.size()).stage_of[pp_group.rank()][vp_stage or 0]
+        return list(segments[stage]), sum(map(len, segments[:stage]))
+
+    return select_pipeline_segment
+
+
+PATCHES = (
+    Patch(
+        "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout.from_str",
+        _placed,
+        "hold the segments that the schedule places on a rank",
+        "(layout, pipeline_model_parallel_size)",
+    ),
+    Patch(
+        "megatron.core.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
+        _placed_segments,
+        "hold the segments of hybrid layers that the schedule places on a rank",
+        "(main_pattern, pp_group, vp_stage, first_stage_layers=None, last_stage_layers=None, tp_group=None, "
+        "dp_cp_group=None)",
+    ),
+)
+"""Applied with a --pipeline-schedule that places chunks otherwise than Megatron."""

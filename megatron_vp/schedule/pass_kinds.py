@@ -1,0 +1,134 @@
+"""The kinds of passes: one entry each, with everything that the rest of the package needs to know about a kind.
+
+Reading and writing files, checking, timing, drawing, memory and the order of passes all look here. A pass of a kind
+that a schedule's method does not demand may be listed at most once per microbatch (and chunk), waits for what its entry
+says, and takes no time unless costs name it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from typing import ClassVar
+
+
+class Held(StrEnum):
+    """Memory that lives from one pass of a microbatch to another."""
+
+    ACTIVATIONS = "activations"
+    """of a chunk"""
+    LOGITS = "logits"
+    """of the rank's vocabulary shard: E, kept from S to T"""
+
+
+class _Table(type):
+    """Makes `PassKind` behave like an enumeration to which an entry can be added."""
+
+    entries: dict[str, PassKind]
+
+    def __iter__(cls) -> Iterator[PassKind]:
+        return iter(cls.entries.values())
+
+    def __len__(cls) -> int:
+        return len(cls.entries)
+
+    def __contains__(cls, name: object) -> bool:
+        return name in cls.entries
+
+    def __call__(cls, name: str) -> PassKind:
+        if name not in cls.entries:
+            raise ValueError(f"{name!r} is not a pass; passes are {', '.join(cls.entries)}")
+        return cls.entries[name]
+
+    def __getattr__(cls, name: str) -> PassKind:
+        if name not in cls.entries:
+            raise AttributeError(f"there is no pass {name}; passes are {', '.join(cls.entries)}")
+        return cls.entries[name]
+
+
+class PassKind(str, metaclass=_Table):
+    """What a pass computes. `PassKind.F` and `PassKind("F")` are the entry for F, which is also the string "F"."""
+
+    entries: ClassVar[dict[str, PassKind]] = {}
+
+    meaning: str
+    """what the pass does, in a few words"""
+    colour: str
+    """in pictures"""
+    mark: str
+    """one character in text drawings"""
+    lane: str
+    """where traces show it"""
+    per_chunk: bool
+    """every chunk of a rank has its own; otherwise a rank runs one per microbatch"""
+    forward: bool
+    """evaluation runs it"""
+    follows: tuple[str, ...]
+    """kinds of the same rank, microbatch and chunk whose passes it waits for"""
+    holds: Held | None
+    """memory that it takes and that stays taken when it ends"""
+    releases: Held | None
+    """memory that is free when it ends, unless a kind that follows it releases the same"""
+
+    @classmethod
+    def define(
+        cls,
+        name: str,
+        meaning: str,
+        colour: str,
+        *,
+        mark: str = "",
+        lane: str = "compute",
+        per_chunk: bool = False,
+        forward: bool = False,
+        follows: tuple[str, ...] = (),
+        holds: Held | None = None,
+        releases: Held | None = None,
+    ) -> PassKind:
+        """Add an entry. Raises ValueError for a name that is taken."""
+        if name in cls.entries:
+            raise ValueError(f"there is a pass {name} already")
+        kind = str.__new__(cls, name)
+        kind.meaning, kind.colour, kind.mark = meaning, colour, mark or name[0]
+        kind.lane, kind.per_chunk, kind.forward = lane, per_chunk, forward
+        kind.follows, kind.holds, kind.releases = follows, holds, releases
+        cls.entries[name] = kind
+        # An attribute of the class itself is found without a call of `_Table.__getattr__`.
+        setattr(cls, name, kind)
+        return kind
+
+    @classmethod
+    def remove(cls, name: str) -> None:
+        """Take an entry out again."""
+        del cls.entries[name]
+        delattr(cls, name)
+
+    @property
+    def value(self) -> str:
+        """The name as a plain string."""
+        return str.__str__(self)
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return PassKind, (self.value,)
+
+
+PassKind.define("IF", "embedding", "#B07AA1", mark="i", forward=True)
+PassKind.define("F", "forward", "#4C78A8", per_chunk=True, forward=True, holds=Held.ACTIVATIONS)
+PassKind.define("S", "output layer, first pass", "#F28E2B", forward=True, holds=Held.LOGITS)
+PassKind.define("T", "output layer, second pass", "#EDC948", releases=Held.LOGITS)
+PassKind.define("V", "vocabulary", "#E15759", forward=True)
+PassKind.define("B", "backward", "#59A14F", per_chunk=True, releases=Held.ACTIVATIONS)
+PassKind.define("W", "weight gradient", "#B6C95B", per_chunk=True, follows=("B",), releases=Held.ACTIVATIONS)
+PassKind.define("BW", "whole backward", "#59A14F", mark="B", per_chunk=True, releases=Held.ACTIVATIONS)
+PassKind.define("IB", "embedding gradient", "#D37295", mark="b")
+
+
+def takers(held: Held, kinds: Iterable[PassKind]) -> set[PassKind]:
+    """Those of `kinds` that take this memory."""
+    return {kind for kind in kinds if kind.holds is held}
+
+
+def givers(held: Held, kinds: Iterable[PassKind]) -> set[PassKind]:
+    """Those of `kinds` at whose end it is free: B where there is no W, else W."""
+    found = {kind for kind in kinds if kind.releases is held}
+    return {kind for kind in found if not any(kind in later.follows for later in found)}
