@@ -1,4 +1,4 @@
-"""Write the tables of `docs/compatibility.md` from the tests' tables of cases and moves and from the refusals.
+"""Write the tables of `docs/compatibility.md` from the tests' tables, the refusals and the table of patches.
 
     python scripts/compatibility.py [--check]
 
@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_vp.mcore.options.ignored import IGNORED  # noqa: E402
 from megatron_vp.mcore.options.refusals import OUR_SCHEDULE, REFUSALS  # noqa: E402
+from megatron_vp.mcore.patch_table import GROUPS, patches_of  # noqa: E402
 from tests.mcore.cases import CASES  # noqa: E402
 from tests.mcore.hunt.job import BOUND, WAYS, covered  # noqa: E402
 from tests.mcore.hunt.jobs import JOBS  # noqa: E402
@@ -122,9 +123,24 @@ def not_yet() -> str:
     return "\n".join(f"- {what}" for what in NOT_YET)
 
 
+def patched() -> str:
+    """Every group of patches: for which runs, when, and which symbols."""
+    lines = ["| group | applies | applied | symbols |", "|---|---|---|---|"]
+    for group in GROUPS:
+        symbols = dict.fromkeys(_symbol(patch.target) for patch in patches_of(group.name))
+        lines.append(f"| {group.name} | {typed(group.applies.sentence)} | {group.stage.value} | {', '.join(symbols)} |")
+    return "\n".join(lines)
+
+
+def _symbol(target: str) -> str:
+    """A patch's target without Megatron's module."""
+    module, _, path = target.partition(":")
+    return f"`{path if module.startswith('megatron.') else f'{module}.{path}'}`"
+
+
 def page(present: str) -> str:
     """The page with its generated parts, between `<!-- begin NAME -->` and `<!-- end NAME -->`, made anew."""
-    for part in (tested, hunted, moved, refused, ignored, not_yet):
+    for part in (tested, hunted, moved, refused, ignored, not_yet, patched):
         begin, end = f"<!-- begin {part.__name__} -->\n", f"\n<!-- end {part.__name__} -->"
         before, rest = present.split(begin)
         present = before + begin + part() + end + rest.split(end)[1]

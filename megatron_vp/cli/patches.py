@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
         Exit status 1 if anything does not fit, with the symbol or the version named.
         """
         from megatron_vp.errors import UserError
-        from megatron_vp.mcore import patches
+        from megatron_vp.mcore import patch_table, patches
         from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
         from megatron_vp.mcore.platform.installed import hide_what_is_broken
 
@@ -31,19 +31,20 @@ def register(app: typer.Typer) -> None:
         except UserError as error:
             typer.echo(f"does not fit: {error}")
             raise typer.Exit(1) from None
+        series = patches.installed_series()
         problems: list[patches.Problem] = []
-        for name in patches.GROUPS:
-            declared = patches.group(name)
-            found = patches.check(declared)
+        for group in patch_table.GROUPS:
+            found = patch_table.check([group])
+            declared = group.for_series(series) if group.serves(series) else ()
             problems += found
             if not found and not dry_run:
                 with patches.patched(declared):
                     pass
             unfit = {problem.target for problem in found}
-            typer.echo(f"{name}: {patches.WHEN[name]}")
+            typer.echo(f"{group.name}: {group.applies.sentence}; applied {group.stage.value}")
             for patch in declared:
                 typer.echo(f"  {'DOES NOT FIT' if patch.target in unfit else 'fits'}  {patch.target}  ({patch.reason})")
-            if not declared:
+            if not declared and not found:
                 typer.echo("  nothing is patched")
         for problem in problems:
             typer.echo(str(problem))

@@ -1,1 +1,4 @@
-"""The only rooms that know Megatron. `patches.py`, which all share, declares what of Megatron is replaced."""
+"""The only rooms that know Megatron.
+
+`patches.py`, which all share, checks and applies what is replaced in Megatron; `patch_table.py` says when.
+"""

@@ -1,8 +1,9 @@
-"""Declared patches: what of Megatron is replaced, why, and whether the installed Megatron still fits.
+"""Patches: checks them against the installed Megatron, applies them and takes them back.
 
 A patch names its target as `module:attribute.path`, makes the replacement from the original, and states the signature
 that it was written against. A set of patches is applied together or not at all, is applied once however often it is
 asked for, and can be undone. A target that changed is an error that names it; nothing is ever skipped in silence.
+`patch_table.py` declares which patches exist and when they are applied.
 """
 
 from __future__ import annotations
@@ -20,53 +21,6 @@ from megatron_vp.errors import UserError
 SUPPORTED_SERIES = ("0.19",)
 TESTED_VERSIONS = ("0.19.0", "0.19.2")
 
-GROUPS = {
-    "wheel": "megatron_vp.mcore.platform.cpu:WHEEL_PATCHES",
-    "torch norms": "megatron_vp.mcore.platform.without_transformer_engine:NORM_PATCHES",
-    "no transformer engine": "megatron_vp.mcore.platform.without_transformer_engine:PATCHES",
-    "no fused accumulation": "megatron_vp.mcore.platform.without_apex:PATCHES",
-    "arguments": "megatron_vp.mcore.options.arguments:PATCHES",
-    "checkpoint files": "megatron_vp.mcore.storage.checkpoint_files:PATCHES",
-    "parameter groups": "megatron_vp.mcore.storage.parameter_groups:PATCHES",
-    "chunk data": "megatron_vp.mcore.training.chunk_data:PATCHES",
-    "heterogeneous layers": "megatron_vp.mcore.model.heterogeneous:PATCHES",
-    "same job": "megatron_vp.mcore.start.same_job:PATCHES",
-    "cpu platform": "megatron_vp.mcore.platform.cpu:PATCHES",
-    "pipeline schedule": "megatron_vp.mcore.training.vocab_patches:SCHEDULE_PATCHES",
-    "vocabulary parallelism": "megatron_vp.mcore.training.vocab_patches:PATCHES",
-    "split backward": "megatron_vp.mcore.model.split_backward:PATCHES",
-    "delayed weight gradients": "megatron_vp.mcore.model.delayed_weights:PATCHES",
-    "chunk placement": "megatron_vp.mcore.model.chunk_layout:PATCHES",
-    "rank report": "megatron_vp.mcore.reports.rank_report:PLAIN_PATCHES",
-    "curves": "megatron_vp.mcore.reports.curves:PATCHES",
-    "flash attention": "megatron_vp.mcore.model.attention:PATCHES",
-    "replay": "megatron_vp.mcore.replay.one_rank:PATCHES",
-    "shapes only": "megatron_vp.mcore.replay.shapes_only:PATCHES",
-}
-WHEN = {
-    "wheel": "always",
-    "torch norms": "always",
-    "no transformer engine": "where Transformer Engine is not installed",
-    "no fused accumulation": "where Apex's fused_weight_gradient_mlp_cuda is not installed",
-    "arguments": "always",
-    "checkpoint files": "always",
-    "parameter groups": "only with --override-opt-param-scheduler or --use-checkpoint-opt-param-scheduler",
-    "chunk data": "only with --iterations-to-skip or --multiple-validation-sets",
-    "heterogeneous layers": "only with --heterogeneous-layers-config-path and several chunks per rank",
-    "same job": "always",
-    "cpu platform": "only where no CUDA device is used",
-    "pipeline schedule": "only with --vocab-parallel or a --pipeline-schedule other than 1f1b",
-    "vocabulary parallelism": "only with --vocab-parallel",
-    "split backward": "only with a --pipeline-schedule that has W passes",
-    "delayed weight gradients": "only with a --pipeline-schedule that has W passes and Transformer Engine's layers",
-    "chunk placement": "only with a --pipeline-schedule that places chunks otherwise than Megatron",
-    "rank report": "only with --rank-report and Megatron's own schedule",
-    "curves": "only with --tensorboard-dir, on the rank that writes there",
-    "flash attention": "only with --core-attention sdpa",
-    "replay": "only in `megatron-vp replay`, with --fake-process-group",
-    "shapes only": "only in `megatron-vp replay --shapes-only`",
-}
-
 _MISSING = object()
 
 
@@ -79,19 +33,17 @@ class Patch:
     reason: one line, shown by `megatron-vp patches`.
     signature: `signature_of(original)` at the time of writing; two joined by " or " where other packages decide which;
         `nothing` for a symbol that Megatron lacks where another package is missing.
-    series: Megatron-Core release series that the patch is made for.
     """
 
     target: str
     make: Callable[[Any], Any]
     reason: str
     signature: str
-    series: tuple[str, ...] = SUPPORTED_SERIES
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a patch (or, with the target `megatron-core`, the whole installation) does not fit."""
+    """Something of Megatron that is not as we expect it: a patched or called symbol, or a release without patches."""
 
     target: str
     expected: str
@@ -150,18 +102,39 @@ def installed_version() -> str:
     return module
 
 
+def installed_series() -> str:
+    """The release series of the installed megatron-core, `0.19` for 0.19.2. Raises UserError as `installed_version`."""
+    return _series(installed_version())
+
+
 def check(patches: Iterable[Patch]) -> list[Problem]:
     """Everything that keeps these patches from being applied, in their order; empty if they all fit.
 
     Raises UserError for an unsupported Megatron, whose symbols say nothing about the patches.
     """
-    series = ".".join(installed_version().split(".")[:2])
-    problems = []
-    for patch in patches:
-        problem = _problem(patch, series)
-        if problem is not None:
-            problems.append(problem)
-    return problems
+    installed_version()
+    return [problem for problem in map(_problem, patches) if problem is not None]
+
+
+def check_symbol(target: str, expected: str) -> Problem | None:
+    """Why a symbol of Megatron's that we use does not fit, or None; a patched one is judged by its original.
+
+    `expected` is a signature as `signature_of` gives it, `class` for any class, `present` for anything, or
+    `takes a, b` for a callable that can be called with these arguments by name and needs no others.
+    """
+    try:
+        owner, name = _locate(target)
+        entry = _applied.get(target)
+        found = getattr(owner, name) if entry is None else entry.original
+    except (ImportError, AttributeError) as error:
+        return Problem(target, expected, f"nothing ({error})")
+    if expected == "present" or (expected == "class" and inspect.isclass(found)):
+        return None
+    if expected.startswith("takes "):
+        fits = _can_be_called(found, expected.removeprefix("takes ").split(", "))
+    else:
+        fits = signature_of(found) == expected
+    return None if fits else Problem(target, expected, signature_of(found))
 
 
 def apply(patches: Sequence[Patch]) -> tuple[Patch, ...]:
@@ -206,29 +179,28 @@ def in_force() -> tuple[Patch, ...]:
     return tuple(entry.patch for entry in _applied.values())
 
 
-def group(name: str) -> tuple[Patch, ...]:
-    """The patches of one group of GROUPS; imports the module that declares them, and with it parts of Megatron."""
-    module, _, attribute = GROUPS[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
-def all_patches() -> list[tuple[str, Patch]]:
-    """Every declared patch with the name of its group."""
-    return [(name, patch) for name in GROUPS for patch in group(name)]
-
-
 def require_supported(version: str) -> None:
     """Raise UserError for a release of megatron-core outside SUPPORTED_SERIES."""
-    if ".".join(version.split(".")[:2]) not in SUPPORTED_SERIES:
+    if _series(version) not in SUPPORTED_SERIES:
         raise UserError(
             f"megatron-core {version} is not supported: the patches are made for {', '.join(SUPPORTED_SERIES)}.x "
             f"(tested with {', '.join(TESTED_VERSIONS)}); install megatron-core=={TESTED_VERSIONS[-1]}"
         )
 
 
-def _problem(patch: Patch, series: str) -> Problem | None:
-    if series not in patch.series:
-        return Problem(patch.target, f"megatron-core {', '.join(patch.series)}", f"megatron-core {series}")
+def _series(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _can_be_called(value: Any, names: list[str]) -> bool:
+    try:
+        inspect.signature(value).bind(**dict.fromkeys(names))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _problem(patch: Patch) -> Problem | None:
     try:
         owner, name = _locate(patch.target)
         current = getattr(owner, name)

@@ -6,14 +6,14 @@ from functools import partial
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MEGATRON_VP_CPU"] = "1"
 
-from megatron_vp.mcore import patches
+from megatron_vp.mcore import patch_table
 from megatron_vp.mcore.platform.flags import prepare_environment, quiet_fallback_warnings
 
 prepare_environment(cpu=True)
 quiet_fallback_warnings()
 
-for name in patches.GROUPS:
-    patches.group(name)
+for group in patch_table.GROUPS:
+    patch_table.patches_of(group.name)
 import megatron.core.tokenizers.text  # noqa: E402, F401
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 

@@ -86,9 +86,9 @@ def test_tensors_asked_for_on_cuda_are_on_the_cpu_and_torch_is_restored_afterwar
 def warmed_up(_rank, _world_size):
     from megatron.training import initialize
 
-    from megatron_vp.mcore import patches
+    from megatron_vp.mcore import patch_table, patches
 
-    with patches.patched(patches.group("no transformer engine")):
+    with patches.patched(patch_table.patches_of("no transformer engine")):
         initialize.set_jit_fusion_options()
     with pytest.raises(AssertionError, match="not initialized"):  # it asks for the arguments first
         initialize.set_jit_fusion_options()

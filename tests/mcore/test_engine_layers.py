@@ -22,9 +22,9 @@ def delayed_as_autograd(_rank: int, _world_size: int, version: str, dtype: torch
     """Two microbatches through every kind of layer: `main_grad` after both W is what autograd would make of them."""
     compared = 0
     with on_cpu(version, True):
-        from megatron_vp.mcore import patches
+        from megatron_vp.mcore import patch_table, patches
 
-        with patches.patched(patches.group("cpu platform")):
+        with patches.patched(patch_table.patches_of("cpu platform")):
             import transformer_engine.pytorch as te
 
             kinds = (te.Linear, te.LayerNormLinear, te.GroupedLinear)
@@ -90,9 +90,9 @@ def delayed_in_fp8_as_at_once(_rank: int, _world_size: int, version: str) -> int
     """Every kind of layer in fp8: W later, with the row-wise copies freed, gives the bits of a whole backward."""
     compared = 0
     with on_cpu(version, True):
-        from megatron_vp.mcore import patches
+        from megatron_vp.mcore import patch_table, patches
 
-        with patches.patched(patches.group("cpu platform")):
+        with patches.patched(patch_table.patches_of("cpu platform")):
             import transformer_engine.pytorch as te
 
             for kind, fused in product((te.Linear, te.LayerNormLinear, te.GroupedLinear), (True, False)):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from megatron_vp.cli import patches as command
 from megatron_vp.errors import UserError
-from megatron_vp.mcore import patches
+from megatron_vp.mcore import patch_table, patches
 from megatron_vp.mcore.patches import Patch
 from tests.harness import run_ranks
 
@@ -96,7 +96,6 @@ def test_applying_twice_wraps_once_and_undoes_once(library):
         (Patch("library:Thing.gone", double, "doubles", "(self)"), "no attribute 'gone'"),
         (Patch("no_such_library:f", double, "doubles", "()"), "No module named 'no_such_library'"),
         (Patch("library:Thing.builder", double, "doubles", "()"), "value"),
-        (Patch("library:Thing.method", double, "doubles", "(self, x)", series=("0.18",)), "megatron-core 0.19"),
     ],
 )
 def test_nothing_is_patched_unless_everything_fits(library, bad, found):
@@ -138,11 +137,12 @@ def test_a_version_with_the_commit_of_a_surrounding_repository_is_the_same_versi
 
 
 def test_every_declared_patch_fits_the_installed_megatron_and_names_its_reason():
-    declared = patches.all_patches()
-    assert {name for name, _ in declared} == set(patches.GROUPS) == set(patches.WHEN)
-    assert patches.check(patch for _, patch in declared) == []
-    assert len({patch.target for _, patch in declared}) == len(declared)
-    assert all(patch.reason and "\n" not in patch.reason for _, patch in declared)
+    declared = [patch for group in patch_table.GROUPS for patch in patch_table.patches_of(group.name)]
+    assert patch_table.check(patch_table.GROUPS) == []
+    assert len({patch.target for patch in declared}) == len(declared)
+    assert all(patch.reason and "\n" not in patch.reason for patch in declared)
+    assert len({group.name for group in patch_table.GROUPS}) == len(patch_table.GROUPS)
+    assert all(group.applies.sentence for group in patch_table.GROUPS)
 
 
 def invoke(*arguments):
@@ -158,9 +158,12 @@ def test_the_command_lists_everything_and_leaves_nothing_patched(arguments, monk
     monkeypatch.setattr(patches, "patched", lambda declared: applied.append(declared) or real(declared))
     result = invoke(*arguments)
     assert result.exit_code == 0, result.output
-    assert applied == ([] if arguments else [patches.group(name) for name in patches.GROUPS])
-    for name, patch in patches.all_patches():
-        assert name in result.output and patch.target in result.output and patch.reason in result.output
+    groups = patch_table.GROUPS
+    assert applied == ([] if arguments else [patch_table.patches_of(group.name) for group in groups])
+    for group in groups:
+        assert f"{group.name}: {group.applies.sentence}; applied {group.stage.value}" in result.output
+        for patch in patch_table.patches_of(group.name):
+            assert patch.target in result.output and patch.reason in result.output
     assert f"all patches fit megatron-core {patches.installed_version()}" in result.output and patches.in_force() == ()
 
 
@@ -208,7 +211,7 @@ def start_with(_rank, _world_size, tamper):
 
     import pretrain_gpt_vp
 
-    sys.argv = ["pretrain_gpt_vp.py"]
+    sys.argv = ["pretrain_gpt_vp.py", "--vocab-parallel"]
     tamper(pytest.MonkeyPatch())
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as stop:

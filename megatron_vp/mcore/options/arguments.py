@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore import patches
+from megatron_vp.mcore import patch_table, patches
 from megatron_vp.mcore.choices import (
     ALGORITHMS,
     chosen_family,
@@ -27,10 +27,12 @@ from megatron_vp.mcore.choices import (
     splits_backward,
 )
 from megatron_vp.mcore.options.config_file import arguments_from_config, write_resolved
+from megatron_vp.mcore.options.early_arguments import Parser, config_files
 from megatron_vp.mcore.options.ignored import warn_of_ignored
 from megatron_vp.mcore.options.ranges import check_ranges
 from megatron_vp.mcore.options.refusals import refuse
 from megatron_vp.mcore.options.refused_precision import describe_precision
+from megatron_vp.mcore.patch_table import Stage, run_here
 from megatron_vp.mcore.platform.flags import platform_arguments, wants_cpu
 from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.mcore.platform.parts import describe, parts_of_job
@@ -52,13 +54,8 @@ class _HelpFormatter(argparse.HelpFormatter):
             return action.help or ""
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Parser):
     """Megatron's parser with the configuration file and the platform's flags put before the command line's flags."""
-
-    def error(self, message: str) -> Any:
-        dash = message == "argument --config: expected one argument"
-        hint = "a file whose name begins with a dash is given as ./-NAME" if dash else "`--help` lists all options"
-        raise UserError(f"{message}; {hint}")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
         given = list(sys.argv[1:] if args is None else args)
@@ -76,11 +73,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _from_config(given: list[str], parser: argparse.ArgumentParser) -> list[str]:
-    only_config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    only_config.error = parser.error
-    only_config.add_argument("--config", action="append")
-    paths = only_config.parse_known_args(given)[0].config
-    return [] if paths is None else arguments_from_config(paths, parser)
+    paths = config_files(given)
+    return arguments_from_config(paths, parser) if paths else []
 
 
 def _with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[..., argparse.ArgumentParser]:
@@ -168,44 +162,19 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
                 print(f"megatron_vp: {line}", flush=True)
         check_trace(args)
         warn_of_ignored(args)
-        if args.tensorboard_dir and args.rank == args.world_size - 1:
-            patches.apply(patches.group("curves"))
-        for group in _asked_for(args):
-            patches.apply(patches.group(group))
-        if args.core_attention == "sdpa":
-            patches.apply(patches.group("flash attention"))
         if args.fake_process_group:
             args.do_train = True  # rank 0, which has the data, would tell the others
         if args.vocab_parallel:
             _warn_of_one_queue(args)
-            patches.apply(patches.group("vocabulary parallelism"))
-        if replaces_schedule(args):
-            patches.apply(patches.group("pipeline schedule"))
-            if splits_backward(args):
-                patches.apply(patches.group("split backward"))
-                if args.transformer_impl == "transformer_engine":
-                    patches.apply(patches.group("delayed weight gradients"))
-            if places_chunks(args):
-                from megatron_vp.mcore.model.chunk_layout import place_chunks_as
+        if replaces_schedule(args) and places_chunks(args):
+            from megatron_vp.mcore.model.chunk_layout import place_chunks_as
 
-                place_chunks_as(chosen_family(args))
-                patches.apply(patches.group("chunk placement"))
-        elif args.rank_report is not None:
-            patches.apply(patches.group("rank report"))
+            place_chunks_as(chosen_family(args))
+        patch_table.apply(Stage.AFTER_VALIDATION, run_here(args))
         _write_resolved(args)
         return validated
 
     return validate_args
-
-
-def _asked_for(args: argparse.Namespace) -> Iterator[str]:
-    """Groups of patches that options of Megatron's need to work at all, in plain runs too."""
-    if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
-        yield "parameter groups"
-    if args.iterations_to_skip or args.multiple_validation_sets:
-        yield "chunk data"
-    if args.heterogeneous_layers_config_encoded_json and args.virtual_pipeline_model_parallel_size is not None:
-        yield "heterogeneous layers"
 
 
 def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> Any:

@@ -119,8 +119,8 @@ def prepare() -> None:
     """Make this process ready for a Megatron script (arguments in `sys.argv`); call it before importing Megatron.
 
     Removes `--cpu` from `sys.argv`. Exits with status 2 and one line if the process was not started by a launcher, if
-    Megatron's version is not supported or if a patch does not fit; nothing is patched then. Patches that depend on
-    arguments are checked here and applied once those are known.
+    Megatron's version is not supported or if a patch that this run needs does not fit; nothing is patched then.
+    Patches of later stages are checked here and applied once Megatron has validated the arguments.
     """
     with one_line_errors():
         _require_launcher(sys.argv[0])
@@ -189,15 +189,15 @@ def _whole(name: str, least: int, most: int) -> int:
 
 
 def patch_megatron(argv: list[str]) -> None:
-    """Check all patches against the installed Megatron and apply those that no argument decides about.
+    """Check the patches that this run selects against the installed Megatron and apply those of the first stage.
 
-    Raises UserError if one does not fit. Takes `--cpu` out of `argv`.
+    Raises UserError if one of any stage does not fit; nothing is patched then. Takes `--cpu` out of `argv`.
     """
     # Torch is imported here and Megatron after the environment is set; a launcher's mistake was reported before either.
-    from megatron_vp.mcore import patches
+    from megatron_vp.mcore import patch_table, patches
+    from megatron_vp.mcore.options.early_arguments import early_arguments
     from megatron_vp.mcore.platform import installed
     from megatron_vp.mcore.platform.flags import prepare_environment, quiet_fallback_warnings, wants_cpu
-    from megatron_vp.mcore.reports import memory
 
     cpu = wants_cpu(argv)
     if "--cpu" in argv:
@@ -211,17 +211,6 @@ def patch_megatron(argv: list[str]) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"megatron_vp: {line}", flush=True)
     patches.installed_version()
-    machine = installed.installed()
-    names = ["wheel", "torch norms", "arguments", "checkpoint files", "same job"]
-    names += [] if machine.engine else ["no transformer engine"]
-    names += [] if machine.apex_accumulation else ["no fused accumulation"]
-    names += ["cpu platform"] if cpu else []
-    names += ["replay"] if "--fake-process-group" in argv else []
-    names += ["shapes only"] if memory.of_shapes is not None else []
-    active = [patch for name in names for patch in patches.group(name)]
-    when_asked = ("pipeline schedule", "vocabulary parallelism", "split backward", "rank report")
-    later = [patch for name in when_asked for patch in patches.group(name)]
-    problems = patches.check([*active, *later])
-    if problems:
-        raise UserError(f"{problems[0]}; nothing was patched, see `megatron-vp patches`")
-    patches.apply(active)
+    run = patch_table.run_here(early_arguments(argv[1:]))
+    patch_table.require_fit(run)
+    patch_table.apply(patch_table.Stage.BEFORE_PARSING, run)

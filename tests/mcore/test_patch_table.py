@@ -1,0 +1,227 @@
+"""The table of patch groups: what a run selects, when it is checked, and variants for release series."""
+
+import argparse
+import contextlib
+import io
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore import patch_table, patches
+from megatron_vp.mcore.options.early_arguments import LISTS, SWITCHES, VALUES, early_arguments
+from megatron_vp.mcore.patch_table import ALWAYS, Condition, PatchGroup, Run, Stage
+from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.platform.installed import Installed
+from tests.harness import run_ranks
+
+ENGINE = Installed(engine="2.17.1", apex=True, apex_accumulation=True)
+ALL_RUNS = {group.name for group in patch_table.GROUPS if group.applies is ALWAYS}
+
+
+@pytest.fixture
+def one_of_two_ranks(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "here", "chosen"),
+    [
+        ("", {}, set()),
+        ("", {"cpu": True, "machine": Installed()}, {"cpu platform", "no transformer engine", "no fused accumulation"}),
+        ("--fake-process-group", {"shapes_only": True}, {"replay", "shapes only"}),
+        ("--vocab-parallel", {}, {"vocabulary parallelism", "pipeline schedule"}),
+        ("--pipeline-schedule interleaved", {}, {"pipeline schedule"}),
+        ("--pipeline-schedule zb-h1 --transformer-impl local", {}, {"pipeline schedule", "split backward"}),
+        (
+            "--pipeline-schedule=v-half --core-attention=sdpa",
+            {},
+            {
+                *("pipeline schedule", "split backward", "delayed weight gradients", "chunk placement"),
+                "flash attention",
+            },
+        ),
+        ("--pipeline-schedule zb-h1", {"cpu": True}, {"pipeline schedule", "split backward", "cpu platform"}),
+        ("--rank-report there", {}, {"rank report"}),
+        ("--rank-report there --vocab-parallel", {}, {"vocabulary parallelism", "pipeline schedule"}),
+        ("--tensorboard-dir there", {}, {"curves"}),
+        ("--override-opt_param-scheduler", {}, {"parameter groups"}),
+        ("--use-checkpoint-opt-param-scheduler", {}, {"parameter groups"}),
+        ("--iterations-to-skip 3 4", {}, {"chunk data"}),
+        ("--multiple-validation-sets", {}, {"chunk data"}),
+        ("--heterogeneous-layers-config-path there", {}, {"heterogeneous layers"}),
+        ("--heterogeneous-layers-config-encoded-json {}", {}, {"heterogeneous layers"}),
+    ],
+)
+def test_what_a_command_line_selects(one_of_two_ranks, words, here, chosen):
+    run = Run(early_arguments(words.split()), **{"machine": ENGINE, **here})
+    assert {group.name for group in patch_table.selected(run)} - ALL_RUNS == chosen
+
+
+def test_a_configuration_selects_as_its_flags_do_and_the_command_line_wins(one_of_two_ranks, tmp_path):
+    config = tmp_path / "job.yaml"
+    config.write_text("a:\n  vocab_parallel: true\n  pipeline_schedule: zb-v\nb:\n  iterations_to_skip: [3]\n")
+    args = early_arguments(["--config", str(config), "--pipeline-schedule", "zb-h1", "--num-layers", "4"])
+    assert (args.vocab_parallel, args.pipeline_schedule, args.iterations_to_skip) == (True, "zb-h1", [3])
+    # Megatron's parser says what is wrong with a value.
+    config.write_text("vocab_parallel: 3\npipeline_schedule: [1]\n")
+    args = early_arguments(["--config", str(config)])
+    assert (args.vocab_parallel, args.pipeline_schedule) == (False, "1f1b")
+
+
+def test_the_early_parser_knows_every_option_as_megatrons_does():
+    from megatron.training import arguments
+
+    with patches.patched(patch_table.patches_of("arguments")):
+        theirs = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._option_string_actions
+    for name in (*(name for names in SWITCHES for name in names), *VALUES, *LISTS):
+        assert name in theirs, name
+    for names in SWITCHES:
+        assert set(theirs[names[0]].option_strings) == set(names) and theirs[names[0]].nargs == 0
+        assert theirs[names[0]].default is False
+    for name, default in VALUES.items():
+        assert theirs[name].option_strings == [name] and theirs[name].nargs is None
+        assert theirs[name].default == default
+    for name in LISTS:
+        assert theirs[name].option_strings == [name] and theirs[name].nargs in ("*", "+")
+
+
+def test_conditions_read_only_what_the_early_parser_gives():
+    # An AttributeError for any other name.
+    for group in patch_table.GROUPS:
+        group.applies.holds(Run(early_arguments([]), ENGINE))
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A module with two functions, and the patches of them for several release series."""
+    module = types.ModuleType("library")
+    module.first = lambda a: a
+    module.second = lambda b: b
+    module.OLD = (Patch("library:first", lambda original: lambda a: "old", "is old", "(a)"),)
+    module.NEW = (Patch("library:second", lambda original: lambda b: "new", "is new", "(b)"),)
+    monkeypatch.setitem(sys.modules, "library", module)
+    yield module
+    patches.undo(patches.in_force())
+
+
+VARIANTS = PatchGroup(
+    "variants", {"0.19": "library:OLD", "9.1": "library:NEW", "9.2": ""}, ALWAYS, Stage.AFTER_VALIDATION
+)
+
+
+def of_series(monkeypatch, series):
+    monkeypatch.setattr(patches, "SUPPORTED_SERIES", (series,))
+    monkeypatch.setattr(patches, "installed_version", lambda: f"{series}.0")
+    monkeypatch.setattr(patch_table, "GROUPS", (VARIANTS,))
+
+
+@pytest.mark.parametrize(("series", "found"), [("0.19", ("old", "b")), ("9.1", ("a", "new")), ("9.2", ("a", "b"))])
+def test_a_release_series_has_its_own_variant_of_a_group(library, monkeypatch, series, found):
+    of_series(monkeypatch, series)
+    run = Run(argparse.Namespace(), ENGINE)
+    patch_table.require_fit(run)
+    patch_table.apply(Stage.BEFORE_PARSING, run)
+    assert patches.in_force() == ()
+    patch_table.apply(Stage.AFTER_VALIDATION, run)
+    assert (library.first("a"), library.second("b")) == found
+
+
+def test_a_group_without_a_variant_for_the_installed_series_is_named(library, monkeypatch):
+    of_series(monkeypatch, "9.3")
+    for start in (patch_table.require_fit, lambda run: patch_table.apply(Stage.AFTER_VALIDATION, run)):
+        with pytest.raises(UserError) as error:
+            start(Run(argparse.Namespace(), ENGINE))
+        assert (
+            "the patch group 'variants' does not fit: expected megatron-core 0.19, 9.1, 9.2, found megatron-core 9.3"
+            in str(error.value)
+        )
+    assert patches.in_force() == ()
+
+
+def test_a_group_that_a_run_does_not_select_is_not_checked(library, monkeypatch):
+    broken = PatchGroup(
+        "broken", "library:OLD", Condition("with --core-attention sdpa", lambda run: False), Stage.BEFORE_PARSING
+    )
+    monkeypatch.setattr(patch_table, "GROUPS", (broken,))
+    del library.first
+    run = Run(argparse.Namespace(), ENGINE)
+    patch_table.require_fit(run)
+    patch_table.apply(Stage.BEFORE_PARSING, run)
+    monkeypatch.setattr(patch_table, "GROUPS", (PatchGroup("broken", "library:OLD", ALWAYS, Stage.BEFORE_PARSING),))
+    with pytest.raises(UserError, match="library:first does not fit"):
+        patch_table.require_fit(run)
+
+
+def test_delayed_weight_gradients_are_checked_at_the_start(monkeypatch):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    monkeypatch.setattr(TransformerConfig, "__post_init__", lambda self, more: None)
+    args = early_arguments(["--pipeline-schedule", "zb-h1"])
+    patch_table.require_fit(Run(args, Installed(apex_accumulation=True)))
+    with pytest.raises(UserError, match=r"TransformerConfig\.__post_init__ does not fit"):
+        patch_table.require_fit(Run(args, ENGINE))
+
+
+UNFIT = {
+    "checkpoint files": [],
+    "parameter groups": ["--override-opt-param-scheduler"],
+    "flash attention": ["--core-attention", "sdpa"],
+    "vocabulary parallelism": ["--vocab-parallel"],
+    "pipeline schedule": ["--pipeline-schedule", "interleaved"],
+    "split backward": ["--pipeline-schedule", "zb-h1"],
+    "chunk placement": ["--pipeline-schedule", "zb-v"],
+    "rank report": ["--rank-report", "there"],
+}
+"""Groups of each stage, and the flags that select them on a CPU."""
+
+
+def test_groups_of_every_stage_are_tried():
+    assert {group.stage for group in patch_table.GROUPS if group.name in UNFIT} == set(Stage)
+
+
+def start_without_fit(_rank, _world_size):
+    """What a start says, and what it leaves patched, where one patch of a group does not fit; with and without it."""
+    from unittest import mock
+
+    from megatron_vp.mcore.start import launch
+
+    said = {}
+    for name, flags in UNFIT.items():
+        patch = patch_table.patches_of(name)[0]
+        owner, attribute = patches._locate(patch.target)
+        with mock.patch.object(owner, attribute, lambda changed: None):
+            for words in (flags, []):
+                argv, errors = ["script.py", *words], io.StringIO()
+                with mock.patch.object(sys, "argv", argv), contextlib.redirect_stderr(errors):
+                    try:
+                        launch.prepare()
+                        stopped = None
+                    except SystemExit as stop:
+                        stopped = stop.code
+                said[name, tuple(words)] = (stopped, errors.getvalue(), patch.target, len(patches.in_force()))
+                patches.undo(patches.in_force())
+    return said
+
+
+def test_a_group_that_does_not_fit_stops_the_start_before_the_first_patch():
+    (said,) = run_ranks(1, start_without_fit)
+    for name, flags in UNFIT.items():
+        stopped, text, target, in_force = said[name, tuple(flags)]
+        assert (stopped, in_force) == (2, 0), name
+        assert text.startswith("rank 0: error: ") and text.count("\n") == 1
+        assert target in text and "found (changed)" in text and "0.19.2" in text
+        if flags:  # nobody asked for it
+            stopped, text, _, in_force = said[name, ()]
+            assert stopped is None and in_force > 0 and text == "", (name, text)
+
+
+def test_rooms_apply_patches_through_the_table_alone():
+    package = Path(patches.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        if path.name not in ("patches.py", "patch_table.py"):
+            text = path.read_text()
+            assert "patches.apply(" not in text and "patches.patched(" not in text, path
