@@ -1,4 +1,4 @@
-"""`megatron-vp patches`: what is replaced in Megatron, why, and whether it fits the installed one."""
+"""`megatron-vp patches`: what is replaced and called in Megatron, why, and whether it fits the installed one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """List what is patched in Megatron-Core, why, and whether it fits the installed version.
 
-        Exit status 1 if anything does not fit, with the symbol or the version named.
+        Symbols that are called and not patched are compared, too. Exit status 1 if anything does not fit, with the
+        symbol or the version named.
         """
         from megatron_vp.errors import UserError
-        from megatron_vp.mcore import patch_table, patches
+        from megatron_vp.mcore import megatron_symbols, patch_table, patches
         from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
         from megatron_vp.mcore.platform.installed import hide_what_is_broken
 
@@ -46,6 +47,11 @@ def register(app: typer.Typer) -> None:
                 typer.echo(f"  {'DOES NOT FIT' if patch.target in unfit else 'fits'}  {patch.target}  ({patch.reason})")
             if not declared and not found:
                 typer.echo("  nothing is patched")
+        for room in megatron_symbols.rooms():
+            found = megatron_symbols.check_symbols(room)
+            problems += found
+            count = megatron_symbols.count(room)
+            typer.echo(f"called by {room}: {count - len(found)} of {count} symbols fit")
         for problem in problems:
             typer.echo(str(problem))
         verdict = f"{len(problems)} do not fit" if problems else "all patches fit"

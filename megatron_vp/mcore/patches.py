@@ -120,7 +120,7 @@ def check_symbol(target: str, expected: str) -> Problem | None:
     """Why a symbol of Megatron's that we use does not fit, or None; a patched one is judged by its original.
 
     `expected` is a signature as `signature_of` gives it, `class` for any class, `present` for anything, or
-    `takes a, b` for a callable that can be called with these arguments by name and needs no others.
+    `takes a, b` for a callable that can be called with these arguments by name and needs no others (`takes nothing`).
     """
     try:
         owner, name = _locate(target)
@@ -131,7 +131,8 @@ def check_symbol(target: str, expected: str) -> Problem | None:
     if expected == "present" or (expected == "class" and inspect.isclass(found)):
         return None
     if expected.startswith("takes "):
-        fits = _can_be_called(found, expected.removeprefix("takes ").split(", "))
+        names = expected.removeprefix("takes ")
+        fits = _can_be_called(found, [] if names == "nothing" else names.split(", "))
     else:
         fits = signature_of(found) == expected
     return None if fits else Problem(target, expected, signature_of(found))

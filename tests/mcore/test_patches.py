@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from megatron_vp.cli import patches as command
 from megatron_vp.errors import UserError
-from megatron_vp.mcore import patch_table, patches
+from megatron_vp.mcore import megatron_symbols, patch_table, patches
 from megatron_vp.mcore.patches import Patch
 from tests.harness import run_ranks
 
@@ -164,6 +164,8 @@ def test_the_command_lists_everything_and_leaves_nothing_patched(arguments, monk
         assert f"{group.name}: {group.applies.sentence}; applied {group.stage.value}" in result.output
         for patch in patch_table.patches_of(group.name):
             assert patch.target in result.output and patch.reason in result.output
+    for room in megatron_symbols.rooms():
+        assert f"called by {room}: {megatron_symbols.count(room)} of" in result.output
     assert f"all patches fit megatron-core {patches.installed_version()}" in result.output and patches.in_force() == ()
 
 
@@ -190,6 +192,12 @@ def remove_symbol(monkeypatch):
     monkeypatch.delattr(training, "get_forward_backward_func")
 
 
+def change_what_is_called(monkeypatch):
+    from megatron.core.pipeline_parallel import schedules
+
+    monkeypatch.setattr(schedules, "backward_step", lambda output_tensor: None)
+
+
 TAMPERED = [
     (fake_metadata, "0.18.2"),
     (fake_module, "0.18.2"),
@@ -198,7 +206,10 @@ TAMPERED = [
 ]
 
 
-@pytest.mark.parametrize(("tamper", "named"), TAMPERED)
+CALLED = (change_what_is_called, "megatron.core.pipeline_parallel.schedules:backward_step does not fit")
+
+
+@pytest.mark.parametrize(("tamper", "named"), [*TAMPERED, CALLED])
 def test_the_command_fails_and_names_what_does_not_fit(monkeypatch, tamper, named):
     tamper(monkeypatch)
     result = invoke("--dry-run")
