@@ -11,12 +11,13 @@ PACKAGE = Path(__file__).parents[1] / "megatron_vp"
 
 ROOMS = {
     "schedule": set(),
+    "trace": {"schedule"},
     "vocab": set(),
     "data": set(),
-    "runtime": {"vocab", "schedule"},
+    "runtime": {"vocab", "schedule", "trace"},
     "mcore": {"runtime", "vocab", "schedule", "data"},
-    "cost": {"schedule"},
-    "cli": {"mcore", "cost", "schedule", "data"},
+    "cost": {"schedule", "trace"},
+    "cli": {"mcore", "cost", "trace", "schedule", "data"},
 }
 MEGATRON_ROOMS = {
     "platform": set(),
@@ -32,6 +33,7 @@ APPLY_PATCHES = {"options", "start"}
 """Rooms that apply the patches of a stage; all others only declare theirs."""
 LIBRARIES = {
     "schedule": {"matplotlib"},
+    "trace": set(),
     "vocab": {"torch", "triton"},
     "data": {"tokenizers", "transformers", "huggingface_hub"},
     "runtime": {"torch"},
@@ -90,7 +92,7 @@ def test_schedules_and_help_need_neither_torch_nor_megatron():
     code = (
         "import sys, megatron_vp.cli.app, megatron_vp.schedule.lowering, megatron_vp.schedule.generators, "
         "megatron_vp.cost.paper.tables_text, megatron_vp.cost.paper.curves, megatron_vp.cost.planner, "
-        "megatron_vp.cost.charts;"
+        "megatron_vp.cost.charts, megatron_vp.trace.report;"
         "print(sorted({'torch', 'megatron', 'numpy', 'matplotlib', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -62,7 +62,7 @@ def simulate(
     """
     from megatron_vp.cost.planner import Candidate, method_of, outcome
     from megatron_vp.cost.predict import make_player, predict
-    from megatron_vp.cost.traced import traced_costs
+    from megatron_vp.cost.traced_costs import traced_costs
     from megatron_vp.schedule.collector import collector_paused
 
     check_destination(output_format is Format.PNG, output)

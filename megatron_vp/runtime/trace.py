@@ -12,7 +12,7 @@ from megatron_vp.runtime.recorder import Recorder, Span
 from megatron_vp.schedule.instructions import Collective, Loss, Post, Run, Wait
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.perfetto import Lane
-from megatron_vp.schedule.trace_files import COLLECTIVE, LOSS, WAIT, RankTrace, TracedSpan, path_of
+from megatron_vp.trace.rank_files import COLLECTIVE, LOSS, WAIT, RankTrace, TracedSpan, path_of
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from megatron_vp.schedule.instructions import Collective, Post, Wait
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import VocabMethod
 from megatron_vp.schedule.perfetto import Lane
-from megatron_vp.schedule.trace_figures import figures, ran
-from megatron_vp.schedule.trace_files import COLLECTIVE, LOSS, WAIT, read_traces
+from megatron_vp.trace.figures import figures, ran
+from megatron_vp.trace.rank_files import COLLECTIVE, LOSS, WAIT, read_traces
 from tests.harness.ranks import run_ranks
 from tests.runtime.toy import run_pipeline
 

@@ -9,11 +9,11 @@ from megatron_vp.cli.app import app
 from megatron_vp.cost.hardware import HARDWARE
 from megatron_vp.cost.predict import predict
 from megatron_vp.cost.shapes import Job, ModelShape, Plan
-from megatron_vp.cost.traced import traced_costs
+from megatron_vp.cost.traced_costs import traced_costs
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import PassCosts, VocabMethod, generate, simulate
 from megatron_vp.schedule.perfetto import Lane
-from megatron_vp.schedule.trace_files import RankTrace, TracedSpan, path_of
+from megatron_vp.trace.rank_files import RankTrace, TracedSpan, path_of
 
 COSTS = PassCosts(F=30, B=60, W=0, S=5, T=5, IF=0.5, IB=0.5)
 PLAN = Plan(vocab=VocabMethod.VOCAB_2)

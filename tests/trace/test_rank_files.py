@@ -12,8 +12,8 @@ from megatron_vp.cli import trace as command
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import CollectiveKind, Pass, PassCosts, PassKind, StageCosts, draw, generate, simulate
 from megatron_vp.schedule.perfetto import Lane
-from megatron_vp.schedule.trace_figures import figures, ran
-from megatron_vp.schedule.trace_files import COLLECTIVE, LOSS, WAIT, RankTrace, TracedSpan, merge, path_of, read_traces
+from megatron_vp.trace.figures import figures, ran
+from megatron_vp.trace.rank_files import COLLECTIVE, LOSS, WAIT, RankTrace, TracedSpan, merge, path_of, read_traces
 
 COSTS = PassCosts(F=3, B=6, W=0, S=1, T=1.5, IF=0.5, IB=0.25)
 START = {4: 10.0, 5: 200.0}

@@ -15,7 +15,7 @@ from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.timeline import Span, simulate
-from megatron_vp.schedule.trace_files import COLLECTIVE, LOSS, RankTrace, TracedSpan
+from megatron_vp.trace.rank_files import COLLECTIVE, LOSS, RankTrace, TracedSpan
 
 VOCABULARY_KINDS = (PassKind.S, PassKind.T)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import StageCosts, generate
-from megatron_vp.schedule.trace_figures import mean_costs
-from megatron_vp.schedule.trace_files import read_traces
+from megatron_vp.trace.figures import mean_costs
+from megatron_vp.trace.rank_files import read_traces
 
 
 def traced_costs(folder: Path, job: Job, plan: Plan) -> StageCosts:
