@@ -14,10 +14,11 @@ ROOMS = {
     "trace": {"schedule"},
     "vocab": set(),
     "data": set(),
+    "jobs": set(),
     "runtime": {"vocab", "schedule", "trace"},
-    "mcore": {"runtime", "vocab", "schedule", "data"},
-    "cost": {"schedule", "trace"},
-    "cli": {"mcore", "cost", "trace", "schedule", "data"},
+    "mcore": {"runtime", "vocab", "schedule", "data", "jobs"},
+    "cost": {"schedule", "trace", "jobs"},
+    "cli": {"mcore", "cost", "trace", "schedule", "data", "jobs"},
 }
 MEGATRON_ROOMS = {
     "platform": set(),
@@ -36,8 +37,9 @@ LIBRARIES = {
     "trace": set(),
     "vocab": {"torch", "triton"},
     "data": {"tokenizers", "transformers", "huggingface_hub"},
+    "jobs": {"omegaconf", "yaml"},
     "runtime": {"torch"},
-    "mcore": {"torch", "megatron", "omegaconf", "yaml", "numpy", "tokenizers"},
+    "mcore": {"torch", "megatron", "yaml", "numpy", "tokenizers"},
     "cost": {"matplotlib", "numpy"},
     "cli": {"typer", "rich"},
 }
@@ -92,7 +94,8 @@ def test_schedules_and_help_need_neither_torch_nor_megatron():
     code = (
         "import sys, megatron_vp.cli.app, megatron_vp.schedule.lowering, megatron_vp.schedule.generators, "
         "megatron_vp.cost.paper.tables_text, megatron_vp.cost.paper.curves, megatron_vp.cost.planner, "
-        "megatron_vp.cost.charts, megatron_vp.trace.report;"
+        "megatron_vp.cost.charts, megatron_vp.trace.report, "
+        "megatron_vp.cost.job_plan, megatron_vp.jobs.config_words, megatron_vp.jobs.resolved;"
         "print(sorted({'torch', 'megatron', 'numpy', 'matplotlib', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,7 +15,7 @@ from megatron_vp.cost.paper.cells import write_lists
 from megatron_vp.cost.paper.published import jobs
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text, replacing, write_report
-from megatron_vp.mcore.options.config_file import write_resolved
+from megatron_vp.jobs.resolved import write_resolved
 
 
 def _sparse(path):

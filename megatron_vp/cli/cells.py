@@ -87,10 +87,9 @@ def collect(
 
 
 def _row(cell: Cell, run: Run, folder: Path, peak: float) -> tuple[object, ...]:
-    from megatron_vp.cost.arguments import job_of
     from megatron_vp.cost.flops import model_flops
-    from megatron_vp.mcore.options.arguments import RESOLVED_NAME
-    from megatron_vp.mcore.options.config_file import read_resolved
+    from megatron_vp.cost.job_sizes import job_of
+    from megatron_vp.jobs.resolved import RESOLVED_NAME, read_resolved
 
     mfu = memory = ""
     if run.seconds is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -21,21 +20,3 @@ JobArgument = Annotated[
 ConfigOption = Annotated[
     list[Path] | None, typer.Option("--config", metavar="FILE", help="Laid over CONFIG; may be repeated.")
 ]
-
-
-def files_and_flags(words: Sequence[str] | None, overlays: Sequence[Path] | None) -> tuple[list[Path], list[str]]:
-    """The configuration files of a job, later ones win, and its flags, which win over all of them."""
-    files, flags = list(overlays or ()), list(words or ())
-    if flags and not flags[0].startswith("-"):
-        files.insert(0, Path(flags.pop(0)))
-    return files, flags
-
-
-def arguments(files: Sequence[Path], flags: Sequence[str]) -> list[str]:
-    """The same as the arguments of a training script."""
-    return [*(word for file in files for word in ("--config", spelled(file))), *flags]
-
-
-def spelled(file: Path) -> str:
-    """A file as an argument that is not taken for an option."""
-    return f"./{file}" if str(file).startswith("-") else str(file)

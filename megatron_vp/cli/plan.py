@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, files_and_flags
+from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument
 from megatron_vp.cli.output import check_destination, progress_bar, write
 from megatron_vp.cli.planning import (
     GIB,
@@ -18,12 +18,12 @@ from megatron_vp.cli.planning import (
     NodesOption,
     OutputOption,
     Request,
-    flags_of,
     read_request,
     rendered,
     seconds,
-    yaml_of,
 )
+from megatron_vp.jobs.command_line import files_and_flags
+from megatron_vp.jobs.settings import flags_of, yaml_of
 
 if TYPE_CHECKING:
     from megatron_vp.cost.planner import Impossible, Outcome
@@ -50,6 +50,7 @@ def plan(
     \b
     megatron-vp plan configs/llama3_8b.yaml --hardware h100 --nodes 4 --pipeline-model-parallel-size 16
     """
+    from megatron_vp.cost.job_plan import plan_of
     from megatron_vp.cost.planner import best
     from megatron_vp.cost.planner import plan as make_plan
 
@@ -60,7 +61,7 @@ def plan(
         outcomes, impossible = make_plan(
             request.job,
             request.hardware,
-            chunks=request.config.plan().chunks or 2,
+            chunks=plan_of(request.config).chunks or 2,
             progress=lambda done, of: bar.update(task, completed=done, total=of),
         )
     chosen = best(outcomes, request.limit)
@@ -78,6 +79,8 @@ def plan(
 
 def _table(request: Request, outcomes: list[Outcome], impossible: list[Impossible], chosen: Outcome) -> str:
     from rich.table import Table
+
+    from megatron_vp.cost.job_plan import settings_of
 
     table = Table()
     table.add_column("schedule", no_wrap=True)
@@ -107,7 +110,7 @@ def _table(request: Request, outcomes: list[Outcome], impossible: list[Impossibl
     if plain is not None and plain is not chosen:
         gain = plain.iteration_seconds / chosen.iteration_seconds
         lines.append(f"{gain:.2f} times as fast as the best plain run that fits ({plain.candidate.plan.schedule})")
-    settings = request.config.settings_of(chosen.candidate.plan, request.job)
+    settings = settings_of(request.config, chosen.candidate.plan, request.job)
     unset = [name for name, value in settings.items() if value is None or value is False]
     lines += ["", "use: " + (flags_of(settings) or "the configuration as it is")]
     lines += [f"and without {', '.join(unset)}, which a file must unset"] if unset else []
@@ -118,8 +121,10 @@ def _table(request: Request, outcomes: list[Outcome], impossible: list[Impossibl
 def _document(
     request: Request, outcomes: list[Outcome], impossible: list[Impossible], chosen: Outcome
 ) -> dict[str, object]:
+    from megatron_vp.cost.job_plan import settings_of
+
     def entry(each: Outcome) -> dict[str, object]:
-        settings = request.config.settings_of(each.candidate.plan, request.job)
+        settings = settings_of(request.config, each.candidate.plan, request.job)
         return each.document(request.limit) | {"settings": settings, "flags": flags_of(settings)}
 
     return request.document() | {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_vp.cli.job_config import JobConfig, flag, read_job_config
 from megatron_vp.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
 
     from megatron_vp.cost.hardware import Hardware
     from megatron_vp.cost.shapes import Job
+    from megatron_vp.jobs.job_config import JobConfig
 
 GIB = 2**30
 
@@ -76,10 +75,11 @@ class Request:
     def caveat(self) -> str:
         """How far a prediction may be off."""
         from megatron_vp.cost.constants import ERROR_BAND
+        from megatron_vp.cost.job_plan import uncounted
 
         time, memory = (f"{100 * ERROR_BAND[name]:.0f} %" for name in ("time", "memory"))
-        uncounted = self.config.uncounted()
-        left_out = f" Not counted, though set: {', '.join(uncounted)}." if uncounted else ""
+        missing = uncounted(self.config)
+        left_out = f" Not counted, though set: {', '.join(missing)}." if missing else ""
         return (
             f"Predicted, not measured.{left_out} {self._vocabulary_passes} Setups of A100s that the constants were not "
             f"fitted on came out within {time} of their time and {memory} of their memory; other hardware is not "
@@ -121,35 +121,20 @@ def read_request(
     """Read a job from its configuration and flags. Raises UserError."""
     from megatron_vp.cost.fp8 import refuse_fp8
     from megatron_vp.cost.hardware import find_hardware
+    from megatron_vp.cost.job_sizes import job_of
+    from megatron_vp.jobs.job_config import read_sizes
 
     machine = find_hardware(hardware)
-    config = read_job_config(paths, flags)
+    config = read_sizes(paths, flags)
     if memory is not None and not LEAST_MEMORY <= memory <= MOST_MEMORY:
         raise UserError(
             f"--memory {memory} is no amount of memory; give the GiB of a rank, {LEAST_MEMORY} to {MOST_MEMORY}"
         )
     if nodes is not None and nodes > MOST_NODES:
         raise UserError(f"--nodes {nodes} is larger than any cluster; give at most {MOST_NODES}")
-    job = config.job(None if nodes is None else nodes * machine.gpus_per_node)
+    job = job_of(config.values, None if nodes is None else nodes * machine.gpus_per_node)
     refuse_fp8(job, machine)
     return Request(config, job, machine, machine.memory if memory is None else memory * GIB)
-
-
-def flags_of(settings: dict[str, Any]) -> str:
-    """Settings as flags of a command line; what is to be unset has none."""
-    words = []
-    for name, value in settings.items():
-        if value is None or value is False:
-            continue
-        words += [flag(name)] if value is True else [flag(name), shlex.quote(str(value))]
-    return " ".join(words)
-
-
-def yaml_of(settings: dict[str, Any]) -> str:
-    """Settings as an overlay file."""
-    words = {None: "null", True: "true", False: "false"}
-    lines = [f"  {name}: {words.get(value, value)}\n" for name, value in settings.items()]
-    return "parallelism:\n" + "".join(lines) if lines else ""
 
 
 def seconds(value: float) -> str:

@@ -12,8 +12,9 @@ from typing import Annotated
 
 import typer
 
-from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, arguments, files_and_flags, spelled
+from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.command_line import arguments, files_and_flags, spelled
 
 BATCH_SCRIPT = Path("scripts/slurm/pretrain.sbatch")
 

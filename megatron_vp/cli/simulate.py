@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, files_and_flags
+from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument
 from megatron_vp.cli.output import check_destination, write
 from megatron_vp.cli.planning import (
     GIB,
@@ -24,6 +24,7 @@ from megatron_vp.cli.planning import (
     seconds,
 )
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.command_line import files_and_flags
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,6 +61,7 @@ def simulate(
     \b
     megatron-vp simulate configs/llama3_8b.yaml --nodes 4 --vocab-parallel --pipeline-schedule v-half
     """
+    from megatron_vp.cost.job_plan import plan_of
     from megatron_vp.cost.planner import Candidate, method_of, outcome
     from megatron_vp.cost.predict import make_player, predict
     from megatron_vp.cost.traced_costs import traced_costs
@@ -67,7 +69,7 @@ def simulate(
 
     check_destination(output_format is Format.PNG, output)
     request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory)
-    plan = request.config.plan()
+    plan = plan_of(request.config)
     _refuse_endless(request.job, plan)
     measured = None if trace is None else traced_costs(trace, request.job, plan)
     with collector_paused():

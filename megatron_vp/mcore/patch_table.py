@@ -16,7 +16,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore import patches
 from megatron_vp.mcore.choices import places_chunks, replaces_schedule, splits_backward
 from megatron_vp.mcore.patches import Patch, Problem
-from megatron_vp.mcore.platform.flags import wants_cpu
+from megatron_vp.mcore.platform.flags import uses_cpu
 from megatron_vp.mcore.platform.installed import Installed, installed
 from megatron_vp.mcore.reports import memory
 
@@ -44,7 +44,7 @@ class Run:
 
 def run_here(args: argparse.Namespace) -> Run:
     """The run of this process."""
-    return Run(args, installed(), cpu=wants_cpu([]), shapes_only=memory.of_shapes is not None)
+    return Run(args, installed(), cpu=uses_cpu([]), shapes_only=memory.of_shapes is not None)
 
 
 @dataclass(frozen=True)

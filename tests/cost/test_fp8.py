@@ -8,11 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
-from megatron_vp.cli.job_config import read_job_config
-from megatron_vp.cost.arguments import job_of
 from megatron_vp.cost.constants import CALIBRATED
 from megatron_vp.cost.fp8 import activations_saved, bf16_layers, fp8_matrices, quantised, refuse_fp8, weight_copies
 from megatron_vp.cost.hardware import HARDWARE
+from megatron_vp.cost.job_sizes import job_of
 from megatron_vp.cost.layouts import equal_layers
 from megatron_vp.cost.memory import MemoryModel, layer_activations
 from megatron_vp.cost.paper.published import Cell
@@ -22,6 +21,7 @@ from megatron_vp.cost.planner import PLAIN, REDISTRIBUTED, Candidate, balanced_l
 from megatron_vp.cost.predict import predict
 from megatron_vp.cost.shapes import Fp8Recipe, Job, ModelShape, Plan, Recompute
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.schedule import Placement, VocabMethod, generate
 
 H100, B200 = HARDWARE["h100"], HARDWARE["b200"]
@@ -235,7 +235,7 @@ def test_the_tables_in_another_setting_are_this_projects():
 
 def gains(name, gpu, fp8):
     """A line of the page's table: 1F1B with 64 microbatches, whatever the memory."""
-    job = replace(read_job_config([CONFIGS / f"{name}.yaml"], []).job(None), microbatches=64, fp8=fp8)
+    job = replace(job_of(read_sizes([CONFIGS / f"{name}.yaml"], []).values), microbatches=64, fp8=fp8)
     times = PassTimes(job, gpu, CALIBRATED)
     layers = balanced_layers(job, Placement.linear(job.pipeline), gpu)
     plans = {PLAIN: Plan(), REDISTRIBUTED: Plan(layers=layers), "vocab-2": Plan(vocab=VocabMethod.VOCAB_2)}

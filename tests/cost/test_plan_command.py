@@ -11,13 +11,17 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
-from megatron_vp.cli.job_config import layers_in, layout_of, read_job_config
-from megatron_vp.cli.planning import flags_of, seconds, yaml_of
+from megatron_vp.cli.planning import seconds
 from megatron_vp.cost import planner
 from megatron_vp.cost.hardware import find_hardware
+from megatron_vp.cost.job_plan import plan_of, settings_of
+from megatron_vp.cost.job_sizes import job_of
 from megatron_vp.cost.planner import candidates
 from megatron_vp.cost.shapes import Plan
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.job_config import read_sizes
+from megatron_vp.jobs.layout_text import layers_in, layout_of
+from megatron_vp.jobs.settings import flags_of, yaml_of
 from megatron_vp.schedule import VocabMethod
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -53,27 +57,27 @@ def run(*arguments):
 
 
 def test_the_configuration_gives_the_job_and_flags_win(small):
-    config = read_job_config([small], [])
-    job = config.job(None)
+    config = read_sizes([small], [])
+    job = job_of(config.values)
     assert (job.pipeline, job.data, job.microbatches, job.model.layers) == (4, 1, 8, 8)
     assert job.model.vocab == 100096  # Megatron pads to multiples of 128
     assert (job.model.ffn, job.model.tied, job.model.dropout, job.element_bytes) == (4096, False, True, 2)
     flags = shlex.split("--pipeline-model-parallel-size 2 --num-layers=16 --swiglu --hidden-dropout 0.0 --lr 1e-4")
-    job = read_job_config([small], flags).job(8)
+    job = job_of(read_sizes([small], flags).values, 8)
     assert (job.pipeline, job.data, job.microbatches, job.model.layers) == (2, 4, 2, 16)
     assert job.model.gated and job.model.ffn == 2688
 
 
 def test_every_model_of_the_repository_can_be_planned():
     for path in sorted(CONFIGS.glob("*.yaml")):
-        config = read_job_config([path], ["--vocab-size", "50000"] if path.stem == "quickstart" else [])
-        job, plan = config.job(None), config.plan()
+        config = read_sizes([path], ["--vocab-size", "50000"] if path.stem == "quickstart" else [])
+        job, plan = job_of(config.values), plan_of(config)
         assert plan.layers is None or sum(plan.layers) == job.model.layers, path
 
 
 def test_overlays_and_flags_say_how_the_pipeline_runs(small, tmp_path):
     def planned(*flags):
-        return read_job_config([small], flags).plan()
+        return plan_of(read_sizes([small], flags))
 
     assert planned() == planned("--num-virtual-stages-per-pipeline-rank", "1")
     assert planned("--vocab-parallel").vocab is VocabMethod.VOCAB_2
@@ -82,11 +86,11 @@ def test_overlays_and_flags_say_how_the_pipeline_runs(small, tmp_path):
     assert (planned("--num-virtual-stages-per-pipeline-rank=2").schedule, planned().schedule) == ("interleaved", "1f1b")
     assert planned("--num-layers-per-virtual-pipeline-stage", "1").chunks == 2
     overlays = [small, CONFIGS / "methods" / "v-half.yaml", CONFIGS / "methods" / "vocab-1.yaml"]
-    plan = read_job_config(overlays, []).plan()
+    plan = plan_of(read_sizes(overlays, []))
     assert (plan.schedule, plan.vocab) == ("v-half", VocabMethod.VOCAB_1)
     longer = tmp_path / "longer.yaml"
     longer.write_text("model:\n  num_layers: 16\n")
-    assert read_job_config([small, longer], []).job(None).model.layers == 16
+    assert job_of(read_sizes([small, longer], []).values).model.layers == 16
 
 
 def test_layouts_read_back():
@@ -148,7 +152,7 @@ def test_plan_ranks_and_its_flags_simulate_to_what_it_promised(small):
 
 def test_what_plan_prints_for_uneven_chunks_reads_back_as_the_same_plan(small, tmp_path):
     flags = ["--num-layers", "20"]
-    job = read_job_config([small], flags).job(None)
+    job = job_of(read_sizes([small], flags).values)
     for schedule, vocab in (
         ("interleaved", VocabMethod.NONE),
         ("interleaved", VocabMethod.VOCAB_1),
@@ -158,10 +162,10 @@ def test_what_plan_prints_for_uneven_chunks_reads_back_as_the_same_plan(small, t
         wanted = next(e.plan for e in found if (e.plan.schedule, e.plan.vocab) == (schedule, vocab))
         assert len(wanted.layers) == 8
         overlay = tmp_path / "overlay.yaml"
-        settings = read_job_config([small], flags).settings_of(wanted, job)
+        settings = settings_of(read_sizes([small], flags), wanted, job)
         assert "num_virtual_stages_per_pipeline_rank" not in settings  # Megatron counts those of the layout
         overlay.write_text(yaml_of(settings))
-        assert read_job_config([small, overlay], flags).plan() == wanted
+        assert plan_of(read_sizes([small, overlay], flags)) == wanted
 
 
 def test_tied_embeddings_need_a_split_in_a_v(small):
@@ -175,7 +179,7 @@ def test_tied_embeddings_need_a_split_in_a_v(small):
 
 def test_plan_prints_what_to_use(small, tmp_path):
     lines = run("plan", small).stdout.splitlines()
-    job = read_job_config([small], []).job(None)
+    job = job_of(read_sizes([small], []).values)
     imbalance = 100 * (4 * job.shard_rows / 100096 - 1)
     assert lines[1] == f"vocabulary shards of {job.shard_rows} rows, {imbalance:.1f} % above the mean"
     used = next(line for line in lines if line.startswith("use: "))
@@ -187,7 +191,7 @@ def test_plan_prints_what_to_use(small, tmp_path):
 @pytest.fixture
 def outcomes(small, monkeypatch):
     """Three made-up outcomes of any `plan`, the fastest first; its arguments are noted in `asked`."""
-    job = read_job_config([small], []).job(None)
+    job = job_of(read_sizes([small], []).values)
     gpu = find_hardware("h100")
     one = planner.weigh(planner.Candidate("plain", Plan()), job, gpu)
     full = [replace(rank, activations=1e12) for rank in one.memory]
@@ -241,10 +245,10 @@ def test_settings_unset_what_the_configuration_has_and_the_plan_has_not(small):
         "--pipeline-model-parallel-layout",
         "Et|" + "t|" * 6 + "tL",
     ]
-    config = read_job_config([small], flags)
-    job = config.job(None)
-    assert config.settings_of(config.plan(), job) == {"vocab_parallel_algorithm": "vocab-2"}
-    settings = config.settings_of(Plan("1f1b"), job)
+    config = read_sizes([small], flags)
+    job = job_of(config.values)
+    assert settings_of(config, plan_of(config), job) == {"vocab_parallel_algorithm": "vocab-2"}
+    settings = settings_of(config, Plan("1f1b"), job)
     assert settings == {
         "vocab_parallel": False,
         "pipeline_schedule": "1f1b",
@@ -252,11 +256,11 @@ def test_settings_unset_what_the_configuration_has_and_the_plan_has_not(small):
     }
     assert flags_of(settings) == "--pipeline-schedule 1f1b --pipeline-model-parallel-layout 'Et*2|t*2|t*2|t*2L'"
     assert "  vocab_parallel: false" in yaml_of(settings)
-    plain = read_job_config([small], [])
-    assert plain.settings_of(Plan("interleaved", chunks=2), job) == {"num_virtual_stages_per_pipeline_rank": 2}
-    assert plain.settings_of(Plan("1f1b"), job) == {}
-    chunked = read_job_config([small], ["--num-layers-per-virtual-pipeline-stage", "1"])
-    assert chunked.settings_of(Plan("1f1b"), job) == {"num_layers_per_virtual_pipeline_stage": None}
+    plain = read_sizes([small], [])
+    assert settings_of(plain, Plan("interleaved", chunks=2), job) == {"num_virtual_stages_per_pipeline_rank": 2}
+    assert settings_of(plain, Plan("1f1b"), job) == {}
+    chunked = read_sizes([small], ["--num-layers-per-virtual-pipeline-stage", "1"])
+    assert settings_of(chunked, Plan("1f1b"), job) == {"num_layers_per_virtual_pipeline_stage": None}
 
 
 @pytest.mark.parametrize(

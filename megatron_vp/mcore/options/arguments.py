@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.command_line import split_config
+from megatron_vp.jobs.config_words import arguments_from_config
+from megatron_vp.jobs.resolved import RESOLVED_NAME, write_resolved
 from megatron_vp.mcore import patch_table, patches
 from megatron_vp.mcore.choices import (
     ALGORITHMS,
@@ -26,22 +29,19 @@ from megatron_vp.mcore.choices import (
     replaces_schedule,
     splits_backward,
 )
-from megatron_vp.mcore.options.config_file import arguments_from_config, write_resolved
-from megatron_vp.mcore.options.early_arguments import Parser, config_files
+from megatron_vp.mcore.options.early_arguments import Parser
 from megatron_vp.mcore.options.ignored import warn_of_ignored
 from megatron_vp.mcore.options.ranges import check_ranges
 from megatron_vp.mcore.options.refusals import refuse
 from megatron_vp.mcore.options.refused_precision import describe_precision
 from megatron_vp.mcore.patch_table import Stage, run_here
-from megatron_vp.mcore.platform.flags import platform_arguments, wants_cpu
+from megatron_vp.mcore.platform.flags import platform_arguments, uses_cpu
 from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.mcore.platform.parts import describe, parts_of_job
 from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
 from megatron_vp.mcore.storage.checkpoint_files import check_writable
 from megatron_vp.mcore.storage.dataset import check_inputs
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
-
-RESOLVED_NAME = "resolved_config.yaml"
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -59,8 +59,8 @@ class _Parser(Parser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
         given = list(sys.argv[1:] if args is None else args)
-        given = _from_config(given, self) + given
-        chosen = platform_arguments(given, wants_cpu([]))
+        given = arguments_from_config(split_config(given)[0], self) + given
+        chosen = platform_arguments(given, uses_cpu([]))
         if chosen and os.environ.get("RANK", "0") == "0":
             print(f"megatron_vp: chosen for this machine: {' '.join(chosen)}", flush=True)
         # Parts of Megatron parse the command line once more, with a parser that lacks the script's own options.
@@ -70,11 +70,6 @@ class _Parser(Parser):
         if parsed.yaml_cfg is not None:
             raise UserError(f"--yaml-cfg {parsed.yaml_cfg} bypasses Megatron's checks: use --config FILE.yaml instead")
         return parsed
-
-
-def _from_config(given: list[str], parser: argparse.ArgumentParser) -> list[str]:
-    paths = config_files(given)
-    return arguments_from_config(paths, parser) if paths else []
 
 
 def _with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[..., argparse.ArgumentParser]:

@@ -13,7 +13,9 @@ import os
 from typing import Any
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.options.config_file import read_leaves
+from megatron_vp.jobs.command_line import split_config
+from megatron_vp.jobs.yaml_files import read_leaves
+from megatron_vp.schedule import DEFAULT_SCHEDULE
 
 SWITCHES = (
     ("--vocab-parallel",),
@@ -23,7 +25,7 @@ SWITCHES = (
     ("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"),
 )
 VALUES = {
-    "--pipeline-schedule": "1f1b",
+    "--pipeline-schedule": DEFAULT_SCHEDULE,
     "--core-attention": "megatron",
     "--transformer-impl": "transformer_engine",
     "--rank-report": None,
@@ -40,16 +42,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         """Raise UserError, with a hint."""
-        dash = message == "argument --config: expected one argument"
-        hint = "a file whose name begins with a dash is given as ./-NAME" if dash else "`--help` lists all options"
-        raise UserError(f"{message}; {hint}")
-
-
-def config_files(words: list[str]) -> list[str]:
-    """The files that `words` name with --config. Raises UserError."""
-    parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", action="append", default=[])
-    return parser.parse_known_args(words)[0].config
+        raise UserError(f"{message}; `--help` lists all options")
 
 
 def early_arguments(words: list[str]) -> argparse.Namespace:
@@ -64,7 +57,7 @@ def early_arguments(words: list[str]) -> argparse.Namespace:
         parser.add_argument(name, default=default)
     for name in LISTS:
         parser.add_argument(name, nargs="*", default=[])
-    leaves = {leaf.key: leaf.value for leaf in read_leaves(config_files(words))}
+    leaves = {leaf.key: leaf.value for leaf in read_leaves(split_config(words)[0])}
     for action in parser._actions:
         value = leaves.get(action.dest)
         kind = bool if action.nargs == 0 else list if action.nargs == "*" else str

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_vp.mcore.platform.flags import platform_arguments, wants_cpu
+from megatron_vp.mcore.platform.flags import platform_arguments, uses_cpu
 from megatron_vp.mcore.platform.installed import Installed, here
 from megatron_vp.mcore.platform.parts import TITLES, parts_of_job
 
@@ -45,7 +45,7 @@ def who_computes() -> dict[str, str]:
 
     The job has no flags of its own, LayerNorm and whole backwards. Raises UserError where it could not start.
     """
-    machine, cpu = here(), wants_cpu([])
+    machine, cpu = here(), uses_cpu([])
     flags = platform_arguments([], cpu)
     job = argparse.Namespace(
         transformer_impl="local" if "local" in flags else "transformer_engine",

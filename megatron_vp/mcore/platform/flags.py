@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.command_line import asks_for_cpu, flag_value
 from megatron_vp.mcore.platform.installed import INSTALL_ENGINE, Installed, installed
 
 _FALLBACK_WARNINGS = (
@@ -56,14 +57,9 @@ _CHOICES = (
 )
 
 
-def wants_cpu(arguments: list[str]) -> bool:
+def uses_cpu(arguments: list[str]) -> bool:
     """Whether this run uses no CUDA device: `--cpu`, MEGATRON_VP_CPU=1, or none is there."""
     return asks_for_cpu(arguments) or not torch.cuda.is_available()
-
-
-def asks_for_cpu(arguments: list[str]) -> bool:
-    """Whether no CUDA device shall be used: `--cpu` or MEGATRON_VP_CPU=1."""
-    return "--cpu" in arguments or os.environ.get("MEGATRON_VP_CPU") == "1"
 
 
 def quiet_fallback_warnings() -> None:
@@ -100,20 +96,20 @@ def platform_arguments(given: list[str], cpu: bool) -> list[str]:
     be Transformer Engine's and it is installed but cannot be imported.
     """
     machine = installed()
-    layers = stated(given, "--transformer-impl")
+    layers = flag_value(given, "--transformer-impl")
     if machine.engine_fault and not cpu and layers != "local":
         raise UserError(
             f"Transformer Engine is installed and cannot be imported: {machine.engine_fault}. Install it with "
             f"`{INSTALL_ENGINE}` (core_cu12 for CUDA 12), or use --transformer-impl local"
         )
     local = cpu or machine.engine is None or layers == "local"
-    torch_norm = not machine.apex or stated(given, "--normalization") == "RMSNorm"
+    torch_norm = not machine.apex or flag_value(given, "--normalization") == "RMSNorm"
     situation = _Situation(cpu, local, torch_norm, machine)
     chosen: list[str] = []
     for choice in _CHOICES:
         if not choice.needed(situation):
             continue
-        value_given = stated(given, choice.option)
+        value_given = flag_value(given, choice.option)
         if value_given is None:
             chosen += [choice.option] if choice.value is None else [choice.option, choice.value]
         elif choice.value is not None and value_given != choice.value:
@@ -123,14 +119,3 @@ def platform_arguments(given: list[str], cpu: bool) -> list[str]:
                 f"option out"
             )
     return chosen
-
-
-def stated(given: list[str], option: str) -> str | None:
-    """The last value given to an option ("" for a bare flag), or None."""
-    found = None
-    for index, word in enumerate(given):
-        name, equals, value = word.partition("=")
-        if name == option:
-            follower = given[index + 1] if index + 1 < len(given) else "--"
-            found = value if equals else "" if follower.startswith("--") else follower
-    return found

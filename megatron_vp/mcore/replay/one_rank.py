@@ -22,9 +22,8 @@ import torch
 import yaml
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.options.config_file import read_leaves
+from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.mcore.patches import Patch
-from megatron_vp.mcore.platform.flags import stated
 from megatron_vp.mcore.replay.shapes_only import fake_tensors
 from megatron_vp.schedule import PassCosts
 
@@ -94,8 +93,8 @@ def run_alone(
     """
     from megatron_vp.mcore.start.launch import run_script
 
-    leaves = {leaf.key: leaf.value for leaf in read_leaves(configs) if leaf.value is not None}
-    sizes = [_setting(name, leaves, flags, 1) for name in PARALLEL_SIZES]
+    job = read_job_config(configs, flags)
+    sizes = [job.whole_number(name, 1) for name in PARALLEL_SIZES]
     replica = sizes[0] * sizes[1] * sizes[2]
     ranks = replica if ranks is None else ranks
     if min(sizes) < 1:
@@ -107,19 +106,19 @@ def run_alone(
             f"--rank {rank} of --ranks {ranks} is no rank of this job: one replica of the model has {replica} ranks "
             f"(pipeline x tensor x context = {' x '.join(map(str, sizes))}), and a job has a multiple of them"
         )
-    if shapes_only and (experts := _setting("num_experts", leaves, flags, 0)):
+    if shapes_only and (experts := job.whole_number("num_experts", 0)):
         raise UserError(
             f"--shapes-only cannot count with --num-experts {experts}: numbers say which experts a token goes to, and "
             f"so how large tensors are; leave --shapes-only out, on a GPU"
         )
-    tokens = _setting("vocab_size", leaves, flags, 0) or _setting("padded_vocab_size", leaves, flags, 0)
+    tokens = job.whole_number("vocab_size", 0) or job.whole_number("padded_vocab_size", 0)
     if not tokens:
         raise UserError("a replay reads no tokenizer: give the number of tokens with --vocab-size N")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(_free_port()))
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "job.yaml"
-        kept.write_text(yaml.safe_dump({key: value for key, value in leaves.items() if key not in LEFT_OUT}))
+        kept.write_text(yaml.safe_dump({key: value for key, value in job.of_files().items() if key not in LEFT_OUT}))
         report = Path(folder) / "report"
         every = iterations + 1
         length = (
@@ -230,16 +229,6 @@ PATCHES = (
     ),
 )
 """Applied with --fake-process-group, before the script binds their names."""
-
-
-def _setting(name: str, leaves: dict[str, Any], flags: list[str], default: int) -> int:
-    """What the job gives for an integer argument: the command line wins over the files."""
-    option = "--" + name.replace("_", "-")
-    value = stated(flags, option)
-    try:
-        return int(leaves.get(name, default) if value is None else value)
-    except ValueError:
-        raise UserError(f"{option} {value} is no integer") from None
 
 
 def _free_port() -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_vp.errors import Fault, UserError, at_last, say
+from megatron_vp.jobs.command_line import CPU, asks_for_help
 
 _LINES_WITHIN_SECONDS = 10.0
 _STORAGE_FAILS = {
@@ -163,7 +164,7 @@ def _wait_for_other_lines() -> None:
 
 def _require_launcher(command: str) -> None:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing and not {"-h", "--help"} & set(sys.argv):
+    if missing and not asks_for_help(sys.argv):
         raise UserError(
             f"{', '.join(missing)} not set: start one process a rank, for instance with "
             f"`torchrun --nproc-per-node 4 {command} ...`"
@@ -197,11 +198,11 @@ def patch_megatron(argv: list[str]) -> None:
     from megatron_vp.mcore import patch_table, patches
     from megatron_vp.mcore.options.early_arguments import early_arguments
     from megatron_vp.mcore.platform import installed
-    from megatron_vp.mcore.platform.flags import prepare_environment, quiet_fallback_warnings, wants_cpu
+    from megatron_vp.mcore.platform.flags import prepare_environment, quiet_fallback_warnings, uses_cpu
 
-    cpu = wants_cpu(argv)
-    if "--cpu" in argv:
-        argv[:] = [word for word in argv if word != "--cpu"]
+    cpu = uses_cpu(argv)
+    if CPU in argv:
+        argv[:] = [word for word in argv if word != CPU]
         os.environ["MEGATRON_VP_CPU"] = "1"
     prepare_environment(cpu)
     quiet_fallback_warnings()

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.options.config_file import read_leaves
+from megatron_vp.jobs.command_line import asks_for_cpu, split_config
+from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.elsewhere import assumed, devices_elsewhere, engine_elsewhere, guessed
-from megatron_vp.mcore.platform.flags import asks_for_cpu, stated
 from megatron_vp.mcore.platform.parts import describe
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
 
@@ -67,11 +67,8 @@ def _platform(arguments: list[str], here: bool, nodes: str | None = None) -> Abs
 
 def _said_of_platform(arguments: list[str]) -> dict[str, Any]:
     """What a job says of its platform, on its command line or in its configuration; None where it says nothing."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", action="append", default=[])
-    files = parser.parse_known_args(arguments)[0].config
-    leaves = {leaf.key: leaf.value for leaf in read_leaves(files)} if files else {}
-    return {name: stated(arguments, f"--{name.replace('_', '-')}") or leaves.get(name) for name in _PLATFORM}
+    values = read_job_config(*split_config(arguments)).values
+    return {name: values.get(name) for name in _PLATFORM}
 
 
 def _take_sizes_of_checkpoint(args: argparse.Namespace) -> None:

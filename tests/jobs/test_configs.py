@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.options.config_file import arguments_from_config, read_leaves
+from megatron_vp.jobs.config_words import arguments_from_config
+from megatron_vp.jobs.yaml_files import read_leaves
 from megatron_vp.mcore.start.preflight import check_job
 
 ROOT = Path(__file__).parents[2] / "configs"

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vp.cost.arguments import job_of
+from megatron_vp.cost.job_sizes import job_of
 from megatron_vp.cost.paper.published import jobs
 from megatron_vp.cost.shapes import CrossEntropy
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.options.config_file import read_leaves
+from megatron_vp.jobs.yaml_files import read_leaves
 from megatron_vp.mcore.start.preflight import check_job
 
 CONFIGS = Path(__file__).parents[2] / "configs"

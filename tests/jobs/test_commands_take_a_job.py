@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 
 from megatron_vp.cli.app import main
-from megatron_vp.cli.job import arguments, files_and_flags
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.command_line import arguments, files_and_flags
 
 BOTH = ["a.yaml", "b.yaml"]
 FLAGS = ["--lr", "-1e-4", "--vocab-parallel", "--data-path", "0.5", "x"]

@@ -8,7 +8,9 @@ import pytest
 import yaml
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.options.config_file import arguments_from_config, read_leaves, read_resolved, write_resolved
+from megatron_vp.jobs.config_words import arguments_from_config
+from megatron_vp.jobs.resolved import read_resolved, write_resolved
+from megatron_vp.jobs.yaml_files import read_leaves
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,0 +1,110 @@
+"""How a job's own configuration runs its pipeline, and what to change in it for another plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_vp.cost.job_sizes import job_of
+from megatron_vp.cost.layouts import equal_layers
+from megatron_vp.cost.shapes import Job, Plan
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.command_line import option_of
+from megatron_vp.jobs.job_config import JobConfig
+from megatron_vp.jobs.layout_text import layers_in, layout_of
+from megatron_vp.schedule import DEFAULT_SCHEDULE, VocabMethod, family, megatrons_own
+
+UNCOUNTED = (
+    "mtp_num_layers",
+    "hybrid_layer_pattern",
+    "multi_latent_attention",
+    "experimental_attention_variant",
+    "window_size",
+    "moe_layer_freq",
+    "moe_shared_expert_intermediate_size",
+    "moe_latent_size",
+    "expert_tensor_parallel_size",
+    "fp4_format",
+    "fp8_param_gather",
+    "fp8_output_proj",
+    "fp8_dot_product_attention",
+    "fp8_multi_head_attention",
+    "no_fp8_wgrad",
+    "disable_fp8_wgrad",
+    "te_precision_config_file",
+    "recompute_modules",
+    "cpu_offloading_num_layers",
+    "fine_grained_activation_offloading",
+    "optimizer_cpu_offload",
+    "rampup_batch_size",
+    "step_batch_size_schedule",
+)
+"""What changes time or memory and is unknown to the cost model."""
+
+
+def uncounted(config: JobConfig) -> list[str]:
+    """Flags of this job that the cost model knows nothing of, though they change time or memory."""
+    return [option_of(name) for name in UNCOUNTED if config.values.get(name) not in (None, False)]
+
+
+def plan_of(config: JobConfig) -> Plan:
+    """How the configuration itself runs its pipeline. Raises UserError."""
+    asked = config.values.get("pipeline_schedule")
+    chosen = family(DEFAULT_SCHEDULE if asked is None else str(asked))
+    vocab, chunks = VocabMethod.NONE, _chunks(config)
+    split = config.values.get("vocab_parallel") is True
+    if chosen.name == DEFAULT_SCHEDULE and not split:
+        chosen = megatrons_own(chunks)
+    if chosen.own_method is not None:
+        if not split:
+            raise UserError(f"--pipeline-schedule {chosen.name} is a way to split the vocabulary: add --vocab-parallel")
+        vocab = chosen.own_method
+    elif split:
+        algorithm = config.values.get("vocab_parallel_algorithm") or VocabMethod.VOCAB_2
+        if algorithm not in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2):
+            raise UserError(f"--vocab-parallel-algorithm {algorithm!r} is unknown; use vocab-1 or vocab-2")
+        vocab = VocabMethod(algorithm)
+    layout = config.values.get("pipeline_model_parallel_layout")
+    return Plan(chosen.name, vocab, chunks, None if layout is None else layers_in(str(layout)))
+
+
+def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
+    """What to change for this configuration to run `plan`, by long name; None and False unset what it sets."""
+    layout = config.values.get("pipeline_model_parallel_layout")
+    layers, chunks = plan.layers, plan.chunks
+    if layers is None and layout is not None:
+        layers = equal_layers(job, job.pipeline * (chunks or family(plan.schedule).chunks or 1))
+    if layers is not None and (layout is None or layers_in(str(layout)) != layers):
+        layout = layout_of(layers)
+    split = plan.vocab is not VocabMethod.NONE
+    # Without vocabulary passes, several chunks are all that makes Megatron's own schedule interleaved.
+    own = not split and plan.schedule == megatrons_own(chunks).name
+    wanted = {
+        "vocab_parallel": split,
+        "vocab_parallel_algorithm": plan.vocab.value if plan.vocab.is_sharded else None,
+        "pipeline_schedule": DEFAULT_SCHEDULE if own else plan.schedule,
+        "pipeline_model_parallel_layout": layout,
+        "num_virtual_stages_per_pipeline_rank": chunks if layout is None else None,
+        "num_layers_per_virtual_pipeline_stage": None,
+    }
+    defaults = {"vocab_parallel": False, "pipeline_schedule": DEFAULT_SCHEDULE}
+    settings = {name: value for name, value in wanted.items() if value != config.values.get(name, defaults.get(name))}
+    if plan.vocab.is_sharded:  # the default, but what was chosen should be seen
+        settings.setdefault("vocab_parallel_algorithm", plan.vocab.value)
+    return settings
+
+
+def _chunks(config: JobConfig) -> int | None:
+    chunks = config.values.get("num_virtual_stages_per_pipeline_rank")
+    each = config.values.get("num_layers_per_virtual_pipeline_stage")
+    if chunks is None and each is not None:
+        job = job_of(config.values)
+        stages, rest = divmod(job.model.layers, each)
+        chunks, uneven = divmod(stages, job.pipeline)
+        if rest or uneven:
+            raise UserError(f"--num-layers-per-virtual-pipeline-stage {each} does not divide the layers of a rank")
+    layout = config.values.get("pipeline_model_parallel_layout")
+    own = family(config.values.get("pipeline_schedule") or DEFAULT_SCHEDULE).chunks or 1
+    if chunks is None and layout is not None and own == 1:
+        # As Megatron does; a number of stages that does not go with the ranks is refused with the layers.
+        chunks = max(1, len(layers_in(str(layout))) // (config.values.get("pipeline_model_parallel_size") or 1))
+    return None if chunks == 1 else chunks

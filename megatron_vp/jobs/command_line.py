@@ -1,0 +1,115 @@
+"""The words of a command line: which configuration files and flags they hold, before any parser has seen them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_vp.errors import UserError
+
+CONFIG = "--config"
+CPU = "--cpu"
+
+
+class Flag(NamedTuple):
+    """One occurrence of `--name`, `--name=value` or `--name value value ...`."""
+
+    option: str
+    """With its leading dashes."""
+    values: tuple[str, ...]
+    """Empty for a bare flag."""
+
+
+def flags_in(words: Sequence[str]) -> Iterator[Flag]:
+    """The flags in their order; a word that does not start with `--` is a value of the flag before it.
+
+    Raises UserError where the first word is not a flag.
+    """
+    option, values = None, []
+    for word in words:
+        if word.startswith("--"):
+            if option is not None:
+                yield Flag(option, tuple(values))
+            option, equals, value = word.partition("=")
+            values = [value] if equals else []
+        elif option is None:
+            raise UserError(f"{word!r} is no flag; after the configuration come --flags")
+        else:
+            values.append(word)
+    if option is not None:
+        yield Flag(option, tuple(values))
+
+
+def flag_value(words: Sequence[str], option: str) -> str | None:
+    """The first value of the last occurrence of `option` ("" for a bare flag), or None without one.
+
+    Words before the first flag are ignored.
+    """
+    first = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
+    found = None
+    for flag in flags_in(words[first:]):
+        if flag.option == option:
+            found = flag.values[0] if flag.values else ""
+    return found
+
+
+def asks_for_cpu(words: Sequence[str]) -> bool:
+    """Whether no CUDA device shall be used: `--cpu` or MEGATRON_VP_CPU=1."""
+    return CPU in words or os.environ.get("MEGATRON_VP_CPU") == "1"
+
+
+def asks_for_help(words: Sequence[str]) -> bool:
+    """Whether the command line asks for help instead of a run."""
+    return bool({"-h", "--help"} & set(words))
+
+
+def split_config(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The files given with `--config`, in their order, and all other words.
+
+    Raises UserError for a `--config` without a file.
+    """
+    files: list[str] = []
+    others: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        option, equals, value = word.partition("=")
+        if option != CONFIG:
+            others.append(word)
+            continue
+        if not equals:
+            value = next(rest, "-")
+            if value.startswith("-"):
+                hint = "a file whose name begins with a dash is given as ./-NAME"
+                raise UserError(f"argument {CONFIG}: expected one argument; {hint}")
+        files.append(value)
+    return files, others
+
+
+def files_and_flags(words: Sequence[str] | None, overlays: Sequence[Path] | None) -> tuple[list[Path], list[str]]:
+    """A job as commands take it, `CONFIG [FLAGS]` and overlays: its files, later ones win, and its flags, which win."""
+    files, flags = list(overlays or ()), list(words or ())
+    if flags and not flags[0].startswith("-"):
+        files.insert(0, Path(flags.pop(0)))
+    return files, flags
+
+
+def arguments(files: Sequence[Path], flags: Sequence[str]) -> list[str]:
+    """The same as the arguments of a training script."""
+    return [*(word for file in files for word in (CONFIG, spelled(file))), *flags]
+
+
+def spelled(file: Path) -> str:
+    """A file as an argument that is not taken for an option."""
+    return f"./{file}" if str(file).startswith("-") else str(file)
+
+
+def option_of(name: str) -> str:
+    """The long option of an argument's name with underscores."""
+    return f"--{name.replace('_', '-')}"
+
+
+def name_of(option: str) -> str:
+    """The name with underscores of a long option."""
+    return option.lstrip("-").replace("-", "_")

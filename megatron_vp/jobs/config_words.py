@@ -1,0 +1,87 @@
+"""Configuration files as an argument vector for a parser, such as Megatron's.
+
+The vector goes *before* the command line's own flags: argparse keeps the last value, so the command line wins. A switch
+that a file turned on stays on, because most of Megatron's switches have no opposite; a later file can turn it off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.yaml_files import read_leaves
+
+
+def arguments_from_config(paths: Sequence[str | os.PathLike[str]], parser: argparse.ArgumentParser) -> list[str]:
+    """Translate YAML files, each overlaying those before it, into arguments for `parser`, in the order of the files.
+
+    `null` leaves an option at its default, and so does `false` for a switch. Lists serve options that take several
+    values.
+
+    Raises UserError for a missing or malformed file, an unknown key, a key given twice, or a value of the wrong type.
+    """
+    options = {
+        option.lstrip("-").replace("-", "_"): action for action in parser._actions for option in action.option_strings
+    }
+    seen: dict[argparse.Action, str] = {}
+    arguments: list[str] = []
+    for leaf in read_leaves(paths):
+        action = options.get(leaf.key)
+        if action is None or isinstance(action, argparse._HelpAction):
+            nearest = difflib.get_close_matches(leaf.key, options, n=1, cutoff=0.0)
+            raise UserError(f"{leaf} is no known argument; the nearest known one is '{nearest[0]}'")
+        if action in seen:
+            raise UserError(f"{leaf} was already set in {seen[action]}; keep one of them")
+        seen[action] = leaf.section
+        if leaf.value is not None:
+            arguments += _argument(action, leaf.key, leaf.value, str(leaf))
+    return arguments
+
+
+def _argument(action: argparse.Action, key: str, value: Any, where: str) -> list[str]:
+    option = next(o for o in action.option_strings if o.lstrip("-").replace("-", "_") == key)
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise UserError(f"{where} is a switch: write true or false, not {value!r}")
+        if value:
+            return [option]
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return [next(o for o in action.option_strings if o.startswith("--no-") != option.startswith("--no-"))]
+        return []
+    several = action.nargs is not None
+    if isinstance(value, list) and not several:
+        raise UserError(f"{where} takes one value, not the list {value!r}")
+    values = value if isinstance(value, list) else [value]
+    if isinstance(action.nargs, int) and len(values) != action.nargs:
+        raise UserError(f"{where} takes {action.nargs} values, not {len(values)}")
+    if action.nargs == "+" and not values:
+        raise UserError(f"{where} takes at least one value, not an empty list")
+    texts = [_text(action, item, where) for item in values]
+    return [option, *texts] if several else [f"{option}={texts[0]}"]
+
+
+def _text(action: argparse.Action, value: Any, where: str) -> str:
+    """The command line's spelling of `value`, after the option's own type and choices have accepted it."""
+    if isinstance(value, bool) and action.type is bool:
+        return "True" if value else ""  # bool("False") is true
+    if isinstance(value, bool | list | Mapping) or value is None:
+        raise UserError(f"{where} must be {_expected(action)}, not {value!r}; quote it if the text is meant")
+    text = str(value)
+    try:
+        converted = action.type(text) if action.type is not None else text
+    except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
+        raise UserError(f"{where} must be {_expected(action)}, not {value!r}") from error
+    if action.choices is not None and converted not in action.choices:
+        raise UserError(f"{where} must be {_expected(action)}, not {value!r}")
+    return text
+
+
+def _expected(action: argparse.Action) -> str:
+    if action.choices is not None:
+        return "one of " + ", ".join(str(getattr(choice, "name", choice)) for choice in action.choices)
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", None: "a string"}
+    return names.get(action.type, "a value that the option accepts")

@@ -1,0 +1,158 @@
+"""What a job was given: the leaves of its configuration files, and its flags, which win over them."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.command_line import flags_in, name_of, option_of
+from megatron_vp.jobs.yaml_files import Leaf, read_leaves
+
+SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "kv_channels",
+    "num_query_groups",
+    "vocab_size",
+    "padded_vocab_size",
+    "make_vocab_size_divisible_by",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "pipeline_model_parallel_size",
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+)
+SWITCHES = (
+    "vocab_parallel",
+    "sequence_parallel",
+    "use_distributed_optimizer",
+    "untie_embeddings_and_output_weights",
+    "first_last_layers_bf16",
+    "cross_entropy_loss_fusion",
+)
+OTHERS = (
+    *SWITCHES,
+    "vocab_parallel_algorithm",
+    "pipeline_schedule",
+    "pipeline_model_parallel_layout",
+    "recompute_granularity",
+    "fp8_format",
+    "fp8_recipe",
+    "cross_entropy_fusion_impl",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+)
+LARGEST_SIZE = 10**9
+LARGEST = {
+    "hidden_size": 2**20,
+    "num_attention_heads": 2**16,
+    "ffn_hidden_size": 2**22,
+    "kv_channels": 2**16,
+    "vocab_size": 2**28,
+    "padded_vocab_size": 2**28,
+    "num_experts": 2**16,
+    "moe_ffn_hidden_size": 2**22,
+    "seq_length": 2**26,
+    "micro_batch_size": 2**20,
+}
+"""Sizes beyond which no model is trained: a larger one is a slip of the keyboard. LARGEST_SIZE for all others."""
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """Arguments by their long names, with underscores; a switch is True."""
+
+    values: dict[str, Any]
+    """As YAML reads them, flags included: numbers where they look like numbers, lists where several were given."""
+    origins: dict[str, Leaf | str]
+    """Where each value comes from: a leaf of a file, or a flag of the command line. Their text goes into messages."""
+
+    def of_files(self) -> dict[str, Any]:
+        """What the files set and no flag overrides, without the options that they leave at their default."""
+        return {
+            name: value
+            for name, value in self.values.items()
+            if isinstance(self.origins[name], Leaf) and value is not None
+        }
+
+    def whole_number(self, name: str, default: int) -> int:
+        """An integer argument. Raises UserError for anything else."""
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise UserError(f"{self.origins[name]} {value} is no integer")
+        return value
+
+
+def read_job_config(files: Sequence[str | os.PathLike[str]], flags: Sequence[str]) -> JobConfig:
+    """Overlaid files, then flags (`--name value`, `--name=value`, `--switch`); later ones win.
+
+    Raises UserError for a file that cannot be read, a key that stands in two sections, and a word that is not a flag.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, Leaf | str] = {}
+    for leaf in read_leaves(files):
+        before = origins.get(leaf.key)
+        if isinstance(before, Leaf):
+            raise UserError(f"{leaf} was already set in {before.section}; keep one of them")
+        values[leaf.key], origins[leaf.key] = leaf.value, leaf
+    for option, texts in flags_in(flags):
+        name = name_of(option)
+        found = [_value(text) for text in texts]
+        values[name], origins[name] = (True if not found else found[0] if len(found) == 1 else found), option_of(name)
+    return JobConfig(values, origins)
+
+
+def read_sizes(files: Sequence[str | os.PathLike[str]], flags: Sequence[str]) -> JobConfig:
+    """The same for a command that computes from a job's sizes: all SIZES are whole numbers or None.
+
+    Arguments that do not affect sizes are ignored. Raises UserError also for a name that looks like a misspelt size, a
+    size that no job has, NaN and infinity, and a switch with a value.
+    """
+    config = read_job_config(files, flags)
+    for name, origin in config.origins.items():
+        near = difflib.get_close_matches(name, (*SIZES, *OTHERS), 1, 0.92)
+        if near and near[0] != name:
+            raise UserError(f"{origin} is no argument that sizes a job; the nearest is {option_of(near[0])}")
+    for name in SIZES:
+        value = config.values.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            bare = value is True and not isinstance(config.origins[name], Leaf)
+            raise UserError(
+                f"{config.origins[name]} {'without a value' if bare else repr(value)} is no whole number of at least 1"
+            )
+        largest = LARGEST.get(name, LARGEST_SIZE)
+        if value is not None and value > largest:
+            raise UserError(f"{config.origins[name]} {value} is too large for any job; give at most {largest}")
+    for name, value in config.values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{config.origins[name]} {value} is not a finite number")
+    for name in SWITCHES:
+        value = config.values.get(name)
+        if value not in (None, False, True):
+            raise UserError(f"{config.origins[name]} is a switch and takes no value; it was given {value!r}")
+    return config
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

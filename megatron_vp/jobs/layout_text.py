@@ -1,0 +1,33 @@
+"""The text of `--pipeline-model-parallel-layout`, as numbers of layers and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from megatron_vp.errors import UserError
+
+_LONGEST_LAYOUT = 10_000
+
+
+def layers_in(layout: str) -> tuple[int, ...]:
+    """Transformer layers by stage of `--pipeline-model-parallel-layout`, such as `Et*5|(t*5|)*6t*3L`.
+
+    Raises UserError for anything else.
+    """
+    text = layout.replace(" ", "").replace(",", "")
+    while repeated := re.search(r"(?:\(([^()]*)\)|([EtmL]))\*(\d{1,9})", text):
+        part, times = repeated[1] or repeated[2] or "", int(repeated[3])
+        if len(text) + len(part) * times > _LONGEST_LAYOUT:
+            raise UserError(
+                f"--pipeline-model-parallel-layout {layout!r} stands for more than {_LONGEST_LAYOUT} letters"
+            )
+        text = text[: repeated.start()] + part * times + text[repeated.end() :]
+    if not re.fullmatch(r"E?[t|]*m*L?", text):
+        raise UserError(f"--pipeline-model-parallel-layout {layout!r} is not understood; write it as Et*4|(t*5|)*6t*3L")
+    return tuple(segment.count("t") for segment in text.split("|"))
+
+
+def layout_of(layers: Sequence[int]) -> str:
+    """The layout string of these transformer layers by stage."""
+    return "E" + "|".join(f"t*{count}" if count else "" for count in layers) + "L"

@@ -1,0 +1,58 @@
+"""A run's resolved configuration: every argument that it ran with, beside its checkpoints or logs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_vp.errors import UserError
+from megatron_vp.files import MIB, read_text, replacing
+from megatron_vp.jobs.yaml_files import one_line
+
+RESOLVED_NAME = "resolved_config.yaml"
+
+
+def write_resolved(args: argparse.Namespace, path: str | os.PathLike[str]) -> None:
+    """Write every argument of `args` as plain YAML, sorted by name; the file appears complete or not at all.
+
+    Values that YAML does not know (enums, data types, functions) are written as their text. Users outside of the file's
+    group cannot read it. Call it on one rank. Raises UserError where the file cannot be written.
+    """
+    path = Path(path)
+    plain = {name: _plain(value) for name, value in vars(args).items() if not name.startswith("_")}
+    text = yaml.safe_dump(plain, sort_keys=True, default_flow_style=None, width=120)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, most_mode=0o640) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; make room or choose another directory") from error
+
+
+def read_resolved(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The arguments of a run by their names, as `write_resolved` wrote them; UserError if they cannot be read."""
+    try:
+        found = yaml.safe_load(read_text(path, "resolved configuration", MIB))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"cannot read resolved configuration {path}: {one_line(error)}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is no resolved configuration: it holds no mapping")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.name
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, list | tuple | set):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return getattr(value, "__qualname__", None) or str(value)

@@ -1,0 +1,123 @@
+"""Configuration files: YAML, overlaid, as leaves that are named like arguments.
+
+A file is grouped in sections for its reader; the names and the nesting of sections mean nothing. A leaf's key is a long
+option without its leading dashes and with underscores (`--no-rope-fusion` is `no_rope_fusion: true`). Several files are
+overlaid, the later one wins: a model, and a method on top of it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_vp.errors import UserError
+from megatron_vp.files import MIB, read_text
+from megatron_vp.jobs.secret_variables import environment_without_secrets
+
+_BASE = "base"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One `key: value` of overlaid files: `section` says where in the tree, `file` is the one whose value stands."""
+
+    file: Path
+    section: str
+    key: str
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.file}: '{self.key}' in {self.section}"
+
+
+def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
+    """All leaves of YAML files, each overlaying those before it, in the order of the files.
+
+    Interpolations (`${section.key}`, `${oc.env:NAME}`) are OmegaConf's and see the overlaid whole; variables that hold
+    secrets are refused, because arguments are written to files and logs. A top-level `base: other.yaml` (relative to
+    its file) is read before the file that names it. Raises UserError for a file that is missing or malformed.
+    """
+    if not paths:
+        return []
+    layers = [layer for path in paths for layer in _layers(Path(path), ())]
+    try:
+        with environment_without_secrets() as refused:
+            merged = OmegaConf.to_container(OmegaConf.merge(*(config for _, config in layers)), resolve=True)
+    except OmegaConfBaseException as error:
+        what = (
+            refused[0] if refused else str(error).partition("\n")[0]
+        )  # the rest is OmegaConf's own position in its types
+        where = f" (at '{error.full_key}')" if error.full_key else ""
+        raise UserError(f"{', '.join(map(str, paths))}: {what}{where}") from error
+    raw = [(file, OmegaConf.to_container(config)) for file, config in reversed(layers)]
+    return [
+        Leaf(
+            file=next(file for file, tree in raw if _holds(tree, trail)),
+            section=f"section '{'.'.join(trail[:-1])}'" if trail[1:] else "the top level",
+            key=trail[-1],
+            value=value,
+        )
+        for trail, value in _leaves(merged)
+    ]
+
+
+def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictConfig]]:
+    """The file after its bases, each with its path."""
+    if path.resolve() in overlaid_by:
+        raise UserError(f"{path}: '{_BASE}' leads back to the file itself; remove one of the '{_BASE}' lines")
+    text = read_text(path, "configuration file", MIB)
+    try:
+        config = OmegaConf.load(io.StringIO(text))
+    except OSError as error:  # a bare word or a number
+        raise UserError(f"{path} holds no mapping; write 'argument_name: value' lines, grouped in sections") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {one_line(error)}") from error
+    except RecursionError as error:
+        raise UserError(f"{path} nests sections or lists too deeply; write them on one level") from error
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {str(error).partition('\n')[0]}; keys are sections and names of arguments") from error
+    except ValueError as error:  # a number of thousands of digits, a date that does not exist
+        what = one_line(error).partition(";")[0]
+        raise UserError(f"{path} is not valid YAML: {what}; quote it if the text is meant") from error
+    if not isinstance(config, DictConfig):
+        raise UserError(f"{path} holds no mapping; write 'argument_name: value' lines, grouped in sections")
+    base = config.pop(_BASE, None)
+    if base is None:
+        return [(path, config)]
+    if not isinstance(base, str):
+        raise UserError(f"{path}: '{_BASE}' must be the path of one YAML file, not {base!r}")
+    if not base.endswith((".yaml", ".yml")):
+        raise UserError(f"{path}: '{_BASE}' must name a .yaml or .yml file, not {base!r}")
+    return [*_layers(path.parent / base, (*overlaid_by, path.resolve())), (path, config)]
+
+
+def _leaves(node: Mapping[str, Any], trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*trail, str(key)))
+        elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+            where = ".".join((*trail, str(key)))
+            raise UserError(f"section '{where}' is a list: write its 'argument_name: value' lines without dashes")
+        else:
+            yield (*trail, str(key)), value
+
+
+def _holds(tree: Any, trail: tuple[str, ...]) -> bool:
+    if not trail:
+        return True
+    return isinstance(tree, Mapping) and any(
+        str(key) == trail[0] and _holds(value, trail[1:]) for key, value in tree.items()
+    )
+
+
+def one_line(error: Exception) -> str:
+    """An error's text without line ends."""
+    return " ".join(str(error).split())
