@@ -54,6 +54,14 @@ def _imports(path):
             yield node.module
 
 
+def _targets(path):
+    """The modules that a file may import: `from package import name` may name a module or what is in one."""
+    yield from _imports(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 def _folders(of):
     return {path.name for path in of.iterdir() if path.is_dir() and path.name != "__pycache__"}
 
@@ -88,6 +96,46 @@ def test_imports_of_a_room_that_knows_megatron(room):
                 target = name.split(".")[2]
                 shared = {"patches", "patch_table", "choices"} if room in APPLY_PATCHES else {"patches", "choices"}
                 assert target in MEGATRON_ROOMS[room] | {room} | shared, f"{path} imports {name}"
+
+
+def _modules():
+    paths = {path: path.relative_to(PACKAGE.parent).with_suffix("").parts for path in PACKAGE.rglob("*.py")}
+    return {".".join(parts).removesuffix(".__init__"): path for path, parts in paths.items()}
+
+
+def _circles(imports):
+    """Groups of modules of which each reaches all others; imports inside of functions and for types count too."""
+    found, index, lowest, stack = [], {}, {}, []
+
+    def visit(module):
+        index[module] = lowest[module] = len(index)
+        stack.append(module)
+        for target in imports[module]:
+            if target not in index:
+                visit(target)
+            if target in stack:
+                lowest[module] = min(lowest[module], lowest[target])
+        if lowest[module] == index[module]:
+            group = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for module in imports:
+        if module not in index:
+            visit(module)
+    return found
+
+
+def test_a_circle_is_found():
+    assert _circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == [["b", "c"]]
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    modules = _modules()
+    imports = {name: (set(_targets(path)) & modules.keys()) - {name} for name, path in modules.items()}
+    assert sum(map(len, imports.values())) > 500
+    assert _circles(imports) == []
 
 
 def test_schedules_and_help_need_neither_torch_nor_megatron():

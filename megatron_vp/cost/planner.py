@@ -14,9 +14,9 @@ from megatron_vp.cost.communication import Wires
 from megatron_vp.cost.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware import Hardware
 from megatron_vp.cost.layouts import spread_layers
-from megatron_vp.cost.memory import RankMemory
-from megatron_vp.cost.passes import PassTimes
+from megatron_vp.cost.pass_times import PassTimes
 from megatron_vp.cost.predict import Prediction, make_player, predict
+from megatron_vp.cost.rank_memory import RankMemory
 from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.cost.workers import worker_pool
 from megatron_vp.errors import UserError

@@ -12,8 +12,8 @@ from megatron_vp.cost.flops import model_flops
 from megatron_vp.cost.fp8 import bf16_layers
 from megatron_vp.cost.hardware import Hardware
 from megatron_vp.cost.layouts import equal_layers
-from megatron_vp.cost.memory import MemoryModel, RankMemory
-from megatron_vp.cost.passes import PassTimes, Split
+from megatron_vp.cost.pass_times import PassTimes, Split
+from megatron_vp.cost.rank_memory import MemoryModel, RankMemory
 from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import (

@@ -69,3 +69,11 @@ class Derivative:
         softmax_part_n = self.total.probability(self.target_logit_n)
         entry_n = softmax_part_n * self.loss.softmax_weight(self.total.log_sum_exp_n) - self.target_weight
         return torch.where(self.target_n >= 0, entry_n, 0)
+
+
+def smallest_scale(dtype: torch.dtype) -> float:
+    """The c from which on e / c is in the range of E's dtype, and c g X in that of X's.
+
+    fp16 has no room beside the loss scale: there no target's row is left to X.
+    """
+    return float("inf") if dtype == torch.float16 else 2.0**-60

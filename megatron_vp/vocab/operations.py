@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_vp.vocab.derivative import Derivative
+from megatron_vp.vocab.derivative import Derivative, smallest_scale
 from megatron_vp.vocab.statistics import LINEAR, MAX, SUM, statistics_dtype
 
 ROWS_PER_BLOCK = 1024
@@ -84,14 +84,6 @@ class Operations(Protocol):
 
         sorted_rows: whether `row_n` ascends.
         """
-
-
-def smallest_scale(dtype: torch.dtype) -> float:
-    """The c from which on e / c is in the range of E's dtype, and c g X in that of X's.
-
-    fp16 has no room beside the loss scale: there no target's row is left to X.
-    """
-    return float("inf") if dtype == torch.float16 else 2.0**-60
 
 
 class EagerOperations:

@@ -13,12 +13,12 @@ from megatron_vp.cost.fp8 import activations_saved, bf16_layers, fp8_matrices, q
 from megatron_vp.cost.hardware import HARDWARE
 from megatron_vp.cost.job_sizes import job_of
 from megatron_vp.cost.layouts import equal_layers
-from megatron_vp.cost.memory import MemoryModel, layer_activations
 from megatron_vp.cost.paper.published import Cell
 from megatron_vp.cost.paper.runs import Setting, predict_cell, predict_cell_on
-from megatron_vp.cost.passes import PassTimes
+from megatron_vp.cost.pass_times import PassTimes
 from megatron_vp.cost.planner import PLAIN, REDISTRIBUTED, Candidate, balanced_layers, weigh
 from megatron_vp.cost.predict import predict
+from megatron_vp.cost.rank_memory import MemoryModel, layer_activations
 from megatron_vp.cost.shapes import Fp8Recipe, Job, ModelShape, Plan, Recompute
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes

@@ -11,7 +11,7 @@ from megatron_vp.cost.communication import Wires
 from megatron_vp.cost.constants import CALIBRATED
 from megatron_vp.cost.hardware import GIB, find_hardware
 from megatron_vp.cost.layouts import spread_layers
-from megatron_vp.cost.passes import PassTimes
+from megatron_vp.cost.pass_times import PassTimes
 from megatron_vp.cost.planner import Candidate, Loss, balanced_layers, best, candidates, method_of, plan, weigh
 from megatron_vp.cost.shapes import Job, ModelShape, Plan
 from megatron_vp.errors import UserError

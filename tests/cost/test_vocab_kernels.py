@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from megatron_vp.cli.app import app
 from megatron_vp.cost.constants import CALIBRATED
 from megatron_vp.cost.hardware import HARDWARE, Rates
-from megatron_vp.cost.passes import PassTimes
+from megatron_vp.cost.pass_times import PassTimes
 from megatron_vp.cost.roofline import Line, lines, markdown
 from megatron_vp.cost.shapes import Job, ModelShape
 from megatron_vp.cost.vocab_kernels import (

@@ -13,7 +13,7 @@ from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.rehearsal import MICROBATCHES
-from megatron_vp.runtime.trace import PipelineTrace
+from megatron_vp.runtime.trace_writer import PipelineTrace
 from megatron_vp.schedule.families import generate
 from megatron_vp.schedule.instructions import Channel
 from megatron_vp.schedule.lowering import lower

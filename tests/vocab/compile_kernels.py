@@ -32,7 +32,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from megatron_vp.vocab.derivative import SMOOTHING_ROWS, Derivative
-from megatron_vp.vocab.kernels import derivative, rows, softmax
+from megatron_vp.vocab.kernels import gradient_rows, rows, softmax
 from megatron_vp.vocab.loss import TokenLoss
 from megatron_vp.vocab.shards import VocabShards
 from megatron_vp.vocab.statistics import GlobalStatistics
@@ -142,8 +142,8 @@ def launch_all(shape: Shape, tokens: int = 4096, shards: int = 8) -> None:
     states, main_grad = empty(tokens, hidden, dtype=dtype), empty(columns, hidden, dtype=shape.main_dtype)
     terms = Derivative(statistics[0], target, target_logit, GlobalStatistics(factor, factor, factor), loss, 2 * columns)
     softmax.fold_(statistics, empty(shards, 3, tokens))
-    derivative.rescale_(states, weight, terms, weight[0] if shape.smoothed else None)
-    derivative.enter_targets_(exp, states, factor, terms)
+    gradient_rows.rescale_(states, weight, terms, weight[0] if shape.smoothed else None)
+    gradient_rows.enter_targets_(exp, states, factor, terms)
     rows.add_rows_(main_grad, token, states)
 
 
@@ -183,8 +183,8 @@ def variants(capability: int) -> Counter[str]:
             softmax.fold_(statistics, empty(shards, 3, tokens))
             total = GlobalStatistics(factor, factor, factor)
             terms = Derivative(statistics[0], target, target_logit, total, TokenLoss(), 1024)
-            derivative.rescale_(states, empty(512, 256, dtype=torch.bfloat16), terms)
-            derivative.enter_targets_(exp, states, factor, terms)
+            gradient_rows.rescale_(states, empty(512, 256, dtype=torch.bfloat16), terms)
+            gradient_rows.enter_targets_(exp, states, factor, terms)
             rows.add_rows_(empty(512, 256), token, states)
     kernels = {(name, kernel.hash) for name, kernel in made}
     return Counter(name for name, _ in kernels)

@@ -13,11 +13,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from megatron_vp.vocab import output  # noqa: E402
-from megatron_vp.vocab.derivative import SMOOTHING_ENTRY, SMOOTHING_ROWS, Derivative  # noqa: E402
-from megatron_vp.vocab.kernels import derivative, fused, rows, softmax  # noqa: E402
+from megatron_vp.vocab.derivative import SMOOTHING_ENTRY, SMOOTHING_ROWS, Derivative, smallest_scale  # noqa: E402
+from megatron_vp.vocab.kernels import fused, gradient_rows, rows, softmax  # noqa: E402
 from megatron_vp.vocab.kernels.fused import FusedOperations  # noqa: E402
 from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss  # noqa: E402
-from megatron_vp.vocab.operations import EagerOperations, smallest_scale  # noqa: E402
+from megatron_vp.vocab.operations import EagerOperations  # noqa: E402
 from megatron_vp.vocab.statistics import GlobalStatistics  # noqa: E402
 from tests.vocab.test_output import _distance, _problem, _reference, _sharded  # noqa: E402
 
@@ -138,7 +138,7 @@ def _passed(logits, labels):
     found = softmax.exponentiate_(logits, labels, 0, 1.0)
     statistics, target, target_logit = found
     terms = _terms(statistics[0], target, target_logit)
-    return *found, derivative.enter_targets_(
+    return *found, gradient_rows.enter_targets_(
         logits, torch.ones(4, 3, device=DEVICE), torch.ones(4, device=DEVICE), terms
     )
 
@@ -157,7 +157,7 @@ def test_rows_beyond_32_bits(sparse):
     rows.add_rows_(matrix, row, source)
     assert torch.equal(matrix[row], source)
     product, zeros = torch.zeros_like(source), torch.zeros(2, device=DEVICE)
-    derivative.rescale_(product, matrix, _terms(zeros, row, zeros + math.log(2)))  # e = 2 - 1
+    gradient_rows.rescale_(product, matrix, _terms(zeros, row, zeros + math.log(2)))  # e = 2 - 1
     torch.testing.assert_close(product, source)
 
 
@@ -193,21 +193,21 @@ LOSSES = [CROSS_ENTROPY, TokenLoss(label_smoothing=0.1, z_loss=0.05)]
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_rescale(dtype, loss):
-    tokens, hidden, vocab = 12, derivative.BLOCK + 7, 11
+    tokens, hidden, vocab = 12, gradient_rows.BLOCK + 7, 11
     product, weight = _random(tokens, hidden, dtype=dtype), _random(vocab, hidden, dtype=dtype)
     terms = _rows_of_d(tokens, vocab, loss)
     expected = product.double() * terms.scale_n.double()[:, None]
     for token, column in enumerate(terms.target_n.tolist()):
         if column >= 0:
             expected[token] += terms.entry_n[token].double() * weight[column].double()
-    derivative.rescale_(product, weight, terms)
+    gradient_rows.rescale_(product, weight, terms)
     torch.testing.assert_close(product.double(), expected, rtol=ROUNDING[dtype] + 1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_enter_targets(dtype, loss):
-    tokens, hidden, columns = 12, derivative.BLOCK + 1, derivative.BLOCK + 9
+    tokens, hidden, columns = 12, gradient_rows.BLOCK + 1, gradient_rows.BLOCK + 9
     exp, x = _random(tokens, columns, dtype=dtype).abs(), _random(tokens, hidden, dtype=dtype)
     terms, row_gradient = _rows_of_d(tokens, columns, loss), _random(tokens).abs() + 0.1
     scale, entry, target = terms.scale_n.double(), terms.entry_n.double(), terms.target_n
@@ -234,7 +234,7 @@ def test_enter_targets(dtype, loss):
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_label_smoothing_takes_its_rows_through_the_gemms(dtype, tokens):
     """What E's further rows add to E'^T X' is -u sum g x, and to dX / g the sum of W's rows."""
-    hidden, columns, vocab, scaling = derivative.SUMMED_TILE[1] + 5, 48, 40000, 2.0**15
+    hidden, columns, vocab, scaling = gradient_rows.SUMMED_TILE[1] + 5, 48, 40000, 2.0**15
     exp, x = torch.zeros(tokens + SMOOTHING_ROWS, columns, device=DEVICE, dtype=dtype), _random(tokens, hidden)
     exp[tokens:] = SMOOTHING_ENTRY
     x = (x + 1).to(dtype)

@@ -17,7 +17,7 @@ from megatron_vp.cost.flops import model_flops
 from megatron_vp.cost.paper.published import Cell, Measurement, jobs, known_cells, pass_times, scaling_factors
 from megatron_vp.cost.paper.runs import A100, PEAK_FLOPS, plan_of, player_of, predict_cell, scaling_factor, software
 from megatron_vp.cost.paper.tables import layout_unknown
-from megatron_vp.cost.passes import PassTimes
+from megatron_vp.cost.pass_times import PassTimes
 from megatron_vp.cost.predict import after_passes, stage_costs
 from megatron_vp.schedule import Collective, Message, Operation, VocabMethod
 from megatron_vp.schedule.dependencies import Step

@@ -11,10 +11,10 @@ from megatron_vp.cost.constants import FITTED, Constants
 from megatron_vp.cost.fp8 import refuse_fp8
 from megatron_vp.cost.hardware import HARDWARE, Hardware
 from megatron_vp.cost.layouts import redistributed_layers
-from megatron_vp.cost.memory import GIB
 from megatron_vp.cost.paper.published import Cell, jobs
-from megatron_vp.cost.passes import PassTimes
+from megatron_vp.cost.pass_times import PassTimes
 from megatron_vp.cost.predict import make_player, predict
+from megatron_vp.cost.rank_memory import GIB
 from megatron_vp.cost.shapes import Fp8Recipe, Job, Plan
 from megatron_vp.cost.workers import worker_pool
 from megatron_vp.schedule import PassCosts, Player, VocabMethod, family, generate

@@ -10,7 +10,7 @@ from megatron.training import get_args
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.reports.rank_report import in_first_pipeline
 from megatron_vp.runtime.groups import PipelineGroups
-from megatron_vp.runtime.trace import PipelineTrace
+from megatron_vp.runtime.trace_writer import PipelineTrace
 
 _current: PipelineTrace | None = None
 

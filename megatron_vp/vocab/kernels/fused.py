@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_vp.vocab.kernels import derivative, rows, softmax
+from megatron_vp.vocab.kernels import gradient_rows, rows, softmax
 
 _ADDS_INTO_FP32 = torch.__version__ >= (2, 10)
 """Where `addmm` takes fp32 beside 16-bit factors; PyTorch 2.8 and 2.9 have its `out_dtype`, too, and refuse that."""
@@ -15,8 +15,8 @@ class FusedOperations:
 
     exponentiate_ = staticmethod(softmax.exponentiate_)
     fold_ = staticmethod(softmax.fold_)
-    rescale_ = staticmethod(derivative.rescale_)
-    enter_targets_ = staticmethod(derivative.enter_targets_)
+    rescale_ = staticmethod(gradient_rows.rescale_)
+    enter_targets_ = staticmethod(gradient_rows.enter_targets_)
     add_rows_ = staticmethod(rows.add_rows_)
 
     @staticmethod

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_vp.cost.hardware import HARDWARE
 from megatron_vp.cost.layouts import equal_layers
-from megatron_vp.cost.memory import (
+from megatron_vp.cost.rank_memory import (
     EMBEDDED,
     SCORES,
     SHARED_BUFFERS,

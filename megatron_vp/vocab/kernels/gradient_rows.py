@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_vp.vocab.derivative import SMOOTHING_ROWS, Derivative
-from megatron_vp.vocab.operations import smallest_scale
+from megatron_vp.vocab.derivative import SMOOTHING_ROWS, Derivative, smallest_scale
 
 BLOCK = 1024
 """Elements of a row of E W that a program handles."""
