@@ -26,7 +26,7 @@ from megatron_vp.jobs.command_line import files_and_flags
 from megatron_vp.jobs.settings import flags_of, yaml_of
 
 if TYPE_CHECKING:
-    from megatron_vp.cost.planner import Impossible, Outcome
+    from megatron_vp.cost.planner import Evaluation, Infeasible
 
 
 def register(app: typer.Typer) -> None:
@@ -58,26 +58,26 @@ def plan(
     request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory)
     with progress_bar() as bar:
         task = bar.add_task("predicting", total=None)
-        outcomes, impossible = make_plan(
+        evaluations, infeasible = make_plan(
             request.job,
             request.hardware,
             chunks=plan_of(request.config).chunks or 2,
             progress=lambda done, of: bar.update(task, completed=done, total=of),
         )
-    chosen = best(outcomes, request.limit)
+    chosen = best(evaluations, request.limit)
     match output_format:
         case Format.TABLE:
-            content: str | bytes = _table(request, outcomes, impossible, chosen)
+            content: str | bytes = _table(request, evaluations, infeasible, chosen)
         case Format.JSON:
-            content = json.dumps(_document(request, outcomes, impossible, chosen), indent=1) + "\n"
+            content = json.dumps(_document(request, evaluations, infeasible, chosen), indent=1) + "\n"
         case Format.PNG:
             from megatron_vp.cost.charts import plan_chart
 
-            content = plan_chart(outcomes, request.limit, request.title)
+            content = plan_chart(evaluations, request.limit, request.title)
     write(content, output)
 
 
-def _table(request: Request, outcomes: list[Outcome], impossible: list[Impossible], chosen: Outcome) -> str:
+def _table(request: Request, evaluations: list[Evaluation], infeasible: list[Infeasible], chosen: Evaluation) -> str:
     from rich.table import Table
 
     from megatron_vp.cost.job_plan import settings_of
@@ -89,7 +89,7 @@ def _table(request: Request, outcomes: list[Outcome], impossible: list[Impossibl
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)
     table.add_column("bound by", no_wrap=True)
-    for each in sorted(outcomes, key=lambda one: (not one.fits(request.limit), one.iteration_seconds)):
+    for each in sorted(evaluations, key=lambda one: (not one.fits(request.limit), one.iteration_seconds)):
         table.add_row(
             each.candidate.plan.schedule,
             each.candidate.method,
@@ -104,9 +104,9 @@ def _table(request: Request, outcomes: list[Outcome], impossible: list[Impossibl
         )
     lines = [request.title, request.shards, rendered(table) + request.caveat]
     lines += [
-        f"not possible: {one.candidate.plan.schedule}, {one.candidate.method}: {one.reason}" for one in impossible
+        f"not possible: {one.candidate.plan.schedule}, {one.candidate.method}: {one.reason}" for one in infeasible
     ]
-    plain = next((one for one in outcomes if one.candidate.method == "plain" and one.fits(request.limit)), None)
+    plain = next((one for one in evaluations if one.candidate.method == "plain" and one.fits(request.limit)), None)
     if plain is not None and plain is not chosen:
         gain = plain.iteration_seconds / chosen.iteration_seconds
         lines.append(f"{gain:.2f} times as fast as the best plain run that fits ({plain.candidate.plan.schedule})")
@@ -119,19 +119,19 @@ def _table(request: Request, outcomes: list[Outcome], impossible: list[Impossibl
 
 
 def _document(
-    request: Request, outcomes: list[Outcome], impossible: list[Impossible], chosen: Outcome
+    request: Request, evaluations: list[Evaluation], infeasible: list[Infeasible], chosen: Evaluation
 ) -> dict[str, object]:
     from megatron_vp.cost.job_plan import settings_of
 
-    def entry(each: Outcome) -> dict[str, object]:
+    def entry(each: Evaluation) -> dict[str, object]:
         settings = settings_of(request.config, each.candidate.plan, request.job)
         return each.document(request.limit) | {"settings": settings, "flags": flags_of(settings)}
 
     return request.document() | {
-        "best": outcomes.index(chosen),
-        "plans": [entry(each) for each in outcomes],
+        "best": evaluations.index(chosen),
+        "plans": [entry(each) for each in evaluations],
         "impossible": [
             {"schedule": one.candidate.plan.schedule, "method": one.candidate.method, "reason": one.reason}
-            for one in impossible
+            for one in infeasible
         ],
     }

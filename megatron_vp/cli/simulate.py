@@ -29,7 +29,7 @@ from megatron_vp.jobs.command_line import files_and_flags
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from megatron_vp.cost.planner import Outcome
+    from megatron_vp.cost.planner import Evaluation
     from megatron_vp.cost.shapes import Job, Plan
 
 MOST_FORWARDS = 131_072
@@ -62,7 +62,7 @@ def simulate(
     megatron-vp simulate configs/llama3_8b.yaml --nodes 4 --vocab-parallel --pipeline-schedule v-half
     """
     from megatron_vp.cost.job_plan import plan_of
-    from megatron_vp.cost.planner import Candidate, method_of, outcome
+    from megatron_vp.cost.planner import Candidate, evaluation_of, method_of
     from megatron_vp.cost.predict import make_player, predict
     from megatron_vp.cost.traced_costs import traced_costs
     from megatron_vp.schedule.collector import collector_paused
@@ -75,7 +75,7 @@ def simulate(
     with collector_paused():
         player = make_player(request.job, plan, request.hardware, measured=measured)
         prediction = predict(request.job, plan, request.hardware, measured=measured, player=player)
-        found = outcome(Candidate(method_of(plan), plan), prediction, player, request.job)
+        found = evaluation_of(Candidate(method_of(plan), plan), prediction, player, request.job)
         match output_format:
             case Format.TABLE:
                 content: str | bytes = _table(request, found)
@@ -98,7 +98,7 @@ def _refuse_endless(job: Job, plan: Plan) -> None:
         )
 
 
-def _table(request: Request, found: Outcome) -> str:
+def _table(request: Request, found: Evaluation) -> str:
     from rich.table import Table
 
     parts = list(found.memory[0].parts())
@@ -135,7 +135,7 @@ def _table(request: Request, found: Outcome) -> str:
     )
 
 
-def _outside(found: Outcome) -> Table:
+def _outside(found: Evaluation) -> Table:
     from rich.table import Table
 
     parts = list(found.memory[0].outside.parts())
@@ -150,5 +150,5 @@ def _outside(found: Outcome) -> Table:
     return table
 
 
-def _document(request: Request, found: Outcome) -> dict[str, object]:
+def _document(request: Request, found: Evaluation) -> dict[str, object]:
     return request.document() | {"plan": found.document(request.limit)}

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from megatron_vp.cost.planner import Outcome
+    from megatron_vp.cost.planner import Evaluation
 
 GIB = 2**30
 LOSSES = {
@@ -31,49 +31,49 @@ PARTS = {
 }
 
 
-def plan_chart(outcomes: Sequence[Outcome], limit: float, title: str) -> bytes:
+def plan_chart(evaluations: Sequence[Evaluation], limit: float, title: str) -> bytes:
     """PNG: a row a candidate, the fastest on top: where its iteration's seconds go, and every rank's memory."""
-    figure, (times, memory) = _figure(0.26 * len(outcomes) + 1.6, title)
-    rows = range(len(outcomes))
-    left = [0.0] * len(outcomes)
+    figure, (times, memory) = _figure(0.26 * len(evaluations) + 1.6, title)
+    rows = range(len(evaluations))
+    left = [0.0] * len(evaluations)
     for name, (label, colour) in LOSSES.items():
-        widths = [getattr(each.loss, name) for each in outcomes]
+        widths = [getattr(each.loss, name) for each in evaluations]
         times.barh(rows, widths, left=left, color=colour, label=label)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    times.set_yticks(rows, [f"{each.candidate.plan.schedule}, {each.candidate.method}" for each in outcomes])
+    times.set_yticks(rows, [f"{each.candidate.plan.schedule}, {each.candidate.method}" for each in evaluations])
     times.invert_yaxis()
     times.set_xlabel("seconds an iteration")
-    for row, each in enumerate(outcomes):
+    for row, each in enumerate(evaluations):
         totals = sorted(rank.total / GIB for rank in each.memory)
         memory.plot([totals[0], totals[-1]], [row, row], color="#9A9A9A", linewidth=2, zorder=1)
         colour = "#59A14F" if each.fits(limit) else "#E15759"
         memory.scatter(totals, [row] * len(totals), s=12, color=colour, zorder=2)
-    memory.set_yticks(rows, [""] * len(outcomes))
+    memory.set_yticks(rows, [""] * len(evaluations))
     memory.set_ylim(times.get_ylim())
     _limit(memory, limit)
     memory.set_xlabel("GiB, a dot a rank; dotted: what a rank may take")
     return _png(figure)
 
 
-def rank_chart(outcome: Outcome, limit: float, title: str) -> bytes:
+def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
     """PNG: a row a rank: seconds that it computes and waits, and its memory by what it holds."""
-    plan = outcome.candidate.plan
+    plan = evaluation.candidate.plan
     figure, (times, memory) = _figure(
-        0.26 * len(outcome.busy) + 1.8, f"{title}\n{plan.schedule}, {outcome.candidate.method}"
+        0.26 * len(evaluation.busy) + 1.8, f"{title}\n{plan.schedule}, {evaluation.candidate.method}"
     )
-    rows = range(len(outcome.busy))
-    makespan = outcome.iteration_seconds - outcome.loss.step
-    times.barh(rows, outcome.busy, color=LOSSES["work"][1], label="computes")
-    waits = [makespan - busy for busy in outcome.busy]
-    times.barh(rows, waits, left=outcome.busy, color=LOSSES["bubble"][1], label="waits")
-    step = [outcome.loss.step] * len(rows)
+    rows = range(len(evaluation.busy))
+    makespan = evaluation.iteration_seconds - evaluation.loss.step
+    times.barh(rows, evaluation.busy, color=LOSSES["work"][1], label="computes")
+    waits = [makespan - busy for busy in evaluation.busy]
+    times.barh(rows, waits, left=evaluation.busy, color=LOSSES["bubble"][1], label="waits")
+    step = [evaluation.loss.step] * len(rows)
     times.barh(rows, step, left=makespan, color=LOSSES["step"][1], label="after the passes")
     times.set_yticks(rows, [f"rank {rank}" for rank in rows])
     times.invert_yaxis()
     times.set_xlabel("seconds an iteration")
     left = [0.0] * len(rows)
     for part, colour in PARTS.items():
-        widths = [rank.parts()[part] / GIB for rank in outcome.memory]
+        widths = [rank.parts()[part] / GIB for rank in evaluation.memory]
         memory.barh(rows, widths, left=left, color=colour, label=part)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     memory.set_yticks(rows, [""] * len(rows))

@@ -17,7 +17,7 @@ LATENCY = 8e-6
 
 
 @dataclass(frozen=True)
-class Wires:
+class CommunicationModel:
     """Times in seconds on the machines of `job`: pipeline ranks lie outermost, as in Megatron, a node after another."""
 
     job: Job

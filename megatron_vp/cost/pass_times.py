@@ -68,21 +68,21 @@ class PassTimes:
         """Time of arithmetic that reaches `share` of the peak."""
         return flops / (self.hardware.peak_flops * share)
 
-    def stream(self, count: float) -> float:
+    def memory_time(self, count: float) -> float:
         """Time to move `count` bytes through the memory."""
         return count / (self.hardware.memory_bandwidth * self.constants.bandwidth)
 
-    def product(self, matrix: Matrix) -> float:
+    def gemm_time(self, matrix: Matrix) -> float:
         """A forward, an input or a weight gradient of a matrix: arithmetic or its operands, whichever takes longer."""
         operands = matrix.tokens * (matrix.inputs + matrix.outputs) * matrix.copies + matrix.weights
         rates = self.hardware.rates
         arithmetic = matrix.flops / rates.gemm if rates else self.compute(matrix.flops, self.constants.matrix)
-        return max(arithmetic, self.stream(self.job.element_bytes * operands))
+        return max(arithmetic, self.memory_time(self.job.element_bytes * operands))
 
-    def fp8_product(self, matrix: Matrix) -> float:
+    def fp8_gemm_time(self, matrix: Matrix) -> float:
         """The same with fp8 operands and a result in 16 bits."""
         operands = matrix.tokens * (matrix.inputs + 2 * matrix.outputs) * matrix.copies + matrix.weights
-        return max(matrix.flops / self.hardware.rates.fp8_gemm, self.stream(operands))
+        return max(matrix.flops / self.hardware.rates.fp8_gemm, self.memory_time(operands))
 
     def layer(self) -> Split:
         """One transformer layer, its products in the job's precision."""
@@ -92,38 +92,38 @@ class PassTimes:
         cast = quantised(job.fp8, self.hardware)
         faster = inputs = outputs = weights = 0.0
         for matrix in fp8_matrices(job):
-            faster += self.product(matrix) - self.fp8_product(matrix)
+            faster += self.gemm_time(matrix) - self.fp8_gemm_time(matrix)
             inputs += matrix.tokens * matrix.inputs * matrix.copies
             outputs += matrix.tokens * matrix.outputs * matrix.copies
             weights += matrix.weights
         # A weight is quantised in the first microbatch of an iteration.
-        forward = self.stream(cast.moved * (inputs + weights / job.microbatches)) - faster
+        forward = self.memory_time(cast.moved * (inputs + weights / job.microbatches)) - faster
         again = forward if job.recompute is Recompute.FULL else 0.0
-        backward = self.stream(cast.moved * outputs) - faster
+        backward = self.memory_time(cast.moved * outputs) - faster
         return Split(plain.F + forward, plain.B + backward + again, plain.W - faster)
 
     def plain_layer(self) -> Split:
         """One transformer layer in 16 bits."""
         job, constants = self.job, self.constants
         matrices = layer_matrices(job)
-        products = sum(map(self.product, matrices))
+        products = sum(map(self.gemm_time, matrices))
         causal = attention_flops(job) / 2
         units = job.tokens * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
-        elementwise = self.stream(constants.layer_bytes * units)
+        elementwise = self.memory_time(constants.layer_bytes * units)
         forward = products + self.compute(causal, constants.attention_forward) + elementwise
         backward = products + self.compute(ATTENTION_BACKWARD * causal, constants.attention_backward) + 2 * elementwise
-        weight = products + self.stream(ACCUMULATE * sum(matrix.weights for matrix in matrices))
+        weight = products + self.memory_time(ACCUMULATE * sum(matrix.weights for matrix in matrices))
         return Split(forward, backward + (forward if job.recompute is Recompute.FULL else 0.0), weight)
 
     def whole_output(self) -> Split:
         """The output layer and loss on the last stage alone."""
         matrix = Matrix(self.job.model.hidden, self.job.whole_rows, self.job.tokens)
-        logits, product = matrix.tokens * matrix.outputs, self.product(matrix)
+        logits, product = matrix.tokens * matrix.outputs, self.gemm_time(matrix)
         forward, backward = WHOLE_SCORES[self.job.cross_entropy]
         return Split(
-            product + self.stream(forward * logits),
-            product + self.stream(backward * logits),
-            product + self.stream(ACCUMULATE * matrix.weights),
+            product + self.memory_time(forward * logits),
+            product + self.memory_time(backward * logits),
+            product + self.memory_time(ACCUMULATE * matrix.weights),
         )
 
     def whole_embedding(self) -> Split:
@@ -131,8 +131,8 @@ class PassTimes:
         job = self.job
         units = job.tokens * job.model.hidden
         return Split(
-            self.stream(2 * job.element_bytes * units),
-            self.stream(WHOLE_EMBEDDING_GRADIENT * job.whole_rows * job.model.hidden),
+            self.memory_time(2 * job.element_bytes * units),
+            self.memory_time(WHOLE_EMBEDDING_GRADIENT * job.whole_rows * job.model.hidden),
             0.0,
         )
 
@@ -153,14 +153,14 @@ class PassTimes:
         """S and T of the paper's eager code, with the fitted constants."""
         job = self.job
         matrix = Matrix(job.model.hidden, job.shard_rows, job.tokens)
-        product, logits = self.product(matrix), matrix.tokens * matrix.outputs
+        product, logits = self.gemm_time(matrix), matrix.tokens * matrix.outputs
         early = method is VocabMethod.VOCAB_2
         hidden = (SHARED_HIDDEN + early * EARLY_HIDDEN) * job.tokens * job.model.hidden
-        softmax = self.stream((self.constants.score_bytes + early * EARLY_SCORES) * logits + hidden)
+        softmax = self.memory_time((self.constants.score_bytes + early * EARLY_SCORES) * logits + hidden)
         first = EAGER_SCORES_FORWARD / (EAGER_SCORES_FORWARD + EAGER_SCORES_BACKWARD)
         products = 2 if early else 1
         scores = products * product + first * softmax + self.constants.gap
-        gradients = (3 - products) * product + (1 - first) * softmax + self.stream(ACCUMULATE * matrix.weights)
+        gradients = (3 - products) * product + (1 - first) * softmax + self.memory_time(ACCUMULATE * matrix.weights)
         return scores, gradients + self.constants.gap
 
     def embedding_shard(self) -> tuple[float, float]:
@@ -170,8 +170,8 @@ class PassTimes:
             return self.own_kernels.embedding(job.pipeline * job.tensor)
         units, rows = job.tokens * job.model.hidden / job.tensor, job.shard_rows * job.model.hidden
         return (
-            self.stream(EMBED_FORWARD * units) + self.constants.gap,
-            self.stream(EMBED_BACKWARD * units + SHARD_EMBEDDING_GRADIENT * rows) + self.constants.gap,
+            self.memory_time(EMBED_FORWARD * units) + self.constants.gap,
+            self.memory_time(EMBED_BACKWARD * units + SHARD_EMBEDDING_GRADIENT * rows) + self.constants.gap,
         )
 
     def placed_rows(self) -> float:
@@ -182,10 +182,10 @@ class PassTimes:
         """The same inside V, without the exchange, which V waits for."""
         job = self.job
         return (
-            self.stream(2 * job.element_bytes * job.tokens * job.model.hidden),
-            self.stream(SHARD_EMBEDDING_GRADIENT * job.shard_rows * job.model.hidden),
+            self.memory_time(2 * job.element_bytes * job.tokens * job.model.hidden),
+            self.memory_time(SHARD_EMBEDDING_GRADIENT * job.shard_rows * job.model.hidden),
         )
 
     def optimizer_step(self, parameters: float) -> float:
         """Adam in mixed precision over the parameters of a rank: gradients widened, normed, states read and written."""
-        return self.stream(46 * parameters)
+        return self.memory_time(46 * parameters)

@@ -10,7 +10,7 @@ from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatron_vp.cost.communication import Wires
+from megatron_vp.cost.communication import CommunicationModel
 from megatron_vp.cost.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware import Hardware
 from megatron_vp.cost.layouts import spread_layers
@@ -76,7 +76,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Evaluation:
     """What a candidate makes of the job. Seconds and bytes; `busy` and `memory` by pipeline rank."""
 
     candidate: Candidate
@@ -130,7 +130,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Impossible:
+class Infeasible:
     """A candidate that the job cannot run, and why."""
 
     candidate: Candidate
@@ -189,7 +189,7 @@ def balanced_layers(
     Raises UserError for fewer layers than that.
     """
     times = PassTimes(job, hardware, constants)
-    layer = sum(times.layer()) + 2 * Wires(job, hardware, constants).layer_traffic()
+    layer = sum(times.layer()) + 2 * CommunicationModel(job, hardware, constants).layer_traffic()
     work = [0.0] * placement.ranks
     if job.fp8 is not None:
         slower = sum(times.plain_layer()) - sum(times.layer())
@@ -217,7 +217,7 @@ def balanced_layers(
 
 
 @collector_paused()
-def weigh(candidate: Candidate, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Outcome:
+def evaluate(candidate: Candidate, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Evaluation:
     """Predict one candidate; of very many microbatches only some are played: see `extended`.
 
     Raises UserError where the job cannot run it.
@@ -227,10 +227,10 @@ def weigh(candidate: Candidate, job: Job, hardware: Hardware, constants: Constan
     played = max(PLAYED_PER_RANK * job.pipeline, PLAYED // job.pipeline)
     sample = replace(job, microbatches=min(job.microbatches, played))
     player = make_player(sample, candidate.plan, hardware, constants)
-    return outcome(candidate, predict(sample, candidate.plan, hardware, constants, player=player), player, job)
+    return evaluation_of(candidate, predict(sample, candidate.plan, hardware, constants, player=player), player, job)
 
 
-def outcome(candidate: Candidate, prediction: Prediction, player: Player, job: Job) -> Outcome:
+def evaluation_of(candidate: Candidate, prediction: Prediction, player: Player, job: Job) -> Evaluation:
     """The figures of a prediction for a sample of `job`, which is played once more with free communication."""
     timeline = prediction.timeline
     assert isinstance(timeline.costs, StageCosts)
@@ -239,7 +239,7 @@ def outcome(candidate: Candidate, prediction: Prediction, player: Player, job: J
     busy = tuple(each * job.microbatches / prediction.job.microbatches for each in timeline.busy)
     mean, most, step = sum(busy) / len(busy), max(busy), prediction.iteration_seconds - timeline.makespan
     whole = replace(prediction, job=job, iteration_seconds=makespan + step)
-    return Outcome(
+    return Evaluation(
         candidate=candidate,
         iteration_seconds=whole.iteration_seconds,
         mfu=whole.mfu,
@@ -279,48 +279,48 @@ def plan(
     constants: Constants = CALIBRATED,
     chunks: int = 2,
     progress: Callable[[int, int], None] = lambda done, of: None,
-) -> tuple[list[Outcome], list[Impossible]]:
+) -> tuple[list[Evaluation], list[Infeasible]]:
     """All candidates, the fastest first, and those that the job cannot run.
 
     Predicted in processes, one a core. `chunks` are those of `interleaved`; `progress` hears how many of how many are
     done. Raises UserError as `candidates` does.
     """
     tried = candidates(job, hardware, constants, chunks)
-    outcomes: list[Outcome] = []
-    impossible: list[Impossible] = []
+    evaluations: list[Evaluation] = []
+    infeasible: list[Infeasible] = []
     # Candidates with the same order of passes go to one process, which generates it once.
     shared: dict[tuple, list[Candidate]] = defaultdict(list)
     for candidate in tried:
         shared[candidate.plan.schedule, candidate.plan.vocab].append(candidate)
     with worker_pool(min(len(shared), len(os.sched_getaffinity(0)))) as pool:
-        running = [pool.submit(_weigh_all, group, job, hardware, constants) for group in shared.values()]
+        running = [pool.submit(_evaluate_all, group, job, hardware, constants) for group in shared.values()]
         for future in as_completed(running):
             for found in future.result():
-                (outcomes if isinstance(found, Outcome) else impossible).append(found)
-            progress(len(outcomes) + len(impossible), len(tried))
-    if not outcomes:
-        raise UserError(f"no schedule can run this job: {impossible[0].reason}")
-    return sorted(outcomes, key=lambda each: each.iteration_seconds), impossible
+                (evaluations if isinstance(found, Evaluation) else infeasible).append(found)
+            progress(len(evaluations) + len(infeasible), len(tried))
+    if not evaluations:
+        raise UserError(f"no schedule can run this job: {infeasible[0].reason}")
+    return sorted(evaluations, key=lambda each: each.iteration_seconds), infeasible
 
 
-def _weigh_all(
+def _evaluate_all(
     group: Sequence[Candidate], job: Job, hardware: Hardware, constants: Constants
-) -> list[Outcome | Impossible]:
-    found: list[Outcome | Impossible] = []
+) -> list[Evaluation | Infeasible]:
+    found: list[Evaluation | Infeasible] = []
     for candidate in group:
         try:
-            found.append(weigh(candidate, job, hardware, constants))
+            found.append(evaluate(candidate, job, hardware, constants))
         except UserError as error:
-            found.append(Impossible(candidate, str(error)))
+            found.append(Infeasible(candidate, str(error)))
     return found
 
 
-def best(outcomes: Sequence[Outcome], limit: float) -> Outcome:
+def best(evaluations: Sequence[Evaluation], limit: float) -> Evaluation:
     """The fastest that fits. Raises UserError where nothing does."""
-    fitting = next((each for each in outcomes if each.fits(limit)), None)
+    fitting = next((each for each in evaluations if each.fits(limit)), None)
     if fitting is not None:
         return fitting
-    least = min(outcomes, key=lambda each: each.peak_memory)
+    least = min(evaluations, key=lambda each: each.peak_memory)
     plan = least.candidate.plan
     raise UserError(
         f"nothing fits {limit / 2**30:.4g} GiB: the least is {least.peak_memory / 2**30:.1f} GiB with {plan.schedule}, "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from statistics import NormalDist
 
-from megatron_vp.cost.communication import Wires
+from megatron_vp.cost.communication import CommunicationModel
 from megatron_vp.cost.constants import CALIBRATED, Constants
 from megatron_vp.cost.flops import model_flops
 from megatron_vp.cost.fp8 import bf16_layers
@@ -116,7 +116,7 @@ def after_passes(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, c
     memory = MemoryModel(job, schedule, layers_of(job, plan, schedule.placement), hardware)
     fullest = max(range(job.pipeline), key=memory.parameters)
     experts = memory.expert_parameters(fullest)
-    sync = Wires(job, hardware, constants).gradient_sync(memory.parameters(fullest) - experts, experts)
+    sync = CommunicationModel(job, hardware, constants).gradient_sync(memory.parameters(fullest) - experts, experts)
     return sync + PassTimes(job, hardware, constants).optimizer_step(memory.stepped_parameters(fullest))
 
 
@@ -176,8 +176,8 @@ def layers_of(job: Job, plan: Plan, placement: Placement) -> tuple[int, ...]:
 def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, constants: Constants) -> StageCosts:
     """Seconds of every pass, message and collective of one microbatch, by where `schedule` runs them."""
     placement = schedule.placement
-    times, wires = PassTimes(job, hardware, constants), Wires(job, hardware, constants)
-    layer, plain, traffic, gap = times.layer(), times.plain_layer(), wires.layer_traffic(), constants.gap
+    times, communication = PassTimes(job, hardware, constants), CommunicationModel(job, hardware, constants)
+    layer, plain, traffic, gap = times.layer(), times.plain_layer(), communication.layer_traffic(), constants.gap
     stages = []
     layers = layers_of(job, plan, placement)
     for count, wide in zip(layers, bf16_layers(job, layers), strict=True):
@@ -209,12 +209,12 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, co
         }
     elif plan.vocab is VocabMethod.INTERLACED:
         work = sum(output) + sum(times.synchronous_embedding())
-        vocabulary = {"V": tuple(work * factor + wires.synchronous_vocabulary() for factor in pace)}
+        vocabulary = {"V": tuple(work * factor + communication.synchronous_vocabulary() for factor in pace)}
     return StageCosts(
         *(tuple(column) for column in zip(*by_stage, strict=True)),
         **vocabulary,
-        messages=wires.messages(placement),
-        collectives=wires.collectives(plan.vocab),
+        messages=communication.messages(placement),
+        collectives=communication.collectives(plan.vocab),
     )
 
 

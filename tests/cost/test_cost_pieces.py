@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vp.cost.communication import LATENCY, Wires
+from megatron_vp.cost.communication import LATENCY, CommunicationModel
 from megatron_vp.cost.constants import CALIBRATED
 from megatron_vp.cost.flops import Matrix, layer_flops, layer_weights, model_flops
 from megatron_vp.cost.hardware import HARDWARE, find_hardware
@@ -137,8 +137,8 @@ def test_a_fused_cross_entropy_moves_less_in_a_whole_output_layer_alone():
     logits = 2048 * 128000
     for fused, forward, backward in ((native, 22, 10), (engine, 6, 4)):
         found, before = fused.whole_output(), eager.whole_output()
-        assert pytest.approx(eager.stream((38 - forward) * logits)) == before.F - found.F
-        assert pytest.approx(eager.stream((14 - backward) * logits)) == before.B - found.B
+        assert pytest.approx(eager.memory_time((38 - forward) * logits)) == before.F - found.F
+        assert pytest.approx(eager.memory_time((14 - backward) * logits)) == before.B - found.B
         assert found.W == before.W
         shards = (each.output_shard(VocabMethod.VOCAB_1) for each in (fused, eager))
         assert next(shards) == next(shards)
@@ -148,16 +148,16 @@ def test_small_products_wait_for_memory():
     narrow = PassTimes(job(gpt(vocab=8), sequence=8), A100, CALIBRATED)
     flops = 2 * 8 * 3072 * 8
     assert 3 * flops / (A100.peak_flops * CALIBRATED.matrix) < narrow.whole_output().F
-    copied = narrow.product(Matrix(8, 16, tokens=1, copies=1000))
-    assert copied == narrow.stream(2 * 1000 * (8 + 16 + 8 * 16))
-    assert narrow.stream(2 * 2 * 2048 * 3072) == PassTimes(job(), A100, CALIBRATED).whole_embedding().F
+    copied = narrow.gemm_time(Matrix(8, 16, tokens=1, copies=1000))
+    assert copied == narrow.memory_time(2 * 1000 * (8 + 16 + 8 * 16))
+    assert narrow.memory_time(2 * 2 * 2048 * 3072) == PassTimes(job(), A100, CALIBRATED).whole_embedding().F
 
 
 def test_recomputation_repeats_the_forward_and_sequence_parallelism_shares_what_is_no_product():
     changes = ({}, {"recompute": Recompute.FULL}, {"sequence_parallel": True})
     plain, again, shared = (PassTimes(job(tensor=2, **each), A100, CALIBRATED).layer() for each in changes)
     assert pytest.approx((plain.F, plain.B + plain.F, plain.W)) == (again.F, again.B, again.W)
-    half = PassTimes(job(), A100, CALIBRATED).stream(CALIBRATED.layer_bytes * 2048 * 3072 / 2)
+    half = PassTimes(job(), A100, CALIBRATED).memory_time(CALIBRATED.layer_bytes * 2048 * 3072 / 2)
     assert pytest.approx(half) == plain.F - shared.F and pytest.approx(2 * half) == plain.B - shared.B
 
 
@@ -166,24 +166,30 @@ def test_pipelines_side_by_side_share_the_words_and_wait_for_their_tensor_ranks(
     launched = replace(CALIBRATED, gap=0.0)
     one, eighth = (PassTimes(each, A100, launched).embedding_shard() for each in (alone, tensor))
     assert eighth[0] == pytest.approx(one[0] / 8) and eighth[1] < one[1] / 8
-    wires, pipelines = Wires(tensor, A100, CALIBRATED), Wires(job(pipeline=16), A100, CALIBRATED)
+    communication, pipelines = (
+        CommunicationModel(tensor, A100, CALIBRATED),
+        CommunicationModel(job(pipeline=16), A100, CALIBRATED),
+    )
     method = VocabMethod.VOCAB_1
-    rows = [each.collectives(method)[CollectiveKind.EMBED_GRAD] - 16 * LATENCY for each in (wires, pipelines)]
+    rows = [each.collectives(method)[CollectiveKind.EMBED_GRAD] - 16 * LATENCY for each in (communication, pipelines)]
     assert rows[0] == pytest.approx(rows[1] / 8)
     # X is gathered from the tensor ranks of a stage and its gradient scattered: together a sum over them.
-    took, messages = wires.collectives(method), wires.broadcast(wires.hidden_bytes, 16, False)
+    took, messages = communication.collectives(method), communication.broadcast(communication.hidden_bytes, 16, False)
     extra = [took[kind] - messages for kind in (CollectiveKind.C0, CollectiveKind.C2)]
-    assert extra == pytest.approx([wires.tensor_sum / 2] * 2) and wires.tensor_sum > 0 == pipelines.tensor_sum
-    assert took[CollectiveKind.EMBED] == pytest.approx(took[CollectiveKind.EMBED_GRAD] + wires.tensor_sum)
-    early = wires.collectives(VocabMethod.VOCAB_2)[CollectiveKind.C1]
+    assert (
+        extra == pytest.approx([communication.tensor_sum / 2] * 2)
+        and communication.tensor_sum > 0 == pipelines.tensor_sum
+    )
+    assert took[CollectiveKind.EMBED] == pytest.approx(took[CollectiveKind.EMBED_GRAD] + communication.tensor_sum)
+    early = communication.collectives(VocabMethod.VOCAB_2)[CollectiveKind.C1]
     assert early == pytest.approx(took[CollectiveKind.C1] + took[CollectiveKind.C2])
 
 
 def test_a_ring_moves_all_but_an_own_part_twice_and_experts_exchange_what_is_not_theirs():
-    wires = Wires(job(), A100, CALIBRATED)
-    took = wires.all_reduce(8e9, 4, within_a_node=True)
-    assert took == pytest.approx(2 * (4 * LATENCY + 6e9 / wires.bandwidth(True)))
-    spread = Wires(job(gpt(experts=8, experts_per_token=2), data=4, expert=4), A100, CALIBRATED)
+    communication = CommunicationModel(job(), A100, CALIBRATED)
+    took = communication.all_reduce(8e9, 4, within_a_node=True)
+    assert took == pytest.approx(2 * (4 * LATENCY + 6e9 / communication.bandwidth(True)))
+    spread = CommunicationModel(job(gpt(experts=8, experts_per_token=2), data=4, expert=4), A100, CALIBRATED)
     # Tokens go to two experts each and come back; three of four experts are on other ranks.
     moved = 2 * spread.whole_hidden_bytes * 3 / 4
     assert spread.layer_traffic() == pytest.approx(2 * (4 * LATENCY + moved / spread.bandwidth(True)))
@@ -191,27 +197,32 @@ def test_a_ring_moves_all_but_an_own_part_twice_and_experts_exchange_what_is_not
 
 def test_messages_take_the_wires_between_their_ranks():
     # Four GPUs a stage: ranks 0 and 1 share a node of eight, rank 2 is on the next.
-    wires = Wires(job(pipeline=3, tensor=4, sequence_parallel=True), A100, CALIBRATED)
+    communication = CommunicationModel(job(pipeline=3, tensor=4, sequence_parallel=True), A100, CALIBRATED)
     count = 2 * 2048 * 3072 / 4
     near, far = LATENCY + count / (0.7 * 300e9), LATENCY + count / (25e9 * CALIBRATED.network)
     forward, back = Channel.ACTIVATION, Channel.GRADIENT
-    assert wires.messages(Placement.linear(3)) == pytest.approx(
+    assert communication.messages(Placement.linear(3)) == pytest.approx(
         {(0, 1, forward): near, (1, 0, back): near, (1, 2, forward): far, (2, 1, back): far}
     )
-    assert Wires(job(pipeline=2, tensor=4, context=2), A100, CALIBRATED).node(1) == 1
-    assert set(wires.messages(Placement.v_shape(2))) == {(0, 1, forward), (1, 0, back), (1, 0, forward), (0, 1, back)}
+    assert CommunicationModel(job(pipeline=2, tensor=4, context=2), A100, CALIBRATED).node(1) == 1
+    assert set(communication.messages(Placement.v_shape(2))) == {
+        (0, 1, forward),
+        (1, 0, back),
+        (1, 0, forward),
+        (0, 1, back),
+    }
 
 
 def test_what_stays_in_a_node_takes_its_links():
-    one, two = (Wires(job(pipeline=p), A100, CALIBRATED) for p in (8, 9))
+    one, two = (CommunicationModel(job(pipeline=p), A100, CALIBRATED) for p in (8, 9))
     assert one.pipeline_in_a_node and not two.pipeline_in_a_node
     assert one.collectives(VocabMethod.VOCAB_1)[CollectiveKind.C1] == one.all_reduce(3 * 4 * 2048, 8, True)
-    node = Wires(job(tensor=8), A100, CALIBRATED)
+    node = CommunicationModel(job(tensor=8), A100, CALIBRATED)
     assert node.tensor_sum == node.all_reduce(2 * 2048 * 3072, 8, True)
     assert node.layer_traffic() == 2 * node.tensor_sum
-    wider = Wires(job(tensor=8, context=2), A100, CALIBRATED)
+    wider = CommunicationModel(job(tensor=8, context=2), A100, CALIBRATED)
     assert wider.tensor_sum == wider.all_reduce(2 * 1024 * 3072, 8, False)
-    experts = Wires(job(gpt(experts=8, experts_per_token=2), tensor=4, data=4, expert=4), A100, CALIBRATED)
+    experts = CommunicationModel(job(gpt(experts=8, experts_per_token=2), tensor=4, data=4, expert=4), A100, CALIBRATED)
     moved = 2 * experts.whole_hidden_bytes * 3 / 4 / 4
     exchange = 2 * (4 * LATENCY + moved / experts.bandwidth(False))
     assert experts.layer_traffic() == pytest.approx(2 * experts.tensor_sum + exchange)
@@ -220,8 +231,8 @@ def test_what_stays_in_a_node_takes_its_links():
 def test_replicas_sum_what_they_share():
     # Each expert is on two of the four replicas of a stage, which are four of a node's GPUs.
     sizes = {"data": 2, "context": 2, "expert": 2}
-    wires = Wires(job(gpt(experts=8, experts_per_token=2), **sizes), A100, CALIBRATED)
-    expected = wires.all_reduce(4 * 1e9, 4, True) + wires.all_reduce(4 * 3e8, 2, True)
-    assert wires.gradient_sync(1e9, 3e8) == pytest.approx(expected)
-    narrow = Wires(replace(wires.job, wide_gradients=False), A100, CALIBRATED)
-    assert narrow.gradient_sync(1e9, 0) == pytest.approx(wires.all_reduce(2 * 1e9, 4, True))
+    communication = CommunicationModel(job(gpt(experts=8, experts_per_token=2), **sizes), A100, CALIBRATED)
+    expected = communication.all_reduce(4 * 1e9, 4, True) + communication.all_reduce(4 * 3e8, 2, True)
+    assert communication.gradient_sync(1e9, 3e8) == pytest.approx(expected)
+    narrow = CommunicationModel(replace(communication.job, wide_gradients=False), A100, CALIBRATED)
+    assert narrow.gradient_sync(1e9, 0) == pytest.approx(communication.all_reduce(2 * 1e9, 4, True))

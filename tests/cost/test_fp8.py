@@ -16,7 +16,7 @@ from megatron_vp.cost.layouts import equal_layers
 from megatron_vp.cost.paper.published import Cell
 from megatron_vp.cost.paper.runs import Setting, predict_cell, predict_cell_on
 from megatron_vp.cost.pass_times import PassTimes
-from megatron_vp.cost.planner import PLAIN, REDISTRIBUTED, Candidate, balanced_layers, weigh
+from megatron_vp.cost.planner import PLAIN, REDISTRIBUTED, Candidate, balanced_layers, evaluate
 from megatron_vp.cost.predict import predict
 from megatron_vp.cost.rank_memory import MemoryModel, layer_activations
 from megatron_vp.cost.shapes import Fp8Recipe, Job, ModelShape, Plan, Recompute
@@ -59,8 +59,8 @@ def test_a_layer_multiplies_at_the_fp8_rate_and_quantises_what_it_multiplies():
     gain = 2 * tokens * (3 + 1 + 4 + 4) * h * h * (1 / 700e12 - 1 / 1280e12)
     inputs, outputs = tokens * (1 + 1 + 1 + 4) * h, tokens * (3 + 1 + 4 + 1) * h
     weights = 12 * h * h / 16  # once in 16 microbatches
-    assert pytest.approx(plain.F - gain + times.stream(6 * (inputs + weights))) == found.F
-    assert pytest.approx(plain.B - gain + times.stream(6 * outputs)) == found.B
+    assert pytest.approx(plain.F - gain + times.memory_time(6 * (inputs + weights))) == found.F
+    assert pytest.approx(plain.B - gain + times.memory_time(6 * outputs)) == found.B
     assert pytest.approx(plain.W - gain) == found.W
     assert times.plain_layer() == plain
     again = PassTimes(replace(JOB, recompute=Recompute.FULL), H100, CALIBRATED).layer()
@@ -70,7 +70,7 @@ def test_a_layer_multiplies_at_the_fp8_rate_and_quantises_what_it_multiplies():
 def test_small_products_in_fp8_wait_for_half_the_operands_and_the_whole_result():
     times = PassTimes(replace(JOB, sequence=8), H100, CALIBRATED)
     (matrix, *_) = fp8_matrices(times.job)
-    assert times.fp8_product(matrix) == pytest.approx(times.stream(8 * (2048 + 2 * 6144) + 2048 * 6144))
+    assert times.fp8_gemm_time(matrix) == pytest.approx(times.memory_time(8 * (2048 + 2 * 6144) + 2048 * 6144))
 
 
 def test_vocabulary_layers_and_routers_stay_as_they_are():
@@ -243,7 +243,7 @@ def gains(name, gpu, fp8):
         even = [job.model.layers * (rank + 1) // job.pipeline for rank in range(job.pipeline)]
         even = tuple(after - before for before, after in zip([0, *even], even, strict=False))
         plans |= {PLAIN: Plan(layers=even), "vocab-2": Plan(vocab=VocabMethod.VOCAB_2, layers=even)}
-    took = {method: weigh(Candidate(method, plan), job, gpu).iteration_seconds for method, plan in plans.items()}
+    took = {method: evaluate(Candidate(method, plan), job, gpu).iteration_seconds for method, plan in plans.items()}
     passes = sum(times.output_shard(VocabMethod.VOCAB_2))
     rank = job.model.layers / job.pipeline * sum(times.layer()) + passes
     whole = sum(times.whole_output()) / sum(times.layer())

@@ -189,11 +189,11 @@ def test_plan_prints_what_to_use(small, tmp_path):
 
 
 @pytest.fixture
-def outcomes(small, monkeypatch):
-    """Three made-up outcomes of any `plan`, the fastest first; its arguments are noted in `asked`."""
+def evaluations(small, monkeypatch):
+    """Three made-up evaluations of any `plan`, the fastest first; its arguments are noted in `asked`."""
     job = job_of(read_sizes([small], []).values)
     gpu = find_hardware("h100")
-    one = planner.weigh(planner.Candidate("plain", Plan()), job, gpu)
+    one = planner.evaluate(planner.Candidate("plain", Plan()), job, gpu)
     full = [replace(rank, activations=1e12) for rank in one.memory]
     split = planner.Candidate("vocab-1", Plan(vocab=VocabMethod.VOCAB_1))
     made = [
@@ -206,7 +206,7 @@ def outcomes(small, monkeypatch):
     return made, asked
 
 
-def test_plan_chooses_among_what_fits_and_lists_it_first(small, outcomes):
+def test_plan_chooses_among_what_fits_and_lists_it_first(small, evaluations):
     lines = run("plan", small, "--num-virtual-stages-per-pipeline-rank", "4").stdout.splitlines()
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
     assert [(row[0], row[1], row[2], row[-2]) for row in rows] == [
@@ -215,13 +215,13 @@ def test_plan_chooses_among_what_fits_and_lists_it_first(small, outcomes):
         ("1f1b", "plain", "1.000", "no"),
     ]
     assert "1.50 times as fast as the best plain run that fits (zb-h1)" in lines
-    assert outcomes[1][0]["chunks"] == 4
+    assert evaluations[1][0]["chunks"] == 4
     document = json.loads(run("plan", small, "--format", "json").stdout)
     assert document["best"] == 1 and [each["fits"] for each in document["plans"]] == [False, True, True]
 
 
-def test_plan_says_what_a_file_must_unset(small, outcomes):
-    del outcomes[0][1]
+def test_plan_says_what_a_file_must_unset(small, evaluations):
+    del evaluations[0][1]
     small.write_text(SMALL.replace("data:", "  vocab_parallel: true\ndata:"))
     assert "and without vocab_parallel, which a file must unset" in run("plan", small).stdout
 

@@ -7,12 +7,12 @@ from unittest import mock
 import pytest
 
 from megatron_vp.cost import planner
-from megatron_vp.cost.communication import Wires
+from megatron_vp.cost.communication import CommunicationModel
 from megatron_vp.cost.constants import CALIBRATED
 from megatron_vp.cost.hardware import GIB, find_hardware
 from megatron_vp.cost.layouts import spread_layers
 from megatron_vp.cost.pass_times import PassTimes
-from megatron_vp.cost.planner import Candidate, Loss, balanced_layers, best, candidates, method_of, plan, weigh
+from megatron_vp.cost.planner import Candidate, Loss, balanced_layers, best, candidates, evaluate, method_of, plan
 from megatron_vp.cost.shapes import Job, ModelShape, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import FAMILIES, Placement, VocabMethod
@@ -29,7 +29,7 @@ def test_no_integer_layout_is_better_than_the_balanced_one(place, layers, vocab,
     job = replace(JOB, model=replace(MODEL, layers=layers, vocab=vocab), pipeline=3, tensor=tensor)
     placement = place(3)
     times = PassTimes(job, H100, CALIBRATED)
-    layer = sum(times.layer()) + 2 * Wires(job, H100, CALIBRATED).layer_traffic()
+    layer = sum(times.layer()) + 2 * CommunicationModel(job, H100, CALIBRATED).layer_traffic()
     ends = {placement.first_rank: 0.0} | {placement.last_rank: 0.0}
     ends[placement.first_rank] += sum(times.whole_embedding())
     ends[placement.last_rank] += sum(times.whole_output())
@@ -69,31 +69,33 @@ def test_what_costs_little_has_no_name():
 
 def test_a_large_vocabulary_is_split_and_the_seconds_add_up():
     heard = []
-    outcomes, impossible = plan(JOB, H100, progress=lambda done, of: heard.append((done, of)))
-    assert not impossible and heard[-1] == (len(outcomes), len(outcomes))
-    times = [each.iteration_seconds for each in outcomes]
+    evaluations, infeasible = plan(JOB, H100, progress=lambda done, of: heard.append((done, of)))
+    assert not infeasible and heard[-1] == (len(evaluations), len(evaluations))
+    times = [each.iteration_seconds for each in evaluations]
     assert times == sorted(times)
-    for each in outcomes:
+    for each in evaluations:
         assert sum(vars(each.loss).values()) == pytest.approx(each.iteration_seconds)
         assert min(vars(each.loss).values()) >= 0
         assert each.bubble_fraction == pytest.approx(1 - each.loss.work / (each.iteration_seconds - each.loss.step))
         assert len(each.busy) == len(each.memory) == 4
-    fastest = {each.candidate.method: each for each in reversed(outcomes)}
+    fastest = {each.candidate.method: each for each in reversed(evaluations)}
     assert fastest["vocab-2"].iteration_seconds < fastest["redistributed"].iteration_seconds
     assert fastest["redistributed"].iteration_seconds < fastest["plain"].iteration_seconds
-    plain = next(each for each in outcomes if each.candidate == Candidate("plain", Plan("1f1b")))
+    plain = next(each for each in evaluations if each.candidate == Candidate("plain", Plan("1f1b")))
     assert plain.bound_by(H100.memory) == "rank 3"
     assert plain.bound_by(plain.peak_memory - 1) == "memory"
 
 
 def test_the_best_is_the_fastest_that_fits():
-    outcomes = [weigh(Candidate(str(v), Plan("1f1b", v)), JOB, H100) for v in (VocabMethod.VOCAB_1, VocabMethod.NONE)]
-    outcomes.sort(key=lambda each: each.iteration_seconds)
-    assert best(outcomes, H100.memory) is outcomes[0]
-    least = min(each.peak_memory for each in outcomes)
-    assert best(outcomes, least).peak_memory == least
-    method = min(outcomes, key=lambda each: each.peak_memory).candidate.method
-    for order in (outcomes, outcomes[::-1]):
+    evaluations = [
+        evaluate(Candidate(str(v), Plan("1f1b", v)), JOB, H100) for v in (VocabMethod.VOCAB_1, VocabMethod.NONE)
+    ]
+    evaluations.sort(key=lambda each: each.iteration_seconds)
+    assert best(evaluations, H100.memory) is evaluations[0]
+    least = min(each.peak_memory for each in evaluations)
+    assert best(evaluations, least).peak_memory == least
+    method = min(evaluations, key=lambda each: each.peak_memory).candidate.method
+    for order in (evaluations, evaluations[::-1]):
         with pytest.raises(
             UserError, match=rf"nothing fits .*: the least is {least / GIB:.1f} GiB with 1f1b, {method};"
         ):
@@ -105,9 +107,9 @@ def test_a_play_that_is_cut_short_comes_to_the_same(name, monkeypatch):
     vocab = VocabMethod.INTERLACED if name == "interlaced" else VocabMethod.VOCAB_2
     job = replace(JOB, model=replace(MODEL, layers=16), microbatches=48)
     candidate = Candidate(str(vocab), Plan(name, vocab, 2 if name == "interleaved" else None))
-    whole = weigh(candidate, job, H100)
+    whole = evaluate(candidate, job, H100)
     monkeypatch.setattr(planner, "PLAYED", 0)
-    short = weigh(candidate, job, H100)
+    short = evaluate(candidate, job, H100)
     assert short.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=3e-3)
     assert short.busy == pytest.approx(whole.busy)
     assert short.peak_memory == pytest.approx(whole.peak_memory)

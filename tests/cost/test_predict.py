@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vp.cost.communication import Wires
+from megatron_vp.cost.communication import CommunicationModel
 from megatron_vp.cost.constants import CALIBRATED, FITTED
 from megatron_vp.cost.hardware import HARDWARE
 from megatron_vp.cost.layouts import redistributed_layers
@@ -71,8 +71,8 @@ def test_parallel_sizes_share_memory():
 
 def test_passes_take_what_their_layers_and_their_share_of_the_vocabulary_take():
     halved = job(tensor=2)
-    times, wires = PassTimes(halved, H100, CALIBRATED), Wires(halved, H100, CALIBRATED)
-    layer, traffic, gap = times.layer(), wires.layer_traffic(), CALIBRATED.gap
+    times, communication = PassTimes(halved, H100, CALIBRATED), CommunicationModel(halved, H100, CALIBRATED)
+    layer, traffic, gap = times.layer(), communication.layer_traffic(), CALIBRATED.gap
     split = predict(halved, Plan("zb-h1", VocabMethod.VOCAB_1), H100).timeline
     costs, placement = split.costs, split.schedule.placement
     assert (costs.F[1], costs.B[1], costs.W[1]) == pytest.approx(
@@ -80,11 +80,13 @@ def test_passes_take_what_their_layers_and_their_share_of_the_vocabulary_take():
     )
     vocabulary = (*times.output_shard(VocabMethod.VOCAB_1), *times.embedding_shard())
     assert (costs.S[1], costs.T[1], costs.IF[1], costs.IB[1]) == pytest.approx(vocabulary)
-    assert costs.messages == wires.messages(placement) and costs.collectives == wires.collectives(VocabMethod.VOCAB_1)
+    assert costs.messages == communication.messages(placement) and costs.collectives == communication.collectives(
+        VocabMethod.VOCAB_1
+    )
     method = VocabMethod.INTERLACED
     together = predict(halved, Plan("interlaced", method), H100).timeline.costs
     work = sum(times.output_shard(method)) + sum(times.synchronous_embedding())
-    assert together.V[1] == pytest.approx(work + wires.synchronous_vocabulary())
+    assert together.V[1] == pytest.approx(work + communication.synchronous_vocabulary())
     assert together.W[1] == pytest.approx(4 * layer.W)
 
 

@@ -44,7 +44,7 @@ class Installed:
 
 
 of_nodes: Installed | None = None
-"""What the nodes have that a job is checked for (`elsewhere.py`); None: the job runs on this machine."""
+"""What the nodes have that a job is checked for (`pretend_gpu.py`); None: the job runs on this machine."""
 
 _hidden: dict[str, str] = {}
 

@@ -20,8 +20,8 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import asks_for_cpu, split_config
 from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.mcore.platform import installed
-from megatron_vp.mcore.platform.elsewhere import assumed, devices_elsewhere, engine_elsewhere, guessed
 from megatron_vp.mcore.platform.parts import describe
+from megatron_vp.mcore.platform.pretend_gpu import assumed_nodes, assumptions, pretend_engine, pretend_gpu
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
 
 _PLATFORM = ("transformer_impl", "distributed_backend")
@@ -36,7 +36,7 @@ def check_job(arguments: list[str], ranks: int, here: bool = False, nodes: str |
     GPUs elsewhere; so is every job for which `nodes` says what they have ("te=2.17.1,apex=no").
     Raises UserError for what a start would refuse: unknown or contradictory arguments, a Megatron that does not fit.
     """
-    with _platform(arguments, here, nodes), _parsed(arguments, ranks) as args, engine_elsewhere():
+    with _platform(arguments, here, nodes), _parsed(arguments, ranks) as args, pretend_engine():
         from megatron.training import arguments as megatron
         from megatron.training.argument_utils import core_transformer_config_from_args
 
@@ -56,13 +56,13 @@ def _platform(arguments: list[str], here: bool, nodes: str | None = None) -> Abs
     if nodes is not None:
         if here or asks_for_cpu(arguments):
             raise UserError("--nodes is about nodes with GPUs elsewhere: leave it out, or --cpu and --ranks-per-node")
-        return devices_elsewhere(installed.from_text(nodes))
+        return pretend_gpu(installed.from_text(nodes))
     if here or asks_for_cpu(arguments) or torch.cuda.is_available():
         return nullcontext()
     said = _said_of_platform(arguments)
-    machine = guessed(said["transformer_impl"] == "transformer_engine")
+    machine = assumed_nodes(said["transformer_impl"] == "transformer_engine")
     on_gpus = machine.engine or machine.engine_fault or said["distributed_backend"] == "nccl"
-    return devices_elsewhere(machine) if on_gpus else nullcontext()
+    return pretend_gpu(machine) if on_gpus else nullcontext()
 
 
 def _said_of_platform(arguments: list[str]) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def describe_job(args: argparse.Namespace, ranks: int) -> list[str]:
     vocabulary = args.vocab_parallel_algorithm if args.vocab_parallel else "Megatron's own vocabulary layers"
     lines = [f"{ranks} ranks = {split}; {microbatches} microbatches; {args.pipeline_schedule}, {vocabulary}"]
     if args._nodes is not None:
-        lines.append(f"checked for GPUs elsewhere: {assumed(args._nodes)}")
+        lines.append(f"checked for GPUs elsewhere: {assumptions(args._nodes)}")
     if args.save is None:
         return [*lines, "no --save: a job that is stopped starts again from nothing"]
     if args.save != args.load:

@@ -41,7 +41,7 @@ _FUSED = {
 
 
 @contextmanager
-def devices_elsewhere(nodes: Installed) -> Iterator[None]:
+def pretend_gpu(nodes: Installed) -> Iterator[None]:
     """Inside, this process takes itself for one with a CUDA device and with what `nodes` have.
 
     Imports nothing of Megatron.
@@ -56,7 +56,7 @@ def devices_elsewhere(nodes: Installed) -> Iterator[None]:
         yield
 
 
-def guessed(asks_for_engine: bool) -> Installed:
+def assumed_nodes(asks_for_engine: bool) -> Installed:
     """What nodes are assumed to have where nothing says so: what is installed here, and the layers asked for."""
     machine = installed.here()
     if asks_for_engine and machine.engine is None and machine.engine_fault is None:
@@ -64,7 +64,7 @@ def guessed(asks_for_engine: bool) -> Installed:
     return machine
 
 
-def assumed(nodes: Installed) -> str:
+def assumptions(nodes: Installed) -> str:
     """What was taken for granted of the nodes that shall run a job."""
     engine = f", Transformer Engine {nodes.engine}" if nodes.engine else ""
     missing = [name for name, found in (("Transformer Engine", nodes.engine), ("Apex", nodes.apex)) if not found]
@@ -73,8 +73,8 @@ def assumed(nodes: Installed) -> str:
 
 
 @contextmanager
-def engine_elsewhere() -> Iterator[None]:
-    """Inside, and inside `devices_elsewhere`, Megatron finds the Transformer Engine that its nodes have, or none."""
+def pretend_engine() -> Iterator[None]:
+    """Inside, and inside `pretend_gpu`, Megatron finds the Transformer Engine that its nodes have, or none."""
     nodes = installed.of_nodes
     if nodes is None or nodes.engine == installed.here().engine:
         yield
