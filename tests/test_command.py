@@ -68,11 +68,28 @@ SAYS = {
     "simulate": ["simulate", "configs/llama3_8b.yaml"],
     "tables": ["tables", "--format", "csv"],
     "check": ["check", "configs/llama3_8b.yaml", "--config", "configs/data/mock.yaml", "--ranks", "8", "--cpu"],
-    "cells": ["cells", "-o", "FOLDER"],
+    "paper jobs": ["paper", "jobs", "-o", "FOLDER"],
 }
 
 
 DEFAULT = ("version", "help", "env", "simulate")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["paper", "--help"]])
+def test_the_summaries_of_the_commands_are_shown_uncut(words):
+    said = subprocess.run([*COMMAND, *words], capture_output=True, text=True, env=os.environ | {"COLUMNS": "80"}).stdout
+    summaries = [line.split(maxsplit=1)[1] for line in said.partition("Commands:")[2].splitlines() if line.strip()]
+    assert len(summaries) >= 4
+    assert all(len(summary) <= 50 and summary.endswith(".") for summary in summaries), summaries
+    assert not [summary for summary in summaries if summary.endswith("...")]
+
+
+def test_tables_is_an_alias_of_paper_tables():
+    said = [
+        subprocess.run([*COMMAND, *words, "--hardware", "none"], capture_output=True, text=True).stderr
+        for words in (["tables"], ["paper", "tables"])
+    ]
+    assert said[0].startswith("megatron-vp: error: hardware 'none' is unknown") and said[0] == said[1]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ COMMANDS = {
     "patches": ("patches",),
     "schedule": ("schedule", "1f1b", "-p", "2", "-m", "4", "--format", "json"),
     "data": ("data", "README.md", "-o", "FOLDER/data", "--vocab-size", "300"),
-    "cells": ("cells", "-o", "FOLDER/cells"),
+    "paper jobs": ("paper", "jobs", "-o", "FOLDER/cells"),
     **{f"{name} of a leaky file": (name, "FOLDER/leaky.yaml") for name in ("simulate", "plan")},
     "check of a leaky file": ("check", "FOLDER/leaky.yaml", "--ranks", "2"),
     "sbatch of a leaky file": ("sbatch", "FOLDER/leaky.yaml", "--nodes", "1", "--dry-run"),

@@ -8,11 +8,10 @@ import typer
 
 from megatron_vp import __version__
 from megatron_vp.cli import (
-    calibrate,
-    cells,
     check,
     data,
     env,
+    paper,
     patches,
     plan,
     replay,
@@ -20,7 +19,6 @@ from megatron_vp.cli import (
     sbatch,
     schedule,
     simulate,
-    tables,
     trace,
 )
 from megatron_vp.cli.streams import checked_output
@@ -47,9 +45,7 @@ for command in (
     replay,
     trace,
     sbatch,
-    tables,
-    calibrate,
-    cells,
+    paper,
 ):
     command.register(app)
 

@@ -14,7 +14,7 @@ from megatron_vp.jobs.command_line import arguments, files_and_flags
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("check", context_settings=TAKES_A_JOB)(check)
+    app.command("check", context_settings=TAKES_A_JOB, short_help="Check a job's arguments without starting it.")(check)
 
 
 def check(

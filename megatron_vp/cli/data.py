@@ -14,7 +14,7 @@ from megatron_vp.cli.output import progress_bar
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("data")(data)
+    app.command("data", short_help="Turn text into a dataset for Megatron.")(data)
 
 
 def data(

@@ -7,7 +7,7 @@ import typer
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("env")(env)
+    app.command("env", short_help="List what a run would use on this machine.")(env)
 
 
 def env() -> None:

@@ -8,7 +8,7 @@ import typer
 def register(app: typer.Typer) -> None:
     """Add the command."""
 
-    @app.command("patches")
+    @app.command("patches", short_help="List what is patched in Megatron-Core, and why.")
     def patches_command(
         dry_run: bool = typer.Option(
             False, "--dry-run", help="Compare signatures only; without it every group is also applied and taken back."

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("replay", context_settings=TAKES_A_JOB)(replay)
+    app.command("replay", context_settings=TAKES_A_JOB, short_help="Run one rank of a large job alone.")(replay)
 
 
 def replay(

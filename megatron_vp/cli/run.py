@@ -13,6 +13,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command(
         "run",
+        short_help="Run your Megatron script under the plug-in.",
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
     )
     def run_command(

@@ -21,7 +21,7 @@ BATCH_SCRIPT = Path("scripts/slurm/pretrain.sbatch")
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("sbatch", context_settings=TAKES_A_JOB)(sbatch)
+    app.command("sbatch", context_settings=TAKES_A_JOB, short_help="Check a job and submit it to SLURM.")(sbatch)
 
 
 def sbatch(

@@ -33,7 +33,7 @@ class Format(StrEnum):
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("schedule")(schedule)
+    app.command("schedule", short_help="Generate, read, draw and convert schedules.")(schedule)
 
 
 def schedule(

@@ -38,7 +38,9 @@ MOST_FORWARDS = 131_072
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("simulate", context_settings=TAKES_A_JOB)(simulate)
+    app.command("simulate", context_settings=TAKES_A_JOB, short_help="Predict time and memory of every rank of a job.")(
+        simulate
+    )
 
 
 def simulate(

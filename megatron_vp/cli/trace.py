@@ -12,7 +12,7 @@ from megatron_vp.cli.output import check_destination, write
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("trace")(trace)
+    app.command("trace", short_help="Show where the time of a traced run went.")(trace)
 
 
 def trace(

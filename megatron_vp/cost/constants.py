@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Constants:
-    """What `megatron-vp calibrate` fits to the published cells, pass times and scaling factors.
+    """What `megatron-vp paper calibrate` fits to the published cells, pass times and scaling factors.
 
     matrix: share of the peak FLOP/s that products of large matrices reach under sustained load.
     attention_forward, attention_backward: share that the attention kernels reach, counting the causal half.
@@ -56,10 +56,10 @@ FITTED = Constants(
     idle_boost=0.06075,
     network=1.598,
 )
-"""The result of `megatron-vp calibrate`: 8 and 16 A100, fp16, Megatron with unfused cross entropy."""
+"""The result of `megatron-vp paper calibrate`: 8 and 16 A100, fp16, Megatron with unfused cross entropy."""
 
 CALIBRATED = FITTED.with_newer_attention()
 """What predictions use unless told otherwise."""
 
 ERROR_BAND = {"time": 0.03, "memory": 0.03}
-"""Largest relative error, rounded, of setups that the fit had not seen: `megatron-vp calibrate`. For A100s and fp16."""
+"""Largest relative error, rounded, of setups that the fit had not seen (`megatron-vp paper calibrate`): A100s, fp16."""

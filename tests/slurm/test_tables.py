@@ -68,14 +68,14 @@ def test_every_cell_can_be_run(monkeypatch):
 
 
 def test_lists_hold_every_cell_and_say_how_to_submit_them(said, tmp_path):
-    status, printed, _ = said("cells", "-o", tmp_path)
+    status, printed, _ = said("paper", "jobs", "-o", tmp_path)
     assert status == 0
     assert printed.splitlines() == [
         f"sbatch --nodes={nodes} --gpus-per-node=8 --array=1-{count} "
         f"scripts/slurm/tables.sbatch {tmp_path}/{gpus}_gpus.tsv"
         for gpus, nodes, count in ((8, 1, 40), (16, 2, 56), (24, 3, 16), (32, 4, 56))
     ]
-    _, printed, _ = said("cells", "-o", tmp_path, "--gpus-per-node", "16")
+    _, printed, _ = said("paper", "jobs", "-o", tmp_path, "--gpus-per-node", "16")
     assert printed.startswith("sbatch --nodes=1 --gpus-per-node=8 ")
     rows = [line.split("\t") for path in tmp_path.glob("*.tsv") for line in path.read_text().splitlines()[1:]]
     assert {name: shlex.split(words) for name, words in rows} == {cell_name(c): cell_arguments(c) for c in jobs()}
@@ -105,7 +105,7 @@ def test_logs_become_a_table_that_the_predictions_are_set_beside(said, tmp_path)
     write_run(tmp_path, full, [], [81000])
     (tmp_path / cell_name(full) / "rank_0001.log").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried ...")
     write_run(tmp_path, broken, [1e4, 1e4], [])
-    status, _, errors = said("collect", tmp_path, "-o", tmp_path / "measured.csv")
+    status, _, errors = said("paper", "collect", tmp_path, "-o", tmp_path / "measured.csv")
     assert status == 0
     assert f"{broken}: no iteration after the first 3" in errors
     assert f"{SOME[3]}: not run" in errors
@@ -118,21 +118,21 @@ def test_logs_become_a_table_that_the_predictions_are_set_beside(said, tmp_path)
         ["5", "8", "2048", "redis", "256", "", ""],
     ]
     assert set(read_cells(tmp_path / "measured.csv")) == {fits, full}
-    _, printed, _ = said("collect", tmp_path, "--hardware", "h100")
+    _, printed, _ = said("paper", "collect", tmp_path, "--hardware", "h100")
     measured = float(printed.splitlines()[1].split(",")[5])
     assert measured == pytest.approx(mfu * PEAK_FLOPS[5] / 989e12, rel=0.01)
 
 
 def test_flops_are_those_of_what_ran(said, tmp_path):
     write_run(tmp_path, SOME[0], [1000.0] * 5, [], num_layers=8, global_batch_size=64)
-    _, printed, _ = said("collect", tmp_path)
+    _, printed, _ = said("paper", "collect", tmp_path)
     job = jobs()[SOME[0]]
     ran = 3 * 64 * (2 * 2048 * 3072 * 256000 + 8 * (24 * 2048 * 3072**2 + 4 * 2048**2 * 3072))
     assert float(printed.splitlines()[1].split(",")[5]) == pytest.approx(100 * ran / 8 / 320e12, rel=1e-3)
     assert ran < model_flops(job)
     # The peak is the table's.
     write_run(tmp_path, SOME[5], [1000.0] * 5, [])
-    _, printed, _ = said("collect", tmp_path)
+    _, printed, _ = said("paper", "collect", tmp_path)
     expected = 100 * model_flops(jobs()[SOME[5]]) / 24 / 312e12
     assert float(printed.splitlines()[2].split(",")[5]) == pytest.approx(expected, rel=1e-3)
 
@@ -140,10 +140,10 @@ def test_flops_are_those_of_what_ran(said, tmp_path):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("collect", "nowhere"), "nowhere is no folder"),
-        (("collect", "configs"), "configs has no run of any cell"),
-        (("collect", "configs", "--hardware", "h10"), "h100"),
-        (("cells", "-o", "setup.py"), "cannot write lists of cells to setup.py"),
+        (("paper", "collect", "nowhere"), "nowhere is no folder"),
+        (("paper", "collect", "configs"), "configs has no run of any cell"),
+        (("paper", "collect", "configs", "--hardware", "h10"), "h100"),
+        (("paper", "jobs", "-o", "setup.py"), "cannot write lists of cells to setup.py"),
     ],
 )
 def test_bad_input_is_one_line(said, words, line):
@@ -223,14 +223,14 @@ def test_a_number_with_a_leading_zero_is_that_number(tmp_path):
 def test_array_runs_cells_and_the_collector_reads_them(cluster, said):
     """Two cells, made tiny by flags, on a cluster of one machine."""
     folder = cluster.work / "tables"
-    said("cells", "-o", folder)
+    said("paper", "jobs", "-o", folder)
     names = [line.split("\t")[0] for line in (folder / "8_gpus.tsv").read_text().splitlines()]
     wanted = [Cell(5, 8, 2048, method, 32) for method in ("baseline", "vocab-2")]
     array = ",".join(str(names.index(cell_name(cell))) for cell in wanted)
     flags = ("--pipeline-model-parallel-size=4", "--num-attention-heads=4", "--train-iters=5", "--num-workers=0")
     job = cluster.submit(f"--array={array}", "scripts/slurm/tables.sbatch", "tables/8_gpus.tsv", *TINY, *flags)
     cluster.until(lambda: not cluster.run("squeue", "--noheader", "--format=%i"), 400, "the array", job)
-    status, printed, errors = said("collect", folder, "--hardware", "cpu")
+    status, printed, errors = said("paper", "collect", folder, "--hardware", "cpu")
     assert status == 0, errors
     rows = list(csv.DictReader(printed.splitlines()))
     assert [row["method"] for row in rows] == ["baseline", "vocab-2"]

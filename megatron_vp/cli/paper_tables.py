@@ -1,4 +1,4 @@
-"""`megatron-vp tables`: the paper's tables, predicted, beside what was published."""
+"""`megatron-vp paper tables`: the paper's tables, predicted, beside what was published."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Format(StrEnum):
     PNG = "png"
 
 
-def register(app: typer.Typer) -> None:
+def register(app: typer.Typer, summary: str = "Predict every cell of the paper's tables.") -> None:
     """Add the command to `app`."""
-    app.command("tables")(tables)
+    app.command("tables", short_help=summary)(tables)
 
 
 def tables(

@@ -1,4 +1,4 @@
-"""`megatron-vp calibrate`: where the cost model's constants come from, and how they predict what they have not seen."""
+"""`megatron-vp paper calibrate`: where the cost model's constants come from, and how well they predict."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_vp.cli.output import progress_bar
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("calibrate")(calibrate)
+    app.command("calibrate", short_help="Fit and validate the cost model's constants.")(calibrate)
 
 
 def calibrate() -> None:

@@ -1,4 +1,4 @@
-"""`megatron-vp cells` and `megatron-vp collect`: the paper's tables as runs, and the runs as a table."""
+"""`megatron-vp paper jobs` and `megatron-vp paper collect`: the paper's tables as runs, and the runs as a table."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ COLUMNS = ("table", "gpus", "seq_length", "method", "vocab_k", "mfu_percent", "p
 
 def register(app: typer.Typer) -> None:
     """Add both commands to `app`."""
-    app.command("cells")(cells)
-    app.command("collect")(collect)
+    app.command("jobs", short_help="List the runs of the tables for SLURM job arrays.")(list_jobs)
+    app.command("collect", short_help="Turn the logs of these runs into a table.")(collect)
 
 
-def cells(
+def list_jobs(
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="DIR", help="Folder of the lists, and of the runs' logs.")
     ] = Path("runs/tables"),
@@ -35,7 +35,7 @@ def cells(
 ) -> None:
     """List the runs of every cell of the paper's tables, for job arrays.
 
-    Writes a list for each number of GPUs and prints how to submit it. Afterwards: megatron-vp collect DIR.
+    Writes a list for each number of GPUs and prints how to submit it. Afterwards: megatron-vp paper collect DIR.
     """
     from megatron_vp.cost.paper.cells import write_lists
     from megatron_vp.cost.paper.published import jobs
@@ -47,14 +47,14 @@ def cells(
 
 
 def collect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that megatron-vp cells wrote.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that megatron-vp paper jobs wrote.")],
     hardware: Annotated[
         str | None,
         typer.Option("--hardware", help="Peak of the GPUs for MFU, such as h100 (default: A100, as the tables count)."),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="CSV file to write.")] = None,
 ) -> None:
-    """Turn the logs of the tables' runs into a table, in the format that megatron-vp tables --published takes.
+    """Turn the logs of the tables' runs into a table, in the format that megatron-vp paper tables --published takes.
 
     MFU as the paper counts it; peak memory is the allocator's, of the fullest rank, in GiB. A run that did not fit has
     empty fields. What is missing or broken is listed on standard error.
@@ -67,7 +67,7 @@ def collect(
 
     check_destination(False, output)
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder: give the one that megatron-vp cells wrote and the runs logged to")
+        raise UserError(f"{folder} is no folder: give the one that megatron-vp paper jobs wrote and the runs logged to")
     device = None if hardware is None else find_hardware(hardware)
     rows, missing = [], []
     for cell in sorted(jobs()):
@@ -78,7 +78,7 @@ def collect(
         peak = PEAK_FLOPS[cell.table] if device is None else device.peak_flops
         rows.append(_row(cell, run, folder / cell_name(cell), peak))
     if not rows:
-        raise UserError(f"{folder} has no run of any cell, such as {missing[0]}; see megatron-vp cells")
+        raise UserError(f"{folder} has no run of any cell, such as {missing[0]}; see megatron-vp paper jobs")
     for line in missing:
         typer.echo(line, err=True)
     table = io.StringIO()
