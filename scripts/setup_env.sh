@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # setup_env.sh [--latest]: makes .venv in the repository and installs the project into it, with the versions of
-# constraints.txt; does nothing where that is done already. --latest installs the newest versions that setup.py allows,
+# constraints.txt; does nothing where that is done already. --latest installs the newest versions that pyproject.toml allows,
 # and asks for newer ones each time. PYTHON=/path/to/python chooses the interpreter.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -62,8 +62,9 @@ fingerprint() {
     "$venv/bin/python" -c '
 import hashlib, pathlib, sys
 latest, constraints = sys.argv[1:]
-text = pathlib.Path("setup.py").read_bytes() + f"{sys.version} {sys.prefix} {latest}".encode()
-print(hashlib.sha256(text + pathlib.Path(constraints).read_bytes()).hexdigest())' "$latest" "$constraints" 2>/dev/null
+recipes = [path for path in map(pathlib.Path, ("pyproject.toml", "setup.py", constraints)) if path.is_file()]
+text = b"".join(path.read_bytes() for path in recipes) + f"{sys.version} {sys.prefix} {latest}".encode()
+print(hashlib.sha256(text).hexdigest())' "$latest" "$constraints" 2>/dev/null
 }
 
 complete() { [[ -f $stamp ]] && [[ $(<"$stamp") == "$(fingerprint)" ]]; }

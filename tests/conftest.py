@@ -9,10 +9,6 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which Megatron's utilities do, too
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: longer matrices; run with -m slow only")
-
-
 def pytest_collection_modifyitems(config, items):
     if "slow" in config.getoption("markexpr"):
         return

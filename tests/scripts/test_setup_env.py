@@ -12,6 +12,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
+RECIPES = ("pyproject.toml", "setup.py")
 # Answers as the interpreter does, but stops at the step that makes the environment.
 STAND_IN = f'#!/bin/bash\n[[ $1 == -m ]] && {{ echo "venv by $0" >&2; exit 7; }}\nexec {sys.executable} "$@"\n'
 # An environment whose pip has nothing to do, and whose imports succeed or fail.
@@ -25,7 +26,8 @@ def checkout(tmp_path):
     (tmp_path / "repo" / "scripts").mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "setup_env.sh", tmp_path / "repo" / "scripts")
     shutil.copy(CONSTRAINTS, tmp_path / "repo" / "scripts")
-    shutil.copy(ROOT / "setup.py", tmp_path / "repo")
+    for name in RECIPES:
+        shutil.copy(ROOT / name, tmp_path / "repo")
     (tmp_path / "bin").mkdir()
     for tool in ("bash", "dirname", "rm", "mkdir", "mv", "flock"):
         (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
@@ -94,12 +96,13 @@ def test_variable_chooses_and_is_not_replaced_in_silence(checkout):
     assert result.returncode == 1 and "PYTHON=/no/such/python" in result.stderr and "venv by" not in result.stderr
 
 
-def test_complete_environment_is_reused_until_its_recipe_changes(checkout):
+@pytest.mark.parametrize("name", [*RECIPES, "scripts/constraints.txt"])
+def test_complete_environment_is_reused_until_its_recipe_changes(checkout, name):
     installed(checkout)
     first, second = set_up(checkout), set_up(checkout)
     assert first.returncode == 0 and "installing" in first.stderr
     assert (second.returncode, second.stderr) == (0, "")
-    with (checkout / "repo" / "setup.py").open("a") as recipe:
+    with (checkout / "repo" / name).open("a") as recipe:
         recipe.write("# a new dependency")
     assert "installing" in set_up(checkout).stderr
 
