@@ -18,7 +18,7 @@ from megatron_vp.runtime.executor import Observer
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.model import Model, Shapes
 from megatron_vp.runtime.progress import Progress
-from megatron_vp.runtime.store import Store
+from megatron_vp.runtime.store import Slot, Store
 from megatron_vp.runtime.streams import Event, Stream
 from megatron_vp.schedule.instructions import Collective, CollectiveKind
 from megatron_vp.schedule.passes import VocabMethod
@@ -153,8 +153,8 @@ class VocabularyCollectives:
 
         def complete() -> None:
             # IF and EMBED; then the same way back.
-            self._store.put(("exchange", microbatch), exchange, 4 if self._gradients else 2)
-            self._store.put(("labels", microbatch), labels_n)
+            self._store.put(Slot.ROW_EXCHANGE, microbatch, exchange, uses=4 if self._gradients else 2)
+            self._store.put(Slot.TARGETS, microbatch, labels_n)
 
         return communicate, complete
 
@@ -163,8 +163,8 @@ class VocabularyCollectives:
 
         Each pipeline brings those of its own shards; the tensor ranks of the stage then complete each other.
         """
-        exchange: RowExchange = self._store.take(("exchange", microbatch))
-        own_kh = self._store.take(("embedded rows", microbatch))
+        exchange: RowExchange = self._store.take(Slot.ROW_EXCHANGE, microbatch)
+        own_kh = self._store.take(Slot.OWN_ROWS, microbatch)
         outgoing = self._to_word_ranks(len(own_kh))
         sent_kh = own_kh.repeat(len(self._word_ranks), 1) if len(self._word_ranks) > 1 else own_kh
         received_kh = self._shapes.rows(sum(exchange.counts) if self._has_words else 0)
@@ -180,9 +180,9 @@ class VocabularyCollectives:
 
         def complete() -> None:
             if self._holds_first:
-                self._store.put(("words", microbatch), words_nh)
+                self._store.put(Slot.EMBEDDING, microbatch, words_nh)
             if self._holds_last and self._shapes.heads > 1:
-                self._store.put(("words ahead", microbatch), words_nh.detach())
+                self._store.put(Slot.MTP_EMBEDDING, microbatch, words_nh.detach())
 
         return communicate, complete
 
@@ -190,7 +190,7 @@ class VocabularyCollectives:
         """X, the output of the last virtual stage, in the model's dtype, to all ranks."""
         shapes, whole = self._shapes, self._shapes.parts == 1
         if self._holds_last:
-            own_nh = self._store.take(("last output", microbatch))
+            own_nh = self._store.take(Slot.LAST_OUTPUT, microbatch)
         else:
             own_nh = shapes.rows(shapes.outputs // shapes.parts)
         x_nh = own_nh if whole else shapes.rows(shapes.outputs)
@@ -200,11 +200,11 @@ class VocabularyCollectives:
             if not whole:
                 dist.all_gather_into_tensor(x_nh, own_nh, self._groups.tensor)
 
-        return communicate, lambda: self._store.put(("x", microbatch), x_nh)
+        return communicate, lambda: self._store.put(Slot.X, microbatch, x_nh)
 
     def _c1(self, microbatch: int, root: int) -> tuple[Action, Action]:
         """The packed statistics to all ranks; with vocab-2 then also the input gradient to the last virtual stage."""
-        pending: PendingOutput = self._store.take(("pending", microbatch))
+        pending: PendingOutput = self._store.take(Slot.PENDING_OUTPUT, microbatch)
         statistics_3n = pending.statistics_3n
         operations = operations_for(statistics_3n)
         tensor, stage_3n = self._groups.tensor, statistics_3n
@@ -216,7 +216,7 @@ class VocabularyCollectives:
             stage_3n = torch.empty_like(statistics_3n)
         gradient_nh = None
         if self._reduces_in_c1:
-            part_nh = self._store.take(("unscaled gradient", microbatch))
+            part_nh = self._store.take(Slot.UNSCALED_GRAD, microbatch)
             reduce, gradient_nh = self._reduction_to_last_stage(part_nh, root)
 
         def communicate() -> None:
@@ -231,37 +231,37 @@ class VocabularyCollectives:
 
         def complete() -> None:
             uses = int(self._runs_loss) + int(self._gradients)
-            self._store.put(("statistics", microbatch), total, uses)
+            self._store.put(Slot.STATISTICS, microbatch, total, uses=uses)
             if gradient_nh is not None and self._holds_last:
-                self._store.put(("input gradient", microbatch), gradient_nh)
+                self._store.put(Slot.OUTPUT_GRAD, microbatch, gradient_nh)
 
         return communicate, complete
 
     def _c2(self, microbatch: int, root: int) -> tuple[Action, Action]:
         """vocab-1: the input gradient of T to the last virtual stage."""
-        reduce, gradient_nh = self._reduction_to_last_stage(self._store.take(("gradient part", microbatch)), root)
-        return reduce, lambda: self._store.put(("input gradient", microbatch), gradient_nh)
+        reduce, gradient_nh = self._reduction_to_last_stage(self._store.take(Slot.GRAD_PART, microbatch), root)
+        return reduce, lambda: self._store.put(Slot.OUTPUT_GRAD, microbatch, gradient_nh)
 
     def _row_gradient(self, microbatch: int, root: int) -> tuple[Action, Action]:
         """g, one number a token, from the rank that runs the loss function to all others."""
         if self._runs_loss:
-            row_gradient_n = self._store.take(("loss gradient", microbatch))
+            row_gradient_n = self._store.take(Slot.OWN_LOSS_GRAD, microbatch)
         else:
             row_gradient_n = self._shapes.row_factors()
         uses = 1 + self._holds_last
         return (
             lambda: self._communicator.broadcast(row_gradient_n, root),
-            lambda: self._store.put(("row gradient", microbatch), row_gradient_n, uses),
+            lambda: self._store.put(Slot.LOSS_GRAD, microbatch, row_gradient_n, uses=uses),
         )
 
     def _embed_gradient(self, microbatch: int, root: int) -> tuple[Action, Action]:
         """Gradients of the embedding rows from where the words went back to the rows' owners."""
-        exchange: RowExchange = self._store.take(("exchange", microbatch))
+        exchange: RowExchange = self._store.take(Slot.ROW_EXCHANGE, microbatch)
         gradients_nh = []
         if self._holds_first:
-            gradients_nh.append(self._store.take(("word gradient", microbatch)))
+            gradients_nh.append(self._store.take(Slot.EMBEDDING_GRAD, microbatch))
         if self._holds_last and self._shapes.heads > 1:
-            gradients_nh.append(self._store.take(("word gradient ahead", microbatch)))
+            gradients_nh.append(self._store.take(Slot.MTP_EMBEDDING_GRAD, microbatch))
         outgoing_nh = exchange.sort_by_owner(sum(gradients_nh)) if gradients_nh else self._shapes.rows(0)
         own = exchange.counts[self._groups.rank]
         received_kh = self._shapes.rows(len(self._word_ranks) * own)
@@ -272,7 +272,7 @@ class VocabularyCollectives:
             self._communicator.exchange(received_kh, outgoing_nh, incoming, outgoing)
 
         parts = received_kh.view(len(self._word_ranks), own, self._shapes.hidden)
-        return communicate, lambda: self._store.put(("row gradients", microbatch), parts)
+        return communicate, lambda: self._store.put(Slot.OWN_ROW_GRADS, microbatch, parts)
 
     def _reduction_to_last_stage(self, part_nh: torch.Tensor, root: int) -> tuple[Action, torch.Tensor]:
         """The sum of all shards' parts of dX / g on the last virtual stage: what makes it, and where it arrives.

@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 
 from megatron_vp.runtime.model import Model
-from megatron_vp.runtime.store import Occupancy, Store
-from megatron_vp.schedule.instructions import Channel
+from megatron_vp.runtime.store import Occupancy, Slot, Store
 from megatron_vp.schedule.passes import PassKind
 from megatron_vp.schedule.placement import Placement
 
@@ -91,27 +90,27 @@ class ChunkPasses:
         if stage == 0:
             leaf, chunk_input = self._ends.first_input(microbatch)
         else:
-            leaf = self._store.take((Channel.ACTIVATION, stage, microbatch)).requires_grad_(self._gradients)
+            leaf = self._store.take(Slot.ACTIVATION, microbatch, at=stage).requires_grad_(self._gradients)
             chunk_input = leaf
         labels = self._ends.prepare_last(microbatch) if stage == self._last else None
         output = self._model.forward(chunk, microbatch, chunk_input, labels)
         result = output.detach()
         if self._gradients:
             self._model.release_output(output)
-            self._store.put(("saved", chunk, microbatch), (leaf, output))
+            self._store.put(Slot.CHUNK_GRAPH, microbatch, (leaf, output), at=chunk)
             self.in_flight.enter()
         if stage == self._last:
             self._ends.last_output(microbatch, result)
         else:
-            self._store.put((Channel.ACTIVATION, stage + 1, microbatch), result)
+            self._store.put(Slot.ACTIVATION, microbatch, result, at=stage + 1)
 
     def _backward(self, microbatch: int, chunk: int) -> None:
         stage = self._stages[chunk]
         if stage == self._last:
             gradient = self._ends.last_gradient(microbatch)
         else:
-            gradient = self._store.take((Channel.GRADIENT, stage, microbatch))
-        leaf, output = self._store.take(("saved", chunk, microbatch))
+            gradient = self._store.take(Slot.GRADIENT, microbatch, at=stage)
+        leaf, output = self._store.take(Slot.CHUNK_GRAPH, microbatch, at=chunk)
         self._model.backward(chunk, microbatch, output, gradient)
         if stage == self._last:
             self._ends.finish_last(microbatch)
@@ -120,7 +119,7 @@ class ChunkPasses:
         if stage == 0:
             self._ends.first_gradient(microbatch, leaf)
         else:
-            self._store.put((Channel.GRADIENT, stage - 1, microbatch), leaf.grad.contiguous())
+            self._store.put(Slot.GRADIENT, microbatch, leaf.grad.contiguous(), at=stage - 1)
 
     def _weight_gradient(self, microbatch: int, chunk: int) -> None:
         self._model.weight_gradient(chunk, microbatch)

@@ -14,11 +14,20 @@ from megatron_vp.runtime.passes import ChunkPasses
 from megatron_vp.runtime.progress import FINISHING, Progress
 from megatron_vp.runtime.rehearsal import RehearsalModel
 from megatron_vp.runtime.sharded_ends import ShardedEnds
-from megatron_vp.runtime.store import Store
+from megatron_vp.runtime.store import Slot, Store
 from megatron_vp.runtime.streams import CudaIterations, CudaMark, second_stream
 from megatron_vp.runtime.whole_ends import WholeEnds
-from megatron_vp.schedule.instructions import Channel, Collective, Loss, Message, Post, Program, Run, Wait
+from megatron_vp.schedule.instructions import Channel, Collective, Loss, Post, Program, Run, Wait
 from megatron_vp.schedule.passes import Schedule
+
+_CONTENT = {
+    Channel.ACTIVATION: Slot.ACTIVATION,
+    Channel.GRADIENT: Slot.GRADIENT,
+    Channel.LABELS: Slot.LABELS,
+    Channel.TOKEN_LOSS: Slot.TOKEN_LOSS,
+    Channel.TOKEN_GRADIENT: Slot.TOKEN_GRADIENT,
+}
+"""What a message carries: a post takes it from the store of the sender, a wait puts it into that of the receiver."""
 
 
 @dataclass(frozen=True)
@@ -139,14 +148,16 @@ class Pipeline:
             elif operation.channel is Channel.LABELS:
                 links.send(operation, model.labels(operation.microbatch))
             else:
-                links.send(operation, store.take(_content(operation)))
+                slot = _CONTENT[operation.channel]
+                links.send(operation, store.take(slot, operation.microbatch, at=operation.target_stage))
 
         def wait(instruction: Wait) -> None:
             operation = instruction.operation
             if isinstance(operation, Collective):
                 collectives.wait(operation)
             else:
-                store.put(_content(operation), links.wait(operation))
+                slot, received = _CONTENT[operation.channel], links.wait(operation)
+                store.put(slot, operation.microbatch, received, at=operation.target_stage)
             if marks_device:
                 self.progress.mark(instruction, CudaMark())
 
@@ -164,10 +175,6 @@ class Pipeline:
             links.finish()
         store.assert_empty()
         return Report(chunks.in_flight.peak / schedule.chunks, ends.between_s_and_t.peak)
-
-
-def _content(message: Message) -> tuple[object, int, int]:
-    return (message.channel, message.target_stage, message.microbatch)
 
 
 def _awaited_collectives(instructions: Sequence[object]) -> frozenset[Collective]:

@@ -7,7 +7,7 @@ import torch
 from megatron_vp.runtime.collectives import VocabularyLayers
 from megatron_vp.runtime.model import Model, Shapes
 from megatron_vp.runtime.passes import Handler
-from megatron_vp.runtime.store import Occupancy, Store
+from megatron_vp.runtime.store import Occupancy, Slot, Store
 from megatron_vp.schedule.passes import PassKind, VocabMethod
 from megatron_vp.vocab.loss import CROSS_ENTROPY
 
@@ -57,7 +57,7 @@ class ShardedEnds:
 
     def first_input(self, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The words that all ranks have looked up, and what Megatron makes of them."""
-        leaf = self._store.take(("words", microbatch)).requires_grad_(self._gradients)
+        leaf = self._store.take(Slot.EMBEDDING, microbatch).requires_grad_(self._gradients)
         words_bsh = leaf.view(self._shapes.batch, -1, self._shapes.hidden)
         if self._shapes.heads > 1:
             words_bsh = words_bsh[:, : self._shapes.sequence]
@@ -65,42 +65,42 @@ class ShardedEnds:
 
     def first_gradient(self, microbatch: int, leaf: torch.Tensor) -> None:
         """Rows [b e, h] for their owners."""
-        self._store.put(("word gradient", microbatch), leaf.grad)
+        self._store.put(Slot.EMBEDDING_GRAD, microbatch, leaf.grad)
 
     def prepare_last(self, microbatch: int) -> None:
         """Hand over the words that further heads look up; labels are no business of a chunk without output layer."""
         if self._shapes.heads > 1:
-            ahead = self._store.take(("words ahead", microbatch)).requires_grad_()
-            self._store.put(("saved words", microbatch), ahead)
+            ahead = self._store.take(Slot.MTP_EMBEDDING, microbatch).requires_grad_()
+            self._store.put(Slot.MTP_LEAF, microbatch, ahead)
             self._model.receive_words(ahead)
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:
         """X [n, h], for the S of all ranks; with sequence parallelism this rank's rows."""
-        self._store.put(("last output", microbatch), output.view(-1, self._shapes.hidden))
+        self._store.put(Slot.LAST_OUTPUT, microbatch, output.view(-1, self._shapes.hidden))
 
     def last_gradient(self, microbatch: int) -> torch.Tensor:
         """dX [s / parts, b, h]: the reduced part of all ranks, which commutes with g, times g."""
-        unweighted_nh = self._store.take(("input gradient", microbatch))
-        row_gradient_n = self._store.take(("row gradient", microbatch))[self._shapes.own_outputs]
+        unweighted_nh = self._store.take(Slot.OUTPUT_GRAD, microbatch)
+        row_gradient_n = self._store.take(Slot.LOSS_GRAD, microbatch)[self._shapes.own_outputs]
         weighted_nh = unweighted_nh * row_gradient_n[:, None]
         return weighted_nh.to(unweighted_nh.dtype).view(-1, self._shapes.batch, self._shapes.hidden)
 
     def finish_last(self, microbatch: int) -> None:
         """Gradients of the words that further heads looked up."""
         if self._shapes.heads > 1:
-            ahead = self._store.take(("saved words", microbatch))
-            self._store.put(("word gradient ahead", microbatch), ahead.grad)
+            ahead = self._store.take(Slot.MTP_LEAF, microbatch)
+            self._store.put(Slot.MTP_EMBEDDING_GRAD, microbatch, ahead.grad)
 
     def loss(self, microbatch: int) -> None:
         """The user's loss function, on the rank that holds the labels."""
-        statistics = self._store.take(("statistics", microbatch))
+        statistics = self._store.take(Slot.STATISTICS, microbatch)
         token_loss_n = statistics.token_loss(self._token_loss)
         row_gradient_bs = self._model.loss(
             microbatch, self._by_sequence(token_loss_n), self._by_sequence(statistics.likeliest_n)
         )
         if row_gradient_bs is not None:
             by_head_hbs = row_gradient_bs.float().view(self._shapes.heads, self._shapes.batch, self._shapes.sequence)
-            self._store.put(("loss gradient", microbatch), self._shapes.by_output(by_head_hbs.transpose(1, 2)))
+            self._store.put(Slot.OWN_LOSS_GRAD, microbatch, self._shapes.by_output(by_head_hbs.transpose(1, 2)))
 
     def _by_sequence(self, values_n: torch.Tensor) -> torch.Tensor:
         """Values in the order of the last stage's output, [heads n], as [heads b, s]."""
@@ -108,35 +108,35 @@ class ShardedEnds:
         return by_head_hbs.contiguous().view(-1, self._shapes.sequence)  # users' loss functions ask for views of it
 
     def _embed(self, microbatch: int, chunk: int) -> None:
-        exchange = self._store.take(("exchange", microbatch))
-        self._store.put(("embedded rows", microbatch), self._layers.embedding(exchange))
+        exchange = self._store.take(Slot.ROW_EXCHANGE, microbatch)
+        self._store.put(Slot.OWN_ROWS, microbatch, self._layers.embedding(exchange))
 
     def _output_s(self, microbatch: int, chunk: int) -> None:
         output = self._layers.output
-        x_nh, labels_n = self._store.take(("x", microbatch)), self._store.take(("labels", microbatch))
+        x_nh, labels_n = self._store.take(Slot.X, microbatch), self._store.take(Slot.TARGETS, microbatch)
         pending = output(x_nh, labels_n, self._token_loss)
-        self._store.put(("pending", microbatch), pending, 1 + self._gradients)
+        self._store.put(Slot.PENDING_OUTPUT, microbatch, pending, uses=1 + self._gradients)
         if self._gradients:
             self.between_s_and_t.enter()
             if self._method is VocabMethod.VOCAB_2:
-                self._store.put(("unscaled gradient", microbatch), output.unscaled_input_gradient(pending))
+                self._store.put(Slot.UNSCALED_GRAD, microbatch, output.unscaled_input_gradient(pending))
 
     def _output_t(self, microbatch: int, chunk: int) -> None:
         returns_gradient = self._method is VocabMethod.VOCAB_1
         part_nh = self._layers.output.t_pass(
-            self._store.take(("pending", microbatch)),
-            self._store.take(("statistics", microbatch)),
-            self._store.take(("row gradient", microbatch)),
+            self._store.take(Slot.PENDING_OUTPUT, microbatch),
+            self._store.take(Slot.STATISTICS, microbatch),
+            self._store.take(Slot.LOSS_GRAD, microbatch),
             input_gradient=returns_gradient,
         )
         self.between_s_and_t.leave()
         if returns_gradient:
-            self._store.put(("gradient part", microbatch), part_nh)
+            self._store.put(Slot.GRAD_PART, microbatch, part_nh)
         self._contributed(self._layers.output.weight)
 
     def _embed_backward(self, microbatch: int, chunk: int) -> None:
-        exchange = self._store.take(("exchange", microbatch))
-        for gradient_kh in self._store.take(("row gradients", microbatch)):
+        exchange = self._store.take(Slot.ROW_EXCHANGE, microbatch)
+        for gradient_kh in self._store.take(Slot.OWN_ROW_GRADS, microbatch):
             self._layers.embedding.backward_pass(exchange, gradient_kh)
         self._contributed(self._layers.embedding.weight)
 

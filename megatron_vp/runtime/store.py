@@ -1,28 +1,106 @@
-"""What an iteration keeps between passes, with the two properties that stale state would break."""
+"""What an iteration keeps between its passes and its communication."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from enum import Enum, auto
 from typing import Any
 
 
+class Slot(Enum):
+    """What a tensor in the store is, who puts it there and who takes it.
+
+    Shapes: n = s b tokens, h hidden, p pipeline ranks, r a rank's rows of the vocabulary shards' exchange, e the
+    positions of `Shapes.token_ids`. "Model dtype" is the dtype of activations.
+    """
+
+    ACTIVATION = auto()
+    """A chunk's input [s, b, h], model dtype, by the stage that reads it. Put by F of the stage before, or by the wait
+    for its message; taken by F, or by the post that sends it."""
+    GRADIENT = auto()
+    """The gradient of a chunk's output [s, b, h], model dtype, by the stage that reads it. Put by B of the next stage,
+    or by the wait for its message; taken by B, or by the post that sends it."""
+    CHUNK_GRAPH = auto()
+    """A chunk's input, a leaf of autograd's graph (None for a chunk that embeds its tokens), and the output that ends
+    the graph, by chunk. Put by F, taken by B."""
+
+    LABELS = auto()
+    """Whole vocabulary layers: int64 [b, s]. Put by the wait for their message, taken by F of the last stage where
+    rank p-1 reads the labels and another rank holds that stage."""
+    TOKEN_LOSS = auto()
+    """Whole vocabulary layers: loss of every token, fp32 [b, s]. Put by F of the last stage, or by the wait for the
+    message; taken by the loss function, or by the post that sends it."""
+    TOKEN_GRADIENT = auto()
+    """Whole vocabulary layers: gradient of the loss function by token loss, fp32 [b, s]. Put by the loss function, or
+    by the wait for the message; taken by B of the last stage, or by the post that sends it."""
+
+    ROW_EXCHANGE = auto()
+    """Which rank owns which of the microbatch's tokens (`RowExchange`). Put by TOKENS; taken by IF, EMBED, EMBED_GRAD
+    and IB."""
+    TARGETS = auto()
+    """Label of every row of the last stage's output, int64 [outputs]. Put by TOKENS, taken by S."""
+    OWN_ROWS = auto()
+    """Embedding rows that this rank owns [r, h], model dtype. Put by IF, taken by EMBED."""
+    EMBEDDING = auto()
+    """Embedding rows of all tokens [b e, h], model dtype, on the first stage. Put by EMBED, taken by its F."""
+    MTP_EMBEDDING = auto()
+    """The same for the multi-token prediction block, on the last stage. Put by EMBED, taken by its F."""
+    MTP_LEAF = auto()
+    """MTP_EMBEDDING as a leaf of autograd's graph. Put by F of the last stage, taken by its B."""
+    EMBEDDING_GRAD = auto()
+    """Gradient of EMBEDDING [b e, h], model dtype. Put by B of the first stage, taken by EMBED_GRAD."""
+    MTP_EMBEDDING_GRAD = auto()
+    """Gradient of MTP_EMBEDDING [b e, h], model dtype. Put by B of the last stage, taken by EMBED_GRAD."""
+    OWN_ROW_GRADS = auto()
+    """Gradients of OWN_ROWS, one from each rank that embeds: [1 or 2, r, h], model dtype. Put by EMBED_GRAD, taken by
+    IB."""
+
+    LAST_OUTPUT = auto()
+    """This rank's rows of the last stage's output [outputs / sequence parallel ranks, h], model dtype. Put by F of the
+    last stage, taken by C0."""
+    X = auto()
+    """The last stage's whole output [outputs, h], model dtype. Put by C0, taken by S."""
+    PENDING_OUTPUT = auto()
+    """What S leaves for C1 and T: E [outputs, V/p], X, statistics (`PendingOutput`). Put by S; taken by C1 and T."""
+    UNSCALED_GRAD = auto()
+    """vocab-2: this shard's part of dX / g before it is rescaled [outputs, h], model dtype. Put by S, taken by C1."""
+    GRAD_PART = auto()
+    """vocab-1: this shard's part of dX / g [outputs, h], model dtype. Put by T, taken by C2."""
+    STATISTICS = auto()
+    """Softmax statistics over the whole vocabulary, fp32 [outputs] each (`GlobalStatistics`). Put by C1; taken by T
+    and, on rank p-1, by the loss function."""
+    OUTPUT_GRAD = auto()
+    """dX / g on the last stage, this rank's rows [outputs / sequence parallel ranks, h], model dtype. Put by C1
+    (vocab-2) or C2 (vocab-1), taken by B of the last stage."""
+    OWN_LOSS_GRAD = auto()
+    """g as the loss function made it, fp32 [outputs], on rank p-1. Put by the loss function, taken by ROW_GRADIENT."""
+    LOSS_GRAD = auto()
+    """g on every rank, fp32 [outputs]. Put by ROW_GRADIENT; taken by T and by B of the last stage."""
+
+
+Key = tuple[Slot, int, int | None]
+"""What it is, the microbatch, and the stage or chunk of those slots that have one."""
+
+
 class Store:
-    """Values keyed by what they are and the microbatch they belong to.
+    """Values by slot and microbatch.
 
     Nothing is overwritten and nothing is left behind: either would be a value of another microbatch or iteration.
     """
 
     def __init__(self) -> None:
-        self._values: dict[Hashable, Any] = {}
+        self._values: dict[Key, tuple[Any, int]] = {}
 
-    def put(self, key: Hashable, value: Any, uses: int = 1) -> None:
-        """Keep a new value until it has been taken `uses` times."""
-        assert key not in self._values, f"{key} is kept already"
+    def put(self, slot: Slot, microbatch: int, value: Any, *, at: int | None = None, uses: int = 1) -> None:
+        """Keep a new value until it has been taken `uses` times; `at` is its stage or chunk."""
+        key = _key(slot, microbatch, at)
+        assert key not in self._values, f"{_words(key)} is kept already"
         if uses:
             self._values[key] = (value, uses)
 
-    def take(self, key: Hashable) -> Any:
+    def take(self, slot: Slot, microbatch: int, *, at: int | None = None) -> Any:
         """A value; its last use removes it."""
+        key = _key(slot, microbatch, at)
+        assert key in self._values, f"{_words(key)} is taken and was not put, or has been used up"
         value, uses = self._values.pop(key)
         if uses > 1:
             self._values[key] = (value, uses - 1)
@@ -30,7 +108,18 @@ class Store:
 
     def assert_empty(self) -> None:
         """Check the end of an iteration."""
-        assert not self._values, f"left over at the end of an iteration: {sorted(map(str, self._values))}"
+        assert not self._values, f"left over at the end of an iteration: {sorted(map(_words, self._values))}"
+
+
+def _key(slot: Slot, microbatch: int, at: int | None) -> Key:
+    if not isinstance(slot, Slot):
+        raise TypeError(f"{slot!r} is not a slot of the store: add a member to Slot")
+    return (slot, microbatch, at)
+
+
+def _words(key: Key) -> str:
+    slot, microbatch, at = key
+    return f"{slot.name} of microbatch {microbatch}" + ("" if at is None else f" at {at}")
 
 
 class Occupancy:

@@ -6,8 +6,7 @@ import torch
 
 from megatron_vp.runtime.model import Model
 from megatron_vp.runtime.passes import Handler
-from megatron_vp.runtime.store import Occupancy, Store
-from megatron_vp.schedule.instructions import Channel
+from megatron_vp.runtime.store import Occupancy, Slot, Store
 from megatron_vp.schedule.passes import PassKind
 from megatron_vp.schedule.placement import Placement
 
@@ -40,22 +39,22 @@ class WholeEnds:
 
     def prepare_last(self, microbatch: int) -> torch.Tensor | None:
         """What came from rank p-1, or None where this is rank p-1."""
-        return self._store.take((Channel.LABELS, self._last, microbatch)) if self._receives_labels else None
+        return self._store.take(Slot.LABELS, microbatch, at=self._last) if self._receives_labels else None
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:
         """Token losses, fp32 [b, s]."""
-        self._store.put((Channel.TOKEN_LOSS, self._last, microbatch), output)
+        self._store.put(Slot.TOKEN_LOSS, microbatch, output, at=self._last)
 
     def last_gradient(self, microbatch: int) -> torch.Tensor:
         """g, fp32 [b, s]."""
-        return self._store.take((Channel.TOKEN_GRADIENT, self._last, microbatch))
+        return self._store.take(Slot.TOKEN_GRADIENT, microbatch, at=self._last)
 
     def finish_last(self, microbatch: int) -> None:
         """Nothing is left."""
 
     def loss(self, microbatch: int) -> None:
         """The user's loss function."""
-        token_loss_bs = self._store.take((Channel.TOKEN_LOSS, self._last, microbatch))
+        token_loss_bs = self._store.take(Slot.TOKEN_LOSS, microbatch, at=self._last)
         gradient_bs = self._model.loss(microbatch, token_loss_bs, None)
         if gradient_bs is not None:
-            self._store.put((Channel.TOKEN_GRADIENT, self._last, microbatch), gradient_bs.contiguous())
+            self._store.put(Slot.TOKEN_GRADIENT, microbatch, gradient_bs.contiguous(), at=self._last)

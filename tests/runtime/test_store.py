@@ -1,0 +1,69 @@
+"""The store: every slot is used, and what cannot be a value of this iteration is refused."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+from megatron_vp import runtime
+from megatron_vp.runtime import store as module
+from megatron_vp.runtime.pipeline import _CONTENT
+from megatron_vp.runtime.store import Slot, Store
+from megatron_vp.schedule.instructions import Channel
+
+
+def slots_of(verb):
+    """The slots that the runtime's calls of `put` or `take` name."""
+    for path in Path(*runtime.__path__).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == verb:
+                slot = node.args[0]
+                if isinstance(slot, ast.Attribute) and isinstance(slot.value, ast.Name) and slot.value.id == "Slot":
+                    yield Slot[slot.attr]
+
+
+@pytest.mark.parametrize("verb", ["put", "take"])
+def test_every_slot_is_put_and_taken(verb):
+    received = set(_CONTENT.values()) if verb == "put" else set()
+    assert {*slots_of(verb), *received} == set(Slot)
+
+
+def test_every_slot_says_what_it_is_who_puts_it_and_who_takes_it():
+    enum = next(node for node in ast.parse(inspect.getsource(module)).body if getattr(node, "name", None) == "Slot")
+    docs = dict(zip(enum.body[1::2], enum.body[2::2], strict=True))
+    for member, doc in docs.items():
+        assert isinstance(member, ast.Assign) and isinstance(doc, ast.Expr), ast.unparse(member)
+        words = doc.value.value.lower()
+        assert "put by" in words and "taken by" in words, ast.unparse(member)
+
+
+def test_every_message_has_a_slot_of_its_own():
+    assert set(_CONTENT) == set(Channel) and len(set(_CONTENT.values())) == len(Channel)
+
+
+@pytest.mark.parametrize("slot", ["x", ("x", 0), Channel.ACTIVATION, None])
+def test_what_is_no_slot_is_refused(slot):
+    store = Store()
+    with pytest.raises(TypeError, match="is not a slot of the store"):
+        store.put(slot, 0, object())
+    with pytest.raises(TypeError, match="is not a slot of the store"):
+        store.take(slot, 0)
+
+
+def test_a_value_lives_from_its_put_to_its_last_use():
+    store = Store()
+    store.put(Slot.X, 1, "x", uses=2)
+    store.put(Slot.ACTIVATION, 1, "three", at=3)
+    with pytest.raises(AssertionError, match="X of microbatch 1 is kept already"):
+        store.put(Slot.X, 1, "another")
+    assert store.take(Slot.X, 1) == store.take(Slot.X, 1) == "x"
+    with pytest.raises(AssertionError, match="X of microbatch 1 is taken and was not put, or has been used up"):
+        store.take(Slot.X, 1)
+    with pytest.raises(AssertionError, match="ACTIVATION of microbatch 1 at 4 is taken and was not put"):
+        store.take(Slot.ACTIVATION, 1, at=4)
+    with pytest.raises(AssertionError, match=r"left over.*ACTIVATION of microbatch 1 at 3"):
+        store.assert_empty()
+    assert store.take(Slot.ACTIVATION, 1, at=3) == "three"
+    store.put(Slot.STATISTICS, 1, "nobody takes it", uses=0)
+    store.assert_empty()
