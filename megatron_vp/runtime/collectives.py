@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_vp.runtime.executor import Observer
 from megatron_vp.runtime.groups import PipelineGroups
-from megatron_vp.runtime.model import Model, Shapes
+from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.progress import Progress
 from megatron_vp.runtime.store import Slot, Store
 from megatron_vp.runtime.streams import Event, Stream
@@ -49,7 +49,6 @@ class VocabularyCollectives:
         store: what the passes exchange with the collectives.
         shapes: sizes of a microbatch.
         layers: the vocabulary shards of this rank.
-        model: asked for tokens and labels.
         method: vocab-1 or vocab-2.
         gradients: False in evaluation.
         first_rank, last_rank: pipeline ranks of the first and of the last virtual stage.
@@ -66,7 +65,6 @@ class VocabularyCollectives:
         store: Store,
         shapes: Shapes,
         layers: VocabularyLayers,
-        model: Model,
         method: VocabMethod,
         gradients: bool,
         first_rank: int,
@@ -82,7 +80,6 @@ class VocabularyCollectives:
         self._store = store
         self._shapes = shapes
         self._layers = layers
-        self._model = model
         self._gradients = gradients
         self._reduces_in_c1 = gradients and method is VocabMethod.VOCAB_2
         self._holds_first = groups.rank == first_rank
@@ -131,11 +128,11 @@ class VocabularyCollectives:
         assert not self._posted, f"communicated but never used: {[str(collective) for collective in self._posted]}"
 
     def _tokens(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """Token ids from the first pipeline rank and labels from the last, which hold the data, to all others."""
+        """Token ids from the first pipeline rank and labels from the last, which have read them, to all others."""
         last = len(self._groups.members) - 1
         rank, shapes = self._groups.rank, self._shapes
-        tokens_be = self._model.tokens(microbatch) if rank == 0 else shapes.token_ids()
-        labels_be = self._model.labels(microbatch) if rank == last else shapes.token_ids()
+        tokens_be = self._store.take(Slot.TOKENS, microbatch) if rank == 0 else shapes.token_ids()
+        labels_be = self._store.take(Slot.LABELS, microbatch) if rank == last else shapes.token_ids()
 
         groups, shards = self._groups, self._layers.embedding.shards
         exchange = RowExchange(

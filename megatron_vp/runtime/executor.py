@@ -15,7 +15,7 @@ class Observer(Protocol):
     """Watches what a rank does: clocks, traces."""
 
     def watch(self, instruction: Instruction) -> AbstractContextManager[None]:
-        """A context that spans an instruction: a pass, the loss function, a post, a wait."""
+        """A context that spans an instruction: reading data, a pass, the loss function, a post, a wait."""
 
     def communicating(self, collective: Collective) -> AbstractContextManager[None]:
         """A context that spans a collective where it runs: entered on the second stream, on CPU in its thread."""

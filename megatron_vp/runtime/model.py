@@ -93,6 +93,9 @@ class Shapes:
 class Model(Protocol):
     """The transformer part of one rank, and the user's data and loss function."""
 
+    def load(self, chunk: int, microbatch: int) -> None:
+        """Read the data that a chunk with a whole vocabulary layer uses; asked on the first and last pipeline rank."""
+
     def tokens(self, microbatch: int) -> torch.Tensor:
         """Token ids of a microbatch as `Shapes.token_ids`, [b, e]; asked on the first pipeline rank only."""
 

@@ -28,6 +28,9 @@ class Ends(Protocol):
     def handlers(self) -> dict[PassKind, Handler]:
         """Of the passes that the ends run besides F, B and W."""
 
+    def load(self, microbatch: int) -> None:
+        """Read the microbatch's data on the ranks that have some: token ids on rank 0, labels on rank p-1."""
+
     def first_input(self, microbatch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Of stage 0: the leaf of autograd's graph that takes a gradient, and the chunk's input [s, b, h]."""
 

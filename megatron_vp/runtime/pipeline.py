@@ -17,7 +17,7 @@ from megatron_vp.runtime.sharded_ends import ShardedEnds
 from megatron_vp.runtime.store import Slot, Store
 from megatron_vp.runtime.streams import CudaIterations, CudaMark, second_stream
 from megatron_vp.runtime.whole_ends import WholeEnds
-from megatron_vp.schedule.instructions import Channel, Collective, Loss, Post, Program, Run, Wait
+from megatron_vp.schedule.instructions import Channel, Collective, Load, Loss, Post, Program, Run, Wait
 from megatron_vp.schedule.passes import Schedule
 
 _CONTENT = {
@@ -106,16 +106,25 @@ class Pipeline:
         marks_device = shapes.device.type == "cuda"
         store, links = Store(), Links(self.groups)
         if layers is None:
-            ends, collectives = WholeEnds(store, model, placement), None
+            ends, collectives = WholeEnds(store, model, placement, rank), None
         else:
-            ends = ShardedEnds(store, shapes, layers, model, schedule.vocab, schedule.microbatches, gradients)
+            ends = ShardedEnds(
+                store,
+                shapes,
+                layers,
+                model,
+                schedule.vocab,
+                schedule.microbatches,
+                gradients,
+                reads_tokens=rank == 0,
+                reads_labels=rank == placement.ranks - 1,
+            )
             collectives = VocabularyCollectives(
                 self.groups,
                 self._stream,
                 store,
                 shapes,
                 layers,
-                model,
                 schedule.vocab,
                 gradients,
                 placement.first_rank,
@@ -145,8 +154,6 @@ class Pipeline:
                 collectives.post(operation)
             elif operation.source != rank:
                 links.receive(operation, buffers[operation.channel]())
-            elif operation.channel is Channel.LABELS:
-                links.send(operation, model.labels(operation.microbatch))
             else:
                 slot = _CONTENT[operation.channel]
                 links.send(operation, store.take(slot, operation.microbatch, at=operation.target_stage))
@@ -162,6 +169,7 @@ class Pipeline:
                 self.progress.mark(instruction, CudaMark())
 
         handlers = {
+            Load: lambda instruction: ends.load(instruction.microbatch),
             Run: run,
             Loss: lambda instruction: ends.loss(instruction.microbatch),
             Post: post,

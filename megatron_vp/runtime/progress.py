@@ -24,6 +24,7 @@ from megatron_vp.schedule.instructions import (
     Collective,
     CollectiveKind,
     Instruction,
+    Load,
     Loss,
     Message,
     Post,
@@ -152,8 +153,8 @@ class Progress:
                 return f"was in {action.kind} of microbatch {action.microbatch}"
             case Loss(microbatch):
                 return f"was in the loss function of microbatch {microbatch}"
-            case Post(Collective(kind=CollectiveKind.TOKENS, microbatch=microbatch)):
-                return f"was at the data of microbatch {microbatch}"
+            case Load(microbatch):
+                return f"was reading the data of microbatch {microbatch}"
             case Post(operation):
                 return f"was starting {operation}"
             case _Finishing():

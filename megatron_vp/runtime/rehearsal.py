@@ -49,6 +49,9 @@ class RehearsalModel:
         self._gradients = gradients
         self._words_ahead: torch.Tensor | None = None
 
+    def load(self, chunk: int, microbatch: int) -> None:
+        """There is no data to read."""
+
     def tokens(self, microbatch: int) -> torch.Tensor:
         """Ids that make every rank exchange many rows, and few: kernels differ by the number of rows."""
         ids_be = self._shapes.token_ids()

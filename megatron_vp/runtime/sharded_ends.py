@@ -17,6 +17,7 @@ class ShardedEnds:
 
     Args:
         layers: the shards of this rank.
+        reads_tokens, reads_labels: whether this is pipeline rank 0, and rank p-1.
         method: vocab-1 or vocab-2.
         microbatches: m, to know the last contribution to a weight.
         gradients: False in evaluation.
@@ -31,6 +32,8 @@ class ShardedEnds:
         method: VocabMethod,
         microbatches: int,
         gradients: bool,
+        reads_tokens: bool,
+        reads_labels: bool,
     ) -> None:
         self._store = store
         self._shapes = shapes
@@ -38,6 +41,8 @@ class ShardedEnds:
         self._model = model
         self._method = method
         self._gradients = gradients
+        self._reads_tokens = reads_tokens
+        self._reads_labels = reads_labels
         # Evaluation reports the cross entropy, whatever helps training.
         self._token_loss = layers.loss if gradients else CROSS_ENTROPY
         self._contributions = {layers.embedding.weight: 0, layers.output.weight: 0}
@@ -54,6 +59,13 @@ class ShardedEnds:
             PassKind.T: self._output_t,
             PassKind.IB: self._embed_backward,
         }
+
+    def load(self, microbatch: int) -> None:
+        """Token ids and labels, for the collective that brings them to all ranks."""
+        if self._reads_tokens:
+            self._store.put(Slot.TOKENS, microbatch, self._model.tokens(microbatch))
+        if self._reads_labels:
+            self._store.put(Slot.LABELS, microbatch, self._model.labels(microbatch))
 
     def first_input(self, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The words that all ranks have looked up, and what Megatron makes of them."""

@@ -23,9 +23,13 @@ class Slot(Enum):
     """A chunk's input, a leaf of autograd's graph (None for a chunk that embeds its tokens), and the output that ends
     the graph, by chunk. Put by F, taken by B."""
 
+    TOKENS = auto()
+    """Token ids, int64 [b, e], on rank 0. Put by the load of the microbatch, taken by TOKENS."""
     LABELS = auto()
-    """Whole vocabulary layers: int64 [b, s]. Put by the wait for their message, taken by F of the last stage where
-    rank p-1 reads the labels and another rank holds that stage."""
+    """Labels, int64 [b, e]. Put by the load of the microbatch on rank p-1, taken by TOKENS. With a whole output layer
+    on another rank, by the last stage: taken by the post that sends them there, put by the wait for their message,
+    taken by F of the last stage."""
+
     TOKEN_LOSS = auto()
     """Whole vocabulary layers: loss of every token, fp32 [b, s]. Put by F of the last stage, or by the wait for the
     message; taken by the loss function, or by the post that sends it."""

@@ -9,10 +9,10 @@ from megatron_vp.files import write_report
 from megatron_vp.runtime.clocks import Alignment, align
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.recorder import Recorder, Span
-from megatron_vp.schedule.instructions import Collective, Loss, Post, Run, Wait
+from megatron_vp.schedule.instructions import Collective, Load, Loss, Post, Run, Wait
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.perfetto import Lane
-from megatron_vp.trace.rank_files import COLLECTIVE, LOSS, WAIT, RankTrace, TracedSpan, path_of
+from megatron_vp.trace.rank_files import COLLECTIVE, LOAD, LOSS, WAIT, RankTrace, TracedSpan, path_of
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class PipelineTrace:
 
 
 def traced_spans(spans: list[Span], iteration: int, axis: _Axis) -> list[TracedSpan]:
-    """Passes, losses, collectives with the moment of their post, and waits; other posts take no time and are left out.
+    """Reads of data, passes, losses, collectives with the moment of their post, and waits, in the order of their start.
 
-    In the order of their start.
+    Other posts take no time and are left out.
     """
     posted = {
         span.work.operation: axis(span.start)
@@ -91,6 +91,8 @@ def traced_spans(spans: list[Span], iteration: int, axis: _Axis) -> list[TracedS
         match span.work:
             case Run(action):
                 traced.append(TracedSpan(iteration, Lane.COMPUTE, str(action), action.kind.value, start, end))
+            case Load():
+                traced.append(TracedSpan(iteration, Lane.COMPUTE, str(span.work), LOAD, start, end))
             case Loss():
                 traced.append(TracedSpan(iteration, Lane.COMPUTE, str(span.work), LOSS, start, end))
             case Collective():

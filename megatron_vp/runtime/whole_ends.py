@@ -18,17 +18,29 @@ class WholeEnds:
     and emptied by messages; else by the passes themselves.
     """
 
-    def __init__(self, store: Store, model: Model, placement: Placement) -> None:
+    def __init__(self, store: Store, model: Model, placement: Placement, rank: int) -> None:
         self._store = store
         self._model = model
         self._last = placement.stages - 1
-        self._receives_labels = placement.last_rank != placement.ranks - 1
+        self._reads_tokens = rank == 0
+        self._reads_labels = rank == placement.ranks - 1
+        self._last_chunk = placement.chunks - 1
+        self._labels_travel = placement.last_rank != placement.ranks - 1
         self.between_s_and_t = Occupancy()
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
         """None: the chunks do it all."""
         return {}
+
+    def load(self, microbatch: int) -> None:
+        """The chunks that hold the layers use the data; labels for another rank's chunk leave by message."""
+        if self._reads_tokens:
+            self._model.load(0, microbatch)
+        if self._reads_labels:
+            self._model.load(self._last_chunk, microbatch)
+            if self._labels_travel:
+                self._store.put(Slot.LABELS, microbatch, self._model.labels(microbatch), at=self._last)
 
     def first_input(self, microbatch: int) -> tuple[None, None]:
         """The chunk embeds its tokens itself."""
@@ -39,7 +51,7 @@ class WholeEnds:
 
     def prepare_last(self, microbatch: int) -> torch.Tensor | None:
         """What came from rank p-1, or None where this is rank p-1."""
-        return self._store.take(Slot.LABELS, microbatch, at=self._last) if self._receives_labels else None
+        return self._store.take(Slot.LABELS, microbatch, at=self._last) if self._labels_travel else None
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:
         """Token losses, fp32 [b, s]."""

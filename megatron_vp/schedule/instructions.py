@@ -1,4 +1,4 @@
-"""The instructions a rank executes: run a pass, run the loss, start a communication, wait for one."""
+"""The instructions a rank executes: read data, run a pass, run the loss, start a communication, wait for one."""
 
 from __future__ import annotations
 
@@ -94,6 +94,16 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """Read the data of a microbatch: token ids on rank 0, labels on rank p-1."""
+
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"LOAD:{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
 class Loss:
     """Call the loss function of a microbatch, on rank p-1, and keep its gradient by token."""
 
@@ -123,7 +133,7 @@ class Wait:
         return f"?{self.operation}"
 
 
-Instruction = Run | Loss | Post | Wait
+Instruction = Load | Run | Loss | Post | Wait
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ That is what a CUDA device asks for. Streams may share one hardware queue, in wh
 stalls everything issued behind it. And the host may have to wait for the whole device at any step: CUDA waits so when
 it loads a kernel, when the allocator frees memory, in debuggers and under timers. So no receive is posted ahead of its
 message's place on the line: it would occupy the device while this rank has yet to compute what the sender waits for.
+
+Reading data takes no time on that line. The ranks that read it do so right before the first instruction that uses it.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from megatron_vp.schedule.dependencies import build_graph, check_passes
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.schedule.graph import Graph, Step
 from megatron_vp.schedule.instructions import (
+    Channel,
     Collective,
     CollectiveKind,
     Instruction,
+    Load,
     Loss,
     Message,
     Operation,
@@ -58,6 +62,7 @@ def lower(schedule: Schedule, costs: Costs | None = None, looks_ahead: bool = Fa
 class _Line:
     """The schedule with its losses: each rank's steps in order, when each is over, and the collectives in order."""
 
+    schedule: Schedule
     graph: Graph
     orders: list[list[int]]
     over: list[Moment]
@@ -72,7 +77,7 @@ def _lay_out(schedule: Schedule, costs: Costs, looks_ahead: bool) -> _Line:
     starts = times.moments(times.start)
     collectives = [(starts[number], node) for number, node in enumerate(graph.nodes) if isinstance(node, Collective)]
     collectives += _token_moments(schedule, graph, times)
-    return _Line(graph, orders, times.moments(times.end), sorted(collectives, key=lambda item: item[0]))
+    return _Line(schedule, graph, orders, times.moments(times.end), sorted(collectives, key=lambda item: item[0]))
 
 
 def _with_losses(schedule: Schedule, costs: Costs, graph: Graph, orders: list[list[int]]) -> list[int]:
@@ -135,15 +140,41 @@ class _RankLowering:
         instructions: list[Instruction] = []
         for number, over in zip(self.order, self.over, strict=True):
             while posts and posts[0][0] < over:
-                instructions.append(Post(posts.popleft()[1]))
+                instructions += self.post(posts.popleft()[1])
             needed = [operation for operation in self.inputs(number) if operation not in waited]
             waited.update(needed)
-            instructions += map(Wait, needed)
             action = self.line.graph.nodes[number].action
+            if self.reads_data_for(action):
+                instructions.append(Load(action.microbatch))
+            instructions += map(Wait, needed)
             instructions.append(action if isinstance(action, Loss) else Run(action))
-        instructions += (Post(operation) for _, operation in posts)
+        for _, operation in posts:
+            instructions += self.post(operation)
         in_order = tuple(operation for _, operation in collectives)
         return Program(self.rank, tuple(instructions), in_order)
+
+    def post(self, operation: Operation) -> list[Instruction]:
+        """The post of an operation, after the data that it sends has been read."""
+        reads = self.reads_data_for(operation)
+        return [Load(operation.microbatch), Post(operation)] if reads else [Post(operation)]
+
+    def reads_data_for(self, work: Operation | Pass | Loss) -> bool:
+        """Whether `work` is the first of its microbatch here that uses the data that this rank reads.
+
+        Rank 0 reads token ids and rank p-1 labels. They are sent where the vocabulary layers are shards, and labels
+        also where another rank holds a whole output layer; else they are used by the chunk that holds the layer.
+        """
+        schedule, rank = self.line.schedule, self.rank
+        placement, last = schedule.placement, schedule.pipeline_size - 1
+        match work:
+            case Collective(kind=CollectiveKind.TOKENS):
+                return rank in (0, last)
+            case Message(channel=Channel.LABELS):
+                return rank == work.source
+            case Pass(kind=PassKind.F) if not schedule.vocab.is_sharded:
+                stage = placement.stage_of[rank][work.chunk]
+                return (rank == 0 and stage == 0) or (rank == last and stage + 1 == placement.stages)
+        return False
 
     def inputs(self, number: int) -> list[Operation]:
         """The operations whose result a step uses."""

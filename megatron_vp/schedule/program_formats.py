@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from megatron_vp.schedule.instructions import Collective, Instruction, Loss, Operation, Post, Program, Run
+from megatron_vp.schedule.instructions import Collective, Instruction, Load, Loss, Operation, Post, Program, Run
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.validate import members
 
@@ -15,7 +15,8 @@ def programs_to_json(schedule: Schedule, programs: Sequence[Program]) -> str:
 
     An instruction is one of
 
-    - `{"do": "run", "pass": "F", "chunk": 0, "microbatch": 3}`; the pass `LOSS` is the user's loss function;
+    - `{"do": "run", "pass": "F", "chunk": 0, "microbatch": 3}`; the pass `LOSS` is the user's loss function, and
+      `LOAD` reads the microbatch's data;
     - `{"do": "post", "operation": "activation:3[0>1]", "members": [0, 1], "lane": "0>1 activation"}`;
     - the same with `"do": "wait"`.
 
@@ -38,8 +39,9 @@ def _entry(instruction: Instruction, ranks: int) -> dict[str, object]:
     if isinstance(instruction, Run):
         action = instruction.action
         return {"do": "run", "pass": action.kind.value, "chunk": action.chunk, "microbatch": action.microbatch}
-    if isinstance(instruction, Loss):
-        return {"do": "run", "pass": "LOSS", "chunk": 0, "microbatch": instruction.microbatch}
+    if isinstance(instruction, Load | Loss):
+        name = "LOAD" if isinstance(instruction, Load) else "LOSS"
+        return {"do": "run", "pass": name, "chunk": 0, "microbatch": instruction.microbatch}
     operation = instruction.operation
     return {
         "do": "post" if isinstance(instruction, Post) else "wait",

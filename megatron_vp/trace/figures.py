@@ -15,7 +15,7 @@ from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.timeline import Span, simulate
-from megatron_vp.trace.rank_files import COLLECTIVE, LOSS, RankTrace, TracedSpan
+from megatron_vp.trace.rank_files import COLLECTIVE, LOAD, LOSS, RankTrace, TracedSpan
 
 VOCABULARY_KINDS = (PassKind.S, PassKind.T)
 
@@ -92,7 +92,7 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
             if span.category == COLLECTIVE:
                 key = (span.iteration, span.name)
                 collectives[key] = min(duration, collectives.get(key, duration))
-            elif span.lane is Lane.COMPUTE and span.category != LOSS:
+            elif span.lane is Lane.COMPUTE and span.category not in (LOAD, LOSS):
                 step = Pass.parse(span.name)
                 took[step.kind, trace.rank, step.chunk].append(duration)
     by_kind: dict[CollectiveKind, list[float]] = defaultdict(list)
@@ -135,7 +135,8 @@ def _passes(trace: RankTrace, iteration: int) -> list[TracedSpan]:
 
 
 def _compute(trace: RankTrace) -> list[TracedSpan]:
-    return [span for span in trace.spans if span.lane is Lane.COMPUTE]
+    """Passes and losses: reading data is not work of the schedule."""
+    return [span for span in trace.spans if span.lane is Lane.COMPUTE and span.category != LOAD]
 
 
 def _extent(traces: Sequence[RankTrace], iteration: int) -> Span:

@@ -19,6 +19,7 @@ from megatron_vp.schedule.perfetto import Lane
 
 COLLECTIVE = "collective"
 LOSS = "loss"
+LOAD = "load"
 WAIT = "wait"
 """Categories of what is no pass; a pass has its kind."""
 
@@ -27,8 +28,9 @@ _LANES = (Lane.COMPUTE, Lane.SECOND_STREAM, Lane.WAITS)
 
 @dataclass(frozen=True, slots=True)
 class TracedSpan:
-    """A pass (named `F12`), a loss (`LOSS:3`), a collective (`C1:3`) or a wait (for what it is named after).
+    """A pass (named `F12`), a loss (`LOSS:3`), a read of data (`LOAD:3`), a collective (`C1:3`) or a wait.
 
+    A wait is named after what it waits for.
     Times are milliseconds; `posted` is when the rank handed a collective to the second stream.
     """
 

@@ -55,7 +55,7 @@ def test_a_stopped_rank_is_named_by_the_others(ranks, stopped, options):
 def test_a_rank_whose_data_hangs_says_so():
     ends = run_ranks_to_their_end(3, train_with_fault, few_steps(**THREE), Fault(hang, 0, "tokens"))
     assert [status for status, _ in ends] == [1, 1, 1]
-    culprit = "rank 0 was at the data of microbatch 2"
+    culprit = "rank 0 was reading the data of microbatch 2"
     assert f"{culprit} ({LIMIT} s)" in _said(ends[0][1], 0)
     assert all(_said(ends[rank][1], rank).endswith(f"; {culprit}") for rank in (1, 2))
 

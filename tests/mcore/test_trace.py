@@ -58,6 +58,7 @@ def test_the_command_reads_what_training_recorded(folders):
                 event["name"] for event in own if event["args"].get("iteration") == iteration and event["tid"] == 0
             )
             expected = [f"{kind}{m}" for kind in ("F", "B", "S", "T", "IF", "IB") for m in range(4)]
+            expected += [f"LOAD:{m}" for m in range(4)]  # both ranks read data
             assert passes == sorted(expected + [f"LOSS:{m}" for m in range(4)] * (rank == RANKS - 1))
 
 
@@ -80,6 +81,12 @@ def test_plain_megatron_is_reported_alike(folders):
         assert report["peak_microbatches_in_flight"] == RANKS - rank
         assert set(report["pass_milliseconds"]) == {"F", "B"}
         assert 0 < sum(report["pass_milliseconds"].values()) < sum(report["iteration_milliseconds"])
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_whole_layers_read_data_on_both_ends_of_a_v(folders, rank):
+    events = json.loads((folders / "whole trace" / f"rank_{rank}.json").read_text())["traceEvents"]
+    assert [event["name"] for event in events if event.get("cat") == "load"] == [f"LOAD:{m}" for m in range(4)]
 
 
 def test_a_schedule_with_whole_vocabulary_layers_is_traced_and_reported_alike(folders):

@@ -12,7 +12,7 @@ from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import VocabMethod
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.trace.figures import figures, ran
-from megatron_vp.trace.rank_files import COLLECTIVE, LOSS, WAIT, read_traces
+from megatron_vp.trace.rank_files import COLLECTIVE, LOAD, LOSS, WAIT, read_traces
 from tests.harness.ranks import run_ranks
 from tests.runtime.toy import run_pipeline
 
@@ -41,6 +41,8 @@ def test_every_pass_loss_collective_and_wait_is_there_once(traced):
             assert collectives == [str(operation) for operation in posts if isinstance(operation, Collective)]
             waits = Counter(span.name for span in spans if span.category == WAIT)
             assert waits == Counter(str(i.operation) for i in program.instructions if isinstance(i, Wait))
+            loads = [span.name for span in spans if span.category == LOAD]
+            assert loads == [f"LOAD:{m}" for m in range(STEPS[iteration])] * (trace.rank in (0, WORLD - 1))
             losses = [span.name for span in spans if span.category == LOSS]
             assert losses == ([f"LOSS:{m}" for m in range(STEPS[iteration])] if trace.rank == WORLD - 1 else [])
 
@@ -87,4 +89,4 @@ def test_figures_of_a_real_run_are_plausible(traced):
     assert all(0 < rank.vocabulary < rank.busy < found.measured for rank in found.ranks)
     assert all(0 <= rank.hidden <= rank.communicating for rank in found.ranks)
     categories = {event.get("cat") for event in json.loads((folder / "rank_0.json").read_text())["traceEvents"]}
-    assert categories == {None, "IF", "F", "S", "T", "B", "IB", "collective", "wait"}
+    assert categories == {None, "IF", "F", "S", "T", "B", "IB", "load", "collective", "wait"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from megatron_vp.schedule import Message, Post, Program, Wait
+from megatron_vp.schedule import Load, Message, Post, Program, Wait
 
 
 def with_early_receives(programs: Iterable[Program]) -> tuple[Program, ...]:
@@ -24,7 +24,7 @@ def _hoisted(program: Program) -> Program:
         if isinstance(message, Message):
             post = Post(message)
             now = instructions.index(post)
-            steps = [place for place, each in enumerate(instructions[:now]) if not isinstance(each, Post | Wait)]
+            steps = [place for place, each in enumerate(instructions[:now]) if not isinstance(each, Load | Post | Wait)]
             lane = [place for place, each in enumerate(instructions[:now]) if _same_lane(each, message)]
             earlier = max(steps[-1] if steps else 0, lane[-1] + 1 if lane else 0)
             instructions.insert(earlier, instructions.pop(now))

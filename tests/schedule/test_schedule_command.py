@@ -249,11 +249,11 @@ def test_programs_are_those_that_the_runtime_lowers(evaluates):
         assert len(found) == len(program.instructions)
         for entry, instruction in zip(found, program.instructions, strict=True):
             if entry["do"] == "run":
-                name = {"LOSS": "LOSS:"}.get(entry["pass"], entry["pass"])
+                name = {"LOAD": "LOAD:", "LOSS": "LOSS:"}.get(entry["pass"], entry["pass"])
                 assert f"{name}{entry['microbatch']}" == str(instruction) and entry["chunk"] == 0
             else:
                 assert {"post": "+", "wait": "?"}[entry["do"]] + entry["operation"] == str(instruction)
     kinds = {entry["pass"] for program in written["programs"] for entry in program if entry["do"] == "run"}
-    assert kinds == ({"IF", "F", "S", "LOSS"} if evaluates else {"IF", "F", "S", "T", "B", "IB", "LOSS"})
+    assert kinds == {"LOAD", "IF", "F", "S", "LOSS"} | (set() if evaluates else {"T", "B", "IB"})
     (sent,) = [e for e in written["programs"][0] if e["do"] == "post" and e["operation"] == "activation:3[0>1]"]
     assert sent["members"] == [0, 1] and sent["lane"] == "0>1 activation"

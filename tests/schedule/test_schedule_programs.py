@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_vp.schedule import (
+    GENERATORS,
     Collective,
+    Load,
     Loss,
     Message,
     Pass,
@@ -24,6 +26,7 @@ from megatron_vp.schedule import (
     ScheduleError,
     VocabMethod,
     Wait,
+    evaluation,
     expand_interlaced,
     generate,
     lower,
@@ -74,6 +77,37 @@ def test_every_rank_waits_for_what_its_passes_need(p, m, vocab):
                 assert_in_order(words, f"T{i}", f"+C2:{i}")
                 if last:
                     assert_in_order(words, f"?C2:{i}", f"B{i}")
+
+
+READS = [
+    (name, vocab)
+    for name in GENERATORS
+    for vocab in (["interlaced"] if name == "interlaced" else ["none", "vocab-1", "vocab-2"])
+]
+
+
+@pytest.mark.parametrize("evaluates", [False, True], ids=["training", "evaluation"])
+@pytest.mark.parametrize(("name", "vocab"), READS)
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_data_is_read_in_order_right_before_its_first_use(p, m, name, vocab, evaluates):
+    schedule = generate(name, p, m, vocab=vocab)
+    schedule = evaluation(schedule) if evaluates else schedule
+    last_rank, last_chunk = schedule.placement.last_rank, schedule.placement.chunk_of(schedule.placement.stages - 1)
+    for program in lower(schedule):
+        words, rank = texts(program), program.rank
+        loads = [i.microbatch for i in program.instructions if isinstance(i, Load)]
+        assert loads == (list(range(m)) if rank in (0, p - 1) else [])
+        for i in loads:
+            if vocab != "none":
+                use = f"+TOKENS:{i}"
+            elif rank == 0:
+                use = f"F{i}"
+            elif last_rank == rank:
+                use = str(Pass(PassKind.F, i, last_chunk))
+            else:
+                use = next(word for word in words if word.startswith(f"+labels:{i}["))
+            between = words[words.index(f"LOAD:{i}") + 1 : words.index(use)]
+            assert all(word.startswith("?activation") for word in between), "the data is there before the activation"
 
 
 @pytest.mark.parametrize("vocab", ["none", "vocab-1", "vocab-2"])
@@ -172,11 +206,11 @@ def test_collectives_are_posted_behind_the_own_part_or_one_step_ahead_of_the_oth
     ends = simulate(schedule).spans
     ahead = set()
     for program in lower(schedule)[:-1]:
-        steps = [i for i in program.instructions if not isinstance(i, Post | Wait)]
+        steps = [i for i in program.instructions if not isinstance(i, Load | Post | Wait)]
         for place, instruction in enumerate(program.instructions):
             if not isinstance(instruction, Post) or not str(instruction).startswith("+C0"):
                 continue
-            begun = len([i for i in program.instructions[:place] if not isinstance(i, Post | Wait)])
+            begun = len([i for i in program.instructions[:place] if not isinstance(i, Load | Post | Wait)])
             over = sum(end <= starts[str(instruction.operation)] for _, end in ends[program.rank])
             ahead.add(over - begun)
         assert len(steps) == len(ends[program.rank])
@@ -253,7 +287,9 @@ def test_messages_join_neighbouring_stages_of_different_ranks_and_none_waits_for
                 message = instruction.operation
                 if message.source == program.rank:
                     sent[message.channel.value, message.source_stage, message.target_stage] += 1
-                    assert isinstance(before, Loss) or before.action.kind in (PassKind.F, PassKind.B)
+                    made_by = {"labels": Load, "token-gradient": Loss}.get(message.channel, Run)
+                    assert isinstance(before, made_by)
+                    assert made_by is not Run or before.action.kind in (PassKind.F, PassKind.B)
             if isinstance(instruction, Run) and instruction.action.kind is PassKind.W:
                 assert not isinstance(before, Wait)
     assert sent == expected
@@ -261,7 +297,7 @@ def test_messages_join_neighbouring_stages_of_different_ranks_and_none_waits_for
 
 def test_interlaced_programs_run_the_parts_of_a_v_in_one_go():
     schedule = generate("interlaced", 3, 5)
-    vocabulary = ("S", "LOSS", "T", "IF", "IB")
+    vocabulary = ("S", "LOSS", "T", "IF", "IB", "LOAD")
     for program, order in zip(lower(schedule), schedule.ranks, strict=True):
         words = texts(program)
         for i in range(5):
@@ -435,7 +471,7 @@ def test_programs_that_wait_for_each_other_are_refused():
 def test_whole_vocabulary_layers_send_labels_and_losses_between_the_ends_of_a_v():
     first, last = map(texts, lower(generate("v-half", 2, 1)))
     assert_in_order(first, "?labels:0[3>3]", "F0.1", "+token-loss:0[3>3]", "?token-gradient:0[3>3]", "B0.1")
-    assert_in_order(last, "F0", "+labels:0[3>3]", "?token-loss:0[3>3]", "LOSS:0", "+token-gradient:0[3>3]")
+    assert_in_order(last, "F0", "LOAD:0", "+labels:0[3>3]", "?token-loss:0[3>3]", "LOSS:0", "+token-gradient:0[3>3]")
 
 
 def test_whole_vocabulary_layers_send_nothing_where_the_last_stage_runs_the_loss():

@@ -13,7 +13,17 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import CollectiveKind, Pass, PassCosts, PassKind, StageCosts, draw, generate, simulate
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.trace.figures import figures, ran
-from megatron_vp.trace.rank_files import COLLECTIVE, LOSS, WAIT, RankTrace, TracedSpan, merge, path_of, read_traces
+from megatron_vp.trace.rank_files import (
+    COLLECTIVE,
+    LOAD,
+    LOSS,
+    WAIT,
+    RankTrace,
+    TracedSpan,
+    merge,
+    path_of,
+    read_traces,
+)
 
 COSTS = PassCosts(F=3, B=6, W=0, S=1, T=1.5, IF=0.5, IB=0.25)
 START = {4: 10.0, 5: 200.0}
@@ -100,6 +110,14 @@ def test_loss_waits_and_overlap_are_counted_where_they_are():
     assert after.hidden == pytest.approx(4 / 2)
     assert after.waiting == pytest.approx(3 / 2)
     assert after.vocabulary == pytest.approx(before.vocabulary)
+
+
+def test_reading_data_is_no_work_of_the_schedule():
+    _, traces = recorded()
+    end = max(span.end for span in traces[0].spans)
+    early = with_spans(traces[0], TracedSpan(4, Lane.COMPUTE, "LOAD:0", LOAD, end + 5, end + 9))
+    assert figures([early, *traces[1:]]) == figures(traces)
+    assert RankTrace.from_json(early.to_json()) == early
 
 
 def test_communication_costs_what_it_takes_on_the_last_rank_to_come():

@@ -81,6 +81,10 @@ class MegatronModel:
             for chunk, no_sync in zip(self._chunks, _listed(self._config.no_sync_func, len(chunks)), strict=True):
                 chunk.synchronisation.hold((no_sync or nullcontext)())
 
+    def load(self, chunk: int, microbatch: int) -> None:
+        """Call the user's `forward_step`, which reads the data."""
+        self._capture(self._chunks[chunk], microbatch)
+
     def tokens(self, microbatch: int) -> torch.Tensor:
         """Token ids, int64 [b, e]."""
         return self._with_following(self._token_ids("input_ids", self._chunks[0], microbatch))
