@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_vp.mcore.training.schedule import _programs
+from megatron_vp.mcore.training.programs import programs
 from megatron_vp.schedule import PassCosts, VocabMethod, evaluation, expand_interlaced, generate, lower
 
 
@@ -11,10 +11,10 @@ from megatron_vp.schedule import PassCosts, VocabMethod, evaluation, expand_inte
 def test_every_iteration_runs_the_same_programs(name, method, forward_only):
     chunks = 2 if name == "v-half" else 1
     job = (name, 4, chunks, 6, VocabMethod(method), PassCosts(), forward_only, False)
-    _programs.cache_clear()
-    schedule, programs = _programs(*job)
+    programs.cache_clear()
+    schedule, lowered = programs(*job)
     expected = generate(name, 4, 6, vocab="interlaced" if name == "interlaced" else method)
     expected = evaluation(expected) if forward_only else expected
     assert schedule == expand_interlaced(expected)
-    assert programs == lower(expected)
-    assert _programs(*job)[1] is programs
+    assert lowered == lower(expected)
+    assert programs(*job)[1] is lowered

@@ -12,7 +12,7 @@ def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_forward_backward_func(
         pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None
     ) -> Callable[..., Any]:
-        from megatron_vp.mcore.training.schedule import forward_backward
+        from megatron_vp.mcore.training.forward_backward import forward_backward
 
         return forward_backward
 

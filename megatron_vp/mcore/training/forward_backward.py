@@ -1,0 +1,189 @@
+"""The function that Megatron's training loop calls in place of its own pipeline schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config, unwrap_model
+from megatron.training import get_args
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, vocabulary_layers
+from megatron_vp.mcore.reports.pipeline_trace import pipeline_trace
+from megatron_vp.mcore.reports.rank_report import rank_report
+from megatron_vp.mcore.training.deferred_checks import checks_put_off
+from megatron_vp.mcore.training.driver import MegatronModel
+from megatron_vp.mcore.training.first_iteration import rehearse
+from megatron_vp.mcore.training.pass_costs import pass_costs
+from megatron_vp.mcore.training.programs import late_weights, programs
+from megatron_vp.runtime.collectives import VocabularyLayers
+from megatron_vp.runtime.groups import pipeline_device
+from megatron_vp.runtime.made_up import MadeUpShapes
+from megatron_vp.runtime.model import Shapes
+from megatron_vp.runtime.pipeline import Pipeline
+from megatron_vp.runtime.recorder import Recorder
+from megatron_vp.schedule.instructions import Program
+from megatron_vp.schedule.passes import Schedule, VocabMethod
+
+
+@checks_put_off()
+def forward_backward(
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Iterator[Any] | list[Iterator[Any]],
+    model: torch.nn.Module | list[torch.nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    p2p_communicator: Any = None,
+    pg_collection: Any = None,
+    force_all_reduce: bool | None = False,
+) -> list[Any]:
+    """Run one iteration under --pipeline-schedule; Megatron's contract for a `forward_backward_func`.
+
+    Returns:
+        What the user's loss function reported, one entry a microbatch, on the last pipeline rank; empty elsewhere.
+
+    Raises:
+        UserError: for what this schedule cannot do.
+    """
+    _refuse(collect_non_loss_data, adjust_tensor_shapes_fn, p2p_communicator)
+    job = _job(model, pg_collection)
+    gradients = not forward_only
+    shapes = _shapes(job, seq_length, micro_batch_size, gradients)
+    make_programs = partial(_programs, job)
+    rehearse(job.pipeline, make_programs, job.layers, shapes, gradients)
+
+    timers, rank = job.config.timers, job.pipeline.groups.rank
+    if timers is not None:
+        timers("forward-backward", log_level=1).start(barrier=job.config.barrier_with_L1_time)
+    schedule, lowered = make_programs(num_microbatches, gradients, shapes)
+    megatron = MegatronModel(
+        job.chunks,
+        forward_step_func,
+        data_iterator if isinstance(data_iterator, list) else [data_iterator],
+        num_microbatches,
+        shapes,
+        gradients,
+        rank == 0,
+        job.groups.cp,
+        schedule.split_backward,
+        late_weights(schedule, rank),
+        first_val_step,
+    )
+    _run(job, schedule, lowered[rank], megatron, shapes, gradients)
+    megatron.finish()
+    if gradients:
+        _finalize_gradients(job, megatron, force_all_reduce)
+    megatron.check_losses()
+    if timers is not None:
+        timers("forward-backward").stop()
+    return megatron.losses
+
+
+def _refuse(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any, p2p_communicator: Any) -> None:
+    """Raise UserError for what Megatron's loop may ask of a schedule and ours cannot do."""
+    leave_out = "leave --vocab-parallel and --pipeline-schedule out"
+    if collect_non_loss_data:
+        raise UserError(f"collecting non-loss data is not supported: {leave_out}")
+    if adjust_tensor_shapes_fn is not None:
+        raise UserError(f"adjusted tensor shapes (distillation) are not supported: {leave_out}")
+    if p2p_communicator is not None:
+        raise UserError(
+            f"a p2p_communicator of the script's own is not supported: every edge of the pipeline has a communicator "
+            f"of ours; {leave_out}"
+        )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """This rank's model, and what its arguments say about every iteration."""
+
+    chunks: list[torch.nn.Module]
+    pipeline: Pipeline
+    layers: VocabularyLayers | None
+    """The vocabulary shards; None without --vocab-parallel."""
+    config: Any
+    groups: ProcessGroupCollection
+
+
+def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessGroupCollection | None) -> _Job:
+    """Raises UserError for a model that was not prepared for our schedules."""
+    chunks = model if isinstance(model, list) else [model]
+    cores = unwrap_model(chunks)
+    pipeline: Pipeline | None = getattr(cores[0], PIPELINE_ATTRIBUTE, None)
+    if pipeline is None:
+        raise UserError(
+            f"this script's {type(cores[0]).__name__} was made by a builder of its own, which --vocab-parallel and "
+            f"--pipeline-schedule know nothing of: use Megatron's builder or a model_provider, or leave both out"
+        )
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    return _Job(chunks, pipeline, vocabulary_layers(cores), get_model_config(chunks[0]), groups)
+
+
+def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) -> Shapes:
+    """Sizes of a microbatch; a rank without peers gets buffers that are filled."""
+    args, config, context = get_args(), job.config, job.groups.cp.size()
+    heads = 1 + (args.mtp_num_layers or 0) if gradients and args.vocab_parallel else 1
+    stretches = 2 if context > 1 else 1  # of the whole sequence, one from its front, one from its end
+    own = job.pipeline.groups
+    parts, part = (own.tensor_size, own.tensor_rank) if config.sequence_parallel else (1, 0)
+    cut = {"heads": heads, "stretches": stretches, "parts": parts, "part": part}
+    sizes = (seq_length // context, micro_batch_size, config.hidden_size, config.params_dtype, pipeline_device())
+    return MadeUpShapes(*sizes, args.padded_vocab_size, **cut) if args.fake_process_group else Shapes(*sizes, **cut)
+
+
+def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> tuple[Schedule, tuple[Program, ...]]:
+    """The schedule that the arguments ask for, and the programs of all ranks."""
+    args = get_args()
+    method = VocabMethod(args.vocab_parallel_algorithm if args.vocab_parallel else VocabMethod.NONE)
+    return programs(
+        args.pipeline_schedule,
+        len(job.pipeline.groups.members),
+        len(job.chunks),
+        microbatches,
+        method,
+        pass_costs(args, method),
+        forward_only=not gradients,
+        looks_ahead=shapes.heads > 1,
+    )
+
+
+def _run(
+    job: _Job, schedule: Schedule, program: Program, megatron: MegatronModel, shapes: Shapes, gradients: bool
+) -> None:
+    """Run the program, watched by --rank-report and --pipeline-trace; evaluation is not watched."""
+    report, trace = (rank_report(), pipeline_trace(job.pipeline.groups)) if gradients else (None, None)
+    if report:
+        report.begin()
+    recorder = Recorder(shapes.device) if report or trace else None
+    counted = job.pipeline.run(schedule, program, megatron, job.layers, shapes, gradients=gradients, observer=recorder)
+    if recorder:
+        recorder.finish()
+    if report:
+        report.held(counted.peak_in_flight, counted.peak_between_s_and_t)
+        report.add(recorder, job.chunks, schedule.microbatches)
+    if trace:
+        trace.add(recorder, schedule)
+
+
+def _finalize_gradients(job: _Job, megatron: MegatronModel, force_all_reduce: bool | None) -> None:
+    """Megatron's own reductions over replicas and layouts, as at the end of its schedules."""
+    config = job.config
+    if config.finalize_model_grads_func is not None:
+        config.finalize_model_grads_func(
+            job.chunks,
+            megatron.tokens_seen if config.calculate_per_token_loss else None,
+            pg_collection=job.groups,
+            force_all_reduce=force_all_reduce,
+        )
