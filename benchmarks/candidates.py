@@ -81,8 +81,8 @@ class Way:
 
     def t(self, kept_nv: torch.Tensor) -> None:
         """Entries of the targets into E and row factors on X, then a GEMM into `main_grad`."""
-        row_gradient_n = self.shape.row_gradient_n
-        weighed_nh = self.operations.enter_targets_(kept_nv, self.x_nh, row_gradient_n, self.derivative)
+        token_loss_grad_n = self.shape.token_loss_grad_n
+        weighed_nh = self.operations.enter_targets_(kept_nv, self.x_nh, token_loss_grad_n, self.derivative)
         self.operations.add_product_(self.main_grad, kept_nv, weighed_nh)
 
 
@@ -141,7 +141,7 @@ def check(way: Way) -> None:
     expected = {
         "log-sum-exp": logits_nv.logsumexp(-1),
         "logit of the target": shape.pending.statistics_3n[LINEAR].double(),
-        "weight gradient": rows_of_d_nv.t() @ (shape.row_gradient_n[:, None] * x_nh),
+        "weight gradient": rows_of_d_nv.t() @ (shape.token_loss_grad_n[:, None] * x_nh),
     }
     for what, value in expected.items():
         off = ((found[what] - value).norm() / value.norm()).item()

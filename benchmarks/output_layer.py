@@ -61,7 +61,7 @@ class Shape:
         weight.main_grad = torch.zeros(rows, hidden, device=device)
         self.layer = OutputLayer(weight, _Cut(rows * shards, shards), 0)
         self.labels_n = torch.randint(rows * shards, (tokens,), device=device)
-        self.row_gradient_n = torch.full((tokens,), 1 / tokens, device=device)
+        self.token_loss_grad_n = torch.full((tokens,), 1 / tokens, device=device)
         self.pending = self.s()
         statistics_3n = self.pending.statistics_3n
         total_3n = torch.empty_like(statistics_3n)
@@ -86,7 +86,7 @@ class Shape:
 
     def t(self) -> None:
         """T of vocab-2: the weight gradient."""
-        self.layer.t_pass(self.pending, self.total, self.row_gradient_n, input_gradient=False)
+        self.layer.t_pass(self.pending, self.total, self.token_loss_grad_n, input_gradient=False)
 
     def t_gemm(self) -> None:
         """The GEMM of T alone, into fp32 where the device can."""
@@ -97,13 +97,13 @@ class Shape:
         with mock.patch.object(output, "operations_for", lambda tensor: EagerOperations()):
             pending = self.s()
             self.layer.unscaled_input_gradient(pending)
-            self.layer.t_pass(pending, self.total, self.row_gradient_n, input_gradient=False)
+            self.layer.t_pass(pending, self.total, self.token_loss_grad_n, input_gradient=False)
 
     def s_and_t(self) -> None:
         """S and T of vocab-2."""
         pending = self.s()
         self.layer.unscaled_input_gradient(pending)
-        self.layer.t_pass(pending, self.total, self.row_gradient_n, input_gradient=False)
+        self.layer.t_pass(pending, self.total, self.token_loss_grad_n, input_gradient=False)
 
     def s_t_and_loss(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All that one shard computes for losses and gradients; returns dX and `main_grad`."""
@@ -114,8 +114,8 @@ class Shape:
         total = GlobalStatistics(*total_3n)
         total.token_loss(CROSS_ENTROPY)
         part_nh = self.layer.rescaled_input_gradient(product_nh, pending, total)
-        self.layer.t_pass(pending, total, self.row_gradient_n, input_gradient=False)
-        return part_nh * self.row_gradient_n[:, None], self.layer.weight.main_grad
+        self.layer.t_pass(pending, total, self.token_loss_grad_n, input_gradient=False)
+        return part_nh * self.token_loss_grad_n[:, None], self.layer.weight.main_grad
 
     def rivals(self) -> dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]]:
         """What else computes the loss of this shard's words, and both gradients."""

@@ -100,7 +100,7 @@ def measured_latencies(groups: PipelineGroups) -> tuple[float, dict[CollectiveKi
         CollectiveKind.C0: lambda: communicator.broadcast(rows, 0),
         CollectiveKind.C1: c1,
         CollectiveKind.C2: lambda: communicator.reduce(rows, 0),
-        CollectiveKind.ROW_GRADIENT: lambda: communicator.broadcast(number_n, ranks - 1),
+        CollectiveKind.LOSS_GRAD: lambda: communicator.broadcast(number_n, ranks - 1),
         CollectiveKind.EMBED_GRAD: lambda: communicator.exchange(own, at_root, only, held),
     }
 

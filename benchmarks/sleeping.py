@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from sleeping_device import SleepingDevice
 
-from megatron_vp.runtime.collectives import VocabularyLayers
+from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.schedule import PassCosts, Schedule
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
@@ -56,7 +56,7 @@ class SleepingModel:
         with self._lasting(self.weight_seconds):
             pass
 
-    def loss(self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor) -> torch.Tensor:
+    def loss(self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor) -> torch.Tensor:
         """A row factor of one."""
         return torch.ones_like(token_loss_bs)
 
@@ -118,7 +118,7 @@ class SleepingEmbedding(EmbeddingLayer):
             pass
 
 
-def sleeping_layers(ranks: int, rank: int, costs: PassCosts, device: SleepingDevice) -> VocabularyLayers:
+def sleeping_layers(ranks: int, rank: int, costs: PassCosts, device: SleepingDevice) -> LayerShards:
     """A rank's shards of a tiny vocabulary, whose passes last on `device`."""
     shards = VocabShards(VOCABULARY, ranks)
     weights = [torch.nn.Parameter(torch.randn(shards.rows(rank), SHAPES.hidden)) for _ in range(2)]
@@ -127,4 +127,4 @@ def sleeping_layers(ranks: int, rank: int, costs: PassCosts, device: SleepingDev
     layers = SleepingEmbedding(weights[0], shards, rank), SleepingOutput(weights[1], shards, rank)
     for layer in layers:
         layer.costs, layer.device = costs, device
-    return VocabularyLayers(*layers)
+    return LayerShards(*layers)

@@ -24,7 +24,7 @@ class UserError(ValueError):
     """
 
 
-class Fault(RuntimeError):
+class PeerLost(RuntimeError):
     """Raised where a rank cannot go on because of a peer or a link. The message says where in the schedule it waited.
 
     A training job prints the line and exits with status 1, on every rank that is left.

@@ -32,7 +32,7 @@ Action = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class VocabularyLayers:
+class LayerShards:
     """The shards of this rank, of which tied layers share one weight, and what training minimises for a token."""
 
     embedding: EmbeddingLayer
@@ -64,7 +64,7 @@ class VocabularyCollectives:
         stream: Stream,
         store: Store,
         shapes: Shapes,
-        layers: VocabularyLayers,
+        layers: LayerShards,
         method: VocabMethod,
         gradients: bool,
         first_rank: int,
@@ -84,8 +84,8 @@ class VocabularyCollectives:
         self._reduces_in_c1 = gradients and method is VocabMethod.VOCAB_2
         self._holds_first = groups.rank == first_rank
         self._holds_last = groups.rank == last_rank
-        # Heads beyond the first look words up on the last stage.
-        self._word_ranks = sorted({first_rank, last_rank}) if shapes.heads > 1 else [first_rank]
+        # Multi-token prediction embeds tokens on the last stage.
+        self._word_ranks = sorted({first_rank, last_rank}) if shapes.mtp_depth else [first_rank]
         self._has_words = groups.rank in self._word_ranks
         self._runs_loss = groups.rank == len(groups.members) - 1
         self._counts = count_buffer(microbatches, len(groups.members), shapes.device)
@@ -144,9 +144,8 @@ class VocabularyCollectives:
             self._communicator.broadcast(tokens_be, 0)
             self._communicator.broadcast(labels_be, last)
             exchange.plan()
-            # Head k predicts k tokens further.
-            ahead_hsb = torch.stack([shapes.ahead(labels_be, head).t() for head in range(shapes.heads)])
-            labels_n.copy_(shapes.by_output(ahead_hsb))
+            labels_psb = torch.stack([shapes.ahead(labels_be, depth).t() for depth in range(shapes.predictions)])
+            labels_n.copy_(shapes.by_output(labels_psb))
 
         def complete() -> None:
             # IF and EMBED; then the same way back.
@@ -156,7 +155,7 @@ class VocabularyCollectives:
         return communicate, complete
 
     def _embed(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """The embedding rows that every rank owns to virtual stage 0, and for further heads to the last one.
+        """The embedding rows that every rank owns to virtual stage 0, and for multi-token prediction to the last one.
 
         Each pipeline brings those of its own shards; the tensor ranks of the stage then complete each other.
         """
@@ -178,18 +177,18 @@ class VocabularyCollectives:
         def complete() -> None:
             if self._holds_first:
                 self._store.put(Slot.EMBEDDING, microbatch, words_nh)
-            if self._holds_last and self._shapes.heads > 1:
+            if self._holds_last and self._shapes.mtp_depth:
                 self._store.put(Slot.MTP_EMBEDDING, microbatch, words_nh.detach())
 
         return communicate, complete
 
     def _c0(self, microbatch: int, root: int) -> tuple[Action, Action]:
         """X, the output of the last virtual stage, in the model's dtype, to all ranks."""
-        shapes, whole = self._shapes, self._shapes.parts == 1
+        shapes, whole = self._shapes, self._shapes.sp_size == 1
         if self._holds_last:
             own_nh = self._store.take(Slot.LAST_OUTPUT, microbatch)
         else:
-            own_nh = shapes.rows(shapes.outputs // shapes.parts)
+            own_nh = shapes.rows(shapes.outputs // shapes.sp_size)
         x_nh = own_nh if whole else shapes.rows(shapes.outputs)
 
         def communicate() -> None:
@@ -239,16 +238,16 @@ class VocabularyCollectives:
         reduce, gradient_nh = self._reduction_to_last_stage(self._store.take(Slot.GRAD_PART, microbatch), root)
         return reduce, lambda: self._store.put(Slot.OUTPUT_GRAD, microbatch, gradient_nh)
 
-    def _row_gradient(self, microbatch: int, root: int) -> tuple[Action, Action]:
+    def _loss_grad(self, microbatch: int, root: int) -> tuple[Action, Action]:
         """g, one number a token, from the rank that runs the loss function to all others."""
         if self._runs_loss:
-            row_gradient_n = self._store.take(Slot.OWN_LOSS_GRAD, microbatch)
+            token_loss_grad_n = self._store.take(Slot.OWN_LOSS_GRAD, microbatch)
         else:
-            row_gradient_n = self._shapes.row_factors()
+            token_loss_grad_n = self._shapes.token_loss_grads()
         uses = 1 + self._holds_last
         return (
-            lambda: self._communicator.broadcast(row_gradient_n, root),
-            lambda: self._store.put(Slot.LOSS_GRAD, microbatch, row_gradient_n, uses=uses),
+            lambda: self._communicator.broadcast(token_loss_grad_n, root),
+            lambda: self._store.put(Slot.LOSS_GRAD, microbatch, token_loss_grad_n, uses=uses),
         )
 
     def _embed_gradient(self, microbatch: int, root: int) -> tuple[Action, Action]:
@@ -257,7 +256,7 @@ class VocabularyCollectives:
         gradients_nh = []
         if self._holds_first:
             gradients_nh.append(self._store.take(Slot.EMBEDDING_GRAD, microbatch))
-        if self._holds_last and self._shapes.heads > 1:
+        if self._holds_last and self._shapes.mtp_depth:
             gradients_nh.append(self._store.take(Slot.MTP_EMBEDDING_GRAD, microbatch))
         outgoing_nh = exchange.sort_by_owner(sum(gradients_nh)) if gradients_nh else self._shapes.rows(0)
         own = exchange.counts[self._groups.rank]
@@ -278,8 +277,8 @@ class VocabularyCollectives:
         sums over its tensor ranks first, so that only those rows leave it.
         """
         shapes, tensor = self._shapes, self._groups.tensor
-        whole = shapes.parts == 1
-        sum_nh = part_nh if whole else shapes.rows(shapes.outputs // shapes.parts)
+        whole = shapes.sp_size == 1
+        sum_nh = part_nh if whole else shapes.rows(shapes.outputs // shapes.sp_size)
 
         def communicate() -> None:
             if not whole:
@@ -303,6 +302,6 @@ class VocabularyCollectives:
         CollectiveKind.C0: _c0,
         CollectiveKind.C1: _c1,
         CollectiveKind.C2: _c2,
-        CollectiveKind.ROW_GRADIENT: _row_gradient,
+        CollectiveKind.LOSS_GRAD: _loss_grad,
         CollectiveKind.EMBED_GRAD: _embed_gradient,
     }

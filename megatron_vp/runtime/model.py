@@ -12,11 +12,11 @@ import torch
 class Shapes:
     """Sizes of one microbatch: s tokens a sequence, b sequences, h hidden; n = s * b tokens in s-major order.
 
-    heads: the last stage puts out this many states a token, head after head: one for the next token, and one for each
-        further token that multi-token prediction looks ahead.
-    stretches: consecutive pieces, equally long, that the s positions are cut from a longer sequence in.
-    parts, part: sequence parallelism cuts the activations between chunks along s, in how many parts; which is this
-        rank's. The last stage's whole output is part after part, each with all heads.
+    mtp_depth: tokens that multi-token prediction predicts beyond the next one. The last stage puts out a state for each
+        prediction, all tokens' first predictions before their second ones.
+    cp_chunks: with context parallelism, the chunks of a longer sequence, equally long, that the s positions are.
+    sp_size, sp_rank: ranks that cut the activations between chunks along s (sequence parallelism), and this rank's
+        place among them. The last stage's whole output is ordered by these ranks first, then by prediction.
     """
 
     sequence: int
@@ -24,10 +24,10 @@ class Shapes:
     hidden: int
     dtype: torch.dtype
     device: torch.device
-    heads: int = field(default=1, kw_only=True)
-    stretches: int = field(default=1, kw_only=True)
-    parts: int = field(default=1, kw_only=True)
-    part: int = field(default=0, kw_only=True)
+    mtp_depth: int = field(default=0, kw_only=True)
+    cp_chunks: int = field(default=1, kw_only=True)
+    sp_size: int = field(default=1, kw_only=True)
+    sp_rank: int = field(default=0, kw_only=True)
 
     @property
     def tokens(self) -> int:
@@ -35,54 +35,59 @@ class Shapes:
         return self.sequence * self.batch
 
     @property
+    def predictions(self) -> int:
+        """Tokens predicted at each position: the next one and `mtp_depth` beyond it."""
+        return 1 + self.mtp_depth
+
+    @property
     def outputs(self) -> int:
-        """Rows of the last stage's output: n for each head."""
-        return self.heads * self.tokens
+        """Rows of the last stage's output: n for each prediction."""
+        return self.predictions * self.tokens
 
     @property
     def own_outputs(self) -> slice:
         """The rows of the last stage's output that this rank holds where it is on that stage."""
-        size = self.outputs // self.parts
-        return slice(self.part * size, (self.part + 1) * size)
+        size = self.outputs // self.sp_size
+        return slice(self.sp_rank * size, (self.sp_rank + 1) * size)
 
-    def by_output(self, values_hsb: torch.Tensor) -> torch.Tensor:
-        """Values of tokens [heads, s, b] in the order of the last stage's output, [heads n]."""
-        cut = values_hsb.view(self.heads, self.parts, -1, self.batch)
+    def by_output(self, values_psb: torch.Tensor) -> torch.Tensor:
+        """Values [predictions, s, b] in the order of the last stage's output, [outputs]."""
+        cut = values_psb.view(self.predictions, self.sp_size, -1, self.batch)
         return cut.transpose(0, 1).flatten()
 
-    def by_head(self, values_n: torch.Tensor) -> torch.Tensor:
-        """Values in the order of the last stage's output, [heads n], as [heads, s, b]."""
-        cut = values_n.view(self.parts, self.heads, -1, self.batch)
-        return cut.transpose(0, 1).reshape(self.heads, self.sequence, self.batch)
+    def by_prediction(self, values_n: torch.Tensor) -> torch.Tensor:
+        """Values in the order of the last stage's output, [outputs], as [predictions, s, b]."""
+        cut = values_n.view(self.sp_size, self.predictions, -1, self.batch)
+        return cut.transpose(0, 1).reshape(self.predictions, self.sequence, self.batch)
 
-    def ahead(self, values_be: torch.Tensor, head: int) -> torch.Tensor:
-        """What stands `head` positions further, [b, s, ...], of values laid out as `token_ids`, [b, e, ...]."""
+    def ahead(self, values_be: torch.Tensor, depth: int) -> torch.Tensor:
+        """What stands `depth` positions further, [b, s, ...], of values laid out as `token_ids`, [b, e, ...]."""
         own, following = (
-            part.unflatten(1, (self.stretches, -1)) for part in values_be.tensor_split([self.sequence], dim=1)
+            each.unflatten(1, (self.cp_chunks, -1)) for each in values_be.tensor_split([self.sequence], dim=1)
         )
-        passed = max(0, head - own.shape[2])  # of those that follow, by a head that looks beyond a whole stretch
-        return torch.cat([own[:, :, head:], following[:, :, passed:head]], dim=2).flatten(1, 2)
+        skipped = max(0, depth - own.shape[2])  # of those that follow, where `depth` exceeds a whole chunk
+        return torch.cat([own[:, :, depth:], following[:, :, skipped:depth]], dim=2).flatten(1, 2)
 
     def activation(self) -> torch.Tensor:
-        """An empty activation [s / parts, b, h] in the model's dtype."""
-        sequence = self.sequence // self.parts
+        """An empty activation [s / sp_size, b, h] in the model's dtype."""
+        sequence = self.sequence // self.sp_size
         return torch.empty(sequence, self.batch, self.hidden, dtype=self.dtype, device=self.device)
 
     def rows(self, count: int) -> torch.Tensor:
         """`count` empty rows [count, h] in the model's dtype."""
         return torch.empty(count, self.hidden, dtype=self.dtype, device=self.device)
 
-    def row_factors(self) -> torch.Tensor:
-        """An empty fp32 [heads n]."""
+    def token_loss_grads(self) -> torch.Tensor:
+        """An empty g: fp32 [outputs]."""
         return torch.empty(self.outputs, dtype=torch.float32, device=self.device)
 
     def token_ids(self) -> torch.Tensor:
-        """An empty int64 [b, e], e = s + stretches * (heads - 1): ids of the s positions, then of those that follow.
+        """An empty int64 [b, e], e = s + cp_chunks * mtp_depth: ids of the s positions, then of those that follow.
 
-        Behind each stretch in turn `heads - 1` positions follow; beyond a sequence's end they hold token 0, as in
-        Megatron.
+        For each chunk in turn the `mtp_depth` positions behind it follow; beyond a sequence's end they hold token 0,
+        as in Megatron.
         """
-        following = self.stretches * (self.heads - 1)
+        following = self.cp_chunks * self.mtp_depth
         return torch.empty(self.batch, self.sequence + following, dtype=torch.int64, device=self.device)
 
     def token_values(self) -> torch.Tensor:
@@ -103,15 +108,15 @@ class Model(Protocol):
         """Labels of a microbatch as `Shapes.token_ids`, [b, e]; asked on the last pipeline rank only."""
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
-        """Everything between the word embedding and the first layer: [b, s, h] to [s / parts, b, h].
+        """Everything between the word embedding and the first layer: [b, s, h] to [s / sp_size, b, h].
 
         Virtual stage 0 only.
         """
 
     def receive_words(self, words_rh: torch.Tensor) -> None:
-        """The words that the heads beyond the first look up in the next `forward` of the last virtual stage.
+        """The embedding rows that multi-token prediction uses in the next `forward` of the last virtual stage.
 
-        [b e, h], in the order of `Shapes.token_ids`. Asked only where `Shapes.heads` is above 1.
+        [b e, h], in the order of `Shapes.token_ids`. Asked only where `Shapes.mtp_depth` is above 0.
         """
 
     def forward(
@@ -136,12 +141,12 @@ class Model(Protocol):
         """What the backward of the chunk and microbatch left to do."""
 
     def loss(
-        self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor | None
+        self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Run the user's loss function on token losses fp32 [b, s]; returns g fp32 [b, s], None without gradients.
 
-        `likeliest_bs` says which targets are the likeliest tokens; None where the vocabulary layers are whole. With
-        several heads all three are [heads b, s].
+        `target_is_argmax_bs` says which targets have the largest logit; None where the vocabulary layers are whole.
+        With multi-token prediction all three are [predictions b, s].
         Asked on the last pipeline rank only, in microbatch order.
         """
 

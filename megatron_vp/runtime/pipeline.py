@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_vp.runtime.collectives import VocabularyCollectives, VocabularyLayers
+from megatron_vp.runtime.chunk_passes import ChunkPasses
+from megatron_vp.runtime.collectives import LayerShards, VocabularyCollectives
 from megatron_vp.runtime.executor import Observer, Unobserved, execute
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
 from megatron_vp.runtime.links import Links
 from megatron_vp.runtime.model import Model, Shapes
-from megatron_vp.runtime.passes import ChunkPasses
 from megatron_vp.runtime.progress import FINISHING, Progress
 from megatron_vp.runtime.rehearsal import RehearsalModel
-from megatron_vp.runtime.sharded_ends import ShardedEnds
+from megatron_vp.runtime.sharded_vocab_layers import ShardedVocabLayers
 from megatron_vp.runtime.store import Slot, Store
 from megatron_vp.runtime.streams import CudaIterations, CudaMark, second_stream
-from megatron_vp.runtime.whole_ends import WholeEnds
+from megatron_vp.runtime.whole_vocab_layers import WholeVocabLayers
 from megatron_vp.schedule.instructions import Channel, Collective, Load, Loss, Post, Program, Run, Wait
 from megatron_vp.schedule.passes import Schedule
 
@@ -36,7 +36,7 @@ class Report:
 
     peak_in_flight: float
     """Most microbatches of a whole rank whose activations were held at once."""
-    peak_between_s_and_t: int
+    peak_logits_in_flight: int
     """Most microbatches whose E and X were held at once."""
 
 
@@ -55,7 +55,7 @@ class Pipeline:
         self,
         schedule: Schedule,
         program: Program,
-        layers: VocabularyLayers | None,
+        layers: LayerShards | None,
         shapes: Shapes,
         *,
         gradients: bool,
@@ -82,7 +82,7 @@ class Pipeline:
         schedule: Schedule,
         program: Program,
         model: Model,
-        layers: VocabularyLayers | None,
+        layers: LayerShards | None,
         shapes: Shapes,
         *,
         gradients: bool,
@@ -106,9 +106,9 @@ class Pipeline:
         marks_device = shapes.device.type == "cuda"
         store, links = Store(), Links(self.groups)
         if layers is None:
-            ends, collectives = WholeEnds(store, model, placement, rank), None
+            vocab_layers, collectives = WholeVocabLayers(store, model, placement, rank), None
         else:
-            ends = ShardedEnds(
+            vocab_layers = ShardedVocabLayers(
                 store,
                 shapes,
                 layers,
@@ -134,8 +134,8 @@ class Pipeline:
                 observer=observer,
                 progress=self.progress,
             )
-        chunks = ChunkPasses(store, model, ends, rank, placement, gradients, schedule.split_backward)
-        passes = chunks.handlers | ends.handlers
+        chunks = ChunkPasses(store, model, vocab_layers, rank, placement, gradients, schedule.split_backward)
+        passes = chunks.handlers | vocab_layers.handlers
         buffers = {
             Channel.ACTIVATION: shapes.activation,
             Channel.GRADIENT: shapes.activation,
@@ -169,9 +169,9 @@ class Pipeline:
                 self.progress.mark(instruction, CudaMark())
 
         handlers = {
-            Load: lambda instruction: ends.load(instruction.microbatch),
+            Load: lambda instruction: vocab_layers.load(instruction.microbatch),
             Run: run,
-            Loss: lambda instruction: ends.loss(instruction.microbatch),
+            Loss: lambda instruction: vocab_layers.loss(instruction.microbatch),
             Post: post,
             Wait: wait,
         }
@@ -182,7 +182,7 @@ class Pipeline:
                 collectives.finish()
             links.finish()
         store.assert_empty()
-        return Report(chunks.in_flight.peak / schedule.chunks, ends.between_s_and_t.peak)
+        return Report(chunks.in_flight.peak / schedule.chunks, vocab_layers.logits_in_flight.peak)
 
 
 def _awaited_collectives(instructions: Sequence[object]) -> frozenset[Collective]:

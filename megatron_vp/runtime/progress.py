@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from megatron_vp.errors import Fault, UserError
+from megatron_vp.errors import PeerLost, UserError
 from megatron_vp.schedule.instructions import (
     Channel,
     Collective,
@@ -33,7 +33,7 @@ from megatron_vp.schedule.instructions import (
 )
 
 _MADE_BY = {Channel.ACTIVATION: "F", Channel.GRADIENT: "B"}
-_FROM_ROOT = {CollectiveKind.C0, CollectiveKind.ROW_GRADIENT, CollectiveKind.EMBED_GRAD}
+_FROM_ROOT = {CollectiveKind.C0, CollectiveKind.LOSS_GRAD, CollectiveKind.EMBED_GRAD}
 _POSITION = re.compile(r"^\[[^]]*\.(cc|h|cpp):\d+\] ")
 """Where in its source a backend noticed an error."""
 _GLOO = re.compile("/gloo/|pair closure")
@@ -94,7 +94,7 @@ class Progress:
 
     @contextmanager
     def schedule(self, rehearsal: bool = False) -> Iterator[None]:
-        """One iteration. A connection that breaks becomes a Fault; other errors get a note that says where it was."""
+        """One iteration. A connection that breaks becomes PeerLost; other errors get a note that says where it was."""
         self.iteration += not rehearsal
         try:
             yield
@@ -106,7 +106,7 @@ class Progress:
         except Exception as error:
             reason = lost_peer(error)
             if reason is not None:
-                raise Fault(f"{self.sentence()}: {reason}") from error
+                raise PeerLost(f"{self.sentence()}: {reason}") from error
             error.add_note(self.sentence())
             raise
         finally:

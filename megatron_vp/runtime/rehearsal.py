@@ -63,7 +63,7 @@ class RehearsalModel:
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
         """Zeros in the place of an activation."""
-        return (words_bsh.transpose(0, 1).chunk(self._shapes.parts)[self._shapes.part] * 0).contiguous()
+        return (words_bsh.transpose(0, 1).chunk(self._shapes.sp_size)[self._shapes.sp_rank] * 0).contiguous()
 
     def receive_words(self, words_rh: torch.Tensor) -> None:
         """Kept for the next forward, whose backward gives them a gradient."""
@@ -72,7 +72,7 @@ class RehearsalModel:
     def forward(
         self, chunk: int, microbatch: int, input_sbh: torch.Tensor | None, labels_bs: torch.Tensor | None
     ) -> torch.Tensor:
-        """Zeros that depend on the input: an activation, all heads' outputs, or token losses."""
+        """Zeros that depend on the input: an activation, all predictions' outputs, or token losses."""
         with torch.set_grad_enabled(self._gradients):
             if input_sbh is None:
                 input_sbh = self._shapes.activation().zero_().requires_grad_(self._gradients)
@@ -84,7 +84,7 @@ class RehearsalModel:
             if self._words_ahead is not None:
                 output_sbh = output_sbh + self._words_ahead.sum() * 0
                 self._words_ahead = None
-            return output_sbh.repeat(self._shapes.heads, 1, 1)
+            return output_sbh.repeat(self._shapes.predictions, 1, 1)
 
     def release_output(self, output_sbh: torch.Tensor) -> None:
         """Nothing is worth freeing."""
@@ -97,7 +97,7 @@ class RehearsalModel:
         """There are no weights."""
 
     def loss(
-        self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor | None
+        self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor | None
     ) -> torch.Tensor | None:
         """No token counts."""
         return torch.zeros_like(token_loss_bs) if self._gradients else None

@@ -76,9 +76,9 @@ class Slot(Enum):
     """dX / g on the last stage, this rank's rows [outputs / sequence parallel ranks, h], model dtype. Put by C1
     (vocab-2) or C2 (vocab-1), taken by B of the last stage."""
     OWN_LOSS_GRAD = auto()
-    """g as the loss function made it, fp32 [outputs], on rank p-1. Put by the loss function, taken by ROW_GRADIENT."""
+    """g as the loss function made it, fp32 [outputs], on rank p-1. Put by the loss function, taken by LOSS_GRAD."""
     LOSS_GRAD = auto()
-    """g on every rank, fp32 [outputs]. Put by ROW_GRADIENT; taken by T and by B of the last stage."""
+    """g on every rank, fp32 [outputs]. Put by LOSS_GRAD; taken by T and by B of the last stage."""
 
 
 Key = tuple[Slot, int, int | None]

@@ -186,7 +186,7 @@ class _Rules:
         if not self.schedule.has_backward:
             return []
         if self.with_loss:
-            gates.append(self.collective(CollectiveKind.ROW_GRADIENT, loss_rank, [loss]))
+            gates.append(self.collective(CollectiveKind.LOSS_GRAD, loss_rank, [loss]))
         gradients = self.shards(PassKind.T, gates)
         if self.schedule.vocab is VocabMethod.VOCAB_1:
             gates.append(self.collective(CollectiveKind.C2, root, gradients))

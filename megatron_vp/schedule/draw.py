@@ -35,7 +35,7 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
         idle = 100 * (1 - busy / timeline.makespan) if timeline.makespan else 0.0
         lines.append(
             f"{rank:4d} {busy:6.6g} {idle:10.2f} {timeline.peak_activation[rank]:17.4g} "
-            f"{timeline.between_s_and_t[rank]:17d}"
+            f"{timeline.logits_in_flight[rank]:17d}"
         )
     column = timeline.makespan / width
     lines += ["", f"one column is {column:.4g}; i is IF, b is IB, a dot is idle; passes much shorter may not show"]

@@ -39,10 +39,15 @@ class CollectiveKind(StrEnum):
     """softmax statistics of all ranks; vocab-2 also reduces the input gradient to the last stage"""
     C2 = "C2"
     """vocab-1 only: the input gradient, reduced to the last stage"""
-    ROW_GRADIENT = "ROW_GRADIENT"
-    """the loss function's gradient by token, from rank p-1 to every rank"""
+    LOSS_GRAD = "LOSS_GRAD"
+    """the loss function's gradient by token loss, from rank p-1 to every rank"""
     EMBED_GRAD = "EMBED_GRAD"
     """the first stage's input gradient, rows to their owners"""
+
+    @classmethod
+    def _missing_(cls, value: object) -> CollectiveKind | None:
+        """Traces of earlier versions call LOSS_GRAD so."""
+        return cls.LOSS_GRAD if value == "ROW_GRADIENT" else None
 
 
 class Message(NamedTuple):

@@ -67,7 +67,7 @@ class Timeline:
         )
 
     @cached_property
-    def between_s_and_t(self) -> tuple[int, ...]:
+    def logits_in_flight(self) -> tuple[int, ...]:
         """Most microbatches that are at once past the start of S and not yet past the end of T, on each rank."""
         levels = (self.schedule.levels(Held.LOGITS, rank) for rank in range(len(self.spans)))
         return tuple(max((during for during, _ in each), default=0) for each in levels)

@@ -65,7 +65,7 @@ class Operations(Protocol):
         """
 
     def enter_targets_(
-        self, exp_nv: torch.Tensor, x_nh: torch.Tensor, row_gradient_n: torch.Tensor, derivative: Derivative
+        self, exp_nv: torch.Tensor, x_nh: torch.Tensor, token_loss_grad_n: torch.Tensor, derivative: Derivative
     ) -> torch.Tensor:
         """Give E the targets' entries, and the rest of D to X: returns X' with E'^T X' = D^T (g X), as many rows as E.
 
@@ -146,7 +146,7 @@ class EagerOperations:
         product_nh.copy_(scaled_nh)
 
     def enter_targets_(
-        self, exp_nv: torch.Tensor, x_nh: torch.Tensor, row_gradient_n: torch.Tensor, derivative: Derivative
+        self, exp_nv: torch.Tensor, x_nh: torch.Tensor, token_loss_grad_n: torch.Tensor, derivative: Derivative
     ) -> torch.Tensor:
         """See `Operations`."""
         tokens, scale_n, owned_n = len(x_nh), derivative.scale_n, derivative.target_n >= 0
@@ -158,9 +158,9 @@ class EagerOperations:
         entry = torch.where(owned_n, derivative.entry_n / left_n, of_tokens_nv.gather(-1, column).squeeze(-1))
         of_tokens_nv.scatter_(-1, column, entry[:, None].to(exp_nv.dtype))
         weighed_nh = x_nh.new_empty(len(exp_nv), x_nh.shape[1])
-        weighed_nh[:tokens] = x_nh * (left_n * row_gradient_n)[:, None]
+        weighed_nh[:tokens] = x_nh * (left_n * token_loss_grad_n)[:, None]
         if len(exp_nv) > tokens:
-            sum_h = row_gradient_n.to(scale_n.dtype) @ x_nh.to(scale_n.dtype) * -derivative.smoothing_factor
+            sum_h = token_loss_grad_n.to(scale_n.dtype) @ x_nh.to(scale_n.dtype) * -derivative.smoothing_factor
             weighed_nh[tokens] = sum_h
             weighed_nh[tokens + 1] = sum_h - weighed_nh[tokens]
         return weighed_nh

@@ -120,14 +120,14 @@ class OutputLayer(nn.Module):
 
     @torch.no_grad()
     def t_pass(
-        self, pending: PendingOutput, total: GlobalStatistics, row_gradient_n: torch.Tensor, *, input_gradient: bool
+        self, pending: PendingOutput, total: GlobalStatistics, token_loss_grad_n: torch.Tensor, *, input_gradient: bool
     ) -> torch.Tensor | None:
         """Pass T: accumulate the weight gradient into `main_grad`; vocab-1 also returns its part of dX / g, [n, h].
 
         Args:
             pending: the state of S, which this uses up.
             total: statistics of the whole vocabulary.
-            row_gradient_n: g, the derivative of the loss by every token's loss, fp32 [n]; holds mask, averaging and
+            token_loss_grad_n: g, the derivative of the loss by every token's loss, fp32 [n]; holds mask, averaging and
                 loss scale.
             input_gradient: return D W (vocab-1).
         """
@@ -137,7 +137,7 @@ class OutputLayer(nn.Module):
             part_nh = self.rescaled_input_gradient(self.unscaled_input_gradient(pending), pending, total)
         if self.weight.shape[0]:
             operations = operations_for(x_nh)
-            weighed_nh = operations.enter_targets_(pending.exp_nv, x_nh, row_gradient_n, pending.derivative(total))
+            weighed_nh = operations.enter_targets_(pending.exp_nv, x_nh, token_loss_grad_n, pending.derivative(total))
             operations.add_product_(main_grad, pending.exp_nv, weighed_nh)
         return part_nh
 

@@ -41,7 +41,7 @@ class GlobalStatistics:
         return token_loss_n + loss.penalty(self.log_sum_exp_n) if loss.z_loss else token_loss_n
 
     @property
-    def likeliest_n(self) -> torch.Tensor:
+    def target_is_argmax_n(self) -> torch.Tensor:
         """Whether the target is the likeliest token, bool [n]; means nothing under label smoothing."""
         return self.linear_n == self.max_n
 

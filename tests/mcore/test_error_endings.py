@@ -7,7 +7,7 @@ import os
 import pytest
 import torch.distributed as dist
 
-from megatron_vp.errors import Fault, UserError
+from megatron_vp.errors import PeerLost, UserError
 from megatron_vp.mcore.start.launch import one_line_errors
 from tests.harness.broken import BROKEN, break_stderr
 from tests.harness.ranks import run_ranks_to_their_end
@@ -30,7 +30,7 @@ def end_with(rank: int, world: int, error: BaseException, connected: bool, stder
 ERRORS = [
     (UserError("bad input"), False, 2, "rank 0: error: bad input"),
     (UserError("bad input"), True, 2, "rank 0: error: bad input"),
-    (Fault("rank 0 waited"), True, 1, "error: rank 0 waited"),
+    (PeerLost("rank 0 waited"), True, 1, "error: rank 0 waited"),
     (OSError(28, "No space left on device", "log"), True, 1, "No space left on device: log"),
     (ZeroDivisionError("a defect"), True, 1, "ZeroDivisionError: a defect"),
 ]

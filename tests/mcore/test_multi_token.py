@@ -77,8 +77,8 @@ def test_every_step_equals_plain_megatron(size, schedule, algorithm, heads, opti
         assert found == pytest.approx(theirs, rel=FP32)
 
 
-def looked_ahead(rank: int, world_size: int, heads: int) -> list[bool]:
-    """Runs inside a context-parallel rank: of each head, whether its part is that of the sequences shifted whole."""
+def looked_ahead(rank: int, world_size: int, depth: int) -> list[bool]:
+    """Runs inside a context-parallel rank: whether each prediction's part is that of the whole sequence, shifted."""
     sys.argv = ["pretrain_gpt_vp.py"]
     import pretrain_gpt_vp as script
 
@@ -95,22 +95,22 @@ def looked_ahead(rank: int, world_size: int, heads: int) -> list[bool]:
             return get_batch_on_this_cp_rank({"tokens": values_bs}, is_hybrid_cp=False, cp_group=group)["tokens"]
 
         own_bs = part(whole_bs)
-        stretches = 1 if world_size == 1 else 2
-        shapes = Shapes(own_bs.shape[1], 2, 1, torch.float32, torch.device("cpu"), heads=1 + heads, stretches=stretches)
-        extended_be = with_following(own_bs, heads, stretches, group)
+        cp_chunks = 1 if world_size == 1 else 2
+        shapes = Shapes(own_bs.shape[1], 2, 1, torch.float32, torch.device("cpu"), mtp_depth=depth, cp_chunks=cp_chunks)
+        extended_be = with_following(own_bs, depth, cp_chunks, group)
         assert extended_be.shape == shapes.token_ids().shape
-        shifted = [torch.nn.functional.pad(whole_bs[:, head:], (0, head)) for head in range(1 + heads)]
-        return [torch.equal(shapes.ahead(extended_be, head), part(each)) for head, each in enumerate(shifted)]
+        shifted = [torch.nn.functional.pad(whole_bs[:, k:], (0, k)) for k in range(1 + depth)]
+        return [torch.equal(shapes.ahead(extended_be, k), part(each)) for k, each in enumerate(shifted)]
 
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_a_part_of_a_sequence_looks_ahead_into_the_parts_of_others(parts):
-    """Five positions ahead, further than a whole stretch of three."""
+    """Five positions ahead, further than a whole chunk of three."""
     assert run_ranks(parts, looked_ahead, 5) == [[True] * 6] * parts
 
 
 def counted_alike(rank: int, world_size: int, arguments: list[str]) -> object:
-    """Runs inside a rank: a training in which the loss leaves out the first two positions of each of 4 stretches.
+    """Runs inside a rank: a training in which the loss leaves out the first two positions of each of 4 chunks.
 
     Megatron averages a head's loss over the tokens that count on each context-parallel rank, and its gradients over
     ranks: as over whole sequences only where as many count on every rank.

@@ -371,9 +371,9 @@ class Kernels:
     def rescale_(self, product_nh, weight_vh, derivative) -> None:
         self._launch("rescale_", [product_nh, weight_vh, *self._read(derivative)], [product_nh])
 
-    def enter_targets_(self, exp_nv, x_nh, row_gradient_n, derivative) -> torch.Tensor:
+    def enter_targets_(self, exp_nv, x_nh, token_loss_grad_n, derivative) -> torch.Tensor:
         result = torch.empty_like(x_nh)
-        self._launch("enter_targets_", [exp_nv, x_nh, row_gradient_n, *self._read(derivative)], [exp_nv, result])
+        self._launch("enter_targets_", [exp_nv, x_nh, token_loss_grad_n, *self._read(derivative)], [exp_nv, result])
         return result
 
     def add_product_(self, matrix_vh, left_nv, right_nh) -> None:

@@ -142,7 +142,7 @@ DEFECTS = [
 
 
 @pytest.mark.parametrize(("error", "said"), LOST, ids=lambda value: type(value).__name__)
-def test_errors_of_a_backend_are_faults(error, said):
+def test_a_lost_peer_is_known_by_the_error_of_the_backend(error, said):
     assert lost_peer(error) == (said or str(error))
 
 

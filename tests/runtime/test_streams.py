@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_vp.runtime import collectives, links, pipeline
-from megatron_vp.runtime.collectives import VocabularyLayers
+from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.streams import CudaEvent, CudaStream
@@ -67,7 +67,7 @@ class Model:
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
         self._leaves = [words_bsh._base]
-        return words_bsh.detach().transpose(0, 1).chunk(self._shapes.parts)[self._shapes.part].contiguous()
+        return words_bsh.detach().transpose(0, 1).chunk(self._shapes.sp_size)[self._shapes.sp_rank].contiguous()
 
     def receive_words(self, words_rh: torch.Tensor) -> None:
         self._leaves = [words_rh]
@@ -78,7 +78,7 @@ class Model:
         stage = self._stages[chunk]
         words, self._leaves = self._leaves, []
         self._saved[chunk, microbatch] = (words if stage == 0 else [input_sbh, *words], input_sbh)
-        return torch.tanh(input_sbh).repeat(self._shapes.heads if stage == self._last else 1, 1, 1)
+        return torch.tanh(input_sbh).repeat(self._shapes.predictions if stage == self._last else 1, 1, 1)
 
     def release_output(self, output_sbh: torch.Tensor) -> None:
         output_sbh.data = output_sbh.new_empty(1)
@@ -96,8 +96,10 @@ class Model:
         self._main_grad += self._left_for_w.pop((chunk, microbatch)).sum((0, 1))
 
     @timed
-    def loss(self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor) -> torch.Tensor | None:
-        return token_loss_bs * likeliest_bs if self._gradients else None
+    def loss(
+        self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor
+    ) -> torch.Tensor | None:
+        return token_loss_bs * target_is_argmax_bs if self._gradients else None
 
     def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
         pass
@@ -176,8 +178,8 @@ def rank_iterations(
     ranks: int,
     rank: int,
     tensor_size: int = 1,
-    heads: int = 1,
-    parts: int = 1,
+    mtp_depth: int = 0,
+    sp_size: int = 1,
     written: Callable[[tuple[Program, ...]], tuple[Program, ...]] = tuple,
 ) -> None:
     """Two iterations of training and one of evaluation; `written` may change their programs."""
@@ -194,17 +196,17 @@ def rank_iterations(
     shards = VocabShards(VOCAB, ranks * tensor_size)
     weights = [torch.nn.Parameter(torch.zeros(shards.rows(0), HIDDEN, device=CUDA)) for _ in range(2)]
     index = rank * tensor_size
-    layers = VocabularyLayers(EmbeddingLayer(weights[0], shards, index), OutputLayer(weights[1], shards, index))
+    layers = LayerShards(EmbeddingLayer(weights[0], shards, index), OutputLayer(weights[1], shards, index))
     whole = expand_interlaced(generate(name, ranks, ranks + 1, vocab=method))
     for gradients in (True, False, True):
         schedule = whole if gradients else whole.forward_only()
-        several = heads if gradients else 1
-        shapes = Shapes(SEQUENCE, BATCH, HIDDEN, torch.bfloat16, CUDA, heads=several, parts=parts)
+        depth = mtp_depth if gradients else 0
+        shapes = Shapes(SEQUENCE, BATCH, HIDDEN, torch.bfloat16, CUDA, mtp_depth=depth, sp_size=sp_size)
         for weight in weights:
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
         stages = schedule.placement.stage_of[rank]
         model = Model(device, shapes, stages, schedule.placement.stages - 1, gradients)
-        program = written(lower(schedule, looks_ahead=several > 1))[rank]
+        program = written(lower(schedule, looks_ahead=depth > 0))[rank]
         device.behind.clear()
         runner.run(schedule, program, model, layers, shapes, gradients=gradients)
         if device.world is not None:
@@ -233,9 +235,9 @@ def test_everything_is_ordered_and_kept_alive(name, method, ranks):
     ("name", "method", "sizes"),
     [
         ("1f1b", "vocab-2", {"tensor_size": 2}),
-        ("v-half", "vocab-2", {"tensor_size": 2, "parts": 2, "heads": 2}),
-        pytest.param("1f1b", "vocab-1", {"heads": 2}, marks=pytest.mark.slow),
-        pytest.param("zb-v", "vocab-1", {"tensor_size": 2, "parts": 2}, marks=pytest.mark.slow),
+        ("v-half", "vocab-2", {"tensor_size": 2, "sp_size": 2, "mtp_depth": 1}),
+        pytest.param("1f1b", "vocab-1", {"mtp_depth": 1}, marks=pytest.mark.slow),
+        pytest.param("zb-v", "vocab-1", {"tensor_size": 2, "sp_size": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_with_tensor_ranks_and_further_heads(name, method, sizes):

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_vp.runtime.collectives import VocabularyLayers
+from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
@@ -107,7 +107,9 @@ class ToyModel:
         weight, gradient = self.weights[chunk], layer_input.flatten(0, 1).t() @ product.grad.flatten(0, 1)
         weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
-    def loss(self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor) -> torch.Tensor | None:
+    def loss(
+        self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor
+    ) -> torch.Tensor | None:
         assert microbatch == len(self.losses)
         loss_weights = batch(self.iteration, microbatch)[2].to(self.device)
         self.losses.append((token_loss_bs * loss_weights).sum().item())
@@ -145,7 +147,7 @@ def run_pipeline(
         names = [f"layer{stage}" for stage in placement.stage_of[rank]]
         embedding, chunks = shard("embedding"), [torch.nn.Parameter(weights[name]) for name in names]
         output = embedding if tied else shard("output")
-        layers = VocabularyLayers(EmbeddingLayer(embedding, shards, rank), OutputLayer(output, shards, rank))
+        layers = LayerShards(EmbeddingLayer(embedding, shards, rank), OutputLayer(output, shards, rank))
         seats = [(placement.rank_of(stage), placement.rank_of(stage + 1)) for stage in range(placement.stages - 1)]
         forward_edges = {(here, there, Channel.ACTIVATION) for here, there in seats if here != there}
         backward_edges = {(there, here, Channel.GRADIENT) for here, there, _ in forward_edges}
@@ -174,7 +176,7 @@ def run_pipeline(
             if not tied:
                 found["output"] = output.main_grad
             found = {name: gradient if gradient is None else gradient.cpu() for name, gradient in found.items()}
-            peaks = (report.peak_in_flight, report.peak_between_s_and_t)
+            peaks = (report.peak_in_flight, report.peak_logits_in_flight)
             results.append((model.losses, found, peaks, len(model.completed)))
         dist.barrier()
         return results

@@ -61,7 +61,7 @@ def test_every_rank_waits_for_what_its_passes_need(p, m, vocab):
             assert_in_order(words, f"+C0:{i}", f"?C0:{i}", f"S{i}", f"+C1:{i}", f"?C1:{i}", f"T{i}")
             if i:
                 assert_in_order(words, f"+TOKENS:{i - 1}", f"+TOKENS:{i}", f"IF{i - 1}")
-            assert_in_order(words, f"+ROW_GRADIENT:{i}", f"?ROW_GRADIENT:{i}", f"T{i}")
+            assert_in_order(words, f"+LOSS_GRAD:{i}", f"?LOSS_GRAD:{i}", f"T{i}")
             assert_in_order(words, f"+EMBED_GRAD:{i}", f"?EMBED_GRAD:{i}", f"IB{i}")
             assert (f"?EMBED:{i}" in words) == (program.rank == 0)
             if program.rank == 0:
@@ -69,7 +69,7 @@ def test_every_rank_waits_for_what_its_passes_need(p, m, vocab):
                 assert_in_order(words, f"B{i}", f"+EMBED_GRAD:{i}")
             if last:
                 assert_in_order(words, f"F{i}", f"+C0:{i}")
-                assert_in_order(words, f"?C1:{i}", f"LOSS:{i}", f"+ROW_GRADIENT:{i}", f"?ROW_GRADIENT:{i}", f"B{i}")
+                assert_in_order(words, f"?C1:{i}", f"LOSS:{i}", f"+LOSS_GRAD:{i}", f"?LOSS_GRAD:{i}", f"B{i}")
             assert (f"LOSS:{i}" in words) == last
             assert (f"+C2:{i}" in words) == (vocab == "vocab-1")
             assert (f"?C2:{i}" in words) == (vocab == "vocab-1" and last)
@@ -231,7 +231,7 @@ def test_v_shape_hands_over_locally_and_runs_the_loss_on_the_last_rank():
     first, last = map(texts, lower(v_shaped()))
     assert "LOSS:0" in last and "LOSS:0" not in first
     assert_in_order(first, "?C1:0", "B0.1")
-    assert_in_order(first, "?ROW_GRADIENT:0", "?C2:0", "B0.1")
+    assert_in_order(first, "?LOSS_GRAD:0", "?C2:0", "B0.1")
     edges = [word for word in first + last if word.startswith("+activation")]
     assert sorted(edges) == ["+activation:0[0>1]", "+activation:0[0>1]", "+activation:0[2>3]", "+activation:0[2>3]"]
     validate(v_shaped(), memory_bound=[1, 1])
@@ -318,7 +318,7 @@ def test_an_unfolded_interlaced_schedule_takes_about_the_same_time():
     unfolded = expand_interlaced(schedule)
     assert simulate(unfolded).makespan == pytest.approx(simulate(schedule).makespan, rel=0.01)
     assert simulate(unfolded).peak_activation == simulate(schedule).peak_activation
-    assert max(simulate(unfolded).between_s_and_t) == 1
+    assert max(simulate(unfolded).logits_in_flight) == 1
     assert expand_interlaced(unfolded) is unfolded
 
 
@@ -489,7 +489,7 @@ def test_whole_vocabulary_layers_send_nothing_where_the_last_stage_runs_the_loss
     [
         ("vocab-2", 2, "+activation:1[1>2]", "+activation:0[1>2]"),
         ("vocab-2", 1, "+EMBED_GRAD:2", "+EMBED_GRAD:1"),
-        ("vocab-1", 1, "+C0:3", "+ROW_GRADIENT:2"),
+        ("vocab-1", 1, "+C0:3", "+LOSS_GRAD:2"),
     ],
 )
 def test_posts_that_hang_streams_in_one_hardware_queue_are_refused(vocab, rank, early, after):

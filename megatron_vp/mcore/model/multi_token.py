@@ -94,18 +94,18 @@ def with_following(
 class _Head:
     """Stands for the output layer in Megatron's loss of the heads: their token losses are already there."""
 
-    def __init__(self, likeliest_kbs: list[torch.Tensor]) -> None:
-        self._likeliest_kbs = iter(likeliest_kbs)
-        self.likeliest_bs: torch.Tensor | None = None
+    def __init__(self, target_is_argmax_kbs: list[torch.Tensor]) -> None:
+        self._target_is_argmax_kbs = iter(target_is_argmax_kbs)
+        self.target_is_argmax_bs: torch.Tensor | None = None
 
     def __call__(self, token_loss_bs: torch.Tensor, **_options: Any) -> tuple[torch.Tensor, None]:
-        self.likeliest_bs = next(self._likeliest_kbs)
+        self.target_is_argmax_bs = next(self._target_is_argmax_kbs)
         return token_loss_bs, None
 
 
 def with_further_heads(
     token_loss_ks: torch.Tensor,
-    likeliest_ks: torch.Tensor,
+    target_is_argmax_ks: torch.Tensor,
     labels_bs: Any,
     loss_mask_bs: Any,
     config: Any,
@@ -115,12 +115,12 @@ def with_further_heads(
 
     Args:
         token_loss_ks: of all heads, [(1 + k) b, s].
-        likeliest_ks: whether the target is the likeliest token, same shape.
+        target_is_argmax_ks: whether the target is the likeliest token, same shape.
         labels_bs, loss_mask_bs: as the user's script gave them to the model.
         config: Megatron's.
         context_group: all of its ranks call this together, for the part of the mask that each has for the one before.
     """
-    _, *further = likeliest_ks.chunk(1 + config.mtp_num_layers)
+    _, *further = target_is_argmax_ks.chunk(1 + config.mtp_num_layers)
     return process_mtp_loss(
         hidden_states=token_loss_ks,
         labels=labels_bs,
@@ -135,7 +135,7 @@ def with_further_heads(
     )
 
 
-def counting_likeliest(original: Callable[..., Any]) -> Callable[..., Any]:
+def counting_argmax(original: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's count of accepted predictions, which takes whole logits."""
 
     def acceptance_counts(
@@ -147,6 +147,6 @@ def counting_likeliest(original: Callable[..., Any]) -> Callable[..., Any]:
         tp_group: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         counted_bs = loss_mask.bool()
-        return (output_layer.likeliest_bs & counted_bs).sum().float(), counted_bs.sum().float()
+        return (output_layer.target_is_argmax_bs & counted_bs).sum().float(), counted_bs.sum().float()
 
     return acceptance_counts

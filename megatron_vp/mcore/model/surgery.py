@@ -29,7 +29,7 @@ from megatron_vp.mcore.choices import chosen_family, replaces_schedule
 from megatron_vp.mcore.model.check import check_model, check_vocabulary_layers, refuse_outside_of_passes
 from megatron_vp.mcore.model.delayed_weights import leave_out_hooks
 from megatron_vp.mcore.model.multi_token import follow_decoder
-from megatron_vp.runtime.collectives import VocabularyLayers
+from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.watchdog import Watchdog
@@ -222,13 +222,13 @@ def _ends(pipeline_group: dist.ProcessGroup, index: int) -> dict[str, bool]:
     return {"pre_process": stage == 0, "post_process": stage + 1 == placement.stages}
 
 
-def vocabulary_layers(chunks: Sequence[nn.Module]) -> VocabularyLayers | None:
+def vocabulary_layers(chunks: Sequence[nn.Module]) -> LayerShards | None:
     """The shards of a rank's chunks and the loss that the arguments ask for; None without --vocab-parallel."""
     args = get_args()
     if not args.vocab_parallel:
         return None
     loss = TokenLoss(args.vocab_label_smoothing, args.vocab_z_loss)
-    return VocabularyLayers(chunks[0].embedding.word_embeddings, chunks[-1].output_layer, loss)
+    return LayerShards(chunks[0].embedding.word_embeddings, chunks[-1].output_layer, loss)
 
 
 def _pipeline(groups: ProcessGroupCollection) -> Pipeline:

@@ -40,7 +40,7 @@ class RankReport:
         self._iteration_milliseconds: deque[float] = deque(maxlen=KEPT)
         self._allocated = self._peak_allocated = 0
         self._peak_in_flight = 0.0
-        self._peak_between_s_and_t = 0
+        self._peak_logits_in_flight = 0
 
     def begin(self) -> None:
         """An iteration begins."""
@@ -72,10 +72,10 @@ class RankReport:
         chunks = model if isinstance(model, list) else [model]
         self._write([parameter for chunk in chunks for parameter in chunk.parameters()], microbatches)
 
-    def held(self, in_flight: float, between_s_and_t: int = 0) -> None:
+    def held(self, in_flight: float, logits_in_flight: int = 0) -> None:
         """Note the peaks counted so far."""
         self._peak_in_flight = max(self._peak_in_flight, in_flight)
-        self._peak_between_s_and_t = max(self._peak_between_s_and_t, between_s_and_t)
+        self._peak_logits_in_flight = max(self._peak_logits_in_flight, logits_in_flight)
 
     def _write(self, parameters: Sequence[torch.nn.Parameter], microbatches: int) -> None:
         rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -85,7 +85,7 @@ class RankReport:
             "parameters": sum(parameter.numel() for parameter in parameters),
             "microbatches": microbatches,
             "peak_microbatches_in_flight": self._peak_in_flight,
-            "peak_microbatches_between_s_and_t": self._peak_between_s_and_t,
+            "peak_microbatches_between_s_and_t": self._peak_logits_in_flight,
             "iterations": len(self._iteration_milliseconds),
             "iteration_milliseconds": list(self._iteration_milliseconds),
             "pass_milliseconds": _sums(self._pass_milliseconds),

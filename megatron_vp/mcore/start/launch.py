@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_vp.errors import Fault, UserError, at_last, say
+from megatron_vp.errors import PeerLost, UserError, at_last, say
 from megatron_vp.jobs.command_line import CPU, asks_for_help
 
 _LINES_WITHIN_SECONDS = 10.0
@@ -97,7 +97,7 @@ def _lost_peer_line(error: BaseException) -> str | None:
     """Where this rank waited for a peer that is lost or silent; None for any other error."""
     from megatron_vp.runtime.progress import lost_peer
 
-    if isinstance(error, Fault):
+    if isinstance(error, PeerLost):
         return str(error)
     reason = lost_peer(error)
     if reason is None:

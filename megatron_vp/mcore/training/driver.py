@@ -99,9 +99,9 @@ class MegatronModel:
         return self._chunks[0].core.embedding(input_ids=words_bsh, position_ids=position_ids)
 
     def receive_words(self, words_rh: torch.Tensor) -> None:
-        """What the heads beyond the first look up in the next forward of the last chunk."""
+        """The embedding rows that multi-token prediction uses in the next forward of the last chunk."""
         words_beh = words_rh.view(self._shapes.batch, -1, self._shapes.hidden)
-        ahead = (self._shapes.ahead(words_beh, head) for head in range(1, self._shapes.heads))
+        ahead = (self._shapes.ahead(words_beh, depth) for depth in range(1, self._shapes.predictions))
         self._chunks[-1].core.received_embedding.word_embeddings.ahead = ahead
 
     def forward(
@@ -160,7 +160,7 @@ class MegatronModel:
         part.after_weight_gradient(parameters)
 
     def loss(
-        self, microbatch: int, token_loss_bs: torch.Tensor, likeliest_bs: torch.Tensor | None
+        self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor | None
     ) -> torch.Tensor | None:
         """The user's loss function, averaged and scaled as Megatron's schedules do it; returns g, fp32 [b, s]."""
         self._start_timer("forward-compute")
@@ -169,9 +169,9 @@ class MegatronModel:
         labels_bs = self._token_ids("labels", part, microbatch)
         captured = part.captures.pop(microbatch)
         next_loss_bs = token_loss_bs
-        if self._shapes.heads > 1:
+        if self._shapes.mtp_depth:
             given = labels_bs, captured.argument("loss_mask"), self._config, self._context_group
-            next_loss_bs = with_further_heads(token_loss_bs, likeliest_bs, *given)
+            next_loss_bs = with_further_heads(token_loss_bs, target_is_argmax_bs, *given)
         loss, token_count = self._calculate_loss(part, next_loss_bs, captured.loss_func, is_last_stage=True)
         self.tokens_seen += token_count
         if self._gradients:
@@ -212,7 +212,7 @@ class MegatronModel:
     def _with_following(self, values_bs: torch.Tensor) -> torch.Tensor:
         """[b, s] to [b, e], laid out as `Shapes.token_ids`."""
         shapes = self._shapes
-        return with_following(values_bs, shapes.heads - 1, shapes.stretches, self._context_group)
+        return with_following(values_bs, shapes.mtp_depth, shapes.cp_chunks, self._context_group)
 
     def _token_ids(self, name: str, chunk: _Chunk, microbatch: int) -> torch.Tensor:
         value = self._capture(chunk, microbatch).argument(name)

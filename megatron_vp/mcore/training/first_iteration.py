@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from megatron.training.utils import print_rank_0
 
-from megatron_vp.runtime.collectives import VocabularyLayers
+from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.rehearsal import MICROBATCHES
@@ -21,7 +21,7 @@ Programs = Callable[[int, bool, Shapes], tuple[Schedule, tuple[Program, ...]]]
 
 
 def rehearse(
-    pipeline: Pipeline, programs: Programs, layers: VocabularyLayers | None, shapes: Shapes, gradients: bool
+    pipeline: Pipeline, programs: Programs, layers: LayerShards | None, shapes: Shapes, gradients: bool
 ) -> None:
     """Rehearse an iteration of this kind and these sizes, unless that has been done; before training evaluation, too.
 
@@ -29,7 +29,7 @@ def rehearse(
     """
     kinds = [(shapes, gradients)]
     if gradients:
-        kinds.append((replace(shapes, heads=1), False))  # evaluation has one head
+        kinds.append((replace(shapes, mtp_depth=0), False))  # evaluation predicts the next token only
     new = [kind for kind in kinds if not pipeline.has_rehearsed(*kind)]
     if not new:
         return

@@ -21,11 +21,11 @@ from megatron_vp.mcore.training.driver import MegatronModel
 from megatron_vp.mcore.training.first_iteration import rehearse
 from megatron_vp.mcore.training.pass_costs import pass_costs
 from megatron_vp.mcore.training.programs import late_weights, programs
-from megatron_vp.runtime.collectives import VocabularyLayers
+from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.groups import pipeline_device
-from megatron_vp.runtime.made_up import MadeUpShapes
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
+from megatron_vp.runtime.random_buffers import RandomBuffers
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.passes import Schedule, VocabMethod
@@ -111,7 +111,7 @@ class _Job:
 
     chunks: list[torch.nn.Module]
     pipeline: Pipeline
-    layers: VocabularyLayers | None
+    layers: LayerShards | None
     """The vocabulary shards; None without --vocab-parallel."""
     config: Any
     groups: ProcessGroupCollection
@@ -134,13 +134,17 @@ def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessG
 def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) -> Shapes:
     """Sizes of a microbatch; a rank without peers gets buffers that are filled."""
     args, config, context = get_args(), job.config, job.groups.cp.size()
-    heads = 1 + (args.mtp_num_layers or 0) if gradients and args.vocab_parallel else 1
-    stretches = 2 if context > 1 else 1  # of the whole sequence, one from its front, one from its end
     own = job.pipeline.groups
-    parts, part = (own.tensor_size, own.tensor_rank) if config.sequence_parallel else (1, 0)
-    cut = {"heads": heads, "stretches": stretches, "parts": parts, "part": part}
+    sp_size, sp_rank = (own.tensor_size, own.tensor_rank) if config.sequence_parallel else (1, 0)
+    cut = {
+        # Evaluation predicts the next token only, and so do our passes where the layers are whole.
+        "mtp_depth": (args.mtp_num_layers or 0) if gradients and args.vocab_parallel else 0,
+        "cp_chunks": 2 if context > 1 else 1,  # of the whole sequence, one from its front, one from its end
+        "sp_size": sp_size,
+        "sp_rank": sp_rank,
+    }
     sizes = (seq_length // context, micro_batch_size, config.hidden_size, config.params_dtype, pipeline_device())
-    return MadeUpShapes(*sizes, args.padded_vocab_size, **cut) if args.fake_process_group else Shapes(*sizes, **cut)
+    return RandomBuffers(*sizes, args.padded_vocab_size, **cut) if args.fake_process_group else Shapes(*sizes, **cut)
 
 
 def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> tuple[Schedule, tuple[Program, ...]]:
@@ -155,7 +159,7 @@ def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> 
         method,
         pass_costs(args, method),
         forward_only=not gradients,
-        looks_ahead=shapes.heads > 1,
+        looks_ahead=shapes.mtp_depth > 0,
     )
 
 
@@ -171,7 +175,7 @@ def _run(
     if recorder:
         recorder.finish()
     if report:
-        report.held(counted.peak_in_flight, counted.peak_between_s_and_t)
+        report.held(counted.peak_in_flight, counted.peak_logits_in_flight)
         report.add(recorder, job.chunks, schedule.microbatches)
     if trace:
         trace.add(recorder, schedule)

@@ -31,10 +31,10 @@ def _deferring(original: Callable[..., Any]) -> Callable[..., Any]:
     return deferring(original)
 
 
-def _counting_likeliest(original: Callable[..., Any]) -> Callable[..., Any]:
-    from megatron_vp.mcore.model.multi_token import counting_likeliest
+def _counting_argmax(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron_vp.mcore.model.multi_token import counting_argmax
 
-    return counting_likeliest(original)
+    return counting_argmax(original)
 
 
 def _theoretical_memory(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +93,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.transformer.multi_token_prediction:_compute_mtp_acceptance_counts",
-        _counting_likeliest,
+        _counting_argmax,
         "no rank holds the whole logits of a further head: its hits are counted from the softmax statistics",
         "(mtp_logits, mtp_labels, loss_mask, output_layer, runtime_gather_output, tp_group=None)",
     ),

@@ -165,7 +165,7 @@ def _enter_smoothing(sums, count, result, factor, hidden, SUMS: tl.constexpr, BL
 
 
 def enter_targets_(
-    exp_nv: torch.Tensor, x_nh: torch.Tensor, row_gradient_n: torch.Tensor, derivative: Derivative
+    exp_nv: torch.Tensor, x_nh: torch.Tensor, token_loss_grad_n: torch.Tensor, derivative: Derivative
 ) -> torch.Tensor:
     """Give E the targets' entries and return X', so that E'^T X' = D^T (g X); `Operations.enter_targets_`.
 
@@ -174,7 +174,7 @@ def enter_targets_(
             An element of each row whose target is here is written, and a whole row where c is too small to leave it to
             X.
         x_nh: [n, h] in the model's dtype, contiguous.
-        row_gradient_n: g, fp32 [n].
+        token_loss_grad_n: g, fp32 [n].
         derivative: c and e, from vectors in fp32.
 
     Returns:
@@ -186,9 +186,9 @@ def enter_targets_(
     result = x_nh.new_empty(len(exp_nv), hidden)
     rows, block = SUMMED_TILE if smoothed else TILE
     groups = triton.cdiv(tokens, rows)
-    sums = torch.empty(groups, hidden, dtype=torch.float32, device=x_nh.device) if smoothed else row_gradient_n
+    sums = torch.empty(groups, hidden, dtype=torch.float32, device=x_nh.device) if smoothed else token_loss_grad_n
     _enter_targets[(groups, triton.cdiv(hidden, block) + triton.cdiv(columns, CHUNK))](
-        exp_nv, exp_nv.stride(0), columns, x_nh, row_gradient_n.contiguous(), result, sums,
+        exp_nv, exp_nv.stride(0), columns, x_nh, token_loss_grad_n.contiguous(), result, sums,
         smallest_scale(exp_nv.dtype), tokens, *_terms(derivative), hidden,
         ROWS=rows,
         BLOCK=block,

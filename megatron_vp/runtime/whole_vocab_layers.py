@@ -1,17 +1,17 @@
-"""The ends of a pipeline whose vocabulary layers are whole: inside the first and the last stage's chunk."""
+"""Vocabulary layers that are whole: Megatron's own, inside the first and the last stage's chunk."""
 
 from __future__ import annotations
 
 import torch
 
+from megatron_vp.runtime.chunk_passes import Handler
 from megatron_vp.runtime.model import Model
-from megatron_vp.runtime.passes import Handler
 from megatron_vp.runtime.store import Occupancy, Slot, Store
 from megatron_vp.schedule.passes import PassKind
 from megatron_vp.schedule.placement import Placement
 
 
-class WholeEnds:
+class WholeVocabLayers:
     """Token losses leave the last stage, and the loss function's gradient by token comes back.
 
     Where rank p-1, which reads the labels and runs the loss function, does not hold the last stage, the store is filled
@@ -26,7 +26,7 @@ class WholeEnds:
         self._reads_labels = rank == placement.ranks - 1
         self._last_chunk = placement.chunks - 1
         self._labels_travel = placement.last_rank != placement.ranks - 1
-        self.between_s_and_t = Occupancy()
+        self.logits_in_flight = Occupancy()
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:

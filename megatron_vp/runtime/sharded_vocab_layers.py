@@ -1,18 +1,18 @@
-"""The ends of a pipeline with sharded vocabulary layers: passes IF, S, T, IB, and what they exchange with F and B."""
+"""Vocabulary layers that are sharded: passes IF, S, T, IB, and what they exchange with F and B."""
 
 from __future__ import annotations
 
 import torch
 
-from megatron_vp.runtime.collectives import VocabularyLayers
+from megatron_vp.runtime.chunk_passes import Handler
+from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.model import Model, Shapes
-from megatron_vp.runtime.passes import Handler
 from megatron_vp.runtime.store import Occupancy, Slot, Store
 from megatron_vp.schedule.passes import PassKind, VocabMethod
 from megatron_vp.vocab.loss import CROSS_ENTROPY
 
 
-class ShardedEnds:
+class ShardedVocabLayers:
     """Passes of the vocabulary shards (vocab-1 or vocab-2).
 
     Args:
@@ -27,7 +27,7 @@ class ShardedEnds:
         self,
         store: Store,
         shapes: Shapes,
-        layers: VocabularyLayers,
+        layers: LayerShards,
         model: Model,
         method: VocabMethod,
         microbatches: int,
@@ -48,11 +48,11 @@ class ShardedEnds:
         self._contributions = {layers.embedding.weight: 0, layers.output.weight: 0}
         for layer in (layers.embedding, layers.output):
             self._contributions[layer.weight] += microbatches
-        self.between_s_and_t = Occupancy()
+        self.logits_in_flight = Occupancy()
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
-        """Of the passes that these ends add."""
+        """Of the passes that the shards add."""
         return {
             PassKind.IF: self._embed,
             PassKind.S: self._output_s,
@@ -71,7 +71,7 @@ class ShardedEnds:
         """The words that all ranks have looked up, and what Megatron makes of them."""
         leaf = self._store.take(Slot.EMBEDDING, microbatch).requires_grad_(self._gradients)
         words_bsh = leaf.view(self._shapes.batch, -1, self._shapes.hidden)
-        if self._shapes.heads > 1:
+        if self._shapes.mtp_depth:
             words_bsh = words_bsh[:, : self._shapes.sequence]
         return leaf, self._model.embed(microbatch, words_bsh)
 
@@ -80,8 +80,8 @@ class ShardedEnds:
         self._store.put(Slot.EMBEDDING_GRAD, microbatch, leaf.grad)
 
     def prepare_last(self, microbatch: int) -> None:
-        """Hand over the words that further heads look up; labels are no business of a chunk without output layer."""
-        if self._shapes.heads > 1:
+        """Hand over the embedding rows for multi-token prediction; a chunk without output layer needs no labels."""
+        if self._shapes.mtp_depth:
             ahead = self._store.take(Slot.MTP_EMBEDDING, microbatch).requires_grad_()
             self._store.put(Slot.MTP_LEAF, microbatch, ahead)
             self._model.receive_words(ahead)
@@ -91,15 +91,15 @@ class ShardedEnds:
         self._store.put(Slot.LAST_OUTPUT, microbatch, output.view(-1, self._shapes.hidden))
 
     def last_gradient(self, microbatch: int) -> torch.Tensor:
-        """dX [s / parts, b, h]: the reduced part of all ranks, which commutes with g, times g."""
+        """dX [s / sp_size, b, h]: the reduced part of all ranks, which commutes with g, times g."""
         unweighted_nh = self._store.take(Slot.OUTPUT_GRAD, microbatch)
-        row_gradient_n = self._store.take(Slot.LOSS_GRAD, microbatch)[self._shapes.own_outputs]
-        weighted_nh = unweighted_nh * row_gradient_n[:, None]
+        token_loss_grad_n = self._store.take(Slot.LOSS_GRAD, microbatch)[self._shapes.own_outputs]
+        weighted_nh = unweighted_nh * token_loss_grad_n[:, None]
         return weighted_nh.to(unweighted_nh.dtype).view(-1, self._shapes.batch, self._shapes.hidden)
 
     def finish_last(self, microbatch: int) -> None:
-        """Gradients of the words that further heads looked up."""
-        if self._shapes.heads > 1:
+        """Gradients of the embedding rows that multi-token prediction used."""
+        if self._shapes.mtp_depth:
             ahead = self._store.take(Slot.MTP_LEAF, microbatch)
             self._store.put(Slot.MTP_EMBEDDING_GRAD, microbatch, ahead.grad)
 
@@ -107,17 +107,18 @@ class ShardedEnds:
         """The user's loss function, on the rank that holds the labels."""
         statistics = self._store.take(Slot.STATISTICS, microbatch)
         token_loss_n = statistics.token_loss(self._token_loss)
-        row_gradient_bs = self._model.loss(
-            microbatch, self._by_sequence(token_loss_n), self._by_sequence(statistics.likeliest_n)
+        token_loss_grad_bs = self._model.loss(
+            microbatch, self._by_sequence(token_loss_n), self._by_sequence(statistics.target_is_argmax_n)
         )
-        if row_gradient_bs is not None:
-            by_head_hbs = row_gradient_bs.float().view(self._shapes.heads, self._shapes.batch, self._shapes.sequence)
-            self._store.put(Slot.OWN_LOSS_GRAD, microbatch, self._shapes.by_output(by_head_hbs.transpose(1, 2)))
+        if token_loss_grad_bs is not None:
+            shapes = self._shapes
+            grad_pbs = token_loss_grad_bs.float().view(shapes.predictions, shapes.batch, shapes.sequence)
+            self._store.put(Slot.OWN_LOSS_GRAD, microbatch, shapes.by_output(grad_pbs.transpose(1, 2)))
 
     def _by_sequence(self, values_n: torch.Tensor) -> torch.Tensor:
-        """Values in the order of the last stage's output, [heads n], as [heads b, s]."""
-        by_head_hbs = self._shapes.by_head(values_n).transpose(1, 2)
-        return by_head_hbs.contiguous().view(-1, self._shapes.sequence)  # users' loss functions ask for views of it
+        """Values in the order of the last stage's output, [outputs], as [predictions b, s]."""
+        values_pbs = self._shapes.by_prediction(values_n).transpose(1, 2)
+        return values_pbs.contiguous().view(-1, self._shapes.sequence)  # users' loss functions ask for views of it
 
     def _embed(self, microbatch: int, chunk: int) -> None:
         exchange = self._store.take(Slot.ROW_EXCHANGE, microbatch)
@@ -129,7 +130,7 @@ class ShardedEnds:
         pending = output(x_nh, labels_n, self._token_loss)
         self._store.put(Slot.PENDING_OUTPUT, microbatch, pending, uses=1 + self._gradients)
         if self._gradients:
-            self.between_s_and_t.enter()
+            self.logits_in_flight.enter()
             if self._method is VocabMethod.VOCAB_2:
                 self._store.put(Slot.UNSCALED_GRAD, microbatch, output.unscaled_input_gradient(pending))
 
@@ -141,7 +142,7 @@ class ShardedEnds:
             self._store.take(Slot.LOSS_GRAD, microbatch),
             input_gradient=returns_gradient,
         )
-        self.between_s_and_t.leave()
+        self.logits_in_flight.leave()
         if returns_gradient:
             self._store.put(Slot.GRAD_PART, microbatch, part_nh)
         self._contributed(self._layers.output.weight)

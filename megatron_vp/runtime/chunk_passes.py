@@ -1,4 +1,4 @@
-"""What F, B and W of the rank's chunks do in one iteration; the two ends of the pipeline are somebody else's."""
+"""What F, B and W of the rank's chunks do in one iteration, and what they expect of the vocabulary layers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Handler = Callable[[int, int], None]
 """Runs a pass of a microbatch and a chunk."""
 
 
-class Ends(Protocol):
-    """The ends of the pipeline: what virtual stage 0 reads, and what becomes of the last stage's output.
+class VocabLayers(Protocol):
+    """The vocabulary layers: what virtual stage 0 reads, and what becomes of the last stage's output.
 
-    between_s_and_t: microbatches whose E and X are held for T.
+    logits_in_flight: microbatches whose E and X are held for T.
     """
 
-    between_s_and_t: Occupancy
+    logits_in_flight: Occupancy
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
-        """Of the passes that the ends run besides F, B and W."""
+        """Of the passes that the layers add to F, B and W."""
 
     def load(self, microbatch: int) -> None:
         """Read the microbatch's data on the ranks that have some: token ids on rank 0, labels on rank p-1."""
@@ -67,7 +67,7 @@ class ChunkPasses:
         self,
         store: Store,
         model: Model,
-        ends: Ends,
+        vocab_layers: VocabLayers,
         rank: int,
         placement: Placement,
         gradients: bool,
@@ -75,7 +75,7 @@ class ChunkPasses:
     ) -> None:
         self._store = store
         self._model = model
-        self._ends = ends
+        self._vocab_layers = vocab_layers
         self._stages = placement.stage_of[rank]
         self._last = placement.stages - 1
         self._gradients = gradients
@@ -91,11 +91,11 @@ class ChunkPasses:
     def _forward(self, microbatch: int, chunk: int) -> None:
         stage = self._stages[chunk]
         if stage == 0:
-            leaf, chunk_input = self._ends.first_input(microbatch)
+            leaf, chunk_input = self._vocab_layers.first_input(microbatch)
         else:
             leaf = self._store.take(Slot.ACTIVATION, microbatch, at=stage).requires_grad_(self._gradients)
             chunk_input = leaf
-        labels = self._ends.prepare_last(microbatch) if stage == self._last else None
+        labels = self._vocab_layers.prepare_last(microbatch) if stage == self._last else None
         output = self._model.forward(chunk, microbatch, chunk_input, labels)
         result = output.detach()
         if self._gradients:
@@ -103,24 +103,24 @@ class ChunkPasses:
             self._store.put(Slot.CHUNK_GRAPH, microbatch, (leaf, output), at=chunk)
             self.in_flight.enter()
         if stage == self._last:
-            self._ends.last_output(microbatch, result)
+            self._vocab_layers.last_output(microbatch, result)
         else:
             self._store.put(Slot.ACTIVATION, microbatch, result, at=stage + 1)
 
     def _backward(self, microbatch: int, chunk: int) -> None:
         stage = self._stages[chunk]
         if stage == self._last:
-            gradient = self._ends.last_gradient(microbatch)
+            gradient = self._vocab_layers.last_gradient(microbatch)
         else:
             gradient = self._store.take(Slot.GRADIENT, microbatch, at=stage)
         leaf, output = self._store.take(Slot.CHUNK_GRAPH, microbatch, at=chunk)
         self._model.backward(chunk, microbatch, output, gradient)
         if stage == self._last:
-            self._ends.finish_last(microbatch)
+            self._vocab_layers.finish_last(microbatch)
         if not self._split_backward:
             self.in_flight.leave()
         if stage == 0:
-            self._ends.first_gradient(microbatch, leaf)
+            self._vocab_layers.first_gradient(microbatch, leaf)
         else:
             self._store.put(Slot.GRADIENT, microbatch, leaf.grad.contiguous(), at=stage - 1)
 

@@ -14,7 +14,7 @@ from megatron_vp.runtime.model import Shapes
 
 
 @dataclass(frozen=True)
-class MadeUpShapes(Shapes):
+class RandomBuffers(Shapes):
     """`Shapes` whose buffers come filled: normal numbers, and token ids below `vocab_size`."""
 
     vocab_size: int
@@ -31,9 +31,9 @@ class MadeUpShapes(Shapes):
         """Token ids or labels, int64 [b, s]."""
         return super().token_ids().random_(self.vocab_size)
 
-    def row_factors(self) -> torch.Tensor:
-        """The loss gradient of a mean over the microbatch's tokens, fp32 [n]."""
-        return super().row_factors().fill_(1 / self.tokens)
+    def token_loss_grads(self) -> torch.Tensor:
+        """The gradient of a mean over the microbatch's tokens, fp32 [n]."""
+        return super().token_loss_grads().fill_(1 / self.tokens)
 
     def token_values(self) -> torch.Tensor:
         """Losses or gradients by token, fp32 [b, s]."""
