@@ -67,14 +67,14 @@ def simulate(
     from megatron_vp.cost.planner import Candidate, evaluation_of, method_of
     from megatron_vp.cost.predict import make_player, predict
     from megatron_vp.cost.traced_costs import traced_costs
-    from megatron_vp.schedule.collector import collector_paused
+    from megatron_vp.schedule.gc_paused import gc_paused
 
     check_destination(output_format is Format.PNG, output)
     request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory)
     plan = plan_of(request.config)
     _refuse_endless(request.job, plan)
     measured = None if trace is None else traced_costs(trace, request.job, plan)
-    with collector_paused():
+    with gc_paused():
         player = make_player(request.job, plan, request.hardware, measured=measured)
         prediction = predict(request.job, plan, request.hardware, measured=measured, player=player)
         found = evaluation_of(Candidate(method_of(plan), plan), prediction, player, request.job)

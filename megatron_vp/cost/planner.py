@@ -28,7 +28,7 @@ from megatron_vp.schedule import (
     Timeline,
     VocabMethod,
 )
-from megatron_vp.schedule.collector import collector_paused
+from megatron_vp.schedule.gc_paused import gc_paused
 
 PLAIN, REDISTRIBUTED = "plain", "redistributed"
 """Whole vocabulary layers on the first and last stage; with layers spread evenly, or so that no rank has too much."""
@@ -216,7 +216,7 @@ def balanced_layers(
     return tuple(layers)
 
 
-@collector_paused()
+@gc_paused()
 def evaluate(candidate: Candidate, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Evaluation:
     """Predict one candidate; of very many microbatches only some are played: see `extended`.
 

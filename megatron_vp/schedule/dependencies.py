@@ -76,17 +76,17 @@ def _listed(steps: Sequence[Pass]) -> str:
     return " ".join(map(str, steps[:8])) + (" ..." if len(steps) > 8 else "")
 
 
-def build_graph(schedule: Schedule, with_loss: bool = False, looks_ahead: bool = False) -> Graph:
+def build_graph(schedule: Schedule, with_loss: bool = False, embeds_on_last_stage: bool = False) -> Graph:
     """The dependencies among the passes that `schedule` must contain; the order it lists them in plays no part.
 
     `with_loss` adds the loss function on rank p-1, what travels there and the gradient that it sends. The bare graph is
-    the published table, in which T follows the statistics at once. `looks_ahead` sends the embedded rows to the last
-    stage, too, for multi-token prediction.
+    the published table, in which T follows the statistics at once. With `embeds_on_last_stage`
+    (multi-token prediction) the last stage waits for the embedded rows, too.
     """
     variants, which = _variants(schedule)
     patterns = []
     for variant in variants:
-        rules = _Rules(schedule, with_loss, looks_ahead, variant)
+        rules = _Rules(schedule, with_loss, embeds_on_last_stage, variant)
         rules.apply()
         patterns.append(Pattern(rules.nodes, rules.before))
     return Graph(patterns, which)
@@ -127,7 +127,7 @@ class _Rules:
 
     schedule: Schedule
     with_loss: bool
-    looks_ahead: bool
+    embeds_on_last_stage: bool
     variant: Variant
     nodes: list[Node] = field(default_factory=list)
     before: list[list[int]] = field(default_factory=list)
@@ -139,7 +139,7 @@ class _Rules:
             embedded = [self.collective(CollectiveKind.EMBED, placement.first_rank, self.shards(PassKind.IF))]
             arrived = embedded
         for stage in range(placement.stages):
-            if self.looks_ahead and stage + 1 == placement.stages:
+            if self.embeds_on_last_stage and stage + 1 == placement.stages:
                 arrived = arrived + embedded
             done = self.chunk(PassKind.F, stage, arrived)
             if stage < placement.stages - 1:

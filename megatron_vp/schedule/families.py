@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.blocks import BuildingBlock
-from megatron_vp.schedule.collector import collector_paused
 from megatron_vp.schedule.costs import PassCosts
+from megatron_vp.schedule.gc_paused import gc_paused
 from megatron_vp.schedule.generators.interlaced import interlaced
 from megatron_vp.schedule.generators.interleaved import interleaved
 from megatron_vp.schedule.generators.one_f_one_b import one_f_one_b
@@ -233,7 +233,7 @@ def megatrons_own(chunks: int | None = None) -> Family:
     return next(each for each in FAMILIES.values() if each.in_megatron and (each.chunks is None) == several)
 
 
-@collector_paused()
+@gc_paused()
 def generate(
     name: str,
     pipeline_size: int,

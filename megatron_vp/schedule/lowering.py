@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 
-from megatron_vp.schedule.collector import collector_paused
 from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import build_graph, check_passes
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
+from megatron_vp.schedule.gc_paused import gc_paused
 from megatron_vp.schedule.graph import Graph, Step
 from megatron_vp.schedule.instructions import (
     Channel,
@@ -43,17 +43,17 @@ from megatron_vp.schedule.passes import Pass, PassKind, Schedule
 from megatron_vp.schedule.playback import Moment, Playback, durations, play
 
 
-@collector_paused()
-def lower(schedule: Schedule, costs: Costs | None = None, looks_ahead: bool = False) -> tuple[Program, ...]:
+@gc_paused()
+def lower(schedule: Schedule, costs: Costs | None = None, embeds_on_last_stage: bool = False) -> tuple[Program, ...]:
     """Programs of all ranks, which end although hosts may wait for their devices at any step.
 
-    `costs` decide only where losses and communication go; any costs give programs that end. `looks_ahead`: the last
-    stage uses the embedded rows, too (multi-token prediction). The programs of an interlaced schedule are those of
-    `expand_interlaced(schedule)`. Raises ScheduleError for a schedule that cannot run.
+    `costs` decide only where losses and communication go; any costs give programs that end. With
+    `embeds_on_last_stage` the last stage uses the embedded rows, too (multi-token prediction). The programs of an
+    interlaced schedule are those of `expand_interlaced(schedule)`. Raises ScheduleError for a schedule that cannot run.
     """
     costs = costs or PassCosts()
     check_passes(schedule)
-    line = _lay_out(expand_interlaced(schedule), costs, looks_ahead)
+    line = _lay_out(expand_interlaced(schedule), costs, embeds_on_last_stage)
     ranks = range(schedule.pipeline_size)
     return tuple(_RankLowering(line, rank).program() for rank in ranks)
 
@@ -69,8 +69,8 @@ class _Line:
     collectives: list[tuple[Moment, Collective]]
 
 
-def _lay_out(schedule: Schedule, costs: Costs, looks_ahead: bool) -> _Line:
-    graph = build_graph(schedule, with_loss=True, looks_ahead=looks_ahead)
+def _lay_out(schedule: Schedule, costs: Costs, embeds_on_last_stage: bool) -> _Line:
+    graph = build_graph(schedule, with_loss=True, embeds_on_last_stage=embeds_on_last_stage)
     orders = graph.numbers(schedule.ranks)
     orders[-1] = _with_losses(schedule, costs, graph, orders)
     times = play(graph, orders, durations(graph, schedule, costs))

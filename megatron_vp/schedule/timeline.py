@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron_vp.schedule.collector import collector_paused
 from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import build_graph, check_passes, join_vocabulary_passes
+from megatron_vp.schedule.gc_paused import gc_paused
 from megatron_vp.schedule.graph import Graph, Node, Step
 from megatron_vp.schedule.instructions import Operation
 from megatron_vp.schedule.pass_kinds import Held
@@ -81,7 +81,7 @@ class Player:
     Raises ScheduleError for a missing, repeated or foreign pass and for an order that cannot proceed.
     """
 
-    @collector_paused()
+    @gc_paused()
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         check_passes(schedule)
         self.schedule, self._graph = schedule, build_graph(schedule)
@@ -97,14 +97,14 @@ class Player:
                 self._before[number].append(latest[lane])
             latest[lane] = number
 
-    @collector_paused()
+    @gc_paused()
     def play(self, costs: Costs) -> Timeline:
         """Times of every pass, each as early as its rank and its dependencies allow."""
         start, end = self._times(costs)
         spans = tuple(tuple((start[number], end[number]) for number in order) for order in self._orders)
         return Timeline(self.schedule, costs, spans, _Times(self._graph, start, end))
 
-    @collector_paused()
+    @gc_paused()
     def critical_path(self, costs: Costs) -> list[Node]:
         """Passes and operations, the first one first, each waiting for the one before: together the makespan."""
         start, end = self._times(costs)
@@ -128,7 +128,7 @@ class Player:
         return start, end
 
 
-@collector_paused()
+@gc_paused()
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Times of every pass in the given order, each as early as its rank and its dependencies allow.
 

@@ -206,7 +206,7 @@ def rank_iterations(
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
         stages = schedule.placement.stage_of[rank]
         model = Model(device, shapes, stages, schedule.placement.stages - 1, gradients)
-        program = written(lower(schedule, looks_ahead=depth > 0))[rank]
+        program = written(lower(schedule, embeds_on_last_stage=depth > 0))[rank]
         device.behind.clear()
         runner.run(schedule, program, model, layers, shapes, gradients=gradients)
         if device.world is not None:

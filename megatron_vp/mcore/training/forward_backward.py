@@ -159,7 +159,7 @@ def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> 
         method,
         pass_costs(args, method),
         forward_only=not gradients,
-        looks_ahead=shapes.mtp_depth > 0,
+        embeds_on_last_stage=shapes.mtp_depth > 0,
     )
 
 

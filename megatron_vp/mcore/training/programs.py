@@ -22,7 +22,7 @@ def programs(
     method: VocabMethod,
     costs: PassCosts,
     forward_only: bool,
-    looks_ahead: bool,
+    embeds_on_last_stage: bool,
 ) -> tuple[Schedule, tuple[Program, ...]]:
     """The schedule of an iteration and the programs of all pipeline ranks.
 
@@ -32,12 +32,12 @@ def programs(
         method: of the vocabulary layers, where the family does not have its own.
         costs: order the passes, and place communication between them.
         forward_only: an evaluation, which runs the forward passes in an order of its own.
-        looks_ahead: see `lower`.
+        embeds_on_last_stage: see `lower`.
     """
     schedule = _schedule(name, pipeline_size, chunks, microbatches, method, costs)
     if forward_only:
         schedule = evaluation(schedule, costs)
-    return schedule, lower(schedule, costs, looks_ahead)
+    return schedule, lower(schedule, costs, embeds_on_last_stage)
 
 
 @lru_cache(maxsize=8)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No garbage collection in this block or decorated function.
 
     A large schedule is some hundred thousand small objects without cycles; the collector would look through all of them

@@ -24,7 +24,7 @@ def _embeds(program):
 @pytest.mark.parametrize(("size", "microbatches"), [(2, 1), (3, 4), (4, 16)])
 def test_the_last_forward_waits_for_its_rows(name, method, size, microbatches):
     schedule = generate(name, size, microbatches, vocab=method)
-    programs = lower(schedule, looks_ahead=True)
+    programs = lower(schedule, embeds_on_last_stage=True)
     validate_programs(programs)
     first, last = schedule.placement.first_rank, schedule.placement.last_rank
     for program in programs:
