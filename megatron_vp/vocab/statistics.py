@@ -42,7 +42,7 @@ class GlobalStatistics:
 
     @property
     def target_is_argmax_n(self) -> torch.Tensor:
-        """Whether the target is the likeliest token, bool [n]; means nothing under label smoothing."""
+        """Whether the target's logit is the largest, bool [n]; means nothing under label smoothing."""
         return self.linear_n == self.max_n
 
     def probability(self, logit_n: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,7 @@ def test_no_number_is_read_within_a_schedule_and_all_are_at_its_end(options):
 def test_checks_are_made_in_order_of_what_the_numbers_were_and_after_a_failure_not_at_all():
     import torch
 
-    from megatron_vp.mcore.training.deferred_checks import checks_put_off, deferring
+    from megatron_vp.mcore.training.deferred_checks import deferred_checks, deferring
 
     seen = []
 
@@ -63,13 +63,13 @@ def test_checks_are_made_in_order_of_what_the_numbers_were_and_after_a_failure_n
         seen.append((machine, float(result), rejection_func, message, fatal))
 
     loss = torch.ones(())
-    with checks_put_off():
+    with deferred_checks():
         validate("machine", loss, torch.isnan, message="first", fatal=False)
         loss /= 4
         validate("machine", loss, torch.isinf, "second")
         assert not seen
     assert seen == [("machine", 1.0, torch.isnan, "first", False), ("machine", 0.25, torch.isinf, "second", True)]
-    with pytest.raises(RuntimeError), checks_put_off():
+    with pytest.raises(RuntimeError), deferred_checks():
         validate("machine", loss, torch.isnan, "lost")
         raise RuntimeError
     validate("machine", loss, torch.isnan, "outside")

@@ -85,7 +85,7 @@ def looked_ahead(rank: int, world_size: int, depth: int) -> list[bool]:
     script.prepare()
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    from megatron_vp.mcore.model.multi_token import with_following
+    from megatron_vp.mcore.model.multi_token import append_next_tokens
 
     whole_bs = torch.arange(1, 37).view(2, 18)
     with process_group(rank, world_size):
@@ -97,7 +97,7 @@ def looked_ahead(rank: int, world_size: int, depth: int) -> list[bool]:
         own_bs = part(whole_bs)
         cp_chunks = 1 if world_size == 1 else 2
         shapes = Shapes(own_bs.shape[1], 2, 1, torch.float32, torch.device("cpu"), mtp_depth=depth, cp_chunks=cp_chunks)
-        extended_be = with_following(own_bs, depth, cp_chunks, group)
+        extended_be = append_next_tokens(own_bs, depth, cp_chunks, group)
         assert extended_be.shape == shapes.token_ids().shape
         shifted = [torch.nn.functional.pad(whole_bs[:, k:], (0, k)) for k in range(1 + depth)]
         return [torch.equal(shapes.ahead(extended_be, k), part(each)) for k, each in enumerate(shifted)]

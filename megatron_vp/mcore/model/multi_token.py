@@ -1,8 +1,8 @@
-"""Multi-token prediction: k further heads, each a layer on the last stage, that predict the tokens after the next.
+"""Multi-token prediction: a block of k layers on the last stage that predict the k tokens after the next one.
 
-Megatron's block of these layers follows the decoder and hands on the states of all 1 + k heads, one after the other;
-the passes S and T treat them as 1 + k times as many tokens. The block looks up the tokens ahead, so the last stage is
-sent the words of the microbatch as the first is. Evaluation has one head.
+Megatron's block follows the decoder and hands on the states of all 1 + k predictions, one prediction after the other.
+Passes S and T treat them as 1 + k times as many tokens. The block embeds the tokens ahead, so the last stage receives
+the embedding rows of a microbatch as the first stage does. Evaluation predicts the next token only.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ _SHARED += ("packed_seq_params", "sequence_len_offset")
 """What the decoder and the block are called with alike."""
 
 
-class ReceivedWords(nn.Module):
-    """In the place of `word_embeddings`: hands the block words that were received.
+class PrefetchedEmbedding(nn.Module):
+    """In the place of `word_embeddings`: hands the block embedding rows that were looked up on their owners.
 
-    ahead: for each further head in turn its words [b, s, h], one position further than the head's before; None in
-        evaluation.
+    ahead: the rows [b, s, h] of each layer of the block in turn, one position further each time; None in evaluation.
     """
 
     def __init__(self) -> None:
@@ -33,66 +32,66 @@ class ReceivedWords(nn.Module):
         self.ahead: Iterator[torch.Tensor] | None = None
 
     def forward(self, _no_ids: None) -> torch.Tensor:
-        """The words of the next head, [b, s, h]."""
+        """The rows of the block's next layer, [b, s, h]."""
         return next(self.ahead)
 
 
-def follow_decoder(chunk: nn.Module) -> None:
-    """Let the block run at the end of the chunk's decoder, on received words; the chunk keeps no embedding.
+def attach_mtp_block(chunk: nn.Module) -> None:
+    """Let the block run at the end of the chunk's decoder, on rows it receives; the chunk keeps no embedding.
 
     Megatron would count the chunk among the owners of the word embedding, in checkpoints and in the gradients'
     reduction, so the chunk says that it has no such block.
     """
-    words = ReceivedWords()
+    rows = PrefetchedEmbedding()
     chunk.received_embedding, chunk.embedding = chunk.embedding, None
-    chunk.received_embedding.word_embeddings = words
-    # The words arrive whole on every tensor rank; Megatron cuts the sequence after it has looked them up.
+    chunk.received_embedding.word_embeddings = rows
+    # The rows arrive whole on every tensor rank; Megatron cuts the sequence after it has looked them up.
     chunk.received_embedding.reduce_scatter_embeddings = False
     chunk.mtp_process = False
 
-    def run_heads(_decoder: nn.Module, _args: tuple, given: dict[str, Any], hidden_sbh: torch.Tensor) -> torch.Tensor:
-        if words.ahead is None:
+    def run_block(_decoder: nn.Module, _args: tuple, given: dict[str, Any], hidden_sbh: torch.Tensor) -> torch.Tensor:
+        if rows.ahead is None:
             return hidden_sbh
-        heads_sbh = chunk.mtp(
-            input_ids=None,  # the words of each head are known, and nothing is left to shift
+        predictions_sbh = chunk.mtp(
+            input_ids=None,  # the rows of each layer are known, and nothing is left to shift
             position_ids=None,
             hidden_states=hidden_sbh,
             embedding=chunk.received_embedding,
             **{name: given[name] for name in _SHARED if name in given},
         )
-        words.ahead = None
-        return heads_sbh
+        rows.ahead = None
+        return predictions_sbh
 
-    chunk.decoder.register_forward_hook(run_heads, with_kwargs=True)
+    chunk.decoder.register_forward_hook(run_block, with_kwargs=True)
 
 
-def with_following(
-    values_bs: torch.Tensor, count: int, stretches: int, context_group: dist.ProcessGroup
+def append_next_tokens(
+    values_bs: torch.Tensor, count: int, cp_chunks: int, context_group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Values of positions, [b, s], and behind them those of the `count` positions that follow each stretch.
+    """Values of positions, [b, s], and behind them those of the `count` positions that follow each chunk.
 
     With context parallelism other ranks hold them: Megatron's own shift by one position brings what it moves in.
 
     Args:
         values_bs: int64, of this rank's positions.
         count: how many follow.
-        stretches: pieces of a longer sequence that this rank's positions are.
+        cp_chunks: chunks of a longer sequence that this rank's positions are.
         context_group: all of its ranks call this together.
 
     Returns:
-        [b, s + stretches * count]; 0 beyond a sequence's end.
+        [b, s + cp_chunks * count]; 0 beyond a sequence's end.
     """
     shifted_bs, following = values_bs, []
     for _ in range(count):
         shifted_bs, _ = multi_token_prediction.roll_tensor(shifted_bs, cp_group=context_group)
-        following.append(shifted_bs.unflatten(1, (stretches, -1))[:, :, -1])
+        following.append(shifted_bs.unflatten(1, (cp_chunks, -1))[:, :, -1])
     if not following:
         return values_bs
     return torch.cat([values_bs, torch.stack(following, dim=2).flatten(1)], dim=1)
 
 
-class _Head:
-    """Stands for the output layer in Megatron's loss of the heads: their token losses are already there."""
+class _FinishedOutputLayer:
+    """Stands for the output layer in Megatron's loss of further predictions: their token losses are already there."""
 
     def __init__(self, target_is_argmax_kbs: list[torch.Tensor]) -> None:
         self._target_is_argmax_kbs = iter(target_is_argmax_kbs)
@@ -103,7 +102,7 @@ class _Head:
         return token_loss_bs, None
 
 
-def with_further_heads(
+def with_further_predictions(
     token_loss_ks: torch.Tensor,
     target_is_argmax_ks: torch.Tensor,
     labels_bs: Any,
@@ -111,11 +110,11 @@ def with_further_heads(
     config: Any,
     context_group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """The next token's losses [b, s], whose backward starts that of the other heads' losses too; logs the latter.
+    """The next token's losses [b, s], whose backward starts that of the further predictions' losses, too; logs those.
 
     Args:
-        token_loss_ks: of all heads, [(1 + k) b, s].
-        target_is_argmax_ks: whether the target is the likeliest token, same shape.
+        token_loss_ks: of all predictions, [(1 + k) b, s].
+        target_is_argmax_ks: whether the target's logit is the largest, same shape.
         labels_bs, loss_mask_bs: as the user's script gave them to the model.
         config: Megatron's.
         context_group: all of its ranks call this together, for the part of the mask that each has for the one before.
@@ -125,7 +124,7 @@ def with_further_heads(
         hidden_states=token_loss_ks,
         labels=labels_bs,
         loss_mask=loss_mask_bs,
-        output_layer=_Head(further),
+        output_layer=_FinishedOutputLayer(further),
         output_weight=None,
         runtime_gather_output=None,
         is_training=True,
@@ -136,7 +135,7 @@ def with_further_heads(
 
 
 def counting_argmax(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's count of accepted predictions, which takes whole logits."""
+    """Megatron's count of accepted predictions, made from `target_is_argmax` where Megatron takes whole logits."""
 
     def acceptance_counts(
         mtp_logits: torch.Tensor,

@@ -28,7 +28,7 @@ from torch import nn
 from megatron_vp.mcore.choices import chosen_family, replaces_schedule
 from megatron_vp.mcore.model.check import check_model, check_vocabulary_layers, refuse_outside_of_passes
 from megatron_vp.mcore.model.delayed_weights import leave_out_hooks
-from megatron_vp.mcore.model.multi_token import follow_decoder
+from megatron_vp.mcore.model.multi_token import attach_mtp_block
 from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
 from megatron_vp.runtime.pipeline import Pipeline
@@ -103,8 +103,8 @@ class WordEmbeddingHolder(MegatronModule):
         self.word_embeddings = word_embeddings
 
 
-class _Prepared:
-    """Megatron's builder of one chunk, and what the schedule needs of it; a base of classes beside that builder."""
+class _VocabParallelBuilder:
+    """Builds one chunk with Megatron's builder, a second base class, and prepares it for our schedules."""
 
     _first: nn.Module | None = None
 
@@ -122,15 +122,15 @@ class _Prepared:
         return prepare_chunk(chunk, self._first, pg_collection, vp_stage or 0)
 
 
-class PreparedGPTBuilder(_Prepared, GPTModelBuilder):
+class VocabParallelGPTBuilder(_VocabParallelBuilder, GPTModelBuilder):
     """Builds GPT models."""
 
 
-class PreparedHybridBuilder(_Prepared, HybridModelBuilder):
+class VocabParallelHybridBuilder(_VocabParallelBuilder, HybridModelBuilder):
     """Builds hybrid models."""
 
 
-def preparing_get_model(original: Callable[..., list[nn.Module]]) -> Callable[..., list[nn.Module]]:
+def patched_get_model(original: Callable[..., list[nn.Module]]) -> Callable[..., list[nn.Module]]:
     """Megatron's `get_model`, which builds models through a script's own `model_provider`, for our schedules."""
 
     def get_model(
@@ -175,7 +175,7 @@ def _shard_vocabulary(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCo
     """Turn a chunk into a middle chunk; the first gets a shard of the embedding, the last one of the output layer."""
     check_vocabulary_layers(chunk)
     if getattr(chunk, "mtp_process", False):
-        follow_decoder(chunk)
+        attach_mtp_block(chunk)
     placement = pipeline_placement(get_args())
     # Megatron orders this group by pipeline rank, then by tensor rank: so are the shards.
     rank = dist.get_rank(groups.mp)

@@ -13,36 +13,36 @@ from typing import Any
 
 import torch
 
-_put_off: list[Callable[[], None]] | None = None
+_deferred: list[Callable[[], None]] | None = None
 
 
 @contextmanager
-def checks_put_off() -> Iterator[None]:
+def deferred_checks() -> Iterator[None]:
     """Inside, `validate_result` notes what it was asked; on leaving the checks are made, in their order.
 
     What is wrong is found before the optimizer's step, as in Megatron's own schedules. After an exception none is made.
     """
-    global _put_off
-    assert _put_off is None
-    _put_off = waiting = []
+    global _deferred
+    assert _deferred is None
+    _deferred = waiting = []
     try:
         yield
     finally:
-        _put_off = None
+        _deferred = None
     for check in waiting:
         check()
 
 
 def deferring(validate_result: Callable[..., None]) -> Callable[..., None]:
-    """Megatron's `RerunStateMachine.validate_result`, which waits inside `checks_put_off`."""
+    """Megatron's `RerunStateMachine.validate_result`, which waits inside `deferred_checks`."""
 
     @wraps(validate_result)
     def deferred(self: Any, result: Any, *args: Any, **kwargs: Any) -> None:
-        if _put_off is None:
+        if _deferred is None:
             validate_result(self, result, *args, **kwargs)
             return
         # The schedule goes on to scale a loss in place.
         kept = result.detach().clone() if isinstance(result, torch.Tensor) else result
-        _put_off.append(partial(validate_result, self, kept, *args, **kwargs))
+        _deferred.append(partial(validate_result, self, kept, *args, **kwargs))
 
     return deferred

@@ -14,7 +14,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import delaying_layers
-from megatron_vp.mcore.model.multi_token import with_following, with_further_heads
+from megatron_vp.mcore.model.multi_token import append_next_tokens, with_further_predictions
 from megatron_vp.mcore.model.split_backward import PendingGradient, backward_without_weights
 from megatron_vp.mcore.training.capture import Capture, capture
 from megatron_vp.mcore.training.gradient_sync import GradientSynchronisation
@@ -87,11 +87,11 @@ class MegatronModel:
 
     def tokens(self, microbatch: int) -> torch.Tensor:
         """Token ids, int64 [b, e]."""
-        return self._with_following(self._token_ids("input_ids", self._chunks[0], microbatch))
+        return self._append_next_tokens(self._token_ids("input_ids", self._chunks[0], microbatch))
 
     def labels(self, microbatch: int) -> torch.Tensor:
         """Labels, int64 [b, e]."""
-        return self._with_following(self._token_ids("labels", self._chunks[-1], microbatch))
+        return self._append_next_tokens(self._token_ids("labels", self._chunks[-1], microbatch))
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
         """Megatron's embedding without the look-up: [b, s, h] to [s, b, h]."""
@@ -171,7 +171,7 @@ class MegatronModel:
         next_loss_bs = token_loss_bs
         if self._shapes.mtp_depth:
             given = labels_bs, captured.argument("loss_mask"), self._config, self._context_group
-            next_loss_bs = with_further_heads(token_loss_bs, target_is_argmax_bs, *given)
+            next_loss_bs = with_further_predictions(token_loss_bs, target_is_argmax_bs, *given)
         loss, token_count = self._calculate_loss(part, next_loss_bs, captured.loss_func, is_last_stage=True)
         self.tokens_seen += token_count
         if self._gradients:
@@ -209,10 +209,10 @@ class MegatronModel:
             chunk.captured += 1
         return chunk.captures[microbatch]
 
-    def _with_following(self, values_bs: torch.Tensor) -> torch.Tensor:
+    def _append_next_tokens(self, values_bs: torch.Tensor) -> torch.Tensor:
         """[b, s] to [b, e], laid out as `Shapes.token_ids`."""
         shapes = self._shapes
-        return with_following(values_bs, shapes.mtp_depth, shapes.cp_chunks, self._context_group)
+        return append_next_tokens(values_bs, shapes.mtp_depth, shapes.cp_chunks, self._context_group)
 
     def _token_ids(self, name: str, chunk: _Chunk, microbatch: int) -> torch.Tensor:
         value = self._capture(chunk, microbatch).argument(name)

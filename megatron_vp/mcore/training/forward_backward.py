@@ -16,7 +16,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, vocabulary_layers
 from megatron_vp.mcore.reports.pipeline_trace import pipeline_trace
 from megatron_vp.mcore.reports.rank_report import rank_report
-from megatron_vp.mcore.training.deferred_checks import checks_put_off
+from megatron_vp.mcore.training.deferred_checks import deferred_checks
 from megatron_vp.mcore.training.driver import MegatronModel
 from megatron_vp.mcore.training.first_iteration import rehearse
 from megatron_vp.mcore.training.pass_costs import pass_costs
@@ -31,7 +31,7 @@ from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.passes import Schedule, VocabMethod
 
 
-@checks_put_off()
+@deferred_checks()
 def forward_backward(
     *,
     forward_step_func: Callable[..., Any],

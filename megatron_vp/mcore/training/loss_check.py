@@ -36,7 +36,7 @@ class LossCheck:
         Args:
             loss: [], of the microbatch.
             labels_bs: int64 [b, s].
-            gradient_ks: of the loss by token loss, [b, s], and behind it those of further heads.
+            gradient_ks: of the loss by token loss, [b, s], and behind it those of further predictions.
         """
         counts_bs = labels_bs >= 0 if gradient_ks is None else gradient_ks[: len(labels_bs)] != 0
         wrong_bs = ((labels_bs < 0) | (labels_bs >= self._vocab_size)) & counts_bs

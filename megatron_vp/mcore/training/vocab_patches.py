@@ -20,9 +20,9 @@ def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _get_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    from megatron_vp.mcore.model.surgery import preparing_get_model
+    from megatron_vp.mcore.model.surgery import patched_get_model
 
-    return preparing_get_model(original)
+    return patched_get_model(original)
 
 
 def _deferring(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,13 +58,13 @@ SCHEDULE_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.training.models.gpt:GPTModelConfig.builder",
-        lambda original: "megatron_vp.mcore.model.surgery.PreparedGPTBuilder",
+        lambda original: "megatron_vp.mcore.model.surgery.VocabParallelGPTBuilder",
         "place or shard the vocabulary layers of models that Megatron's GPT builder makes",
         "value",
     ),
     Patch(
         "megatron.training.models.hybrid:HybridModelConfig.builder",
-        lambda original: "megatron_vp.mcore.model.surgery.PreparedHybridBuilder",
+        lambda original: "megatron_vp.mcore.model.surgery.VocabParallelHybridBuilder",
         "place or shard the vocabulary layers of models that Megatron's hybrid builder makes",
         "value",
     ),
