@@ -86,7 +86,12 @@ class ChunkPasses:
     @property
     def handlers(self) -> dict[PassKind, Handler]:
         """Made when asked for: kept here, they would keep an iteration from being freed by its last reference."""
-        return {PassKind.F: self._forward, PassKind.B: self._backward, PassKind.W: self._weight_gradient}
+        return {
+            PassKind.F: self._forward,
+            PassKind.B: self._backward,
+            PassKind.W: self._weight_gradient,
+            PassKind.BW: self._whole_backward,
+        }
 
     def _forward(self, microbatch: int, chunk: int) -> None:
         stage = self._stages[chunk]
@@ -123,6 +128,12 @@ class ChunkPasses:
             self._vocab_layers.first_gradient(microbatch, leaf)
         else:
             self._store.put(Slot.GRADIENT, microbatch, leaf.grad.contiguous(), at=stage - 1)
+
+    def _whole_backward(self, microbatch: int, chunk: int) -> None:
+        """In a schedule that splits other backwards the model has left the weights' part to a W: here it is at once."""
+        self._backward(microbatch, chunk)
+        if self._split_backward:
+            self._weight_gradient(microbatch, chunk)
 
     def _weight_gradient(self, microbatch: int, chunk: int) -> None:
         self._model.weight_gradient(chunk, microbatch)

@@ -107,11 +107,13 @@ class Schedule:
         return PassKind.B in self.kinds or PassKind.BW in self.kinds
 
     @cached_property
-    def whole_backwards(self) -> frozenset[Pass]:
-        """The backwards that compute both gradients although other backwards are split: every BW."""
+    def whole_backwards(self) -> dict[tuple[int, Pass], None]:
+        """Rank and pass of the backwards that compute both gradients although others are split: every BW, in order."""
         if PassKind.BW not in self.kinds:
-            return frozenset()
-        return frozenset(step for order in self.ranks for step in order if step.kind is PassKind.BW)
+            return {}
+        return {
+            (rank, step): None for rank, order in enumerate(self.ranks) for step in order if step.kind is PassKind.BW
+        }
 
     def levels(self, held: Held, rank: int) -> list[tuple[int, int]]:
         """How often this memory is taken during and after each pass of `rank`.

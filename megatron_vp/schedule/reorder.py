@@ -36,6 +36,7 @@ def reorder_for_costs(
     graph = build_graph(schedule, with_loss=schedule.vocab is not VocabMethod.NONE)
     if schedule.vocab.is_sharded:
         _limit_embedding(graph, schedule)
+    _first_weight_gradient_first(graph, schedule)
     took = durations(graph, schedule, costs)
     orders = graph.numbers(schedule.ranks)
     problem, behind = Problem.of(graph, orders, took), dict[int, int]()
@@ -74,6 +75,14 @@ def evaluation(schedule: Schedule, costs: PassCosts | None = None) -> Schedule:
     return reorder_for_costs(
         forward, MemoryLimits((forward.microbatches,) * forward.pipeline_size), costs or PassCosts()
     )
+
+
+def _first_weight_gradient_first(graph: Graph, schedule: Schedule) -> None:
+    """Let whole backwards wait for the chunk's W of microbatch 0, which starts the sum over microbatches."""
+    for rank, step in schedule.whole_backwards:
+        first = Pass(PassKind.W, 0, step.chunk)
+        if (rank, first._replace(kind=PassKind.BW)) not in schedule.whole_backwards:
+            graph.link(graph.number(Step(rank, first)), graph.number(Step(rank, step)))
 
 
 def _limit_embedding(graph: Graph, schedule: Schedule) -> None:

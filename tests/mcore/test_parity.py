@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from megatron_vp.schedule import FAMILIES
+from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
 from tests.harness.training import Run, comparable_model, train
 from tests.mcore.comparison import assert_as_close, assert_equal
 
@@ -23,14 +23,9 @@ BOUND = 1e-6
 MICROBATCHES = {2: (1, 2, 5), 3: (1, 3, 4), 4: (3, 4, 6), 8: (3, 8, 9)}
 LAYERS = {2: 4, 3: 6, 4: 8, 8: 8}  # of 16 chunks on 8 ranks every other one is empty
 METHODS = {
-    "1f1b": ("vocab-1", "vocab-2"),  # without vocabulary passes it is Megatron's own
-    "zb-h1": ("none", "vocab-1", "vocab-2"),
-    "interleaved": ("none", "vocab-1", "vocab-2"),
-    "zb-v": ("none", "vocab-1", "vocab-2"),
-    "v-half": ("none", "vocab-1", "vocab-2"),
-    "v-min": ("none", "vocab-1", "vocab-2"),
-    "interlaced": ("vocab-1",),  # it has a vocabulary pass of its own
+    name: ["vocab-1"] if family.own_method else list(map(str, family.methods)) for name, family in FAMILIES.items()
 }
+METHODS[DEFAULT_SCHEDULE].remove("none")  # Megatron's own schedule
 EXTREMES = [
     ("1f1b", 4, "vocab-1", 1, True, "rope", False),
     ("1f1b", 3, "vocab-2", 12, False, "rope", True),
@@ -48,7 +43,7 @@ def _cases() -> Iterator[tuple[object, ...]]:
     for size in MICROBATCHES:
         for turn, (schedule, method) in enumerate(combinations):
             for place, microbatches in enumerate(MICROBATCHES[size]):
-                if size == 8 and (schedule == "interleaved" or (turn + place) % 3):
+                if size == 8 and (FAMILIES[schedule].chunks is None or (turn + place) % 3):
                     continue
                 tied = place == 1 and not (method == "none" and not FAMILIES[schedule].ends_on_last_rank)
                 positions = ("rope", "learned_absolute", "learned_absolute")[place]
@@ -78,7 +73,7 @@ def _schedule(schedule: str, size: int, method: str) -> dict[str, object]:
         "pipeline_schedule": schedule,
         "vocab_parallel": method != "none",
         "vocab_parallel_algorithm": None if method == "none" else method,
-        "num_virtual_stages_per_pipeline_rank": 2 if schedule == "interleaved" else None,
+        "num_virtual_stages_per_pipeline_rank": 2 if FAMILIES[schedule].chunks is None else None,
     }
 
 

@@ -278,8 +278,8 @@ class _Chunk:
             self.synchronisation.start()
 
     def before_weight_gradient(self, microbatch: int) -> None:
-        """Passes W come in the order of microbatches: Transformer Engine's first fused product overwrites main_grad."""
-        assert microbatch == self._weight_passes, "W out of order"
+        """Microbatch 0 comes first: its fused products in Transformer Engine's layers overwrite main_grad."""
+        assert self._weight_passes or not microbatch, "the weight gradient of microbatch 0 is not the first"
         self._weight_passes += 1
 
     def after_weight_gradient(self, parameters: Iterable[torch.nn.Parameter]) -> None:

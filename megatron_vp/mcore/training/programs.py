@@ -54,7 +54,7 @@ def late_weights(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
     late, passes = set(), 0
     for step in schedule.ranks[rank]:
         which = (step.chunk, step.microbatch)
-        if step.kind in (PassKind.F, PassKind.B):
+        if step.kind in (PassKind.F, PassKind.B, PassKind.BW):
             passes += 1
         if step.kind is PassKind.B:
             started[which] = passes
