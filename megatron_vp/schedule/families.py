@@ -14,6 +14,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule.blocks import BuildingBlock
 from megatron_vp.schedule.costs import PassCosts
 from megatron_vp.schedule.gc_paused import gc_paused
+from megatron_vp.schedule.generators.dual_pipe_v import dual_pipe_v
 from megatron_vp.schedule.generators.interlaced import interlaced
 from megatron_vp.schedule.generators.interleaved import interleaved
 from megatron_vp.schedule.generators.one_f_one_b import one_f_one_b
@@ -213,6 +214,15 @@ FAMILIES = {
             "floor(1.5 p) - r",
             order=interlaced,
             methods=(VocabMethod.INTERLACED,),
+        ),
+        Family(
+            "dualpipe-v",
+            "V shape, forwards beside whole backwards",
+            _v_shape,
+            "p + 1/2",
+            block=dual_pipe_v,
+            chunks=2,
+            splits_backward=True,
         ),
     )
 }

@@ -11,6 +11,7 @@ HELD = {
     "zb-v": lambda p, rank, chunks: p,
     "v-half": lambda p, rank, chunks: p // 2 + 1,
     "v-min": lambda p, rank, chunks: (p + 4) // 3,
+    "dualpipe-v": lambda p, rank, chunks: p + 0.5,
     "interlaced": lambda p, rank, chunks: 3 * p // 2 - rank,
 }
 """Most microbatches of a whole rank that a rank may hold without vocabulary passes."""

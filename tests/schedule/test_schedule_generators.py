@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 from schedule_checks import HELD, assert_follows_the_table, assert_keeps_the_embedding_near, memory_bound
 
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import FAMILIES, Pass, PassCosts, PassKind, evaluation, generate, simulate, validate
+from megatron_vp.schedule import (
+    FAMILIES,
+    Pass,
+    PassCosts,
+    PassKind,
+    VocabMethod,
+    evaluation,
+    generate,
+    simulate,
+    validate,
+)
 
 METHODS = {name: [str(method) for method in family.methods] for name, family in FAMILIES.items()}
 
@@ -158,3 +168,19 @@ def test_forward_only_keeps_the_order_of_what_is_left():
 def test_what_cannot_be_generated_is_refused_with_the_reason(arguments, options, words):
     with pytest.raises(UserError, match=words):
         generate(*arguments, **options)
+
+
+@pytest.mark.parametrize("method", ["none", "vocab-1", "vocab-2"])
+@pytest.mark.parametrize("p", [2, 4, 7])
+def test_dualpipe_v_keeps_forwards_next_to_the_backwards_that_they_overlap(method, p):
+    m, barriers = 4 * p, VocabMethod(method).barriers
+    schedule = generate("dualpipe-v", p, m, vocab=method, costs=PassCosts(F=1, B=1.3, W=0.8, S=0.4, comm=0.1))
+    for rank, order in enumerate(schedule.ranks):
+        overlapped = [step for step in order if step.kind is PassKind.BW]
+        # In the paper's schedule p - 1 - r backwards of chunk 1 run alone while the pipeline fills, and those of both
+        # chunks in the last p microbatches while it drains; each barrier takes one more microbatch.
+        assert len(overlapped) == 2 * (m - p - barriers) - (p - 1 - rank)
+        for backward in overlapped:
+            forward = order[order.index(backward) - 1]
+            assert forward.kind is PassKind.F and forward.chunk == 1 - backward.chunk
+            assert forward.microbatch == backward.microbatch + p + barriers
