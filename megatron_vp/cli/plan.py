@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -42,6 +43,13 @@ def plan(
     memory: MemoryOption = None,
     output_format: FormatOption = Format.TABLE,
     output: OutputOption = None,
+    write_schedule: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also write the best run's schedule, ordered for its predicted costs, to this JSON file; train with "
+            "it by --pipeline-schedule FILE."
+        ),
+    ] = None,
 ) -> None:
     """Rank plain, redistributed and vocabulary-parallel runs of a job, over all schedules, without running any.
 
@@ -65,6 +73,12 @@ def plan(
             progress=lambda done, of: bar.update(task, completed=done, total=of),
         )
     chosen = best(evaluations, request.limit)
+    if write_schedule is not None:
+        from megatron_vp.cost.predict import make_player
+        from megatron_vp.schedule import to_json
+
+        player = make_player(request.job, chosen.candidate.plan, request.hardware)
+        write(to_json(player.schedule) + "\n", write_schedule)
     match output_format:
         case Format.TABLE:
             content: str | bytes = _table(request, evaluations, infeasible, chosen)

@@ -66,7 +66,10 @@ def schedule(
     ] = Format.TABLE,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write instead of the screen.")] = None,
     source: Annotated[
-        Path | None, typer.Option("--from", help="JSON or CSV file with a schedule to prove and show.")
+        Path | None,
+        typer.Option(
+            "--from", help="JSON or CSV file with a schedule to prove and show; PyTorch's compute actions, too."
+        ),
     ] = None,
     evaluation: Annotated[
         bool, typer.Option("--evaluation", help="Show what an evaluation runs: the forward passes, reordered.")
@@ -118,10 +121,9 @@ def _generate(
 
 def _read(source: Path) -> Schedule:
     from megatron_vp.files import MIB, read_text
-    from megatron_vp.schedule import from_csv, from_json
+    from megatron_vp.schedule import from_text
 
-    text = read_text(source, "schedule file", 512 * MIB)
-    return from_json(text) if text.lstrip().startswith("{") else from_csv(text)
+    return from_text(read_text(source, "schedule file", 512 * MIB))
 
 
 def _render(timeline: Timeline, output_format: Format, costs: PassCosts) -> str | bytes:

@@ -2,8 +2,9 @@
 
 from megatron_vp.schedule.costs import Costs, PassCosts, StageCosts
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
-from megatron_vp.schedule.families import DEFAULT_SCHEDULE, FAMILIES, Family, family, generate, megatrons_own
-from megatron_vp.schedule.formats import from_csv, from_json, to_csv, to_json
+from megatron_vp.schedule.families import DEFAULT_SCHEDULE, FAMILIES, family, generate, megatrons_own
+from megatron_vp.schedule.family import Family
+from megatron_vp.schedule.formats import from_csv, from_json, from_text, to_csv, to_json
 from megatron_vp.schedule.instructions import (
     Channel,
     Collective,
@@ -60,6 +61,7 @@ __all__ = [
     "family",
     "from_csv",
     "from_json",
+    "from_text",
     "generate",
     "lower",
     "megatrons_own",

@@ -7,12 +7,14 @@ import io
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import repeat
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.timeline import Timeline
+from megatron_vp.schedule.torch_csv import from_torch_csv, looks_like_actions
 
 CSV_COLUMNS = ["rank", "pass", "chunk", "microbatch", "stage", "start", "end"]
 LONGEST_NAME = 200
@@ -94,7 +96,17 @@ def _assemble(
         raise ValueError(f"{microbatches} microbatches, but no rank lists more than {longest} passes")
     if vocab not in VocabMethod:
         raise ValueError(f"{vocab!r} is not a vocabulary method; methods are {', '.join(VocabMethod)}")
-    return Schedule(name, VocabMethod(vocab), placement, microbatches, tuple(map(tuple, orders)))
+    schedule = Schedule(name, VocabMethod(vocab), placement, microbatches, tuple(map(tuple, orders)))
+    return schedule if schedule.split_backward else _all_whole(schedule)
+
+
+def _all_whole(schedule: Schedule) -> Schedule:
+    """Without a W every backward is whole, and called B."""
+    ranks = tuple(
+        tuple(step._replace(kind=PassKind.B) if step.kind is PassKind.BW else step for step in order)
+        for order in schedule.ranks
+    )
+    return replace(schedule, ranks=ranks) if PassKind.BW in schedule.kinds else schedule
 
 
 def to_csv(schedule: Schedule, timeline: Timeline | None = None) -> str:
@@ -114,6 +126,13 @@ def to_csv(schedule: Schedule, timeline: Timeline | None = None) -> str:
     return out.getvalue()
 
 
+def from_text(text: str) -> Schedule:
+    """Read a schedule in any of the formats: JSON, CSV, or PyTorch's CSV of compute actions. Raises UserError."""
+    if text.lstrip().startswith("{"):
+        return from_json(text)
+    return from_torch_csv(text) if looks_like_actions(text) else from_csv(text)
+
+
 def from_csv(text: str) -> Schedule:
     """Read what `to_csv` wrote; start and end may be missing. The placement is that of the F passes.
 
@@ -124,7 +143,7 @@ def from_csv(text: str) -> Schedule:
     if about is None:
         raise UserError(
             "schedule file begins neither with '{', as JSON does, nor, as CSV does, with "
-            "'# schedule=NAME vocab=METHOD microbatches=M'"
+            "'# schedule=NAME vocab=METHOD microbatches=M', nor with an action of PyTorch's, such as 0F0"
         )
     try:
         orders: dict[int, list[Pass]] = {}

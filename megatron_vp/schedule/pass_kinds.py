@@ -119,7 +119,7 @@ PassKind.define("T", "output layer, second pass", "#EDC948", releases=Held.LOGIT
 PassKind.define("V", "vocabulary", "#E15759", forward=True)
 PassKind.define("B", "backward", "#59A14F", per_chunk=True, releases=Held.ACTIVATIONS)
 PassKind.define("W", "weight gradient", "#B6C95B", per_chunk=True, follows=("B",), releases=Held.ACTIVATIONS)
-PassKind.define("BW", "whole backward", "#59A14F", mark="B", per_chunk=True, releases=Held.ACTIVATIONS)
+PassKind.define("BW", "whole backward", "#3A7D34", mark="B", per_chunk=True, releases=Held.ACTIVATIONS)
 PassKind.define("IB", "embedding gradient", "#D37295", mark="b")
 
 

@@ -77,6 +77,19 @@ def evaluation(schedule: Schedule, costs: PassCosts | None = None) -> Schedule:
     )
 
 
+def forwards(schedule: Schedule, microbatches: int) -> Schedule:
+    """The forward passes of `schedule` for any number of microbatches, one microbatch after the other."""
+    behind = [kind for kind in schedule.vocab.passes if kind.forward and kind is not PassKind.IF]
+    before = [PassKind.IF] if PassKind.IF in schedule.vocab.passes else []
+    ranks = []
+    for stages in schedule.placement.stage_of:
+        chunks = [chunk for _, chunk in sorted(zip(stages, range(len(stages)), strict=True))]
+        steps = [(kind, 0) for kind in before] + [(PassKind.F, chunk) for chunk in chunks]
+        steps += [(kind, 0) for kind in behind]
+        ranks.append(tuple(Pass(kind, place, chunk) for place in range(microbatches) for kind, chunk in steps))
+    return replace(schedule, microbatches=microbatches, ranks=tuple(ranks))
+
+
 def _first_weight_gradient_first(graph: Graph, schedule: Schedule) -> None:
     """Let whole backwards wait for the chunk's W of microbatch 0, which starts the sum over microbatches."""
     for rank, step in schedule.whole_backwards:

@@ -172,7 +172,10 @@ def prepare_chunk(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollec
 
 
 def _shard_vocabulary(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int) -> None:
-    """Turn a chunk into a middle chunk; the first gets a shard of the embedding, the last one of the output layer."""
+    """Turn a chunk into a middle chunk; one gets a shard of the embedding, one of the output layer.
+
+    They are the chunks that hold the whole layers where the first or the last stage is on this rank.
+    """
     check_vocabulary_layers(chunk)
     if getattr(chunk, "mtp_process", False):
         attach_mtp_block(chunk)
@@ -181,7 +184,7 @@ def _shard_vocabulary(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCo
     rank = dist.get_rank(groups.mp)
     shards = VocabShards(chunk.vocab_size, groups.mp.size())
     tied = chunk.share_embeddings_and_output_weights
-    if index == 0:
+    if index == placement.chunk_of(0):
         full = chunk.embedding.word_embeddings.weight if chunk.pre_process else None
         weight = _shard(full, shards, placement.first_rank, groups, chunk.config)
         word_embeddings = ShardedWordEmbedding(weight, shards, rank)
@@ -191,7 +194,7 @@ def _shard_vocabulary(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCo
             chunk.embedding.reduce_scatter_embeddings = False
         else:
             chunk.embedding = WordEmbeddingHolder(chunk.config, word_embeddings)
-    if index == placement.chunks - 1:
+    if index == placement.chunk_of(placement.stages - 1):
         if tied:
             weight = first.embedding.word_embeddings.weight
         else:
@@ -228,7 +231,9 @@ def vocabulary_layers(chunks: Sequence[nn.Module]) -> LayerShards | None:
     if not args.vocab_parallel:
         return None
     loss = TokenLoss(args.vocab_label_smoothing, args.vocab_z_loss)
-    return LayerShards(chunks[0].embedding.word_embeddings, chunks[-1].output_layer, loss)
+    placement = pipeline_placement(args)
+    first, last = (chunks[placement.chunk_of(stage)] for stage in (0, placement.stages - 1))
+    return LayerShards(first.embedding.word_embeddings, last.output_layer, loss)
 
 
 def _pipeline(groups: ProcessGroupCollection) -> Pipeline:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import os
 import sys
 import traceback
@@ -41,7 +42,7 @@ from megatron_vp.mcore.platform.parts import describe, parts_of_job
 from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
 from megatron_vp.mcore.storage.checkpoint_files import check_writable
 from megatron_vp.mcore.storage.dataset import check_inputs
-from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
+from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, family, to_json
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -70,6 +71,15 @@ class _Parser(Parser):
         if parsed.yaml_cfg is not None:
             raise UserError(f"--yaml-cfg {parsed.yaml_cfg} bypasses Megatron's checks: use --config FILE.yaml instead")
         return parsed
+
+
+def _schedule_name(text: str) -> str:
+    """A family's name or a file's path; argparse reports anything else in one line."""
+    try:
+        family(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[..., argparse.ArgumentParser]:
@@ -111,9 +121,12 @@ def _with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...
         )
         ours.add_argument(
             "--pipeline-schedule",
-            choices=FAMILIES,
+            type=_schedule_name,
+            metavar="NAME|FILE",
             default=DEFAULT_SCHEDULE,
-            help="Order of the passes on the pipeline ranks. 1f1b without --vocab-parallel is Megatron's own schedule.",
+            help=f"Order of the passes on the pipeline ranks: {', '.join(FAMILIES)}, or a file that holds a schedule "
+            "(JSON or CSV of `megatron-vp schedule`, or PyTorch's CSV of compute actions). 1f1b without "
+            "--vocab-parallel is Megatron's own schedule.",
         )
         ours.add_argument(
             "--core-attention",
@@ -187,6 +200,9 @@ def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: d
     if replaces_schedule(args) and places_chunks(args):
         # Checkpoints record it with the other arguments.
         args.chunk_placement = chosen_family(args).placement_of(args.pipeline_model_parallel_size).stage_of
+    fixed = chosen_family(args).fixed
+    if fixed is not None:
+        args.schedule_fingerprint = hashlib.sha256(to_json(fixed).encode()).hexdigest()[:12]
     args._parts = parts_of_job(args, installed(), replaces_schedule(args) and splits_backward(args))
     return validated
 

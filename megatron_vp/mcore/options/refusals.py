@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron.core.utils import get_te_version, is_te_min_version
 
@@ -20,18 +17,12 @@ from megatron_vp.mcore.choices import (
     splits_backward,
 )
 from megatron_vp.mcore.model.delayed_weights import MINIMUM_VERSION
+from megatron_vp.mcore.options.refusal import Refusal
+from megatron_vp.mcore.options.refused_files import FILE_REFUSALS, file_words
 from megatron_vp.mcore.options.refused_options import REFUSED_OPTIONS
 from megatron_vp.mcore.options.refused_precision import REFUSED_PRECISION, UNSAFE_STATE, cannot_resume
 from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.schedule import VocabMethod
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A combination that cannot work: `applies(args)`, and the line that says what, why and what works instead."""
-
-    applies: Callable[[argparse.Namespace], Any]
-    message: str
 
 
 def _keeps_layers(a: argparse.Namespace) -> bool:
@@ -76,6 +67,7 @@ REFUSALS = (
         "--pipeline-schedule {pipeline_schedule} without --vocab-parallel has no vocabulary passes to interlace: use "
         "it with --vocab-parallel, or use 1f1b",
     ),
+    *FILE_REFUSALS,
     Refusal(
         lambda a: _keeps_layers(a) and a.pipeline_model_parallel_size < 2,
         "--pipeline-schedule {pipeline_schedule} with one pipeline stage has nothing to order: use "
@@ -389,6 +381,7 @@ def refuse(args: argparse.Namespace) -> None:
                 "transformer_engine_version": get_te_version(),
                 "our_schedule": asked,
                 "own_chunks": chosen_family(args).chunks,
+                **file_words(args),
                 **vars(args),
             }
             raise UserError(refusal.message.format_map(found))

@@ -25,6 +25,7 @@ _OF_A_RANK = {"rank", "local_rank", "node_rank"}
 # Other texts are paths, which nodes may have in different places.
 _TEXTS = {
     "pipeline_schedule",
+    "schedule_fingerprint",
     "vocab_parallel_algorithm",
     "pipeline_model_parallel_layout",
     "hybrid_layer_pattern",

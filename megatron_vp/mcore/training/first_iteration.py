@@ -12,7 +12,6 @@ from megatron.training.utils import print_rank_0
 from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
-from megatron_vp.runtime.rehearsal import MICROBATCHES
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.passes import Schedule
 
@@ -21,7 +20,12 @@ Programs = Callable[[int, bool, Shapes], tuple[Schedule, tuple[Program, ...]]]
 
 
 def rehearse(
-    pipeline: Pipeline, programs: Programs, layers: LayerShards | None, shapes: Shapes, gradients: bool
+    pipeline: Pipeline,
+    programs: Programs,
+    microbatches: int,
+    layers: LayerShards | None,
+    shapes: Shapes,
+    gradients: bool,
 ) -> None:
     """Rehearse an iteration of this kind and these sizes, unless that has been done; before training evaluation, too.
 
@@ -35,7 +39,7 @@ def rehearse(
         return
     start = time.perf_counter()
     for sizes, trains in new:
-        schedule, lowered = programs(MICROBATCHES, trains, sizes)
+        schedule, lowered = programs(microbatches, trains, sizes)
         pipeline.rehearse(schedule, lowered[pipeline.groups.rank], layers, sizes, gradients=trains)
     if shapes.device.type == "cuda":
         torch.cuda.synchronize()

@@ -27,6 +27,8 @@ from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.random_buffers import RandomBuffers
 from megatron_vp.runtime.recorder import Recorder
+from megatron_vp.runtime.rehearsal import MICROBATCHES
+from megatron_vp.schedule.families import family
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.passes import Schedule, VocabMethod
 
@@ -62,7 +64,8 @@ def forward_backward(
     gradients = not forward_only
     shapes = _shapes(job, seq_length, micro_batch_size, gradients)
     make_programs = partial(_programs, job)
-    rehearse(job.pipeline, make_programs, job.layers, shapes, gradients)
+    rehearsed = family(get_args().pipeline_schedule).at_most(MICROBATCHES)
+    rehearse(job.pipeline, make_programs, rehearsed, job.layers, shapes, gradients)
 
     timers, rank = job.config.timers, job.pipeline.groups.rank
     if timers is not None:

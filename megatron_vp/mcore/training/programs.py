@@ -10,7 +10,6 @@ from megatron_vp.schedule.families import family
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import PassKind, Schedule, VocabMethod
-from megatron_vp.schedule.reorder import evaluation
 
 
 @lru_cache(maxsize=8)
@@ -27,25 +26,17 @@ def programs(
     """The schedule of an iteration and the programs of all pipeline ranks.
 
     Args:
-        name: of the schedule's family.
+        name: of the schedule's family, or the path of its file.
         pipeline_size, chunks, microbatches: p, v, m.
         method: of the vocabulary layers, where the family does not have its own.
         costs: order the passes, and place communication between them.
         forward_only: an evaluation, which runs the forward passes in an order of its own.
         embeds_on_last_stage: see `lower`.
     """
-    schedule = _schedule(name, pipeline_size, chunks, microbatches, method, costs)
-    if forward_only:
-        schedule = evaluation(schedule, costs)
-    return schedule, lower(schedule, costs, embeds_on_last_stage)
-
-
-@lru_cache(maxsize=8)
-def _schedule(
-    name: str, pipeline_size: int, chunks: int, microbatches: int, method: VocabMethod, costs: PassCosts
-) -> Schedule:
     chosen = family(name)
-    return expand_interlaced(chosen.schedule(pipeline_size, microbatches, chosen.method(method), chunks, costs))
+    make = chosen.evaluation if forward_only else chosen.schedule
+    schedule = expand_interlaced(make(pipeline_size, microbatches, chosen.method(method), chunks, costs))
+    return schedule, lower(schedule, costs, embeds_on_last_stage)
 
 
 def late_weights(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:

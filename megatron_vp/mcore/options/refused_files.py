@@ -1,0 +1,98 @@
+"""What is refused of a schedule file, and of jobs that it was not made for."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_vp.mcore.choices import chosen_family
+from megatron_vp.mcore.options.refusal import Refusal
+from megatron_vp.schedule import PassKind, Placement, Schedule, VocabMethod
+
+
+def _fixed(a: argparse.Namespace) -> Schedule | None:
+    """The schedule in the file that --pipeline-schedule names; None where it names a family."""
+    return chosen_family(a).fixed
+
+
+def _microbatches(a: argparse.Namespace) -> int:
+    return a.global_batch_size // (a.micro_batch_size * a.data_parallel_size)
+
+
+def _starts_late(schedule: Schedule) -> bool:
+    """A chunk's first weight gradient is not microbatch 0's."""
+    gives = {PassKind.W} if schedule.split_backward else {PassKind.B}
+    for order in schedule.ranks:
+        seen: set[int] = set()
+        for step in order:
+            if step.kind in gives | {PassKind.BW} and step.chunk not in seen:
+                seen.add(step.chunk)
+                if step.microbatch:
+                    return True
+    return False
+
+
+FILE_REFUSALS = (
+    Refusal(
+        lambda a: (file := _fixed(a)) and a.vocab_parallel and file.vocab is VocabMethod.NONE,
+        "--pipeline-schedule {pipeline_schedule} has no vocabulary passes: leave --vocab-parallel out, or write a "
+        "schedule that has them (megatron-vp schedule NAME --vocab vocab-2 --format json)",
+    ),
+    Refusal(
+        lambda a: (file := _fixed(a)) and file.vocab.is_sharded and file.vocab != a.vocab_parallel_algorithm,
+        "--pipeline-schedule {pipeline_schedule} has the passes of {file_method}, and --vocab-parallel-algorithm is "
+        "{vocab_parallel_algorithm}: use --vocab-parallel-algorithm {file_method}",
+    ),
+    Refusal(
+        lambda a: (file := _fixed(a)) and file.pipeline_size != a.pipeline_model_parallel_size,
+        "--pipeline-schedule {pipeline_schedule} has {file_ranks} ranks, and --pipeline-model-parallel-size is "
+        "{pipeline_model_parallel_size}: use --pipeline-model-parallel-size {file_ranks}",
+    ),
+    Refusal(
+        lambda a: _fixed(a) and a.rampup_batch_size,
+        "--pipeline-schedule {pipeline_schedule} with --rampup-batch-size is not supported: the file has one number of "
+        "microbatches; leave --rampup-batch-size out, or name a family",
+    ),
+    Refusal(
+        lambda a: (file := _fixed(a)) and file.microbatches != _microbatches(a),
+        "--pipeline-schedule {pipeline_schedule} has {file_microbatches} microbatches, and the job has {microbatches}: "
+        "use a --global-batch-size of {file_microbatches} microbatches on each of its replicas",
+    ),
+    Refusal(
+        lambda a: (file := _fixed(a)) and file.placement.stage_of[0][0],
+        "--pipeline-schedule {pipeline_schedule} does not place the first stage in chunk 0 of rank 0, where Megatron "
+        "reads the tokens: use a placement that does",
+    ),
+    Refusal(
+        lambda a: (
+            (file := _fixed(a))
+            and not (a.vocab_parallel and not a.mtp_num_layers)
+            and file.placement.chunk_of(file.placement.stages - 1) + 1 != file.chunks
+        ),
+        "--pipeline-schedule {pipeline_schedule} does not place the last stage in its rank's last chunk, as runs "
+        "without --vocab-parallel or with --mtp-num-layers need it: use a placement that does",
+    ),
+    Refusal(
+        lambda a: (file := _fixed(a)) and file.chunks == 1 and file.placement != Placement.linear(file.pipeline_size),
+        "--pipeline-schedule {pipeline_schedule} has one chunk a rank and not stage r on rank r: number the ranks in "
+        "the order of their stages",
+    ),
+    Refusal(
+        lambda a: (file := _fixed(a)) and _starts_late(file),
+        "--pipeline-schedule {pipeline_schedule} is not supported: a chunk's first weight gradient is not that of "
+        "microbatch 0, with which its sum begins; let microbatch 0 come first",
+    ),
+)
+"""In the order of the checks."""
+
+
+def file_words(args: argparse.Namespace) -> dict[str, object]:
+    """What the messages say of the file and of the job; empty without a file."""
+    file = _fixed(args)
+    if file is None:
+        return {}
+    return {
+        "file_method": file.vocab,
+        "file_ranks": file.pipeline_size,
+        "file_microbatches": file.microbatches,
+        "microbatches": _microbatches(args),
+    }

@@ -1,0 +1,77 @@
+"""Reads schedules as `torch.distributed.pipelining` writes them: a line per rank, actions separated by commas.
+
+An action is a virtual stage, a letter and a microbatch: `2F0` forward, `2I0` input gradient, `2W0` weight gradient,
+`2B0` a whole backward. `(2F3;5B1)OVERLAP_F_B` are two of them side by side; empty cells are bubbles.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+
+from megatron_vp.errors import UserError
+from megatron_vp.schedule.pass_kinds import PassKind
+from megatron_vp.schedule.passes import Pass, Schedule, VocabMethod
+from megatron_vp.schedule.placement import Placement
+
+_ACTION = re.compile(r"(\d{1,9})([A-Z_]+)(\d{1,9})?")
+_TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_FIRST = re.compile(r"[\s,]*\(?\d+[A-Z_]+\d*")
+
+
+def looks_like_actions(text: str) -> bool:
+    """Whether the first cell that is not empty is an action."""
+    return _FIRST.match(text) is not None
+
+
+def from_torch_csv(text: str) -> Schedule:
+    """Read PyTorch's file of compute actions. The chunks of a rank are numbered by their stages.
+
+    Raises UserError naming what does not fit.
+    """
+    try:
+        rows = [list(_actions(row)) for row in csv.reader(io.StringIO(text)) if row]
+    except csv.Error as error:
+        raise UserError(f"schedule file is not in PyTorch's CSV format: {error}") from None
+    splits = any(letter in "IW" for row in rows for _, letter, _ in row)
+    # Where backwards are split, PyTorch's I is our B, and its B is a whole one.
+    kinds = {"F": PassKind.F, "I": PassKind.B, "W": PassKind.W, "B": PassKind.BW if splits else PassKind.B}
+    stages = [sorted({stage for stage, letter, _ in row if letter == "F"}) for row in rows]
+    try:
+        placement = Placement(tuple(map(tuple, stages)))
+    except ValueError as error:
+        raise UserError(f"schedule file in PyTorch's CSV format: {error}") from None
+    orders = []
+    for rank, row in enumerate(rows):
+        foreign = next((stage for stage, _, _ in row if stage not in stages[rank]), None)
+        if foreign is not None:
+            raise UserError(f"schedule file: rank {rank} has no forward of stage {foreign}, but another pass of it")
+        orders.append(tuple(Pass(kinds[a], microbatch, stages[rank].index(stage)) for stage, a, microbatch in row))
+    microbatches = 1 + max((step.microbatch for order in orders for step in order), default=0)
+    longest = max(map(len, orders))
+    if microbatches > longest:
+        raise UserError(
+            f"schedule file names microbatch {microbatches - 1}, but no rank has more than {longest} passes"
+        )
+    return Schedule("pytorch", VocabMethod.NONE, placement, microbatches, tuple(orders))
+
+
+def _actions(cells: list[str]) -> Iterator[tuple[int, str, int]]:
+    """Stage, letter and microbatch of every compute action of a rank."""
+    for cell in filter(None, map(str.strip, cells)):
+        together = _TOGETHER.fullmatch(cell)
+        for each in together[1].split(";") if together else [cell]:
+            match = _ACTION.fullmatch(each.strip())
+            if match is None:
+                raise UserError(f"schedule file: {each[:40]!r} is not an action of PyTorch's, such as 2F0 or 2B0")
+            stage, letter, microbatch = match.groups()
+            if letter not in ("F", "I", "W", "B"):
+                raise UserError(
+                    f"schedule file: {each[:40]} is not computation; let PyTorch write its compute actions alone "
+                    "(_dump_csv with format compute_only)"
+                )
+            if microbatch is None:
+                raise UserError(f"schedule file: {each[:40]} names no microbatch")
+            yield int(stage), letter, int(microbatch)

@@ -1,0 +1,139 @@
+"""Schedules in files train as plain Megatron does: one written by hand that is no family, PyTorch's, a recorded mix."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import PassKind, Placement, family, generate, to_csv, to_json, validate
+from tests.harness.ranks import run_ranks
+from tests.harness.training import comparable_model, tiny_model, train
+from tests.mcore.comparison import assert_equal
+from tests.mcore.test_launch import refusals
+
+FOLDER = Path(__file__).parent / "schedules"
+BY_HAND = FOLDER / "by_hand.json"
+STEPS = 3
+BOUND = 1e-6
+
+
+def _arguments(microbatches, layers=6, **changes):
+    return comparable_model(
+        num_layers=layers,
+        micro_batch_size=2,
+        global_batch_size=2 * microbatches,
+        train_iters=STEPS,
+        eval_iters=1,
+        eval_interval=2,
+        untie_embeddings_and_output_weights=True,
+        **changes,
+    )
+
+
+@cache
+def _plain(microbatches, layers):
+    return train(1, _arguments(microbatches, layers))
+
+
+def _assert_trains_as_plain_megatron(path, layers=6, **changes):
+    schedule = family(str(path)).fixed
+    sharded = schedule.vocab.is_sharded
+    job = {
+        "pipeline_model_parallel_size": schedule.pipeline_size,
+        "pipeline_schedule": str(path),
+        "vocab_parallel": sharded,
+        "vocab_parallel_algorithm": str(schedule.vocab) if sharded else None,
+    }
+    ours = train(schedule.pipeline_size, _arguments(schedule.microbatches, layers, **job, **changes))
+    plain = _plain(schedule.microbatches, layers)
+    assert len(ours.steps) == STEPS and len(ours.evaluations) == len(plain.evaluations) > 0
+    assert_equal(ours, plain, BOUND)
+
+
+def test_a_schedule_by_hand_that_is_no_family_trains():
+    schedule = family(str(BY_HAND)).fixed
+    assert schedule.placement.stage_of == ((0, 4), (5, 1), (2, 3))  # the last stage is chunk 0 of rank 1
+    assert {PassKind.B, PassKind.W, PassKind.BW} <= schedule.kinds
+    validate(schedule)
+    _assert_trains_as_plain_megatron(BY_HAND)
+
+
+@pytest.mark.parametrize("name", ["torch_interleaved_1f1b", "torch_zbv", "torch_dualpipe_v"])
+def test_schedules_that_pytorch_wrote_are_proven_and_train(name):
+    path = FOLDER / f"{name}.csv"
+    validate(family(str(path)).fixed)
+    _assert_trains_as_plain_megatron(path, layers=4)
+
+
+@pytest.mark.parametrize(("name", "vocab", "write"), [("v-half", "vocab-1", to_json), ("interleaved", "none", to_csv)])
+def test_a_family_written_to_a_file_trains_from_it(name, vocab, write, tmp_path):
+    path = tmp_path / f"own.{'json' if write is to_json else 'csv'}"
+    path.write_text(write(generate(name, 2, 3, vocab=vocab)))
+    _assert_trains_as_plain_megatron(path, layers=4)
+
+
+JOB = {"pipeline_model_parallel_size": 4, "vocab_parallel": True, "micro_batch_size": 1, "global_batch_size": 3}
+REFUSED = [
+    ({"vocab_parallel": False}, "without --vocab-parallel has no vocabulary passes to interlace"),
+    ({"vocab_parallel_algorithm": "vocab-1"}, "use --vocab-parallel-algorithm vocab-2"),
+    ({"global_batch_size": 4}, "has 3 microbatches, and the job has 4"),
+    ({"pipeline_model_parallel_size": 2, "global_batch_size": 6}, "has 4 ranks, and --pipeline-model-parallel-size is"),
+    ({"num_virtual_stages_per_pipeline_rank": 2}, "has two chunks a rank by itself"),
+    ({"pipeline_schedule": "plain.csv"}, "has no vocabulary passes: leave --vocab-parallel out"),
+    ({"pipeline_schedule": "late.json"}, "first weight gradient is not that of microbatch 0"),
+    ({"pipeline_schedule": "elsewhere.json"}, "does not place the first stage in chunk 0 of rank 0"),
+    ({"pipeline_schedule": "nowhere.json"}, "nowhere.json"),
+    ({"pipeline_schedule": "v-hlf"}, "nearest is 'v-half'"),
+]
+
+
+@pytest.fixture(scope="module")
+def messages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("schedules")
+    sharded = generate("v-half", 4, 3, vocab="vocab-2")
+    other_way_round = [
+        tuple(step._replace(microbatch=2 - step.microbatch) for step in order) for order in sharded.ranks
+    ]
+    turned = replace(sharded, placement=Placement(sharded.placement.stage_of[::-1]), ranks=sharded.ranks[::-1])
+    files = {
+        "good.json": to_json(sharded),
+        "plain.csv": to_csv(generate("v-half", 4, 3)),
+        "late.json": to_json(replace(sharded, ranks=tuple(other_way_round))),
+        "elsewhere.json": to_json(turned),
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    cases = []
+    for changes, _ in REFUSED:
+        job = {**JOB, "pipeline_schedule": "good.json", **changes}
+        if job["pipeline_schedule"] in files:
+            job["pipeline_schedule"] = str(folder / job["pipeline_schedule"])
+        cases.append(tiny_model(**job))
+    return run_ranks(1, refusals, cases)[0]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)), ids=[said for _, said in REFUSED])
+def test_a_file_that_does_not_suit_the_job_is_refused_in_one_line(messages, case):
+    assert messages[case] is not None and REFUSED[case][1] in messages[case]
+    assert "\n" not in messages[case]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "JSON format"),
+        ("0F0,0X0", "'0X0' is not computation|0X0 is not computation"),
+        ("0F0,0B0\n1F0,1B0,2F1", "placement"),
+        ("0F0,1B0", "rank 0 has no forward of stage 1"),
+        ("0F0,0SEND_F0,0B0", "compute_only"),
+        ("0B0,0F0", "cannot run"),
+    ],
+)
+def test_a_damaged_file_is_one_line(text, said, tmp_path):
+    path = tmp_path / "schedule.csv"
+    path.write_text(text)
+    with pytest.raises(UserError, match=said) as error:
+        family(str(path))
+    assert "\n" not in str(error.value)
