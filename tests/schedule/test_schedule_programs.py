@@ -106,6 +106,7 @@ def test_data_is_read_in_order_right_before_its_first_use(p, m, name, vocab, eva
                 use = str(Pass(PassKind.F, i, last_chunk))
             else:
                 use = next(word for word in words if word.startswith(f"+labels:{i}["))
+            assert_in_order(words, f"LOAD:{i}", use)
             between = words[words.index(f"LOAD:{i}") + 1 : words.index(use)]
             assert all(word.startswith("?activation") for word in between), "the data is there before the activation"
 
