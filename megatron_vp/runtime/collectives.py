@@ -48,7 +48,7 @@ class VocabularyCollectives:
         stream: the second stream.
         store: what the passes exchange with the collectives.
         shapes: sizes of a microbatch.
-        layers: the vocabulary shards of this rank.
+        layer_shards: the vocabulary shards of this rank.
         method: vocab-1 or vocab-2.
         gradients: False in evaluation.
         first_rank, last_rank: pipeline ranks of the first and of the last virtual stage.
@@ -64,7 +64,7 @@ class VocabularyCollectives:
         stream: Stream,
         store: Store,
         shapes: Shapes,
-        layers: LayerShards,
+        layer_shards: LayerShards,
         method: VocabMethod,
         gradients: bool,
         first_rank: int,
@@ -79,7 +79,7 @@ class VocabularyCollectives:
         self._stream = stream
         self._store = store
         self._shapes = shapes
-        self._layers = layers
+        self._layer_shards = layer_shards
         self._gradients = gradients
         self._reduces_in_c1 = gradients and method is VocabMethod.VOCAB_2
         self._holds_first = groups.rank == first_rank
@@ -134,7 +134,7 @@ class VocabularyCollectives:
         tokens_be = self._store.take(Slot.TOKENS, microbatch) if rank == 0 else shapes.token_ids()
         labels_be = self._store.take(Slot.LABELS, microbatch) if rank == last else shapes.token_ids()
 
-        groups, shards = self._groups, self._layers.embedding.shards
+        groups, shards = self._groups, self._layer_shards.embedding.shards
         exchange = RowExchange(
             tokens_be.view(-1), shards, groups.tensor_size, groups.tensor_rank, self._counts[microbatch]
         )
@@ -222,7 +222,7 @@ class VocabularyCollectives:
             self._communicator.all_gather(gathered_r3n, stage_3n)
             operations.fold_(total_3n, gathered_r3n)
             if gradient_nh is not None:
-                self._layers.output.rescaled_input_gradient(part_nh, pending, total)
+                self._layer_shards.output.rescaled_input_gradient(part_nh, pending, total)
                 reduce()
 
         def complete() -> None:

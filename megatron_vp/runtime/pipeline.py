@@ -55,7 +55,7 @@ class Pipeline:
         self,
         schedule: Schedule,
         program: Program,
-        layers: LayerShards | None,
+        layer_shards: LayerShards | None,
         shapes: Shapes,
         *,
         gradients: bool,
@@ -65,12 +65,12 @@ class Pipeline:
         No weight and no `main_grad` changes. All ranks of the pipeline must call it together. The arguments are those
         of `run`; `schedule` has `rehearsal.MICROBATCHES` microbatches.
         """
-        shards = layers.embedding.shards if layers else None
+        shards = layer_shards.embedding.shards if layer_shards else None
         first_tokens = [shards.start(index) for index in range(shards.count) if shards.rows(index)] if shards else [0]
         model = RehearsalModel(
             shapes, schedule.placement, self.groups.rank, first_tokens, shards is not None, gradients
         )
-        self.run(schedule, program, model, layers, shapes, gradients=gradients, rehearsal=True)
+        self.run(schedule, program, model, layer_shards, shapes, gradients=gradients, rehearsal=True)
         self._rehearsed.add((shapes, gradients))
 
     def has_rehearsed(self, shapes: Shapes, gradients: bool) -> bool:
@@ -82,7 +82,7 @@ class Pipeline:
         schedule: Schedule,
         program: Program,
         model: Model,
-        layers: LayerShards | None,
+        layer_shards: LayerShards | None,
         shapes: Shapes,
         *,
         gradients: bool,
@@ -95,7 +95,7 @@ class Pipeline:
             schedule: the schedule that `program` was lowered from.
             program: of this rank.
             model: transformer part, data and loss function of this rank.
-            layers: vocabulary shards of this rank; None for a schedule without vocabulary passes.
+            layer_shards: vocabulary shards of this rank; None for a schedule without vocabulary passes.
             shapes: sizes of a microbatch, equal on all ranks.
             gradients: False for evaluation, whose schedule holds forward passes only.
             observer: watches the instructions and the collectives.
@@ -105,13 +105,13 @@ class Pipeline:
         observer = observer or Unobserved()
         marks_device = shapes.device.type == "cuda"
         store, links = Store(), Links(self.groups)
-        if layers is None:
+        if layer_shards is None:
             vocab_layers, collectives = WholeVocabLayers(store, model, placement, rank), None
         else:
             vocab_layers = ShardedVocabLayers(
                 store,
                 shapes,
-                layers,
+                layer_shards,
                 model,
                 schedule.vocab,
                 schedule.microbatches,
@@ -124,7 +124,7 @@ class Pipeline:
                 self._stream,
                 store,
                 shapes,
-                layers,
+                layer_shards,
                 schedule.vocab,
                 gradients,
                 placement.first_rank,

@@ -16,7 +16,7 @@ class ShardedVocabLayers:
     """Passes of the vocabulary shards (vocab-1 or vocab-2).
 
     Args:
-        layers: the shards of this rank.
+        layer_shards: the shards of this rank.
         reads_tokens, reads_labels: whether this is pipeline rank 0, and rank p-1.
         method: vocab-1 or vocab-2.
         microbatches: m, to know the last contribution to a weight.
@@ -27,7 +27,7 @@ class ShardedVocabLayers:
         self,
         store: Store,
         shapes: Shapes,
-        layers: LayerShards,
+        layer_shards: LayerShards,
         model: Model,
         method: VocabMethod,
         microbatches: int,
@@ -37,16 +37,16 @@ class ShardedVocabLayers:
     ) -> None:
         self._store = store
         self._shapes = shapes
-        self._layers = layers
+        self._layer_shards = layer_shards
         self._model = model
         self._method = method
         self._gradients = gradients
         self._reads_tokens = reads_tokens
         self._reads_labels = reads_labels
         # Evaluation reports the cross entropy, whatever helps training.
-        self._token_loss = layers.loss if gradients else CROSS_ENTROPY
-        self._contributions = {layers.embedding.weight: 0, layers.output.weight: 0}
-        for layer in (layers.embedding, layers.output):
+        self._token_loss = layer_shards.loss if gradients else CROSS_ENTROPY
+        self._contributions = {layer_shards.embedding.weight: 0, layer_shards.output.weight: 0}
+        for layer in (layer_shards.embedding, layer_shards.output):
             self._contributions[layer.weight] += microbatches
         self.logits_in_flight = Occupancy()
 
@@ -122,10 +122,10 @@ class ShardedVocabLayers:
 
     def _embed(self, microbatch: int, chunk: int) -> None:
         exchange = self._store.take(Slot.ROW_EXCHANGE, microbatch)
-        self._store.put(Slot.OWN_ROWS, microbatch, self._layers.embedding(exchange))
+        self._store.put(Slot.OWN_ROWS, microbatch, self._layer_shards.embedding(exchange))
 
     def _output_s(self, microbatch: int, chunk: int) -> None:
-        output = self._layers.output
+        output = self._layer_shards.output
         x_nh, labels_n = self._store.take(Slot.X, microbatch), self._store.take(Slot.TARGETS, microbatch)
         pending = output(x_nh, labels_n, self._token_loss)
         self._store.put(Slot.PENDING_OUTPUT, microbatch, pending, uses=1 + self._gradients)
@@ -136,7 +136,7 @@ class ShardedVocabLayers:
 
     def _output_t(self, microbatch: int, chunk: int) -> None:
         returns_gradient = self._method is VocabMethod.VOCAB_1
-        part_nh = self._layers.output.t_pass(
+        part_nh = self._layer_shards.output.t_pass(
             self._store.take(Slot.PENDING_OUTPUT, microbatch),
             self._store.take(Slot.STATISTICS, microbatch),
             self._store.take(Slot.LOSS_GRAD, microbatch),
@@ -145,13 +145,13 @@ class ShardedVocabLayers:
         self.logits_in_flight.leave()
         if returns_gradient:
             self._store.put(Slot.GRAD_PART, microbatch, part_nh)
-        self._contributed(self._layers.output.weight)
+        self._contributed(self._layer_shards.output.weight)
 
     def _embed_backward(self, microbatch: int, chunk: int) -> None:
         exchange = self._store.take(Slot.ROW_EXCHANGE, microbatch)
         for gradient_kh in self._store.take(Slot.OWN_ROW_GRADS, microbatch):
-            self._layers.embedding.backward_pass(exchange, gradient_kh)
-        self._contributed(self._layers.embedding.weight)
+            self._layer_shards.embedding.backward_pass(exchange, gradient_kh)
+        self._contributed(self._layer_shards.embedding.weight)
 
     def _contributed(self, weight: torch.nn.Parameter) -> None:
         self._contributions[weight] -= 1

@@ -9,8 +9,10 @@ from typing import Any
 class Slot(Enum):
     """What a tensor in the store is, who puts it there and who takes it.
 
-    Shapes: n = s b tokens, h hidden, p pipeline ranks, r a rank's rows of the vocabulary shards' exchange, e the
-    positions of `Shapes.token_ids`. "Model dtype" is the dtype of activations.
+    Names in capitals such as TOKENS or C1 are collectives (`CollectiveKind`). Sizes: s positions, b sequences, h
+    hidden, V/p rows of a shard; e positions of `Shapes.token_ids`; outputs rows of the last stage's output
+    (`Shapes.outputs`); r rows of the embedding that this rank owns and the microbatch uses. "Model dtype" is the dtype
+    of activations.
     """
 
     ACTIVATION = auto()
@@ -76,9 +78,11 @@ class Slot(Enum):
     """dX / g on the last stage, this rank's rows [outputs / sequence parallel ranks, h], model dtype. Put by C1
     (vocab-2) or C2 (vocab-1), taken by B of the last stage."""
     OWN_LOSS_GRAD = auto()
-    """g as the loss function made it, fp32 [outputs], on rank p-1. Put by the loss function, taken by LOSS_GRAD."""
+    """g as the loss function made it, fp32 [outputs], on rank p-1. Put by the loss function, taken by the
+    collective LOSS_GRAD."""
     LOSS_GRAD = auto()
-    """g on every rank, fp32 [outputs]. Put by LOSS_GRAD; taken by T and by B of the last stage."""
+    """g on every rank, fp32 [outputs]. Put by the collective LOSS_GRAD; taken by T and by B of the last
+    stage."""
 
 
 Key = tuple[Slot, int, int | None]

@@ -225,7 +225,7 @@ def _ends(pipeline_group: dist.ProcessGroup, index: int) -> dict[str, bool]:
     return {"pre_process": stage == 0, "post_process": stage + 1 == placement.stages}
 
 
-def vocabulary_layers(chunks: Sequence[nn.Module]) -> LayerShards | None:
+def layer_shards(chunks: Sequence[nn.Module]) -> LayerShards | None:
     """The shards of a rank's chunks and the loss that the arguments ask for; None without --vocab-parallel."""
     args = get_args()
     if not args.vocab_parallel:

@@ -23,7 +23,7 @@ def rehearse(
     pipeline: Pipeline,
     programs: Programs,
     microbatches: int,
-    layers: LayerShards | None,
+    layer_shards: LayerShards | None,
     shapes: Shapes,
     gradients: bool,
 ) -> None:
@@ -40,7 +40,7 @@ def rehearse(
     start = time.perf_counter()
     for sizes, trains in new:
         schedule, lowered = programs(microbatches, trains, sizes)
-        pipeline.rehearse(schedule, lowered[pipeline.groups.rank], layers, sizes, gradients=trains)
+        pipeline.rehearse(schedule, lowered[pipeline.groups.rank], layer_shards, sizes, gradients=trains)
     if shapes.device.type == "cuda":
         torch.cuda.synchronize()
     words = " and ".join("training" if trains else "evaluation" for _, trains in new)

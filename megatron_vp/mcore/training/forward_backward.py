@@ -13,7 +13,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training import get_args
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, vocabulary_layers
+from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, layer_shards
 from megatron_vp.mcore.reports.pipeline_trace import pipeline_trace
 from megatron_vp.mcore.reports.rank_report import rank_report
 from megatron_vp.mcore.training.deferred_checks import deferred_checks
@@ -65,7 +65,7 @@ def forward_backward(
     shapes = _shapes(job, seq_length, micro_batch_size, gradients)
     make_programs = partial(_programs, job)
     rehearsed = family(get_args().pipeline_schedule).at_most(MICROBATCHES)
-    rehearse(job.pipeline, make_programs, rehearsed, job.layers, shapes, gradients)
+    rehearse(job.pipeline, make_programs, rehearsed, job.layer_shards, shapes, gradients)
 
     timers, rank = job.config.timers, job.pipeline.groups.rank
     if timers is not None:
@@ -114,7 +114,7 @@ class _Job:
 
     chunks: list[torch.nn.Module]
     pipeline: Pipeline
-    layers: LayerShards | None
+    layer_shards: LayerShards | None
     """The vocabulary shards; None without --vocab-parallel."""
     config: Any
     groups: ProcessGroupCollection
@@ -131,7 +131,7 @@ def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessG
             f"--pipeline-schedule know nothing of: use Megatron's builder or a model_provider, or leave both out"
         )
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    return _Job(chunks, pipeline, vocabulary_layers(cores), get_model_config(chunks[0]), groups)
+    return _Job(chunks, pipeline, layer_shards(cores), get_model_config(chunks[0]), groups)
 
 
 def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) -> Shapes:
@@ -174,7 +174,9 @@ def _run(
     if report:
         report.begin()
     recorder = Recorder(shapes.device) if report or trace else None
-    counted = job.pipeline.run(schedule, program, megatron, job.layers, shapes, gradients=gradients, observer=recorder)
+    counted = job.pipeline.run(
+        schedule, program, megatron, job.layer_shards, shapes, gradients=gradients, observer=recorder
+    )
     if recorder:
         recorder.finish()
     if report:
