@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_vp.schedule import (
-    GENERATORS,
+    FAMILIES,
     Collective,
     Load,
     Loss,
@@ -79,11 +79,7 @@ def test_every_rank_waits_for_what_its_passes_need(p, m, vocab):
                     assert_in_order(words, f"?C2:{i}", f"B{i}")
 
 
-READS = [
-    (name, vocab)
-    for name in GENERATORS
-    for vocab in (["interlaced"] if name == "interlaced" else ["none", "vocab-1", "vocab-2"])
-]
+READS = [(name, str(method)) for name, family in FAMILIES.items() for method in family.methods]
 
 
 @pytest.mark.parametrize("evaluates", [False, True], ids=["training", "evaluation"])
