@@ -46,13 +46,13 @@ def peak(_rank: int, _world_size: int, model: dict[str, Any], fused: bool, as_be
 
         from megatron_vp.mcore.model import split_backward
         from megatron_vp.mcore.replay.one_rank import run_alone
-        from megatron_vp.mcore.training import driver, schedule
+        from megatron_vp.mcore.training import driver, forward_backward
 
         # With Transformer Engine the norm stays on the device, and Megatron makes a new tensor of its number.
         no_norm = mock.patch.object(training, "reduce_max_stat_across_model_parallel_group", lambda *_, **__: 0.0)
         changed.enter_context(no_norm)
         if as_before:
-            changed.enter_context(mock.patch.object(schedule, "late_weights", lambda *_: frozenset()))
+            changed.enter_context(mock.patch.object(forward_backward, "late_weights", lambda *_: frozenset()))
             held: list[Any] = []
             make = split_backward.backward_without_weights
             in_w = driver.MegatronModel.weight_gradient
