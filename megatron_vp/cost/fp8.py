@@ -78,6 +78,7 @@ def fp8_matrices(job: Job) -> tuple[Matrix, ...]:
 
 def weight_copies(job: Job, hardware: Hardware) -> float:
     """Bytes of the fp8 copies of one layer's weights on one rank; they live from the first microbatch on."""
+    assert job.fp8 is not None
     return quantised(job.fp8, hardware).kept * sum(matrix.weights for matrix in fp8_matrices(job))
 
 
@@ -87,6 +88,7 @@ def activations_saved(job: Job, hardware: Hardware) -> float:
     The inputs of queries, keys and values, of the MLP and of its second product are kept in fp8. The projection's input
     is kept twice: attention's backward needs it in 16 bits.
     """
+    assert job.fp8 is not None
     model, t = job.model, job.tensor
     kept = quantised(job.fp8, hardware).kept_for_weights
     shared = model.hidden * (1 + (model.mlps_per_token if model.experts else 1))

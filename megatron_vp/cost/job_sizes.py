@@ -114,4 +114,5 @@ def _fp8(given: Callable[..., Any], layers: int, pipeline: int) -> tuple[Fp8Reci
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= most:
             raise UserError(f"{name} is {count!r}: give a whole number from 0 to {most}, the layers of a rank")
         ends.append(count)
-    return Fp8Recipe(asked), *ends
+    at_start, at_end = ends
+    return Fp8Recipe(asked), at_start, at_end

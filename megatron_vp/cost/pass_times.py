@@ -82,6 +82,7 @@ class PassTimes:
     def fp8_gemm_time(self, matrix: Matrix) -> float:
         """The same with fp8 operands and a result in 16 bits."""
         operands = matrix.tokens * (matrix.inputs + 2 * matrix.outputs) * matrix.copies + matrix.weights
+        assert self.hardware.rates is not None  # see `refuse_fp8`
         return max(matrix.flops / self.hardware.rates.fp8_gemm, self.memory_time(operands))
 
     def layer(self) -> Split:

@@ -42,7 +42,9 @@ def lines(
         for columns in rows:
             for h in hidden:
                 for gpu in gpus:
-                    yield Line(gpu, ShardPasses(HARDWARE[gpu].rates, n, columns, h))
+                    rates = HARDWARE[gpu].rates
+                    assert rates is not None
+                    yield Line(gpu, ShardPasses(rates, n, columns, h))
 
 
 def markdown(found: Sequence[Line]) -> str:

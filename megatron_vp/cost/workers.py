@@ -43,5 +43,7 @@ def _end_with_parent() -> None:
 
 
 def _watch_parent() -> None:
-    parent_process().join()
+    parent = parent_process()
+    assert parent is not None  # this runs in a worker
+    parent.join()
     os._exit(1)

@@ -72,7 +72,7 @@ def _text(action: argparse.Action, value: Any, where: str) -> str:
         raise UserError(f"{where} must be {_expected(action)}, not {value!r}; quote it if the text is meant")
     text = str(value)
     try:
-        converted = action.type(text) if action.type is not None else text
+        converted = action.type(text) if callable(action.type) else text
     except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
         raise UserError(f"{where} must be {_expected(action)}, not {value!r}") from error
     if action.choices is not None and converted not in action.choices:
@@ -83,5 +83,11 @@ def _text(action: argparse.Action, value: Any, where: str) -> str:
 def _expected(action: argparse.Action) -> str:
     if action.choices is not None:
         return "one of " + ", ".join(str(getattr(choice, "name", choice)) for choice in action.choices)
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", None: "a string"}
+    names: dict[Any, str] = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        str: "a string",
+        None: "a string",
+    }
     return names.get(action.type, "a value that the option accepts")

@@ -58,6 +58,7 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
         where = f" (at '{error.full_key}')" if error.full_key else ""
         raise UserError(f"{', '.join(map(str, paths))}: {what}{where}") from error
     raw = [(file, OmegaConf.to_container(config)) for file, config in reversed(layers)]
+    assert isinstance(merged, Mapping)  # as each of the files
     return [
         Leaf(
             file=next(file for file, tree in raw if _holds(tree, trail)),

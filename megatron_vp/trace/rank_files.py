@@ -77,7 +77,7 @@ class RankTrace:
         """The rank's process, its lanes and their slices."""
         events = perfetto.process(self.rank, *_LANES)
         for span in self.spans:
-            args = {"iteration": span.iteration}
+            args: dict[str, object] = {"iteration": span.iteration}
             if span.posted is not None:
                 args["posted_us"] = 1e3 * span.posted
             events.append(

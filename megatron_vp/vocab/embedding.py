@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megatron_vp.errors import UserError
 from megatron_vp.vocab.operations import operations_for
 from megatron_vp.vocab.shards import VocabShards
+from megatron_vp.vocab.weights import main_grad
 
 
 class RowExchange:
@@ -122,10 +123,10 @@ def _owner_tables(
         bounds [p + 3]: the least sort key of every owner, and of one more.
     """
     ranks = shards.count // tensor_size
-    owners = [index // tensor_size if index % tensor_size == tensor_rank else ranks for index in range(shards.count)]
+    owned_by = [index // tensor_size if index % tensor_size == tensor_rank else ranks for index in range(shards.count)]
     tables = (
         [shards.start(index) for index in range(shards.count + 1)],
-        [ranks + 1, *owners, ranks + 1],
+        [ranks + 1, *owned_by, ranks + 1],
         [owner * shards.vocab_size for owner in range(ranks + 3)],
     )
     starts, owners, bounds = (torch.tensor(table, device=device) for table in tables)
@@ -150,7 +151,7 @@ class EmbeddingLayer(nn.Module):
     def backward_pass(self, exchange: RowExchange, gradient_kh: torch.Tensor) -> None:
         """Pass IB: add the gradients of the owned rows [k, h] to `weight.main_grad`, deterministically."""
         rows_k = self._rows(exchange)
-        operations_for(gradient_kh).add_rows_(self.weight.main_grad, rows_k, gradient_kh, sorted_rows=True)
+        operations_for(gradient_kh).add_rows_(main_grad(self.weight), rows_k, gradient_kh, sorted_rows=True)
 
     def _rows(self, exchange: RowExchange) -> torch.Tensor:
         return exchange.owned_by(self.index) - self.shards.start(self.index)

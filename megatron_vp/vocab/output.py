@@ -30,6 +30,7 @@ from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
 from megatron_vp.vocab.operations import operations_for
 from megatron_vp.vocab.shards import VocabShards
 from megatron_vp.vocab.statistics import LINEAR, MAX, GlobalStatistics, statistics_dtype
+from megatron_vp.vocab.weights import main_grad
 
 
 @dataclass
@@ -131,14 +132,14 @@ class OutputLayer(nn.Module):
                 loss scale.
             input_gradient: return D W (vocab-1).
         """
-        main_grad, x_nh = self.weight.main_grad, pending.x_nh
+        x_nh = pending.x_nh
         part_nh = None
         if input_gradient:
             part_nh = self.rescaled_input_gradient(self.unscaled_input_gradient(pending), pending, total)
         if self.weight.shape[0]:
             operations = operations_for(x_nh)
             weighed_nh = operations.enter_targets_(pending.exp_nv, x_nh, token_loss_grad_n, pending.derivative(total))
-            operations.add_product_(main_grad, pending.exp_nv, weighed_nh)
+            operations.add_product_(main_grad(self.weight), pending.exp_nv, weighed_nh)
         return part_nh
 
 

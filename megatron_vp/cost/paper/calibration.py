@@ -7,7 +7,8 @@ Along its critical path the time of a cell is a sum of durations, so a fit plays
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
+from functools import partial
 from statistics import fmean
 
 import numpy as np
@@ -19,7 +20,7 @@ from megatron_vp.cost.paper.runs import A100, PEAK_FLOPS, plan_of, player_of, pr
 from megatron_vp.cost.paper.tables import layout_unknown
 from megatron_vp.cost.pass_times import PassTimes
 from megatron_vp.cost.predict import after_passes, stage_costs
-from megatron_vp.schedule import Collective, Message, Operation, VocabMethod
+from megatron_vp.schedule import Collective, Message, Operation, StageCosts, VocabMethod
 from megatron_vp.schedule.dependencies import Step
 
 EXPECTED = Constants(
@@ -94,7 +95,7 @@ class PathTime:
         return 100 * model_flops(job) / job.gpus / took / PEAK_FLOPS[self.cell.table]
 
 
-def _costs(cell: Cell, constants: Constants):
+def _costs(cell: Cell, constants: Constants) -> StageCosts:
     schedule = player_of(cell).schedule
     return stage_costs(jobs()[cell], plan_of(cell), schedule, A100, software(constants, cell.table))
 
@@ -139,7 +140,7 @@ def fit(cells: Mapping[Cell, Measurement]) -> Constants:
     found = EXPECTED
     for _ in range(ROUNDS):
         paths = [PathTime.of(cell, found) for cell in measured]
-        found = _least_squares(lambda constants, paths=paths: _residuals(constants, paths, measured), found)
+        found = _least_squares(partial(_residuals, paths=paths, measured=measured), found)
     return found
 
 
@@ -157,7 +158,7 @@ def _least_squares(residuals: Residuals, start: Constants, steps: int = 4) -> Co
     found, now = start, np.array(residuals(start))
     for _ in range(steps):
         values = astuple(found)
-        moved = (Constants(*values[:i], 1.001 * value, *values[i + 1 :]) for i, value in enumerate(values))
+        moved = (replace(found, **{each.name: 1.001 * getattr(found, each.name)}) for each in fields(Constants))
         slopes = np.column_stack([(np.array(residuals(each)) - now) / 1e-3 for each in moved])
         changes = np.linalg.lstsq(slopes, -now)[0].clip(-0.4, 0.4)
         tried = Constants(*(value * (1 + float(change)) for value, change in zip(values, changes, strict=True)))
@@ -190,14 +191,13 @@ def leave_out(
     for part in parts:
         unseen = {cell for cell in cells if cell.setup[: len(part)] == part}
         constants = fit({cell: entry for cell, entry in cells.items() if cell not in unseen})
-        errors = [
-            (predict_cell(cell, constants), entry)
-            for cell, entry in cells.items()
-            if cell in unseen and entry.mfu is not None and not layout_unknown(cell)
-        ]
-        mfu = [100 * abs(predicted.mfu / entry.mfu - 1) for predicted, entry in errors]
-        memory = [100 * abs(predicted.memory / entry.memory - 1) for predicted, entry in errors]
-        found.append(LeftOut(part, len(errors), (fmean(mfu), max(mfu)), (fmean(memory), max(memory))))
+        mfu, memory = [], []
+        for cell, entry in cells.items():
+            if cell in unseen and entry.mfu is not None and entry.memory is not None and not layout_unknown(cell):
+                predicted = predict_cell(cell, constants)
+                mfu.append(100 * abs(predicted.mfu / entry.mfu - 1))
+                memory.append(100 * abs(predicted.memory / entry.memory - 1))
+        found.append(LeftOut(part, len(mfu), (fmean(mfu), max(mfu)), (fmean(memory), max(memory))))
         progress()
     return found
 

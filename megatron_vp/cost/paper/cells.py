@@ -11,6 +11,7 @@ from megatron_vp.cost.paper.runs import plan_of
 from megatron_vp.cost.shapes import Plan
 from megatron_vp.errors import UserError
 from megatron_vp.files import replacing
+from megatron_vp.jobs.layout_text import layout_of
 from megatron_vp.schedule import DEFAULT_SCHEDULE, VocabMethod
 
 MODELS = {
@@ -68,4 +69,5 @@ def write_lists(folder: Path, cells: Iterable[Cell]) -> dict[int, tuple[Path, in
 
 def _layout(plan: Plan) -> str:
     """Megatron's layout string of a plan with one chunk a rank."""
-    return "E" + "|".join(f"t*{layers}" if layers else "" for layers in plan.layers) + "L"
+    assert plan.layers is not None
+    return layout_of(plan.layers)

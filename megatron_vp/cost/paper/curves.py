@@ -5,8 +5,12 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from megatron_vp.cost.paper.tables import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLORS = {"baseline": "C7", "redis": "C1", "vocab-1": "C0", "vocab-2": "C2", "interlaced": "C3"}
 
@@ -49,9 +53,9 @@ def picture(rows: Sequence[Row], memory: float = 80) -> bytes:
     return out.getvalue()
 
 
-def _panel(axis, cells: Sequence[Row], name: str) -> None:
-    for method, group in groupby(cells, key=lambda row: row.cell.method):
-        group = list(group)
+def _panel(axis: Axes, cells: Sequence[Row], name: str) -> None:
+    for method, rows in groupby(cells, key=lambda row: row.cell.method):
+        group = list(rows)
         sizes = [row.cell.vocab_k for row in group]
         axis.plot(sizes, [getattr(row.predicted, name) for row in group], color=COLORS[method], label=method)
         shown = [row for row in group if row.published and getattr(row.published, name) is not None]

@@ -35,7 +35,9 @@ def read_run(folder: Path) -> Run | str:
     logs = sorted(folder.glob("rank_*.log"))
     if not logs:
         return "not run"
-    peaks, times, full = [], {}, False
+    peaks: list[float] = []
+    times: dict[int, float] = {}
+    full = False
     for path in logs:
         text = read_text(path, "log", 1024 * MIB, errors="replace")
         times |= {int(number): float(elapsed) / 1000 for number, elapsed in _ITERATION.findall(text)}

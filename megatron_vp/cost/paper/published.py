@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from megatron_vp.cost.shapes import Job, ModelShape
 from megatron_vp.errors import UserError
@@ -70,8 +71,15 @@ def _job(row: dict[str, str], sequence: int, vocab: int) -> Job:
         vocab=vocab,
         dropout=True,
     )
-    sizes = {"micro_batch": int(row["micro_batch_size"]), "microbatches": int(row["num_microbatches"])}
-    return Job(model, sequence, **sizes, pipeline=int(row["gpus"]), wide_gradients=False, exact_shards=True)
+    return Job(
+        model,
+        sequence,
+        micro_batch=int(row["micro_batch_size"]),
+        microbatches=int(row["num_microbatches"]),
+        pipeline=int(row["gpus"]),
+        wide_gradients=False,
+        exact_shards=True,
+    )
 
 
 def known_cells() -> dict[Cell, Measurement]:
@@ -93,7 +101,7 @@ def _cells(rows: Iterable[dict[str, str]], source: str) -> dict[Cell, Measuremen
     known, found = jobs(), {}
     for number, row in enumerate(rows, 2):
 
-        def value(column: str, kind: Callable, row: dict = row, number: int = number):
+        def value(column: str, kind: Callable, row: dict = row, number: int = number) -> Any:
             try:
                 text = row[column].strip()
                 found = None if kind is float and not text else kind(text)

@@ -99,7 +99,7 @@ def other_layout_rows(rows: Iterable[Row], worse_than: float = 5.0) -> list[Row]
         if not layout_unknown(cell) or abs(row.mfu_error or 0) <= worse_than:
             continue
         others = [Row(predict_cell(cell, layers=layers), row.published) for layers in other_layouts(cell)]
-        found.append(min([row, *others], key=lambda candidate: abs(candidate.mfu_error)))
+        found.append(min([row, *others], key=lambda candidate: abs(candidate.mfu_error or 0)))
     return found
 
 

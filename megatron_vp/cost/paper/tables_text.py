@@ -39,8 +39,8 @@ def _block(rows: list[Row], compared: bool) -> list[str]:
     heads = "".join(f"{f'{size}k':>{width}}" for size in vocabularies)
     whole = width * len(vocabularies)
     lines = [f"{'':11}{'MFU':>{whole}}  {'GiB':>{whole}}", f"{'':11}{heads}  {heads}"]
-    for method, cells in groupby(rows, key=lambda row: row.cell.method):
-        cells = list(cells)
+    for method, group in groupby(rows, key=lambda row: row.cell.method):
+        cells = list(group)
         mfu = [_entry(f"{row.predicted.mfu:.2f}", row.mfu_error, row, compared) for row in cells]
         memory = [_entry(_memory(row), row.memory_error, row, compared) for row in cells]
         texts = ("".join(f"{entry:>{width}}" for entry in entries) for entries in (mfu, memory))
@@ -79,10 +79,11 @@ def _summary(rows: Sequence[Row]) -> list[str]:
     if others:
         lines.append(_line("without those that fit another layout", [row for row in rows if row.cell not in apart]))
         for row in others:
+            assert row.predicted.layers is not None
             last = row.predicted.layers[-1]
             lines.append(f"  {row.cell}: with {last} layers on the last stage MFU error {row.mfu_error:+.1f} percent")
-    for setup, cells in groupby(rows, key=lambda row: row.cell.setup):
-        cells = list(cells)
+    for setup, group in groupby(rows, key=lambda row: row.cell.setup):
+        cells = list(group)
         if any(row.published for row in cells):
             lines.append(_line("  table {}, {} GPUs, sequence {}".format(*setup), cells))
     wrong = [row.cell for row in rows if row.published and not row.fit_as_published]

@@ -6,7 +6,7 @@ import torch
 
 from megatron_vp.vocab.kernels import gradient_rows, rows, softmax
 
-_ADDS_INTO_FP32 = torch.__version__ >= (2, 10)
+_ADDS_INTO_FP32 = torch.__version__ >= "2.10"
 """Where `addmm` takes fp32 beside 16-bit factors; PyTorch 2.8 and 2.9 have its `out_dtype`, too, and refuse that."""
 
 

@@ -244,7 +244,7 @@ def launch_exponentiate(
     statistics_4n = torch.empty(4, tokens, dtype=torch.float32, device=logits_nv.device)
     target_n = torch.empty_like(labels_n)
     unit = VECTOR if columns % VECTOR == 0 and stride % VECTOR == 0 else 1
-    options = {"launch_pdl": True} if launch.dependent else {}
+    options: dict[str, int] = {"launch_pdl": True} if launch.dependent else {}
     capped = launch.pieces in CAPPED_PIECES[logits_nv.dtype]
     if capped and columns <= FULLY_OCCUPYING_ROW and unit > 1 and not logit_weight:
         options["maxnreg"] = 32
