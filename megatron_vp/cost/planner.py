@@ -222,8 +222,9 @@ def evaluate(candidate: Candidate, job: Job, hardware: Hardware, constants: Cons
 
     Raises UserError where the job cannot run it.
     """
-    if 0 in (candidate.plan.layers or ()) and candidate.method != REDISTRIBUTED:
-        raise UserError(_too_few_layers(job, len(candidate.plan.layers)))
+    layers = candidate.plan.layers or ()
+    if 0 in layers and candidate.method != REDISTRIBUTED:
+        raise UserError(_too_few_layers(job, len(layers)))
     played = max(PLAYED_PER_RANK * job.pipeline, PLAYED // job.pipeline)
     sample = replace(job, microbatches=min(job.microbatches, played))
     player = make_player(sample, candidate.plan, hardware, constants)
@@ -296,7 +297,10 @@ def plan(
         running = [pool.submit(_evaluate_all, group, job, hardware, constants) for group in shared.values()]
         for future in as_completed(running):
             for found in future.result():
-                (evaluations if isinstance(found, Evaluation) else infeasible).append(found)
+                if isinstance(found, Evaluation):
+                    evaluations.append(found)
+                else:
+                    infeasible.append(found)
             progress(len(evaluations) + len(infeasible), len(tried))
     if not evaluations:
         raise UserError(f"no schedule can run this job: {infeasible[0].reason}")

@@ -198,9 +198,9 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, co
         first, placed = stages[0], times.placed_rows()
         stages[0] = Split(first.F + placed, first.B + placed, first.W)
     pace = _pace([sum(sum(stages[stage]) for stage in row) for row in placement.stage_of], constants)
-    by_stage = [[value * pace[placement.rank_of(stage)] for value in split] for stage, split in enumerate(stages)]
+    placed_at = [pace[placement.rank_of(stage)] for stage in range(placement.stages)]
     output, embedding = times.output_shard(plan.vocab), times.embedding_shard()
-    vocabulary = {}
+    vocabulary: dict[str, tuple[float, ...]] = {}
     if plan.vocab.is_sharded:
         names = ("S", "T", "IF", "IB")
         vocabulary = {
@@ -211,7 +211,9 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, co
         work = sum(output) + sum(times.synchronous_embedding())
         vocabulary = {"V": tuple(work * factor + communication.synchronous_vocabulary() for factor in pace)}
     return StageCosts(
-        *(tuple(column) for column in zip(*by_stage, strict=True)),
+        F=tuple(split.F * factor for split, factor in zip(stages, placed_at, strict=True)),
+        B=tuple(split.B * factor for split, factor in zip(stages, placed_at, strict=True)),
+        W=tuple(split.W * factor for split, factor in zip(stages, placed_at, strict=True)),
         **vocabulary,
         messages=communication.messages(placement),
         collectives=communication.collectives(plan.vocab),

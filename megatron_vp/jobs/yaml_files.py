@@ -100,7 +100,7 @@ def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictC
     return [*_layers(path.parent / base, (*overlaid_by, path.resolve())), (path, config)]
 
 
-def _leaves(node: Mapping[str, Any], trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _leaves(node: Mapping[Any, Any], trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     for key, value in node.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, (*trail, str(key)))

@@ -6,7 +6,7 @@ current stream, on CPU the calling thread. Ranks are positions in the pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -130,6 +130,7 @@ class MessageCommunicator:
             if rank != self._rank
         ]
         for work in works:
+            assert work is not None  # this rank is a member
             work.wait()
 
 
@@ -160,7 +161,10 @@ class LoneCommunicator:
         """Nothing arrives."""
 
 
-_BY_BACKEND = {"gloo": MessageCommunicator, "fake": lambda group: LoneCommunicator()}
+_BY_BACKEND: dict[str, Callable[[dist.ProcessGroup], Communicator]] = {
+    "gloo": MessageCommunicator,
+    "fake": lambda group: LoneCommunicator(),
+}
 
 
 def communicator(group: dist.ProcessGroup) -> Communicator:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,7 +78,7 @@ class PipelineGroups:
         edges = sorted(edges)
         mine = None
 
-        def collective(ranks: Sequence[int]) -> dist.ProcessGroup:
+        def collective(ranks: Sequence[int]) -> Any:  # a placeholder on ranks outside the group
             return dist.new_group(list(ranks), timeout, pg_options=_nccl_options(timeout, urgent=False))
 
         for replica in map(tuple, replicas):
@@ -85,7 +86,7 @@ class PipelineGroups:
             tensor = [collective(stage) if tensor_size > 1 else None for stage in stages]
             for tensor_rank, members in enumerate(zip(*stages, strict=True)):
                 pipeline = collective(members)
-                groups = {
+                groups: dict[Edge, Any] = {
                     (source, target, channel): dist.new_group(
                         [members[source], members[target]], timeout, pg_options=_nccl_options(timeout, urgent=True)
                     )

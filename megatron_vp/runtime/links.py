@@ -25,12 +25,14 @@ class Links:
         """Start sending a contiguous tensor."""
         self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
         work = dist.isend(tensor, self._groups.members[message.target], group=self._group(message))
+        assert work is not None  # this rank is a member
         if not self._groups.alone:  # a send to nobody would never be complete
             self._sending.append((work, tensor))
 
     def receive(self, message: Message, buffer: torch.Tensor) -> None:
         """Start receiving into `buffer`."""
         work = dist.irecv(buffer, self._groups.members[message.source], group=self._group(message))
+        assert work is not None
         self._receiving[message] = (work, buffer)
 
     def wait(self, message: Message) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_vp.runtime.chunk_passes import ChunkPasses
+from megatron_vp.runtime.chunk_passes import ChunkPasses, VocabLayers
 from megatron_vp.runtime.collectives import LayerShards, VocabularyCollectives
 from megatron_vp.runtime.executor import Observer, Unobserved, execute
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
@@ -105,8 +105,10 @@ class Pipeline:
         observer = observer or Unobserved()
         marks_device = shapes.device.type == "cuda"
         store, links = Store(), Links(self.groups)
+        vocab_layers: VocabLayers
+        collectives = None
         if layer_shards is None:
-            vocab_layers, collectives = WholeVocabLayers(store, model, placement, rank), None
+            vocab_layers = WholeVocabLayers(store, model, placement, rank)
         else:
             vocab_layers = ShardedVocabLayers(
                 store,
@@ -151,6 +153,7 @@ class Pipeline:
         def post(instruction: Post) -> None:
             operation = instruction.operation
             if isinstance(operation, Collective):
+                assert collectives is not None
                 collectives.post(operation)
             elif operation.source != rank:
                 links.receive(operation, buffers[operation.channel]())
@@ -161,6 +164,7 @@ class Pipeline:
         def wait(instruction: Wait) -> None:
             operation = instruction.operation
             if isinstance(operation, Collective):
+                assert collectives is not None
                 collectives.wait(operation)
             else:
                 slot, received = _CONTENT[operation.channel], links.wait(operation)

@@ -160,8 +160,7 @@ class Progress:
             case _Finishing():
                 at_last = f", and {self._named(collective)}" if collective else ""
                 return f"waited for its last messages to be received{at_last}"
-            case None:
-                return "was outside the pipeline schedule"
+        return "was outside the pipeline schedule"
 
     def _named(self, collective: Collective) -> str:
         """A collective, and from whom something has to come before it can end."""

@@ -75,8 +75,9 @@ class ShardedVocabLayers:
             words_bsh = words_bsh[:, : self._shapes.sequence]
         return leaf, self._model.embed(microbatch, words_bsh)
 
-    def first_gradient(self, microbatch: int, leaf: torch.Tensor) -> None:
+    def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:
         """Rows [b e, h] for their owners."""
+        assert leaf is not None
         self._store.put(Slot.EMBEDDING_GRAD, microbatch, leaf.grad)
 
     def prepare_last(self, microbatch: int) -> None:

@@ -92,7 +92,7 @@ class CudaIterations:
 
     def count(self) -> int:
         """The number that the device wrote last."""
-        return self._on_host.item()
+        return int(self._on_host.item())
 
 
 class CudaStream:

@@ -55,9 +55,11 @@ class PipelineTrace:
 
     def add(self, recorder: Recorder, schedule: Schedule) -> None:
         """Add the iteration that `recorder` has finished, and write the file."""
-        axis = _Axis(self._now.offset, self._first.origin)
+        first, now = self._first, self._now
+        assert first is not None and now is not None  # `begin` came before
+        axis = _Axis(now.offset, first.origin)
         trace = self._trace or RankTrace(
-            run=str(self._first.wall),
+            run=str(first.wall),
             rank=self._groups.rank,
             schedule=schedule.name,
             vocab=schedule.vocab.value,
@@ -69,7 +71,7 @@ class PipelineTrace:
         self._trace = replace(
             trace,
             microbatches={**trace.microbatches, self._iteration: schedule.microbatches},
-            clock_error=max(trace.clock_error, (self._now.error + recorder.clock_error) / 1e6),
+            clock_error=max(trace.clock_error, (now.error + recorder.clock_error) / 1e6),
             spans=trace.spans + tuple(traced_spans(recorder.spans, self._iteration, axis)),
         )
         write_report(path_of(self._folder, self._groups.rank), self._trace.to_json(), "the pass trace")

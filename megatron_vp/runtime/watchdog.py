@@ -67,7 +67,8 @@ class Watchdog:
 
         Whatever the store does meanwhile, the answer is there soon after, and a signal still ends the process.
         """
-        progress, said, deadline = self._progress, {}, time.monotonic() + seconds
+        progress, deadline = self._progress, time.monotonic() + seconds
+        said: dict[int, str] = {}
         asking = threading.Thread(target=_roll_call, args=(progress, deadline, said), daemon=True)
         with suppress(Exception):  # no room for a thread
             asking.start()

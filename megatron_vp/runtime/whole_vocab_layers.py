@@ -46,7 +46,7 @@ class WholeVocabLayers:
         """The chunk embeds its tokens itself."""
         return None, None
 
-    def first_gradient(self, microbatch: int, leaf: None) -> None:
+    def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:
         """Ended in the embedding's weight."""
 
     def prepare_last(self, microbatch: int) -> torch.Tensor | None:

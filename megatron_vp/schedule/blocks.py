@@ -71,5 +71,5 @@ def v_shaped_block(
     placement = Placement.v_shape(pipeline_size)
     weight = weights_in_free_slots(placement, 6, forward, backward)
     slot = interval / 6
-    times = [tuple(place * slot for place in places) for places in (forward, backward, weight)]
-    return BuildingBlock(placement, interval, slot, slot, *times, held=(held,) * pipeline_size)
+    first, second, third = (tuple(place * slot for place in places) for places in (forward, backward, weight))
+    return BuildingBlock(placement, interval, slot, slot, first, second, third, held=(held,) * pipeline_size)

@@ -132,7 +132,9 @@ class StageCosts:
             output["S"] = fmean(self.V)
         operations = (*self.messages.values(), *self.collectives.values())
         return PassCosts(
-            *(sum(getattr(self, kind)) / ranks for kind in ("F", "B", "W")),
+            F=sum(self.F) / ranks,
+            B=sum(self.B) / ranks,
+            W=sum(self.W) / ranks,
             **output,
             comm=fmean(operations or (0.0,)),
         )

@@ -7,12 +7,17 @@ import json
 import math
 from bisect import bisect_right
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
 from megatron_vp.schedule import perfetto
 from megatron_vp.schedule.instructions import Collective, communicator
 from megatron_vp.schedule.pass_kinds import PassKind
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SECOND_STREAM = "#303030"
 
@@ -100,13 +105,14 @@ def _typical_duration(timeline: Timeline) -> float:
     return sum(taken) / len(taken) if taken else 1.0
 
 
-def _shade(kind: PassKind, chunk: int) -> tuple[float, ...]:
+def _shade(kind: PassKind, chunk: int) -> tuple[float, float, float]:
     from matplotlib.colors import to_rgb
 
-    return tuple(1 - (1 - channel) * 0.6**chunk for channel in to_rgb(kind.colour))
+    red, green, blue = (1 - (1 - channel) * 0.6**chunk for channel in to_rgb(kind.colour))
+    return red, green, blue
 
 
-def _draw_passes(axes, timeline: Timeline, rank: int, points_per_unit: float) -> None:
+def _draw_passes(axes: Axes, timeline: Timeline, rank: int, points_per_unit: float) -> None:
     boxes = defaultdict(list)
     for step, (start, end) in zip(timeline.schedule.ranks[rank], timeline.spans[rank], strict=True):
         boxes[step.kind, step.chunk].append((start, end - start))
@@ -126,7 +132,7 @@ def _collectives(timeline: Timeline) -> list[tuple[float, float]]:
     return [(start, end - start) for start, end in spans if end > start]
 
 
-def _draw_memory(axes, timeline: Timeline, rank: int, peak: float) -> None:
+def _draw_memory(axes: Axes, timeline: Timeline, rank: int, peak: float) -> None:
     times, levels = [0.0], [0.0]
     held = timeline.schedule.activation_levels(rank)
     for (start, end), (during, after) in zip(timeline.spans[rank], held, strict=True):
@@ -140,7 +146,7 @@ def _draw_memory(axes, timeline: Timeline, rank: int, peak: float) -> None:
     axes.axhline(base, color="#9A9A9A", linewidth=0.4)
 
 
-def _add_legend(figure, timeline: Timeline, width: float) -> None:
+def _add_legend(figure: Figure, timeline: Timeline, width: float) -> None:
     from matplotlib.patches import Patch
 
     used = {(step.kind, step.chunk) for order in timeline.schedule.ranks for step in order}
@@ -167,7 +173,7 @@ def to_perfetto(timeline: Timeline) -> str:
         events += perfetto.process(rank, Lane.COMPUTE, Lane.SECOND_STREAM)
         held = timeline.schedule.activation_levels(rank)
         for step, (start, end), (during, after) in zip(order, spans, held, strict=True):
-            args = {"microbatch": step.microbatch, "chunk": step.chunk}
+            args: dict[str, object] = {"microbatch": step.microbatch, "chunk": step.chunk}
             events += [
                 perfetto.slice_event(rank, Lane[step.kind.lane.upper()], str(step), step.kind.value, start, end, args),
                 perfetto.activations(rank, start, during),

@@ -24,7 +24,7 @@ _HEADER = re.compile(r"# schedule=(?P<name>.*) vocab=(?P<vocab>\S*) microbatches
 def to_json(schedule: Schedule, timeline: Timeline | None = None) -> str:
     """The schedule as JSON; with a timeline of it, each pass has start and end, and there are metrics."""
     spans = timeline.spans if timeline else [repeat(None)] * schedule.pipeline_size
-    document = {
+    document: dict[str, object] = {
         "schedule": schedule.name,
         "vocab": schedule.vocab.value,
         "pipeline_size": schedule.pipeline_size,

@@ -87,6 +87,12 @@ class Graph:
         """All nodes, made when they are first asked for."""
         return [_of_microbatch(node, microbatch) for microbatch, each in enumerate(self._of) for node in each.nodes]
 
+    def step(self, number: int) -> Step:
+        """A node that is known to be a step."""
+        node = self.nodes[number]
+        assert isinstance(node, Step)
+        return node
+
     def number(self, node: Node) -> int:
         """Number of `node`. Raises KeyError for one that is not in the graph."""
         microbatch = node.action.microbatch if isinstance(node, Step) else node.microbatch

@@ -125,7 +125,8 @@ def _pools(kinds: Sequence[Kind], limits: dict[Held, int], backwards: bool) -> l
         taking, giving = takers(held, listed), givers(held, listed)
         if not taking or not giving:
             continue  # without a backward nothing is kept
-        change: dict[Kind, int] = dict.fromkeys(taking, 1) | dict.fromkeys(giving, -1)
+        change: dict[Kind, int] = dict.fromkeys(taking, 1)
+        change.update((kind, -1) for kind in giving)
         if backwards:
             change = {kind: -net for kind, net in change.items()}
         # What takes holds it already while it runs; so does, the other way round, what gives back.

@@ -24,7 +24,7 @@ from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import build_graph, check_passes
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.schedule.gc_paused import gc_paused
-from megatron_vp.schedule.graph import Graph, Step
+from megatron_vp.schedule.graph import Graph, Node, Step
 from megatron_vp.schedule.instructions import (
     Channel,
     Collective,
@@ -94,6 +94,7 @@ def _with_losses(schedule: Schedule, costs: Costs, graph: Graph, orders: list[li
     arrived = times.moments(times.end)
     placement, losses = schedule.placement, []
     for microbatch in range(schedule.microbatches):
+        needed: Node
         if schedule.vocab.is_sharded:
             needed = Collective(CollectiveKind.C1, microbatch, placement.last_rank)
         else:
@@ -101,8 +102,8 @@ def _with_losses(schedule: Schedule, costs: Costs, graph: Graph, orders: list[li
         loss = Step(schedule.pipeline_size - 1, Loss(microbatch))
         losses.append((arrived[bare.number(needed)], graph.number(loss)))
     inserted: dict[int, list[int]] = {}
-    for arrival, loss in sorted(losses):
-        inserted.setdefault(bisect_right(starts, arrival), []).append(loss)
+    for arrival, number in sorted(losses):
+        inserted.setdefault(bisect_right(starts, arrival), []).append(number)
     return [
         number
         for place in range(len(starts) + 1)
@@ -135,7 +136,8 @@ class _RankLowering:
 
     def program(self) -> Program:
         collectives = self.line.collectives
-        posts = deque(sorted([*self.sent_messages(), *self.received_messages(), *collectives], key=itemgetter(0)))
+        unordered: list[tuple[Moment, Operation]] = [*self.sent_messages(), *self.received_messages(), *collectives]
+        posts = deque(sorted(unordered, key=itemgetter(0)))
         waited: set[Operation] = set()
         instructions: list[Instruction] = []
         for number, over in zip(self.order, self.over, strict=True):
@@ -143,7 +145,7 @@ class _RankLowering:
                 instructions += self.post(posts.popleft()[1])
             needed = [operation for operation in self.inputs(number) if operation not in waited]
             waited.update(needed)
-            action = self.line.graph.nodes[number].action
+            action = self.line.graph.step(number).action
             if self.reads_data_for(action):
                 instructions.append(Load(action.microbatch))
             instructions += map(Wait, needed)
@@ -181,7 +183,7 @@ class _RankLowering:
         graph = self.line.graph
         found = [graph.nodes[before] for before in graph.predecessors[number]]
         operations = [node for node in found if not isinstance(node, Step)]
-        action = graph.nodes[number].action
+        action = graph.step(number).action
         if isinstance(action, Pass) and action.kind is PassKind.IF:
             operations.append(Collective(CollectiveKind.TOKENS, action.microbatch, 0))
         return operations

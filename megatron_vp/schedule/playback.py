@@ -89,7 +89,7 @@ def _deadlock_message(graph: Graph, orders: Sequence[Sequence[int]], done: set[i
             continue
         heads[rank] = order[place]
         missing = [str(graph.nodes[before]) for before in graph.predecessors[order[place]] if before not in done]
-        window = [str(graph.nodes[number].action) for number in order[max(0, place - 4) : place + 5]]
+        window = [str(graph.step(number).action) for number in order[max(0, place - 4) : place + 5]]
         window[min(4, place)] = f">{window[min(4, place)]}<"
         around.append(f"  rank {rank}: ... {' '.join(window)} ...   waits for {', '.join(missing) or 'nothing'}")
     return "\n".join([f"deadlock: {_circle(graph, orders, done, heads)}", *around])
@@ -107,8 +107,8 @@ def _circle(graph: Graph, orders: Sequence[Sequence[int]], done: set[int], heads
     head = next(iter(heads.values()))
     while head not in waits:
         step = awaited(head)
-        following = heads[graph.nodes[step].rank]
-        behind = "" if step == following else f", which comes after {graph.nodes[following].action}"
+        following = heads[graph.step(step).rank]
+        behind = "" if step == following else f", which comes after {graph.step(following).action}"
         waits[head] = f"{graph.nodes[head]} waits for {graph.nodes[step]}{behind}"
         head = following
     circle = list(waits.values())[list(waits).index(head) :]

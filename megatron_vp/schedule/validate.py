@@ -101,12 +101,12 @@ def _check_posts(programs: Sequence[Program]) -> None:
         longest = max(ranks, key=lambda rank: len(by_rank[rank]))
         for rank in ranks:
             for position, (place, operation) in enumerate(by_rank[longest]):
-                mine = by_rank[rank][position : position + 1]
-                if not mine:
+                posted = by_rank[rank][position : position + 1]
+                if not posted:
                     raise _error(programs[longest], place, f"posts {operation}, which rank {rank} never posts")
-                if mine[0][1] != operation:
+                if posted[0][1] != operation:
                     raise _error(
-                        programs[rank], mine[0][0], f"posts {mine[0][1]} where rank {longest} posts {operation}"
+                        programs[rank], posted[0][0], f"posts {posted[0][1]} where rank {longest} posts {operation}"
                     )
 
 

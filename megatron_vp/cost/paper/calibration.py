@@ -20,7 +20,7 @@ from megatron_vp.cost.paper.runs import A100, PEAK_FLOPS, plan_of, player_of, pr
 from megatron_vp.cost.paper.tables import layout_unknown
 from megatron_vp.cost.pass_times import PassTimes
 from megatron_vp.cost.predict import after_passes, stage_costs
-from megatron_vp.schedule import Collective, Message, Operation, StageCosts, VocabMethod
+from megatron_vp.schedule import Operation, Pass, StageCosts, VocabMethod
 from megatron_vp.schedule.dependencies import Step
 
 EXPECTED = Constants(
@@ -84,12 +84,13 @@ class PathTime:
     def mfu(self, constants: Constants) -> float:
         """MFU in percent."""
         costs, schedule = _costs(self.cell, constants), player_of(self.cell).schedule
-        took = sum(
-            costs.communication(node)
-            if isinstance(node, Message | Collective)
-            else costs.duration(schedule, node.rank, node.action)
-            for node in self.path
-        )
+
+        def duration(node: Step | Operation) -> float:
+            if not isinstance(node, Step):
+                return costs.communication(node)
+            return costs.duration(schedule, node.rank, node.action) if isinstance(node.action, Pass) else 0.0
+
+        took = sum(map(duration, self.path))
         job = jobs()[self.cell]
         took += after_passes(job, plan_of(self.cell), schedule, A100, software(constants, self.cell.table))
         return 100 * model_flops(job) / job.gpus / took / PEAK_FLOPS[self.cell.table]
