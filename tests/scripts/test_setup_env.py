@@ -207,3 +207,28 @@ def test_latest_reaches_the_set_up(checkout, script):
         command = ["bash", str(checkout / "repo" / "scripts" / script), *options]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stdout.strip()) == (7, expected)
+
+
+def quick(checkout, failing, *options):
+    """What `test.sh --quick` runs, and its exit status where commands that contain `failing` fail."""
+    shutil.copy(ROOT / "scripts" / "test.sh", checkout / "repo" / "scripts")
+    place(checkout / "repo" / "scripts" / "setup_env.sh", "#!/bin/bash\n")
+    for tool in ("ruff", "python"):
+        runs = f'#!/bin/bash\necho "{tool} $*" >>ran.log\n[[ "$*" != *"{failing}"* ]]\n'
+        place(checkout / "repo" / ".venv" / "bin" / tool, runs)
+    command = ["bash", str(checkout / "repo" / "scripts" / "test.sh"), "--quick", *options]
+    done = subprocess.run(command, capture_output=True, timeout=60)
+    return done.returncode, (checkout / "repo" / "ran.log").read_text()
+
+
+def test_quick_runs_lint_types_and_tests_that_exist(checkout):
+    status, ran = quick(checkout, "nothing", "-x")
+    assert status == 0 and "ruff check ." in ran and "python -m mypy" in ran and "tests/mcore/test_parity.py" in ran
+    named = [word for word in ran.split() if word.startswith("tests/")]
+    assert len(named) > 15 and [word for word in named if not (ROOT / word).is_file()] == []
+    assert ran.count(" -x\n") == 2
+
+
+@pytest.mark.parametrize("failing", ["format", "mypy", "tests/vocab", "parity"])
+def test_quick_fails_where_any_part_fails(checkout, failing):
+    assert quick(checkout, failing)[0] != 0
