@@ -30,8 +30,8 @@ MEGATRON_ROOMS = {
     "start": {"platform", "storage", "reports", "options"},
     "replay": {"platform", "reports", "options", "start"},
 }
-APPLY_PATCHES = {"options", "start"}
-"""Rooms that apply the patches of a stage; all others only declare theirs."""
+STARTS = {"patch_table", "megatron_arguments"}
+"""Files that only the rooms of the start need: they apply patches and check arguments for all others."""
 LIBRARIES = {
     "schedule": {"matplotlib"},
     "trace": set(),
@@ -94,7 +94,7 @@ def test_imports_of_a_room_that_knows_megatron(room):
         for name in _imports(path):
             if name.startswith("megatron_vp.mcore."):
                 target = name.split(".")[2]
-                shared = {"patches", "patch_table", "choices"} if room in APPLY_PATCHES else {"patches", "choices"}
+                shared = {"patches", "choices"} | (STARTS if room in ("options", "start") else set())
                 assert target in MEGATRON_ROOMS[room] | {room} | shared, f"{path} imports {name}"
 
 

@@ -16,11 +16,11 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """List what is patched in Megatron-Core, why, and whether it fits the installed version.
 
-        Symbols that are called and not patched are compared, too. Exit status 1 if anything does not fit, with the
-        symbol or the version named.
+        Also compares the symbols that are called without being patched and the arguments that are read. Exit status 1
+        if anything does not fit, with the symbol, the argument or the version named.
         """
         from megatron_vp.errors import UserError
-        from megatron_vp.mcore import megatron_symbols, patch_table, patches
+        from megatron_vp.mcore import megatron_arguments, megatron_symbols, patch_table, patches
         from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
         from megatron_vp.mcore.platform.installed import hide_what_is_broken
 
@@ -52,6 +52,9 @@ def register(app: typer.Typer) -> None:
             problems += found
             count = megatron_symbols.count(room)
             typer.echo(f"called by {room}: {count - len(found)} of {count} symbols fit")
+        found = megatron_arguments.missing()
+        problems += found
+        typer.echo(f"arguments that are read: {f'{len(found)} are missing' if found else 'all exist'}")
         for problem in problems:
             typer.echo(str(problem))
         verdict = f"{len(problems)} do not fit" if problems else "all patches fit"

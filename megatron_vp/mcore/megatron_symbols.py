@@ -27,6 +27,7 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.core.transformer.transformer_layer:TransformerLayerSubmodules": (
             "takes input_layernorm, self_attention, self_attn_bda, pre_mlp_layernorm, mlp, mlp_bda"
         ),
+        "megatron.training.arguments:add_megatron_arguments": "(parser)",
     },
     "model": {
         "megatron.core.dist_checkpointing.mapping:ShardedObject": "class",

@@ -58,3 +58,48 @@ def _is_module(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
         return False
+
+
+_HOLDERS = {"args", "a", "parsed"}
+"""Names of variables that hold Megatron's arguments in our sources."""
+
+
+def arguments_of(text: str) -> set[str]:
+    """The names of arguments that a source reads: `args.NAME`, `get_args().NAME`, `getattr(args, "NAME")`.
+
+    For the last also where NAME runs over a tuple in a loop. What begins with an underscore is ours, and left out.
+    """
+    tree = ast.parse(text)
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=value, attr=name, ctx=ast.Load()) if _holds_arguments(value):
+                found.add(name)
+            case ast.Call(func=ast.Name("getattr"), args=[value, ast.Constant(str(name)), *_]) if _holds_arguments(
+                value
+            ):
+                found.add(name)
+            case ast.For(target=ast.Name(each), iter=ast.Tuple(elts)) if _reads_by_name(node, each):
+                found |= {element.value for element in elts}
+    return {name for name in found if not name.startswith("_")}
+
+
+def _holds_arguments(value: ast.expr) -> bool:
+    match value:
+        case ast.Name(name) | ast.Attribute(attr=name):
+            return name in _HOLDERS
+        case ast.Call(func=ast.Name("get_args")):
+            return True
+    return False
+
+
+def _reads_by_name(loop: ast.For, each: str) -> bool:
+    return any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "getattr"
+        and _holds_arguments(node.args[0])
+        and isinstance(node.args[1], ast.Name)
+        and node.args[1].id == each
+        for node in ast.walk(loop)
+    )

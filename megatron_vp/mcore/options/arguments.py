@@ -30,6 +30,7 @@ from megatron_vp.mcore.choices import (
     replaces_schedule,
     splits_backward,
 )
+from megatron_vp.mcore.megatron_arguments import check_parsed, check_validated
 from megatron_vp.mcore.options.early_arguments import Parser
 from megatron_vp.mcore.options.ignored import warn_of_ignored
 from megatron_vp.mcore.options.ranges import check_ranges
@@ -67,6 +68,7 @@ class _Parser(Parser):
         # Parts of Megatron parse the command line once more, with a parser that lacks the script's own options.
         sys.argv[1:] = chosen + given
         parsed = super().parse_args(sys.argv[1:], namespace)
+        check_parsed(parsed)
         parsed._platform_flags = chosen
         if parsed.yaml_cfg is not None:
             raise UserError(f"--yaml-cfg {parsed.yaml_cfg} bypasses Megatron's checks: use --config FILE.yaml instead")
@@ -195,6 +197,7 @@ def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: d
     args.moe_grouped_gemm = grouped and args.transformer_impl != "local"
     with refused_by_megatron():
         validated = megatron(args, defaults)
+    check_validated(args)
     args.moe_grouped_gemm = grouped
     refuse(args)
     if replaces_schedule(args) and places_chunks(args):

@@ -1,0 +1,191 @@
+"""The arguments of Megatron's that we read, by the room that reads them.
+
+A release of Megatron that renames one of them ends the start with one line that names the argument and what we read it
+for, instead of an AttributeError in the middle of a run. Our own options are not listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.patches import TESTED_VERSIONS, Problem, installed_version
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a room reads: `use` ends the sentence "megatron_vp reads it"."""
+
+    use: str
+    names: tuple[str, ...]
+
+
+READ = {
+    "mcore": Reads(
+        "to choose the patches that a run needs",
+        (
+            *("fake_process_group", "heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path"),
+            *("iterations_to_skip", "multiple_validation_sets", "override_opt_param_scheduler", "rank"),
+            *("tensorboard_dir", "transformer_impl", "use_checkpoint_opt_param_scheduler", "world_size"),
+        ),
+    ),
+    "model": Reads(
+        "to place and shard the model's layers",
+        (
+            *("distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "fake_process_group"),
+            *("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+        ),
+    ),
+    "options": Reads(
+        "to refuse arguments that cannot work",
+        (
+            *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "adam_beta1"),
+            *("adam_beta2", "adam_eps", "attention_dropout", "bf16", "ckpt_convert_format", "ckpt_format"),
+            *("clip_grad", "context_parallel_size", "cross_entropy_loss_fusion", "cuda_graph_impl"),
+            *("dataloader_inter_document_masking", "decoder_first_pipeline_num_layers"),
+            *("decoder_last_pipeline_num_layers", "defer_embedding_wgrad_compute", "delay_wgrad_compute"),
+            *("distributed_backend", "distributed_timeout_minutes", "distributed_timeout_seconds_after_init"),
+            *("eval_interval", "eval_iters", "eval_micro_batch_size", "exit_interval"),
+            *("expert_gtp_weight_remat_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+            *("fake_process_group", "ffn_hidden_size", "fine_grained_activation_offloading", "fp16"),
+            *("fp16_lm_cross_entropy", "fp32_residual_connection", "fp4", "fp8", "fp8_output_proj"),
+            *("fp8_param_gather", "fp8_recipe", "freeze_all_layers", "full_validation", "global_batch_size"),
+            *("gradient_accumulation_fusion", "gtp_weight_remat_size", "hidden_dropout", "hidden_size"),
+            *("high_priority_stream_groups", "hybrid_context_parallel", "hybrid_layer_pattern"),
+            *("hybrid_override_pattern", "init_method_std", "init_method_xavier_uniform"),
+            *("init_model_with_meta_device", "inprocess_restart", "kv_channels", "layernorm_epsilon", "load"),
+            *("log_interval", "log_straggler", "logits_load_dir", "logits_save_dir", "loss_scale", "lr"),
+            *("lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples"),
+            *("make_vocab_size_divisible_by", "max_position_embeddings", "micro_batch_size"),
+            *("microbatch_group_size_per_vp_stage", "min_lr", "moe_expert_rank_capacity_factor"),
+            *("moe_grouped_gemm", "moe_paged_stash", "moe_single_grouped_bias", "moe_single_grouped_weight"),
+            *("moe_use_upcycling", "mtp_detach_heads", "mtp_num_layers", "mtp_use_repeated_layer"),
+            *("multi_latent_attention", "multiple_validation_sets", "num_attention_heads"),
+            *("num_distributed_optimizer_instances", "num_experts", "num_layers"),
+            *("num_layers_per_virtual_pipeline_stage", "num_query_groups", "num_virtual_stages_per_pipeline_rank"),
+            *("num_workers", "optimizer", "overlap_dispatch_backward_with_experts_wgrad", "overlap_grad_reduce"),
+            *("overlap_moe_expert_parallel_comm", "overlap_p2p_comm", "overlap_p2p_comm_warmup_flush"),
+            *("pad_vocab_size", "padded_vocab_size", "perform_rl_step", "pipeline_model_parallel_comm_backend"),
+            *("pipeline_model_parallel_layout", "pipeline_model_parallel_size", "rank", "recompute_granularity"),
+            *("rerun_mode", "reset_attention_mask", "rotary_base", "save", "save_activations_interval"),
+            *("save_dgrads_interval", "save_interval", "seed", "seq_length", "sequence_parallel", "sft"),
+            *("sgd_momentum", "skip_train", "softmax_type", "te_precision_config_file"),
+            *("tensor_model_parallel_size", "tensorboard_dir", "tensorboard_log_interval", "tokenizer_type"),
+            *("tp_comm_overlap", "train_iters", "train_samples", "transformer_impl"),
+            *("untie_embeddings_and_output_weights", "use_grouped_gemm_for_shared_expert", "use_megatron_fsdp"),
+            *("use_ring_exchange_p2p", "use_torch_fsdp2", "use_transformer_engine_op_fuser"),
+            *("validation_set_names", "virtual_pipeline_model_parallel_size", "vocab_size", "weight_decay"),
+            *("window_size", "yaml_cfg"),
+        ),
+    ),
+    "platform": Reads(
+        "to tell which package computes which part",
+        (
+            *("bf16", "fp16", "gradient_accumulation_fusion", "masked_softmax_fusion", "normalization"),
+            *("transformer_impl",),
+        ),
+    ),
+    "replay": Reads(
+        "to replay one rank alone",
+        ("padded_vocab_size",),
+    ),
+    "reports": Reads(
+        "to report what a rank did",
+        (
+            "fake_process_group",
+            "train_iters",
+        ),
+    ),
+    "start": Reads(
+        "to check a job before its ranks start, and to compare the ranks",
+        (
+            *("context_parallel_size", "data_parallel_size", "distributed_backend", "global_batch_size"),
+            *("hybrid_layer_pattern", "load", "lr_decay_style", "micro_batch_size", "optimizer"),
+            *("pipeline_model_parallel_layout", "pipeline_model_parallel_size", "save", "split"),
+            *("tensor_model_parallel_size", "tensorboard_dir", "train_iters", "use_checkpoint_args"),
+        ),
+    ),
+    "storage": Reads(
+        "to check data and checkpoints",
+        (
+            *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "async_save"),
+            *("async_strategy", "ckpt_step", "data_args_path", "decoder_first_pipeline_num_layers"),
+            *("decoder_last_pipeline_num_layers", "decoupled_lr", "decoupled_min_lr", "end_weight_decay"),
+            *("exit_on_missing_checkpoint", "expert_model_parallel_size", "finetune", "global_batch_size"),
+            *("hybrid_layer_pattern", "load", "lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_style"),
+            *("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples", "min_lr", "mock_data", "no_load_optim"),
+            *("no_load_rng", "non_persistent_ckpt_type", "non_persistent_global_ckpt_dir", "num_experts"),
+            *("optimizer", "override_opt_param_scheduler", "per_split_data_args_path"),
+            *("pipeline_model_parallel_layout", "pipeline_model_parallel_size", "pretrained_checkpoint", "save"),
+            *("skip_train", "start_weight_decay", "tensor_model_parallel_size", "tokenizer_model"),
+            *("tokenizer_type", "train_iters", "train_samples", "untie_embeddings_and_output_weights"),
+            *("use_checkpoint_opt_param_scheduler", "use_distributed_optimizer"),
+            *("virtual_pipeline_model_parallel_size", "weight_decay_incr_style"),
+        ),
+    ),
+    "training": Reads(
+        "to run the pipeline schedule",
+        (
+            *("eval_iters", "fake_process_group", "ffn_hidden_size", "group_query_attention", "hidden_size"),
+            *("hybrid_layer_pattern", "kv_channels", "mtp_num_layers", "multiple_validation_sets"),
+            *("num_attention_heads", "num_layers", "num_query_groups", "padded_vocab_size"),
+            *("pipeline_model_parallel_size", "seq_length", "swiglu", "validation_set_names"),
+        ),
+    ),
+    "pretrain_gpt_vp.py": Reads(
+        "in pretrain_gpt_vp.py, to read data and build the model",
+        (
+            *("allow_ambiguous_pad_tokens", "check_for_nan_in_loss_and_grad", "check_for_spiky_loss"),
+            *("context_parallel_size", "create_attention_mask_in_dataloader", "data_cache_path"),
+            *("dataloader_defer_npy_index_mmap", "dataloader_fast_cache_load", "dataloader_inter_document_masking"),
+            *("eod_mask_loss", "eval_micro_batch_size", "fim_data", "full_validation", "hybrid_context_parallel"),
+            *("hybrid_layer_pattern", "log_straggler", "logits_load_dir", "logits_save_dir", "micro_batch_size"),
+            *("mid_level_dataset_surplus", "mmap_bin_files", "mock_data", "mtp_num_layers"),
+            *("multiple_validation_sets", "num_dataset_builder_threads", "object_storage_cache_path"),
+            *("per_dataset_sequences_path", "perform_rl_step", "pipeline_model_parallel_layout"),
+            *("pipeline_model_parallel_size", "reset_attention_mask", "reset_position_ids", "seed", "seq_length"),
+            *("sft", "split", "untie_embeddings_and_output_weights"),
+        ),
+    ),
+}
+
+DERIVED = (
+    *("rank", "world_size", "data_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
+)
+"""What no option gives: Megatron sets it by the end of its own validation."""
+
+
+def missing() -> list[Problem]:
+    """The arguments that we read and the installed Megatron has no option for; builds its parser."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    options = {action.dest for action in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions}
+    return [
+        Problem(f"the argument '{name}'", f"an option, {reads.use}", "nothing")
+        for reads in READ.values()
+        for name in reads.names
+        if name not in DERIVED and name not in options
+    ]
+
+
+def check_parsed(args: argparse.Namespace) -> None:
+    """Check that parsed arguments have every name that we read and an option gives. Raises UserError."""
+    _require(args, derived=False)
+
+
+def check_validated(args: argparse.Namespace) -> None:
+    """Check that arguments that Megatron has validated have what it derives, too. Raises UserError."""
+    _require(args, derived=True)
+
+
+def _require(args: argparse.Namespace, derived: bool) -> None:
+    for reads in READ.values():
+        for name in reads.names:
+            if (name in DERIVED) == derived and not hasattr(args, name):
+                raise UserError(
+                    f"megatron-core {installed_version()} has no argument '{name}', and megatron_vp reads it "
+                    f"{reads.use} (tested with megatron-core {', '.join(TESTED_VERSIONS)}): install "
+                    f"megatron-core=={TESTED_VERSIONS[-1]}"
+                )
