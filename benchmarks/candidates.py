@@ -7,7 +7,10 @@ The first way is the package's: cuBLAS, then one pass of a Triton kernel over th
     kernels             as the package launches it
     reverse             programs in reverse order: the logits that the GEMM wrote last are the likeliest in L2
     dependent           launched before the GEMM ends (programmatic dependent launch, compute capability 9.0)
-    half the warps      twice the logits per thread
+    half the warps      twice the logits per thread; `three held`: the fourth piece of a row read twice, for 64 warps
+                        per multiprocessor
+    all pieces held, twice the warps
+                        where the package reads pieces twice: held as well; a program twice as wide with idle lanes
     two reads BxW       rows read twice, B logits at a time by W warps, instead of held in registers
     blocks TxC          GEMM and pass for T tokens and C columns at a time, which L2 holds, with one reference per row
     compiled            the pass as `torch.compile` makes it of PyTorch's operations

@@ -24,8 +24,13 @@ def launches(columns: int, dtype: torch.dtype) -> dict[str, Launch]:
         "reverse dependent": replace(usual, reverse=True, dependent=True),
     }
     if 0 < usual.pieces <= 2 and usual.warps > 4:
-        half = usual.piece // 2
-        found["half the warps"] = Launch(triton.cdiv(columns, half), half, usual.warps // 2)
+        half, warps = usual.piece // 2, usual.warps // 2
+        found["half the warps"] = Launch(triton.cdiv(columns, half), half, warps)
+        if dtype == torch.bfloat16 and columns > 3 * half:
+            found["half the warps, three held"] = Launch(triton.cdiv(columns, half), half, warps, held=3)
+    if usual.held < usual.pieces:
+        found["all pieces held"] = replace(usual, held=usual.pieces)
+        found["twice the warps"] = Launch(triton.cdiv(columns, 2 * usual.piece), 2 * usual.piece, 2 * usual.warps)
     if columns > 16384:
         found["two reads 4096 x 8"] = Launch(0, 4096, 8)
         found["two reads 2048 x 4"] = Launch(0, 2048, 4)

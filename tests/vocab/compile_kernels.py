@@ -57,8 +57,25 @@ class Shape:
     main_dtype: torch.dtype = torch.float32
 
 
+def softmax_of(columns: int) -> tuple[object, ...]:
+    """What makes the softmax of aligned rows in bf16 another kernel: the launch, a cut last piece, capped registers."""
+    launch = softmax.launch_for(columns, torch.bfloat16)
+    return launch, columns % launch.piece == 0, columns <= softmax.FULLY_OCCUPYING_ROW
+
+
+def first_widths() -> list[int]:
+    """Of 4,096 to 32,768 columns in steps of 64, the least width that each kernel of the softmax is compiled for.
+
+    With the same kernel a wider row takes fewer instructions per logit.
+    """
+    found: dict[object, int] = {}
+    for columns in range(4096, softmax.LARGEST_ROW + 1, 64):
+        found.setdefault(softmax_of(columns), columns)
+    return sorted(found.values())
+
+
 COUNTED = [
-    *(Shape(columns=columns, softmax_alone=columns != 8192) for columns in (4096, 8192, 16384, 32768, 65536)),
+    *(Shape(columns=columns, softmax_alone=columns != 8192) for columns in (*first_widths(), 65536)),
     *(Shape(columns=VocabShards(*cut).rows(0), softmax_alone=True) for cut in VOCABULARIES),
     *(Shape(dtype, columns, softmax_alone=True) for dtype in DTYPES[1:] for columns in (8192, 16384, 32768, 65536)),
     Shape(smoothed=True),
@@ -70,7 +87,10 @@ EVERYTHING = [
     Shape(dtype, columns, hidden, smoothed)
     for dtype, columns, hidden, smoothed in product(
         DTYPES,
-        [1, 33, 1500, 9495, *(2**k for k in range(6, 17)), *(VocabShards(*cut).rows(0) for cut in VOCABULARIES), 50257],
+        [
+            *(1, 33, 1500, 9495, 12352, 16448, 50257, *(2**k for k in range(6, 17))),
+            *(VocabShards(*cut).rows(0) for cut in VOCABULARIES),
+        ],
         (4096, 1001),
         (False, True),
     )

@@ -59,8 +59,9 @@ def test_exponentiate(monkeypatch, dtype, columns, largest_row):
     torch.testing.assert_close(exp.double(), expected, rtol=ROUNDING[dtype] + 1e-6, atol=1e-7)
 
 
-# Widths of one to four pieces, whole and cut off, on and off the unit of 16 bytes; and rows that are read twice.
-WIDTHS = [1, 7, 512, 1024, 1500, 2048, 2304, 2048 + 8, 9536 // 4, 3072, 4096, 16384 + 64, 24576 + 64, 32768 + 64]
+# Widths of one to five pieces, whole and cut off, on and off the unit of 16 bytes; pieces and rows that are read twice.
+WIDTHS = [1, 7, 512, 1024, 1500, 2048, 2304, 2048 + 8, 9536 // 4, 3072, 4096, 4160, 6207, 6208]
+WIDTHS += [16384 + 64, 24576 + 64, 32768 + 64]
 
 
 @pytest.mark.parametrize("columns", WIDTHS)

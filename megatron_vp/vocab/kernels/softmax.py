@@ -2,7 +2,8 @@
 
 At four bytes per logit the memory of a fast GPU leaves about as much time as issuing 20 instructions per logit takes,
 so both are counted: one load, one store and one exponential per logit, and few registers, so that all 64 warps of a
-multiprocessor have a row in flight. `tests/vocab/data/kernel_counts.csv` holds the counts.
+multiprocessor have a row in flight. Rows of some widths load up to two fifths of their logits a second time, soon
+enough to find them in L1. `tests/vocab/data/kernel_counts.csv` holds the counts.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ LONG_ROW_BLOCK = 4096
 FULLY_OCCUPYING_ROW = 16384
 """The longest row whose programs fit 32 registers per thread, so that a multiprocessor runs 64 warps."""
 
-CAPPED_PIECES = {torch.bfloat16: (1, 2, 3), torch.float16: (1, 2), torch.float32: (1, 2)}
-"""Of how many pieces programs are held to 32 registers: three in fp16 would spill at capability 10.0."""
+CAPPED_PIECES = {torch.bfloat16: 3, torch.float16: 2, torch.float32: 2}
+"""How many pieces a program can hold in 32 registers: three in fp16 would spill at capability 10.0."""
 
 VECTOR = 8
 """Logits of a 16-byte access in 16-bit dtypes. Widths and strides that divide by it are given to the kernel in this
@@ -40,8 +41,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 class Launch:
     """How rows of one width are handed to programs.
 
-    pieces, piece: a program holds its row as one to four pieces of `piece` logits. With no pieces it reads the row
+    pieces, piece: a program handles its row as one to five pieces of `piece` logits. With no pieces it reads the row
         twice, `piece` logits at a time.
+    held: how many of the pieces stay in registers. It reads the others a second time, from L1.
     warps: per program.
     reverse: start with the last token, whose logits the GEMM wrote last.
     dependent: start before the GEMM has ended, and wait for it in the kernel (programmatic dependent launch, from
@@ -51,6 +53,7 @@ class Launch:
     pieces: int
     piece: int
     warps: int
+    held: int = 4
     reverse: bool = False
     dependent: bool = False
 
@@ -58,14 +61,26 @@ class Launch:
 def launch_for(columns: int, dtype: torch.dtype) -> Launch:
     """The launch that leaves 64 warps per multiprocessor for rows of up to 16,384 columns.
 
-    In a piece every thread holds one vector. Two pieces fit 32 registers in every dtype, three in 16-bit dtypes.
+    In a piece every thread handles one vector. 32 registers hold two pieces in every dtype, three in 16-bit dtypes.
+
+    Programs have a power of two of threads, so most widths leave lanes of the last piece idle. In bf16, rows that would
+    fill two or three pieces badly get half the warps and four or five pieces. Those do not fit 32 registers: pieces
+    beyond the third are read again.
     """
     if columns > LARGEST_ROW:
         return Launch(pieces=0, piece=LONG_ROW_BLOCK, warps=8)
     pieces = 3 if dtype.itemsize == 2 else 2
-    warps = min(max(triton.next_power_of_2(triton.cdiv(columns, pieces * 32 * VECTOR)), 4), 32)
+    warps = _warps(columns, pieces)
     piece = warps * 32 * VECTOR
+    used = columns / piece
+    if dtype == torch.bfloat16 and warps > 4 and (used < 2 or 2 < used < 2.5):
+        return Launch(triton.cdiv(2 * columns, piece), piece // 2, warps // 2, held=3)
     return Launch(triton.cdiv(columns, piece), piece, warps)
+
+
+def _warps(columns: int, pieces: int) -> int:
+    """The fewest, 4 to 32, whose threads have no more than so many vectors each."""
+    return min(max(triton.next_power_of_2(triton.cdiv(columns, pieces * 32 * VECTOR)), 4), 32)
 
 
 @triton.jit
@@ -125,8 +140,8 @@ def _replace(row, lane, start, logit, largest, columns, PIECES: tl.constexpr, MA
 @triton.jit(do_not_specialize=["stride", "first", "tokens", "columns"])
 def _exponentiate(
     logits, stride, labels, first, target_weight, logit_weight, statistics, target, tokens, columns,
-    PIECES: tl.constexpr, PIECE: tl.constexpr, FULL: tl.constexpr, UNIT: tl.constexpr, SMOOTHED: tl.constexpr,
-    REVERSE: tl.constexpr, DEPENDENT: tl.constexpr,
+    PIECES: tl.constexpr, PIECE: tl.constexpr, HELD: tl.constexpr, FULL: tl.constexpr, UNIT: tl.constexpr,
+    SMOOTHED: tl.constexpr, REVERSE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     if REVERSE:
@@ -142,38 +157,43 @@ def _exponentiate(
         tl.extra.cuda.gdc_wait()
     picked = tl.load(row + own, mask=own >= 0, other=0.0).to(tl.float32)
     if PIECES > 0:
-        # 1. The row, in registers from here on, and its maximum. All pieces but the last are full.
-        a = _load(row, lane, 0, columns, PIECES == 1 and not FULL)
-        compared = _comparable(a, PIECES)
-        if PIECES > 1:
-            b = _load(row, lane, PIECE, columns, PIECES == 2 and not FULL)
-            compared = tl.maximum(compared, _comparable(b, PIECES))
-        if PIECES > 2:
-            c = _load(row, lane, 2 * PIECE, columns, PIECES == 3 and not FULL)
-            compared = tl.maximum(compared, _comparable(c, PIECES))
-        if PIECES > 3:
-            d = _load(row, lane, 3 * PIECE, columns, not FULL)
-            compared = tl.maximum(compared, _comparable(d, PIECES))
+        # 1. The row and its maximum. All pieces but the last are full. The last ones come first: they are not held.
+        held = ()
+        for i in tl.static_range(PIECES - 1, -1, -1):
+            logit = _load(row, lane, i * PIECE, columns, i == PIECES - 1 and not FULL)
+            if i == PIECES - 1:
+                compared = _comparable(logit, PIECES)
+            else:
+                compared = tl.maximum(compared, _comparable(logit, PIECES))
+            if SMOOTHED:
+                if i == PIECES - 1:
+                    added = _addend(logit, lane, i * PIECE, columns, not FULL)
+                else:
+                    added += _addend(logit, lane, i * PIECE, columns, False)
+            if i < HELD:
+                held = (logit,) + held  # noqa: RUF005  (Triton has no unpacking)
         largest = tl.max(compared.to(tl.float32), 0)
         if SMOOTHED:
-            added = _addend(a, lane, 0, columns, PIECES == 1 and not FULL)
-            if PIECES > 1:
-                added += _addend(b, lane, PIECE, columns, PIECES == 2 and not FULL)
-            if PIECES > 2:
-                added += _addend(c, lane, 2 * PIECE, columns, PIECES == 3 and not FULL)
-            if PIECES > 3:
-                added += _addend(d, lane, 3 * PIECE, columns, not FULL)
             sum_of_logits = tl.sum(added, 0)
         # 2. Exponentials: stored, and added up unrounded. By now every thread must have read the target's logit.
+        if PIECES > HELD:
+            # No register is left for it meanwhile.
+            tl.store(statistics + (3 * tokens + token), picked)
         tl.debug_barrier()
-        exp = _replace(row, lane, 0, a, largest, columns, PIECES, PIECES == 1 and not FULL)
-        if PIECES > 1:
-            exp += _replace(row, lane, PIECE, b, largest, columns, PIECES, PIECES == 2 and not FULL)
-        if PIECES > 2:
-            exp += _replace(row, lane, 2 * PIECE, c, largest, columns, PIECES, PIECES == 3 and not FULL)
-        if PIECES > 3:
-            exp += _replace(row, lane, 3 * PIECE, d, largest, columns, PIECES, not FULL)
-        total = tl.sum(exp, 0)
+        for i in tl.static_range(PIECES):
+            if i < HELD:
+                logit = held[i]
+            else:
+                if i == HELD:
+                    # Without this the compiler loads these pieces while registers still hold the others.
+                    tl.debug_barrier()
+                logit = _load(row, lane, i * PIECE, columns, i == PIECES - 1 and not FULL)
+            exp = _replace(row, lane, i * PIECE, logit, largest, columns, PIECES, i == PIECES - 1 and not FULL)
+            if i == 0:
+                total_lane = exp
+            else:
+                total_lane += exp
+        total = tl.sum(total_lane, 0)
     else:
         # The same with a row that is read twice: every lane keeps a maximum, then a sum, of its own.
         largest_lane = tl.full((PIECE,), -float("inf"), tl.float32)
@@ -195,6 +215,8 @@ def _exponentiate(
     # 3. The target's column after all others, whichever thread wrote it.
     tl.debug_barrier()
     tl.store(row + own, 0.0, mask=own >= 0)
+    if PIECES > HELD:
+        picked = tl.load(statistics + (3 * tokens + token))
     linear = picked * target_weight
     if SMOOTHED:
         linear += sum_of_logits * logit_weight
@@ -245,7 +267,8 @@ def launch_exponentiate(
     target_n = torch.empty_like(labels_n)
     unit = VECTOR if columns % VECTOR == 0 and stride % VECTOR == 0 else 1
     options: dict[str, int] = {"launch_pdl": True} if launch.dependent else {}
-    capped = launch.pieces in CAPPED_PIECES[logits_nv.dtype]
+    in_registers = min(launch.pieces, launch.held)
+    capped = 0 < in_registers <= CAPPED_PIECES[logits_nv.dtype]
     if capped and columns <= FULLY_OCCUPYING_ROW and unit > 1 and not logit_weight:
         options["maxnreg"] = 32
     _exponentiate[(tokens,)](
@@ -253,6 +276,7 @@ def launch_exponentiate(
         statistics_4n, target_n, tokens, columns // unit,
         PIECES=launch.pieces,
         PIECE=launch.piece,
+        HELD=launch.held,
         FULL=columns % launch.piece == 0,
         UNIT=unit,
         SMOOTHED=logit_weight != 0,
