@@ -5,13 +5,13 @@
 #     benchmarks/on_gpu.sh FOLDER [STEP...]
 #
 # Without steps all of them, in the order of `steps` below. Where a call may last ten minutes, four calls:
-# `waits nccl env kernels layer streams`, `ranks replay`, `overlap candidates rest`, `engine`. A run that is cut off loses
-# the step it was at; name the steps that are left to go on. FOLDER gets three files, which grow with every call:
+# `waits nccl env kernels layer streams`, `ranks replay`, `overlap candidates rest`, `engine shapes`. A run that is cut off
+# loses the step it was at; name the steps that are left to go on. FOLDER gets three files, which grow with every call:
 # summary.txt (one line per command), log.txt (all output) and results.jsonl (one line per measurement). The exit status
 # is 1 where a command failed. PYTHON says which Python (default: python3). Without a GPU the same steps run at sizes that
 # only show that they run.
 set -uo pipefail
-steps=(waits nccl env kernels layer streams ranks replay overlap candidates rest engine)
+steps=(waits nccl env kernels layer streams ranks replay overlap candidates rest engine shapes)
 usage() {
     echo "usage: $0 FOLDER [STEP...]; steps: ${steps[*]}" >&2
     exit 2
@@ -52,8 +52,11 @@ limited() {
 
 if timeout 120 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     nccl="not gloo"
-    short=(--tokens 4096 --hidden 4096 --rows "8192,32768")
-    whole=()
+    # The aims first. Every call goes through its shapes in order and writes each as soon as it is measured.
+    short=(--tokens "2048,4096" --hidden 4096 --rows "8192,32768")
+    whole=(--tokens "2048,4096" --hidden "3072,6144" --rows "8192,32768" --rounds 10)
+    unaligned=(--tokens 4096 --hidden 4096 --rows "9536,9496" --rounds 10)
+    half=(--tokens 4096 --hidden 4096 --rows 8192 --rounds 10 --dtype float16)
     jobs=(--models gpt_4b --methods "baseline,vocab-1,vocab-2" --vocab-sizes 262144)
     rest=(--models gpt_21b --methods "baseline,vocab-2" --vocab-sizes 262144 --ranks=-1)
     both_ends=(--models gpt_7b --methods "v-half baseline,v-half vocab-1" --vocab-sizes 262144 --ranks 0)
@@ -66,6 +69,8 @@ else
     nccl="world_of_one and gloo"
     short=(--tokens 64 --hidden 32 --rows 48 --rounds 2)
     whole=("${short[@]}")
+    unaligned=(--tokens 64 --hidden 32 --rows "48,47" --rounds 2)
+    half=("${short[@]}" --dtype float16)
     tiny=(-- --num-layers 8 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4)
     jobs=(--models gpt_4b --methods baseline --vocab-sizes 512 --sequence 32 --ranks=-1 "${tiny[@]}")
     rest=("${jobs[@]}")
@@ -108,6 +113,10 @@ step() {
     engine)
         limited engine 480 "${tests[@]}" -m "slow or not slow" tests/gpu/test_transformer_engine.py \
             tests/mcore/test_delayed_weights.py::test_transformer_engine_has_what_pass_w_relies_on
+        ;;
+    shapes)
+        limited unaligned 60 "$python" benchmarks/output_layer.py "${unaligned[@]}" "${results[@]}"
+        limited float16 50 "$python" benchmarks/output_layer.py "${half[@]}" "${results[@]}"
         ;;
     esac
 }
