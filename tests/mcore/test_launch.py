@@ -254,8 +254,11 @@ def resolved(_rank, _world_size, arguments):
     import pretrain_gpt_vp as script
 
     script.prepare()
+    from megatron_vp.mcore.options.arguments import write_resolved_configuration
+
     sys.argv = ["pretrain_gpt_vp.py", *arguments]
     args = script.parse_and_validate_args()
+    write_resolved_configuration(args)
     return args.num_layers, args.hidden_size, args.lr, args.transformer_impl, args.vocab_parallel_algorithm
 
 

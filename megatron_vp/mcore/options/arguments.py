@@ -181,7 +181,6 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
 
             place_chunks_as(chosen_family(args))
         patch_table.apply(Stage.AFTER_VALIDATION, run_here(args))
-        _write_resolved(args)
         return validated
 
     return validate_args
@@ -270,9 +269,10 @@ def _warn_of_one_queue(args: argparse.Namespace) -> None:
         )
 
 
-def _write_resolved(args: argparse.Namespace) -> None:
+def write_resolved_configuration(args: argparse.Namespace) -> None:
+    """Write what `args` are next to checkpoints or logs, if the run has any; on one rank. Raises UserError."""
     folder = args.save or args.tensorboard_dir
-    if folder is not None and args.rank == 0:
+    if folder is not None:
         write_resolved(args, Path(folder) / RESOLVED_NAME)
 
 
@@ -299,7 +299,7 @@ PATCHES = (
     patches.Patch(
         "megatron.training.arguments:validate_args",
         _with_checks,
-        "refuses combinations that cannot work, checks the input files, writes the resolved configuration",
+        "refuses combinations that cannot work, checks the input files",
         "(args, defaults={})",
     ),
     patches.Patch(

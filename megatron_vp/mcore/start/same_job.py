@@ -1,7 +1,8 @@
 """Every rank has to run the same job. A node with another file or another installation is found before it can do harm.
 
 Ranks of different numbers of microbatches wait for each other for ever; different learning rates, or other versions of
-this package, give a model that nobody asked for, in silence.
+this package, give a model that nobody asked for, in silence. Only then does the job write to its folders, and only if
+no other job saves to the same place.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from megatron.training import get_args
 
 import megatron_vp
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.options.arguments import write_resolved_configuration
 from megatron_vp.mcore.patches import Patch, installed_version
 from megatron_vp.mcore.platform.installed import installed
+from megatron_vp.mcore.storage.save_folder import agreed, claim
 
 _OF_A_RANK = {"rank", "local_rank", "node_rank"}
 # Other texts are paths, which nodes may have in different places.
@@ -92,6 +95,9 @@ def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
                 f"the ranks were not given the same job: {difference(everyone)}; start all of them with the same "
                 f"configuration, flags and installation"
             )
+        if arguments.save is not None and not arguments.skip_train:
+            claim(arguments.save)
+        agreed(functools.partial(write_resolved_configuration, arguments))
 
     return initialize_distributed
 
@@ -100,7 +106,8 @@ PATCHES = (
     Patch(
         "megatron.training.initialize:_initialize_distributed",
         _with_the_same_job,
-        "compares the ranks' arguments and versions: a node with another file would hang the others or spoil the model",
+        "compares the ranks' arguments and versions: a node with another file would hang the others or spoil the "
+        "model; then claims the --save folder for this run and writes the resolved configuration",
         "(get_embedding_ranks, get_position_embedding_ranks, store, skip_model_parallel_init=False)",
     ),
 )

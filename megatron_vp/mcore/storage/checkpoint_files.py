@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.patches import Patch
-from megatron_vp.mcore.storage import attempt
+from megatron_vp.mcore.storage import attempt, save_folder
 from megatron_vp.mcore.storage.attempt import note_saved
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -45,6 +45,7 @@ class _Files:
         opened = self._original.open
         if mode != "w" or os.path.basename(path) != TRACKER:
             return opened(path, mode, *args, **kwargs)
+        save_folder.check_claim()
         return _noted(_replaced(path) if opened is builtins.open else opened(path, mode, *args, **kwargs))
 
 
@@ -107,4 +108,5 @@ PATCHES = (
         "value",
     ),
     *attempt.PATCHES,
+    *save_folder.PATCHES,
 )

@@ -1,0 +1,323 @@
+"""One run at a time saves to a folder: two would overwrite each other's checkpoints, and neither would notice.
+
+Rank 0 claims the `--save` folder with a file `in_use_N.json`, where N is one more than any number there. The file is
+created exclusively, so one of several runs succeeds, on network file systems as well. Nothing depends on locks of the
+file system, or on clocks that agree. While the run lives, a thread renews the file's modification time.
+
+A claim is void if its run has certainly ended: an earlier attempt of the same SLURM job, or a process of this machine
+that is gone. Any other claim is watched: one that is not renewed for SILENCE_SECONDS belonged to a run that was lost,
+with its node for instance. Should that run come back, it finds its claim gone at its next save, and ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import random
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_vp.errors import UserError, printable, say
+from megatron_vp.files import MIB, read_text
+from megatron_vp.mcore.patches import Patch
+
+BEAT_SECONDS = 10.0
+SILENCE_SECONDS = 60.0
+
+_NAME = re.compile(r"in_use_([1-9]\d{0,8})\.json")
+_FIELDS = ("token", "host", "process", "started", "machine", "job", "attempt", "since")
+
+
+class SaveFolder:
+    """A folder of checkpoints, from the point of view of a run that wants to save there. Used by rank 0 alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._own: Path | None = None
+        self._descriptor: int | None = None
+        self._watched: dict[Path, tuple[Any, float]] = {}
+        """Of claims that may be void: what they looked like at first sight, and when that was."""
+        self._identity = _identity()
+
+    def take(self) -> bool:
+        """Claim the folder. False if that is not decided yet: ask again after a moment.
+
+        Raises UserError if another run uses the folder, or if nothing can be written to it.
+        """
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            void = self._claims()
+            return all(map(self._is_void, void)) and self._create(void)
+        except OSError as error:
+            raise UserError(
+                f"cannot write to --save {self._folder}: {error.strerror}; make room or choose another directory"
+            ) from error
+
+    def check(self) -> bool:
+        """Raises UserError if another run has taken the folder over. A claim that was only removed is made again."""
+        found = _read(self._own)
+        if found is not None and found[0]["token"] in ("", self._identity["token"]):  # empty if it cannot be read
+            return True
+        others = self._claims()
+        if others or not self._create([]):
+            taker = _read(others[-1]) if others else None
+            raise UserError(
+                f"--save {self._folder} was taken over by {_who(taker[0]) if taker else 'another run'}, because this "
+                f"run had been silent for {SILENCE_SECONDS:g} s: it ends without saving, so as not to overwrite "
+                f"checkpoints of the other"
+            )
+        return True
+
+    def release(self) -> None:
+        """Remove the claim."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None and os.getpid() == int(self._identity["process"]):
+            with suppress(OSError):
+                os.close(descriptor)
+            found = _read(self._own)
+            if found is not None and found[0]["token"] == self._identity["token"]:
+                with suppress(OSError):
+                    self._own.unlink()
+
+    def _claims(self) -> list[Path]:
+        with suppress(FileNotFoundError):
+            return sorted((path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)), key=_number)
+        return []
+
+    def _is_void(self, claim: Path) -> bool:
+        found = _read(claim)
+        if found is None:  # removed meanwhile
+            return False
+        owner, looks = found
+        ours = self._identity
+        if owner["job"] and owner["job"] == ours["job"] and _whole(owner["attempt"]) < _whole(ours["attempt"]):
+            return True
+        alive = _alive(owner) if owner["machine"] and owner["machine"] == ours["machine"] else None
+        if alive is None:
+            alive = self._renewed(claim, owner, looks)
+        if alive:
+            raise UserError(
+                f"--save {self._folder} is in use by {_who(owner)}: wait until that run has ended, end it, or use "
+                f"another directory; two runs would overwrite each other's checkpoints"
+            )
+        return alive is False
+
+    def _renewed(self, claim: Path, owner: dict[str, str], looks: Any) -> bool | None:
+        """Whether a claim is renewed; None as long as that is open."""
+        now = time.monotonic()
+        if claim not in self._watched:
+            self._watched[claim] = looks, now
+            say(
+                f"megatron_vp: --save {self._folder} was claimed by {_who(owner)}: waiting up to "
+                f"{SILENCE_SECONDS:g} s to see whether that run is alive"
+            )
+        before, since = self._watched[claim]
+        if looks != before:
+            return True
+        return False if now - since >= SILENCE_SECONDS else None
+
+    def _create(self, void: Sequence[Path]) -> bool:
+        """Make a claim in place of void ones; False if another run was faster."""
+        path = self._folder / f"in_use_{_number(void[-1]) + 1 if void else 1}.json"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            return False
+        try:
+            os.write(descriptor, json.dumps(self._identity).encode())
+            os.fsync(descriptor)
+            # One that came and went meanwhile may have left its number to a third.
+            if set(self._claims()) - {path, *void}:
+                raise FileExistsError
+        except OSError as error:
+            os.close(descriptor)
+            path.unlink()
+            if isinstance(error, FileExistsError):
+                return False
+            raise
+        for claim in void:
+            with suppress(OSError):
+                claim.unlink()
+        first, self._own, self._descriptor = self._own is None, path, descriptor
+        if first:
+            atexit.register(self.release)
+            threading.Thread(target=self._renew, daemon=True).start()
+        return True
+
+    def _renew(self) -> None:
+        while (descriptor := self._descriptor) is not None:
+            with suppress(OSError):  # a file system that does not answer now may do so later
+                os.utime(descriptor)
+            time.sleep(BEAT_SECONDS)
+
+
+def _identity() -> dict[str, str]:
+    """This run, as it is written into a claim."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    return {
+        "token": secrets.token_hex(8),
+        "host": socket.gethostname(),
+        "process": str(os.getpid()),
+        "started": _started(os.getpid()) or "",
+        "machine": _machine(),
+        "job": f"{job} {os.environ.get('SLURM_CLUSTER_NAME', '')}".strip() if job else "",
+        "attempt": os.environ.get("SLURM_RESTART_COUNT", "0"),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def _machine() -> str:
+    """A name for those who see the same processes as this one; empty if there is none.
+
+    Containers on one machine may share its name and not its process numbers.
+    """
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _started(process: int) -> str | None:
+    """When a process started, in ticks since the machine did; None if it has ended. Raises OSError where hidden."""
+    state, *rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return None if state in "ZX" else rest[18]
+
+
+def _alive(owner: dict[str, str]) -> bool | None:
+    """Whether a process of this machine lives: its number, and its start, because numbers are used again.
+
+    None if this user cannot tell.
+    """
+    process = _whole(owner["process"])
+    if process == os.getpid() or process == 0:
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        pass
+    try:
+        return _started(process) == owner["started"]
+    except OSError:
+        return None
+
+
+def _read(claim: Path) -> tuple[dict[str, str], Any] | None:
+    """What a claim says, and a value that changes when it is renewed; None if it is gone.
+
+    Its fields are empty where it cannot be read.
+    """
+    try:
+        # Opening a file makes a network file system ask for its present state.
+        with suppress(UserError, ValueError, RecursionError):
+            found = json.loads(read_text(claim, "claim", MIB))
+            found = found if isinstance(found, dict) else {}
+            owner = {name: printable(str(found.get(name, "")), 100) for name in _FIELDS}
+            status = claim.stat(follow_symlinks=False)
+            return owner, (owner, status.st_ino, status.st_mtime_ns)
+        status = claim.stat(follow_symlinks=False)
+    except OSError:
+        return None
+    return dict.fromkeys(_FIELDS, ""), (status.st_ino, status.st_mtime_ns)
+
+
+def _who(owner: dict[str, str]) -> str:
+    if not owner["process"]:
+        return "a run that cannot be named"
+    job = f"SLURM job {owner['job']}, " if owner["job"] else ""
+    return f"process {owner['process']} on {owner['host']} ({job}since {owner['since']})"
+
+
+def _number(claim: Path) -> int:
+    found = _NAME.fullmatch(claim.name)
+    assert found is not None
+    return int(found[1])
+
+
+def _whole(text: str) -> int:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+
+
+_claimed: SaveFolder | None = None
+"""Rank 0's."""
+_guarded = False
+"""Whether this run has claimed a folder; the same on all ranks."""
+
+
+def claim(folder: str | os.PathLike[str]) -> None:
+    """Claim a folder for this run; returns as soon as it is the run's. A collective operation of all ranks.
+
+    Object storage (`SCHEME://`) is left alone. Raises UserError on every rank if another run uses the folder.
+    """
+    global _claimed, _guarded
+    if "://" in str(folder):
+        return
+    if torch.distributed.get_rank() == 0:
+        _claimed = SaveFolder(Path(folder))
+    while not agreed(_take):
+        pass
+    _guarded = True
+
+
+def _take() -> bool:
+    assert _claimed is not None
+    if _claimed.take():
+        return True
+    time.sleep(random.uniform(0.5, 1.0))
+    return False
+
+
+def agreed(act: Callable[[], Any]) -> Any:
+    """What `act` returns on rank 0, on every rank; a UserError that it raises is raised on every rank."""
+    said: list[Any] = [None, None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            said[0] = act()
+        except UserError as error:
+            said[1] = str(error)
+    torch.distributed.broadcast_object_list(said, src=0)
+    if said[1] is not None:
+        raise UserError(said[1])
+    return said[0]
+
+
+def check_claim() -> bool:
+    """On rank 0: raises UserError if another run has taken over the folder that this one has claimed."""
+    return _claimed is None or _claimed.check()
+
+
+def _only_where_claimed(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        if _guarded:
+            agreed(check_claim)
+        return original(*args, **kwargs)
+
+    return save_checkpoint
+
+
+PATCHES = (
+    Patch(
+        "megatron.training.training:save_checkpoint",
+        _only_where_claimed,
+        "two runs with one --save would overwrite each other's checkpoints in silence",
+        "(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far, "
+        "checkpointing_context=None, pipeline_rank=None, expert_rank=None, tensor_rank=None, pipeline_parallel=None, "
+        "expert_parallel=None, non_persistent_ckpt=False, train_data_iterator=None, "
+        "preprocess_common_state_dict_fn=None, release=False, tp_group=None, pp_group=None, dp_cp_group=None, "
+        "dp_group=None, expt_dp_group=None, rng_state_key_prefix='')",
+    ),
+)
