@@ -1,19 +1,26 @@
-"""The two exceptions that are told in one line, and how to say a line.
+"""The exceptions that are told in one line, and how to say a line.
 
-Every other exception is a defect of this project and keeps its traceback.
+These are the two below and, where paths are those of the user, what storage refuses. Every other exception is a defect
+of this project and keeps its traceback.
 """
 
 from __future__ import annotations
 
+import errno
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 _LONGEST = 300
 """Characters of a foreign text that are worth a place in a log."""
 _PATIENCE_SECONDS = 5.0
+_STORAGE_FAILS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.EFBIG),
+    *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.EMFILE, errno.ENFILE),
+}
 
 
 class UserError(ValueError):
@@ -29,6 +36,25 @@ class PeerLost(RuntimeError):
 
     A training job prints the line and exits with status 1, on every rank that is left.
     """
+
+
+def storage_failure(error: BaseException) -> str | None:
+    """What storage refused, and of which file; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in _STORAGE_FAILS:
+        return None
+    return f"{error.strerror}{f': {printable(str(error.filename))}' if error.filename else ''}"
+
+
+@contextmanager
+def one_line_for_paths() -> Iterator[None]:
+    """Raise a UserError where storage refuses what is done here with paths that were given."""
+    try:
+        yield
+    except OSError as error:
+        refused = storage_failure(error)
+        if refused is None:
+            raise
+        raise UserError(f"{refused}; check the paths of this job") from error
 
 
 def printable(text: str, most: int = _LONGEST) -> str:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_vp.errors import PeerLost, UserError
 from megatron_vp.mcore.start.launch import one_line_errors
 from tests.harness.broken import BROKEN, break_stderr
-from tests.harness.ranks import run_ranks_to_their_end
+from tests.harness.ranks import RankError, run_ranks, run_ranks_to_their_end
 
 
 def end_with(rank: int, world: int, error: BaseException, connected: bool, stderr: str | None) -> None:
@@ -30,6 +30,8 @@ def end_with(rank: int, world: int, error: BaseException, connected: bool, stder
 ERRORS = [
     (UserError("bad input"), False, 2, "rank 0: error: bad input"),
     (UserError("bad input"), True, 2, "rank 0: error: bad input"),
+    (OSError(36, "File name too long", "log"), False, 2, "rank 0: error: File name too long: log (in end_with ("),
+    (OSError(116, "Stale file handle", "log"), False, 1, "rank 0: error: Stale file handle: log (in end_with ("),
     (PeerLost("rank 0 waited"), True, 1, "error: rank 0 waited"),
     (OSError(28, "No space left on device", "log"), True, 1, "No space left on device: log"),
     (ZeroDivisionError("a defect"), True, 1, "ZeroDivisionError: a defect"),
@@ -40,7 +42,13 @@ ERRORS = [
 def test_the_line_is_printed(error, connected, status, said):
     [(ended, output)] = run_ranks_to_their_end(1, end_with, error, connected, None, timeout=30)
     assert ended == status and said in output
-    assert "a line of the log" in output
+    assert "a line of the log" in output and ("Traceback" in output) == (said == "ZeroDivisionError: a defect")
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a defect"), ConnectionResetError(104, "a peer has gone")])
+def test_other_errors_before_ranks_are_connected_are_left_as_they_are(error):
+    with pytest.raises(RankError, match=f"Traceback(.|\n)*{error.args[-1]}"):
+        run_ranks(1, end_with, error, False, None, timeout=30)
 
 
 @pytest.mark.parametrize("stderr", BROKEN)

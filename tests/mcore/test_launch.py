@@ -225,11 +225,24 @@ def test_a_start_without_a_launcher_says_how_to_launch():
         ({"RANK": "1"}, "RANK=1 is no whole number from 0 to 0"),
         ({"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 is no whole number from 0 to 0"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no whole number from 1 to 65535"),
+        ({"WORLD_SIZE": "9" * 5000}, f"WORLD_SIZE={'9' * 37}... is no whole number of at least 1"),
+        ({"RANK": "0" * 5000}, f"RANK={'0' * 37}... is no whole number from 0 to 0"),
+        ({"LOCAL_RANK": "1\x1b[2J\n"}, "LOCAL_RANK=1 [2J is no whole number from 0 to 0"),
     ],
 )
 def test_a_place_that_no_launcher_gives_is_refused_before_anything_waits(environment, said):
     ((code, text),) = run_ranks(1, start, tiny_model(), environment)
-    assert code == 2 and said in text and text.count("\n") == 1
+    assert code == 2 and said in text and text.count("\n") == 1 and len(text) < 300
+
+
+@pytest.mark.parametrize("option", ["save", "tensorboard_dir", "load", "rank_report", "tokenizer_model"])
+def test_a_path_that_cannot_be_is_one_line_before_ranks_are_connected(option, tmp_path):
+    paths = {option: tmp_path / ("x" * 300), "save_interval": 1, "tokenizer_type": "HuggingFaceTokenizer"}
+    if option != "tokenizer_model":
+        del paths["tokenizer_type"]
+    ((code, text),) = run_ranks(1, start, tiny_model(**paths), {})
+    assert code == 2 and "rank 0: error: File name too long: " in text
+    assert text.count("error") == 1 and "Traceback" not in text
 
 
 def help_text(_rank, _world_size):

@@ -122,6 +122,10 @@ def test_submission_goes_through_sbatch(said, tmp_path, monkeypatch):
             ("check", "--ranks", "8", "--config", LLAMA[0], "--config", LLAMA[2], "--tensorboard-dir", "setup.py"),
             "is a file",
         ),
+        (
+            ("check", "--ranks", "8", "--config", LLAMA[0], "--config", LLAMA[2], "--tensorboard-dir", "x" * 300),
+            "error: File name too long: ",
+        ),
     ],
 )
 def test_bad_input_is_one_line(said, words, line):

@@ -14,20 +14,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_vp.errors import PeerLost, UserError, at_last, say
+from megatron_vp.errors import PeerLost, UserError, at_last, printable, say, storage_failure
 from megatron_vp.jobs.command_line import CPU, asks_for_help
 
 _LINES_WITHIN_SECONDS = 10.0
-_STORAGE_FAILS = {
-    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE),
-    *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
-}
+_MAY_PASS = {errno.EIO, errno.ESTALE}
+"""Failures of storage that may be gone at the next attempt of a job."""
+_STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Turn a UserError into one line on standard error, with the rank, and exit status 2; into status 1 a lost peer,
-    a checkpoint that cannot be written or read, and storage that fails.
+    a checkpoint that cannot be written or read, and storage that fails. Before ranks are connected, the last is bad
+    input as well, unless another attempt may help.
 
     Once ranks are connected, a process that fails ends at once, whatever the error: destructors of process groups wait
     for peers, who would wait for this rank's end.
@@ -35,20 +35,28 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        line = f"{who}error: {error}"
-        at_last(lambda: say(line))
-        _wait_for_other_lines()
-        _exit(2)
+        _refuse(str(error), 2)
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
         if not _connected():
-            raise
+            refused = storage_failure(error)
+            if refused is None:
+                raise
+            status = 1 if error.errno in _MAY_PASS else 2
+            _refuse(f"{refused} (in {_place(error)}); check the paths of this job", status)
         try:
             _report(error)
         finally:
             _exit(1)
+
+
+def _refuse(said: str, status: int) -> NoReturn:
+    """Print one line and end, when the other ranks have had the time to print theirs."""
+    who = f"rank {printable(os.environ['RANK'], 20)}: " if "RANK" in os.environ else ""
+    at_last(lambda: say(f"{who}error: {said}"))
+    _wait_for_other_lines()
+    _exit(status)
 
 
 def _report(error: BaseException) -> None:
@@ -88,9 +96,8 @@ def _checkpoint_line(error: BaseException) -> str | None:
 
 def _storage_line(error: BaseException) -> str | None:
     """Where storage refused; None for any other error."""
-    if not isinstance(error, OSError) or error.errno not in _STORAGE_FAILS:
-        return None
-    return f"{_who()} was in {_place(error)}: {error.strerror}{f': {error.filename}' if error.filename else ''}"
+    refused = storage_failure(error)
+    return None if refused is None else f"{_who()} was in {_place(error)}: {refused}"
 
 
 def _lost_peer_line(error: BaseException) -> str | None:
@@ -110,10 +117,15 @@ def _who() -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost function outside torch and Python's own frozen modules."""
+    """The innermost function outside torch and Python's own modules."""
     frames = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame[0] and not frame[0].startswith("<")]
+    frames = [frame for frame in frames if not _foreign(frame.filename)]
     return f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})"
+
+
+def _foreign(file: str) -> bool:
+    standard = file.startswith(f"{_STANDARD_LIBRARY}{os.sep}") and "site-packages" not in file
+    return f"{os.sep}torch{os.sep}" in file or standard or file.startswith("<")
 
 
 def prepare() -> None:
@@ -183,9 +195,12 @@ def _check_place() -> None:
 
 def _whole(name: str, least: int, most: int) -> int:
     text = os.environ.get(name, "0")
-    if not text.isdecimal() or not least <= int(text) <= most:
+    # Python refuses to read thousands of digits.
+    if not text.isdecimal() or len(text) > len(str(sys.maxsize)) or not least <= int(text) <= most:
         limits = f"from {least} to {most}" if most < sys.maxsize else f"of at least {least}"
-        raise UserError(f"{name}={text} is no whole number {limits}: leave it to the launcher, or set it to one")
+        raise UserError(
+            f"{name}={printable(text, 40)} is no whole number {limits}: leave it to the launcher, or set it to one"
+        )
     return int(text)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_vp.errors import UserError
+from megatron_vp.errors import UserError, one_line_for_paths
 from megatron_vp.jobs.command_line import asks_for_cpu, split_config
 from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.mcore.platform import installed
@@ -36,7 +36,12 @@ def check_job(arguments: list[str], ranks: int, here: bool = False, nodes: str |
     GPUs elsewhere; so is every job for which `nodes` says what they have ("te=2.17.1,apex=no").
     Raises UserError for what a start would refuse: unknown or contradictory arguments, a Megatron that does not fit.
     """
-    with _platform(arguments, here, nodes), _parsed(arguments, ranks) as args, pretend_engine():
+    with (
+        one_line_for_paths(),
+        _platform(arguments, here, nodes),
+        _parsed(arguments, ranks) as args,
+        pretend_engine(),
+    ):
         from megatron.training import arguments as megatron
         from megatron.training.argument_utils import core_transformer_config_from_args
 
@@ -88,7 +93,8 @@ def check_files(args: argparse.Namespace) -> None:
         check_files as check,  # imports Megatron, whose warnings a check silences
     )
 
-    check(args)
+    with one_line_for_paths():
+        check(args)
 
 
 def ranks_of_one_replica(arguments: list[str]) -> int:
