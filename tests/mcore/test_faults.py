@@ -13,7 +13,19 @@ import pytest
 
 from tests.harness import run_ranks_to_their_end, train
 from tests.harness.ranks import ROOT
-from tests.mcore.faults import LIMIT, Fault, die, errors, fail, few_steps, hang, stop, terminate, train_with_fault
+from tests.mcore.faults import (
+    LIMIT,
+    Fault,
+    die,
+    errors,
+    fail,
+    few_steps,
+    hang,
+    hang_up,
+    stop,
+    terminate,
+    train_with_fault,
+)
 
 THREE = {"pipeline_model_parallel_size": 3, "num_layers": 3}
 WAITED = r"^error: rank {rank} (waited|was) .* microbatch \d+.*"
@@ -67,10 +79,15 @@ def test_a_defect_keeps_its_traceback_and_ends_all_ranks():
     assert "Traceback" in said and re.search(r"RuntimeError: a defect\n.*rank 1 was in F of microbatch 2", said)
 
 
-def test_a_rank_that_is_told_to_end_says_where_it_was():
-    ends = run_ranks_to_their_end(2, train_with_fault, few_steps(), Fault(terminate, 1, "F"))
-    assert [status for status, _ in ends] == [1, 128 + signal.SIGTERM]
-    assert re.match(r"rank 1 (waited|was) .* when it was told to end \(SIGTERM\)$", errors(ends[1][1])[0])
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [(terminate, signal.SIGTERM), pytest.param(hang_up, signal.SIGHUP, marks=pytest.mark.slow)],
+    ids=["SIGTERM", "SIGHUP"],
+)
+def test_a_rank_that_is_told_to_end_says_where_it_was(act, told):
+    ends = run_ranks_to_their_end(2, train_with_fault, few_steps(), Fault(act, 1, "F"))
+    assert [status for status, _ in ends] == [1, 128 + told]
+    assert re.match(rf"rank 1 (waited|was) .* when it was told to end \({told.name}\)$", errors(ends[1][1])[0])
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,9 @@ def test_an_environment_of_the_users_own_is_kept(checkout, has_pip):
     assert (set_up(checkout).returncode, set_up(checkout).stderr) == (0, "")
 
 
-@pytest.mark.parametrize("end", ["kill -KILL $$", "kill -TERM $PPID; sleep 1; exit 1", "exit 1"])
+@pytest.mark.parametrize(
+    "end", ["kill -KILL $$", "kill -TERM $PPID; sleep 1; exit 1", "kill -HUP $PPID; sleep 1; exit 1", "exit 1"]
+)
 def test_an_interrupted_installation_is_taken_up_again(checkout, end):
     maker(checkout, pip=end)
     assert set_up(checkout).returncode != 0
