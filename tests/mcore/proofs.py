@@ -73,6 +73,11 @@ PROOFS = (
         "mcore/test_save_faults.py::test_a_disk_that_is_full_leaves_the_checkpoint_before",
     ),
     Proof(
+        "two runs with one `--save`: the second is refused and the first goes on; folders of runs that were killed are "
+        "taken over, those of live runs never",
+        "mcore/test_save_folder.py::test_a_second_run_is_refused_and_leaves_the_folder_of_the_first_as_it_is",
+    ),
+    Proof(
         "a rank that dies while it writes which checkpoint is the last",
         "mcore/test_save_faults.py::test_a_rank_that_dies_while_it_names_the_last_checkpoint_leaves_the_name_before",
     ),
