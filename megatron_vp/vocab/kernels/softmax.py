@@ -158,7 +158,7 @@ def _exponentiate(
     picked = tl.load(row + own, mask=own >= 0, other=0.0).to(tl.float32)
     if PIECES > 0:
         # 1. The row and its maximum. All pieces but the last are full. The last ones come first: they are not held.
-        held = ()
+        held = ()  # type: tuple
         for i in tl.static_range(PIECES - 1, -1, -1):
             logit = _load(row, lane, i * PIECE, columns, i == PIECES - 1 and not FULL)
             if i == PIECES - 1:
