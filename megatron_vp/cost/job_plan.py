@@ -58,6 +58,12 @@ def plan_of(config: JobConfig) -> Plan:
         if not split:
             raise UserError(f"--pipeline-schedule {chosen.name} is a way to split the vocabulary: add --vocab-parallel")
         vocab = chosen.own_method
+        algorithm = config.values.get("vocab_parallel_algorithm") or VocabMethod.VOCAB_2
+        if vocab.is_sharded and algorithm != vocab:
+            raise UserError(
+                f"--pipeline-schedule {chosen.name} has the passes of {vocab}, and --vocab-parallel-algorithm is "
+                f"{algorithm}: use --vocab-parallel-algorithm {vocab}"
+            )
     elif split:
         algorithm = config.values.get("vocab_parallel_algorithm") or VocabMethod.VOCAB_2
         if algorithm not in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2):

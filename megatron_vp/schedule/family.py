@@ -136,14 +136,8 @@ class Family:
         if vocab not in self.methods and (own is None or vocab is not VocabMethod.NONE):
             takes = f"which has {own}" if own else f"which takes {', '.join(self.methods)}"
             raise UserError(f"vocab method {vocab} does not go with schedule {self.name}, {takes}")
-        if self.fixed is not None and (
-            self.fixed.pipeline_size != pipeline_size or not 1 <= microbatches <= self.fixed.microbatches
-        ):
-            raise UserError(
-                f"the schedule in {self.name} has {self.fixed.pipeline_size} ranks and {self.fixed.microbatches} "
-                f"microbatches, and {pipeline_size} ranks with {microbatches} microbatches are asked for; write a file "
-                "for these"
-            )
+        if self.fixed is not None:
+            self._check_fixed(self.fixed, pipeline_size, microbatches)
         least = 1 if vocab is VocabMethod.NONE and own is None else 2
         if pipeline_size < least:
             raise UserError(
@@ -158,3 +152,10 @@ class Family:
                 f"{size} are more than {LARGEST:,} forwards, which would take "
                 "minutes and gigabytes; fewer microbatches show the same steady state"
             )
+
+    def _check_fixed(self, fixed: Schedule, pipeline_size: int, microbatches: int) -> None:
+        ranks = f"{fixed.pipeline_size} ranks, and {pipeline_size} are asked for"
+        steps = f"{fixed.microbatches} microbatches, and {microbatches} are asked for"
+        for has, fits in ((ranks, fixed.pipeline_size == pipeline_size), (steps, microbatches <= fixed.microbatches)):
+            if not fits:
+                raise UserError(f"the schedule in {self.name} has {has}; write one for these")

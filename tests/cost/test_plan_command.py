@@ -376,3 +376,20 @@ def test_a_laptop_needs_neither_torch_nor_megatron(small):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_best_schedule_is_written_and_simulated_from_its_file(small, tmp_path):
+    file = tmp_path / "best.json"
+    planned = run("plan", small, "--hardware", "h100", "--format", "json", "--write-schedule", file)
+    assert planned.exit_code == 0, planned.output
+    best = json.loads(planned.stdout)
+    best = best["plans"][best["best"]]
+    method = [] if best["method"] in ("plain", "redistributed") else ["--vocab-parallel"]
+    method += ["--vocab-parallel-algorithm", best["method"]] if "-" in best["method"] else []
+    layout = ["--pipeline-model-parallel-layout", layout_of(best["layers"])] if best["layers"] else []
+    job = ["simulate", small, "--hardware", "h100", "--format", "json", *method, *layout]
+    by_file = run(*job, "--pipeline-schedule", file)
+    assert by_file.exit_code == 0, by_file.output
+    assert json.loads(by_file.stdout)["plan"]["iteration_seconds"] == pytest.approx(best["iteration_seconds"])
+    refused = run(*job, "--pipeline-schedule", file, "--global-batch-size", 64)
+    assert "has 8 microbatches, and 64 are asked for" in str(refused.exception)
