@@ -77,6 +77,7 @@ READ = {
             *("use_ring_exchange_p2p", "use_torch_fsdp2", "use_transformer_engine_op_fuser"),
             *("validation_set_names", "virtual_pipeline_model_parallel_size", "vocab_size", "weight_decay"),
             *("window_size", "yaml_cfg"),
+            *("data_parallel_size", "rampup_batch_size"),
         ),
     ),
     "platform": Reads(

@@ -28,14 +28,17 @@ TABLES = {
 }
 """Names of arguments that stand in tables of our sources."""
 
-NO_ARGUMENTS = {"our_schedule", "own_chunks", "transformer_engine_version"}
+NO_ARGUMENTS = {
+    *("our_schedule", "own_chunks", "transformer_engine_version"),
+    *("file_method", "file_microbatches", "file_ranks", "microbatches"),
+}
 """Names in the messages of refusals that no argument has."""
 
 
 def our_arguments():
     """Our options, and what our own validation adds."""
     options = {action.dest for action in _with_ours(lambda parser: parser)(argparse.ArgumentParser())._actions}
-    return options | {"chunk_placement"}
+    return options | {"chunk_placement", "schedule_fingerprint"}
 
 
 def parser(without=()):
@@ -117,7 +120,7 @@ def test_what_megatron_derives_is_checked_when_it_has_validated(monkeypatch):
     megatron_arguments.check_validated(everything)
     del everything.data_parallel_size
     megatron_arguments.check_parsed(everything)
-    with pytest.raises(UserError, match="no argument 'data_parallel_size', and megatron_vp reads it to check a job"):
+    with pytest.raises(UserError, match="no argument 'data_parallel_size', and megatron_vp reads it to "):
         megatron_arguments.check_validated(everything)
 
 
