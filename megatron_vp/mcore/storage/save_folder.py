@@ -66,6 +66,7 @@ class SaveFolder:
 
     def check(self) -> bool:
         """Raises UserError if another run has taken the folder over. A claim that was only removed is made again."""
+        assert self._own is not None
         found = _read(self._own)
         if found is not None and found[0]["token"] in ("", self._identity["token"]):  # empty if it cannot be read
             return True
@@ -82,7 +83,7 @@ class SaveFolder:
     def release(self) -> None:
         """Remove the claim."""
         descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None and os.getpid() == int(self._identity["process"]):
+        if descriptor is not None and self._own is not None and os.getpid() == int(self._identity["process"]):
             with suppress(OSError):
                 os.close(descriptor)
             found = _read(self._own)
