@@ -157,21 +157,22 @@ def _exponentiate(
         tl.extra.cuda.gdc_wait()
     picked = tl.load(row + own, mask=own >= 0, other=0.0).to(tl.float32)
     if PIECES > 0:
-        # 1. The row and its maximum. All pieces but the last are full. The last ones come first: they are not held.
+        # 1. The row and its maximum. Pieces that are not held come first. All pieces but the last are full.
         held = ()  # type: tuple
-        for i in tl.static_range(PIECES - 1, -1, -1):
-            logit = _load(row, lane, i * PIECE, columns, i == PIECES - 1 and not FULL)
-            if i == PIECES - 1:
-                compared = _comparable(logit, PIECES)
-            else:
-                compared = tl.maximum(compared, _comparable(logit, PIECES))
-            if SMOOTHED:
-                if i == PIECES - 1:
-                    added = _addend(logit, lane, i * PIECE, columns, not FULL)
+        for part in tl.static_range(2):
+            for i in tl.static_range((1 - part) * HELD, part * HELD + (1 - part) * PIECES):
+                logit = _load(row, lane, i * PIECE, columns, i == PIECES - 1 and not FULL)
+                if i == HELD % PIECES:  # the first of all
+                    compared = _comparable(logit, PIECES)
                 else:
-                    added += _addend(logit, lane, i * PIECE, columns, False)
-            if i < HELD:
-                held = (logit,) + held  # noqa: RUF005  (Triton has no unpacking)
+                    compared = tl.maximum(compared, _comparable(logit, PIECES))
+                if SMOOTHED:
+                    if i == HELD % PIECES:
+                        added = _addend(logit, lane, i * PIECE, columns, i == PIECES - 1 and not FULL)
+                    else:
+                        added += _addend(logit, lane, i * PIECE, columns, i == PIECES - 1 and not FULL)
+                if i < HELD:
+                    held = held + (logit,)  # noqa: RUF005  (Triton has no unpacking)
         largest = tl.max(compared.to(tl.float32), 0)
         if SMOOTHED:
             sum_of_logits = tl.sum(added, 0)
@@ -267,16 +268,15 @@ def launch_exponentiate(
     target_n = torch.empty_like(labels_n)
     unit = VECTOR if columns % VECTOR == 0 and stride % VECTOR == 0 else 1
     options: dict[str, int] = {"launch_pdl": True} if launch.dependent else {}
-    in_registers = min(launch.pieces, launch.held)
-    capped = 0 < in_registers <= CAPPED_PIECES[logits_nv.dtype]
-    if capped and columns <= FULLY_OCCUPYING_ROW and unit > 1 and not logit_weight:
+    held = min(launch.held, launch.pieces)
+    if columns <= FULLY_OCCUPYING_ROW and unit > 1 and not logit_weight and _fits_32_registers(launch, logits_nv):
         options["maxnreg"] = 32
     _exponentiate[(tokens,)](
         logits_nv, stride // unit, labels_n, first, target_weight, logit_weight,
         statistics_4n, target_n, tokens, columns // unit,
         PIECES=launch.pieces,
         PIECE=launch.piece,
-        HELD=launch.held,
+        HELD=held,
         FULL=columns % launch.piece == 0,
         UNIT=unit,
         SMOOTHED=logit_weight != 0,
@@ -287,6 +287,16 @@ def launch_exponentiate(
         **options,
     )  # fmt: skip
     return statistics_4n[:3], target_n, statistics_4n[3]
+
+
+def _fits_32_registers(launch: Launch, logits_nv: torch.Tensor) -> bool:
+    """Whether programs for aligned rows can be held to 32 registers without spilling any."""
+    if not 0 < min(launch.pieces, launch.held) <= CAPPED_PIECES[logits_nv.dtype]:
+        return False
+    if launch.warps > 4 or launch.pieces <= launch.held or logits_nv.device.type == "cpu":
+        return True
+    # Four warps that read pieces again: at 10.0 Triton 3.9 lacks one register.
+    return triton.runtime.driver.active.get_current_target().arch < 100
 
 
 @triton.jit(do_not_specialize=["shards", "tokens"])
