@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_vp.errors import UserError
 from megatron_vp.schedule import DEFAULT_SCHEDULE, Family, VocabMethod, family
 
 ALGORITHMS = tuple(method.value for method in VocabMethod if method.is_sharded)
 
 
 def chosen_family(args: argparse.Namespace) -> Family:
-    """The record of --pipeline-schedule."""
-    return family(args.pipeline_schedule)
+    """The record of --pipeline-schedule. Raises UserError for a name that is none, and a file that cannot be used."""
+    try:
+        return family(args.pipeline_schedule)
+    except UserError as error:
+        raise UserError(f"--pipeline-schedule: {error}") from None
 
 
 def replaces_schedule(args: argparse.Namespace) -> bool:

@@ -220,10 +220,7 @@ GROUPS = (
         Condition(
             "only with a --pipeline-schedule that has W passes and Transformer Engine's layers",
             lambda run: (
-                splits_backward(run.args)
-                and run.args.transformer_impl == "transformer_engine"
-                and run.machine.engine
-                and not run.cpu
+                splits_backward(run.args) and run.args.transformer_impl == "transformer_engine" and run.machine.engine
             ),
         ),
         Stage.AFTER_VALIDATION,

@@ -110,7 +110,7 @@ REFUSED = [
         {**TWO_STAGES, "pipeline_schedule": "v-half", "decoder_last_pipeline_num_layers": 1},
         "v-half with fewer layers in the first or last stage",
     ),
-    ({**TWO_STAGES, "pipeline_schedule": "zigzag"}, "invalid choice: 'zigzag'"),
+    ({**TWO_STAGES, "pipeline_schedule": "zigzag"}, "--pipeline-schedule: schedule 'zigzag' is unknown"),
     ({**VP, "vocab_parallel_algorithm": "vocab-3"}, "invalid choice: 'vocab-3'"),
     ({**TWO_STAGES, "vocab_z_loss": 1e-4}, "need --vocab-parallel: Megatron's own loss has neither"),
     ({**VP, "vocab_z_loss": -1}, "--vocab-z-loss -1.0 is no coefficient"),

@@ -44,7 +44,14 @@ def one_of_two_ranks(monkeypatch):
                 "flash attention",
             },
         ),
-        ("--pipeline-schedule zb-h1", {"cpu": True}, {"pipeline schedule", "split backward", "cpu platform"}),
+        (
+            "--pipeline-schedule zb-h1",
+            {"cpu": True, "machine": Installed()},  # a run on CPU does without Transformer Engine
+            {
+                *("pipeline schedule", "split backward", "cpu platform"),
+                *("no transformer engine", "no fused accumulation"),
+            },
+        ),
         ("--rank-report there", {}, {"rank report"}),
         ("--rank-report there --vocab-parallel", {}, {"vocabulary parallelism", "pipeline schedule"}),
         ("--tensorboard-dir there", {}, {"curves"}),

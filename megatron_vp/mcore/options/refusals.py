@@ -380,7 +380,7 @@ def refuse(args: argparse.Namespace) -> None:
             found = {
                 "transformer_engine_version": get_te_version(),
                 "our_schedule": asked,
-                "own_chunks": chosen_family(args).chunks,
+                "own_chunks": "two" if chosen_family(args).chunks == 2 else chosen_family(args).chunks,
                 **file_words(args),
                 **vars(args),
             }

@@ -73,13 +73,13 @@ FILE_REFUSALS = (
     ),
     Refusal(
         lambda a: (file := _fixed(a)) and file.chunks == 1 and file.placement != Placement.linear(file.pipeline_size),
-        "--pipeline-schedule {pipeline_schedule} has one chunk a rank and not stage r on rank r: number the ranks in "
-        "the order of their stages",
+        "--pipeline-schedule {pipeline_schedule} has one chunk a rank and not stage r on rank r: use a placement "
+        "that numbers the ranks in the order of their stages",
     ),
     Refusal(
         lambda a: (file := _fixed(a)) and _starts_late(file),
         "--pipeline-schedule {pipeline_schedule} is not supported: a chunk's first weight gradient is not that of "
-        "microbatch 0, with which its sum begins; let microbatch 0 come first",
+        "microbatch 0, with which its sum begins; use an order in which it comes first",
     ),
 )
 """In the order of the checks."""
