@@ -1,0 +1,291 @@
+"""Write the README's picture and figures: Llama 3 8B on H100, plain and vocabulary parallel, as predicted.
+
+    python scripts/before_after.py [--check]
+
+`--check` writes nothing and exits with status 1 where figures or picture are not those of the present code. The
+picture stores a digest of what it shows, so the comparison does not depend on the version that drew it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_vp.cli.planning import GIB, Request, read_request
+from megatron_vp.cost.constants import CALIBRATED
+from megatron_vp.cost.flops import layer_weights
+from megatron_vp.cost.planner import REDISTRIBUTED, candidates
+from megatron_vp.cost.predict import Prediction, layers_of, make_player, predict, stage_costs
+from megatron_vp.cost.shapes import Plan
+from megatron_vp.schedule import PassKind, Schedule, VocabMethod
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PICTURE = ROOT / "docs" / "images" / "before_after.png"
+
+CONFIG, HARDWARE, NODES = "configs/llama3_8b.yaml", "h100", 4
+WINDOW = 2.5
+"""Seconds of the iteration that the picture shows."""
+
+COLOURS = {
+    "forward": "#7BA3CC",
+    "backward": "#93C08E",
+    "vocabulary": "#E8590C",
+    "weights": "#5B6B7B",
+    "activations": "#B9C4CF",
+    "other": "#E3E7EB",
+}
+LABELS = {
+    "forward": "transformer layers, forward",
+    "backward": "transformer layers, backward",
+    "vocabulary": "embedding and output layer",
+    "weights": "layers: weights, gradients, optimizer",
+    "activations": "activations",
+    "other": "outside PyTorch's allocator, buffers",
+}
+
+
+class Box(NamedTuple):
+    """Work of a rank from `start` to `end`, in seconds."""
+
+    start: float
+    end: float
+    colour: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A way to train the job, and its prediction."""
+
+    title: str
+    schedule: Schedule
+    prediction: Prediction
+
+    @property
+    def seconds(self) -> float:
+        """Of an iteration."""
+        return self.prediction.iteration_seconds
+
+    @property
+    def peak(self) -> float:
+        """GiB of the fullest rank."""
+        return max(rank.total for rank in self.prediction.memory) / GIB
+
+    def boxes(self, rank: int) -> list[Box]:
+        """What `rank` computes within the window. A pass that holds a whole vocabulary layer is cut in two."""
+        found: list[Box] = []
+        spans = self.prediction.timeline.spans[rank]
+        for step, (start, end) in zip(self.schedule.ranks[rank], spans, strict=True):
+            if start >= WINDOW:
+                break
+            if not step.kind.per_chunk:
+                found.append(Box(start, end, "vocabulary"))
+                continue
+            stage = self.schedule.placement.stage_of[rank][step.chunk]
+            colour = "forward" if step.kind is PassKind.F else "backward"
+            cut = (end - start) * self.vocabulary_share(stage, step.kind)
+            # The embedding begins a forward and ends a backward, the output layer the other way round.
+            if (stage == 0) == (step.kind is PassKind.F):
+                found += [Box(start, start + cut, "vocabulary"), Box(start + cut, end, colour)]
+            else:
+                found += [Box(start, end - cut, colour), Box(end - cut, end, "vocabulary")]
+        return [Box(box.start, min(box.end, WINDOW), box.colour) for box in found if box.end > box.start]
+
+    def vocabulary_share(self, stage: int, kind: PassKind) -> float:
+        """The part of a pass that is a whole vocabulary layer's, on the first and the last stage of a plain run."""
+        prediction, last = self.prediction, self.schedule.placement.stages - 1
+        if prediction.plan.vocab is not VocabMethod.NONE or stage not in (0, last):
+            return 0.0
+        even = replace(CALIBRATED, idle_boost=0.0, speed_spread=0.0)
+        costs = stage_costs(prediction.job, prediction.plan, self.schedule, prediction.hardware, even)
+        times = [costs.F] if kind is PassKind.F else [costs.B, costs.W]
+        return 1 - sum(time[1] for time in times) / sum(time[stage] for time in times)
+
+    def memory(self, rank: int) -> dict[str, float]:
+        """GiB of a rank by what they hold; the vocabulary layers' weights, gradients and optimizer count as theirs."""
+        prediction = self.prediction
+        parts = prediction.memory[rank].parts()
+        layers = layers_of(prediction.job, prediction.plan, self.schedule.placement)
+        weights = sum(layers[stage] for stage in self.schedule.placement.stage_of[rank])
+        share = weights * layer_weights(prediction.job) * prediction.job.element_bytes / parts["parameters"]
+        state = parts["parameters"] + parts["gradients"] + parts["optimizer"]
+        found = {
+            "weights": share * state,
+            "activations": parts["activations"],
+            "vocabulary": (1 - share) * state + parts["vocabulary"],
+            "other": parts["communication"] + parts["outside"],
+        }
+        return {name: size / GIB for name, size in found.items()}
+
+
+def request() -> Request:
+    """The job: 8 pipeline ranks, 4 replicas."""
+    return read_request([ROOT / CONFIG], [], HARDWARE, NODES, None)
+
+
+def runs(asked: Request) -> list[Run]:
+    """Plain Megatron, Megatron with layers moved, and ours."""
+    moved = next(
+        each.plan
+        for each in candidates(asked.job, asked.hardware)
+        if each.method == REDISTRIBUTED and each.plan.schedule == "1f1b"
+    )
+    plans = {
+        "plain Megatron, 1F1B": Plan(),
+        "Megatron with layers moved, 1F1B": moved,
+        "vocabulary parallel, 1F1B": Plan("1f1b", VocabMethod.VOCAB_2),
+        "vocabulary parallel, V-Half": Plan("v-half", VocabMethod.VOCAB_2),
+    }
+    return [run_of(asked, title, plan) for title, plan in plans.items()]
+
+
+def run_of(asked: Request, title: str, plan: Plan) -> Run:
+    """Its prediction."""
+    player = make_player(asked.job, plan, asked.hardware)
+    return Run(title, player.schedule, predict(asked.job, plan, asked.hardware, player=player))
+
+
+def marks(block: str) -> tuple[str, str]:
+    """Lines before and after a block."""
+    return f"<!-- begin {block} -->\n", f"<!-- end {block} -->\n"
+
+
+def block_of(page: str, block: str) -> str:
+    """What `page` has between the marks."""
+    begin, end = marks(block)
+    return page.split(begin)[1].split(end)[0]
+
+
+def with_block(page: str, block: str, content: str) -> str:
+    """`page` with other content between the marks."""
+    begin, end = marks(block)
+    before, rest = page.split(begin)
+    return before + begin + content + end + rest.split(end)[1]
+
+
+def plan_output() -> str:
+    """What `megatron-vp plan` says about the job, shortened: the best rows, the gain, the flags."""
+    words = ["plan", CONFIG, "--hardware", HARDWARE, "--nodes", str(NODES)]
+    command = [sys.executable, "-m", "megatron_vp.cli.app", *words]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    top = next(number for number, line in enumerate(lines) if line.startswith("┏"))
+    verdict = [line for line in lines if " times as fast as " in line or line.startswith("use: ")]
+    shortened = [*lines[top : top + 6], "...", *verdict]
+    return "\n".join(["```text", *shortened, "```"]) + "\n"
+
+
+def table(found: list[Run]) -> str:
+    """Time, use of the hardware and memory, in Markdown."""
+    lines = ["| run | seconds per iteration | MFU | memory of the fullest rank |", "|---|---|---|---|"]
+    lines += [
+        f"| {run.title} | {run.seconds:.2f} | {100 * run.prediction.mfu:.1f} % | {run.peak:.1f} GiB |" for run in found
+    ]
+    plain, moved, ours = (found[place].seconds for place in (0, 1, 2))
+    gain = (
+        f"**Predicted, not measured: {plain / ours:.2f} times as fast as plain Megatron** with the same schedule\n"
+        f"(1F1B), and {moved / ours:.2f} times as fast as Megatron with its layers moved to balance the stages."
+    )
+    return "\n".join([gain, "", *lines]) + "\n"
+
+
+def shown(found: list[Run]) -> list[Run]:
+    """The runs of the picture."""
+    return [run for run in found if run.prediction.plan.layers is None]
+
+
+def digest(found: list[Run]) -> str:
+    """Of everything that the picture shows, to a millisecond and a hundredth of a GiB."""
+    content = [
+        (
+            run.title,
+            f"{run.seconds:.2f}",
+            [
+                [
+                    [(round(box.start, 3), round(box.end, 3), box.colour) for box in run.boxes(rank)],
+                    {name: round(size, 2) for name, size in run.memory(rank).items()},
+                ]
+                for rank in range(run.schedule.pipeline_size)
+            ],
+        )
+        for run in shown(found)
+    ]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def stored_digest() -> str:
+    """The digest in the picture's file."""
+    from PIL import Image
+
+    with Image.open(PICTURE) as picture:
+        return picture.info.get("Description", "")
+
+
+def draw(asked: Request, found: list[Run]) -> None:
+    """A row of panels for each run: the ranks over time, and their memory."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    panels = shown(found)
+    figure = Figure(figsize=(10, 1.2 + 1.75 * len(panels)), layout="constrained")
+    grid = figure.subplots(len(panels), 2, sharex="col", width_ratios=(3, 1))
+    ranks = range(asked.job.pipeline)
+    for (times, memory), run in zip(grid, panels, strict=True):
+        for rank in ranks:
+            for colour in ("forward", "backward", "vocabulary"):
+                boxes = [(box.start, box.end - box.start) for box in run.boxes(rank) if box.colour == colour]
+                style = {"facecolor": COLOURS[colour], "edgecolor": "white"}
+                times.broken_barh(boxes, (rank - 0.4, 0.8), linewidth=0.2 * (colour != "vocabulary"), **style)
+            left = 0.0
+            for name, size in run.memory(rank).items():
+                memory.barh(rank, size, 0.8, left=left, color=COLOURS[name])
+                left += size
+        for axes in (times, memory):
+            axes.set_ylim(len(ranks) - 0.5, -0.5)
+            axes.spines[["top", "right"]].set_visible(False)
+        times.set_xlim(0, WINDOW)
+        times.set_yticks(list(ranks), [f"rank {rank}" for rank in ranks], fontsize=7)
+        times.set_title(f"{run.title}: {run.seconds:.1f} s per iteration", loc="left", fontsize=10)
+        memory.set_yticks([])
+        memory.set_title(f"fullest rank {run.peak:.1f} GiB", loc="left", fontsize=10)
+        for axes in (times, memory):
+            axes.tick_params(labelsize=8)
+    grid[-1][0].set_xlabel(f"the first {WINDOW:g} seconds of an iteration; white: the rank waits", fontsize=9)
+    grid[-1][1].set_xlabel("memory per rank, GiB", fontsize=9)
+    figure.suptitle(
+        f"Predicted, not measured: Llama 3 8B, {asked.job.gpus} H100, p = {asked.job.pipeline} pipeline ranks, "
+        f"m = {asked.job.microbatches} microbatches, vocabulary {asked.job.model.vocab:,}",
+        fontsize=10,
+        x=0.01,
+        ha="left",
+    )
+    patches = [Patch(facecolor=COLOURS[name], label=LABELS[name]) for name in COLOURS]
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.savefig(PICTURE, dpi=130, metadata={"Description": digest(found)})
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where something has changed")
+    check = parser.parse_args().check
+    asked = request()
+    found = runs(asked)
+    page = README.read_text(encoding="utf-8")
+    fresh = with_block(with_block(page, "predicted", table(found)), "plan", plan_output())
+    if check:
+        stale = [PICTURE.name] * (stored_digest() != digest(found)) + [README.name] * (fresh != page)
+        print(f"out of date: {', '.join(stale)}; run this without --check" if stale else "up to date")
+        return int(bool(stale))
+    draw(asked, found)
+    README.write_text(fresh, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
