@@ -27,7 +27,7 @@ def runs(script):
 
 def test_the_readme_shows_the_present_predictions(script, runs):
     page = script.README.read_text(encoding="utf-8")
-    assert script.block_of(page, "predicted") == script.table(runs)
+    assert script.block_of(page, "predicted") == script.table(script.request(), runs)
 
 
 def test_the_readme_shows_what_plan_says(script):
