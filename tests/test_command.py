@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vp.cli.app import main
+from megatron_vp.cli.app import app, main
 
 COMMAND = [sys.executable, "-m", "megatron_vp.cli.app"]
 LONG = ["schedule", "1f1b", "-p", "8", "-m", "400", "--format", "json"]
@@ -75,13 +75,18 @@ SAYS = {
 DEFAULT = ("version", "help", "env", "simulate")
 
 
-@pytest.mark.parametrize("words", [["--help"], ["paper", "--help"]])
-def test_the_summaries_of_the_commands_are_shown_uncut(words):
-    said = subprocess.run([*COMMAND, *words], capture_output=True, text=True, env=os.environ | {"COLUMNS": "80"}).stdout
-    summaries = [line.split(maxsplit=1)[1] for line in said.partition("Commands:")[2].splitlines() if line.strip()]
-    assert len(summaries) >= 4
-    assert all(len(summary) <= 50 and summary.endswith(".") for summary in summaries), summaries
-    assert not [summary for summary in summaries if summary.endswith("...")]
+@pytest.mark.parametrize("group", [None, *app.registered_groups], ids=lambda group: group.name if group else "all")
+def test_the_summaries_of_the_commands_are_shown_uncut(group):
+    """Of all commands and groups, in a terminal of 80 columns."""
+    words = [group.name] if group else []
+    listed = app if group is None else group.typer_instance
+    known = {command.name for command in (*listed.registered_commands, *listed.registered_groups)}
+    environment = os.environ | {"COLUMNS": "80"}
+    said = subprocess.run([*COMMAND, *words, "--help"], capture_output=True, text=True, env=environment).stdout
+    lines = [line.split(maxsplit=1) for line in said.partition("Commands:\n")[2].splitlines()]
+    assert {name for name, _ in lines} == known
+    for _, summary in lines:
+        assert len(summary) <= 50 and summary.endswith(".") and not summary.endswith("..."), summary
 
 
 def test_tables_is_an_alias_of_paper_tables():

@@ -23,28 +23,30 @@ def check(
     overlays: ConfigOption = None,
     ranks_per_node: Annotated[
         int | None,
-        typer.Option("--ranks-per-node", min=1, help="Check this node too, which shall run so many."),
+        typer.Option("--ranks-per-node", min=1, help="Also check this node, which will run this many ranks."),
     ] = None,
     nodes: Annotated[
         str | None,
         typer.Option(
             "--nodes",
             metavar="te=VERSION|no,apex=yes|no",
-            help="What the job's nodes have, where that is not this machine: Transformer Engine, Apex.",
+            help="What the job's nodes have, if they differ from this machine: Transformer Engine, Apex.",
         ),
     ] = None,
     output: Annotated[
         Literal["text", "json"],
-        typer.Option("--format", help="json: the Megatron flags that would be added, and who computes what."),
+        typer.Option(
+            "--format", help="json lists the Megatron flags that a run would add and the implementation of each part."
+        ),
     ] = "text",
 ) -> None:
-    """Check the arguments of a training job as its ranks would, without starting it.
+    """Check a training job as its ranks would, without starting it.
 
-    All other arguments are the job's own, as in training. Reads configuration, tokenizer, the datasets'
-    indices and the metadata of the checkpoint to load. With --ranks-per-node also looks at this node: GPUs, network
+    All other arguments are the job's own, as in training. Checks the arguments, and reads the tokenizer, the datasets'
+    indices and the metadata of the checkpoint to load. With --ranks-per-node it also checks this node: GPUs, network
     interface, room for checkpoints.
 
-    On a login node say with --nodes what the nodes have that shall run the job: GPUs, and these libraries.
+    On a login node, use --nodes to say what the job's nodes have.
 
     \b
     megatron-vp check configs/llama3_8b.yaml --ranks 32 --vocab-parallel

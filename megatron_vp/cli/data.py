@@ -20,24 +20,26 @@ def register(app: typer.Typer) -> None:
 def data(
     inputs: Annotated[
         list[str],
-        typer.Argument(metavar="INPUT", show_default=False, help="Text files, .jsonl files, or directories of them."),
+        typer.Argument(
+            metavar="INPUT", show_default=False, help="Text files, .jsonl files, or folders with such files."
+        ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write to; made if needed.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write to; created if needed.")],
     vocab_size: Annotated[
         int | None, typer.Option("--vocab-size", help="Train a byte-level BPE tokenizer with this many tokens.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", help="Use the tokenizer of this directory instead of training one.")
+        Path | None, typer.Option("--tokenizer", help="Use the tokenizer in this folder instead of training one.")
     ] = None,
     name: Annotated[
-        str, typer.Option("--name", help="Files are named NAME_text_document and NAME_tokenizer.")
+        str, typer.Option("--name", help="Names of the results: NAME_text_document and NAME_tokenizer.")
     ] = "corpus",
     json_key: Annotated[str, typer.Option("--json-key", help="Key of the text in .jsonl files.")] = "text",
     split_lines: Annotated[
-        bool, typer.Option("--split-lines", help="Every line of a text file is a document, not every file.")
+        bool, typer.Option("--split-lines", help="Make each line of a text file a document, not each file.")
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a dataset and a tokenizer of this name.")
+        bool, typer.Option("--overwrite", help="Replace an existing dataset and tokenizer of this name.")
     ] = False,
     workers: Annotated[
         int | None,

@@ -14,9 +14,10 @@ JobArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="CONFIG [FLAGS]",
-        help="The job as in training: its configuration, such as configs/llama3_8b.yaml, and any of its flags.",
+        help="The job, as for training: a configuration such as configs/llama3_8b.yaml, then any flags.",
     ),
 ]
 ConfigOption = Annotated[
-    list[Path] | None, typer.Option("--config", metavar="FILE", help="Laid over CONFIG; may be repeated.")
+    list[Path] | None,
+    typer.Option("--config", metavar="FILE", help="Overlay for CONFIG; may be repeated, later files win."),
 ]

@@ -14,4 +14,4 @@ def register(app: typer.Typer) -> None:
     paper_runs.register(group)
     paper_calibrate.register(group)
     app.add_typer(group, name="paper", help="Predict or reproduce the paper's tables.")
-    paper_tables.register(app, "Predict the paper's tables (as paper tables).")
+    paper_tables.register(app, "Short form of `megatron-vp paper tables`.")

@@ -29,9 +29,9 @@ def register(app: typer.Typer) -> None:
 
 def list_jobs(
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="DIR", help="Folder of the lists, and of the runs' logs.")
+        Path, typer.Option("-o", "--output", metavar="DIR", help="Folder for the lists and for the logs of the runs.")
     ] = Path("runs/tables"),
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of a node.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs per node.")] = 8,
 ) -> None:
     """List the runs of every cell of the paper's tables, for job arrays.
 
@@ -47,17 +47,19 @@ def list_jobs(
 
 
 def collect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that megatron-vp paper jobs wrote.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that `megatron-vp paper jobs` wrote.")],
     hardware: Annotated[
         str | None,
-        typer.Option("--hardware", help="Peak of the GPUs for MFU, such as h100 (default: A100, as the tables count)."),
+        typer.Option(
+            "--hardware", help="GPUs whose peak MFU refers to, such as h100 (default: A100, as in the tables)."
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="CSV file to write.")] = None,
 ) -> None:
-    """Turn the logs of the tables' runs into a table, in the format that megatron-vp paper tables --published takes.
+    """Turn the logs of the tables' runs into a table that `megatron-vp paper tables --published` reads.
 
-    MFU as the paper counts it; peak memory is the allocator's, of the fullest rank, in GiB. A run that did not fit has
-    empty fields. What is missing or broken is listed on standard error.
+    MFU is counted as in the paper. Memory is the peak of PyTorch's allocator on the fullest rank, in GiB. A run that
+    did not fit has empty fields. Missing and broken logs are listed on standard error.
     """
     from megatron_vp.cost.hardware import find_hardware
     from megatron_vp.cost.paper.cells import cell_name

@@ -33,16 +33,21 @@ def register(app: typer.Typer, summary: str = "Predict every cell of the paper's
 def tables(
     published: Annotated[
         Path | None,
-        typer.Option(help="CSV with published cells to compare with; columns as in the package's published_mfu.csv."),
+        typer.Option(
+            help="CSV file with published cells to compare with; columns as in the package's published_mfu.csv."
+        ),
     ] = None,
     hardware: Annotated[
-        str | None, typer.Option(help="Run by this project in bf16 on this hardware, not by the authors on A100s.")
+        str | None,
+        typer.Option(help="Predict runs of this project in bf16 on this hardware instead of the authors' on A100s."),
     ] = None,
     fp8_recipe: Annotated[
-        str | None, typer.Option(help="With --hardware: layers in fp8. tensorwise, delayed, blockwise or mxfp8.")
+        str | None, typer.Option(help="With --hardware, layers in fp8: tensorwise, delayed, blockwise or mxfp8.")
     ] = None,
-    output_format: Annotated[Format, typer.Option("--format", help="What to show.")] = Format.TABLE,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write instead of the screen.")] = None,
+    output_format: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TABLE,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write to this file instead of the screen.")
+    ] = None,
 ) -> None:
     """Predict every cell of the paper's tables 5 (1F1B) and 6 (V-Half), and table 3, without a GPU.
 

@@ -11,7 +11,7 @@ def register(app: typer.Typer) -> None:
     @app.command("patches", short_help="List what is patched in Megatron-Core, and why.")
     def patches_command(
         dry_run: bool = typer.Option(
-            False, "--dry-run", help="Compare signatures only; without it every group is also applied and taken back."
+            False, "--dry-run", help="Only compare signatures. By default each group is also applied and removed again."
         ),
     ) -> None:
         """List what is patched in Megatron-Core, why, and whether it fits the installed version.

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("plan", context_settings=TAKES_A_JOB, short_help="Find the fastest schedule for a job that fits.")(plan)
+    app.command("plan", context_settings=TAKES_A_JOB, short_help="Rank all schedules for a job by predicted time.")(
+        plan
+    )
 
 
 def plan(

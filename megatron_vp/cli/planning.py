@@ -37,13 +37,13 @@ class Format(StrEnum):
     PNG = "png"
 
 
-HardwareOption = Annotated[str, typer.Option(help="a100, h100, h200, b200, mi300x or cpu.")]
+HardwareOption = Annotated[str, typer.Option(help="Hardware of the job: a100, h100, h200, b200, mi300x or cpu.")]
 NodesOption = Annotated[
-    int | None, typer.Option(min=1, help="Nodes of the job (default: GPUs for one replica of the model).")
+    int | None, typer.Option(min=1, help="Nodes of the job (default: enough GPUs for one model replica).")
 ]
-MemoryOption = Annotated[float | None, typer.Option(help="GiB that a rank may take (default: what the hardware has).")]
-FormatOption = Annotated[Format, typer.Option("--format", help="What to show.")]
-OutputOption = Annotated[Path | None, typer.Option("-o", "--output", help="File to write instead of the screen.")]
+MemoryOption = Annotated[float | None, typer.Option(help="Memory per rank in GiB (default: all that the GPU has).")]
+FormatOption = Annotated[Format, typer.Option("--format", help="Output format.")]
+OutputOption = Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file instead of the screen.")]
 
 
 @dataclass(frozen=True)

@@ -23,23 +23,27 @@ def register(app: typer.Typer) -> None:
 
 
 def replay(
-    rank: Annotated[int, typer.Option("--rank", help="Which rank of the job, counted as its launcher counts.")],
+    rank: Annotated[int, typer.Option("--rank", help="Rank to run, numbered as by the launcher.")],
     job: JobArgument = None,
     overlays: ConfigOption = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", help="Ranks of the job; default: one replica of the model.")
+        int | None, typer.Option("--ranks", help="Ranks of the whole job (default: those of one model replica).")
     ] = None,
-    iterations: Annotated[int, typer.Option("--iterations", min=1, help="Iterations to time, after one more.")] = 3,
+    iterations: Annotated[
+        int, typer.Option("--iterations", min=1, help="Iterations to time, after one for warm-up.")
+    ] = 3,
     shapes_only: Annotated[
-        bool, typer.Option("--shapes-only", help="Compute nothing and count memory: no GPU, seconds for any model.")
+        bool, typer.Option("--shapes-only", help="Only count memory, on fake tensors. Takes seconds and no GPU.")
     ] = False,
     script: Annotated[str, typer.Option("--script", help="The training script.")] = "pretrain_gpt_vp.py",
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the figures as JSON.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the results as JSON to this file.")
+    ] = None,
 ) -> None:
-    """Run one rank of a job alone: its real model part and schedule, made-up inputs, no peers.
+    """Run one rank of a job without its peers: its real part of the model and its real schedule on random inputs.
 
-    Prints the time of every kind of pass and the rank's memory. Needs one device, however many ranks the job has;
-    with --shapes-only none, and shows memory only. All other arguments are the job's own, as in training.
+    Prints the time of every kind of pass and the rank's memory. Needs one GPU, however many ranks the job has. With
+    --shapes-only it needs none and counts only memory. All other arguments are the job's own, as in training.
 
     \b
     megatron-vp replay configs/gpt_21b.yaml --rank 31 --vocab-parallel --pipeline-schedule 1f1b

@@ -18,9 +18,9 @@ def register(app: typer.Typer) -> None:
     )
     def run_command(
         context: typer.Context,
-        script: str = typer.Argument(help="Path of a Megatron training script, unchanged."),
+        script: str = typer.Argument(help="Your Megatron training script, unchanged."),
     ) -> Callable[[], None]:
-        """Run a Megatron training script under the plug-in, in every process of a launcher.
+        """Run a Megatron training script under the plug-in. Each process of a launcher runs this command.
 
         Everything after SCRIPT goes to the script; the plug-in's own flags (--vocab-parallel, --config FILE, --cpu) are
         understood among them. Start it with a launcher, one process a rank:

@@ -28,19 +28,23 @@ def sbatch(
     job: JobArgument = None,
     overlays: ConfigOption = None,
     nodes: Annotated[
-        int | None, typer.Option("--nodes", min=1, help="Nodes of the job (default: one model's worth of ranks).")
+        int | None, typer.Option("--nodes", min=1, help="Nodes of the job (default: enough for one model replica).")
     ] = None,
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of a node; a rank for each.")] = 8,
+    gpus_per_node: Annotated[
+        int, typer.Option("--gpus-per-node", min=1, help="GPUs per node; each runs one rank.")
+    ] = 8,
     ntasks_per_node: Annotated[
-        int | None, typer.Option("--ntasks-per-node", min=1, help="Ranks of a node, for nodes without GPUs.")
+        int | None, typer.Option("--ntasks-per-node", min=1, help="Ranks per node, for nodes without GPUs.")
     ] = None,
     slurm: Annotated[
         list[str] | None,
         typer.Option("--slurm", metavar="OPTION=VALUE", help="An option for sbatch itself, such as partition=long."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the job and print what would be submitted.")
+    ] = False,
 ) -> None:
-    """Submit CONFIG to SLURM: checked here and now, started once a GPU, requeued until it has finished.
+    """Check a job here, then submit it to SLURM with one rank per GPU, requeued until it has finished.
 
     Run it in the repository. All other arguments are the job's own, as in training.
 

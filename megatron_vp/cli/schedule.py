@@ -40,39 +40,39 @@ def schedule(
     name: Annotated[
         str | None,
         typer.Argument(
-            help=f"{', '.join(FAMILIES)}. Leave out with --from.",
+            help=f"One of {', '.join(FAMILIES)}. Leave it out with --from.",
         ),
     ] = None,
     pipeline_size: Annotated[int | None, typer.Option("-p", "--pipeline-size", help="Pipeline ranks.")] = None,
-    microbatches: Annotated[int | None, typer.Option("-m", "--microbatches", help="Microbatches a step.")] = None,
+    microbatches: Annotated[int | None, typer.Option("-m", "--microbatches", help="Microbatches per step.")] = None,
     vocab: Annotated[
         str, typer.Option(help=f"Vocabulary passes: none, vocab-1 or vocab-2; {', '.join(OWN_METHODS)} has its own.")
     ] = "none",
-    chunks: Annotated[int | None, typer.Option(help="Model chunks a rank, for interleaved (default 2).")] = None,
+    chunks: Annotated[int | None, typer.Option(help="Model chunks per rank, for interleaved (default 2).")] = None,
     cost: Annotated[
         str,
         typer.Option(
-            help="Durations of the passes, in any unit, as F=1,B=1,W=1,S=0.25,T=0.25,IF=0.05,IB=0.05,comm=0 (these are "
-            "the defaults). F, B (input gradient) and W (weight gradient) are those of all chunks of a rank; comm is "
-            "that of a message or collective."
+            help="Durations in any unit. Default: F=1, B=1, W=1, S=0.25, T=0.25, IF=0.05, IB=0.05, comm=0 (give "
+            "them without spaces). F (forward), B (input gradient) and W (weight gradient) are for all chunks of a "
+            "rank together, comm for each message and collective."
         ),
     ] = "",
     output_format: Annotated[
         Format,
         typer.Option(
             "--format",
-            help="What to show. `programs` is JSON with all that each rank runs, posts and waits for.",
+            help="Output format. `programs` is JSON with everything that each rank runs, posts and waits for.",
         ),
     ] = Format.TABLE,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write instead of the screen.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write to this file instead of the screen.")
+    ] = None,
     source: Annotated[
         Path | None,
-        typer.Option(
-            "--from", help="JSON or CSV file with a schedule to prove and show; PyTorch's compute actions, too."
-        ),
+        typer.Option("--from", help="Read the schedule from a JSON or CSV file, or PyTorch's CSV of compute actions."),
     ] = None,
     evaluation: Annotated[
-        bool, typer.Option("--evaluation", help="Show what an evaluation runs: the forward passes, reordered.")
+        bool, typer.Option("--evaluation", help="Show the schedule of an evaluation: forward passes only, reordered.")
     ] = False,
 ) -> None:
     """Generate a pipeline schedule (or read one with --from), prove that it runs, and show it.

@@ -51,7 +51,9 @@ def simulate(
     memory: MemoryOption = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Take pass times from this run's --pipeline-trace, not from the cost model."),
+        typer.Option(
+            metavar="DIR", help="Use measured pass times from this --pipeline-trace folder instead of the cost model."
+        ),
     ] = None,
     output_format: FormatOption = Format.TABLE,
     output: OutputOption = None,

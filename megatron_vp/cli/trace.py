@@ -16,13 +16,13 @@ def register(app: typer.Typer) -> None:
 
 
 def trace(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What the run had as --pipeline-trace.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that the run was given as --pipeline-trace.")],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="Write one Perfetto file of all ranks (open in ui.perfetto.dev)."),
+        typer.Option("-o", "--output", help="Write one Perfetto file with all ranks; open it in ui.perfetto.dev."),
     ] = None,
 ) -> None:
-    """Show where the time of a traced run went on every rank, beside what the simulator predicts for its pass times.
+    """Show where the time of a traced run went on every rank, and what the simulator predicts for its pass times.
 
     Trace a run with: pretrain_gpt_vp.py ... --vocab-parallel --pipeline-trace DIR
     """
