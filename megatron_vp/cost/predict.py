@@ -158,7 +158,8 @@ def _player(
 def _proportions(costs: PassCosts) -> PassCosts:
     """`costs` in hundredths of a rank's F + B + W, rounded to one hundredth."""
     whole = costs.F + costs.B + costs.W
-    return PassCosts(*(round(100 * value / whole) for value in vars(costs).values()))
+    rounded = {name: round(100 * value / whole) for name, value in costs.named().items() if name not in costs.other}
+    return PassCosts(**rounded, other={name: round(100 * value / whole) for name, value in costs.other.items()})
 
 
 def layers_of(job: Job, plan: Plan, placement: Placement) -> tuple[int, ...]:

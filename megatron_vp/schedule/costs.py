@@ -19,7 +19,8 @@ from megatron_vp.schedule.passes import Pass, PassKind, Schedule
 @dataclass(frozen=True)
 class PassCosts:
     """Durations. F, B (input gradient), W (weight gradient) are those of a whole rank, all its chunks together;
-    `comm` is that of every message and collective. Raises UserError for a negative or non-finite duration.
+    `comm` is that of every message and collective. `other` names further kinds of pass; a kind that is not named takes
+    no time. Raises UserError for a negative or non-finite duration.
     """
 
     F: float = 1.0
@@ -30,15 +31,20 @@ class PassCosts:
     IF: float = 0.05
     IB: float = 0.05
     comm: float = 0.0
+    other: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            _check(entry.name, getattr(self, entry.name))
+        for name, value in self.named().items():
+            _check(name, value)
+
+    def named(self) -> dict[str, float]:
+        """All durations by name."""
+        return {name: getattr(self, name) for name in _OWN} | dict(self.other)
 
     @classmethod
     def parse(cls, text: str) -> PassCosts:
         """Read `F=1,B=1,S=0.25`; what is not named keeps its default. Raises UserError."""
-        known = {entry.name for entry in fields(cls)}
+        known = {*_OWN, *(kind.value for kind in PassKind if kind not in _FOLLOWING)}
         given: dict[str, float] = {}
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, separator, value = (part.strip() for part in item.partition("="))
@@ -50,7 +56,8 @@ class PassCosts:
                 given[name] = float(value)
             except ValueError:
                 raise UserError(f"cost {item!r}: {value!r} is not a number") from None
-        return cls(**given)
+        own = {name: value for name, value in given.items() if name in _OWN}
+        return cls(**own, other={name: value for name, value in given.items() if name not in _OWN})
 
     def nominal(self, ranks: int) -> PassCosts:
         """These costs."""
@@ -69,7 +76,9 @@ class PassCosts:
                 return (self.B + self.W) / schedule.chunks
             case PassKind.V:
                 return self.S + self.T + self.IF + self.IB
-        return getattr(self, step.kind, 0.0)
+        if step.kind in _OWN:
+            return getattr(self, step.kind)
+        return self.other.get(step.kind, 0.0) / (schedule.chunks if step.kind.per_chunk else 1)
 
     def communication(self, operation: Operation) -> float:
         """Duration of a message or collective."""
@@ -81,13 +90,21 @@ class PassCosts:
         return replace(self, F=max(self.F, floor), B=max(self.B, floor), W=max(self.W, floor))
 
 
+_OWN = tuple(entry.name for entry in fields(PassCosts) if entry.name != "other")
+"""Durations that have a field of their own."""
+
+_FOLLOWING = (PassKind.BW, PassKind.V)
+"""Kinds whose duration follows from those of others."""
+
+
 @dataclass(frozen=True)
 class StageCosts:
     """Durations of single passes and operations, by where they run.
 
     F, B (input gradient) and W (weight gradient) by virtual stage; S, T, IF, IB and V by rank, empty where a schedule
-    has no such passes. `messages` by source rank, target rank and channel, `collectives` by kind; what is not named is
-    free. Raises UserError for a negative or non-finite duration, and for F, B and W of different numbers of stages.
+    has no such passes; `other` kinds by virtual stage, or by rank if a rank runs one per microbatch. `messages` by
+    source rank, target rank and channel, `collectives` by kind; what is not named is free. Raises UserError for a
+    negative or non-finite duration, and for F, B and W of different numbers of stages.
     """
 
     F: tuple[float, ...]
@@ -100,6 +117,7 @@ class StageCosts:
     V: tuple[float, ...] = ()
     messages: Mapping[tuple[int, int, Channel], float] = field(default_factory=dict)
     collectives: Mapping[CollectiveKind, float] = field(default_factory=dict)
+    other: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not len(self.F) == len(self.B) == len(self.W) > 0:
@@ -107,17 +125,22 @@ class StageCosts:
                 f"costs name {len(self.F)}, {len(self.B)} and {len(self.W)} stages for F, B and W; give one of each "
                 "for every virtual stage"
             )
-        for kind in PASSES:
-            for place, value in enumerate(getattr(self, kind)):
+        for kind, values in self.named().items():
+            for place, value in enumerate(values):
                 _check(f"{kind}[{place}]", value)
         for name, value in (*self.messages.items(), *self.collectives.items()):
             _check(str(name), value)
 
+    def named(self) -> dict[str, tuple[float, ...]]:
+        """The durations of passes by kind."""
+        return {kind: getattr(self, kind) for kind in PASSES} | dict(self.other)
+
     def scaled(self, factor: float) -> StageCosts:
         """All durations times `factor`: the same in another unit."""
-        passes = {kind: tuple(factor * value for value in getattr(self, kind)) for kind in PASSES}
+        passes = {kind: tuple(factor * value for value in values) for kind, values in self.named().items()}
         return StageCosts(
-            **passes,
+            **{kind: passes.pop(kind) for kind in PASSES},
+            other=passes,
             messages={name: factor * value for name, value in self.messages.items()},
             collectives={kind: factor * value for kind, value in self.collectives.items()},
         )
@@ -130,6 +153,8 @@ class StageCosts:
         output = {kind: fmean(getattr(self, kind) or (0.0,)) for kind in ("S", "T", "IF", "IB")}
         if not self.S and self.V:
             output["S"] = fmean(self.V)
+        shares = {kind: ranks if PassKind(kind).per_chunk else len(times) for kind, times in self.other.items()}
+        other = {kind: sum(times) / shares[kind] for kind, times in self.other.items()}
         operations = (*self.messages.values(), *self.collectives.values())
         return PassCosts(
             F=sum(self.F) / ranks,
@@ -137,6 +162,7 @@ class StageCosts:
             W=sum(self.W) / ranks,
             **output,
             comm=fmean(operations or (0.0,)),
+            other=other,
         )
 
     def duration(self, schedule: Schedule, rank: int, step: Pass) -> float:
@@ -149,7 +175,10 @@ class StageCosts:
                 return self.B[stage] if schedule.split_backward else self.B[stage] + self.W[stage]
             case PassKind.BW:
                 return self.B[stage] + self.W[stage]
-        return getattr(self, step.kind)[rank] if step.kind in PASSES else 0.0
+        if step.kind in PASSES:
+            return getattr(self, step.kind)[rank]
+        times = self.other.get(step.kind)
+        return times[stage if step.kind.per_chunk else rank] if times else 0.0
 
     def communication(self, operation: Operation) -> float:
         """Duration of a message or collective."""
@@ -159,7 +188,7 @@ class StageCosts:
 
 
 PASSES = tuple(entry.name for entry in fields(StageCosts) if entry.name in PassKind)
-"""The kinds of pass that costs name. A pass of any other kind takes no time."""
+"""The kinds of pass that costs have a field for."""
 
 Costs = PassCosts | StageCosts
 

@@ -7,6 +7,7 @@ import json
 import math
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from megatron_vp.schedule import perfetto
@@ -31,8 +32,7 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
     lines = [
         f"schedule {schedule.name}, vocabulary {schedule.vocab}: {sizes}",
         f"makespan {timeline.makespan:.6g}   bubble {100 * timeline.bubble_fraction:.2f} %   "
-        f"costs F={costs.F:g} B={costs.B:g} W={costs.W:g} S={costs.S:g} T={costs.T:g} IF={costs.IF:g} IB={costs.IB:g} "
-        f"comm={costs.comm:g}",
+        f"costs {' '.join(f'{name}={value:g}' for name, value in costs.named().items())}",
         "",
         "rank   busy   bubble %   peak activation   between S and T",
     ]
@@ -43,9 +43,15 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
             f"{timeline.logits_in_flight[rank]:17d}"
         )
     column = timeline.makespan / width
-    lines += ["", f"one column is {column:.4g}; i is IF, b is IB, a dot is idle; passes much shorter may not show"]
+    marks = "".join(f"{kind.mark} is {kind}, " for kind in PassKind if _needs_explaining(kind, schedule.kinds))
+    lines += ["", f"one column is {column:.4g}; {marks}a dot is idle; passes much shorter may not show"]
     lines += [f"{rank:4d} {_row(timeline, rank, width)}" for rank in range(schedule.pipeline_size)]
     return "\n".join(lines) + "\n"
+
+
+def _needs_explaining(kind: PassKind, used: Collection[PassKind]) -> bool:
+    """Whether the mark of a kind is not a kind's name: IF's and IB's always, others' where they occur."""
+    return kind.mark not in PassKind and (kind in used or kind in (PassKind.IF, PassKind.IB))
 
 
 def _row(timeline: Timeline, rank: int, width: int) -> str:

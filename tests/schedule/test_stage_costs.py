@@ -113,7 +113,7 @@ def test_a_player_plays_one_order_against_many_costs():
         schedule = generate(name, 4, 8, vocab="none" if name == "interlaced" else "vocab-2", costs=COSTS)
         player = Player(schedule, COSTS)
         assert player.play(COSTS) == simulate(schedule, COSTS)
-        slower = PassCosts(**{key: 2 * value for key, value in vars(COSTS).items()})
+        slower = PassCosts(**{key: 2 * value for key, value in COSTS.named().items()})
         assert player.play(slower).makespan == pytest.approx(2 * simulate(schedule, COSTS).makespan)
         assert player.play(COSTS).makespan == simulate(schedule, COSTS).makespan
 

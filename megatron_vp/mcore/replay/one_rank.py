@@ -14,7 +14,7 @@ import socket
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class Replayed:
 
         A backward that is not split is all in B.
         """
-        kinds = (entry.name for entry in fields(PassCosts) if entry.name != "comm")
+        kinds = (name for name in PassCosts().named() if name != "comm")
         return ",".join(f"{kind}={self.pass_milliseconds.get(kind, 0):.4g}" for kind in kinds)
 
 
