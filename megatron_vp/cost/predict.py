@@ -218,6 +218,7 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, co
         **vocabulary,
         messages=communication.messages(placement),
         collectives=communication.collectives(plan.vocab),
+        other={},
     )
 
 
