@@ -39,10 +39,12 @@ fi
 types=$!
 tests=(
     tests/test_architecture.py
+    tests/test_docs.py
     tests/test_files.py
     tests/jobs/test_commands_take_a_job.py
     tests/jobs/test_job_config.py
     tests/jobs/test_yaml_files.py
+    tests/schedule/test_pass_kinds.py
     tests/schedule/test_schedule_bounds.py
     tests/schedule/test_schedule_command.py
     tests/schedule/test_schedule_data.py
