@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import typer
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 from megatron_vp.cli import trace as command
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import CollectiveKind, Pass, PassCosts, PassKind, StageCosts, draw, generate, simulate
+from megatron_vp.schedule import CollectiveKind, Pass, PassCosts, PassKind, StageCosts, draw, family, generate, simulate
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.trace.figures import figures, ran
 from megatron_vp.trace.rank_files import (
@@ -33,10 +34,10 @@ app.callback()(lambda: None)
 command.register(app)
 
 
-def recorded(scale=1.0):
+def recorded(scale=1.0, schedule=None):
     """Traces of two iterations of a simulated run; `scale` stretches the times after they were simulated."""
-    timeline = simulate(generate("1f1b", 3, 4, vocab="vocab-2", costs=COSTS), COSTS)
-    schedule = timeline.schedule
+    schedule = schedule or generate("1f1b", 3, 4, vocab="vocab-2", costs=COSTS)
+    timeline = simulate(schedule, COSTS)
     traces = []
     for rank, order in enumerate(schedule.ranks):
         spans = [
@@ -52,7 +53,8 @@ def recorded(scale=1.0):
             for step, (start, end) in zip(order, timeline.spans[rank], strict=True)
         ]
         placement = schedule.placement.stage_of
-        traces.append(RankTrace("7", rank, "1f1b", "vocab-2", placement, dict.fromkeys(START, 4), 0.0, tuple(spans)))
+        about = schedule.name, schedule.vocab.value, placement, dict.fromkeys(START, schedule.microbatches)
+        traces.append(RankTrace("7", rank, *about, 0.0, tuple(spans)))
     return timeline, traces
 
 
@@ -76,6 +78,21 @@ def test_a_simulated_run_is_predicted_exactly():
         assert rank.busy == pytest.approx(busy)
         assert rank.vocabulary == pytest.approx(4 * (1 + 1.5))
         assert rank.communicating == rank.hidden == rank.waiting == 0
+
+
+def test_whole_backwards_among_split_ones_are_predicted():
+    mixed = family(str(Path(__file__).parents[1] / "mcore" / "schedules" / "by_hand.json")).fixed
+    all_whole_in_chunk_0 = [
+        tuple(
+            step._replace(kind=PassKind.BW) if step.chunk == 0 and step.kind is PassKind.B else step
+            for step in order
+            if step.chunk or step.kind is not PassKind.W
+        )
+        for order in mixed.ranks
+    ]
+    for schedule in (mixed, replace(mixed, ranks=tuple(all_whole_in_chunk_0))):
+        timeline, traces = recorded(schedule=schedule)
+        assert figures(traces).predicted == pytest.approx(timeline.makespan)
 
 
 def test_a_stall_shows_as_measured_over_predicted():
