@@ -73,7 +73,7 @@ FILE_REFUSALS = (
     ),
     Refusal(
         lambda a: (file := _fixed(a)) and file.chunks == 1 and file.placement != Placement.linear(file.pipeline_size),
-        "--pipeline-schedule {pipeline_schedule} has one chunk a rank and not stage r on rank r: use a placement "
+        "--pipeline-schedule {pipeline_schedule} has one chunk per rank and not stage r on rank r: use a placement "
         "that numbers the ranks in the order of their stages",
     ),
     Refusal(
