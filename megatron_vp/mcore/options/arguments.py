@@ -31,7 +31,6 @@ from megatron_vp.mcore.choices import (
     splits_backward,
 )
 from megatron_vp.mcore.megatron_arguments import check_parsed, check_validated
-from megatron_vp.mcore.options.early_arguments import Parser
 from megatron_vp.mcore.options.ignored import warn_of_ignored
 from megatron_vp.mcore.options.ranges import check_ranges
 from megatron_vp.mcore.options.refusals import refuse
@@ -56,8 +55,11 @@ class _HelpFormatter(argparse.HelpFormatter):
             return action.help or ""
 
 
-class _Parser(Parser):
+class _Parser(argparse.ArgumentParser):
     """Megatron's parser with the configuration file and the platform's flags put before the command line's flags."""
+
+    def error(self, message: str) -> Any:
+        raise UserError(f"{message}; `--help` lists all options")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
         given = list(sys.argv[1:] if args is None else args)

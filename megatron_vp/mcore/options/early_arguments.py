@@ -1,68 +1,55 @@
-"""What a command line says before Megatron's parser exists, as far as it decides which patches apply.
+"""What a job says before Megatron's parser exists, as far as it decides which patches apply.
 
 Megatron's own parser is patched itself, and nothing is patched before everything that a run needs has been checked. So
-a parser of the few arguments that matter reads the same words first: configuration files, then the command line. What
-it passes over and whatever is malformed is left to Megatron's parser, and the groups are selected again from the
-validated arguments.
+the few arguments that matter are read first, in the way of every command. Whatever is malformed is left to Megatron's
+parser, and the groups are selected again from the validated arguments.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
 
-from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import split_config
-from megatron_vp.jobs.yaml_files import read_leaves
+from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.schedule import DEFAULT_SCHEDULE
 
 SWITCHES = (
-    ("--vocab-parallel",),
-    ("--fake-process-group",),
-    ("--multiple-validation-sets",),
-    ("--override-opt-param-scheduler", "--override-opt_param-scheduler"),
-    ("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"),
+    "vocab_parallel",
+    "fake_process_group",
+    "multiple_validation_sets",
+    "override_opt_param_scheduler",
+    "use_checkpoint_opt_param_scheduler",
 )
 VALUES = {
-    "--pipeline-schedule": DEFAULT_SCHEDULE,
-    "--core-attention": "megatron",
-    "--transformer-impl": "transformer_engine",
-    "--rank-report": None,
-    "--tensorboard-dir": None,
-    "--heterogeneous-layers-config-path": None,
-    "--heterogeneous-layers-config-encoded-json": None,
+    "pipeline_schedule": DEFAULT_SCHEDULE,
+    "core_attention": "megatron",
+    "transformer_impl": "transformer_engine",
+    "rank_report": None,
+    "tensorboard_dir": None,
+    "heterogeneous_layers_config_path": None,
+    "heterogeneous_layers_config_encoded_json": None,
 }
-"""Options with one value, and the value of a run that does not give them."""
-LISTS = ("--iterations-to-skip",)
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports what it cannot parse as a UserError."""
-
-    def error(self, message: str) -> Any:
-        """Raise UserError, with a hint."""
-        raise UserError(f"{message}; `--help` lists all options")
+"""Arguments with one value, and the value of a run that does not give them."""
+LISTS = ("iterations_to_skip",)
 
 
 def early_arguments(words: list[str]) -> argparse.Namespace:
     """The arguments on which conditions of patch groups may depend, by Megatron's names.
 
-    Raises UserError for a configuration file that cannot be read and for an option without its value.
+    Raises UserError for a configuration file that cannot be read.
     """
-    parser = Parser(add_help=False, allow_abbrev=False)
-    for names in SWITCHES:
-        parser.add_argument(*names, action="store_true")
+    files, flags = split_config(words)
+    first = next((place for place, word in enumerate(flags) if word.startswith("--")), len(flags))
+    given = read_job_config(files, flags[first:]).values
+    args = argparse.Namespace()
+    for name in SWITCHES:
+        setattr(args, name, given.get(name) is True)
     for name, default in VALUES.items():
-        parser.add_argument(name, default=default)
+        value = given.get(name)
+        setattr(args, name, default if value is None or isinstance(value, bool | list) else str(value))
     for name in LISTS:
-        parser.add_argument(name, nargs="*", default=[])
-    leaves = {leaf.key: leaf.value for leaf in read_leaves(split_config(words)[0])}
-    for action in parser._actions:
-        value = leaves.get(action.dest)
-        kind = bool if action.nargs == 0 else list if action.nargs == "*" else str
-        if isinstance(value, kind):
-            action.default = value
-    args = parser.parse_known_args(words)[0]
+        value = given.get(name)
+        setattr(args, name, value if isinstance(value, list) else [] if value is None else [value])
     args.rank, args.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     return args
