@@ -39,20 +39,14 @@ from megatron.training.argument_utils import (
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron_vp.errors import UserError
 from megatron_vp.mcore.options.arguments import refused_by_megatron
+from megatron_vp.mcore.options.unserved import refuse_unserved
 from megatron_vp.mcore.storage.attempt import noting_the_end
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 SPIKE = 10.0
 """Under --check-for-spiky-loss: how many times the largest loss so far a loss is expected to stay below."""
-
-# Options that Megatron leaves to the script, and this one does not serve.
-UNSERVED = (
-    *("sft", "fim_data", "dataloader_inter_document_masking", "hybrid_context_parallel", "per_dataset_sequences_path"),
-    *("logits_save_dir", "logits_load_dir", "perform_rl_step", "log_straggler"),
-)
 
 
 def get_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int) -> tuple[torch.Tensor | None, ...]:
@@ -181,11 +175,7 @@ def main() -> None:
     """Parse, check and train. Raises UserError for arguments and inputs that cannot work, before any process group."""
     set_startup_timestamps(program_start=STARTED, main_entry=time.time())
     args = parse_and_validate_args()
-    for name in filter(partial(getattr, args), UNSERVED):
-        raise UserError(
-            f"--{name.replace('_', '-')} is the script's to serve, and this one does not: run one that does, NVIDIA's "
-            f"pretrain_gpt.py for instance, with `megatron-vp run pretrain_gpt.py ...`"
-        )
+    refuse_unserved(args)
     with refused_by_megatron():
         model_config = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
         config = pretrain_cfg_container_from_args(args, model_config(args))

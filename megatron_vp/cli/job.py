@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from megatron_vp.jobs.command_line import name_of
+
 TAKES_A_JOB = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Settings of such a command: it takes options that it does not know, which are the job's."""
 
@@ -21,3 +23,9 @@ ConfigOption = Annotated[
     list[Path] | None,
     typer.Option("--config", metavar="FILE", help="Overlay for CONFIG; may be repeated, later files win."),
 ]
+
+
+def options_of(context: typer.Context) -> list[str]:
+    """The names of the options that the running command has besides those of the job, with underscores."""
+    options = [option for each in context.command.params for option in each.opts if option.startswith("--")]
+    return [name_of(option) for option in options]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,32 @@ from megatron_vp.files import replacing
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
+
+
+TOLD_BY_SUFFIX = ("json", "csv", "svg", "png")
+"""Formats that the suffix of an output file stands for."""
+
+UNSERVED_SUFFIXES = ("pdf", "jpg", "jpeg", "gif", "yaml", "yml", "xlsx", "html")
+"""Suffixes of files that no command writes."""
+
+_WRITTEN_AS = {"perfetto": "json", "programs": "json"}
+
+
+def format_for[F: StrEnum](asked: F | None, output: Path | None, formats: type[F]) -> F:
+    """The format of a command's result: what is asked for, else what the file's suffix says, else a table.
+
+    To be called before the work. Raises UserError for a file whose suffix says otherwise than what is asked for or that
+    the command cannot write, for a picture without a file, and for a file that cannot be made.
+    """
+    suffix = "" if output is None else output.suffix.lower().removeprefix(".")
+    known = [each.value for each in formats]
+    if suffix in UNSERVED_SUFFIXES or (suffix in TOLD_BY_SUFFIX and suffix not in known):
+        raise UserError(f"cannot write {output}: this command writes {', '.join(known)}; choose another suffix")
+    chosen = asked if asked is not None else formats(suffix if suffix in TOLD_BY_SUFFIX else "table")
+    if suffix in TOLD_BY_SUFFIX and _WRITTEN_AS.get(chosen.value, chosen.value) != suffix:
+        raise UserError(f"--format {chosen.value} and -o {output} contradict each other: leave out --format, or rename")
+    check_destination(chosen.value == "png", output)
+    return chosen
 
 
 def check_destination(is_picture: bool, output: Path | None) -> None:

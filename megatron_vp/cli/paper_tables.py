@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.cli.output import check_destination, progress_bar, write
+from megatron_vp.cli.output import format_for, progress_bar, write
 from megatron_vp.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,7 +44,10 @@ def tables(
     fp8_recipe: Annotated[
         str | None, typer.Option(help="With --hardware, layers in fp8: tensorwise, delayed, blockwise or mxfp8.")
     ] = None,
-    output_format: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TABLE,
+    asked_format: Annotated[
+        Format | None,
+        typer.Option("--format", help="Output format (default: what the file's suffix says, else a table)."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write to this file instead of the screen.")
     ] = None,
@@ -58,7 +61,7 @@ def tables(
     from megatron_vp.cost.paper.published import jobs, read_cells
     from megatron_vp.cost.paper.tables import make_rows, to_csv
 
-    check_destination(output_format is Format.PNG, output)
+    output_format = format_for(asked_format, output, Format)
     setting = _setting(hardware, fp8_recipe)
     if setting is not None and published is not None:
         raise UserError("--published cells were measured on A100s; leave out --hardware to compare with them")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument
-from megatron_vp.cli.output import check_destination, progress_bar, write
+from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, options_of
+from megatron_vp.cli.output import format_for, progress_bar, write
 from megatron_vp.cli.planning import (
     GIB,
     Format,
@@ -38,12 +38,13 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
+    context: typer.Context,
     job: JobArgument = None,
     overlays: ConfigOption = None,
     hardware: HardwareOption = "h100",
     nodes: NodesOption = None,
     memory: MemoryOption = None,
-    output_format: FormatOption = Format.TABLE,
+    asked_format: FormatOption = None,
     output: OutputOption = None,
     write_schedule: Annotated[
         Path | None,
@@ -64,8 +65,8 @@ def plan(
     from megatron_vp.cost.planner import best
     from megatron_vp.cost.planner import plan as make_plan
 
-    check_destination(output_format is Format.PNG, output)
-    request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory)
+    output_format = format_for(asked_format, output, Format)
+    request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
     with progress_bar() as bar:
         task = bar.add_task("predicting", total=None)
         evaluations, infeasible = make_plan(
@@ -118,7 +119,7 @@ def _table(request: Request, evaluations: list[Evaluation], infeasible: list[Inf
             each.bound_by(request.limit),
             style="bold" if each is chosen else None,
         )
-    lines = [request.title, request.shards, rendered(table) + request.caveat]
+    lines = [request.title, request.shards, rendered(table) + "\n".join(request.notes)]
     lines += [
         f"not possible: {one.candidate.plan.schedule}, {one.candidate.method}: {one.reason}" for one in infeasible
     ]

@@ -42,7 +42,9 @@ NodesOption = Annotated[
     int | None, typer.Option(min=1, help="Nodes of the job (default: enough GPUs for one model replica).")
 ]
 MemoryOption = Annotated[float | None, typer.Option(help="Memory per rank in GiB (default: all that the GPU has).")]
-FormatOption = Annotated[Format, typer.Option("--format", help="Output format.")]
+FormatOption = Annotated[
+    Format | None, typer.Option("--format", help="Output format (default: what the file's suffix says, else a table).")
+]
 OutputOption = Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file instead of the screen.")]
 
 
@@ -72,16 +74,38 @@ class Request:
         return f"vocabulary shards of {job.shard_rows} rows, {100 * job.shard_imbalance:.1f} % above the mean"
 
     @property
+    def notes(self) -> list[str]:
+        """What the numbers leave out and how far they may be off, in lines."""
+        lines = []
+        if self.uncounted:
+            lines.append(f"not counted, though it changes time or memory: {', '.join(self.uncounted)}")
+        if self.unused:
+            lines.append(f"passed over, because no number here depends on it: {', '.join(self.unused)}")
+        return [*lines, self.caveat]
+
+    @property
+    def uncounted(self) -> list[str]:
+        """Options of the job that change time or memory and are unknown to the cost model."""
+        from megatron_vp.cost.job_plan import uncounted
+
+        return uncounted(self.config)
+
+    @property
+    def unused(self) -> list[str]:
+        """All other options of the job that the cost model does not read."""
+        from megatron_vp.cost.job_plan import UNCOUNTED
+        from megatron_vp.jobs.job_config import OTHERS, SIZES
+
+        return self.config.unused({*SIZES, *OTHERS, *UNCOUNTED})
+
+    @property
     def caveat(self) -> str:
         """How far a prediction may be off."""
         from megatron_vp.cost.constants import ERROR_BAND
-        from megatron_vp.cost.job_plan import uncounted
 
         time, memory = (f"{100 * ERROR_BAND[name]:.0f} %" for name in ("time", "memory"))
-        missing = uncounted(self.config)
-        left_out = f" Not counted, though set: {', '.join(missing)}." if missing else ""
         return (
-            f"Predicted, not measured.{left_out} {self._vocabulary_passes} Setups of A100s that the constants were not "
+            f"Predicted, not measured. {self._vocabulary_passes} Setups of A100s that the constants were not "
             f"fitted on came out within {time} of their time and {memory} of their memory; other hardware is not "
             "calibrated (docs/cost_model.md)."
         )
@@ -111,21 +135,31 @@ class Request:
             "fp8_recipe": job.fp8,
             "limit_bytes": self.limit,
             "vocabulary_passes": "paper" if self.hardware.rates is None else "counted",
+            "uncounted": self.uncounted,
+            "passed_over": self.unused,
             "note": self.caveat,
         }
 
 
 def read_request(
-    paths: Sequence[Path], flags: Sequence[str], hardware: str, nodes: int | None, memory: float | None
+    paths: Sequence[Path],
+    flags: Sequence[str],
+    hardware: str,
+    nodes: int | None,
+    memory: float | None,
+    commands_own: Sequence[str] = (),
 ) -> Request:
-    """Read a job from its configuration and flags. Raises UserError."""
+    """Read a job from its configuration and flags; `commands_own` are the options of the command that asks.
+
+    Raises UserError.
+    """
     from megatron_vp.cost.fp8 import refuse_fp8
     from megatron_vp.cost.hardware import find_hardware
     from megatron_vp.cost.job_sizes import job_of
     from megatron_vp.jobs.job_config import read_sizes
 
     machine = find_hardware(hardware)
-    config = read_sizes(paths, flags)
+    config = read_sizes(paths, flags, commands_own)
     if memory is not None and not LEAST_MEMORY <= memory <= MOST_MEMORY:
         raise UserError(
             f"--memory {memory} is no amount of memory; give the GiB of a rank, {LEAST_MEMORY} to {MOST_MEMORY}"

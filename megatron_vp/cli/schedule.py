@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.cli.output import check_destination, progress_bar, write
+from megatron_vp.cli.output import format_for, progress_bar, write
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.families import FAMILIES
 
@@ -57,13 +57,14 @@ def schedule(
             "rank together, comm for each message and collective."
         ),
     ] = "",
-    output_format: Annotated[
-        Format,
+    asked_format: Annotated[
+        Format | None,
         typer.Option(
             "--format",
-            help="Output format. `programs` is JSON with everything that each rank runs, posts and waits for.",
+            help="Output format. `programs` is JSON with everything that each rank runs, posts and waits for "
+            "(default: what the file's suffix says, else a table).",
         ),
-    ] = Format.TABLE,
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write to this file instead of the screen.")
     ] = None,
@@ -82,7 +83,7 @@ def schedule(
     from megatron_vp.schedule import PassCosts, ScheduleError, simulate, validate
     from megatron_vp.schedule import evaluation as forward_schedule
 
-    check_destination(output_format is Format.PNG, output)
+    output_format = format_for(asked_format, output, Format)
     costs = PassCosts.parse(cost)
     try:
         if source is not None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument
-from megatron_vp.cli.output import check_destination, write
+from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, options_of
+from megatron_vp.cli.output import format_for, write
 from megatron_vp.cli.planning import (
     GIB,
     Format,
@@ -44,6 +44,7 @@ def register(app: typer.Typer) -> None:
 
 
 def simulate(
+    context: typer.Context,
     job: JobArgument = None,
     overlays: ConfigOption = None,
     hardware: HardwareOption = "h100",
@@ -55,7 +56,7 @@ def simulate(
             metavar="DIR", help="Use measured pass times from this --pipeline-trace folder instead of the cost model."
         ),
     ] = None,
-    output_format: FormatOption = Format.TABLE,
+    asked_format: FormatOption = None,
     output: OutputOption = None,
 ) -> None:
     """Predict time and memory of every pipeline rank for one job, as its configuration runs it.
@@ -71,8 +72,8 @@ def simulate(
     from megatron_vp.cost.traced_costs import traced_costs
     from megatron_vp.schedule.gc_paused import gc_paused
 
-    check_destination(output_format is Format.PNG, output)
-    request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory)
+    output_format = format_for(asked_format, output, Format)
+    request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
     plan = plan_of(request.config)
     _refuse_endless(request.job, plan)
     measured = None if trace is None else traced_costs(trace, request.job, plan)
@@ -133,7 +134,7 @@ def _table(request: Request, found: Evaluation) -> str:
             f"peak {found.peak_memory / GIB:.1f} GiB: {fits} into {request.limit / GIB:.4g} GiB; bound by "
             f"{found.bound_by(request.limit)}",
             "",
-            rendered(table) + rendered(_outside(found)) + request.caveat,
+            rendered(table) + rendered(_outside(found)) + "\n".join(request.notes),
             "",
         ]
     )

@@ -9,41 +9,58 @@ from megatron_vp.cost.layouts import equal_layers
 from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
-from megatron_vp.jobs.job_config import JobConfig
+from megatron_vp.jobs.job_config import ALGORITHM_ALONE, JobConfig
 from megatron_vp.jobs.layout_text import layers_in, layout_of
 from megatron_vp.schedule import DEFAULT_SCHEDULE, VocabMethod, family, megatrons_own
 
-UNCOUNTED = (
-    "mtp_num_layers",
-    "hybrid_layer_pattern",
-    "multi_latent_attention",
-    "experimental_attention_variant",
-    "window_size",
-    "moe_layer_freq",
-    "moe_shared_expert_intermediate_size",
-    "moe_latent_size",
-    "expert_tensor_parallel_size",
-    "fp4_format",
-    "fp8_param_gather",
-    "fp8_output_proj",
-    "fp8_dot_product_attention",
-    "fp8_multi_head_attention",
-    "no_fp8_wgrad",
-    "disable_fp8_wgrad",
-    "te_precision_config_file",
-    "recompute_modules",
-    "cpu_offloading_num_layers",
-    "fine_grained_activation_offloading",
-    "optimizer_cpu_offload",
-    "rampup_batch_size",
-    "step_batch_size_schedule",
-)
-"""What changes time or memory and is unknown to the cost model."""
+UNCOUNTED: dict[str, tuple[Any, ...]] = {
+    # Layers of other shapes.
+    **dict.fromkeys(("mtp_num_layers", "mtp_hybrid_override_pattern"), (0,)),
+    **dict.fromkeys(("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"), ()),
+    **dict.fromkeys(("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"), ()),
+    **dict.fromkeys(("multi_latent_attention", "q_lora_rank", "kv_lora_rank"), ()),
+    **dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), ()),
+    **dict.fromkeys(("experimental_attention_variant", "attention_output_gate", "linear_attention_freq"), ()),
+    **dict.fromkeys(("window_size", "window_attn_skip_freq"), ()),
+    # Experts.
+    **dict.fromkeys(("moe_layer_freq",), (1,)),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_latent_size"), ()),
+    **dict.fromkeys(("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor", "moe_paged_stash"), ()),
+    **dict.fromkeys(("moe_pad_expert_input_to_capacity", "moe_layer_recompute", "expert_tensor_parallel_size"), ()),
+    **dict.fromkeys(("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"), (1,)),
+    # Precision.
+    **dict.fromkeys(("fp4_format", "fp8_param_gather", "fp8_output_proj", "te_precision_config_file"), ()),
+    **dict.fromkeys(("no_fp8_wgrad", "disable_fp8_wgrad", "keep_fp8_transpose_cache"), ()),
+    **dict.fromkeys(("fp32_residual_connection", "fp16_lm_cross_entropy", "grad_reduce_in_bf16"), ()),
+    **dict.fromkeys(("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), ("fp32",)),
+    # Optimizer, recomputation, offloading, sharding, overlap.
+    **dict.fromkeys(("optimizer",), ("adam",)),
+    **dict.fromkeys(("recompute_modules", "distribute_saved_activations"), ()),
+    **dict.fromkeys(("recompute_method",), ("uniform",)),
+    **dict.fromkeys(("recompute_num_layers",), (1,)),
+    **dict.fromkeys(("cpu_offloading_num_layers",), (0,)),
+    **dict.fromkeys(("fine_grained_activation_offloading", "optimizer_cpu_offload"), ()),
+    **dict.fromkeys(("use_megatron_fsdp", "use_torch_fsdp2"), ()),
+    **dict.fromkeys(("num_distributed_optimizer_instances",), (1,)),
+    **dict.fromkeys(("hybrid_context_parallel", "hierarchical_context_parallel_sizes"), ()),
+    **dict.fromkeys(("cuda_graph_impl",), ("none",)),
+    **dict.fromkeys(("tp_comm_overlap", "overlap_moe_expert_parallel_comm"), ()),
+    # Which layers a stage has, and which microbatches an iteration.
+    **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), ()),
+    **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), ()),
+    **dict.fromkeys(("rampup_batch_size", "step_batch_size_schedule", "vocab_extra_ids", "freeze_all_layers"), ()),
+}
+"""What changes time or memory and is unknown to the cost model, with the values that change nothing."""
 
 
 def uncounted(config: JobConfig) -> list[str]:
     """Flags of this job that the cost model knows nothing of, though they change time or memory."""
-    return [option_of(name) for name in UNCOUNTED if config.values.get(name) not in (None, False)]
+    values = config.values
+    return [
+        option_of(name)
+        for name, harmless in UNCOUNTED.items()
+        if values.get(name) not in (None, False) and values[name] not in harmless
+    ]
 
 
 def plan_of(config: JobConfig) -> Plan:
@@ -52,6 +69,8 @@ def plan_of(config: JobConfig) -> Plan:
     chosen = family(DEFAULT_SCHEDULE if asked is None else str(asked))
     vocab, chunks = VocabMethod.NONE, _chunks(config)
     split = config.values.get("vocab_parallel") is True
+    if not split and config.values.get("vocab_parallel_algorithm") not in (None, VocabMethod.VOCAB_2):
+        raise UserError(ALGORITHM_ALONE.format_map(config.values))
     if chosen.name == DEFAULT_SCHEDULE and not split:
         chosen = megatrons_own(chunks)
     if chosen.own_method is not None:

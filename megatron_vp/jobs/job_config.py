@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.command_line import flags_in, name_of, option_of
+from megatron_vp.jobs.command_line import CPU, flags_in, name_of, option_of
+from megatron_vp.jobs.known_options import refuse_unknown, refuse_wrong_value
 from megatron_vp.jobs.yaml_files import Leaf, read_leaves
+
+ALGORITHM_ALONE = (
+    "--vocab-parallel-algorithm {vocab_parallel_algorithm} has no effect without --vocab-parallel: add "
+    "--vocab-parallel, or leave --vocab-parallel-algorithm out"
+)
+"""How every command refuses an algorithm for a vocabulary that is not split."""
+
+CPU_NAME = name_of(CPU)
+"""A flag of the start, which the parser of the training script never sees."""
 
 SIZES = (
     "num_layers",
@@ -36,26 +45,16 @@ SIZES = (
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
 )
-SWITCHES = (
-    "vocab_parallel",
-    "sequence_parallel",
-    "use_distributed_optimizer",
-    "untie_embeddings_and_output_weights",
-    "first_last_layers_bf16",
-    "cross_entropy_loss_fusion",
-)
 OTHERS = (
-    *SWITCHES,
-    "vocab_parallel_algorithm",
-    "pipeline_schedule",
-    "pipeline_model_parallel_layout",
-    "recompute_granularity",
-    "fp8_format",
-    "fp8_recipe",
-    "cross_entropy_fusion_impl",
-    "num_layers_at_start_in_bf16",
-    "num_layers_at_end_in_bf16",
+    *("vocab_parallel", "vocab_parallel_algorithm", "pipeline_schedule", "pipeline_model_parallel_layout"),
+    *("swiglu", "quick_geglu", "group_query_attention", "untie_embeddings_and_output_weights"),
+    *("hidden_dropout", "attention_dropout", "sequence_parallel", "use_distributed_optimizer"),
+    *("recompute_granularity", "bf16", "fp16", "accumulate_allreduce_grads_in_fp32"),
+    *("fp8_format", "fp8_recipe", "first_last_layers_bf16"),
+    *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+    *("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
 )
+"""The other arguments from which the cost model computes times and memory."""
 LARGEST_SIZE = 10**9
 LARGEST = {
     "hidden_size": 2**20,
@@ -89,6 +88,11 @@ class JobConfig:
             if isinstance(self.origins[name], Leaf) and value is not None
         }
 
+    def unused(self, used: Collection[str]) -> list[str]:
+        """The options that are set, as on a command line, without those that are `used`."""
+        given = {name for name, value in self.values.items() if value is not None and value is not False}
+        return sorted(option_of(name) for name in given.difference(used))
+
     def whole_number(self, name: str, default: int) -> int:
         """An integer argument. Raises UserError for anything else."""
         value = self.values.get(name)
@@ -118,17 +122,18 @@ def read_job_config(files: Sequence[str | os.PathLike[str]], flags: Sequence[str
     return JobConfig(values, origins)
 
 
-def read_sizes(files: Sequence[str | os.PathLike[str]], flags: Sequence[str]) -> JobConfig:
+def read_sizes(
+    files: Sequence[str | os.PathLike[str]], flags: Sequence[str], commands_own: Sequence[str] = ()
+) -> JobConfig:
     """The same for a command that computes from a job's sizes: all SIZES are whole numbers or None.
 
-    Arguments that do not affect sizes are ignored. Raises UserError also for a name that looks like a misspelt size, a
-    size that no job has, NaN and infinity, and a switch with a value.
+    `commands_own` are the command's own options, which a misspelt flag may mean. Raises UserError also for an argument
+    that training does not know, a value that its option does not take, a size that no job has, NaN and infinity.
     """
     config = read_job_config(files, flags)
     for name, origin in config.origins.items():
-        near = difflib.get_close_matches(name, (*SIZES, *OTHERS), 1, 0.92)
-        if near and near[0] != name:
-            raise UserError(f"{origin} is no argument that sizes a job; the nearest is {option_of(near[0])}")
+        if name != CPU_NAME:
+            refuse_unknown(name, origin, commands_own)
     for name in SIZES:
         value = config.values.get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -142,10 +147,9 @@ def read_sizes(files: Sequence[str | os.PathLike[str]], flags: Sequence[str]) ->
     for name, value in config.values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{config.origins[name]} {value} is not a finite number")
-    for name in SWITCHES:
-        value = config.values.get(name)
-        if value not in (None, False, True):
-            raise UserError(f"{config.origins[name]} is a switch and takes no value; it was given {value!r}")
+    for name, value in config.values.items():
+        if name != CPU_NAME:
+            refuse_wrong_value(name, value, config.origins[name])
     return config
 
 

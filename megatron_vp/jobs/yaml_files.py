@@ -48,6 +48,7 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
     if not paths:
         return []
     layers = [layer for path in paths for layer in _layers(Path(path), ())]
+    _refuse_mixed_sections(layers)
     try:
         with environment_without_secrets() as refused:
             merged = OmegaConf.to_container(OmegaConf.merge(*(config for _, config in layers)), resolve=True)
@@ -68,6 +69,30 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
         )
         for trail, value in _leaves(merged)
     ]
+
+
+def _refuse_mixed_sections(layers: Sequence[tuple[Path, DictConfig]]) -> None:
+    """Raise UserError where one file has a section under a name, and another one a value or a list."""
+    found: dict[tuple[str, ...], tuple[bool, Path]] = {}
+    for file, config in layers:
+        for trail, value in _nodes(OmegaConf.to_container(config)):
+            if value is None and trail not in found:
+                continue
+            before, other = found.setdefault(trail, (isinstance(value, Mapping), file))
+            if before != isinstance(value, Mapping):
+                section, leaf = (other, file) if before else (file, other)
+                raise UserError(
+                    f"{leaf}: '{'.'.join(trail)}' is no section here, and in {section} it is one: a section holds "
+                    f"'argument_name: value' lines"
+                )
+
+
+def _nodes(tree: Any, trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """All names of a tree with what stands behind them, sections included."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield (*trail, str(key)), value
+            yield from _nodes(value, (*trail, str(key)))
 
 
 def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictConfig]]:

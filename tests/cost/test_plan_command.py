@@ -14,12 +14,13 @@ from megatron_vp.cli.app import app
 from megatron_vp.cli.planning import seconds
 from megatron_vp.cost import planner
 from megatron_vp.cost.hardware import find_hardware
-from megatron_vp.cost.job_plan import plan_of, settings_of
+from megatron_vp.cost.job_plan import UNCOUNTED, plan_of, settings_of
 from megatron_vp.cost.job_sizes import job_of
 from megatron_vp.cost.planner import candidates
 from megatron_vp.cost.shapes import Plan
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.job_config import read_sizes
+from megatron_vp.jobs.job_config import OTHERS, SIZES, read_sizes
+from megatron_vp.jobs.known_options import known_options
 from megatron_vp.jobs.layout_text import layers_in, layout_of
 from megatron_vp.jobs.settings import flags_of, yaml_of
 from megatron_vp.schedule import VocabMethod
@@ -105,9 +106,39 @@ def test_layouts_read_back():
 
 
 def test_what_the_cost_model_does_not_know_is_named_beside_its_answer(small):
-    assert "Not counted" not in run("simulate", small).stdout
-    answer = run("simulate", small, "--mtp-num-layers", "1", "--fp4-format", "e2m1").stdout
-    assert "Not counted, though set: --mtp-num-layers, --fp4-format." in answer
+    assert "not counted" not in run("simulate", small).stdout
+    harmless = ["--optimizer", "adam", "--mtp-num-layers", "0"]
+    answer = run("simulate", small, *harmless, "--multi-latent-attention", "--fp4-format", "e2m1").stdout.splitlines()
+    assert "not counted, though it changes time or memory: --multi-latent-attention, --fp4-format" in answer
+
+
+def test_what_no_number_depends_on_is_listed_in_one_line(small):
+    words = ["--lr", "1e-4", "--train-iters=7", "--cpu", "--swiglu", "--no-rope-fusion"]
+    for command in ("simulate", "plan"):
+        lines = run(command, small, *words).stdout.splitlines()
+        listed = "--cpu, --lr, --no-rope-fusion, --tokenizer-model, --train-iters"
+        assert f"passed over, because no number here depends on it: {listed}" in lines
+    document = json.loads(run("simulate", small, "--lr", "1", "--moe-latent-size", "8", "--format", "json").stdout)
+    assert (document["passed_over"], document["uncounted"]) == (["--lr", "--tokenizer-model"], ["--moe-latent-size"])
+
+
+def test_nothing_is_passed_over_that_the_cost_model_reads(small):
+    class Heard(dict):
+        def get(self, name, default=None):
+            read.add(name)
+            return super().get(name, default)
+
+    read = set()
+    fp8 = "--fp8-format hybrid --fp8-recipe blockwise --first-last-layers-bf16"
+    others = "--group-query-attention --fp16 --hidden-dropout 0 --num-experts 4 --cross-entropy-loss-fusion"
+    for flags in ("", fp8, others):
+        config = read_sizes([small], flags.split())
+        config = replace(config, values=Heard(config.values))
+        job_of(config.values)
+        plan_of(config)
+    resolved = {"fp8"}  # the name in a resolved configuration
+    assert read - resolved == {*SIZES, *OTHERS}
+    assert not read & set(UNCOUNTED) and {*read, *UNCOUNTED} - resolved <= set(known_options())
 
 
 def test_an_argument_in_two_sections_is_refused_as_in_training(small):
@@ -231,6 +262,23 @@ def test_seconds_have_four_digits():
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_the_suffix_of_a_file_says_the_format(small, tmp_path, monkeypatch, evaluations, command):
+    for suffix, start in (("png", b"\x89PNG"), ("PNG", b"\x89PNG"), ("json", b"{"), ("txt", b"4 x NVIDIA")):
+        file = tmp_path / f"answer.{suffix}"
+        assert run(command, small, "-o", file).exit_code == 0
+        assert file.read_bytes().startswith(start)
+    monkeypatch.setattr(f"megatron_vp.cli.{command}.read_request", None)
+    for words, said in (
+        (["--format", "json", "-o", "x.png"], "--format json and -o x.png contradict each other"),
+        (["--format", "table", "-o", "x.json"], "--format table and -o x.json contradict each other"),
+        (["-o", "x.svg"], "cannot write x.svg: this command writes table, json, png"),
+        (["-o", "x.pdf"], "cannot write x.pdf: this command writes table, json, png"),
+    ):
+        error = run(command, small, *words).exception
+        assert isinstance(error, UserError) and said in str(error)
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_a_picture_without_a_file_is_refused_before_any_work(small, monkeypatch, command):
     monkeypatch.setattr(f"megatron_vp.cli.{command}.read_request", None)
     result = run(command, small, "--format", "png")
@@ -273,7 +321,10 @@ def test_settings_unset_what_the_configuration_has_and_the_plan_has_not(small):
         (["--num-attention-heads", "15"], "15 heads"),
         (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size 0 is no whole number of at least 1"),
         (["--pipeline-model-parallel-size", "eight"], "'eight' is no whole number"),
-        (["--pipeline-model-paralel-size", "8"], "nearest is --pipeline-model-parallel-size"),
+        (
+            ["--pipeline-model-paralel-size", "8"],
+            "--pipeline-model-paralel-size is no known option; the nearest known one is --pipeline-model-parallel-size",
+        ),
         (["--memory", "-1"], "--memory -1.0 is no amount of memory"),
         (["--memory", "inf"], "--memory inf is no amount of memory"),
         (["--memory", "nan"], "--memory nan is no amount of memory"),
@@ -285,7 +336,10 @@ def test_settings_unset_what_the_configuration_has_and_the_plan_has_not(small):
         (["--global-batch-size", "1000000000"], "4 pipeline ranks x 1000000000 microbatches are 4,000,000,000"),
         (["--num-layers=9", "--num-layers-per-virtual-pipeline-stage=2"], "2 does not divide the layers of a rank"),
         (["--num-layers-per-virtual-pipeline-stage", "4"], "4 does not divide the layers of a rank"),
-        (["--vocab-parallel", "--vocab-parallel-algorithm", "vocab-3"], "algorithm 'vocab-3' is unknown"),
+        (
+            ["--vocab-parallel", "--vocab-parallel-algorithm", "vocab-3"],
+            "must be one of vocab-1, vocab-2, not 'vocab-3'",
+        ),
         (["--vocab-parallel", "--num-virtual-stages-per-pipeline-rank", "2"], "1f1b"),
         (["8"], "'8' is no flag"),
         (["--pipeline-schedule", "v-half-ish"], "'v-half-ish' is unknown"),
@@ -297,7 +351,19 @@ def test_settings_unset_what_the_configuration_has_and_the_plan_has_not(small):
         (["--vocab-parallel", "maybe"], "--vocab-parallel is a switch and takes no value; it was given 'maybe'"),
         (["--pipeline-schedule", ""], "schedule '' is unknown"),
         (["--pipeline-schedule", "interlaced"], "add --vocab-parallel"),
-        (["--recompute-granularity", "ful"], "'ful' is unknown; use full or selective"),
+        (["--hardwrae", "h200"], "--hardwrae is no known option; the nearest known one is --hardware"),
+        (["--node=4"], "--node is no known option; the nearest known one is --nodes"),
+        (["--tp", "8"], "--tp is no known option; the nearest known one is --tensor-model-parallel-size"),
+        (["--data-parallel-size", "8"], "--data-parallel-size is no known option"),
+        (["--vocab-parallel-algorithm", "vocab-1"], "has no effect without --vocab-parallel"),
+        (["--lr", "fast"], "--lr must be a number, not 'fast'"),
+        (["--train-iters", "1e3"], "--train-iters must be an integer, not 1000.0"),
+        (["--optimizer", "adm"], "--optimizer must be one of adam, sgd,"),
+        (["--bf16", "no"], "--bf16 is a switch and takes no value; it was given 'no'"),
+        (["--lr", "1", "2"], "--lr takes one value; it was given 2: 1, 2"),
+        (["--lr"], "--lr needs a value: a number"),
+        (["--data-path", "x", "-f", "json"], "--data-path must be a text, not '-f'"),
+        (["--recompute-granularity", "ful"], "must be one of full, selective, not 'ful'"),
     ],
 )
 def test_bad_input_is_one_line(small, arguments, words):
@@ -311,6 +377,34 @@ def test_a_batch_that_simulate_cannot_play_is_refused_at_once_with_its_chunks(sm
     flags = ["--num-virtual-stages-per-pipeline-rank", "2", "--global-batch-size", str(131_072 // 8 + 1)]
     error = run("simulate", small, *flags).exception
     assert isinstance(error, UserError) and "16385 microbatches x 2 chunks are 131,080 forwards" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("fp16: 1", "'fp16' in section 'more' is a switch: write true or false, not 1"),
+        ("lr: [1, 2]", "'lr' in section 'more' takes one value; it was given 2: 1, 2"),
+        ("lr: true", "'lr' in section 'more' must be a number, not True"),
+        ("optimizer: addam", "'optimizer' in section 'more' must be one of adam, sgd"),
+        ("learning_rate: 1", "'learning_rate' in section 'more' is no known argument; the nearest known one is"),
+    ],
+)
+def test_a_value_that_training_does_not_take_is_refused(small, line, words):
+    small.write_text(SMALL + f"more:\n  {line}\n")
+    error = run("simulate", small).exception
+    assert isinstance(error, UserError) and words in str(error) and "\n" not in str(error)
+
+
+@pytest.mark.parametrize("section", ["[8, 1024]", "8", "8 layers", "[]"])
+def test_a_section_of_the_wrong_type_is_one_line(small, tmp_path, section):
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text(f"model: {section}\n")
+    for files in ([small, "--config", overlay], [overlay, "--config", small]):
+        error = run("plan", *files).exception
+        assert isinstance(error, UserError) and "\n" not in str(error)
+        assert str(error).startswith(f"{overlay}: 'model' is no section here, and in {small} it is one")
+    error = run("plan", overlay).exception
+    assert isinstance(error, UserError) and "'model' in the top level is no known argument" in str(error)
 
 
 def test_a_section_that_is_a_list_is_one_line(small):
@@ -346,7 +440,7 @@ def test_a_plan_that_nothing_fits_is_one_line(small):
         (
             "num_layers: 8",
             "num_layer: 8",
-            "'num_layer' in section 'model' is no argument that sizes a job; the nearest",
+            "'num_layer' in section 'model' is no known argument; the nearest known one is 'num_layers'",
         ),
         ("num_layers: 8", "num_layers: true", "'num_layers' in section 'model' True is no whole number"),
         ("num_layers: 8", "num_layers: 8\n  num_layers: 9", "found duplicate key num_layers"),

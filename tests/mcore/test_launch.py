@@ -113,6 +113,7 @@ REFUSED = [
     ({**TWO_STAGES, "pipeline_schedule": "zigzag"}, "--pipeline-schedule: schedule 'zigzag' is unknown"),
     ({**VP, "vocab_parallel_algorithm": "vocab-3"}, "invalid choice: 'vocab-3'"),
     ({**TWO_STAGES, "vocab_z_loss": 1e-4}, "need --vocab-parallel: Megatron's own loss has neither"),
+    ({**TWO_STAGES, "vocab_parallel_algorithm": "vocab-1"}, "vocab-1 has no effect without --vocab-parallel"),
     ({**VP, "vocab_z_loss": -1}, "--vocab-z-loss -1.0 is no coefficient"),
     ({**VP, "vocab_label_smoothing": 1}, "--vocab-label-smoothing 1.0 is not in [0, 1)"),
     ({**TWO_STAGES, "pipeline_trace": "there"}, "--pipeline-trace without --vocab-parallel"),
@@ -272,16 +273,16 @@ def resolved(_rank, _world_size, arguments):
     sys.argv = ["pretrain_gpt_vp.py", *arguments]
     args = script.parse_and_validate_args()
     write_resolved_configuration(args)
-    return args.num_layers, args.hidden_size, args.lr, args.transformer_impl, args.vocab_parallel_algorithm
+    return args.num_layers, args.hidden_size, args.lr, args.transformer_impl, args.pipeline_trace_iterations
 
 
 def test_the_command_line_wins_over_the_file_and_the_result_is_written_beside_the_checkpoints(tmp_path):
     words = tiny_model(num_layers=None, hidden_size=None, lr=3e-4, config=tmp_path / "run.yaml", save=tmp_path / "out")
-    model = {"num_layers": 6, "hidden_size": 48, "vocab_parallel_algorithm": "vocab-1"}
+    model = {"num_layers": 6, "hidden_size": 48, "pipeline_trace_iterations": "1-2"}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"model": model, "optimizer": {"lr": 9.0}}))
-    assert run_ranks(1, resolved, [*words, "--save-interval", "5"]) == [(6, 48, 3e-4, "local", "vocab-1")]
+    assert run_ranks(1, resolved, [*words, "--save-interval", "5"]) == [(6, 48, 3e-4, "local", "1-2")]
     written = yaml.safe_load((tmp_path / "out" / "resolved_config.yaml").read_text())
-    assert (written["num_layers"], written["lr"], written["vocab_parallel_algorithm"]) == (6, 3e-4, "vocab-1")
+    assert (written["num_layers"], written["lr"], written["pipeline_trace_iterations"]) == (6, 3e-4, "1-2")
 
 
 def run_own_script(_rank, _world_size, arguments):

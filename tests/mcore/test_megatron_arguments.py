@@ -6,25 +6,25 @@ from collections import defaultdict
 
 import pytest
 
-import pretrain_gpt_vp
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import megatron_arguments, patches
 from megatron_vp.mcore.megatron_arguments import DERIVED, READ
 from megatron_vp.mcore.options import ranges
-from megatron_vp.mcore.options.arguments import _with_ours
+from megatron_vp.mcore.options.arguments import with_ours
 from megatron_vp.mcore.options.refusals import REFUSALS
+from megatron_vp.mcore.options.unserved import UNSERVED
 from megatron_vp.mcore.start import same_job
 from megatron_vp.mcore.storage import optimizer_check
-from tests.mcore.megatron_uses import SCRIPT, arguments_of, sources
+from tests.mcore.megatron_uses import arguments_of, sources
 
 TABLES = {
     "options": {
         *(*ranges.AT_LEAST_ONE, *ranges.AT_LEAST_ZERO, *ranges.FROM_ZERO_BELOW_ONE),
+        *UNSERVED,
         *(name for refusal in REFUSALS for name in re.findall(r"{(\w+)}", refusal.message)),
     },
     "start": same_job._TEXTS,
     "storage": set(optimizer_check._LAYOUT),
-    SCRIPT: set(pretrain_gpt_vp.UNSERVED),
 }
 """Names of arguments that stand in tables of our sources."""
 
@@ -37,7 +37,7 @@ NO_ARGUMENTS = {
 
 def our_arguments():
     """Our options, and what our own validation adds."""
-    options = {action.dest for action in _with_ours(lambda parser: parser)(argparse.ArgumentParser())._actions}
+    options = {action.dest for action in with_ours(lambda parser: parser)(argparse.ArgumentParser())._actions}
     return options | {"chunk_placement", "schedule_fingerprint"}
 
 
@@ -53,7 +53,7 @@ def parser(without=()):
                 del given._option_string_actions[name]
         return given
 
-    return _with_ours(reduced)(argparse.ArgumentParser(allow_abbrev=False))
+    return with_ours(reduced)(argparse.ArgumentParser(allow_abbrev=False))
 
 
 def test_every_argument_that_a_source_reads_is_in_the_table_and_no_other():

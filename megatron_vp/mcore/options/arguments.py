@@ -39,9 +39,10 @@ from megatron_vp.mcore.patch_table import Stage, run_here
 from megatron_vp.mcore.platform.flags import platform_arguments, uses_cpu
 from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.mcore.platform.parts import describe, parts_of_job
+from megatron_vp.mcore.reports.trace_iterations import check_trace_iterations
 from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
 from megatron_vp.mcore.storage.checkpoint_files import check_writable
-from megatron_vp.mcore.storage.dataset import check_inputs
+from megatron_vp.mcore.storage.dataset import check_inputs, check_room_for_tokens
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, family, to_json
 
 
@@ -86,7 +87,9 @@ def _schedule_name(text: str) -> str:
     return text
 
 
-def _with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[..., argparse.ArgumentParser]:
+def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[..., argparse.ArgumentParser]:
+    """Megatron's function that fills a parser, with our arguments and our kind of parser."""
+
     @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = original(parser)
@@ -164,7 +167,8 @@ def _with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...
 def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Any:
-        from megatron_vp.mcore.reports.pipeline_trace import check_trace  # it imports functions that are patched before
+        # It imports functions that are patched before.
+        from megatron_vp.mcore.reports.pipeline_trace import make_trace_folder
 
         validated = validate(original, args, defaults or {})
         check_files(args)
@@ -172,7 +176,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
             precision = describe_precision(args) if replaces_schedule(args) else None
             for line in filter(None, (describe(args._parts), precision)):
                 print(f"megatron_vp: {line}", flush=True)
-        check_trace(args)
+        make_trace_folder(args)
         warn_of_ignored(args)
         if args.fake_process_group:
             args.do_train = True  # rank 0, which has the data, would tell the others
@@ -201,6 +205,7 @@ def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: d
     check_validated(args)
     args.moe_grouped_gemm = grouped
     refuse(args)
+    check_trace_iterations(args)
     if replaces_schedule(args) and places_chunks(args):
         # Checkpoints record it with the other arguments.
         args.chunk_placement = chosen_family(args).placement_of(args.pipeline_model_parallel_size).stage_of
@@ -282,11 +287,7 @@ def _with_room_for_all_tokens(original: Callable[..., None]) -> Callable[..., No
     @functools.wraps(original)
     def set_padded_vocab_size(args: argparse.Namespace, tokenizer: Any) -> None:
         original(args, tokenizer)
-        if args.padded_vocab_size < tokenizer.vocab_size:
-            raise UserError(
-                f"--padded-vocab-size {args.padded_vocab_size} is smaller than the tokenizer's vocabulary of "
-                f"{tokenizer.vocab_size}: use at least that, or leave the option out"
-            )
+        check_room_for_tokens(args.padded_vocab_size, tokenizer.vocab_size)
 
     return set_padded_vocab_size
 
@@ -294,7 +295,7 @@ def _with_room_for_all_tokens(original: Callable[..., None]) -> Callable[..., No
 PATCHES = (
     patches.Patch(
         "megatron.training.arguments:add_megatron_arguments",
-        _with_ours,
+        with_ours,
         "adds --config, --vocab-parallel and --pipeline-schedule, and the flags that the platform needs",
         "(parser)",
     ),

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.job_config import ALGORITHM_ALONE
 from megatron_vp.mcore.choices import (
     chosen_family,
     ends_elsewhere,
@@ -161,6 +162,10 @@ REFUSALS = (
         lambda a: a.defer_embedding_wgrad_compute and not installed().apex_accumulation,
         "--defer-embedding-wgrad-compute needs Apex's fused_weight_gradient_mlp_cuda, which is not installed: leave it "
         "out, or build Apex with APEX_CPP_EXT=1 APEX_CUDA_EXT=1",
+    ),
+    Refusal(
+        lambda a: not a.vocab_parallel and a.vocab_parallel_algorithm != VocabMethod.VOCAB_2,
+        ALGORITHM_ALONE,
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.pipeline_model_parallel_size < 2,

@@ -9,6 +9,7 @@ from megatron.training import get_args
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.reports.rank_report import in_first_pipeline
+from megatron_vp.mcore.reports.trace_iterations import iterations_in
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.trace_writer import PipelineTrace
 
@@ -30,29 +31,11 @@ def pipeline_trace(groups: PipelineGroups) -> PipelineTrace | None:
     return _current if _current.begin() else None
 
 
-def check_trace(args: argparse.Namespace) -> None:
-    """Make the folder. Raises UserError where that fails, and for iterations that the run will not reach."""
-    iterations = iterations_in(args.pipeline_trace_iterations)
+def make_trace_folder(args: argparse.Namespace) -> None:
+    """Make the folder of `--pipeline-trace`. Raises UserError where that fails."""
     if args.pipeline_trace is None:
         return
-    if args.train_iters is not None and iterations[0] > args.train_iters:
-        raise UserError(
-            f"--pipeline-trace-iterations {args.pipeline_trace_iterations} begins after the last of --train-iters "
-            f"{args.train_iters}: choose earlier iterations"
-        )
     try:
         Path(args.pipeline_trace).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make the folder --pipeline-trace {args.pipeline_trace}: {error.strerror}") from None
-
-
-def iterations_in(text: str) -> range:
-    """Read `3-5`, or `4` for one iteration. Raises UserError."""
-    first, _, last = text.partition("-")
-    try:
-        iterations = range(int(first), int(last or first) + 1)
-    except ValueError:
-        iterations = range(0)
-    if not iterations or iterations[0] < 1:
-        raise UserError(f"--pipeline-trace-iterations {text} is not A-B with 1 <= A <= B, such as 3-5")
-    return iterations

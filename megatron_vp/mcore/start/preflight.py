@@ -46,10 +46,12 @@ def check_job(arguments: list[str], ranks: int, here: bool = False, nodes: str |
         from megatron.training.argument_utils import core_transformer_config_from_args
 
         from megatron_vp.mcore.options.arguments import refused_by_megatron, validate
+        from megatron_vp.mcore.options.unserved import refuse_unserved
 
         if args.use_checkpoint_args:
             _take_sizes_of_checkpoint(args)
         validate(megatron.validate_args.__wrapped__, args, {})
+        refuse_unserved(args)
         with refused_by_megatron():
             core_transformer_config_from_args(args)
         args._nodes = installed.of_nodes

@@ -276,3 +276,29 @@ def check_inputs(args: argparse.Namespace) -> None:
         if args.tokenizer_model is None:
             raise UserError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model DIRECTORY")
         check_tokenizer(args.tokenizer_model)
+    if args.padded_vocab_size is not None:
+        check_room_for_tokens(args.padded_vocab_size, _tokens_of(args))
+
+
+def check_room_for_tokens(padded: int, tokens: int) -> None:
+    """Raise UserError for a padded vocabulary that is smaller than the tokenizer's `tokens`."""
+    if padded < tokens:
+        raise UserError(
+            f"--padded-vocab-size {padded} is smaller than the tokenizer's vocabulary of {tokens}: use at least that, "
+            f"or leave the option out"
+        )
+
+
+def _tokens_of(args: argparse.Namespace) -> int:
+    """The size of the vocabulary of the tokenizer that Megatron would build. Raises UserError where it cannot."""
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    asked = argparse.Namespace(**vars(args) | {"pad_vocab_size": False, "rank": args.world_size})  # rank 0 prints
+    try:
+        return build_tokenizer(asked).vocab_size
+    except Exception as error:  # each library has its own
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"--tokenizer-type {args.tokenizer_type} cannot be loaded from --tokenizer-model {args.tokenizer_model}: "
+            f"{said}"
+        ) from error

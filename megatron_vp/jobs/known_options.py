@@ -1,0 +1,110 @@
+"""Every option that a training script takes, for commands that read a job without Megatron.
+
+The list is `known_options.txt` in this folder. `scripts/known_options.py` writes it, and a test compares it with the
+parser of the installed Megatron.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.command_line import name_of, option_of
+from megatron_vp.jobs.yaml_files import Leaf
+
+_FILE = Path(__file__).with_name("known_options.txt")
+
+_SHORT = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "num_virtual_stages_per_pipeline_rank",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "mbs": "micro_batch_size",
+    "gbs": "global_batch_size",
+    "layers": "num_layers",
+    "batch_size": "micro_batch_size",
+    "schedule": "pipeline_schedule",
+    "vocab": "vocab_size",
+}
+"""What people write for an option whose name looks different."""
+
+_KINDS = {"int": (int,), "float": (int, float)}
+_EXPECTED = {"int": "an integer", "float": "a number", "text": "a text", "bool": "true or false"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """What an option takes."""
+
+    kind: str
+    """switch, int, float, bool or text."""
+    several: bool
+    choices: tuple[str, ...]
+    """Empty where anything of its kind is taken."""
+
+
+@cache
+def known_options() -> dict[str, Option]:
+    """By name, with underscores."""
+    found = {}
+    for line in _FILE.read_text().splitlines():
+        if not line.startswith("#"):
+            option, kind, *choices = line.split()
+            found[name_of(option)] = Option(kind.rstrip("+"), kind.endswith("+"), tuple(",".join(choices).split(",")))
+    return {name: Option(each.kind, each.several, tuple(filter(None, each.choices))) for name, each in found.items()}
+
+
+def refuse_unknown(name: str, origin: Leaf | str, commands_own: Iterable[str] = ()) -> None:
+    """Raise UserError for a name that neither training knows nor the command that asks (`commands_own`)."""
+    known = known_options()
+    if name in known:
+        return
+    nearest = _SHORT.get(name) or difflib.get_close_matches(name, [*commands_own, *known], 1, 0)[0]
+    if isinstance(origin, Leaf):
+        hint = f"the nearest known one is '{nearest}'"
+        if origin.section == "the top level" and not isinstance(origin.value, str | int | float):
+            hint = "a section holds 'argument_name: value' lines"
+        raise UserError(f"{origin} is no known argument; {hint}")
+    raise UserError(f"{origin} is no known option; the nearest known one is {option_of(nearest)}")
+
+
+def refuse_wrong_value(name: str, value: Any, origin: Leaf | str) -> None:
+    """Raise UserError for a value that a known option does not take; None is left to the option's default."""
+    option = known_options()[name]
+    if value is None:
+        return
+    if option.kind == "switch":
+        if isinstance(value, bool):
+            return
+        if isinstance(origin, Leaf):
+            raise UserError(f"{origin} is a switch: write true or false, not {value!r}")
+        raise UserError(f"{origin} is a switch and takes no value; it was given {value!r}")
+    if value is True and not isinstance(origin, Leaf):
+        if option.several:
+            return  # an empty list; training says whether that will do
+        raise UserError(f"{origin} needs a value: {_expected(option)}")
+    if isinstance(value, list) and not option.several:
+        raise UserError(f"{origin} takes one value; it was given {len(value)}: {', '.join(map(str, value))}")
+    for each in value if isinstance(value, list) else [value]:
+        if not _fits(option, each):
+            raise UserError(f"{origin} must be {_expected(option)}, not {each!r}")
+
+
+def _fits(option: Option, value: Any) -> bool:
+    if isinstance(value, bool):
+        return option.kind == "bool"
+    if isinstance(value, str) and value.startswith("-") and value != "-":
+        return False  # an option of one dash, which no job has
+    if option.kind in _KINDS and not isinstance(value, _KINDS[option.kind]):
+        return False
+    return isinstance(value, str | int | float) and (not option.choices or str(value) in option.choices)
+
+
+def _expected(option: Option) -> str:
+    return f"one of {', '.join(option.choices)}" if option.choices else _EXPECTED[option.kind]

@@ -1,0 +1,22 @@
+"""Options that Megatron leaves to the training script, and `pretrain_gpt_vp.py` does not serve."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_vp.errors import UserError
+
+UNSERVED = (
+    *("sft", "fim_data", "dataloader_inter_document_masking", "hybrid_context_parallel", "per_dataset_sequences_path"),
+    *("logits_save_dir", "logits_load_dir", "perform_rl_step", "log_straggler"),
+)
+
+
+def refuse_unserved(args: argparse.Namespace) -> None:
+    """Raise UserError for the first of them that is asked for."""
+    for name in UNSERVED:
+        if getattr(args, name):
+            raise UserError(
+                f"--{name.replace('_', '-')} is the script's to serve, and pretrain_gpt_vp.py does not: run one that "
+                f"does, NVIDIA's pretrain_gpt.py for instance, with `megatron-vp run pretrain_gpt.py ...`"
+            )

@@ -1,0 +1,29 @@
+"""`--pipeline-trace-iterations`: which iterations of a job are traced. Imports nothing of Megatron."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_vp.errors import UserError
+
+
+def iterations_in(text: str) -> range:
+    """Read `3-5`, or `4` for one iteration. Raises UserError."""
+    first, _, last = text.partition("-")
+    try:
+        iterations = range(int(first), int(last or first) + 1)
+    except ValueError:
+        iterations = range(0)
+    if not iterations or iterations[0] < 1:
+        raise UserError(f"--pipeline-trace-iterations {text} is not A-B with 1 <= A <= B, such as 3-5")
+    return iterations
+
+
+def check_trace_iterations(args: argparse.Namespace) -> None:
+    """Raise UserError for iterations that are none, and for a trace of iterations that the run will not reach."""
+    iterations = iterations_in(args.pipeline_trace_iterations)
+    if args.pipeline_trace is not None and args.train_iters is not None and iterations[0] > args.train_iters:
+        raise UserError(
+            f"--pipeline-trace-iterations {args.pipeline_trace_iterations} begins after the last of --train-iters "
+            f"{args.train_iters}: choose earlier iterations"
+        )
