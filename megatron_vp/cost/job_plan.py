@@ -10,8 +10,8 @@ from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE, JobConfig
-from megatron_vp.jobs.layout_text import layers_in, layout_of
-from megatron_vp.schedule import DEFAULT_SCHEDULE, VocabMethod, family, megatrons_own
+from megatron_vp.jobs.layout_text import even_layers, layers_in, layout_of
+from megatron_vp.schedule import DEFAULT_SCHEDULE, Family, VocabMethod, family, megatrons_own
 
 UNCOUNTED: dict[str, tuple[Any, ...]] = {
     # Layers of other shapes.
@@ -89,7 +89,18 @@ def plan_of(config: JobConfig) -> Plan:
             raise UserError(f"--vocab-parallel-algorithm {algorithm!r} is unknown; use vocab-1 or vocab-2")
         vocab = VocabMethod(algorithm)
     layout = config.values.get("pipeline_model_parallel_layout")
-    return Plan(chosen.name, vocab, chunks, None if layout is None else layers_in(str(layout)))
+    if layout is not None:
+        return Plan(chosen.name, vocab, chunks, layers_in(str(layout)))
+    return Plan(chosen.name, vocab, chunks, _uneven_layers(config, chosen))
+
+
+def _uneven_layers(config: JobConfig, chosen: Family) -> tuple[int, ...] | None:
+    """The layers that training gives the chunks of a family without a layout; None where all get equally many."""
+    if (chosen.chunks or 1) == 1:
+        return None
+    job = job_of(config.values)
+    layers = even_layers(job.model.layers, job.pipeline * chosen.chunks)
+    return None if len(set(layers)) == 1 else layers
 
 
 def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:

@@ -31,3 +31,8 @@ def layers_in(layout: str) -> tuple[int, ...]:
 def layout_of(layers: Sequence[int]) -> str:
     """The layout string of these transformer layers by stage."""
     return "E" + "|".join(f"t*{count}" if count else "" for count in layers) + "L"
+
+
+def even_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Transformer layers by stage, as even as they can be: what chunks get that are given no layout."""
+    return tuple(layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages))

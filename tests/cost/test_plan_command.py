@@ -94,6 +94,15 @@ def test_overlays_and_flags_say_how_the_pipeline_runs(small, tmp_path):
     assert job_of(read_sizes([small, longer], []).values).model.layers == 16
 
 
+@pytest.mark.parametrize("layers", [7, 9, 11])
+def test_uneven_layers_of_a_v_are_simulated_as_training_lays_them_out(small, layers):
+    from megatron_vp.mcore.model.chunk_layout import even_layout
+
+    flags = ["--num-layers", str(layers), "--pipeline-schedule", "v-half", "--vocab-parallel"]
+    found = json.loads(run("simulate", small, *flags, "--format", "json").stdout)["plan"]
+    assert tuple(found["layers"]) == layers_in(even_layout(layers, 8, 0)) and sum(found["layers"]) == layers
+
+
 def test_layouts_read_back():
     assert layers_in("Et*5|(t*5|)*5t*6|t*6L") == (5, 5, 5, 5, 5, 5, 6, 6)
     assert layers_in("E|tt|t*3|L") == (0, 2, 3, 0)

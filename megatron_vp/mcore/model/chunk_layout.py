@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.schedule import Family
 from megatron_vp.schedule.placement import Placement
@@ -42,8 +43,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
 def even_layout(layers: int, stages: int, further_heads: int) -> str:
     """Megatron's layout string of `layers` layers, as even as whole layers allow; further heads on the last stage."""
-    counts = [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
-    return "E" + "|".join("t" * count for count in counts) + "m" * further_heads + "L"
+    return "E" + "|".join("t" * count for count in even_layers(layers, stages)) + "m" * further_heads + "L"
 
 
 _family: list[Family] = []
