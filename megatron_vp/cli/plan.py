@@ -10,6 +10,7 @@ import typer
 
 from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, options_of
 from megatron_vp.cli.output import format_for, progress_bar, write
+from megatron_vp.cli.plan_check import Checked, choose_checked
 from megatron_vp.cli.planning import (
     GIB,
     Format,
@@ -27,7 +28,7 @@ from megatron_vp.jobs.command_line import files_and_flags
 from megatron_vp.jobs.settings import flags_of, yaml_of
 
 if TYPE_CHECKING:
-    from megatron_vp.cost.planner import Evaluation, Infeasible
+    from megatron_vp.cost.planner import Choice, Evaluation, Infeasible
 
 
 def register(app: typer.Typer) -> None:
@@ -62,7 +63,6 @@ def plan(
     megatron-vp plan configs/llama3_8b.yaml --hardware h100 --nodes 4 --pipeline-model-parallel-size 16
     """
     from megatron_vp.cost.job_plan import plan_of
-    from megatron_vp.cost.planner import best
     from megatron_vp.cost.planner import plan as make_plan
 
     output_format = format_for(asked_format, output, Format)
@@ -75,7 +75,9 @@ def plan(
             chunks=plan_of(request.config).chunks or 2,
             progress=lambda done, of: bar.update(task, completed=done, total=of),
         )
-    chosen = best(evaluations, request.limit)
+    checked = choose_checked(request, evaluations)
+    chosen = checked.choice.chosen
+    infeasible = [*infeasible, *checked.refused]
     if write_schedule is not None:
         from megatron_vp.cost.predict import make_player
         from megatron_vp.schedule import to_json
@@ -84,9 +86,9 @@ def plan(
         write(to_json(player.schedule) + "\n", write_schedule)
     match output_format:
         case Format.TABLE:
-            content: str | bytes = _table(request, evaluations, infeasible, chosen)
+            content: str | bytes = _table(request, evaluations, infeasible, checked)
         case Format.JSON:
-            content = json.dumps(_document(request, evaluations, infeasible, chosen), indent=1) + "\n"
+            content = json.dumps(_document(request, evaluations, infeasible, checked), indent=1) + "\n"
         case Format.PNG:
             from megatron_vp.cost.charts import plan_chart
 
@@ -94,11 +96,12 @@ def plan(
     write(content, output)
 
 
-def _table(request: Request, evaluations: list[Evaluation], infeasible: list[Infeasible], chosen: Evaluation) -> str:
+def _table(request: Request, evaluations: list[Evaluation], infeasible: list[Infeasible], checked: Checked) -> str:
     from rich.table import Table
 
     from megatron_vp.cost.job_plan import settings_of
 
+    chosen = checked.choice.chosen
     table = Table()
     table.add_column("schedule", no_wrap=True)
     table.add_column("vocabulary", no_wrap=True)
@@ -123,10 +126,8 @@ def _table(request: Request, evaluations: list[Evaluation], infeasible: list[Inf
     lines += [
         f"not possible: {one.candidate.plan.schedule}, {one.candidate.method}: {one.reason}" for one in infeasible
     ]
-    plain = next((one for one in evaluations if one.candidate.method == "plain" and one.fits(request.limit)), None)
-    if plain is not None and plain is not chosen:
-        gain = plain.iteration_seconds / chosen.iteration_seconds
-        lines.append(f"{gain:.2f} times as fast as the best plain run that fits ({plain.candidate.plan.schedule})")
+    lines += _comparison(checked.choice)
+    lines += [checked.note] if checked.note else []
     settings = settings_of(request.config, chosen.candidate.plan, request.job)
     unset = [name for name, value in settings.items() if value is None or value is False]
     lines += ["", "use: " + (flags_of(settings) or "the configuration as it is")]
@@ -135,17 +136,53 @@ def _table(request: Request, evaluations: list[Evaluation], infeasible: list[Inf
     return "\n".join(lines)
 
 
+def _comparison(choice: Choice) -> list[str]:
+    """What the choice gains over runs without vocabulary parallelism, and whether it was a tie, in lines."""
+    from megatron_vp.cost.constants import ERROR_BAND
+    from megatron_vp.cost.planner import WITHOUT_SPLIT
+
+    chosen, whole = choice.chosen, choice.without_split
+    if whole is None:
+        lines = ["no run without vocabulary parallelism fits"]
+    elif chosen.candidate.method in WITHOUT_SPLIT:
+        lines = []
+    else:
+        lines = [
+            f"{choice.gain:.2f} times as fast as the best run without vocabulary parallelism that fits "
+            f"({_name(whole)}; redistributed layers are among them)"
+        ]
+    if len(choice.tied) > 1:
+        fastest = choice.tied[0]
+        ahead = chosen.iteration_seconds / fastest.iteration_seconds - 1
+        said = "is the fastest of them, too" if chosen is fastest else f"{_name(fastest)} is {100 * ahead:.1f} % faster"
+        lines.append(
+            f"a tie: {len(choice.tied)} runs are within the {100 * ERROR_BAND['time']:.0f} % that a prediction may be "
+            f"off, and {_name(chosen)} is the simplest of them; " + (said if chosen is not fastest else f"it {said}")
+        )
+    return lines
+
+
+def _name(each: Evaluation) -> str:
+    return f"{each.candidate.plan.schedule}, {each.candidate.method}"
+
+
 def _document(
-    request: Request, evaluations: list[Evaluation], infeasible: list[Infeasible], chosen: Evaluation
+    request: Request, evaluations: list[Evaluation], infeasible: list[Infeasible], checked: Checked
 ) -> dict[str, object]:
     from megatron_vp.cost.job_plan import settings_of
+
+    choice = checked.choice
 
     def entry(each: Evaluation) -> dict[str, object]:
         settings = settings_of(request.config, each.candidate.plan, request.job)
         return each.document(request.limit) | {"settings": settings, "flags": flags_of(settings)}
 
     return request.document() | {
-        "best": evaluations.index(chosen),
+        "best": evaluations.index(choice.chosen),
+        "tied": [evaluations.index(each) for each in choice.tied],
+        "without_split": None if choice.without_split is None else evaluations.index(choice.without_split),
+        "gain": choice.gain,
+        "check": checked.note,
         "plans": [entry(each) for each in evaluations],
         "impossible": [
             {"schedule": one.candidate.plan.schedule, "method": one.candidate.method, "reason": one.reason}

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_vp.cost.communication import CommunicationModel
-from megatron_vp.cost.constants import CALIBRATED, Constants
+from megatron_vp.cost.constants import CALIBRATED, ERROR_BAND, Constants
 from megatron_vp.cost.hardware import Hardware
 from megatron_vp.cost.layouts import spread_layers
 from megatron_vp.cost.pass_times import PassTimes
@@ -27,6 +27,7 @@ from megatron_vp.schedule import (
     StageCosts,
     Timeline,
     VocabMethod,
+    family,
 )
 from megatron_vp.schedule.gc_paused import gc_paused
 
@@ -87,6 +88,8 @@ class Evaluation:
     busy: tuple[float, ...]
     memory: tuple[RankMemory, ...]
     loss: Loss
+    vocab_rows: tuple[int, ...] | None = None
+    """Rows of the vocabulary by pipeline rank, tensor ranks together; None where it is not split."""
 
     @property
     def peak_memory(self) -> float:
@@ -114,6 +117,8 @@ class Evaluation:
             "method": self.candidate.method,
             "chunks": plan.chunks,
             "layers": plan.layers,
+            "vocab_rows": self.vocab_rows,
+            "offload_chunks": 0,
             "iteration_seconds": self.iteration_seconds,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
@@ -161,12 +166,12 @@ def candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED, 
             f"give at most {LARGEST}, or ask megatron-vp simulate for one schedule at a time (--pipeline-schedule NAME)"
         )
     found = []
-    for name, family in FAMILIES.items():
-        own = chunks if family.chunks is None else None
-        placement = family.placement_of(job.pipeline, own)
-        if family.own_method is not None:
+    for name, record in FAMILIES.items():
+        own = chunks if record.chunks is None else None
+        placement = record.placement_of(job.pipeline, own)
+        if record.own_method is not None:
             layers = spread_layers(job, placement)
-            found.append(Candidate(str(family.own_method), Plan(name, family.own_method, own, layers)))
+            found.append(Candidate(str(record.own_method), Plan(name, record.own_method, own, layers)))
             continue
         even = spread_layers(job, placement)
         found.append(Candidate(PLAIN, Plan(name, chunks=own, layers=even)))
@@ -255,7 +260,14 @@ def evaluation_of(candidate: Candidate, prediction: Prediction, player: Player, 
             communication=makespan - max(silent, most),
             step=step,
         ),
+        vocab_rows=None if candidate.plan.vocab is VocabMethod.NONE else rows_by_rank(job),
     )
+
+
+def rows_by_rank(job: Job) -> tuple[int, ...]:
+    """Vocabulary rows by pipeline rank, tensor ranks together, in even shards; the last ranks may have fewer."""
+    vocab, rows = job.model.vocab, job.shard_rows * job.tensor
+    return tuple(max(0, min(rows, vocab - rank * rows)) for rank in range(job.pipeline))
 
 
 def extended(timeline: Timeline, microbatches: int) -> float:
@@ -319,16 +331,66 @@ def _evaluate_all(
     return found
 
 
-def best(evaluations: Sequence[Evaluation], limit: float) -> Evaluation:
-    """The fastest that fits. Raises UserError where nothing does."""
-    fitting = next((each for each in evaluations if each.fits(limit)), None)
-    if fitting is not None:
-        return fitting
-    least = min(evaluations, key=lambda each: each.peak_memory)
+WITHOUT_SPLIT = (PLAIN, REDISTRIBUTED)
+"""Methods without vocabulary parallelism: what Megatron's own layers can do."""
+
+_BY_SIMPLICITY = (PLAIN, REDISTRIBUTED, VocabMethod.VOCAB_2, VocabMethod.VOCAB_1, VocabMethod.INTERLACED)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is recommended: `chosen`, one of `tied`, and what it is compared with."""
+
+    chosen: Evaluation
+    tied: tuple[Evaluation, ...]
+    """All that are within the stated error of the fastest, which is the first of them."""
+    without_split: Evaluation | None
+    """The fastest run without vocabulary parallelism that fits, redistributed layers included."""
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast as `without_split` the chosen run is."""
+        if self.without_split is None:
+            return None
+        return self.without_split.iteration_seconds / self.chosen.iteration_seconds
+
+
+def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_BAND["time"]) -> Choice:
+    """What to run, of evaluations with the fastest first.
+
+    Candidates that fit and are slower than the fastest by no more than `band`, the stated error of a prediction, are a
+    tie. A tie goes to the simplest, see `simplicity`. Interlaced runs are a comparison and are never chosen.
+    Raises UserError where nothing fits.
+    """
+    offered = [each for each in evaluations if each.candidate.plan.vocab is not VocabMethod.INTERLACED]
+    fitting = [each for each in offered if each.fits(limit)]
+    if fitting:
+        tied = tuple(each for each in fitting if each.iteration_seconds <= (1 + band) * fitting[0].iteration_seconds)
+        without_split = next((each for each in fitting if each.candidate.method in WITHOUT_SPLIT), None)
+        return Choice(min(tied, key=simplicity), tied, without_split)
+    if not offered:
+        raise UserError("no schedule is left that can run this job")
+    least = min(offered, key=lambda each: each.peak_memory)
     plan = least.candidate.plan
     raise UserError(
         f"nothing fits {limit / 2**30:.4g} GiB: the least is {least.peak_memory / 2**30:.1f} GiB with {plan.schedule}, "
         f"{least.candidate.method}; use more pipeline or tensor ranks, recomputation, or larger GPUs"
+    )
+
+
+def simplicity(evaluation: Evaluation) -> tuple[float, ...]:
+    """What decides a tie, the least first: Megatron's own schedules; backwards that are not split; fewer chunks; plain
+    layers before redistributed ones, vocab-2 and vocab-1; less memory.
+    """
+    plan = evaluation.candidate.plan
+    chosen = family(plan.schedule)
+    own = chosen.in_megatron and plan.vocab is VocabMethod.NONE
+    return (
+        not own,
+        chosen.splits_backward,
+        plan.chunks or chosen.chunks or 1,
+        _BY_SIMPLICITY.index(evaluation.candidate.method),
+        evaluation.peak_memory,
     )
 
 

@@ -12,10 +12,21 @@ from megatron_vp.cost.constants import CALIBRATED
 from megatron_vp.cost.hardware import GIB, find_hardware
 from megatron_vp.cost.layouts import spread_layers
 from megatron_vp.cost.pass_times import PassTimes
-from megatron_vp.cost.planner import Candidate, Loss, balanced_layers, best, candidates, evaluate, method_of, plan
+from megatron_vp.cost.planner import (
+    Candidate,
+    Loss,
+    balanced_layers,
+    candidates,
+    choose,
+    evaluate,
+    method_of,
+    plan,
+    rows_by_rank,
+)
 from megatron_vp.cost.shapes import Job, ModelShape, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import FAMILIES, Placement, VocabMethod
+from megatron_vp.vocab.shards import VocabShards
 
 H100 = find_hardware("h100")
 MODEL = ModelShape(layers=12, hidden=2048, heads=16, ffn=8192, vocab=131072)
@@ -91,15 +102,15 @@ def test_the_best_is_the_fastest_that_fits():
         evaluate(Candidate(str(v), Plan("1f1b", v)), JOB, H100) for v in (VocabMethod.VOCAB_1, VocabMethod.NONE)
     ]
     evaluations.sort(key=lambda each: each.iteration_seconds)
-    assert best(evaluations, H100.memory) is evaluations[0]
+    assert choose(evaluations, H100.memory, 0).chosen is evaluations[0]
     least = min(each.peak_memory for each in evaluations)
-    assert best(evaluations, least).peak_memory == least
+    assert choose(evaluations, least).chosen.peak_memory == least
     method = min(evaluations, key=lambda each: each.peak_memory).candidate.method
     for order in (evaluations, evaluations[::-1]):
         with pytest.raises(
             UserError, match=rf"nothing fits .*: the least is {least / GIB:.1f} GiB with 1f1b, {method};"
         ):
-            best(order, least - 1)
+            choose(order, least - 1)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved", "interlaced"])
@@ -149,3 +160,55 @@ def test_a_pipeline_without_a_plan_is_refused_at_once(pipeline, layers, words):
         pytest.raises(UserError, match=words),
     ):
         candidates(replace(JOB, pipeline=pipeline, model=replace(MODEL, layers=layers)), H100)
+
+
+def _made(schedule, method, seconds, memory=0.0):
+    """An evaluation of `schedule` with the time and the activations that a test needs."""
+    vocab = VocabMethod.NONE if method in ("plain", "redistributed") else VocabMethod(method)
+    one = evaluate(Candidate("plain", Plan("1f1b")), JOB, H100)
+    ranks = tuple(replace(rank, activations=memory) for rank in one.memory)
+    return replace(one, candidate=Candidate(method, Plan(schedule, vocab)), iteration_seconds=seconds, memory=ranks)
+
+
+def test_a_tie_goes_to_the_simplest():
+    made = [
+        _made("zb-h1", "vocab-1", 1.0),
+        _made("1f1b", "vocab-1", 1.01),
+        _made("v-half", "vocab-2", 1.02),
+        _made("1f1b", "vocab-2", 1.03),
+        _made("1f1b", "redistributed", 1.04),
+    ]
+    choice = choose(made, H100.memory, band=0.03)
+    assert choice.chosen is made[3] and choice.tied == tuple(made[:4])
+    assert choice.gain == pytest.approx(1.04 / 1.03)
+    assert choose(made, H100.memory, band=0.005).chosen is made[0]
+    assert choose(made, H100.memory, band=0.05).chosen is made[4]  # Megatron's own schedule
+    same = [_made("1f1b", "vocab-2", 1.0, 2e9), _made("1f1b", "vocab-2", 1.0, 1e9)]
+    assert choose(same, H100.memory).chosen is same[1]
+
+
+def test_the_gain_is_over_the_best_run_without_a_split_that_fits():
+    made = [
+        _made("1f1b", "vocab-2", 1.0),
+        _made("zb-h1", "redistributed", 1.2, memory=1e12),
+        _made("1f1b", "redistributed", 1.5),
+        _made("1f1b", "plain", 2.0),
+    ]
+    choice = choose(made, H100.memory)
+    assert choice.without_split is made[2] and choice.gain == 1.5
+    assert choose(made[:2], H100.memory).gain is None
+
+
+def test_interlaced_is_never_chosen():
+    made = [_made("interlaced", "interlaced", 1.0), _made("1f1b", "vocab-2", 2.0, 1e12)]
+    assert choose([made[0], _made("1f1b", "plain", 3.0)], H100.memory).chosen.candidate.method == "plain"
+    with pytest.raises(UserError, match="with 1f1b, vocab-2"):
+        choose(made, H100.memory)
+
+
+def test_rows_by_rank_are_those_of_the_shards():
+    for vocab, tensor in ((131072, 1), (100096, 2), (50257, 1), (640, 1)):
+        job = replace(JOB, model=replace(MODEL, vocab=vocab), tensor=tensor)
+        shards = VocabShards(vocab, 4 * tensor)
+        rows = [sum(shards.rows(rank * tensor + index) for index in range(tensor)) for rank in range(4)]
+        assert list(rows_by_rank(job)) == rows and sum(rows) == vocab

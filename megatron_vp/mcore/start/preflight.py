@@ -21,7 +21,7 @@ from megatron_vp.jobs.command_line import asks_for_cpu, split_config
 from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.parts import describe
-from megatron_vp.mcore.platform.pretend_gpu import assumed_nodes, assumptions, pretend_engine, pretend_gpu
+from megatron_vp.mcore.platform.pretend_gpu import ENGINE, assumed_nodes, assumptions, pretend_engine, pretend_gpu
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
 
 _PLATFORM = ("transformer_impl", "distributed_backend")
@@ -56,6 +56,22 @@ def check_job(arguments: list[str], ranks: int, here: bool = False, nodes: str |
             core_transformer_config_from_args(args)
         args._nodes = installed.of_nodes
         return args
+
+
+def refusal_of(arguments: list[str], ranks: int) -> str | None:
+    """Why a job's `ranks` processes would refuse its arguments; None where they would start.
+
+    Without `--cpu` they are checked for GPUs: this machine's, or such as a current node has.
+    """
+    nodes = None
+    if not asks_for_cpu(arguments) and not torch.cuda.is_available():
+        local = _said_of_platform(arguments)["transformer_impl"] == "local"
+        nodes = "te=no" if local else f"te={ENGINE}"
+    try:
+        check_job(arguments, ranks, nodes=nodes)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _platform(arguments: list[str], here: bool, nodes: str | None = None) -> AbstractContextManager[None]:

@@ -1,0 +1,96 @@
+"""What `plan` recommends is something that `check` accepts: plans go through training's own validation first."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.command_line import CPU, option_of
+from megatron_vp.jobs.known_options import known_options
+
+if TYPE_CHECKING:
+    from megatron_vp.cli.planning import Request
+    from megatron_vp.cost.planner import Choice, Evaluation, Infeasible
+    from megatron_vp.cost.shapes import Plan
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A choice among the plans that training would start, the plans that it would refuse, and what remains to say."""
+
+    choice: Choice
+    refused: list[Infeasible]
+    note: str | None
+
+
+def choose_checked(request: Request, evaluations: Sequence[Evaluation]) -> Checked:
+    """Choose as `planner.choose` does, leaving out the plans that `check` refuses, and not because of the job itself.
+
+    Raises UserError where nothing is left.
+    """
+    from megatron_vp.cost.planner import Infeasible, choose
+
+    left = list(evaluations)
+    refused: list[Infeasible] = []
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.training") is None:
+        return Checked(
+            choose(left, request.limit), [], "not checked: Megatron is not installed here; run megatron-vp check"
+        )
+    check = cache(lambda plan: _refusal(request, plan))
+    while True:
+        choice = choose(left, request.limit)
+        note = None
+        for each in filter(None, (choice.chosen, choice.without_split)):
+            reason = check(each.candidate.plan)
+            if reason is None:
+                continue
+            if reason == check(_plainest(evaluations).candidate.plan):
+                note = f"megatron-vp check refuses this job under any schedule: {reason}"
+                continue
+            refused.append(Infeasible(each.candidate, reason))
+            left.remove(each)
+            break
+        else:
+            return Checked(choice, refused, note)
+        if not left:
+            raise UserError(f"training refuses every plan for this job, the last because: {refused[-1].reason}")
+
+
+def _plainest(evaluations: Sequence[Evaluation]) -> Evaluation:
+    from megatron_vp.cost.planner import simplicity
+
+    return min(evaluations, key=simplicity)
+
+
+def _refusal(request: Request, plan: Plan) -> str | None:
+    """Why training would refuse the job with this plan; None where it would start."""
+    from megatron_vp.cost.job_plan import settings_of
+    from megatron_vp.mcore.start.preflight import refusal_of
+
+    words = _words(request.config.values | settings_of(request.config, plan, request.job))
+    return refusal_of([*words, CPU] if request.hardware.name == "cpu" else words, request.job.gpus)
+
+
+def _words(values: dict[str, Any]) -> list[str]:
+    """Arguments by their names as the words of a command line."""
+    known, words = known_options(), []
+    for name, value in values.items():
+        option = option_of(name)
+        if name not in known or value is None:
+            continue
+        if known[name].kind == "switch":
+            if value:
+                words.append(option_of(name))
+            elif f"no_{name}" in known:
+                words.append(option_of(f"no_{name}"))
+        elif isinstance(value, list):
+            words += [option, *map(str, value)]
+        elif known[name].several:
+            words += [option] if value is True else [option, str(value)]
+        else:
+            words.append(f"{option}={'' if value is False else value}")
+    return words
