@@ -96,10 +96,11 @@ def plan_of(config: JobConfig) -> Plan:
 
 def _uneven_layers(config: JobConfig, chosen: Family) -> tuple[int, ...] | None:
     """The layers that training gives the chunks of a family without a layout; None where all get equally many."""
-    if (chosen.chunks or 1) == 1:
+    chunks = chosen.chunks or 1
+    if chunks == 1:
         return None
     job = job_of(config.values)
-    layers = even_layers(job.model.layers, job.pipeline * chosen.chunks)
+    layers = even_layers(job.model.layers, job.pipeline * chunks)
     return None if len(set(layers)) == 1 else layers
 
 
