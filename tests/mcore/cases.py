@@ -233,6 +233,7 @@ CASES = (
         DOCUMENTS,
         ("1f1b/vocab-2", "zb-h1/none"),
         slow=True,
+        bound=2e-6,  # few tokens count: fp32 rounding is 6e-7 in the first step and 1.1e-6 in the second
     ),
     Case("no positions", {"position_embedding_type": "none"}, slow=True),
     Case("YaRN, sliding window", {"position_embedding_type": "yarn", "window_size": "(8,0)"}, slow=True),

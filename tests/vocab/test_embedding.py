@@ -101,6 +101,27 @@ def test_shards_are_of_widths_that_vector_loads_and_gemms_like(vocab, count, row
     assert sum(shards.rows(index) for index in range(count)) == vocab
 
 
+@pytest.mark.parametrize("tensor", [2, 4, 8])
+@pytest.mark.parametrize("pipeline", [2, 3, 4, 6, 8, 16])
+@pytest.mark.parametrize("size", [32000, 50257, 100352, 128256, 151936, 256000, 262144, 500])
+def test_the_tensor_ranks_of_a_stage_hold_equally_many_rows(size, pipeline, tensor):
+    """Otherwise their parameters lie at other places of the distributed optimizer's buffer."""
+    padded = -(-size // (16 * tensor)) * 16 * tensor
+    shards = VocabShards(padded, pipeline * tensor, tensor)
+    assert shards.start(0) == 0 and shards.start(shards.count) == padded
+    assert [shards.start(i + 1) - shards.start(i) for i in range(shards.count)] == list(
+        map(shards.rows, range(shards.count))
+    )
+    for stage in range(pipeline):
+        rows = {shards.rows(index) for index in range(stage * tensor, (stage + 1) * tensor)}
+        assert len(rows) == 1 and max(rows) <= shards.rows_per_shard
+
+
+def test_rows_that_tensor_ranks_cannot_share_are_refused():
+    with pytest.raises(UserError, match="--tensor-model-parallel-size divides"):
+        VocabShards(51, 4, 2)
+
+
 def test_the_unit_changes_where_a_shard_has_a_thousand_rows():
     for even in range(1, 5000, 7):
         rows = VocabShards(8 * even, 8).rows_per_shard

@@ -182,7 +182,7 @@ def _shard_vocabulary(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCo
     placement = pipeline_placement(get_args())
     # Megatron orders this group by pipeline rank, then by tensor rank: so are the shards.
     rank = dist.get_rank(groups.mp)
-    shards = VocabShards(chunk.vocab_size, groups.mp.size())
+    shards = VocabShards(chunk.vocab_size, groups.mp.size(), groups.tp.size())
     tied = chunk.share_embeddings_and_output_weights
     if index == placement.chunk_of(0):
         full = chunk.embedding.word_embeddings.weight if chunk.pre_process else None
