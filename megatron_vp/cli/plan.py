@@ -122,7 +122,7 @@ def _table(request: Request, evaluations: list[Evaluation], infeasible: list[Inf
             each.bound_by(request.limit),
             style="bold" if each is chosen else None,
         )
-    lines = [request.title, request.shards, rendered(table) + "\n".join(request.notes)]
+    lines = [request.title, request.job.layers.line, request.shards, rendered(table) + "\n".join(request.notes)]
     lines += [
         f"not possible: {one.candidate.plan.schedule}, {one.candidate.method}: {one.reason}" for one in infeasible
     ]

@@ -133,6 +133,7 @@ class Request:
             "shard_rows": job.shard_rows,
             "shard_imbalance": job.shard_imbalance,
             "fp8_recipe": job.fp8,
+            "layers": job.layers,
             "limit_bytes": self.limit,
             "vocabulary_passes": "paper" if self.hardware.rates is None else "counted",
             "uncounted": self.uncounted,

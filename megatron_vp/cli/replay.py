@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import os
+import warnings
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -52,20 +57,33 @@ def replay(
 
     check_destination(False, output)
     files, flags = files_and_flags(job, overlays)
-    found = run_alone(script, files, rank, ranks, iterations, flags, shapes_only)
+    with _without_log() if shapes_only else contextlib.nullcontext():
+        found = run_alone(script, files, rank, ranks, iterations, flags, shapes_only)
     typer.echo(_table(found))
     if output is not None:
         write(json.dumps(asdict(found), indent=1) + "\n", output)
 
 
+@contextlib.contextmanager
+def _without_log() -> Iterator[None]:
+    """Hide what Megatron prints, its warnings included: its times and norms mean nothing. Errors stay."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
+
+
 def _table(found: Replayed) -> str:
     place = f"pipeline rank {found.pipeline_rank} of {found.pipeline_size}, {found.microbatches} microbatches, alone"
+    if found.played is not None and found.played < found.microbatches:
+        place += f" ({found.played} played: more hold no more)"
     memory = [f"{name:>12}  {value / 2**30:15.3f}  GiB" for name, value in found.memory_bytes.items()]
     if found.iteration_milliseconds is None:
         note = "of tensors; an allocator's fragments, workspaces and communicators come on top"
-        return "\n".join(
-            [place, *memory, note, "nothing was computed: times and norms that Megatron logs mean nothing"]
-        )
+        return "\n".join([place, *memory, note, found.layers.line])
     on_a_device = "peak" in found.memory_bytes
     head = "ms a microbatch" + "  host, to issue" * on_a_device
     host = {kind: f"{value:16.3f}" * on_a_device for kind, value in found.host_milliseconds.items()}

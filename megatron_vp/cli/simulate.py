@@ -125,6 +125,7 @@ def _table(request: Request, found: Evaluation) -> str:
             request.title,
             f"schedule {plan.schedule}, vocabulary {found.candidate.method}"
             + (f"; {request.shards}" if plan.vocab is not VocabMethod.NONE else ""),
+            request.job.layers.line,
             "",
             f"{seconds(found.iteration_seconds)} s an iteration, {found.tokens_per_second:,.0f} tokens/s, "
             f"MFU {100 * found.mfu:.1f} % of {request.hardware.peak_flops / 1e12:.0f} TFLOP/s, "

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_vp.cost.shapes import CrossEntropy, Fp8Recipe, Job, ModelShape, Recompute
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
 
 
 def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
@@ -45,14 +46,17 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         head_size=given("kv_channels", 0),
         gated=gated,
         tied=not given("untie_embeddings_and_output_weights"),
-        dropout=bool(given("hidden_dropout", 0.1) or given("attention_dropout", 0.1)),
+        dropout=bool(given("hidden_dropout", 0.1)),
         experts=experts,
         experts_per_token=given("moe_router_topk", 2) if experts else 0,
+        query_key_norms=bool(given("qk_layernorm") or given("qk_l2_norm")),
+        rotary=given("position_embedding_type") == "rope",
     )
     recompute = given("recompute_granularity")
     if recompute not in (None, "full", "selective"):
         raise UserError(f"recompute_granularity {recompute!r} is unknown; use full or selective")
     fp8, bf16_at_start, bf16_at_end = _fp8(given, model.layers, pipeline)
+    kind = layer_kind(arguments)
     context, micro_batch = given("context_parallel_size", 1), size("micro_batch_size")
     replica = pipeline * tensor * context
     data = 1 if ranks is None else ranks // replica
@@ -82,7 +86,21 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         bf16_at_start=bf16_at_start,
         bf16_at_end=bf16_at_end,
         cross_entropy=_cross_entropy(given),
+        layers=kind,
+        glu_intermediates=_glu_intermediates(given, kind),
+        attention_dropout=bool(given("attention_dropout", 0.1)),
+        wide_softmax=bool(given("attention_softmax_in_fp32") or given("apply_query_key_layer_scaling")),
     )
+
+
+def _glu_intermediates(given: Callable[..., Any], kind: LayerKind) -> int:
+    """Fused SwiGLU computes everything again from its input. Megatron's own code keeps the activated half and a copy of
+    the other half, to which it adds an offset; quick GeGLU, which is never fused here, the sigmoid as well.
+    """
+    if given("quick_geglu"):
+        return 3
+    unfused = kind is not LayerKind.ENGINE or given("no_bias_swiglu_fusion") or given("bias_swiglu_fusion") is False
+    return 2 if given("swiglu") and unfused else 0
 
 
 def _cross_entropy(given: Callable[..., Any]) -> CrossEntropy:

@@ -7,15 +7,11 @@ from dataclasses import dataclass, fields
 from megatron_vp.cost.flops import expert_weights, layer_weights
 from megatron_vp.cost.fp8 import activations_saved, bf16_layers, weight_copies
 from megatron_vp.cost.hardware import Hardware
+from megatron_vp.cost.layer_memory import SPLIT_BACKWARD, layer_memory
 from megatron_vp.cost.outside import GIB, OutsideMemory, outside_memory
 from megatron_vp.cost.shapes import CrossEntropy, Job, Recompute
+from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import PassKind, Schedule, VocabMethod
-
-WORKING_SET = 24.5
-"""Bytes a token and hidden unit that the backward of one layer needs beside what the forward kept."""
-
-SPLIT_BACKWARD = 34
-"""The same where the backward is split: one more layer that waits for its W."""
 
 EMBEDDED = 2.7
 """Bytes a token and hidden unit of a microbatch in flight on the first stage: the exchanged rows, a dropout mask."""
@@ -56,22 +52,6 @@ class RankMemory:
         """Bytes by name, all that is outside PyTorch's count in one."""
         held = {field.name: getattr(self, field.name) for field in fields(self)}
         return held | {"outside": self.outside.total}
-
-
-def layer_activations(job: Job) -> float:
-    """Bytes one layer keeps of a microbatch on one rank, attention fused: 34 bytes a token and hidden unit for a plain
-    GPT in 16 bits with dropout (Korthikanti et al., 2022, equation 2 without the attention scores).
-    """
-    model, wide, t = job.model, job.element_bytes, job.tensor
-    shared = wide * 2 * model.hidden + model.hidden * (wide + 2 * model.dropout)
-    if job.recompute is Recompute.FULL:
-        return job.tokens * wide * model.hidden / (t if job.sequence_parallel else 1)
-    keys = max(model.keys // t, model.head_size)
-    attention = wide * (2 * model.queries / t + 2 * keys) + 4 * model.heads / t
-    mlp = model.mlps_per_token * wide * (3 if model.gated else 2) * model.ffn / t
-    # Inputs of both norms and of the projections they feed; masks of both dropouts.
-    shared += wide * model.hidden * (model.mlps_per_token if model.experts else 1)
-    return job.tokens * (shared / (t if job.sequence_parallel else 1) + attention + mlp)
 
 
 @dataclass(frozen=True)
@@ -142,7 +122,7 @@ class MemoryModel:
         """Bytes of activations and of the vocabulary layers, where their sum is largest."""
         placement, split = self.schedule.placement, self.schedule.split_backward
         whole = self.schedule.vocab is VocabMethod.NONE
-        working = (WORKING_SET + (SPLIT_BACKWARD if split else 0)) * self._unit
+        layer = layer_memory(self.job, split)
         logits = self.job.tokens * self.job.whole_rows
         dense = self.job.element_bytes * self.job.whole_rows * self.job.model.hidden
         # Of a whole output layer: from the forward to the end of B, and while it runs 16 bits more.
@@ -150,8 +130,9 @@ class MemoryModel:
         shared = 0.0
         if not whole:
             shared = SHARED_BUFFERS * self._unit + SCORES * self.job.tokens * self.job.shard_rows
-        kept = self._kept(rank)
-        held = scores = 0.0
+        kept = self._held(rank, layer.kept)
+        waiting = kept if self.job.layers is LayerKind.PAPER else self._held(rank, layer.waiting)
+        held, scores = layer.once, 0.0
         peak = (0.0, 0.0)
         for step in self.schedule.ranks[rank]:
             stage = placement.stage_of[rank][step.chunk]
@@ -161,32 +142,38 @@ class MemoryModel:
                 case PassKind.F:
                     held += kept[stage]
                     scores += has_output * kept_score * logits
-                    during = held, scores + shared + has_output * 2 * logits
+                    during = held + layer.forward, scores + shared + has_output * 2 * logits
                 case PassKind.B | PassKind.BW:
-                    during = held + working, scores + shared + has_output * 2 * logits
-                    held -= 0.0 if left else kept[stage]
+                    # Layer by layer, what waits for W takes the place of what was kept.
+                    grows = max(0.0, waiting[stage] - kept[stage]) if left else 0.0
+                    during = held + grows + layer.backward, scores + shared + has_output * 2 * logits
+                    held -= kept[stage] - (waiting[stage] if left else 0.0)
                     # Where W follows, it needs the logits' gradient in 16 bits.
                     scores -= has_output * ((kept_score - 2 * left) * logits)
                     if whole and stage == 0:
                         peak = max(peak, during, key=sum)
                         # The embedding's dense gradient comes last in its backward.
-                        during = held + left * (SPLIT_BACKWARD * self._unit - kept[stage]), scores + dense
+                        during = held + left * self._embedding_s_backward(waiting[stage]), scores + dense
                 case PassKind.W:
                     during = held, scores + shared + has_output * dense
-                    held -= kept[stage]
+                    held -= waiting[stage]
                     scores -= has_output * 2 * logits
                 case _:
                     continue
             peak = max(peak, during, key=sum)
         return peak
 
-    def _kept(self, rank: int) -> dict[int, float]:
-        """Bytes that a microbatch keeps from F on, by virtual stage."""
-        each, job = layer_activations(self.job), self.job
-        kept = {stage: self.layers[stage] * each for stage in self.schedule.placement.stage_of[rank]}
+    def _embedding_s_backward(self, waiting: float) -> float:
+        """What changes until a split backward comes to the embedding: the paper's layers but one are then done."""
+        return SPLIT_BACKWARD * self._unit - waiting if self.job.layers is LayerKind.PAPER else 0.0
+
+    def _held(self, rank: int, each: float) -> dict[int, float]:
+        """Bytes of a microbatch by virtual stage, of whose layers `each` holds that many."""
+        job = self.job
+        held = {stage: self.layers[stage] * each for stage in self.schedule.placement.stage_of[rank]}
         if job.fp8 is not None and job.recompute is not Recompute.FULL:
             saved, wide = activations_saved(job, self.hardware), bf16_layers(job, self.layers)
-            kept = {stage: size - (self.layers[stage] - wide[stage]) * saved for stage, size in kept.items()}
-        if 0 in kept and self.schedule.vocab is not VocabMethod.NONE:
-            kept[0] += EMBEDDED * self._unit
-        return kept
+            held = {stage: size - (self.layers[stage] - wide[stage]) * saved for stage, size in held.items()}
+        if 0 in held and self.schedule.vocab is not VocabMethod.NONE:
+            held[0] += EMBEDDED * self._unit
+        return held

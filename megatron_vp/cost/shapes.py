@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import DEFAULT_SCHEDULE, VocabMethod
 from megatron_vp.shards import rows_per_shard
 
@@ -66,6 +67,8 @@ class ModelShape:
     dropout: bool = False
     experts: int = 0
     experts_per_token: int = 0
+    query_key_norms: bool = False
+    rotary: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "ffn", "vocab"):
@@ -106,7 +109,10 @@ class Job:
     wide_gradients: accumulated in fp32, as Megatron does for bf16; otherwise in the model's dtype and widened by the
     optimizer step. element_bytes: of parameters and activations. fp8: recipe of the transformer layers' products, but
     for `bf16_at_start` layers at the start of the model and `bf16_at_end` at its end. cross_entropy: of whole output
-    layers; split ones have their own. exact_shards: vocabulary shards as the authors cut them, unrounded.
+    layers; split ones have their own. exact_shards: vocabulary shards as the authors cut them, unrounded. layers: whose
+    layers' activations are counted. glu_intermediates: tensors of width `ffn` that a gated MLP keeps besides the input
+    and the result of its activation. attention_dropout: the attention drops scores. wide_softmax: Megatron's own
+    attention computes its softmax in fp32.
     Raises UserError for sizes that do not fit each other.
     """
 
@@ -129,6 +135,10 @@ class Job:
     bf16_at_end: int = 0
     cross_entropy: CrossEntropy = CrossEntropy.EAGER
     exact_shards: bool = False
+    layers: LayerKind = LayerKind.PAPER
+    glu_intermediates: int = 0
+    attention_dropout: bool = False
+    wide_softmax: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sequence", "micro_batch", "microbatches", "pipeline", "tensor", "context", "data", "expert"):

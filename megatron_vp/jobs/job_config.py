@@ -53,6 +53,8 @@ OTHERS = (
     *("fp8_format", "fp8_recipe", "first_last_layers_bf16"),
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
     *("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
+    *("transformer_impl", "core_attention", "position_embedding_type", "qk_layernorm", "qk_l2_norm"),
+    *("no_bias_swiglu_fusion", "attention_softmax_in_fp32", "apply_query_key_layer_scaling"),
 )
 """The other arguments from which the cost model computes times and memory."""
 LARGEST_SIZE = 10**9

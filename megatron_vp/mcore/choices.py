@@ -10,6 +10,15 @@ from megatron_vp.schedule import DEFAULT_SCHEDULE, Family, VocabMethod, family
 ALGORITHMS = tuple(method.value for method in VocabMethod if method.is_sharded)
 
 
+engine_in_shapes = False
+"""Whether this is a replay of shapes in which local layers stand for Transformer Engine's."""
+
+
+def counts_engine() -> bool:
+    """Whether local layers keep what Transformer Engine's would."""
+    return engine_in_shapes
+
+
 def chosen_family(args: argparse.Namespace) -> Family:
     """The record of --pipeline-schedule. Raises UserError for a name that is none, and a file that cannot be used."""
     try:

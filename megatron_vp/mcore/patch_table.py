@@ -14,7 +14,7 @@ from enum import Enum
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import patches
-from megatron_vp.mcore.choices import places_chunks, replaces_schedule, splits_backward
+from megatron_vp.mcore.choices import counts_engine, places_chunks, replaces_schedule, splits_backward
 from megatron_vp.mcore.patches import Patch, Problem
 from megatron_vp.mcore.platform.flags import uses_cpu
 from megatron_vp.mcore.platform.installed import Installed, installed
@@ -40,11 +40,19 @@ class Run:
     """No CUDA device is used."""
     shapes_only: bool = False
     """This is a replay of shapes."""
+    counts_engine: bool = False
+    """It counts Transformer Engine's layers."""
 
 
 def run_here(args: argparse.Namespace) -> Run:
     """The run of this process."""
-    return Run(args, installed(), cpu=uses_cpu([]), shapes_only=memory.of_shapes is not None)
+    return Run(
+        args,
+        installed(),
+        cpu=uses_cpu([]),
+        shapes_only=memory.of_shapes is not None,
+        counts_engine=counts_engine(),
+    )
 
 
 @dataclass(frozen=True)
@@ -149,6 +157,15 @@ GROUPS = (
         "shapes only",
         "megatron_vp.mcore.replay.shapes_only:PATCHES",
         Condition("only in a replay with --shapes-only", lambda run: run.shapes_only),
+        Stage.BEFORE_PARSING,
+    ),
+    PatchGroup(
+        "shapes of Transformer Engine",
+        "megatron_vp.mcore.replay.device_kernels:ENGINE_PATCHES",
+        Condition(
+            "only in a replay with --shapes-only that counts Transformer Engine's layers",
+            lambda run: run.counts_engine,
+        ),
         Stage.BEFORE_PARSING,
     ),
     PatchGroup(

@@ -12,13 +12,14 @@ from megatron_vp.cost.constants import CALIBRATED
 from megatron_vp.cost.fp8 import activations_saved, bf16_layers, fp8_matrices, quantised, refuse_fp8, weight_copies
 from megatron_vp.cost.hardware import HARDWARE
 from megatron_vp.cost.job_sizes import job_of
+from megatron_vp.cost.layer_memory import layer_activations
 from megatron_vp.cost.layouts import equal_layers
 from megatron_vp.cost.paper.published import Cell
 from megatron_vp.cost.paper.runs import Setting, predict_cell, predict_cell_on
 from megatron_vp.cost.pass_times import PassTimes
 from megatron_vp.cost.planner import PLAIN, REDISTRIBUTED, Candidate, balanced_layers, evaluate
 from megatron_vp.cost.predict import predict
-from megatron_vp.cost.rank_memory import MemoryModel, layer_activations
+from megatron_vp.cost.rank_memory import MemoryModel
 from megatron_vp.cost.shapes import Fp8Recipe, Job, ModelShape, Plan, Recompute
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes

@@ -1,5 +1,6 @@
 """Megatron's arguments as sizes: from a configuration file the same as from what Megatron makes of it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from megatron_vp.cost.job_sizes import job_of
 from megatron_vp.cost.paper.published import jobs
 from megatron_vp.cost.shapes import CrossEntropy
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.jobs.yaml_files import read_leaves
 from megatron_vp.mcore.start.preflight import check_job
 
@@ -24,7 +26,11 @@ def test_defaults_are_megatrons(path):
     leaves = {leaf.key: leaf.value for leaf in read_leaves([path])}
     written = job_of(leaves)
     args = check_job([f"--config={path}", f"--config={CONFIGS / 'data' / 'mock.yaml'}"], written.gpus)
-    assert job_of(vars(args), written.gpus) == written
+    # Which layers run here depends on what is installed.
+    found = replace(
+        job_of(vars(args), written.gpus), layers=written.layers, glu_intermediates=written.glu_intermediates
+    )
+    assert found == written
     assert job_of(leaves, 4 * written.gpus).data == 4
 
 
@@ -67,3 +73,25 @@ def test_a_vocabulary_is_padded_as_megatron_pads():
     assert job_of(TINY).model.vocab == 512
     assert job_of({**TINY, "tensor_model_parallel_size": 4, "make_vocab_size_divisible_by": 64}).model.vocab == 512
     assert job_of({**TINY, "tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 300}).model.vocab == 600
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "tensors"),
+    [
+        ({}, LayerKind.ENGINE, 0),
+        ({"transformer_impl": "transformer_engine", "core_attention": "megatron"}, LayerKind.ENGINE, 0),
+        ({"no_bias_swiglu_fusion": True}, LayerKind.ENGINE, 2),
+        ({"core_attention": "sdpa"}, LayerKind.LOCAL_SDPA, 2),
+        ({"transformer_impl": "local"}, LayerKind.LOCAL, 2),
+        ({"transformer_impl": "local", "swiglu": False}, LayerKind.LOCAL, 0),
+        ({"swiglu": False, "quick_geglu": True}, LayerKind.ENGINE, 3),
+    ],
+)
+def test_the_layers_are_the_flags(changes, kind, tensors):
+    found = job_of({**TINY, "swiglu": True, **changes})
+    assert (found.layers, found.glu_intermediates) == (kind, tensors)
+
+
+def test_layers_that_nobody_makes_are_one_line():
+    with pytest.raises(UserError, match="--transformer-impl 'apex' is unknown: use transformer_engine or local"):
+        job_of({**TINY, "transformer_impl": "apex"})

@@ -140,12 +140,12 @@ def test_nothing_is_passed_over_that_the_cost_model_reads(small):
     read = set()
     fp8 = "--fp8-format hybrid --fp8-recipe blockwise --first-last-layers-bf16"
     others = "--group-query-attention --fp16 --hidden-dropout 0 --num-experts 4 --cross-entropy-loss-fusion"
-    for flags in ("", fp8, others):
+    for flags in ("", fp8, others, "--transformer-impl local --swiglu"):
         config = read_sizes([small], flags.split())
         config = replace(config, values=Heard(config.values))
         job_of(config.values)
         plan_of(config)
-    resolved = {"fp8"}  # the name in a resolved configuration
+    resolved = {"fp8", "bias_swiglu_fusion"}  # the names in a resolved configuration
     assert read - resolved == {*SIZES, *OTHERS}
     assert not read & set(UNCOUNTED) and {*read, *UNCOUNTED} - resolved <= set(known_options())
 
@@ -231,7 +231,8 @@ def test_plan_prints_what_to_use(small, tmp_path):
     lines = run("plan", small).stdout.splitlines()
     job = job_of(read_sizes([small], []).values)
     imbalance = 100 * (4 * job.shard_rows / 100096 - 1)
-    assert lines[1] == f"vocabulary shards of {job.shard_rows} rows, {imbalance:.1f} % above the mean"
+    assert lines[1] == "layers: Transformer Engine's fused ones (--transformer-impl local for Megatron's own)"
+    assert lines[2] == f"vocabulary shards of {job.shard_rows} rows, {imbalance:.1f} % above the mean"
     used = next(line for line in lines if line.startswith("use: "))
     assert "--vocab-parallel" in used
     assert "  vocab_parallel: true" in lines

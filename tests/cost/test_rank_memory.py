@@ -5,16 +5,14 @@ from dataclasses import replace
 import pytest
 
 from megatron_vp.cost.hardware import HARDWARE
+from megatron_vp.cost.layer_memory import SPLIT_BACKWARD, WORKING_SET, layer_activations
 from megatron_vp.cost.layouts import equal_layers
 from megatron_vp.cost.rank_memory import (
     EMBEDDED,
     SCORES,
     SHARED_BUFFERS,
-    SPLIT_BACKWARD,
-    WORKING_SET,
     WORKSPACES,
     MemoryModel,
-    layer_activations,
 )
 from megatron_vp.cost.shapes import CrossEntropy, Job, ModelShape
 from megatron_vp.schedule import generate

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.replay import one_rank
 from tests.harness.ranks import run_ranks
 from tests.mcore.test_replay import CONFIG, SMALL
 
@@ -26,8 +27,16 @@ def _shapes_only(tmp_path, job_rank, flags):
     return done, json.loads(report.read_text()) if report.exists() else None
 
 
+def _all_played(rank, world_size, job_rank, flags):
+    """The same replay with as many microbatches as the job has."""
+    options = [*SMALL, "--vocab-size", "500", *flags]
+    with mock.patch.object(one_rank, "ROUNDS", 1000), contextlib.redirect_stdout(io.StringIO()):
+        return one_rank.run_alone("pretrain_gpt_vp.py", [CONFIG], job_rank, None, 1, options, True).memory_bytes
+
+
 def _with_numbers(rank, world_size, job_rank, flags):
     """The same replay on real tensors, whose storages are counted in the same way."""
+    from megatron_vp.mcore.replay.device_kernels import device_kernels
     from megatron_vp.mcore.replay.one_rank import run_alone
     from megatron_vp.mcore.replay.shapes_only import LiveStorages
     from megatron_vp.mcore.reports import memory
@@ -43,6 +52,7 @@ def _with_numbers(rank, world_size, job_rank, flags):
         mock.patch.object(memory, "of_shapes", live),
         # The eager operations move more than the kernels on a device, which fake tensors stand for.
         mock.patch.object(operations, "_EAGER", operations.ShapeOperations()),
+        device_kernels(),
         contextlib.redirect_stderr(io.StringIO()),
     ):
         return run_alone("pretrain_gpt_vp.py", [CONFIG], job_rank, None, 1, options).memory_bytes
@@ -66,13 +76,14 @@ def test_as_many_bytes_as_with_numbers(tmp_path, job_rank, flags):
     assert found == pytest.approx(expected, rel=1e-3)
 
 
-def test_more_microbatches_hold_no_more(tmp_path):
-    peaks = []
-    for batch in ("32", "64"):
-        (tmp_path / batch).mkdir()
-        _, found = _shapes_only(tmp_path / batch, 1, ["--vocab-parallel", "--global-batch-size", batch])
-        peaks.append(found["memory_bytes"]["peak"])
-    assert 0 <= peaks[1] - peaks[0] <= 16 * 8 * (4 + 2)  # 16 more microbatches, a count of rows for every rank in each
+@pytest.mark.parametrize("flags", [["--vocab-parallel"], ["--num-layers", "8", "--pipeline-schedule", "v-half"]])
+def test_no_more_microbatches_are_played_than_the_peak_needs(tmp_path, flags):
+    done, found = _shapes_only(tmp_path, 1, [*flags, "--global-batch-size", "64"])
+    assert (found["played"], found["microbatches"]) == (12, 32)
+    assert done.stdout.startswith("pipeline rank 1 of 4, 32 microbatches, alone (12 played: more hold no more)")
+    (all_of_them,) = run_ranks(1, _all_played, 1, [*flags, "--global-batch-size", "64"])
+    more = all_of_them["peak"] - found["memory_bytes"]["peak"]
+    assert -8 <= more <= 20 * 8 * (4 + 2)  # 20 more microbatches, a count of rows for every rank in each
 
 
 def test_it_prints_memory_alone(tmp_path):
@@ -81,10 +92,11 @@ def test_it_prints_memory_alone(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert found["pass_milliseconds"] == {} and found["iteration_milliseconds"] is None
-    lines = done.stdout.splitlines()
-    _, *memory, of_what, means_nothing = lines[lines.index("pipeline rank 1 of 4, 4 microbatches, alone") :]
+    assert found["played"] == found["microbatches"] == 4 and found["layers"] == "local_sdpa"
+    place, *memory, of_what, layers = done.stdout.splitlines()  # and nothing of Megatron's log
+    assert place == "pipeline rank 1 of 4, 4 microbatches, alone"
     assert [line.split()[0] for line in memory] == ["parameters", "gradients", "allocated", "peak"]
-    assert of_what.startswith("of tensors;") and means_nothing.startswith("nothing was computed:")
+    assert of_what.startswith("of tensors;") and layers.startswith("layers: Megatron's local ones with PyTorch's")
 
 
 def test_experts_are_refused_in_one_line(tmp_path):

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.choices import counts_engine
 from megatron_vp.mcore.patches import Patch
 
 
@@ -60,7 +61,9 @@ class ScaledDotProductAttention(MegatronModule):
             )
         if config.window_size is not None:
             raise UserError("--core-attention sdpa has no sliding window: use --core-attention megatron")
-        self.context_group = pg_collection.cp if config.context_parallel_size > 1 else None
+        # Transformer Engine, which this stands for in a replay of shapes, sends keys and values on and keeps its own.
+        in_parts = config.context_parallel_size > 1 and not counts_engine()
+        self.context_group = pg_collection.cp if in_parts else None
         if self.context_group is not None and attn_mask_type is not AttnMaskType.causal:
             raise UserError(
                 f"--core-attention sdpa with --context-parallel-size {config.context_parallel_size} is made for causal "

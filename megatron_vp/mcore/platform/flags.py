@@ -12,6 +12,7 @@ import torch
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import asks_for_cpu, flag_value
+from megatron_vp.mcore.choices import counts_engine
 from megatron_vp.mcore.platform.installed import INSTALL_ENGINE, Installed, installed
 
 _FALLBACK_WARNINGS = (
@@ -29,6 +30,7 @@ class _Situation:
     local: bool
     torch_norm: bool
     machine: Installed
+    counts_engine: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ _CHOICES = (
     # Megatron's local attention asks Apex for this kernel; Transformer Engine's layers have their own.
     _Choice("--no-masked-softmax-fusion", None, lambda s: s.cpu or (s.local and not s.machine.apex_softmax)),
     # PyTorch would compile these for minutes.
-    _Choice("--no-bias-gelu-fusion", None, lambda s: s.cpu or s.local),
-    _Choice("--no-bias-swiglu-fusion", None, lambda s: s.cpu or s.local),
+    _Choice("--no-bias-gelu-fusion", None, lambda s: (s.cpu or s.local) and not s.counts_engine),
+    _Choice("--no-bias-swiglu-fusion", None, lambda s: (s.cpu or s.local) and not s.counts_engine),
     _Choice("--no-bias-dropout-fusion", None, lambda s: s.cpu or s.local),
     # Transformer Engine's kernel, for layers of either kind.
     _Choice("--no-rope-fusion", None, lambda s: s.cpu or s.machine.engine is None),
@@ -104,7 +106,7 @@ def platform_arguments(given: list[str], cpu: bool) -> list[str]:
         )
     local = cpu or machine.engine is None or layers == "local"
     torch_norm = not machine.apex or flag_value(given, "--normalization") == "RMSNorm"
-    situation = _Situation(cpu, local, torch_norm, machine)
+    situation = _Situation(cpu, local, torch_norm, machine, counts_engine())
     chosen: list[str] = []
     for choice in _CHOICES:
         if not choice.needed(situation):

@@ -13,20 +13,23 @@ from typing import Any
 
 import torch
 
+from megatron_vp.mcore.choices import counts_engine
 from megatron_vp.mcore.patches import Patch
 
 
 def _norm_under_sequence_parallelism(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        if not config.sequence_parallel:
+        if not config.sequence_parallel and not counts_engine():
             return original(cls, config, *args, **kwargs)
         whole = copy.copy(config)
         whole.sequence_parallel = False
+        # Where local layers stand for Transformer Engine's, which know weights around zero.
+        whole.layernorm_zero_centered_gamma &= not counts_engine()
         norm = original(cls, whole, *args, **kwargs)
         for parameter in norm.parameters():
             # Megatron sums the gradients of parameters with this mark over the tensor-parallel ranks.
-            parameter.sequence_parallel = True
+            parameter.sequence_parallel = config.sequence_parallel
         return norm
 
     return new

@@ -14,7 +14,7 @@ import socket
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ import torch
 import yaml
 
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.job_config import read_job_config
+from megatron_vp.jobs.job_config import JobConfig, read_job_config
+from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.replay.shapes_only import fake_tensors
-from megatron_vp.schedule import PassCosts
+from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, PassCosts
 
 LEFT_OUT = {
     *("data_path", "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path"),
@@ -35,6 +36,12 @@ LEFT_OUT = {
     *("lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples"),
 }
 """Arguments of the job that a replay has no use for: data, checkpoints, logs, lengths."""
+
+ROUNDS = 3
+"""Microbatches per pipeline rank after which no schedule holds more activations."""
+
+ENGINES_ALONE = {"window_size", "window_attn_skip_freq", "softmax_type"}
+"""Of those, what only Transformer Engine's attention does, and what changes no tensor that it keeps."""
 
 PARALLEL_SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
 
@@ -46,6 +53,7 @@ class Replayed:
     pipeline_rank: int
     pipeline_size: int
     microbatches: int
+    """Of the job. Times are of one."""
     pass_milliseconds: dict[str, float]
     """Of each kind, the time of all its passes of one microbatch, all chunks of the rank together; of shapes only,
     empty."""
@@ -56,6 +64,10 @@ class Replayed:
     memory_bytes: dict[str, int]
     """parameters, gradients; on a GPU, or of shapes, allocated (before an iteration) and peak (in it); on a GPU also
     reserved (by the allocator) and outside (it)."""
+    played: int | None = None
+    """Of shapes only, how many microbatches were played: as many as the peak needs."""
+    layers: LayerKind | None = None
+    """Of shapes only, whose layers were counted."""
 
     def costs(self) -> str:
         """The times in the form that `megatron-vp schedule --cost` takes: a pass that did not run takes none.
@@ -114,11 +126,15 @@ def run_alone(
     tokens = job.whole_number("vocab_size", 0) or job.whole_number("padded_vocab_size", 0)
     if not tokens:
         raise UserError("a replay reads no tokenizer: give the number of tokens with --vocab-size N")
+    kind = layer_kind(job.values)
+    engine = kind is LayerKind.ENGINE
+    played, microbatches = _microbatches(job, ranks // replica)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(_free_port()))
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "job.yaml"
-        kept.write_text(yaml.safe_dump({key: value for key, value in job.of_files().items() if key not in LEFT_OUT}))
+        left_out = LEFT_OUT | (ENGINES_ALONE if engine and shapes_only else set())
+        kept.write_text(yaml.safe_dump({key: value for key, value in job.of_files().items() if key not in left_out}))
         report = Path(folder) / "report"
         every = iterations + 1
         length = (
@@ -130,11 +146,34 @@ def run_alone(
             # Loaders in processes of their own would hand over fake tensors; what Megatron keeps to run an iteration
             # again is the host's, and here would count as the device's.
             host = "--cpu --num-workers 0 --rerun-mode disabled"
-            with fake_tensors():
+            if played < microbatches:
+                host += f" --global-batch-size {played * job.whole_number('micro_batch_size', 1) * (ranks // replica)}"
+            if engine:
+                # Local layers stand for Transformer Engine's, which need a device.
+                host += " --transformer-impl local --core-attention sdpa"
+            with fake_tensors(engine):
                 run_script(script, [*arguments, *host.split()])
         else:
             run_script(script, arguments)
-        return _read(next(report.iterdir()), sizes[0], timed=not shapes_only)
+        found = _read(next(report.iterdir()), sizes[0], timed=not shapes_only)
+    if not shapes_only:
+        return found
+    return replace(found, microbatches=max(microbatches, found.microbatches), played=found.microbatches, layers=kind)
+
+
+def _microbatches(job: JobConfig, replicas: int) -> tuple[int, int]:
+    """How many microbatches show the peak of memory, and how many the job has; equal where nothing may be left out.
+
+    Every generator has all its activations in flight by the third round of the pipeline. A schedule from a file has
+    its number.
+    """
+    each = job.whole_number("micro_batch_size", 1) * replicas
+    batch = job.whole_number("global_batch_size", 0)
+    schedule = job.values.get("pipeline_schedule") or DEFAULT_SCHEDULE
+    count = batch // max(each, 1)
+    if schedule not in FAMILIES or batch % max(each, 1) or job.values.get("rampup_batch_size"):
+        return count, count
+    return min(count, ROUNDS * job.whole_number("pipeline_model_parallel_size", 1)), count
 
 
 def _made_up_receives(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,7 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore import choices
 from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.replay.device_kernels import device_kernels
 from megatron_vp.mcore.reports import memory
 
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -103,15 +105,20 @@ def _read(function: Any, tensor: torch.Tensor) -> Any:
 
 
 @contextlib.contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Inside, every tensor is a fake one and its memory is counted; what is cached inside stays fake."""
+def fake_tensors(engine: bool = False) -> Iterator[None]:
+    """Inside, every tensor is a fake one and its memory is counted; what is cached inside stays fake.
+
+    `engine`: local layers keep what Transformer Engine's keep.
+    """
     live = LiveStorages()
     with (
+        device_kernels(),
         # A model that is moved or gets another dtype would swap its fake parameters, which PyTorch cannot do.
         mock.patch.object(torch.nn.Module, "_apply", _in_place),
         # Objects travel as bytes in tensors, and fake tensors have none.
         mock.patch.object(torch.distributed, "all_gather_object", _own_everywhere),
         mock.patch.object(memory, "of_shapes", live),
+        mock.patch.object(choices, "engine_in_shapes", engine),
         FakeTensorMode(allow_non_fake_inputs=True),
         live,
     ):

@@ -1,0 +1,53 @@
+"""Whose transformer layers a job runs. They keep different amounts of memory for the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from megatron_vp.errors import UserError
+
+
+class LayerKind(StrEnum):
+    """Whose code a transformer layer is."""
+
+    PAPER = "paper"
+    """The layers of the paper's authors, whose published memory the cost model's constants were fitted to."""
+    ENGINE = "transformer_engine"
+    """Transformer Engine's fused layers."""
+    LOCAL = "local"
+    """Megatron's own layers. Their attention writes the scores of all heads to memory."""
+    LOCAL_SDPA = "local_sdpa"
+    """Megatron's own layers with PyTorch's fused attention (`--core-attention sdpa`)."""
+
+    @property
+    def line(self) -> str:
+        """What memory was counted for, in one line."""
+        return _LINES[self]
+
+
+_LINES = {
+    LayerKind.PAPER: "layers: those of the paper's authors",
+    LayerKind.ENGINE: "layers: Transformer Engine's fused ones (--transformer-impl local for Megatron's own)",
+    LayerKind.LOCAL: "layers: Megatron's local ones, whose attention keeps all scores (--core-attention sdpa keeps "
+    "none; --transformer-impl transformer_engine for fused layers)",
+    LayerKind.LOCAL_SDPA: "layers: Megatron's local ones with PyTorch's fused attention (--transformer-impl "
+    "transformer_engine for fused layers)",
+}
+
+
+def layer_kind(arguments: Mapping[str, Any]) -> LayerKind:
+    """The layers that a job's `arguments` ask for, by their long names with underscores.
+
+    Without `transformer_impl` they are Transformer Engine's, Megatron's default, unless `core_attention` is one that
+    only local layers have. Raises UserError for an implementation that does not exist.
+    """
+    attention, implementation = arguments.get("core_attention"), arguments.get("transformer_impl")
+    if implementation is None:
+        implementation = "local" if attention == "sdpa" else "transformer_engine"
+    if implementation not in ("local", "transformer_engine", "inference_optimized"):
+        raise UserError(f"--transformer-impl {implementation!r} is unknown: use transformer_engine or local")
+    if implementation != "local":
+        return LayerKind.ENGINE
+    return LayerKind.LOCAL_SDPA if attention == "sdpa" else LayerKind.LOCAL

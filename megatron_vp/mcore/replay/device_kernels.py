@@ -1,0 +1,113 @@
+"""Operations that are one kernel on a GPU and several on a CPU, where they keep more for their backward.
+
+A replay of shapes runs on a CPU and counts for a GPU. Inside `device_kernels` these operations keep what their kernels
+keep: a norm its input, dropout a mask of one byte per element, attention queries, keys, values, result and log-sum-exp.
+Results are zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron_vp.mcore.choices import counts_engine
+from megatron_vp.mcore.patches import Patch
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(like, memory_format=torch.contiguous_format)
+
+
+class _Norm(torch.autograd.Function):
+    """RMSNorm or LayerNorm over the last dimension; keeps its input and the statistics of each row in fp32."""
+
+    @staticmethod
+    def forward(context: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        count = 1 if bias is None else 2
+        context.save_for_backward(rows, weight, rows.new_zeros((*rows.shape[:-1], count), dtype=torch.float32))
+        context.has_bias = bias is not None
+        return _zeros(rows)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight, _ = context.saved_tensors
+        return _zeros(rows), _zeros(weight), _zeros(weight) if context.has_bias else None
+
+
+class _Attention(torch.autograd.Function):
+    """Flash attention of [b, heads, s, d]; its result is laid out as the queries are."""
+
+    @staticmethod
+    def forward(context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(query)
+        context.save_for_backward(query, key, value, result, query.new_zeros(query.shape[:-1], dtype=torch.float32))
+        return result
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.zeros_like(each) for each in context.saved_tensors[:3])
+
+
+def _norm(self: Any, rows: torch.Tensor) -> torch.Tensor:
+    if counts_engine():
+        # Transformer Engine copies what is not contiguous; PyTorch keeps the whole of what it is a part of.
+        rows = rows.contiguous()
+    return _Norm.apply(rows, self.weight, getattr(self, "bias", None))
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p else input
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return _Attention.apply(query, key, value)
+
+
+@contextlib.contextmanager
+def device_kernels() -> Iterator[None]:
+    """Inside, PyTorch's norms, dropout and fused attention keep what they keep on a GPU. Their results are zeros."""
+    with (
+        mock.patch.object(torch.nn.RMSNorm, "forward", _norm),
+        mock.patch.object(torch.nn.LayerNorm, "forward", _norm),
+        mock.patch.object(torch.nn.functional, "dropout", _dropout),
+        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention),
+    ):
+        yield
+
+
+def _halved(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def gated(rows: torch.Tensor, *_: Any) -> torch.Tensor:
+        return rows.new_zeros((*rows.shape[:-1], rows.shape[-1] // 2))
+
+    return gated
+
+
+def _like_input(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def like_input(first: torch.Tensor, second: torch.Tensor, *third: torch.Tensor) -> torch.Tensor:
+        # (bias, y), (g, bias, y), (g, y), (g, y, bias): the input is the largest.
+        return _zeros(max((first, second, *third), key=torch.Tensor.numel))
+
+    return like_input
+
+
+def _compiled(name: str, make: Callable[..., Any], signature: str) -> Patch:
+    reason = "a compiled activation is one kernel, and on a CPU without a compiler several operations"
+    return Patch(f"megatron.core.fusions.{name}", make, reason, signature)
+
+
+ENGINE_PATCHES = (
+    _compiled("fused_bias_gelu:bias_gelu", _like_input, "(bias, y)"),
+    _compiled("fused_bias_gelu:bias_gelu_back", _like_input, "(g, bias, y)"),
+    _compiled("fused_bias_swiglu:swiglu", _halved, "(y)"),
+    _compiled("fused_bias_swiglu:swiglu_back", _like_input, "(g, y)"),
+    _compiled("fused_bias_swiglu:bias_swiglu", _halved, "(y, bias)"),
+    _compiled("fused_bias_swiglu:bias_swiglu_back", _like_input, "(g, y, bias)"),
+)
+"""Applied with --shapes-only where Transformer Engine's layers are counted."""
