@@ -271,6 +271,8 @@ def launch_exponentiate(
     held = min(launch.held, launch.pieces)
     if columns <= FULLY_OCCUPYING_ROW and unit > 1 and not logit_weight and _fits_32_registers(launch, logits_nv):
         options["maxnreg"] = 32
+    elif columns <= FULLY_OCCUPYING_ROW and logit_weight and launch.warps == 32:
+        options["maxnreg"] = 40  # left to itself, Triton 3.6's compiler takes 32 and spills one
     _exponentiate[(tokens,)](
         logits_nv, stride // unit, labels_n, first, target_weight, logit_weight,
         statistics_4n, target_n, tokens, columns // unit,
