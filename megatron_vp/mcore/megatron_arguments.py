@@ -122,7 +122,7 @@ READ = {
             *("skip_train", "start_weight_decay", "tensor_model_parallel_size", "tokenizer_model"),
             *("tokenizer_type", "train_iters", "train_samples", "untie_embeddings_and_output_weights"),
             *("use_checkpoint_opt_param_scheduler", "use_distributed_optimizer"),
-            *("virtual_pipeline_model_parallel_size", "weight_decay_incr_style", "world_size"),
+            *("virtual_pipeline_model_parallel_size", "weight_decay_incr_style"),
         ),
     ),
     "training": Reads(

@@ -122,6 +122,7 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.core.datasets.indexed_dataset:_IndexReader": "takes idx_path, multimodal",
         "megatron.core.datasets.object_storage_utils:is_object_storage_path": "(path)",
         "megatron.core.dist_checkpointing:load_common_state_dict": "(checkpoint_dir)",
+        "megatron.core.tokenizers.utils.build_tokenizer:build_tokenizer": "(args, **kwargs)",
         "megatron.training.utils:get_blend_and_blend_per_split": "(args)",
         "megatron.training:get_args": "()",
     },

@@ -293,7 +293,7 @@ def _tokens_of(args: argparse.Namespace) -> int:
     """The size of the vocabulary of the tokenizer that Megatron would build. Raises UserError where it cannot."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-    asked = argparse.Namespace(**vars(args) | {"pad_vocab_size": False, "rank": args.world_size})  # rank 0 prints
+    asked = argparse.Namespace(**vars(args) | {"pad_vocab_size": False, "rank": 1})  # rank 0 prints
     try:
         return build_tokenizer(asked).vocab_size
     except Exception as error:  # each library has its own
