@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from megatron_vp.schedule import perfetto
-from megatron_vp.schedule.instructions import Collective, communicator
+from megatron_vp.schedule.instructions import Collective, lane_key
 from megatron_vp.schedule.pass_kinds import PassKind
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.timeline import Timeline
@@ -200,7 +200,7 @@ def _operation_events(timeline: Timeline) -> list[perfetto.Event]:
                 for rank in range(timeline.schedule.pipeline_size)
             ]
             continue
-        source, link = operation.source, communicator(operation)
+        source, link = operation.source, lane_key(operation)
         if link not in links:
             links[link] = Lane.LINKS + len(links)
             title = f"{operation.channel} to rank {operation.target}"

@@ -102,7 +102,7 @@ FAMILIES = {
         ),
         Family(
             "dualpipe-v",
-            "V shape, forwards beside whole backwards",
+            "V shape, forwards next to whole backwards",
             _v_shape,
             "p + 1/2",
             block=dual_pipe_v,

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
-from megatron_vp.schedule.instructions import Loss, Operation, communicator
+from megatron_vp.schedule.instructions import Loss, Operation, lane_key
 from megatron_vp.schedule.passes import Pass, PassKind
 
 
@@ -72,7 +72,7 @@ class Graph:
         def lane(node: Node) -> int:
             if isinstance(node, Step):
                 return node.rank
-            return communicators.setdefault(communicator(node), self.ranks + len(communicators))
+            return communicators.setdefault(lane_key(node), self.ranks + len(communicators))
 
         self.lanes = self.of_nodes(lane)
         self.kinds = [kind for each in self._of for kind in each.kinds]

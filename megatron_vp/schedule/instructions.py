@@ -81,7 +81,7 @@ class Collective(NamedTuple):
 Operation = Message | Collective
 
 
-def communicator(operation: Operation) -> tuple:
+def lane_key(operation: Operation) -> tuple:
     """The channel an operation travels on: one for all collectives, one for each directed edge and kind of message."""
     if isinstance(operation, Collective):
         return ("collectives",)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from megatron_vp.schedule.costs import Costs
-from megatron_vp.schedule.instructions import Collective, Instruction, Operation, Post, Program, Wait, communicator
+from megatron_vp.schedule.instructions import Collective, Instruction, Operation, Post, Program, Wait, lane_key
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import Schedule, ScheduleError
 from megatron_vp.schedule.timeline import Timeline, simulate
@@ -92,7 +92,7 @@ def _check_posts(programs: Sequence[Program]) -> None:
                 if operation in mine:
                     raise _error(program, place, f"posts {operation} twice")
                 mine.add(operation)
-                sequences[communicator(operation)][program.rank].append((place, operation))
+                sequences[lane_key(operation)][program.rank].append((place, operation))
             elif isinstance(instruction, Wait) and instruction.operation not in mine:
                 raise _error(program, place, f"waits for {instruction.operation}, which it has not posted")
     for by_rank in sequences.values():

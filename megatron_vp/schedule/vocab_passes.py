@@ -46,7 +46,7 @@ def nominal_schedule(name: str, block: BuildingBlock, microbatches: int, vocab: 
             if block.weight is not None:
                 timed.append((block.weight[stage] + delay, Pass(PassKind.W, 0, chunk)))
         ranks.append(_repeat(timed, block, microbatches))
-    limits = MemoryLimits(tuple(held + vocab.barriers * block.placement.chunks for held in block.held))
+    limits = MemoryLimits(tuple(most + vocab.barriers * block.placement.chunks for most in block.max_activations))
     if block.overlaps is None:
         return Nominal(Schedule(name, vocab, block.placement, microbatches, tuple(map(tuple, ranks))), limits)
     pairs = tuple(tuple(block.overlaps(rank, microbatches, vocab.barriers)) for rank in range(len(ranks)))

@@ -12,8 +12,8 @@ def v_half(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
     Down the V every second slot, up every slot, forwards and backwards alike. For even p, three slots between forwards
     and backwards keep a rank's passes out of each other's slots.
     """
-    p, turn = pipeline_size, 0 if pipeline_size % 2 else 3
+    p, gap = pipeline_size, 0 if pipeline_size % 2 else 3
     down, up = range(p), range(p - 1, -1, -1)
     forward = [2 * rank for rank in down] + [3 * p - rank - 2 for rank in up]
-    backward = [6 * p + turn - rank - 2 for rank in down] + [3 * p + turn + 2 * rank - 1 for rank in up]
-    return v_shaped_block(p, costs.F + costs.B + costs.W, forward, backward, held=p + 1 if p % 2 else p + 2)
+    backward = [6 * p + gap - rank - 2 for rank in down] + [3 * p + gap + 2 * rank - 1 for rank in up]
+    return v_shaped_block(p, costs.F + costs.B + costs.W, forward, backward, max_activations=p + 1 if p % 2 else p + 2)

@@ -15,7 +15,7 @@ def v_min(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
     backwards keep a rank's passes out of each other's slots. Without slack, costs F, B and W that differ, or slow
     communication, leave bubbles in the steady state.
     """
-    p, turn = pipeline_size, 0 if pipeline_size % 3 else 2
+    p, gap = pipeline_size, 0 if pipeline_size % 3 else 2
     forward = list(range(2 * p))
-    backward = [4 * p + turn - 1 - stage for stage in range(2 * p)]
-    return v_shaped_block(p, costs.F + costs.B + costs.W, forward, backward, held=2 * ceil((p + 2) / 3))
+    backward = [4 * p + gap - 1 - stage for stage in range(2 * p)]
+    return v_shaped_block(p, costs.F + costs.B + costs.W, forward, backward, max_activations=2 * ceil((p + 2) / 3))
