@@ -66,7 +66,6 @@ CASES = (
         {**SEQUENCE, **BOTH},
         EVERY_SHAPE + WHOLE_LAYERS,
         ranks=8,
-        slow=True,
     ),
     Case(
         "tensor parallelism, multi-token prediction",
