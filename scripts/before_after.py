@@ -21,7 +21,7 @@ from megatron_vp.cli.planning import GIB, Request, read_request
 from megatron_vp.cost.constants import CALIBRATED
 from megatron_vp.cost.flops import layer_weights
 from megatron_vp.cost.planner import REDISTRIBUTED, candidates
-from megatron_vp.cost.predict import Prediction, layers_of, make_player, predict, stage_costs
+from megatron_vp.cost.predict import Prediction, layers_of, make_simulator, predict, stage_costs
 from megatron_vp.cost.shapes import CrossEntropy, Plan
 from megatron_vp.schedule import PassKind, Schedule, VocabMethod
 
@@ -147,8 +147,8 @@ def runs(asked: Request) -> list[Run]:
 
 def run_of(asked: Request, title: str, plan: Plan) -> Run:
     """Its prediction."""
-    player = make_player(asked.job, plan, asked.hardware)
-    return Run(title, player.schedule, predict(asked.job, plan, asked.hardware, player=player))
+    simulator = make_simulator(asked.job, plan, asked.hardware)
+    return Run(title, simulator.schedule, predict(asked.job, plan, asked.hardware, simulator=simulator))
 
 
 def marks(block: str) -> tuple[str, str]:

@@ -32,28 +32,28 @@ def rows() -> list[tuple[str, str]]:
 
 
 def timeline(name: str, vocab: str, ranks: int, microbatches: int = MICROBATCHES) -> Timeline:
-    """The schedule played at the costs it was generated for, the default ones."""
+    """The schedule simulated at the costs it was generated for, the default ones."""
     return simulate(generate(name, ranks, microbatches, vocab=vocab))
 
 
-def cell(played: Timeline) -> str:
+def cell(simulated: Timeline) -> str:
     """Makespan, bubble and peak of the busiest rank, as the table shows them."""
-    return f"{played.makespan:.2f}, {100 * played.bubble_fraction:.2f} %, {max(played.peak_activation):g}"
+    return f"{simulated.makespan:.2f}, {100 * simulated.bubble_fraction:.2f} %, {max(simulated.peak_activation):g}"
 
 
-def table(played: dict[tuple[str, str, int], Timeline]) -> str:
+def table(simulated: dict[tuple[str, str, int], Timeline]) -> str:
     """The table of all figures in Markdown."""
     lines = [
         "| schedule | vocabulary | " + " | ".join(f"p = {ranks}" for ranks in SIZES) + " |",
         "|---" * (2 + len(SIZES)) + "|",
     ]
     for name, vocab in rows():
-        cells = " | ".join(cell(played[name, vocab, ranks]) for ranks in SIZES)
+        cells = " | ".join(cell(simulated[name, vocab, ranks]) for ranks in SIZES)
         lines.append(f"| `{name}` | {vocab} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
-def draw_chart(played: dict[tuple[str, str, int], Timeline]) -> None:
+def draw_chart(simulated: dict[tuple[str, str, int], Timeline]) -> None:
     """Bubble against memory: one colour a schedule, one marker a vocabulary method."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -62,7 +62,7 @@ def draw_chart(played: dict[tuple[str, str, int], Timeline]) -> None:
     axes = figure.add_subplot()
     colours = {name: f"C{number}" for number, name in enumerate(FAMILIES)}
     for name, vocab in rows():
-        shown = played[name, vocab, CHART_SIZE]
+        shown = simulated[name, vocab, CHART_SIZE]
         axes.plot(max(shown.peak_activation), 100 * shown.bubble_fraction, MARKERS[vocab], color=colours[name])
     axes.set_xlabel("peak activations of the busiest rank, microbatches")
     axes.set_ylabel("bubble, %")
@@ -88,19 +88,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where figures have changed")
     check = parser.parse_args().check
-    played = {}
+    simulated = {}
     for name, vocab in rows():
         print(f"{name}, {vocab}", flush=True)
-        played |= {(name, vocab, ranks): timeline(name, vocab, ranks) for ranks in SIZES}
+        simulated |= {(name, vocab, ranks): timeline(name, vocab, ranks) for ranks in SIZES}
     page = PAGE.read_text(encoding="utf-8")
     before, rest = page.split(BEGIN)
-    fresh = before + BEGIN + table(played) + END + rest.split(END)[1]
+    fresh = before + BEGIN + table(simulated) + END + rest.split(END)[1]
     if check:
         print("up to date" if fresh == page else f"{PAGE.name} has other figures; run this without --check")
         return int(fresh != page)
     PAGE.write_text(fresh, encoding="utf-8")
     PICTURES.mkdir(parents=True, exist_ok=True)
-    draw_chart(played)
+    draw_chart(simulated)
     draw_schedules()
     return 0
 

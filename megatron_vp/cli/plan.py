@@ -79,11 +79,11 @@ def plan(
     chosen = checked.choice.chosen
     infeasible = [*infeasible, *checked.refused]
     if write_schedule is not None:
-        from megatron_vp.cost.predict import make_player
+        from megatron_vp.cost.predict import make_simulator
         from megatron_vp.schedule import to_json
 
-        player = make_player(request.job, chosen.candidate.plan, request.hardware)
-        write(to_json(player.schedule) + "\n", write_schedule)
+        simulator = make_simulator(request.job, chosen.candidate.plan, request.hardware)
+        write(to_json(simulator.schedule) + "\n", write_schedule)
     match output_format:
         case Format.TABLE:
             content: str | bytes = _table(request, evaluations, infeasible, checked)

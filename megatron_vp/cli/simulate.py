@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatron_vp.cost.shapes import Job, Plan
 
 MOST_FORWARDS = 131_072
-"""Pipeline ranks x microbatches x chunks that one simulation plays: half a minute on one core."""
+"""Pipeline ranks x microbatches x chunks that one simulation covers: half a minute on one core."""
 
 
 def register(app: typer.Typer) -> None:
@@ -68,7 +68,7 @@ def simulate(
     """
     from megatron_vp.cost.job_plan import plan_of
     from megatron_vp.cost.planner import Candidate, evaluation_of, method_of
-    from megatron_vp.cost.predict import make_player, predict
+    from megatron_vp.cost.predict import make_simulator, predict
     from megatron_vp.cost.traced_costs import traced_costs
     from megatron_vp.schedule.gc_paused import gc_paused
 
@@ -78,9 +78,9 @@ def simulate(
     _refuse_endless(request.job, plan)
     measured = None if trace is None else traced_costs(trace, request.job, plan)
     with gc_paused():
-        player = make_player(request.job, plan, request.hardware, measured=measured)
-        prediction = predict(request.job, plan, request.hardware, measured=measured, player=player)
-        found = evaluation_of(Candidate(method_of(plan), plan), prediction, player, request.job)
+        simulator = make_simulator(request.job, plan, request.hardware, measured=measured)
+        prediction = predict(request.job, plan, request.hardware, measured=measured, simulator=simulator)
+        found = evaluation_of(Candidate(method_of(plan), plan), prediction, simulator, request.job)
         match output_format:
             case Format.TABLE:
                 content: str | bytes = _table(request, found)
@@ -98,7 +98,7 @@ def _refuse_endless(job: Job, plan: Plan) -> None:
     if forwards > MOST_FORWARDS:
         raise UserError(
             f"{job.pipeline} pipeline ranks x {job.microbatches} microbatches"
-            f"{f' x {plan.chunks} chunks' if plan.chunks else ''} are {forwards:,} forwards; simulate plays at most "
+            f"{f' x {plan.chunks} chunks' if plan.chunks else ''} are {forwards:,} forwards; simulate takes at most "
             f"{MOST_FORWARDS:,}. A smaller --global-batch-size shows the same steady state, and plan adds the rest up"
         )
 

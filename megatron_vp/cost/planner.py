@@ -15,7 +15,7 @@ from megatron_vp.cost.constants import CALIBRATED, ERROR_BAND, Constants
 from megatron_vp.cost.hardware import Hardware
 from megatron_vp.cost.layouts import spread_layers
 from megatron_vp.cost.pass_times import PassTimes
-from megatron_vp.cost.predict import Prediction, make_player, predict
+from megatron_vp.cost.predict import Prediction, make_simulator, predict
 from megatron_vp.cost.rank_memory import RankMemory
 from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.cost.workers import worker_pool
@@ -23,7 +23,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import (
     FAMILIES,
     Placement,
-    Player,
+    Simulator,
     StageCosts,
     Timeline,
     VocabMethod,
@@ -38,8 +38,8 @@ SMALL = 0.05
 """Share of the iteration below which a loss of time is not worth a name."""
 
 
-PLAYED, PLAYED_PER_RANK = 2048, 4
-"""Microbatches x ranks up to which all are played; microbatches a rank that show all phases of a schedule."""
+SIMULATED, SIMULATED_PER_RANK = 2048, 4
+"""Microbatches x ranks up to which all are simulated; microbatches a rank that show all phases of a schedule."""
 
 LARGEST = 128
 """Pipeline ranks whose candidates take half a minute on two cores; twice as many take over four times as long."""
@@ -223,24 +223,25 @@ def balanced_layers(
 
 @gc_paused()
 def evaluate(candidate: Candidate, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Evaluation:
-    """Predict one candidate; of very many microbatches only some are played: see `extended`.
+    """Predict one candidate; of very many microbatches only some are simulated: see `extended`.
 
     Raises UserError where the job cannot run it.
     """
     layers = candidate.plan.layers or ()
     if 0 in layers and candidate.method != REDISTRIBUTED:
         raise UserError(_too_few_layers(job, len(layers)))
-    played = max(PLAYED_PER_RANK * job.pipeline, PLAYED // job.pipeline)
-    sample = replace(job, microbatches=min(job.microbatches, played))
-    player = make_player(sample, candidate.plan, hardware, constants)
-    return evaluation_of(candidate, predict(sample, candidate.plan, hardware, constants, player=player), player, job)
+    simulated = max(SIMULATED_PER_RANK * job.pipeline, SIMULATED // job.pipeline)
+    sample = replace(job, microbatches=min(job.microbatches, simulated))
+    simulator = make_simulator(sample, candidate.plan, hardware, constants)
+    prediction = predict(sample, candidate.plan, hardware, constants, simulator=simulator)
+    return evaluation_of(candidate, prediction, simulator, job)
 
 
-def evaluation_of(candidate: Candidate, prediction: Prediction, player: Player, job: Job) -> Evaluation:
-    """The figures of a prediction for a sample of `job`, which is played once more with free communication."""
+def evaluation_of(candidate: Candidate, prediction: Prediction, simulator: Simulator, job: Job) -> Evaluation:
+    """The figures of a prediction for a sample of `job`, which is simulated once more with free communication."""
     timeline = prediction.timeline
     assert isinstance(timeline.costs, StageCosts)
-    silent = extended(player.play(replace(timeline.costs, messages={}, collectives={})), job.microbatches)
+    silent = extended(simulator.simulate(replace(timeline.costs, messages={}, collectives={})), job.microbatches)
     makespan = extended(timeline, job.microbatches)
     busy = tuple(each * job.microbatches / prediction.job.microbatches for each in timeline.busy)
     mean, most, step = sum(busy) / len(busy), max(busy), prediction.iteration_seconds - timeline.makespan
@@ -271,7 +272,7 @@ def rows_by_rank(job: Job) -> tuple[int, ...]:
 
 
 def extended(timeline: Timeline, microbatches: int) -> float:
-    """Makespan with more `microbatches` than were played.
+    """Makespan with more `microbatches` than were simulated.
 
     Each further one takes the busiest rank's work, with as much waiting as that rank has after half the time, before
     the cool-down begins.

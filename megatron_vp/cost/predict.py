@@ -1,4 +1,4 @@
-"""Plays the real schedule of a plan against modelled or measured costs: time, MFU, bubble and memory of every rank."""
+"""Simulates the real schedule of a plan with modelled or measured costs: time, MFU, bubble and memory of every rank."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import (
     PassCosts,
     Placement,
-    Player,
     Schedule,
+    Simulator,
     StageCosts,
     Timeline,
     VocabMethod,
@@ -89,23 +89,23 @@ def predict(
     hardware: Hardware,
     constants: Constants = CALIBRATED,
     measured: PassCosts | StageCosts | None = None,
-    player: Player | None = None,
+    simulator: Simulator | None = None,
 ) -> Prediction:
     """Time and memory of `job` run by `plan`.
 
     Args:
         measured: pass times in seconds that replace the modelled ones, from a trace of a run.
-        player: the schedule to play; without one it is generated for the costs.
+        simulator: the schedule to simulate; without one it is generated for the costs.
 
     Raises UserError for a schedule that is unknown or does not go with the job, and layers that do not fit it.
     """
-    player = player or make_player(job, plan, hardware, constants, measured)
-    placement = player.schedule.placement
-    costs = measured or stage_costs(job, plan, player.schedule, hardware, constants)
-    timeline = player.play(costs)
-    memory = MemoryModel(job, player.schedule, layers_of(job, plan, placement), hardware)
+    simulator = simulator or make_simulator(job, plan, hardware, constants, measured)
+    placement = simulator.schedule.placement
+    costs = measured or stage_costs(job, plan, simulator.schedule, hardware, constants)
+    timeline = simulator.simulate(costs)
+    memory = MemoryModel(job, simulator.schedule, layers_of(job, plan, placement), hardware)
     ranks = tuple(map(memory.rank, range(job.pipeline)))
-    after = after_passes(job, plan, player.schedule, hardware, constants)
+    after = after_passes(job, plan, simulator.schedule, hardware, constants)
     return Prediction(job, plan, hardware, timeline, timeline.makespan + after, ranks)
 
 
@@ -120,14 +120,14 @@ def after_passes(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, c
     return sync + PassTimes(job, hardware, constants).optimizer_step(memory.stepped_parameters(fullest))
 
 
-def make_player(
+def make_simulator(
     job: Job,
     plan: Plan,
     hardware: Hardware,
     constants: Constants = CALIBRATED,
     measured: PassCosts | StageCosts | None = None,
-) -> Player:
-    """The schedule of `plan`, ordered for its costs, ready to be played; made once for nearly equal proportions.
+) -> Simulator:
+    """The schedule of `plan`, ordered for its costs, ready to be simulated; made once for nearly equal proportions.
 
     Raises UserError for what training refuses: whole vocabulary layers that share one weight on both chunks of a rank.
     """
@@ -138,7 +138,7 @@ def make_player(
         )
     single = generate(plan.schedule, job.pipeline, 1, vocab=plan.vocab, chunks=plan.chunks)
     costs = measured or stage_costs(job, plan, single, hardware, constants)
-    return _player(
+    return _simulator(
         plan.schedule,
         job.pipeline,
         job.microbatches,
@@ -149,10 +149,10 @@ def make_player(
 
 
 @lru_cache(maxsize=3)
-def _player(
+def _simulator(
     name: str, ranks: int, microbatches: int, vocab: VocabMethod, chunks: int | None, costs: PassCosts
-) -> Player:
-    return Player(generate(name, ranks, microbatches, vocab=vocab, chunks=chunks, costs=costs), costs)
+) -> Simulator:
+    return Simulator(generate(name, ranks, microbatches, vocab=vocab, chunks=chunks, costs=costs), costs)
 
 
 def _proportions(costs: PassCosts) -> PassCosts:

@@ -25,7 +25,7 @@ from megatron_vp.schedule.passes import Pass, Schedule, ScheduleError, VocabMeth
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.program_formats import programs_to_json
 from megatron_vp.schedule.reorder import evaluation
-from megatron_vp.schedule.timeline import Player, Timeline, simulate
+from megatron_vp.schedule.timeline import Simulator, Timeline, simulate
 from megatron_vp.schedule.validate import validate, validate_programs
 
 __all__ = [
@@ -46,12 +46,12 @@ __all__ = [
     "PassCosts",
     "PassKind",
     "Placement",
-    "Player",
     "Post",
     "Program",
     "Run",
     "Schedule",
     "ScheduleError",
+    "Simulator",
     "StageCosts",
     "Timeline",
     "VocabMethod",

@@ -39,8 +39,8 @@ from megatron_vp.schedule.instructions import (
     Run,
     Wait,
 )
+from megatron_vp.schedule.node_times import Moment, NodeTimes, durations, node_times
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule
-from megatron_vp.schedule.playback import Moment, Playback, durations, play
 
 
 @gc_paused()
@@ -73,7 +73,7 @@ def _lay_out(schedule: Schedule, costs: Costs, embeds_on_last_stage: bool) -> _L
     graph = build_graph(schedule, with_loss=True, embeds_on_last_stage=embeds_on_last_stage)
     orders = graph.numbers(schedule.ranks)
     orders[-1] = _with_losses(schedule, costs, graph, orders)
-    times = play(graph, orders, durations(graph, schedule, costs))
+    times = node_times(graph, orders, durations(graph, schedule, costs))
     starts = times.moments(times.start)
     collectives = [(starts[number], node) for number, node in enumerate(graph.nodes) if isinstance(node, Collective)]
     collectives += _token_moments(schedule, graph, times)
@@ -88,7 +88,7 @@ def _with_losses(schedule: Schedule, costs: Costs, graph: Graph, orders: list[li
     """
     bare = build_graph(schedule)
     bare_orders = bare.numbers(schedule.ranks)
-    times = play(bare, bare_orders, durations(bare, schedule, costs))
+    times = node_times(bare, bare_orders, durations(bare, schedule, costs))
     moment = times.moments(times.start)
     starts = [moment[number] for number in bare_orders[-1]]
     arrived = times.moments(times.end)
@@ -111,7 +111,7 @@ def _with_losses(schedule: Schedule, costs: Costs, graph: Graph, orders: list[li
     ]
 
 
-def _token_moments(schedule: Schedule, graph: Graph, times: Playback) -> list[tuple[Moment, Collective]]:
+def _token_moments(schedule: Schedule, graph: Graph, times: NodeTimes) -> list[tuple[Moment, Collective]]:
     """The tokens of a microbatch travel before any rank starts to embed the microbatch before it."""
     if not schedule.vocab.is_sharded:
         return []

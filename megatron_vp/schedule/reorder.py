@@ -15,8 +15,8 @@ from megatron_vp.schedule.dependencies import build_graph
 from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD, expand_interlaced
 from megatron_vp.schedule.graph import Graph, Step
 from megatron_vp.schedule.list_scheduler import MemoryLimits, Problem, list_schedule
+from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
-from megatron_vp.schedule.playback import durations, play
 
 EMBEDDING_GRADIENTS = 4
 """Microbatches whose embedding gradient may wait for its IB."""
@@ -45,12 +45,12 @@ def reorder_for_costs(
         for forwards, backwards in zip(*halves, strict=True):
             behind |= zip(forwards, backwards, strict=True)
         problem = problem.joined(behind)
-    found = [(max(play(graph, orders, took).end), orders)]
+    found = [(max(node_times(graph, orders, took).end), orders)]
     for direction in (False, True):
         makespan, better = list_schedule(problem, limits, backwards=direction)
         if behind:
             better = [[each for number in order for each in _parted(number, behind)] for order in better]
-            makespan = max(play(graph, better, took).end)
+            makespan = max(node_times(graph, better, took).end)
         found.append((makespan, better))
     shortest = min(makespan for makespan, _ in found)
     best = next(orders for makespan, orders in found if makespan <= shortest * (1 + 1e-9))

@@ -1,4 +1,4 @@
-"""Plays a schedule against pass costs: when everything starts and ends, bubbles, activation memory."""
+"""Simulates a schedule with pass costs: when everything starts and ends, bubbles, activation memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_vp.schedule.dependencies import build_graph, check_passes, join_vo
 from megatron_vp.schedule.gc_paused import gc_paused
 from megatron_vp.schedule.graph import Graph, Node, Step
 from megatron_vp.schedule.instructions import Operation
+from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule, VocabMethod
-from megatron_vp.schedule.playback import durations, play
 
 Span = tuple[float, float]
 """Start and end."""
@@ -29,7 +29,7 @@ class _Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """`spans[r][k]` are start and end of the k-th pass of rank r; `nodes` those of all that was played."""
+    """`spans[r][k]` are start and end of the k-th pass of rank r; `nodes` those of all that was simulated."""
 
     schedule: Schedule
     costs: Costs
@@ -73,11 +73,11 @@ class Timeline:
         return tuple(max((during for during, _ in each), default=0) for each in levels)
 
 
-class Player:
-    """A schedule made ready to be played against many costs.
+class Simulator:
+    """A schedule made ready to be simulated with many costs.
 
     Ranks run their passes in the schedule's order. The operations of a communicator are issued in the order in which
-    they become ready under `costs`, and keep it whatever they are played against: a program has one order.
+    they become ready under `costs`, and keep it whatever they are simulated with: a program has one order.
     Raises ScheduleError for a missing, repeated or foreign pass and for an order that cannot proceed.
     """
 
@@ -88,7 +88,7 @@ class Player:
         self._orders = self._graph.numbers(schedule.ranks)
         if schedule.vocab is VocabMethod.INTERLACED:
             join_vocabulary_passes(self._graph, self._orders)
-        self._order = play(self._graph, self._orders, durations(self._graph, schedule, costs)).order
+        self._order = node_times(self._graph, self._orders, durations(self._graph, schedule, costs)).order
         self._before, lanes = self._graph.predecessors, self._graph.lanes
         latest: dict[int, int] = {}
         for number in self._order:
@@ -98,7 +98,7 @@ class Player:
             latest[lane] = number
 
     @gc_paused()
-    def play(self, costs: Costs) -> Timeline:
+    def simulate(self, costs: Costs) -> Timeline:
         """Times of every pass, each as early as its rank and its dependencies allow."""
         start, end = self._times(costs)
         spans = tuple(tuple((start[number], end[number]) for number in order) for order in self._orders)
@@ -137,4 +137,4 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     Raises ScheduleError for a missing, repeated or foreign pass and for an order that cannot proceed.
     """
     costs = costs or PassCosts()
-    return Player(schedule, costs).play(costs)
+    return Simulator(schedule, costs).simulate(costs)

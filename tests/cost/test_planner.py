@@ -1,4 +1,4 @@
-"""The planner: best layouts against brute force, where the time goes, what fits, and plays that are cut short."""
+"""The planner: best layouts against brute force, where the time goes, what fits, and simulations that are cut short."""
 
 from dataclasses import replace
 from itertools import product
@@ -119,7 +119,7 @@ def test_a_play_that_is_cut_short_comes_to_the_same(name, monkeypatch):
     job = replace(JOB, model=replace(MODEL, layers=16), microbatches=48)
     candidate = Candidate(str(vocab), Plan(name, vocab, 2 if name == "interleaved" else None))
     whole = evaluate(candidate, job, H100)
-    monkeypatch.setattr(planner, "PLAYED", 0)
+    monkeypatch.setattr(planner, "SIMULATED", 0)
     short = evaluate(candidate, job, H100)
     assert short.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=3e-3)
     assert short.busy == pytest.approx(whole.busy)
@@ -156,7 +156,7 @@ def test_uneven_chunks_leave_the_ranks_even(place, total):
 )
 def test_a_pipeline_without_a_plan_is_refused_at_once(pipeline, layers, words):
     with (
-        mock.patch.object(planner, "make_player", side_effect=AssertionError("a schedule was generated")),
+        mock.patch.object(planner, "make_simulator", side_effect=AssertionError("a schedule was generated")),
         pytest.raises(UserError, match=words),
     ):
         candidates(replace(JOB, pipeline=pipeline, model=replace(MODEL, layers=layers)), H100)

@@ -12,7 +12,7 @@ from megatron_vp.schedule import (
     Collective,
     CollectiveKind,
     PassCosts,
-    Player,
+    Simulator,
     StageCosts,
     generate,
     simulate,
@@ -20,7 +20,7 @@ from megatron_vp.schedule import (
 from megatron_vp.schedule.dependencies import build_graph
 from megatron_vp.schedule.instructions import lane_key
 from megatron_vp.schedule.list_scheduler import MemoryLimits, Problem, list_schedule
-from megatron_vp.schedule.playback import durations, play
+from megatron_vp.schedule.node_times import durations, node_times
 
 COSTS = PassCosts(F=0.9, B=1.1, W=0.7, S=0.4, T=0.2, IF=0.03, IB=0.06, comm=0.01)
 
@@ -84,8 +84,8 @@ def test_orders_are_compared_and_lowered_at_the_times_that_are_simulated(comm):
     costs = PassCosts(comm=comm)
     schedule = generate("zb-v", 4, 8, vocab="vocab-1", costs=costs)
     graph = build_graph(schedule)
-    played = play(graph, graph.numbers(schedule.ranks), durations(graph, schedule, costs))
-    assert max(played.end) == pytest.approx(simulate(schedule, costs).makespan)
+    simulated = node_times(graph, graph.numbers(schedule.ranks), durations(graph, schedule, costs))
+    assert max(simulated.end) == pytest.approx(simulate(schedule, costs).makespan)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "v-half", "interleaved"])
@@ -95,7 +95,7 @@ def test_a_list_schedule_takes_no_longer_than_it_was_found_to(name):
     graph = build_graph(schedule, with_loss=True)
     took, limits = durations(graph, schedule, costs), MemoryLimits((12 * schedule.chunks,) * 4)
     makespan, orders = list_schedule(Problem.of(graph, graph.numbers(schedule.ranks), took), limits, backwards=False)
-    assert max(play(graph, orders, took).end) <= makespan + 1e-9
+    assert max(node_times(graph, orders, took).end) <= makespan + 1e-9
 
 
 def test_a_collective_occupies_the_second_stream_of_all_ranks():
@@ -111,11 +111,11 @@ def test_a_collective_occupies_the_second_stream_of_all_ranks():
 def test_a_player_plays_one_order_against_many_costs():
     for name in ("1f1b", "zb-v", "interlaced"):
         schedule = generate(name, 4, 8, vocab="none" if name == "interlaced" else "vocab-2", costs=COSTS)
-        player = Player(schedule, COSTS)
-        assert player.play(COSTS) == simulate(schedule, COSTS)
+        simulator = Simulator(schedule, COSTS)
+        assert simulator.simulate(COSTS) == simulate(schedule, COSTS)
         slower = PassCosts(**{key: 2 * value for key, value in COSTS.named().items()})
-        assert player.play(slower).makespan == pytest.approx(2 * simulate(schedule, COSTS).makespan)
-        assert player.play(COSTS).makespan == simulate(schedule, COSTS).makespan
+        assert simulator.simulate(slower).makespan == pytest.approx(2 * simulate(schedule, COSTS).makespan)
+        assert simulator.simulate(COSTS).makespan == simulate(schedule, COSTS).makespan
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Fits the constants to what was published, and tests them on setups that the fit has not seen.
 
 Least squares over relative errors: of the cells' MFU, of the pass times on 8 GPUs, of Table 3's factors in points.
-Along its critical path the time of a cell is a sum of durations, so a fit plays every schedule only once a round.
+Along its critical path the time of a cell is a sum of durations, so a fit simulates every schedule once per round only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from megatron_vp.cost.constants import Constants
 from megatron_vp.cost.flops import model_flops
 from megatron_vp.cost.paper.published import Cell, Measurement, jobs, known_cells, pass_times, scaling_factors
-from megatron_vp.cost.paper.runs import A100, PEAK_FLOPS, plan_of, player_of, predict_cell, scaling_factor, software
+from megatron_vp.cost.paper.runs import A100, PEAK_FLOPS, plan_of, predict_cell, scaling_factor, simulator_of, software
 from megatron_vp.cost.paper.tables import layout_unknown
 from megatron_vp.cost.pass_times import PassTimes
 from megatron_vp.cost.predict import after_passes, stage_costs
@@ -60,7 +60,7 @@ WORST = 0.1
 """Errors count up to here, so that a run with another layout does not bend the fit."""
 
 ROUNDS = 3
-"""How often the schedules are played anew, for another path may have become critical."""
+"""How often the schedules are simulated anew, because another path may have become critical."""
 
 Residuals = Callable[[Constants], list[float]]
 
@@ -78,12 +78,12 @@ class PathTime:
     @classmethod
     def of(cls, cell: Cell, constants: Constants) -> PathTime:
         """With the critical path that `constants` give."""
-        player = player_of(cell)
-        return cls(cell, tuple(player.critical_path(_costs(cell, constants))))
+        simulator = simulator_of(cell)
+        return cls(cell, tuple(simulator.critical_path(_costs(cell, constants))))
 
     def mfu(self, constants: Constants) -> float:
         """MFU in percent."""
-        costs, schedule = _costs(self.cell, constants), player_of(self.cell).schedule
+        costs, schedule = _costs(self.cell, constants), simulator_of(self.cell).schedule
 
         def duration(node: Step | Operation) -> float:
             if not isinstance(node, Step):
@@ -97,7 +97,7 @@ class PathTime:
 
 
 def _costs(cell: Cell, constants: Constants) -> StageCosts:
-    schedule = player_of(cell).schedule
+    schedule = simulator_of(cell).schedule
     return stage_costs(jobs()[cell], plan_of(cell), schedule, A100, software(constants, cell.table))
 
 

@@ -13,11 +13,11 @@ from megatron_vp.cost.hardware import HARDWARE, Hardware
 from megatron_vp.cost.layouts import redistributed_layers
 from megatron_vp.cost.paper.published import Cell, jobs
 from megatron_vp.cost.pass_times import PassTimes
-from megatron_vp.cost.predict import make_player, predict
+from megatron_vp.cost.predict import make_simulator, predict
 from megatron_vp.cost.rank_memory import GIB
 from megatron_vp.cost.shapes import Fp8Recipe, Job, Plan
 from megatron_vp.cost.workers import worker_pool
-from megatron_vp.schedule import PassCosts, Player, VocabMethod, family, generate
+from megatron_vp.schedule import PassCosts, Simulator, VocabMethod, family, generate
 
 A100 = replace(HARDWARE["a100"], rates=None)
 """Without rates: the fitted constants stand for the authors' code, not for this project's kernels."""
@@ -85,20 +85,20 @@ def software(constants: Constants, table: int) -> Constants:
     return constants.with_newer_attention() if table == 6 else constants
 
 
-def player_of(cell: Cell) -> Player:
+def simulator_of(cell: Cell) -> Simulator:
     """The order of passes that `cell` shares with its neighbours."""
     plan = plan_of(cell)
-    return _player(replace(cell, method="", **NOMINAL_CELL), plan.schedule, plan.vocab)
+    return _simulator(replace(cell, method="", **NOMINAL_CELL), plan.schedule, plan.vocab)
 
 
 @cache
-def _player(cell: Cell, schedule: str, vocab: VocabMethod) -> Player:
+def _simulator(cell: Cell, schedule: str, vocab: VocabMethod) -> Simulator:
     job = jobs()[replace(cell, method="baseline")]
     if vocab is VocabMethod.NONE and not family(schedule).in_megatron:
         # The authors' baseline is the published order, which knows nothing of costs.
         made = generate(schedule, job.pipeline, job.microbatches, costs=EQUAL)
-        return Player(made, EQUAL)
-    return make_player(job, Plan(schedule, vocab), A100)
+        return Simulator(made, EQUAL)
+    return make_simulator(job, Plan(schedule, vocab), A100)
 
 
 def predict_cell(cell: Cell, constants: Constants = FITTED, layers: tuple[int, ...] | None = None) -> CellPrediction:
@@ -106,7 +106,7 @@ def predict_cell(cell: Cell, constants: Constants = FITTED, layers: tuple[int, .
     plan = plan_of(cell)
     if layers is not None:
         plan = replace(plan, layers=layers)
-    found = predict(jobs()[cell], plan, A100, software(constants, cell.table), player=player_of(cell))
+    found = predict(jobs()[cell], plan, A100, software(constants, cell.table), simulator=simulator_of(cell))
     mfu = 100 * found.mfu_of(PEAK_FLOPS[cell.table])
     return CellPrediction(cell, mfu, found.peak_memory / GIB, found.fits(), plan.layers)
 
@@ -114,14 +114,14 @@ def predict_cell(cell: Cell, constants: Constants = FITTED, layers: tuple[int, .
 def predict_cell_on(cell: Cell, setting: Setting) -> CellPrediction:
     """What the model says of `cell` run by this project in another setting; MFU is of the nominal 16-bit peak."""
     plan, job = plan_of(cell), setting.job(cell)
-    player = _player_on(replace(cell, method="baseline", **NOMINAL_CELL), plan.schedule, plan.vocab, setting)
-    found = predict(job, plan, setting.hardware, player=player)
+    simulator = _simulator_on(replace(cell, method="baseline", **NOMINAL_CELL), plan.schedule, plan.vocab, setting)
+    found = predict(job, plan, setting.hardware, simulator=simulator)
     return CellPrediction(cell, 100 * found.mfu, found.peak_memory / GIB, found.fits(), plan.layers)
 
 
 @cache
-def _player_on(cell: Cell, schedule: str, vocab: VocabMethod, setting: Setting) -> Player:
-    return make_player(setting.job(cell), Plan(schedule, vocab), setting.hardware)
+def _simulator_on(cell: Cell, schedule: str, vocab: VocabMethod, setting: Setting) -> Simulator:
+    return make_simulator(setting.job(cell), Plan(schedule, vocab), setting.hardware)
 
 
 def predict_cells(

@@ -1,4 +1,4 @@
-"""Runs the nodes of a graph in time: each as soon as what it waits for has ended and its lane is free."""
+"""Times of the nodes of a graph: each starts as soon as what it waits for has ended and its lane is free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Moment = tuple[float, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Playback:
+class NodeTimes:
     """Times of the nodes of a graph, and `order`, in which each node comes after all that it waits for."""
 
     start: list[float]
@@ -43,7 +43,7 @@ def durations(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
     return graph.of_nodes(of)
 
 
-def play(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[float]) -> Playback:
+def node_times(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[float]) -> NodeTimes:
     """Start every node as soon as what it waits for has ended and its lane is free.
 
     A rank is the lane of its steps: `orders[r]` are the numbers of rank r's, in order; a loss that is not listed there
@@ -76,7 +76,7 @@ def play(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[float]) -
                 heappush(ready, (start[successor], successor))
     if len(done) < len(waits):
         raise ScheduleError(_deadlock_message(graph, orders, set(done)))
-    return Playback(start, end, done)
+    return NodeTimes(start, end, done)
 
 
 def _deadlock_message(graph: Graph, orders: Sequence[Sequence[int]], done: set[int]) -> str:
