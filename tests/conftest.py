@@ -1,12 +1,16 @@
 """The slow marker: `pytest -m slow` runs longer matrices, which are left out otherwise. And Triton's interpreter."""
 
 import os
+import signal
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which Megatron's utilities do, too
+
+# A suite that nohup started hands an ignored SIGHUP down to the processes that are tested for ending at it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(config, items):
