@@ -90,6 +90,9 @@ class PassCosts:
         return replace(self, F=max(self.F, floor), B=max(self.B, floor), W=max(self.W, floor))
 
 
+_BY_STAGE = ("F", "B", "W")
+"""Kinds of pass of which costs by stage name every duration."""
+
 _OWN = tuple(entry.name for entry in fields(PassCosts) if entry.name != "other")
 """Durations that have a field of their own."""
 
@@ -135,6 +138,18 @@ class StageCosts:
         """The durations of passes by kind."""
         return {kind: getattr(self, kind) for kind in PASSES} | dict(self.other)
 
+    def check_size(self, name: str, ranks: int, chunks: int) -> None:
+        """Raise UserError where these are not the costs of `ranks` ranks with `chunks` chunks each."""
+        for kind, values in self.named().items():
+            if PassKind(kind).per_chunk:
+                places, unit = ranks * chunks, "stages"
+            else:
+                places, unit = ranks, "ranks"
+            if len(values) != places and (values or kind in _BY_STAGE):
+                raise UserError(
+                    f"costs name {len(values)} durations of {kind}, but schedule {name} has {places} {unit}"
+                )
+
     def scaled(self, factor: float) -> StageCosts:
         """All durations times `factor`: the same in another unit."""
         passes = {kind: tuple(factor * value for value in values) for kind, values in self.named().items()}
@@ -175,9 +190,9 @@ class StageCosts:
                 return self.B[stage] if schedule.split_backward else self.B[stage] + self.W[stage]
             case PassKind.BW:
                 return self.B[stage] + self.W[stage]
-        if step.kind in PASSES:
-            return getattr(self, step.kind)[rank]
-        times = self.other.get(step.kind)
+        times = getattr(self, step.kind) if step.kind in PASSES else self.other.get(step.kind)
+        if not times and step.kind is PassKind.S and not self.T:
+            times = self.V  # an interlaced schedule whose passes V were expanded
         return times[stage if step.kind.per_chunk else rank] if times else 0.0
 
     def communication(self, operation: Operation) -> float:

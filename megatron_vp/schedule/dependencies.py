@@ -1,7 +1,8 @@
 """What waits for what: the passes of a schedule and the communication between them as one graph.
 
 The rules are those of the table in the design: F of a stage waits for the stage before, S for the last stage's output
-(C0), T for the statistics of all ranks (C1), B of the last stage for its method's last barrier, W for its B.
+(C0), T for the statistics of all shards (C1), B of the last stage for its method's last barrier, W for its B. Only
+ranks with vocabulary rows have IF, S, T and IB.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ VOCABULARY_KINDS = frozenset(kind for method in VocabMethod for kind in method.p
 """Of the vocabulary layers, in the schedules whose method has them."""
 
 
-def expected_passes(schedule: Schedule) -> list[Pass]:
-    """The passes that every rank must run once each, whichever way its backwards go."""
-    chunked, single = [PassKind.F], list(schedule.vocab.passes)
+def expected_passes(schedule: Schedule, holds_rows: bool) -> list[Pass]:
+    """The passes that a rank must run once each, whichever way its backwards go.
+
+    `holds_rows` says whether the rank holds vocabulary rows.
+    """
+    chunked, single = [PassKind.F], list(schedule.vocab.passes) if holds_rows else []
     if schedule.has_backward:
         chunked += [PassKind.B, PassKind.W] if schedule.split_backward else [PassKind.B]
     else:
@@ -41,16 +45,24 @@ def expected_passes(schedule: Schedule) -> list[Pass]:
 def check_passes(schedule: Schedule) -> None:
     """Raise ScheduleError unless every rank lists each of its passes exactly once and no other.
 
-    A BW stands for a B and its W. Passes that the method does not demand (see `PassKind`) are listed at most once.
+    A rank lists all vocabulary passes or none, and at least one rank lists them. A BW stands for a B and its W. Passes
+    that the method does not demand (see `PassKind`) are listed at most once.
     """
     if len(schedule.ranks) != schedule.pipeline_size:
         raise ScheduleError(
             f"schedule lists {len(schedule.ranks)} ranks, but its placement has {schedule.pipeline_size}"
         )
-    passes = expected_passes(schedule)
-    each_once = set(passes)
+    if schedule.vocab.is_sharded and not schedule.vocab_ranks:
+        raise ScheduleError(
+            f"no rank has vocabulary passes, and {schedule.vocab} needs {', '.join(schedule.vocab.passes)} on at least "
+            f"one ({schedule.name}, {schedule.vocab})"
+        )
+    expected = {holds_rows: expected_passes(schedule, holds_rows) for holds_rows in (False, True)}
+    demanded = {holds_rows: set(passes) for holds_rows, passes in expected.items()}
     own_choice = schedule.kinds - BASE_KINDS - set(schedule.vocab.passes) - VOCABULARY_KINDS
     for rank, order in enumerate(schedule.ranks):
+        holds_rows = rank in schedule.vocab_ranks
+        passes, each_once = expected[holds_rows], demanded[holds_rows]
         if len(order) == len(passes) and set(order) == each_once:
             continue
         found = Counter(order)
@@ -221,7 +233,7 @@ class _Rules:
         return self.add(Step(placement.rank_of(stage), Pass(kind, 0, placement.chunk_of(stage))), after)
 
     def shards(self, kind: PassKind, after: Sequence[int] = ()) -> list[int]:
-        return [self.add(Step(r, Pass(kind, 0)), after) for r in range(self.schedule.pipeline_size)]
+        return [self.add(Step(rank, Pass(kind, 0)), after) for rank in self.schedule.vocab_ranks]
 
     def collective(self, kind: CollectiveKind, root: int, after: list[int]) -> int:
         return self.add(Collective(kind, 0, root), after)

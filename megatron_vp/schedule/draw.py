@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from megatron_vp.schedule import perfetto
 from megatron_vp.schedule.instructions import Collective, lane_key
 from megatron_vp.schedule.pass_kinds import PassKind
+from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.timeline import Timeline
 
@@ -30,7 +31,7 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
     chunks = "1 chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
     sizes = f"{schedule.pipeline_size} ranks, {chunks} a rank, {schedule.microbatches} microbatches"
     lines = [
-        f"schedule {schedule.name}, vocabulary {schedule.vocab}: {sizes}",
+        f"schedule {schedule.name}, vocabulary {_vocabulary(schedule)}: {sizes}",
         f"makespan {timeline.makespan:.6g}   bubble {100 * timeline.bubble_fraction:.2f} %   "
         f"costs {' '.join(f'{name}={value:g}' for name, value in costs.named().items())}",
         "",
@@ -47,6 +48,14 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
     lines += ["", f"one column is {column:.4g}; {marks}a dot is idle; passes much shorter may not show"]
     lines += [f"{rank:4d} {_row(timeline, rank, width)}" for rank in range(schedule.pipeline_size)]
     return "\n".join(lines) + "\n"
+
+
+def _vocabulary(schedule: Schedule) -> str:
+    """The vocabulary method, and the ranks with vocabulary rows where some have none."""
+    holders = schedule.vocab_ranks
+    if len(holders) in (0, schedule.pipeline_size):
+        return schedule.vocab.value
+    return f"{schedule.vocab} on rank{'s' * (len(holders) > 1)} {', '.join(map(str, holders))}"
 
 
 def _needs_explaining(kind: PassKind, used: Collection[PassKind]) -> bool:
@@ -85,7 +94,8 @@ def to_picture(timeline: Timeline, file_format: str) -> bytes:
         collectives = _collectives(timeline)
         for rank in range(ranks):
             _draw_passes(axes, timeline, rank, points_per_unit=72 * (width - 1) / makespan)
-            axes.broken_barh(collectives, (rank + 0.575, 0.045), facecolor=SECOND_STREAM, linewidth=0)
+            if rank in schedule.vocab_members:
+                axes.broken_barh(collectives, (rank + 0.575, 0.045), facecolor=SECOND_STREAM, linewidth=0)
             _draw_memory(axes, timeline, rank, peak)
         axes.set_xlim(0, makespan)
         axes.set_ylim(ranks, -0.12)
@@ -94,7 +104,8 @@ def to_picture(timeline: Timeline, file_format: str) -> bytes:
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.set_xlabel(f"time; grey below each rank: activations held, of a peak of {peak:.4g} microbatches")
         axes.set_title(
-            f"{schedule.name}, vocabulary {schedule.vocab}, {ranks} ranks, {schedule.microbatches} microbatches: "
+            f"{schedule.name}, vocabulary {_vocabulary(schedule)}, {ranks} ranks, "
+            f"{schedule.microbatches} microbatches: "
             f"makespan {timeline.makespan:.6g}, bubble {100 * timeline.bubble_fraction:.2f} %",
             loc="left",
             fontsize=9,
@@ -133,7 +144,7 @@ def _draw_passes(axes: Axes, timeline: Timeline, rank: int, points_per_unit: flo
 
 
 def _collectives(timeline: Timeline) -> list[tuple[float, float]]:
-    """Start and duration of the collectives that take time: the second stream of every rank."""
+    """Start and duration of the collectives that take time: the second stream of the ranks that take part."""
     spans = [span for operation, span in timeline.operations.items() if isinstance(operation, Collective)]
     return [(start, end - start) for start, end in spans if end > start]
 
@@ -171,7 +182,8 @@ def _add_legend(figure: Figure, timeline: Timeline, width: float) -> None:
 def to_perfetto(timeline: Timeline) -> str:
     """Chrome trace events, which Perfetto opens: one process a rank; a unit of cost is shown as a millisecond.
 
-    A process has the lanes of a recorded run: passes on `compute`, collectives on the `second stream` of every rank.
+    A process has the lanes of a recorded run: passes on `compute`, collectives on the `second stream` of every rank
+    that takes part in them.
     Each link has a lane of its own on the rank that sends, and held activations are a counter.
     """
     events: list[perfetto.Event] = []
@@ -197,7 +209,7 @@ def _operation_events(timeline: Timeline) -> list[perfetto.Event]:
         if isinstance(operation, Collective):
             events += [
                 perfetto.slice_event(rank, Lane.SECOND_STREAM, str(operation), "collective", start, end, args)
-                for rank in range(timeline.schedule.pipeline_size)
+                for rank in timeline.schedule.vocab_members
             ]
             continue
         source, link = operation.source, lane_key(operation)

@@ -7,13 +7,14 @@ What a run does is decided by a record's properties and never by a name.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
-from megatron_vp.schedule.costs import PassCosts
+from megatron_vp.schedule.costs import Costs
 from megatron_vp.schedule.family import Family
 from megatron_vp.schedule.formats import from_text
 from megatron_vp.schedule.gc_paused import gc_paused
@@ -177,16 +178,21 @@ def generate(
     *,
     vocab: VocabMethod | str = VocabMethod.NONE,
     chunks: int | None = None,
-    costs: PassCosts | None = None,
+    costs: Costs | None = None,
+    vocab_ranks: Iterable[int] | None = None,
 ) -> Schedule:
     """A complete schedule of family `name`, vocabulary passes included, ordered for `costs`.
 
+    With `StageCosts` every rank's passes are ordered for that rank's own durations. `vocab_ranks` hold the vocabulary
+    rows and run the vocabulary passes (None: all ranks).
+
     Raises UserError for an unknown family or vocabulary method, fewer than one rank or microbatch, vocabulary passes
-    on fewer than two ranks, chunks that the family cannot have, and more than LARGEST forwards.
+    on fewer than two ranks, chunks that the family cannot have, ranks that cannot hold rows, costs for another number
+    of stages or ranks, and more than LARGEST forwards.
     """
     chosen = family(name)
     try:
         vocab = VocabMethod(vocab)
     except ValueError:
         raise UserError(f"vocab method {vocab!r} is unknown; use one of {', '.join(VocabMethod)}") from None
-    return chosen.schedule(pipeline_size, microbatches, vocab, chunks, costs)
+    return chosen.schedule(pipeline_size, microbatches, vocab, chunks, costs, vocab_ranks)

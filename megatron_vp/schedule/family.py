@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.blocks import BuildingBlock
-from megatron_vp.schedule.costs import PassCosts
+from megatron_vp.schedule.costs import Costs, PassCosts, StageCosts
 from megatron_vp.schedule.passes import Schedule, VocabMethod
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.reorder import evaluation, forwards, reorder_for_costs
@@ -100,10 +100,12 @@ class Family:
         microbatches: int,
         vocab: VocabMethod = VocabMethod.NONE,
         chunks: int | None = None,
-        costs: PassCosts | None = None,
+        costs: Costs | None = None,
+        vocab_ranks: Iterable[int] | None = None,
     ) -> Schedule:
         """A complete schedule, vocabulary passes included, ordered for `costs`. Raises UserError as `generate` does."""
         self._check(pipeline_size, microbatches, vocab, chunks)
+        holders = self._holders(pipeline_size, vocab, vocab_ranks)
         chunks = self.chunks_of(chunks)
         if self.fixed is not None:
             whole = self.fixed.microbatches == microbatches
@@ -112,10 +114,14 @@ class Family:
             return self.order(pipeline_size, microbatches)
         assert self.block is not None
         costs = costs or PassCosts()
-        # The block's forwards are longer by the vocabulary work, so that its nominal times leave room for it.
-        work = costs.S + costs.T + costs.IF + costs.IB if vocab.is_sharded else 0.0
-        block = self.block(pipeline_size, chunks, replace(costs, F=costs.F + work).without_zeros())
-        nominal = nominal_schedule(self.name, block, microbatches, vocab)
+        if isinstance(costs, StageCosts):
+            costs.check_size(self.name, pipeline_size, chunks)
+        # Nominal times only order the passes, so means over ranks and stages do. The block's forwards are longer by the
+        # vocabulary work, so that its nominal times leave room for it.
+        mean = costs.nominal(pipeline_size)
+        work = mean.S + mean.T + mean.IF + mean.IB if vocab.is_sharded else 0.0
+        block = self.block(pipeline_size, chunks, replace(mean, F=mean.F + work).without_zeros())
+        nominal = nominal_schedule(self.name, block, microbatches, vocab, holders)
         return reorder_for_costs(nominal.schedule, nominal.limits, costs, nominal.pairs)
 
     def evaluation(
@@ -124,12 +130,37 @@ class Family:
         microbatches: int,
         vocab: VocabMethod = VocabMethod.NONE,
         chunks: int | None = None,
-        costs: PassCosts | None = None,
+        costs: Costs | None = None,
+        vocab_ranks: Iterable[int] | None = None,
     ) -> Schedule:
         """What an evaluation of any number of microbatches runs: forwards alone, in an order of their own."""
         if self.fixed is not None:
+            self._holders(pipeline_size, vocab, vocab_ranks)
             return evaluation(forwards(self.fixed, microbatches), costs)
-        return evaluation(self.schedule(pipeline_size, microbatches, vocab, chunks, costs), costs)
+        return evaluation(self.schedule(pipeline_size, microbatches, vocab, chunks, costs, vocab_ranks), costs)
+
+    def _holders(self, pipeline_size: int, vocab: VocabMethod, vocab_ranks: Iterable[int] | None) -> tuple[int, ...]:
+        """The ranks with vocabulary rows where `vocab_ranks` are asked for (None: all that the schedule can have)."""
+        every = tuple(range(pipeline_size)) if self.method(vocab) is not VocabMethod.NONE else ()
+        if self.fixed is not None:
+            every = self.fixed.vocab_ranks
+        if vocab_ranks is None:
+            return every
+        holders = tuple(sorted(vocab_ranks))
+        if holders == every:
+            return every
+        asked = f"vocabulary rows on ranks {', '.join(map(str, holders)) or 'none'}"
+        if self.fixed is not None:
+            raise UserError(
+                f"{asked} do not go with the schedule in {self.name}, which has vocabulary passes on ranks "
+                f"{', '.join(map(str, every)) or 'none'}; write one for these ranks"
+            )
+        if not vocab.is_sharded:
+            need = "which every rank takes part in" if every else "which has no vocabulary passes"
+            raise UserError(f"{asked} do not go with schedule {self.name}, vocab method {self.method(vocab)}, {need}")
+        if not holders or len(set(holders)) < len(holders) or not set(holders) <= set(every):
+            raise UserError(f"{asked}: give at least one of the ranks 0 to {pipeline_size - 1}, each at most once")
+        return holders
 
     def _check(self, pipeline_size: int, microbatches: int, vocab: VocabMethod, chunks: int | None) -> None:
         own = self.own_method

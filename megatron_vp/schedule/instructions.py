@@ -25,22 +25,22 @@ class Channel(StrEnum):
 
 
 class CollectiveKind(StrEnum):
-    """Operations of all ranks on the vocabulary communicator."""
+    """Operations of the vocabulary communicator, whose members are `Schedule.vocab_members`."""
 
     __hash__ = str.__hash__  # see PassKind
 
     TOKENS = "TOKENS"
-    """tokens and labels of a microbatch to every rank"""
+    """tokens and labels of a microbatch to every member"""
     EMBED = "EMBED"
     """embedded rows from their owners to the first stage"""
     C0 = "C0"
-    """the last stage's output to every rank"""
+    """the last stage's output to every member"""
     C1 = "C1"
-    """softmax statistics of all ranks; vocab-2 also reduces the input gradient to the last stage"""
+    """softmax statistics of all shards; vocab-2 also reduces the input gradient to the last stage"""
     C2 = "C2"
     """vocab-1 only: the input gradient, reduced to the last stage"""
     LOSS_GRAD = "LOSS_GRAD"
-    """the loss function's gradient by token loss, from rank p-1 to every rank"""
+    """the loss function's gradient by token loss, from rank p-1 to every member"""
     EMBED_GRAD = "EMBED_GRAD"
     """the first stage's input gradient, rows to their owners"""
 
@@ -68,7 +68,7 @@ class Message(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """One operation of all ranks; `root` is the rank it starts from or ends at."""
+    """One operation of all members; `root` is the rank it starts from or ends at."""
 
     kind: CollectiveKind
     microbatch: int
@@ -143,8 +143,11 @@ Instruction = Load | Run | Loss | Post | Wait
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one rank executes, and the order in which all ranks post the collectives."""
+    """What one rank executes."""
 
     rank: int
     instructions: tuple[Instruction, ...]
     collectives: tuple[Collective, ...]
+    """in the order in which all members post them; empty on a rank that is not a member"""
+    vocab_members: tuple[int, ...]
+    """the ranks that post the collectives, the same in the programs of all ranks"""

@@ -67,6 +67,7 @@ class _Line:
     orders: list[list[int]]
     over: list[Moment]
     collectives: list[tuple[Moment, Collective]]
+    embeds_on_last_stage: bool
 
 
 def _lay_out(schedule: Schedule, costs: Costs, embeds_on_last_stage: bool) -> _Line:
@@ -77,7 +78,8 @@ def _lay_out(schedule: Schedule, costs: Costs, embeds_on_last_stage: bool) -> _L
     starts = times.moments(times.start)
     collectives = [(starts[number], node) for number, node in enumerate(graph.nodes) if isinstance(node, Collective)]
     collectives += _token_moments(schedule, graph, times)
-    return _Line(schedule, graph, orders, times.moments(times.end), sorted(collectives, key=lambda item: item[0]))
+    collectives.sort(key=lambda item: item[0])
+    return _Line(schedule, graph, orders, times.moments(times.end), collectives, embeds_on_last_stage)
 
 
 def _with_losses(schedule: Schedule, costs: Costs, graph: Graph, orders: list[list[int]]) -> list[int]:
@@ -119,7 +121,7 @@ def _token_moments(schedule: Schedule, graph: Graph, times: NodeTimes) -> list[t
     for microbatch in range(schedule.microbatches):
         first = min(
             times.start[graph.number(Step(rank, Pass(PassKind.IF, either)))]
-            for rank in range(schedule.pipeline_size)
+            for rank in schedule.vocab_ranks
             for either in (microbatch, max(0, microbatch - 1))
         )
         moments.append(((first, microbatch - schedule.microbatches), Collective(CollectiveKind.TOKENS, microbatch, 0)))
@@ -135,7 +137,8 @@ class _RankLowering:
         self.over = [line.over[number] for number in self.order]
 
     def program(self) -> Program:
-        collectives = self.line.collectives
+        members = self.line.schedule.vocab_members
+        collectives = self.line.collectives if self.rank in members else []
         unordered: list[tuple[Moment, Operation]] = [*self.sent_messages(), *self.received_messages(), *collectives]
         posts = deque(sorted(unordered, key=itemgetter(0)))
         waited: set[Operation] = set()
@@ -153,12 +156,22 @@ class _RankLowering:
         for _, operation in posts:
             instructions += self.post(operation)
         in_order = tuple(operation for _, operation in collectives)
-        return Program(self.rank, tuple(instructions), in_order)
+        return Program(self.rank, tuple(instructions), in_order, members)
 
     def post(self, operation: Operation) -> list[Instruction]:
-        """The post of an operation, after the data that it sends has been read."""
-        reads = self.reads_data_for(operation)
-        return [Load(operation.microbatch), Post(operation)] if reads else [Post(operation)]
+        """The post of an operation, after what it needs here: the data that it sends, the tokens that it is for."""
+        if self.reads_data_for(operation):
+            return [Load(operation.microbatch), Post(operation)]
+        if self.takes_tokens_for(operation):
+            return [Wait(Collective(CollectiveKind.TOKENS, operation.microbatch, 0)), Post(operation)]
+        return [Post(operation)]
+
+    def takes_tokens_for(self, operation: Operation) -> bool:
+        """Whether this rank receives embedding rows and has not waited for their token ids, as it runs no IF."""
+        schedule, placement = self.line.schedule, self.line.schedule.placement
+        words = {placement.first_rank} | ({placement.last_rank} if self.line.embeds_on_last_stage else set())
+        embeds = isinstance(operation, Collective) and operation.kind is CollectiveKind.EMBED
+        return embeds and self.rank in words and self.rank not in schedule.vocab_ranks
 
     def reads_data_for(self, work: Operation | Pass | Loss) -> bool:
         """Whether `work` is the first of its microbatch here that uses the data that this rank reads.

@@ -31,14 +31,14 @@ class VocabMethod(StrEnum):
 
     @property
     def passes(self) -> tuple[PassKind, ...]:
-        """The kinds that every rank runs once per microbatch."""
+        """The kinds that every rank with vocabulary rows runs once per microbatch."""
         if self.is_sharded:
             return (PassKind.IF, PassKind.S, PassKind.T, PassKind.IB)
         return (PassKind.V,) if self is VocabMethod.INTERLACED else ()
 
     @property
     def is_sharded(self) -> bool:
-        """True where every rank runs IF, S, T and IB of each microbatch."""
+        """True where ranks with vocabulary rows run IF, S, T and IB of each microbatch."""
         return self in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2)
 
 
@@ -95,6 +95,24 @@ class Schedule:
     def kinds(self) -> frozenset[PassKind]:
         """The kinds of pass that it lists."""
         return frozenset(kind for order in self.ranks for kind in {step.kind for step in order})
+
+    @cached_property
+    def vocab_ranks(self) -> tuple[int, ...]:
+        """The ranks that hold vocabulary rows: those that list a vocabulary pass; all in an interlaced schedule."""
+        if self.vocab is VocabMethod.INTERLACED:
+            return tuple(range(self.pipeline_size))
+        kinds = self.vocab.passes
+        return tuple(rank for rank, order in enumerate(self.ranks) if any(step.kind in kinds for step in order))
+
+    @cached_property
+    def vocab_members(self) -> tuple[int, ...]:
+        """The ranks that take part in every vocabulary collective; none in a schedule without vocabulary passes.
+
+        The other ranks have no vocabulary collective in their programs. See `Placement.vocab_members`.
+        """
+        if self.vocab is VocabMethod.NONE:
+            return ()
+        return self.placement.vocab_members(self.vocab_ranks)
 
     @property
     def split_backward(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -65,6 +66,14 @@ class Placement:
     def chunk_of(self, stage: int) -> int:
         """Chunk of `stage` on its rank."""
         return self._seat[stage][1]
+
+    def vocab_members(self, vocab_ranks: Iterable[int]) -> tuple[int, ...]:
+        """The ranks that take part in every vocabulary collective where `vocab_ranks` hold the vocabulary rows.
+
+        These are the holders, rank 0, which reads token ids, rank p-1, which reads labels and runs the loss function,
+        and the ranks of the first and the last stage, which receive embedding rows and send the output layer's input.
+        """
+        return tuple(sorted({*vocab_ranks, 0, self.ranks - 1, self.first_rank, self.last_rank}))
 
     @property
     def first_rank(self) -> int:

@@ -30,12 +30,12 @@ def programs_to_json(schedule: Schedule, programs: Sequence[Program]) -> str:
         "chunks": schedule.chunks,
         "microbatches": schedule.microbatches,
         "placement": schedule.placement.stage_of,
-        "programs": [[_entry(each, len(programs)) for each in program.instructions] for program in programs],
+        "programs": [[_entry(each, program.vocab_members) for each in program.instructions] for program in programs],
     }
     return json.dumps(document)
 
 
-def _entry(instruction: Instruction, ranks: int) -> dict[str, object]:
+def _entry(instruction: Instruction, vocab_members: Sequence[int]) -> dict[str, object]:
     if isinstance(instruction, Run):
         action = instruction.action
         return {"do": "run", "pass": action.kind.value, "chunk": action.chunk, "microbatch": action.microbatch}
@@ -46,7 +46,7 @@ def _entry(instruction: Instruction, ranks: int) -> dict[str, object]:
     return {
         "do": "post" if isinstance(instruction, Post) else "wait",
         "operation": str(operation),
-        "members": list(members(operation, ranks)),
+        "members": list(members(operation, vocab_members)),
         "lane": _lane(operation),
     }
 

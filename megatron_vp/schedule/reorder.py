@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megatron_vp.schedule.costs import PassCosts
+from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import build_graph
 from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD, expand_interlaced
 from megatron_vp.schedule.graph import Graph, Step
@@ -25,11 +25,12 @@ EMBEDDING_GRADIENTS = 4
 def reorder_for_costs(
     schedule: Schedule,
     limits: MemoryLimits,
-    costs: PassCosts,
+    costs: Costs,
     pairs: Sequence[Sequence[tuple[Pass, Pass]]] = (),
 ) -> Schedule:
     """The same passes, ordered for `costs` within `limits`, which the given order must respect.
 
+    With `StageCosts` every rank's passes are ordered for that rank's own durations.
     `pairs[r]` are passes of rank r that stay next to each other, the first of which is followed by the second.
     """
     # Without vocabulary passes the order is the published one, whose last stage knows the loss at once.
@@ -66,7 +67,7 @@ def _parted(number: int, behind: Mapping[int, int]) -> tuple[int, ...]:
     return (number, behind[number]) if number in behind else (number,)
 
 
-def evaluation(schedule: Schedule, costs: PassCosts | None = None) -> Schedule:
+def evaluation(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """What evaluation runs: the passes of `schedule.forward_only()`, reordered, as there is no backward to wait for.
 
     An interlaced schedule becomes a vocab-1 one.
@@ -79,10 +80,11 @@ def evaluation(schedule: Schedule, costs: PassCosts | None = None) -> Schedule:
 
 def forwards(schedule: Schedule, microbatches: int) -> Schedule:
     """The forward passes of `schedule` for any number of microbatches, one microbatch after the other."""
-    behind = [kind for kind in schedule.vocab.passes if kind.forward and kind is not PassKind.IF]
-    before = [PassKind.IF] if PassKind.IF in schedule.vocab.passes else []
     ranks = []
-    for stages in schedule.placement.stage_of:
+    for rank, stages in enumerate(schedule.placement.stage_of):
+        single = [kind for kind in schedule.vocab.passes if kind.forward] if rank in schedule.vocab_ranks else []
+        before = [kind for kind in single if kind is PassKind.IF]
+        behind = [kind for kind in single if kind is not PassKind.IF]
         chunks = [chunk for _, chunk in sorted(zip(stages, range(len(stages)), strict=True))]
         steps = [(kind, 0) for kind in before] + [(PassKind.F, chunk) for chunk in chunks]
         steps += [(kind, 0) for kind in behind]
@@ -100,7 +102,7 @@ def _first_weight_gradient_first(graph: Graph, schedule: Schedule) -> None:
 
 def _limit_embedding(graph: Graph, schedule: Schedule) -> None:
     first, chunk = schedule.placement.first_rank, schedule.placement.chunk_of(0)
-    for rank in range(schedule.pipeline_size):
+    for rank in schedule.vocab_ranks:
         used, embedded = Step(first, Pass(PassKind.F, 0, chunk)), Step(rank, Pass(PassKind.IF, 0))
         graph.link_across(used, [embedded], EMBEDDED_AHEAD)
         if schedule.has_backward:

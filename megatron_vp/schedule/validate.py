@@ -38,9 +38,9 @@ def around(rank: int, steps: Sequence[object], place: int) -> str:
     return f"  rank {rank}: {'... ' if first else ''}{' '.join(shown)}{' ...' if place + 7 < len(steps) else ''}"
 
 
-def members(operation: Operation, ranks: int) -> Sequence[int]:
-    """The ranks that post an operation."""
-    return range(ranks) if isinstance(operation, Collective) else (operation.source, operation.target)
+def members(operation: Operation, vocab_members: Sequence[int]) -> Sequence[int]:
+    """The ranks that post an operation; `vocab_members` post the collectives."""
+    return vocab_members if isinstance(operation, Collective) else (operation.source, operation.target)
 
 
 def validate_programs(programs: Sequence[Program]) -> None:
@@ -53,7 +53,7 @@ def validate_programs(programs: Sequence[Program]) -> None:
     Raises ScheduleError where members post different operations as their i-th of a communicator, where an operation is
     never posted by a member, and where ranks wait for each other.
     """
-    ranks = len(programs)
+    ranks, vocab_members = len(programs), programs[0].vocab_members
     _check_posts(programs)
     places = [0] * ranks
     arrived: dict[Operation, list[int]] = defaultdict(list)
@@ -66,7 +66,7 @@ def validate_programs(programs: Sequence[Program]) -> None:
             if isinstance(instruction, Post):
                 waiting = arrived[instruction.operation]
                 waiting.append(rank)
-                if len(waiting) < len(members(instruction.operation, ranks)):
+                if len(waiting) < len(members(instruction.operation, vocab_members)):
                     break
                 for other in waiting[:-1]:
                     places[other] += 1
@@ -81,13 +81,14 @@ def validate_programs(programs: Sequence[Program]) -> None:
 
 def _check_posts(programs: Sequence[Program]) -> None:
     """Every member posts the same operations in the same order on each communicator, and waits only for posted ones."""
+    vocab_members = programs[0].vocab_members
     sequences: dict[tuple, dict[int, list[tuple[int, Operation]]]] = defaultdict(lambda: defaultdict(list))
     for program in programs:
         mine: set[Operation] = set()
         for place, instruction in enumerate(program.instructions):
             if isinstance(instruction, Post):
                 operation = instruction.operation
-                if program.rank not in members(operation, len(programs)):
+                if program.rank not in members(operation, vocab_members):
                     raise _error(program, place, f"posts {operation}, of which it is no member")
                 if operation in mine:
                     raise _error(program, place, f"posts {operation} twice")
@@ -97,7 +98,7 @@ def _check_posts(programs: Sequence[Program]) -> None:
                 raise _error(program, place, f"waits for {instruction.operation}, which it has not posted")
     for by_rank in sequences.values():
         some = next(iter(by_rank.values()))[0][1]
-        ranks = members(some, len(programs))
+        ranks = members(some, vocab_members)
         longest = max(ranks, key=lambda rank: len(by_rank[rank]))
         for rank in ranks:
             for position, (place, operation) in enumerate(by_rank[longest]):

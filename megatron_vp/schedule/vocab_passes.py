@@ -1,15 +1,15 @@
 """Puts the vocabulary passes into any base schedule.
 
-Every rank gets a slot for one S, T, IF and IB a microbatch behind its forwards of chunk 0. Between F and B of the last
-stage as many intervals open as the method has barriers. Each vocabulary pass then takes the first of its rank's slots
-that its dependencies allow. Slots are narrow, for nominal times only order the passes: real costs come in
-`reorder_for_costs`.
+Every rank with vocabulary rows gets a slot for one S, T, IF and IB per microbatch behind its forwards of chunk 0.
+Between F and B of the last stage as many intervals open as the method has barriers. Each vocabulary pass then takes the
+first of its rank's slots that its dependencies allow. Slots are narrow, for nominal times only order the passes: real
+costs come in `reorder_for_costs`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megatron_vp.schedule.blocks import BuildingBlock
@@ -33,13 +33,18 @@ class Nominal:
     pairs: tuple[tuple[tuple[Pass, Pass], ...], ...] = ()
 
 
-def nominal_schedule(name: str, block: BuildingBlock, microbatches: int, vocab: VocabMethod) -> Nominal:
-    """Every rank's passes in nominal order; its memory is the block's plus a microbatch for each barrier."""
+def nominal_schedule(
+    name: str, block: BuildingBlock, microbatches: int, vocab: VocabMethod, vocab_ranks: Collection[int]
+) -> Nominal:
+    """Every rank's passes in nominal order; its memory is the block's plus a microbatch for each barrier.
+
+    `vocab_ranks` hold the vocabulary rows.
+    """
     delay = vocab.barriers * block.step
     slots = _VocabSlots(block, delay, width=0.01 * block.forward_time)
     ranks = []
     for rank, stages in enumerate(block.placement.stage_of):
-        timed = slots.passes(rank) if vocab.is_sharded else []
+        timed = slots.passes(rank) if rank in vocab_ranks else []
         for chunk, stage in enumerate(stages):
             timed.append((block.forward[stage], Pass(PassKind.F, 0, chunk)))
             timed.append((block.backward[stage] + delay, Pass(PassKind.B, 0, chunk)))

@@ -246,7 +246,9 @@ def test_v_shape_hands_over_locally_and_runs_the_loss_on_the_last_rank():
 )
 def test_any_valid_order_on_any_placement_lowers_to_programs_that_end(p, m, vocab, place, split, costs, random):
     backward = (PassKind.B, PassKind.W) if split else (PassKind.B,)
-    some = (tuple(Pass(kind, 0) for kind in backward),)  # the graph needs no more than the kinds that there are
+    holders = random.sample(range(p), random.randint(1, p)) if vocab != "none" else ()
+    # The graph needs no more than the kinds that there are, and which ranks have vocabulary passes.
+    some = tuple(tuple(Pass(kind, 0) for kind in (*backward, *[PassKind.S] * (r in holders))) for r in range(p))
     schedule = Schedule("random", VocabMethod(vocab), place(p), m, some)
     graph = build_graph(schedule)
     waits = [len(before) for before in graph.predecessors]

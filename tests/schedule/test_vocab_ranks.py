@@ -1,0 +1,279 @@
+"""Schedules in which only some ranks hold vocabulary rows: passes, collectives, files, evaluation, refusals."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import (
+    FAMILIES,
+    Collective,
+    CollectiveKind,
+    Loss,
+    Pass,
+    PassCosts,
+    PassKind,
+    Placement,
+    Post,
+    Run,
+    Schedule,
+    ScheduleError,
+    StageCosts,
+    VocabMethod,
+    Wait,
+    draw,
+    evaluation,
+    family,
+    from_csv,
+    from_json,
+    generate,
+    lower,
+    programs_to_json,
+    simulate,
+    to_csv,
+    to_json,
+    validate,
+    validate_programs,
+)
+from megatron_vp.schedule.communicators import communicators
+from megatron_vp.schedule.reorder import forwards
+from tests.schedule.program_player import HostWaits, stuck_ranks
+from tests.schedule.schedule_checks import assert_keeps_the_embedding_near, memory_bound
+
+JOBS = [(name, str(method)) for name, each in FAMILIES.items() for method in each.methods if method.is_sharded]
+VOCABULARY = {"IF", "S", "T", "IB"}
+
+
+@st.composite
+def drawn(draw, most_ranks=8, most_microbatches=12):
+    """A job: family, method, ranks, microbatches, chunks, the ranks with rows, and costs by stage and rank."""
+    name, method = draw(st.sampled_from(JOBS))
+    p, m = draw(st.integers(2, most_ranks)), draw(st.integers(1, most_microbatches))
+    chunks = draw(st.integers(2, 3)) if FAMILIES[name].chunks is None else None
+    holders = tuple(sorted(draw(st.sets(st.integers(0, p - 1), min_size=1))))
+    stages = p * FAMILIES[name].chunks_of(chunks)
+    duration = st.sampled_from([0.0, 0.05, 0.3, 1.0, 3.0]) | st.floats(0, 4)
+    by_stage = [tuple(draw(st.lists(duration, min_size=stages, max_size=stages))) for _ in range(3)]
+    rows = [draw(duration) if rank in holders else 0.0 for rank in range(p)]
+    by_rank = [tuple(share * each for each in rows) for share in (1.0, draw(st.floats(0, 2)), 0.1, 0.1)]
+    collectives = dict.fromkeys(CollectiveKind, draw(st.sampled_from([0.0, 0.1, 2.0])))
+    return name, method, p, m, chunks, holders, StageCosts(*by_stage, *by_rank, collectives=collectives)
+
+
+def made(job):
+    name, method, p, m, chunks, holders, costs = job
+    return generate(name, p, m, vocab=method, chunks=chunks, costs=costs, vocab_ranks=holders)
+
+
+def members_of(schedule, holders):
+    """Written out: holders, readers of data, first and last stage."""
+    stage_of = dict(enumerate(schedule.placement.stage_of))
+    last = schedule.pipeline_size * schedule.chunks - 1
+    ends = {rank for rank, stages in stage_of.items() if 0 in stages or last in stages}
+    return sorted({*holders, *ends, 0, schedule.pipeline_size - 1})
+
+
+def assert_runs(schedule, holders, costs):
+    """Every microbatch has each vocabulary pass once on holders alone, and the programs end on every kind of device."""
+    m, p = schedule.microbatches, schedule.pipeline_size
+    members = members_of(schedule, holders)
+    assert schedule.vocab_ranks == holders and list(schedule.vocab_members) == members
+    kinds = VOCABULARY if schedule.has_backward else {"IF", "S"}
+    collectives = {"TOKENS", "EMBED", "C0", "C1"}
+    if schedule.has_backward:
+        collectives |= {"LOSS_GRAD", "EMBED_GRAD"} | ({"C2"} if schedule.vocab is VocabMethod.VOCAB_1 else set())
+    validate(schedule, costs)
+    for ahead in (False, True):
+        programs = lower(schedule, costs, embeds_on_last_stage=ahead)
+        validate_programs(programs)
+        for rank, program in enumerate(programs):
+            runs = Counter(step.action.kind.value for step in program.instructions if isinstance(step, Run))
+            assert {kind: runs[kind] for kind in VOCABULARY} == {
+                kind: m if rank in holders and kind in kinds else 0 for kind in VOCABULARY
+            }
+            posted = Counter(
+                step.operation.kind.value
+                for step in program.instructions
+                if isinstance(step, Post) and isinstance(step.operation, Collective)
+            )
+            assert posted == (dict.fromkeys(collectives, m) if rank in members else {})
+            assert sum(isinstance(step, Loss) for step in program.instructions) == (m if rank == p - 1 else 0)
+        text = programs_to_json(schedule, programs)
+        for waits in HostWaits:
+            assert not stuck_ranks(text, waits), waits
+        for program in json.loads(text)["programs"]:
+            assert all(each["members"] == members for each in program if each.get("lane") == "collectives")
+
+
+@settings(max_examples=80, deadline=None)
+@given(drawn())
+def test_drawn_ranks_train_and_evaluate_within_memory(job):
+    _, _, p, _, _, holders, costs = job
+    schedule = made(job)
+    assert_runs(schedule, holders, costs)
+    assert_runs(evaluation(schedule, costs), holders, costs)
+    timeline = simulate(schedule, costs)
+    bound = memory_bound(schedule)
+    for rank in range(p):
+        assert timeline.peak_activation[rank] <= bound[rank] + 1e-9
+        assert timeline.logits_in_flight[rank] <= (2 if rank in holders else 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(drawn(), st.integers(1, 9))
+def test_drawn_ranks_evaluate_any_number_of_microbatches(job, microbatches):
+    schedule = forwards(made(job), microbatches)
+    validate(schedule)
+    assert_runs(evaluation(schedule, job[-1]), job[5], job[-1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(drawn(5, 6))
+def test_files_of_drawn_ranks_read_back(job):
+    schedule = made(job)
+    timeline = simulate(schedule, job[-1])
+    for write, read in ((to_json, from_json), (to_csv, from_csv)):
+        assert read(write(schedule, timeline)) == schedule
+        assert read(write(schedule, timeline)).vocab_ranks == job[5]
+
+
+@pytest.mark.parametrize(("name", "method"), JOBS)
+def test_all_ranks_by_name_are_the_even_cut(name, method):
+    assert generate(name, 3, 5, vocab=method, vocab_ranks=(2, 0, 1)) == generate(name, 3, 5, vocab=method)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "v-half", "interleaved"])
+def test_the_embedding_of_the_holders_stays_near_its_use(name):
+    schedule = generate(name, 4, 16, vocab="vocab-2", vocab_ranks=(0, 2))
+    assert_keeps_the_embedding_near(schedule)
+
+
+@pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
+def test_a_rank_without_rows_that_receives_rows_waits_for_their_token_ids_first(method):
+    for ahead in (False, True):
+        first, middle, last = lower(generate("1f1b", 3, 4, vocab=method, vocab_ranks=(1,)), embeds_on_last_stage=ahead)
+        for program in (first, middle, last):
+            words = [str(each) for each in program.instructions]
+            for i in range(4):
+                uses = program is not last or ahead
+                assert (f"?TOKENS:{i}" in words) == uses
+                if uses:
+                    assert words.index(f"+TOKENS:{i}") < words.index(f"?TOKENS:{i}") < words.index(f"+EMBED:{i}")
+                assert words.count(f"?TOKENS:{i}") == int(uses)
+
+
+def test_ranks_outside_run_transformer_passes_and_messages_alone():
+    schedule = generate("1f1b", 5, 6, vocab="vocab-1", vocab_ranks=(1,))
+    assert schedule.vocab_members == (0, 1, 4)
+    programs = lower(schedule)
+    for rank in (2, 3):
+        assert programs[rank].collectives == ()
+        for each in programs[rank].instructions:
+            assert not isinstance(each, Post | Wait) or not isinstance(each.operation, Collective)
+            assert not isinstance(each, Run) or each.action.kind in (PassKind.F, PassKind.B)
+    assert programs[0].collectives == programs[1].collectives == programs[4].collectives != ()
+    assert {program.vocab_members for program in programs} == {(0, 1, 4)}
+
+
+def test_a_rank_outside_that_posts_a_collective_is_refused():
+    programs = list(lower(generate("1f1b", 4, 2, vocab="vocab-2", vocab_ranks=(0,))))
+    collective = Post(programs[0].collectives[0])
+    programs[1] = replace(programs[1], instructions=(*programs[1].instructions, collective))
+    with pytest.raises(ScheduleError, match="rank 1 posts TOKENS:0, of which it is no member"):
+        validate_programs(programs)
+
+
+def by_hand(*ranks, method=VocabMethod.VOCAB_2):
+    orders = tuple(tuple(map(Pass.parse, line.split())) for line in ranks)
+    return Schedule("by hand", method, Placement.linear(len(ranks)), 1, orders)
+
+
+def test_a_schedule_by_hand_may_leave_ranks_without_vocabulary_passes():
+    schedule = by_hand("F0 B0", "IF0 F0 S0 B0 T0 IB0", "F0 B0")
+    validate(schedule)
+    assert schedule.vocab_ranks == (1,)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (("F0 B0", "F0 S0 B0 T0 IB0"), r"^rank 1 lacks IF0 \(by hand, vocab-2\)$"),
+        (("F0 B0 IB0", "IF0 F0 S0 B0 T0 IB0"), r"^rank 0 lacks IF0 S0 T0 \(by hand, vocab-2\)$"),
+        (("F0 B0", "F0 B0"), r"^no rank has vocabulary passes, and vocab-2 needs IF, S, T, IB on at least one"),
+    ],
+)
+def test_a_part_of_the_vocabulary_passes_is_refused(ranks, words):
+    with pytest.raises(ScheduleError, match=words):
+        validate(by_hand(*ranks))
+
+
+def test_an_interlaced_schedule_by_hand_needs_v_on_every_rank():
+    with pytest.raises(ScheduleError, match=r"^rank 1 lacks V0 \(by hand, interlaced\)$"):
+        validate(by_hand("F0 V0 B0", "F0 B0", method=VocabMethod.INTERLACED))
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab", "ranks", "words"),
+    [
+        ("1f1b", "vocab-2", (), "rows on ranks none: give at least one of the ranks 0 to 3"),
+        ("1f1b", "vocab-2", (0, 4), "rows on ranks 0, 4: give at least one of the ranks 0 to 3"),
+        ("1f1b", "vocab-2", (-1,), "rows on ranks -1: give"),
+        ("v-half", "vocab-1", (2, 2), "rows on ranks 2, 2: give at least one of the ranks 0 to 3, each at most once"),
+        ("1f1b", "none", (1,), "rows on ranks 1 do not go with schedule 1f1b, vocab method none"),
+        ("interlaced", "interlaced", (1, 2), "interlaced, which every rank takes part in"),
+    ],
+)
+def test_ranks_that_cannot_hold_rows_are_refused(name, vocab, ranks, words):
+    with pytest.raises(UserError, match=words):
+        generate(name, 4, 8, vocab=vocab, vocab_ranks=ranks)
+    assert generate("interlaced", 4, 8, vocab_ranks=range(4)) == generate("interlaced", 4, 8)
+
+
+def test_a_file_says_which_ranks_hold_rows(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(to_json(generate("1f1b", 4, 6, vocab="vocab-1", vocab_ranks=(0, 3))))
+    record = family(str(path))
+    for ranks in (None, (0, 3), (3, 0)):
+        assert record.schedule(4, 6, VocabMethod.VOCAB_1, vocab_ranks=ranks).vocab_ranks == (0, 3)
+        assert record.evaluation(4, 9, VocabMethod.VOCAB_1, vocab_ranks=ranks).vocab_ranks == (0, 3)
+    for make in (record.schedule, record.evaluation):
+        with pytest.raises(UserError, match=r"ranks 1 do not go with the schedule in .*, which has .* on ranks 0, 3;"):
+            make(4, 6, VocabMethod.VOCAB_1, vocab_ranks=(1,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"F": (1.0,) * 3, "B": (1.0,) * 3, "W": (1.0,) * 3}, "3 durations of F, but schedule 1f1b has 4 stages"),
+        ({"S": (1.0,) * 3}, "3 durations of S, but schedule 1f1b has 4 ranks"),
+    ],
+)
+def test_costs_of_another_number_of_stages_or_ranks_are_refused(changes, words):
+    costs = replace(StageCosts((1.0,) * 4, (1.0,) * 4, (1.0,) * 4), **changes)
+    with pytest.raises(UserError, match=words):
+        generate("1f1b", 4, 8, vocab="vocab-2", costs=costs)
+
+
+def test_communicators_join_members_alone_and_rows_come_from_holders():
+    found = communicators(Placement.linear(5), True, tensor=2, vocab_ranks=(1, 2))
+    assert [each.pipeline for each in found] == [4, 4, 4, 1, 4]
+    assert [each.tensor for each in found] == [2, 2, 2, 1, 2]
+    assert [each.row_peers for each in found] == [(1, 2), (0,), (0,), (), ()]
+    ahead = communicators(Placement.linear(5), True, embeds_on_last_stage=True, vocab_ranks=(1, 4))
+    assert [each.row_peers for each in ahead] == [(1, 4), (0, 4), (), (), (0, 1)]
+    every = communicators(Placement.linear(3), True, vocab_ranks=(0, 1, 2))
+    assert every == communicators(Placement.linear(3), True)
+
+
+def test_pictures_show_which_ranks_hold_rows():
+    schedule = generate("1f1b", 4, 4, vocab="vocab-2", costs=PassCosts(comm=0.1), vocab_ranks=(1,))
+    timeline = simulate(schedule, PassCosts(comm=0.1))
+    assert "vocabulary vocab-2 on rank 1:" in draw.to_text(timeline)
+    assert b"vocab-2 on rank 1" in draw.to_picture(timeline, "svg")
+    events = json.loads(draw.to_perfetto(timeline))["traceEvents"]
+    assert {event["pid"] for event in events if event.get("cat") == "collective"} == {0, 1, 3}
+    assert {event["pid"] for event in events if event.get("cat") == "S"} == {1}
