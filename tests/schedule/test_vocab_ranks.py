@@ -40,6 +40,8 @@ from megatron_vp.schedule import (
     validate_programs,
 )
 from megatron_vp.schedule.communicators import communicators
+from megatron_vp.schedule.dependencies import build_graph
+from megatron_vp.schedule.graph import Step
 from megatron_vp.schedule.reorder import forwards
 from tests.schedule.program_player import HostWaits, stuck_ranks
 from tests.schedule.schedule_checks import assert_keeps_the_embedding_near, memory_bound
@@ -87,6 +89,8 @@ def assert_runs(schedule, holders, costs):
     if schedule.has_backward:
         collectives |= {"LOSS_GRAD", "EMBED_GRAD"} | ({"C2"} if schedule.vocab is VocabMethod.VOCAB_1 else set())
     validate(schedule, costs)
+    steps = Counter((node.rank, node.action) for node in build_graph(schedule).nodes if isinstance(node, Step))
+    assert steps == Counter((rank, step) for rank, order in enumerate(schedule.ranks) for step in order)
     for ahead in (False, True):
         programs = lower(schedule, costs, embeds_on_last_stage=ahead)
         validate_programs(programs)
@@ -177,6 +181,15 @@ def test_ranks_outside_run_transformer_passes_and_messages_alone():
             assert not isinstance(each, Run) or each.action.kind in (PassKind.F, PassKind.B)
     assert programs[0].collectives == programs[1].collectives == programs[4].collectives != ()
     assert {program.vocab_members for program in programs} == {(0, 1, 4)}
+
+
+def test_members_are_holders_readers_and_both_ends():
+    placement = Placement(((1,), (0,), (4,), (3,), (2,)))
+    assert placement.vocab_members((1,)) == (0, 1, 2, 4)
+    assert placement.vocab_members((3,)) == (0, 1, 2, 3, 4)
+    assert Placement.v_shape(4).vocab_members(()) == (0, 3)
+    assert generate("1f1b", 4, 2).vocab_members == ()
+    assert generate("interlaced", 4, 2).vocab_members == (0, 1, 2, 3)
 
 
 def test_a_rank_outside_that_posts_a_collective_is_refused():
