@@ -72,8 +72,9 @@ class RowExchange:
         Raises:
             UserError: a token id outside the vocabulary, which no shard owns.
         """
-        if isinstance(self._counts, FakeTensor):  # nobody knows the tokens: every shard owns as many
-            ends = [len(self.tokens_n) * end // self.shards.count for end in range(self.shards.count + 1)]
+        if isinstance(self._counts, FakeTensor):  # the tokens are unknown: a shard owns as large a part as of the rows
+            shards = self.shards
+            ends = [len(self.tokens_n) * shards.start(index) // shards.vocab_size for index in range(shards.count + 1)]
             owned = [end - start for start, end in pairwise(ends)]
             return tuple(owned[self._tensor_rank :: self._tensor_size])
         *counts, _, outside = self._counts.tolist()

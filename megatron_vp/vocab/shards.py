@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from megatron_vp.errors import UserError
-from megatron_vp.shards import rows_per_shard
+from megatron_vp.shards import check_stage_rows, rows_per_shard
 
 
 @dataclass(frozen=True)
 class VocabShards:
     """A vocabulary of `vocab_size` rows cut into `count` contiguous shards, `tensor` of them on each pipeline stage.
 
-    Every shard holds an equal part of the rows, rounded up by `rows_per_shard`, but for the last ones, which are
-    shorter or empty. The tensor ranks of a stage hold equally many: Megatron's distributed optimizer gives the ranks of
-    a replica parts of one long buffer, and adds up gradients over tensor ranks part by part, so parameters have to lie
-    at the same places on all of them. The padded size stays the one that plain Megatron uses, because padding rows take
-    part in the softmax and another padding would be another loss.
+    `stage_rows` gives the rows of each pipeline rank, its tensor ranks together; a rank may have none. None is the even
+    cut: every shard holds an equal part of the rows, rounded up by `rows_per_shard`, except the last ones, which are
+    shorter or empty. The padded size stays the one that plain Megatron uses, because padding rows take part in the
+    softmax and another padding would be another loss.
+
+    The tensor ranks of a stage always hold equally many rows: Megatron's distributed optimizer gives the ranks of a
+    replica parts of one long buffer, and adds up gradients over tensor ranks part by part, so parameters have to lie
+    at the same places on all of them. Stages may differ: each has buffers of its own, which it shares with the same
+    stage of the other replicas alone.
 
     Raises:
-        UserError: a size that is not positive, and a vocabulary that the tensor ranks cannot share equally.
+        UserError: a size that is not positive, a vocabulary that the tensor ranks cannot share equally, and
+            `stage_rows` that are no cut of the vocabulary.
     """
 
     vocab_size: int
     count: int
     tensor: int = 1
+    stage_rows: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.vocab_size < 1 or self.count < 1:
@@ -36,18 +44,44 @@ class VocabShards:
                 f"{self.tensor} tensor ranks cannot share {self.vocab_size} rows in {self.count} shards equally: use a "
                 "padded vocabulary size that --tensor-model-parallel-size divides"
             )
+        if self.stage_rows is not None:
+            check_stage_rows(self.stage_rows, self.vocab_size, self.stages, self.tensor)
+
+    @property
+    def stages(self) -> int:
+        """Pipeline ranks."""
+        return self.count // self.tensor
 
     @property
     def rows_per_shard(self) -> int:
-        """Rows of a full shard."""
+        """Rows of a full shard of the even cut."""
         return rows_per_shard(self.vocab_size, self.count)
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Pipeline ranks that take part in the vocabulary's work; in the even cut also those whose shard is empty."""
+        return tuple(stage for stage in range(self.stages) if self.stage_rows is None or self.stage_rows[stage])
+
+    @property
+    def alike(self) -> bool:
+        """Whether all shards have equally many rows."""
+        return len({self.rows(index) for index in range(self.count)}) == 1
 
     def start(self, index: int) -> int:
         """First global row of shard `index`."""
         stage, place = divmod(index, self.tensor)
-        first, end = (min(each * self.tensor * self.rows_per_shard, self.vocab_size) for each in (stage, stage + 1))
+        first, end = self._stage_start(stage), self._stage_start(stage + 1)
         return first + place * (end - first) // self.tensor
 
     def rows(self, index: int) -> int:
         """Number of rows of shard `index`; zero is possible."""
         return self.start(index + 1) - self.start(index)
+
+    def _stage_start(self, stage: int) -> int:
+        if self.stage_rows is None:
+            return min(stage * self.tensor * self.rows_per_shard, self.vocab_size)
+        return self._drawn_starts[min(stage, self.stages)]
+
+    @cached_property
+    def _drawn_starts(self) -> list[int]:
+        return [0, *accumulate(self.stage_rows or ())]

@@ -1,5 +1,7 @@
 """The exchange of owned embedding rows, all shards in one process."""
 
+import random
+
 import pytest
 import torch
 
@@ -115,6 +117,53 @@ def test_the_tensor_ranks_of_a_stage_hold_equally_many_rows(size, pipeline, tens
     for stage in range(pipeline):
         rows = {shards.rows(index) for index in range(stage * tensor, (stage + 1) * tensor)}
         assert len(rows) == 1 and max(rows) <= shards.rows_per_shard
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_drawn_shards_cover_every_row_once(tensor):
+    for seed in range(50):
+        draw = random.Random(seed)
+        rows = tuple(tensor * draw.choice((0, 0, 1, 3, 8, 17)) for _ in range(draw.randint(1, 6)))
+        if not any(rows):
+            continue
+        shards = VocabShards(sum(rows), len(rows) * tensor, tensor, rows)
+        assert [sum(shards.rows(stage * tensor + place) for place in range(tensor)) for stage in range(len(rows))] == (
+            list(rows)
+        )
+        ends = [shards.start(index + 1) for index in range(shards.count)]
+        assert [0, *ends[:-1]] == [shards.start(index) for index in range(shards.count)] and ends[-1] == sum(rows)
+        assert shards.holders == tuple(stage for stage, each in enumerate(rows) if each)
+        for place in range(tensor):
+            owned = [shards.rows(stage * tensor + place) for stage in range(len(rows))]
+            exchange = RowExchange(torch.arange(sum(rows)), shards, tensor, place)
+            exchange.plan()
+            assert exchange.counts == tuple(owned)
+            for stage, each in enumerate(owned):
+                index = stage * tensor + place
+                assert exchange.owned_by(index).tolist() == [*range(shards.start(index), shards.start(index) + each)]
+
+
+def test_in_the_even_cut_every_rank_is_a_holder():
+    shards = VocabShards(20, 4)
+    assert [shards.rows(index) for index in range(4)] == [8, 8, 4, 0]
+    assert shards.holders == (0, 1, 2, 3) and not shards.alike and VocabShards(32, 4).alike
+
+
+@pytest.mark.parametrize(
+    ("rows", "tensor", "line"),
+    [
+        ((8, 8), 1, "gives rows for 2 pipeline ranks, and the pipeline has 3: give one number per rank"),
+        ((24, 8, -8), 1, "has a negative number of rows: give 0 to a rank that shall hold none"),
+        ((0, 0, 0), 1, "gives no rank any row: the vocabulary's 24 rows need at least one rank"),
+        ((8, 11, 5), 2, "cannot be shared equally by the 2 tensor ranks of a stage: give multiples of 2"),
+        ((8, 8, 7), 1, "gives 23 rows, and the padded vocabulary has 24: add 1"),
+        ((8, 8, 18), 2, "gives 34 rows, and the padded vocabulary has 24: take 10 away"),
+    ],
+)
+def test_rows_that_are_no_cut_are_refused(rows, tensor, line):
+    with pytest.raises(UserError) as refused:
+        VocabShards(24, 3 * tensor, tensor, rows)
+    assert str(refused.value) == f"--vocab-shards {','.join(map(str, rows))} {line}"
 
 
 def test_rows_that_tensor_ranks_cannot_share_are_refused():

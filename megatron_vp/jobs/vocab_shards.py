@@ -1,0 +1,68 @@
+"""What `--vocab-shards` asks for: how many vocabulary rows each pipeline rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from megatron_vp.errors import UserError
+
+
+class ShardRule(StrEnum):
+    """How the rows are chosen."""
+
+    BALANCED = "balanced"
+    """by predicted pass times, so that every rank takes the same time"""
+    EVEN = "even"
+    """equally many on every rank"""
+    MEASURED = "measured"
+    """by the pass times that a run has written"""
+    ROWS = "rows"
+    """given one by one"""
+
+
+@dataclass(frozen=True)
+class ShardChoice:
+    """The value of `--vocab-shards`, read."""
+
+    rule: ShardRule
+    rows: tuple[int, ...] | None = None
+    """With `ROWS`: rows by pipeline rank, the tensor ranks of a stage together."""
+    folder: Path | None = None
+    """With `MEASURED`: where the run wrote its rank reports or traces."""
+
+    @classmethod
+    def parse(cls, text: object) -> ShardChoice:
+        """Read `balanced`, `even`, `measured:DIR` or `ROWS,ROWS,...`; None means `balanced`. Raises UserError."""
+        if text is None:
+            return cls(ShardRule.BALANCED)
+        words = str(text).strip()
+        if words in (ShardRule.BALANCED, ShardRule.EVEN):
+            return cls(ShardRule(words))
+        rule, colon, folder = words.partition(":")
+        if rule == ShardRule.MEASURED:
+            if not colon or not folder:
+                raise UserError(
+                    f"--vocab-shards {words} names no folder: write measured:DIR, where DIR holds the rank reports or "
+                    "traces of an earlier run"
+                )
+            return cls(ShardRule.MEASURED, folder=Path(folder))
+        numbers = [number.strip() for number in words.split(",")]
+        if not all(number.removeprefix("-").isdecimal() and len(number) < 20 for number in numbers):
+            raise UserError(
+                f"--vocab-shards {words} is not understood: use balanced, even, measured:DIR, or one number of rows "
+                "per pipeline rank such as 64000,64256,0,0"
+            )
+        return cls(ShardRule.ROWS, tuple(map(int, numbers)))
+
+
+NEEDS_VOCAB_PARALLEL = (
+    "--vocab-shards {vocab_shards} has no effect without --vocab-parallel: add --vocab-parallel, or leave "
+    "--vocab-shards out"
+)
+EVEN_ALONE = (
+    "--vocab-shards {vocab_shards} with --pipeline-schedule {pipeline_schedule} is not supported: all ranks do the "
+    "vocabulary work of a microbatch at the same time, so they need equal shards; use --vocab-shards even, or another "
+    "schedule"
+)

@@ -1,0 +1,36 @@
+"""The value of `--vocab-shards`, read once for all commands."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
+
+
+@pytest.mark.parametrize(
+    ("text", "choice"),
+    [
+        (None, ShardChoice(ShardRule.BALANCED)),
+        ("balanced", ShardChoice(ShardRule.BALANCED)),
+        ("even", ShardChoice(ShardRule.EVEN)),
+        ("measured:runs/a", ShardChoice(ShardRule.MEASURED, folder=Path("runs/a"))),
+        ("64,0, 32", ShardChoice(ShardRule.ROWS, (64, 0, 32))),
+        ("-8,16", ShardChoice(ShardRule.ROWS, (-8, 16))),  # the sizes of the job say whether rows will do
+        (40, ShardChoice(ShardRule.ROWS, (40,))),
+    ],
+)
+def test_every_form_is_read(text, choice):
+    assert ShardChoice.parse(text) == choice
+
+
+@pytest.mark.parametrize("text", ["", "equal", "8,,8", "8;8", "8.5,7.5", "balanced,8", "--8,8", "Even", f"{10**30},8"])
+def test_anything_else_is_refused(text):
+    with pytest.raises(UserError, match=r"is not understood: use balanced, even, measured:DIR, or one number"):
+        ShardChoice.parse(text)
+
+
+@pytest.mark.parametrize("text", ["measured", "measured:"])
+def test_a_measurement_needs_a_folder(text):
+    with pytest.raises(UserError, match="names no folder"):
+        ShardChoice.parse(text)
