@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_vp.cost.constants import Constants
@@ -67,7 +68,11 @@ class CommunicationModel:
     @property
     def pipeline_in_a_node(self) -> bool:
         """Whether all pipeline ranks share a node."""
-        return self.node(0) == self.node(self.job.pipeline - 1)
+        return self.share_a_node(range(self.job.pipeline))
+
+    def share_a_node(self, ranks: Sequence[int]) -> bool:
+        """Whether all these pipeline ranks do."""
+        return self.node(min(ranks)) == self.node(max(ranks))
 
     def messages(self, placement: Placement) -> dict[tuple[int, int, Channel], float]:
         """Every message between neighbouring stages."""
@@ -79,12 +84,14 @@ class CommunicationModel:
                 took[there, here, Channel.GRADIENT] = self.message(there, here, self.hidden_bytes)
         return took
 
-    def collectives(self, method: VocabMethod) -> dict[CollectiveKind, float]:
+    def collectives(self, method: VocabMethod, members: Sequence[int] = ()) -> dict[CollectiveKind, float]:
         """Every collective of a microbatch over the pipeline ranks, and what the tensor ranks of a stage add to it.
 
-        Embedding rows travel once, in each of the pipelines side by side those that its own shards hold.
+        `members`: the pipeline ranks that take part; none stands for all. Embedding rows travel once, in each of the
+        pipelines side by side those that its own shards hold.
         """
-        p, near = self.job.pipeline, self.pipeline_in_a_node
+        members = members or range(self.job.pipeline)
+        p, near = len(members), self.share_a_node(members)
         hidden, whole = self.broadcast(self.hidden_bytes, p, near), self.tensor_sum
         gathered, summed = (whole / 2, whole / 2) if self.job.sequence_parallel else (0.0, whole)
         rows = self.broadcast(self.whole_hidden_bytes / self.job.tensor, p, near)

@@ -137,23 +137,31 @@ class PassTimes:
             0.0,
         )
 
-    @property
-    def own_kernels(self) -> ShardPasses | None:
-        """This project's vocabulary passes on the hardware; None where the paper's code stands in for them."""
+    def own_kernels(self, rows: int | None = None) -> ShardPasses | None:
+        """This project's vocabulary passes on the hardware; None where the paper's code stands in for them.
+
+        `rows` of the rank's shard; None: those of an even one, here and below.
+        """
         job, rates = self.job, self.hardware.rates
         if rates is None:
             return None
+        rows = job.shard_rows if rows is None else rows
         gradient = 4 if job.wide_gradients else job.element_bytes
-        return ShardPasses(rates, job.tokens, job.shard_rows, job.model.hidden, job.element_bytes, gradient)
+        return ShardPasses(rates, job.tokens, rows, job.model.hidden, job.element_bytes, gradient)
 
-    def output_shard(self, method: VocabMethod) -> tuple[float, float]:
+    def vocabulary_passes(self, method: VocabMethod, rows: int | None = None) -> tuple[float, float, float, float]:
+        """S, T, IF and IB; a rank without rows has none of them."""
+        return (0.0, 0.0, 0.0, 0.0) if rows == 0 else (*self.output_shard(method, rows), *self.embedding_shard(rows))
+
+    def output_shard(self, method: VocabMethod, rows: int | None = None) -> tuple[float, float]:
         """S and T."""
-        return self.own_kernels.output(method) if self.own_kernels else self.eager_output_shard(method)
+        own = self.own_kernels(rows)
+        return own.output(method) if own else self.eager_output_shard(method, rows)
 
-    def eager_output_shard(self, method: VocabMethod) -> tuple[float, float]:
+    def eager_output_shard(self, method: VocabMethod, rows: int | None = None) -> tuple[float, float]:
         """S and T of the paper's eager code, with the fitted constants."""
         job = self.job
-        matrix = Matrix(job.model.hidden, job.shard_rows, job.tokens)
+        matrix = Matrix(job.model.hidden, job.shard_rows if rows is None else rows, job.tokens)
         product, logits = self.gemm_time(matrix), matrix.tokens * matrix.outputs
         early = method is VocabMethod.VOCAB_2
         hidden = (SHARED_HIDDEN + early * EARLY_HIDDEN) * job.tokens * job.model.hidden
@@ -164,20 +172,21 @@ class PassTimes:
         gradients = (3 - products) * product + (1 - first) * softmax + self.memory_time(ACCUMULATE * matrix.weights)
         return scores, gradients + self.constants.gap
 
-    def embedding_shard(self) -> tuple[float, float]:
+    def embedding_shard(self, rows: int | None = None) -> tuple[float, float]:
         """IF and IB. Of the pipelines side by side each exchanges the words whose rows its own shards hold."""
-        job = self.job
-        if self.own_kernels:
-            return self.own_kernels.embedding(job.pipeline * job.tensor)
-        units, rows = job.tokens * job.model.hidden / job.tensor, job.shard_rows * job.model.hidden
+        job, own = self.job, self.own_kernels(rows)
+        if own:
+            return own.embedding(job.pipeline * job.tensor if rows is None else job.model.vocab / rows)
+        units, weights = job.tokens * job.model.hidden / job.tensor, (rows or job.shard_rows) * job.model.hidden
         return (
             self.memory_time(EMBED_FORWARD * units) + self.constants.gap,
-            self.memory_time(EMBED_BACKWARD * units + SHARD_EMBEDDING_GRADIENT * rows) + self.constants.gap,
+            self.memory_time(EMBED_BACKWARD * units + SHARD_EMBEDDING_GRADIENT * weights) + self.constants.gap,
         )
 
     def placed_rows(self) -> float:
         """What F and B of the first stage take more for the exchange; the paper's times of IF and IB include it."""
-        return self.own_kernels.placed_rows() if self.own_kernels else 0.0
+        own = self.own_kernels()
+        return own.placed_rows() if own else 0.0
 
     def synchronous_embedding(self) -> tuple[float, float]:
         """The same inside V, without the exchange, which V waits for."""

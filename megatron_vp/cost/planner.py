@@ -261,14 +261,8 @@ def evaluation_of(candidate: Candidate, prediction: Prediction, simulator: Simul
             communication=makespan - max(silent, most),
             step=step,
         ),
-        vocab_rows=None if candidate.plan.vocab is VocabMethod.NONE else rows_by_rank(job),
+        vocab_rows=candidate.plan.rows_by_rank(job),
     )
-
-
-def rows_by_rank(job: Job) -> tuple[int, ...]:
-    """Vocabulary rows by pipeline rank, tensor ranks together, in even shards; the last ranks may have fewer."""
-    vocab, rows = job.model.vocab, job.shard_rows * job.tensor
-    return tuple(max(0, min(rows, vocab - rank * rows)) for rank in range(job.pipeline))
 
 
 def extended(timeline: Timeline, microbatches: int) -> float:

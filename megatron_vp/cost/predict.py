@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import NormalDist
 
@@ -100,20 +101,24 @@ def predict(
     Raises UserError for a schedule that is unknown or does not go with the job, and layers that do not fit it.
     """
     simulator = simulator or make_simulator(job, plan, hardware, constants, measured)
-    placement = simulator.schedule.placement
     costs = measured or stage_costs(job, plan, simulator.schedule, hardware, constants)
     timeline = simulator.simulate(costs)
-    memory = MemoryModel(job, simulator.schedule, layers_of(job, plan, placement), hardware)
+    memory = memory_model(job, plan, simulator.schedule, hardware)
     ranks = tuple(map(memory.rank, range(job.pipeline)))
     after = after_passes(job, plan, simulator.schedule, hardware, constants)
     return Prediction(job, plan, hardware, timeline, timeline.makespan + after, ranks)
+
+
+def memory_model(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) -> MemoryModel:
+    """The memory of the ranks that run `plan` in the order of `schedule`."""
+    return MemoryModel(job, schedule, layers_of(job, plan, schedule.placement), hardware, plan.shard_rows(job))
 
 
 def after_passes(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, constants: Constants) -> float:
     """Seconds from the last pass to the end of the iteration, on the rank with most parameters: gradients of the
     replicas summed, and the optimizer's step.
     """
-    memory = MemoryModel(job, schedule, layers_of(job, plan, schedule.placement), hardware)
+    memory = memory_model(job, plan, schedule, hardware)
     fullest = max(range(job.pipeline), key=memory.parameters)
     experts = memory.expert_parameters(fullest)
     sync = CommunicationModel(job, hardware, constants).gradient_sync(memory.parameters(fullest) - experts, experts)
@@ -136,6 +141,8 @@ def make_simulator(
             "tied embeddings would belong to both chunks of the first rank; add --vocab-parallel or "
             "--untie-embeddings-and-output-weights"
         )
+    if measured is None and plan.vocab_rows is not None:
+        return _drawn_simulator(job, plan, order_costs(job, plan, hardware, constants))
     single = generate(plan.schedule, job.pipeline, 1, vocab=plan.vocab, chunks=plan.chunks)
     costs = measured or stage_costs(job, plan, single, hardware, constants)
     return _simulator(
@@ -146,6 +153,36 @@ def make_simulator(
         plan.chunks,
         _proportions(costs.nominal(job.pipeline)),
     )
+
+
+def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants = CALIBRATED) -> StageCosts:
+    """What a schedule for `plan` is ordered for: the costs of every stage and rank, in hundredths of a mean rank's
+    F + B + W and rounded to one, so that all ranks of a run compute the same order.
+
+    All GPUs are taken to be equally fast: which of them is the slowest is not known before a run.
+    """
+    alike = replace(constants, speed_spread=0.0, idle_boost=0.0)
+    single = generate(plan.schedule, job.pipeline, 1, vocab=plan.vocab, chunks=plan.chunks)
+    costs = stage_costs(job, plan, single, hardware, alike)
+    whole = sum((*costs.F, *costs.B, *costs.W)) / job.pipeline
+    scaled = costs.scaled(100 / whole)
+    return StageCosts(
+        **{kind: tuple(map(round, values)) for kind, values in scaled.named().items()},
+        messages={link: round(value) for link, value in scaled.messages.items()},
+        collectives={kind: round(value) for kind, value in scaled.collectives.items()},
+    )
+
+
+def _drawn_simulator(job: Job, plan: Plan, costs: StageCosts) -> Simulator:
+    made = generate(
+        plan.schedule,
+        job.pipeline,
+        job.microbatches,
+        vocab=plan.vocab,
+        chunks=plan.chunks,
+        costs=costs.nominal(job.pipeline),
+    )
+    return Simulator(made, costs)
 
 
 @lru_cache(maxsize=3)
@@ -198,28 +235,40 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, co
     elif plan.vocab.is_sharded:
         first, placed = stages[0], times.placed_rows()
         stages[0] = Split(first.F + placed, first.B + placed, first.W)
-    pace = _pace([sum(sum(stages[stage]) for stage in row) for row in placement.stage_of], constants)
+    passes = [(0.0,) * 4] * placement.ranks
+    if plan.vocab.is_sharded:
+        rows = plan.shard_rows(job)
+        by_rows = {each: times.vocabulary_passes(plan.vocab, each) for each in {*rows}}
+        if plan.vocab_rows is None:
+            by_rows = dict.fromkeys(by_rows, times.vocabulary_passes(plan.vocab))
+        passes = [by_rows[each] for each in rows]
+    work = [sum(sum(stages[stage]) for stage in row) for row in placement.stage_of]
+    pace = _pace([own + sum(each) for own, each in zip(work, passes, strict=True)], constants)
     placed_at = [pace[placement.rank_of(stage)] for stage in range(placement.stages)]
-    output, embedding = times.output_shard(plan.vocab), times.embedding_shard()
     vocabulary: dict[str, tuple[float, ...]] = {}
     if plan.vocab.is_sharded:
-        names = ("S", "T", "IF", "IB")
-        vocabulary = {
-            name: tuple(value * factor for factor in pace)
-            for name, value in zip(names, (*output, *embedding), strict=True)
-        }
+        for place, name in enumerate(("S", "T", "IF", "IB")):
+            vocabulary[name] = tuple(each[place] * factor for each, factor in zip(passes, pace, strict=True))
     elif plan.vocab is VocabMethod.INTERLACED:
-        work = sum(output) + sum(times.synchronous_embedding())
-        vocabulary = {"V": tuple(work * factor + communication.synchronous_vocabulary() for factor in pace)}
+        whole = sum(times.output_shard(plan.vocab)) + sum(times.synchronous_embedding())
+        vocabulary = {"V": tuple(whole * factor + communication.synchronous_vocabulary() for factor in pace)}
     return StageCosts(
         F=tuple(split.F * factor for split, factor in zip(stages, placed_at, strict=True)),
         B=tuple(split.B * factor for split, factor in zip(stages, placed_at, strict=True)),
         W=tuple(split.W * factor for split, factor in zip(stages, placed_at, strict=True)),
         **vocabulary,
         messages=communication.messages(placement),
-        collectives=communication.collectives(plan.vocab),
+        collectives=communication.collectives(plan.vocab, _members(plan, placement)),
         other={},
     )
+
+
+def _members(plan: Plan, placement: Placement) -> Sequence[int]:
+    """The ranks of the vocabulary's collectives: those with rows, and those that feed and end the pipeline."""
+    if plan.vocab_rows is None:
+        return range(placement.ranks)
+    ends = {0, placement.ranks - 1, placement.first_rank, placement.last_rank}
+    return sorted(ends.union(rank for rank, rows in enumerate(plan.vocab_rows) if rows))
 
 
 def _pace(work: list[float], constants: Constants) -> list[float]:

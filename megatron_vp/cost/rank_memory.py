@@ -56,12 +56,20 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Memory of the ranks of `job` that run `schedule` on `hardware`; `layers`: transformer layers by virtual stage."""
+    """Memory of the ranks of `job` that run `schedule` on `hardware`.
+
+    layers: transformer layers by virtual stage. shard_rows: vocabulary rows of one tensor rank by pipeline rank, where
+    the vocabulary is split (`Plan.shard_rows`); None: even shards.
+    """
 
     job: Job
     schedule: Schedule
     layers: tuple[int, ...]
     hardware: Hardware
+    shard_rows: tuple[int, ...] | None = None
+
+    def _rows(self, rank: int) -> int:
+        return self.job.shard_rows if self.shard_rows is None else self.shard_rows[rank]
 
     def parameters(self, rank: int) -> int:
         """Parameters on a rank: its layers, and its rows of the vocabulary layers."""
@@ -69,7 +77,7 @@ class MemoryModel:
         held = sum(self.layers[stage] for stage in placement.stage_of[rank]) * layer_weights(job)
         hidden = job.model.hidden
         if self.schedule.vocab is not VocabMethod.NONE:
-            return held + (1 if job.model.tied else 2) * job.shard_rows * hidden
+            return held + (1 if job.model.tied else 2) * self._rows(rank) * hidden
         # Tied layers, too, are two copies: no plain run has both ends of a tied model on one rank.
         ends = placement.first_rank, placement.last_rank
         return held + ends.count(rank) * job.whole_rows * hidden
@@ -128,8 +136,8 @@ class MemoryModel:
         # Of a whole output layer: from the forward to the end of B, and while it runs 16 bits more.
         kept_score = 2 if self.job.cross_entropy is CrossEntropy.TE else 4
         shared = 0.0
-        if not whole:
-            shared = SHARED_BUFFERS * self._unit + SCORES * self.job.tokens * self.job.shard_rows
+        if not whole and (self._rows(rank) or rank in (placement.first_rank, placement.last_rank)):
+            shared = SHARED_BUFFERS * self._unit + SCORES * self.job.tokens * self._rows(rank)
         kept = self._held(rank, layer.kept)
         waiting = kept if self.job.layers is LayerKind.PAPER else self._held(rank, layer.waiting)
         held, scores = layer.once, 0.0

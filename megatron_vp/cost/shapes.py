@@ -174,7 +174,7 @@ class Job:
 
     @property
     def shard_rows(self) -> int:
-        """Vocabulary rows of a rank where both vocabulary layers are split over pipeline and tensor ranks."""
+        """Vocabulary rows of a full even shard: both vocabulary layers split over all pipeline and tensor ranks."""
         shards = self.pipeline * self.tensor
         return -(-self.model.vocab // shards) if self.exact_shards else rows_per_shard(self.model.vocab, shards)
 
@@ -191,12 +191,57 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the pipeline runs. `layers`: transformer layers of each virtual stage; None: equally many."""
+    """How the pipeline runs. `layers`: transformer layers of each virtual stage; None: equally many.
+
+    vocab_rows: vocabulary rows of each pipeline rank, those of its tensor ranks together; None: even shards. They add
+    up to the padded vocabulary. A rank without rows has no vocabulary passes.
+    """
 
     schedule: str = DEFAULT_SCHEDULE
     vocab: VocabMethod = VocabMethod.NONE
     chunks: int | None = None
     layers: tuple[int, ...] | None = None
+    vocab_rows: tuple[int, ...] | None = None
+
+    def shard_rows(self, job: Job) -> tuple[int, ...]:
+        """Vocabulary rows of one tensor rank of each pipeline rank, as the cost model counts them.
+
+        An even cut counts as full shards everywhere, though its last ones may be shorter.
+        Raises UserError for rows that do not fit the job, and for drawn shards of a method that has even ones only.
+        """
+        if self.vocab_rows is None:
+            return (job.shard_rows,) * job.pipeline
+        check_rows(self.vocab_rows, job.model.vocab, job.pipeline, job.tensor)
+        if not self.vocab.is_sharded:
+            raise UserError(
+                f"vocabulary rows by rank go with vocab-1 and vocab-2, not with {self.vocab}: leave them out"
+            )
+        return tuple(rows // job.tensor for rows in self.vocab_rows)
+
+    def rows_by_rank(self, job: Job) -> tuple[int, ...] | None:
+        """Vocabulary rows that each pipeline rank holds, tensor ranks together; None where the layers are whole.
+
+        In an even cut the last ranks may have fewer rows than the others, or none.
+        """
+        if self.vocab is VocabMethod.NONE:
+            return None
+        if self.vocab_rows is not None:
+            return self.vocab_rows
+        vocab, rows = job.model.vocab, job.shard_rows * job.tensor
+        return tuple(max(0, min(rows, vocab - rank * rows)) for rank in range(job.pipeline))
+
+
+def check_rows(rows: tuple[int, ...], vocab: int, ranks: int, tensor: int) -> None:
+    """Raise UserError for vocabulary rows by pipeline rank that are not a cut of `vocab` rows."""
+    named = f"vocabulary rows {','.join(map(str, rows))}"
+    if len(rows) != ranks:
+        raise UserError(f"{named} are for {len(rows)} pipeline ranks and there are {ranks}; give one number for each")
+    if min(rows) < 0 or sum(rows) != vocab:
+        raise UserError(
+            f"{named} add up to {sum(rows)}; give numbers from 0 that add up to the padded vocabulary, {vocab}"
+        )
+    if any(own % tensor for own in rows):
+        raise UserError(f"{named} cannot be shared by {tensor} tensor ranks; give multiples of {tensor}")
 
 
 def _at_least_one(name: str, value: int) -> None:

@@ -108,8 +108,9 @@ class ShardPasses:
         early = self.gemm() + self.rescale().seconds
         return (scores + early, gradients) if method is VocabMethod.VOCAB_2 else (scores, gradients + early)
 
-    def embedding(self, shards: int) -> tuple[float, float]:
-        """Seconds of IF and IB on a mean rank of `shards`: its share of the tokens' rows looked up, and added."""
+    def embedding(self, shards: float) -> tuple[float, float]:
+        """Seconds of IF and IB on a rank with a part of 1 / `shards` of the vocabulary: the words of as large a part of
+        the tokens are in its rows."""
         owned = self.tokens * self.hidden / shards
         looked_up = LAUNCH + 2 * self.element_bytes * owned / self.rates.copy
         added = (self.element_bytes + 2 * self.gradient_bytes) * owned / self.rates.copy

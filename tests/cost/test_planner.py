@@ -21,7 +21,6 @@ from megatron_vp.cost.planner import (
     evaluate,
     method_of,
     plan,
-    rows_by_rank,
 )
 from megatron_vp.cost.shapes import Job, ModelShape, Plan
 from megatron_vp.errors import UserError
@@ -211,4 +210,4 @@ def test_rows_by_rank_are_those_of_the_shards():
         job = replace(JOB, model=replace(MODEL, vocab=vocab), tensor=tensor)
         shards = VocabShards(vocab, 4 * tensor)
         rows = [sum(shards.rows(rank * tensor + index) for index in range(tensor)) for rank in range(4)]
-        assert list(rows_by_rank(job)) == rows and sum(rows) == vocab
+        assert list(Plan(vocab=VocabMethod.VOCAB_2).rows_by_rank(job)) == rows and sum(rows) == vocab

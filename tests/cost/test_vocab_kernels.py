@@ -93,7 +93,7 @@ def test_the_model_charges_this_projects_kernels_where_it_knows_the_gpu():
     assert sum(known.output_shard(TWO)) < sum(known.eager_output_shard(TWO))
     assert unknown.output_shard(TWO) == unknown.eager_output_shard(TWO) and unknown.placed_rows() == 0
     narrow = PassTimes(replace(JOB, wide_gradients=False), HARDWARE["h100"], CALIBRATED)
-    assert narrow.own_kernels.gradient_bytes == 2
+    assert narrow.own_kernels().gradient_bytes == 2
 
 
 def test_layers_and_shards_multiply_at_the_same_rate():
