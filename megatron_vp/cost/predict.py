@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from statistics import NormalDist
 
 from megatron_vp.cost.communication import CommunicationModel
 from megatron_vp.cost.constants import CALIBRATED, Constants
 from megatron_vp.cost.flops import model_flops
-from megatron_vp.cost.fp8 import bf16_layers
 from megatron_vp.cost.hardware import Hardware
-from megatron_vp.cost.layouts import equal_layers
-from megatron_vp.cost.pass_times import PassTimes, Split
+from megatron_vp.cost.pass_times import PassTimes
 from megatron_vp.cost.rank_memory import MemoryModel, RankMemory
 from megatron_vp.cost.shapes import Job, Plan
+from megatron_vp.cost.stage_costs import layers_of, order_costs, stage_costs
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import (
     PassCosts,
-    Placement,
     Schedule,
     Simulator,
     StageCosts,
@@ -28,9 +24,6 @@ from megatron_vp.schedule import (
     family,
     generate,
 )
-
-IDLE = 0.85
-"""A rank with less than this share of the busiest one's work is not throttled."""
 
 
 @dataclass(frozen=True)
@@ -155,24 +148,6 @@ def make_simulator(
     )
 
 
-def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants = CALIBRATED) -> StageCosts:
-    """What a schedule for `plan` is ordered for: the costs of every stage and rank, in hundredths of a mean rank's
-    F + B + W and rounded to one, so that all ranks of a run compute the same order.
-
-    All GPUs are taken to be equally fast: which of them is the slowest is not known before a run.
-    """
-    alike = replace(constants, speed_spread=0.0, idle_boost=0.0)
-    single = generate(plan.schedule, job.pipeline, 1, vocab=plan.vocab, chunks=plan.chunks)
-    costs = stage_costs(job, plan, single, hardware, alike)
-    whole = sum((*costs.F, *costs.B, *costs.W)) / job.pipeline
-    scaled = costs.scaled(100 / whole)
-    return StageCosts(
-        **{kind: tuple(map(round, values)) for kind, values in scaled.named().items()},
-        messages={link: round(value) for link, value in scaled.messages.items()},
-        collectives={kind: round(value) for kind, value in scaled.collectives.items()},
-    )
-
-
 def _drawn_simulator(job: Job, plan: Plan, costs: StageCosts) -> Simulator:
     made = generate(
         plan.schedule,
@@ -197,86 +172,3 @@ def _proportions(costs: PassCosts) -> PassCosts:
     whole = costs.F + costs.B + costs.W
     rounded = {name: round(100 * value / whole) for name, value in costs.named().items() if name not in costs.other}
     return PassCosts(**rounded, other={name: round(100 * value / whole) for name, value in costs.other.items()})
-
-
-def layers_of(job: Job, plan: Plan, placement: Placement) -> tuple[int, ...]:
-    """Transformer layers by virtual stage. Raises UserError where they do not fit the job or the placement."""
-    if plan.layers is None:
-        return equal_layers(job, placement.stages)
-    if len(plan.layers) != placement.stages or sum(plan.layers) != job.model.layers or min(plan.layers) < 0:
-        raise UserError(
-            f"layers {list(plan.layers)} are no layout of {job.model.layers} layers on {placement.stages} stages; give "
-            "each stage its layers, or leave the layout out"
-        )
-    return plan.layers
-
-
-def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, constants: Constants) -> StageCosts:
-    """Seconds of every pass, message and collective of one microbatch, by where `schedule` runs them."""
-    placement = schedule.placement
-    times, communication = PassTimes(job, hardware, constants), CommunicationModel(job, hardware, constants)
-    layer, plain, traffic, gap = times.layer(), times.plain_layer(), communication.layer_traffic(), constants.gap
-    stages = []
-    layers = layers_of(job, plan, placement)
-    for count, wide in zip(layers, bf16_layers(job, layers), strict=True):
-        forward, backward, weight = (
-            (count - wide) * own + wide * other for own, other in zip(layer, plain, strict=True)
-        )
-        stages.append(
-            Split(
-                forward + count * traffic + gap,
-                backward + count * traffic + gap,
-                weight + schedule.split_backward * gap,
-            )
-        )
-    if plan.vocab is VocabMethod.NONE:
-        for stage, extra in ((0, times.whole_embedding()), (-1, times.whole_output())):
-            stages[stage] = Split(*(own + more for own, more in zip(stages[stage], extra, strict=True)))
-    elif plan.vocab.is_sharded:
-        first, placed = stages[0], times.placed_rows()
-        stages[0] = Split(first.F + placed, first.B + placed, first.W)
-    passes = [(0.0,) * 4] * placement.ranks
-    if plan.vocab.is_sharded:
-        rows = plan.shard_rows(job)
-        by_rows = {each: times.vocabulary_passes(plan.vocab, each) for each in {*rows}}
-        if plan.vocab_rows is None:
-            by_rows = dict.fromkeys(by_rows, times.vocabulary_passes(plan.vocab))
-        passes = [by_rows[each] for each in rows]
-    work = [sum(sum(stages[stage]) for stage in row) for row in placement.stage_of]
-    pace = _pace([own + sum(each) for own, each in zip(work, passes, strict=True)], constants)
-    placed_at = [pace[placement.rank_of(stage)] for stage in range(placement.stages)]
-    vocabulary: dict[str, tuple[float, ...]] = {}
-    if plan.vocab.is_sharded:
-        for place, name in enumerate(("S", "T", "IF", "IB")):
-            vocabulary[name] = tuple(each[place] * factor for each, factor in zip(passes, pace, strict=True))
-    elif plan.vocab is VocabMethod.INTERLACED:
-        whole = sum(times.output_shard(plan.vocab)) + sum(times.synchronous_embedding())
-        vocabulary = {"V": tuple(whole * factor + communication.synchronous_vocabulary() for factor in pace)}
-    return StageCosts(
-        F=tuple(split.F * factor for split, factor in zip(stages, placed_at, strict=True)),
-        B=tuple(split.B * factor for split, factor in zip(stages, placed_at, strict=True)),
-        W=tuple(split.W * factor for split, factor in zip(stages, placed_at, strict=True)),
-        **vocabulary,
-        messages=communication.messages(placement),
-        collectives=communication.collectives(plan.vocab, _members(plan, placement)),
-        other={},
-    )
-
-
-def _members(plan: Plan, placement: Placement) -> Sequence[int]:
-    """The ranks of the vocabulary's collectives: those with rows, and those that feed and end the pipeline."""
-    if plan.vocab_rows is None:
-        return range(placement.ranks)
-    ends = {0, placement.ranks - 1, placement.first_rank, placement.last_rank}
-    return sorted(ends.union(rank for rank, rows in enumerate(plan.vocab_rows) if rows))
-
-
-def _pace(work: list[float], constants: Constants) -> list[float]:
-    """How much longer each rank takes than a mean rank at sustained speed, by its `work` in a microbatch.
-
-    The slowest of p ranks, by the expected largest of p normal values (Blom's approximation), is put in the middle.
-    """
-    pace = [1 - constants.idle_boost if own < IDLE * max(work) else 1.0 for own in work]
-    slowest = NormalDist().inv_cdf((len(work) - 0.375) / (len(work) + 0.25))
-    pace[len(work) // 2] *= 1 + constants.speed_spread * slowest
-    return pace

@@ -19,7 +19,8 @@ from megatron_vp.cost.paper.published import Cell, Measurement, jobs, known_cell
 from megatron_vp.cost.paper.runs import A100, PEAK_FLOPS, plan_of, predict_cell, scaling_factor, simulator_of, software
 from megatron_vp.cost.paper.tables import layout_unknown
 from megatron_vp.cost.pass_times import PassTimes
-from megatron_vp.cost.predict import after_passes, stage_costs
+from megatron_vp.cost.predict import after_passes
+from megatron_vp.cost.stage_costs import stage_costs
 from megatron_vp.schedule import Operation, Pass, StageCosts, VocabMethod
 from megatron_vp.schedule.dependencies import Step
 

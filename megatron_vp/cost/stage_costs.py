@@ -1,0 +1,130 @@
+"""Seconds of every pass, message and collective of a plan, by stage and rank; and what a schedule is ordered for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import NormalDist
+
+from megatron_vp.cost.communication import CommunicationModel
+from megatron_vp.cost.constants import CALIBRATED, Constants
+from megatron_vp.cost.fp8 import bf16_layers
+from megatron_vp.cost.hardware import Hardware
+from megatron_vp.cost.layouts import equal_layers
+from megatron_vp.cost.pass_times import PassTimes, Split
+from megatron_vp.cost.shapes import Job, Plan
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import Placement, Schedule, StageCosts, VocabMethod, generate
+
+IDLE = 0.85
+"""A rank with less than this share of the busiest one's work is not throttled."""
+
+
+def layers_of(job: Job, plan: Plan, placement: Placement) -> tuple[int, ...]:
+    """Transformer layers by virtual stage. Raises UserError where they do not fit the job or the placement."""
+    if plan.layers is None:
+        return equal_layers(job, placement.stages)
+    if len(plan.layers) != placement.stages or sum(plan.layers) != job.model.layers or min(plan.layers) < 0:
+        raise UserError(
+            f"layers {list(plan.layers)} are no layout of {job.model.layers} layers on {placement.stages} stages; give "
+            "each stage its layers, or leave the layout out"
+        )
+    return plan.layers
+
+
+def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, constants: Constants) -> StageCosts:
+    """Seconds of every pass, message and collective of one microbatch, by where `schedule` runs them."""
+    placement = schedule.placement
+    times, communication = PassTimes(job, hardware, constants), CommunicationModel(job, hardware, constants)
+    stages = stage_times(times, plan.vocab, layers_of(job, plan, placement), schedule.split_backward)
+    passes = [(0.0,) * 4] * placement.ranks
+    if plan.vocab.is_sharded:
+        rows = plan.shard_rows(job)
+        by_rows = {each: times.vocabulary_passes(plan.vocab, each) for each in {*rows}}
+        if plan.vocab_rows is None:
+            by_rows = dict.fromkeys(by_rows, times.vocabulary_passes(plan.vocab))
+        passes = [by_rows[each] for each in rows]
+    work = [sum(sum(stages[stage]) for stage in row) for row in placement.stage_of]
+    pace = _pace([own + sum(each) for own, each in zip(work, passes, strict=True)], constants)
+    placed_at = [pace[placement.rank_of(stage)] for stage in range(placement.stages)]
+    vocabulary: dict[str, tuple[float, ...]] = {}
+    if plan.vocab.is_sharded:
+        for place, name in enumerate(("S", "T", "IF", "IB")):
+            vocabulary[name] = tuple(each[place] * factor for each, factor in zip(passes, pace, strict=True))
+    elif plan.vocab is VocabMethod.INTERLACED:
+        whole = sum(times.output_shard(plan.vocab)) + sum(times.synchronous_embedding())
+        vocabulary = {"V": tuple(whole * factor + communication.synchronous_vocabulary() for factor in pace)}
+    return StageCosts(
+        F=tuple(split.F * factor for split, factor in zip(stages, placed_at, strict=True)),
+        B=tuple(split.B * factor for split, factor in zip(stages, placed_at, strict=True)),
+        W=tuple(split.W * factor for split, factor in zip(stages, placed_at, strict=True)),
+        **vocabulary,
+        messages=communication.messages(placement),
+        collectives=communication.collectives(plan.vocab, _members(plan, placement)),
+        other={},
+    )
+
+
+def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants = CALIBRATED) -> StageCosts:
+    """What a schedule for `plan` is ordered for: the costs of every stage and rank, in hundredths of a mean rank's
+    F + B + W and rounded to one, so that all ranks of a run compute the same order.
+
+    All GPUs are taken to be equally fast: which of them is the slowest is not known before a run.
+    """
+    alike = replace(constants, speed_spread=0.0, idle_boost=0.0)
+    single = generate(plan.schedule, job.pipeline, 1, vocab=plan.vocab, chunks=plan.chunks)
+    costs = stage_costs(job, plan, single, hardware, alike)
+    whole = sum((*costs.F, *costs.B, *costs.W)) / job.pipeline
+    scaled = costs.scaled(100 / whole)
+    return StageCosts(
+        **{kind: tuple(map(round, values)) for kind, values in scaled.named().items()},
+        messages={link: round(value) for link, value in scaled.messages.items()},
+        collectives={kind: round(value) for kind, value in scaled.collectives.items()},
+    )
+
+
+def stage_times(times: PassTimes, vocab: VocabMethod, layers: tuple[int, ...], split_backward: bool) -> list[Split]:
+    """F, B and W of every virtual stage with so many `layers`, at the speed of a mean rank, vocabulary passes left out.
+
+    Where the vocabulary is not split, the first and the last stage have its layers.
+    """
+    traffic = CommunicationModel(times.job, times.hardware, times.constants).layer_traffic()
+    layer, plain, gap = times.layer(), times.plain_layer(), times.constants.gap
+    stages = []
+    for count, wide in zip(layers, bf16_layers(times.job, layers), strict=True):
+        forward, backward, weight = (
+            (count - wide) * own + wide * other for own, other in zip(layer, plain, strict=True)
+        )
+        stages.append(
+            Split(
+                forward + count * traffic + gap,
+                backward + count * traffic + gap,
+                weight + split_backward * gap,
+            )
+        )
+    if vocab is VocabMethod.NONE:
+        for stage, extra in ((0, times.whole_embedding()), (-1, times.whole_output())):
+            stages[stage] = Split(*(own + more for own, more in zip(stages[stage], extra, strict=True)))
+    elif vocab.is_sharded:
+        first, placed = stages[0], times.placed_rows()
+        stages[0] = Split(first.F + placed, first.B + placed, first.W)
+    return stages
+
+
+def _members(plan: Plan, placement: Placement) -> Sequence[int]:
+    """The ranks of the vocabulary's collectives: those with rows, and those that feed and end the pipeline."""
+    if plan.vocab_rows is None:
+        return range(placement.ranks)
+    ends = {0, placement.ranks - 1, placement.first_rank, placement.last_rank}
+    return sorted(ends.union(rank for rank, rows in enumerate(plan.vocab_rows) if rows))
+
+
+def _pace(work: list[float], constants: Constants) -> list[float]:
+    """How much longer each rank takes than a mean rank at sustained speed, by its `work` in a microbatch.
+
+    The slowest of p ranks, by the expected largest of p normal values (Blom's approximation), is put in the middle.
+    """
+    pace = [1 - constants.idle_boost if own < IDLE * max(work) else 1.0 for own in work]
+    slowest = NormalDist().inv_cdf((len(work) - 0.375) / (len(work) + 0.25))
+    pace[len(work) // 2] *= 1 + constants.speed_spread * slowest
+    return pace
