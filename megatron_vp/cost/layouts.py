@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from megatron_vp.cost.flops import layer_flops, output_flops
 from megatron_vp.cost.shapes import Job
@@ -22,16 +23,20 @@ def equal_layers(job: Job, stages: int) -> tuple[int, ...]:
 
 
 def spread_layers(job: Job, placement: Placement) -> tuple[int, ...] | None:
-    """As evenly as whole layers allow over the ranks; None where all stages get equally many.
-
-    Layers that a rank's stages cannot share equally go to another chunk on every next rank.
-    """
-    total, p, chunks = job.model.layers, placement.ranks, placement.chunks
+    """As evenly as whole layers allow over the ranks; None where all stages get equally many."""
+    total, p = job.model.layers, placement.ranks
     if not total % placement.stages:
         return None
-    layers = [0] * placement.stages
+    return by_stage([total * (rank + 1) // p - total * rank // p for rank in range(p)], placement)
+
+
+def by_stage(counts: Sequence[int], placement: Placement) -> tuple[int, ...]:
+    """Layers by virtual stage of ranks with so many; one that its chunks cannot share equally goes to another chunk on
+    every next rank.
+    """
+    layers, chunks = [0] * placement.stages, placement.chunks
     for rank, stages in enumerate(placement.stage_of):
-        each, larger = divmod(total * (rank + 1) // p - total * rank // p, chunks)
+        each, larger = divmod(counts[rank], chunks)
         for place in range(chunks):
             layers[stages[(rank + place) % chunks]] = each + (place < larger)
     return tuple(layers)

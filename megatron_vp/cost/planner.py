@@ -15,7 +15,7 @@ from megatron_vp.cost.constants import CALIBRATED, ERROR_BAND, Constants
 from megatron_vp.cost.hardware import Hardware
 from megatron_vp.cost.layouts import spread_layers
 from megatron_vp.cost.pass_times import PassTimes
-from megatron_vp.cost.predict import Prediction, make_simulator, predict
+from megatron_vp.cost.predict import Prediction, extended, make_simulator, predict
 from megatron_vp.cost.rank_memory import RankMemory
 from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.cost.workers import worker_pool
@@ -25,7 +25,6 @@ from megatron_vp.schedule import (
     Placement,
     Simulator,
     StageCosts,
-    Timeline,
     VocabMethod,
     family,
 )
@@ -263,22 +262,6 @@ def evaluation_of(candidate: Candidate, prediction: Prediction, simulator: Simul
         ),
         vocab_rows=candidate.plan.rows_by_rank(job),
     )
-
-
-def extended(timeline: Timeline, microbatches: int) -> float:
-    """Makespan with more `microbatches` than were simulated.
-
-    Each further one takes the busiest rank's work, with as much waiting as that rank has after half the time, before
-    the cool-down begins.
-    """
-    further = microbatches - timeline.schedule.microbatches
-    if not further:
-        return timeline.makespan
-    busiest = timeline.busy.index(max(timeline.busy))
-    opens, closes = 0.5 * timeline.makespan, 0.7 * timeline.makespan
-    inside = sum(max(0.0, min(end, closes) - max(start, opens)) for start, end in timeline.spans[busiest])
-    work = timeline.busy[busiest] / timeline.schedule.microbatches
-    return timeline.makespan + further * work * (closes - opens) / inside
 
 
 def plan(

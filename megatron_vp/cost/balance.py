@@ -1,0 +1,222 @@
+"""How many vocabulary rows each rank holds, and how many layers each stage, so that no rank waits for another.
+
+Layers are whole, rows are not: they fill up the ranks that have fewer layers (`water_filling`). Several layouts are
+filled, the most promising ones simulated with the real schedule, and the shortest is kept. GPUs are taken to be equally
+fast. `measured` (in `measured_rows.py`) follows the speed that each GPU really has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+from megatron_vp.cost.communication import CommunicationModel
+from megatron_vp.cost.constants import CALIBRATED, Constants
+from megatron_vp.cost.hardware import Hardware
+from megatron_vp.cost.layer_choices import LayerChoice, layer_choices
+from megatron_vp.cost.layouts import spread_layers
+from megatron_vp.cost.pass_times import PassTimes
+from megatron_vp.cost.predict import extended, make_simulator, predict
+from megatron_vp.cost.rank_memory import MemoryModel
+from megatron_vp.cost.shapes import Job, Plan
+from megatron_vp.cost.stage_costs import layers_of, stage_times
+from megatron_vp.cost.water_filling import fill
+from megatron_vp.schedule import Schedule, family, generate
+from megatron_vp.schedule.gc_paused import gc_paused
+
+EVEN_BAND = 0.01
+"""Even shards are kept where they are predicted to take at most this much longer than the best."""
+
+UNITS = (128, 64, 8)
+"""Multiples of rows in which shards are drawn, the first that leaves an even shard FINE_ENOUGH of them. GEMMs like 128;
+logits start at aligned addresses with 64, in 16-bit dtypes, and with 8 in small shards."""
+
+FINE_ENOUGH = 16
+
+SMALLEST_SHARE = 1 / 16
+"""Of an even shard: fewer rows are not worth the fixed time of their passes."""
+
+SAMPLE = 3
+"""Microbatches per rank that are simulated to compare candidates, if the job has as many."""
+
+TIE = 0.002
+"""Candidates within this part of the fastest are equally fast; the one with most memory to spare is taken."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Layers by virtual stage and vocabulary rows by pipeline rank, tensor ranks together.
+
+    layers: None where all stages have equally many. rows: None for even shards. gain: how many times as fast as even
+    shards this is predicted to be, with the same layers if they were given and with evenly spread ones otherwise.
+    """
+
+    layers: tuple[int, ...] | None
+    rows: tuple[int, ...] | None
+    gain: float = 1.0
+
+    def plan(self, plan: Plan) -> Plan:
+        """`plan` with these layers and rows."""
+        return replace(plan, layers=self.layers, vocab_rows=self.rows)
+
+
+@gc_paused()
+def balanced(
+    job: Job,
+    plan: Plan,
+    hardware: Hardware,
+    constants: Constants = CALIBRATED,
+    memory_limit: float | None = None,
+) -> Shards:
+    """The layers and rows for which `plan`, a vocab-1 or vocab-2 one, is predicted to be fastest within memory_limit.
+
+    Args:
+        plan: with `layers` where the user gave a layout. Then only rows are drawn. `vocab_rows` are ignored.
+        memory_limit: bytes per rank; None: any amount. Where nothing fits, the limit is left aside.
+
+    A pure function: all ranks of a job compute the same. Even shards are kept where they fit and are predicted to
+    be within EVEN_BAND of the best, and for methods and vocabularies that have no others.
+    Raises UserError where the layers cannot be put on the stages.
+    """
+    search = _Search(job, replace(plan, vocab_rows=None), hardware, constants, memory_limit)
+    even = search.even
+    if not plan.vocab.is_sharded or search.unit is None or family(plan.schedule).fixed is not None:
+        return Shards(even.layers, None)
+    outcomes = [search.outcome(each) for each in (even, *search.candidates())]
+    first = outcomes[0]
+    offered = [each for each in outcomes if each.fits] or outcomes
+    limit = min(each.seconds for each in offered)
+    if first in offered and first.seconds <= (1 + EVEN_BAND) * limit:
+        best = first
+    else:
+        best = min((each for each in offered if each.seconds <= (1 + TIE) * limit), key=lambda each: each.memory)
+    return Shards(best.plan.layers, best.plan.vocab_rows, first.seconds / best.seconds)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    plan: Plan
+    seconds: float
+    memory: float
+    fits: bool
+
+
+class _Search:
+    """What the candidates of one job have in common."""
+
+    def __init__(
+        self, job: Job, plan: Plan, hardware: Hardware, constants: Constants, memory_limit: float | None
+    ) -> None:
+        self.job, self.plan, self.hardware, self.limit = job, plan, hardware, memory_limit
+        self.constants = replace(constants, speed_spread=0.0, idle_boost=0.0)
+        self.sample = replace(job, microbatches=min(job.microbatches, SAMPLE * job.pipeline))
+        self.single = generate(plan.schedule, job.pipeline, 1, vocab=plan.vocab, chunks=plan.chunks)
+        self.placement = self.single.placement
+        self.times = PassTimes(job, hardware, self.constants)
+        self.unit = unit_of(job)
+        layers = spread_layers(job, self.placement) if plan.layers is None else plan.layers
+        self.even = replace(plan, layers=layers)
+        self._ends_of_memory: dict[tuple[int, tuple[int, ...]], tuple[float, ...]] = {}
+        layers_of(job, self.even, self.placement)
+
+    def outcome(self, plan: Plan) -> _Outcome:
+        """Seconds of an iteration of the job, and whether it fits."""
+        simulator = make_simulator(self.sample, plan, self.hardware, self.constants)
+        found = predict(self.sample, plan, self.hardware, self.constants, simulator=simulator)
+        after = found.iteration_seconds - found.timeline.makespan
+        seconds = extended(found.timeline, self.job.microbatches) + after
+        memory = max(rank.total for rank in found.memory)
+        return _Outcome(plan, seconds, memory, self.limit is None or memory <= self.limit)
+
+    def candidates(self) -> list[Plan]:
+        """The plans worth simulating: of every group of layouts the one with the least bound."""
+        if self.plan.layers is not None:
+            groups = [[LayerChoice(self.plan.layers, tuple(range(self.job.pipeline)))]]
+        else:
+            traffic = CommunicationModel(self.job, self.hardware, self.constants).layer_traffic()
+            layer = sum(self.times.layer()) + 2 * traffic
+            groups = layer_choices(self.job.model.layers, self.placement, layer, self.cost)
+        found = []
+        for group in groups:
+            drawn = [each for each in map(self._drawn, group) if each is not None]
+            if drawn:
+                found.append(min(drawn, key=lambda each: each[1])[0])
+        return list(dict.fromkeys(found))
+
+    def _drawn(self, choice: LayerChoice) -> tuple[Plan, tuple[float, float]] | None:
+        """The plan with rows filled over the holders; its work: of the busiest rank in thousandths of a mean one, of
+        all ranks. None where the rows do not fit into the memory of the holders.
+        """
+        stages = stage_times(self.times, self.plan.vocab, choice.layers, self.single.split_backward)
+        work = [sum(sum(stages[stage]) for stage in row) for row in self.placement.stage_of]
+        room, holders = self._room(choice.layers), choice.holders
+        while True:
+            units = fill(work, self.cost, [most if rank in holders else 0 for rank, most in enumerate(room)])
+            if units is None:
+                return None
+            least = SMALLEST_SHARE * sum(units) / self.job.pipeline
+            left = tuple(rank for rank in holders if units[rank] >= least)
+            if sum(map(bool, units)) == len(left):
+                break
+            holders = left
+        loads = [own + self.cost[count] for own, count in zip(work, units, strict=True)]
+        plan = replace(self.plan, layers=_none_if_equal(choice.layers), vocab_rows=self._rows(units))
+        return plan, (round(1000 * max(loads) / (sum(work) + self.cost[-1]) * self.job.pipeline), sum(loads))
+
+    @cached_property
+    def cost(self) -> list[float]:
+        """Seconds that 0, 1, 2, ... units of rows add to a rank's microbatch."""
+        assert self.unit is not None
+        units, each = self.job.model.vocab // self.unit, self.unit // self.job.tensor
+        return list(
+            accumulate((sum(self.times.vocabulary_passes(self.plan.vocab, each * n)) for n in range(units + 1)), max)
+        )
+
+    def _rows(self, units: Sequence[int]) -> tuple[int, ...]:
+        """What is left of the vocabulary beyond whole units goes to the last holder."""
+        assert self.unit is not None
+        rows = [self.unit * count for count in units]
+        rows[max(rank for rank, count in enumerate(units) if count)] += self.job.model.vocab % self.unit
+        return tuple(rows)
+
+    def _room(self, layers: tuple[int, ...]) -> list[int]:
+        """The most units with which each rank stays within the limit; memory grows evenly with rows."""
+        total = len(self.cost) - 1
+        if self.limit is None:
+            return [total] * self.job.pipeline
+        assert self.unit is not None
+        most = []
+        for rank, stages in enumerate(self.placement.stage_of):
+            key = rank, tuple(layers[stage] for stage in stages)
+            if key not in self._ends_of_memory:
+                self._ends_of_memory[key] = tuple(
+                    MemoryModel(self.job, self._order, layers, self.hardware, (rows,) * self.job.pipeline)
+                    .rank(rank)
+                    .total
+                    for rows in (self.unit // self.job.tensor, self.job.model.vocab // self.job.tensor)
+                )
+            least, all_rows = self._ends_of_memory[key]
+            share = (self.limit - least) / (all_rows - least)
+            most.append(min(total, max(0, int(1 + share * (total - 1)))))
+        return most
+
+    @cached_property
+    def _order(self) -> Schedule:
+        job, plan = self.sample, self.plan
+        return generate(plan.schedule, job.pipeline, job.microbatches, vocab=plan.vocab, chunks=plan.chunks)
+
+
+def unit_of(job: Job) -> int | None:
+    """Rows by which the shards of a stage differ; None where its tensor ranks cannot share the vocabulary equally."""
+    if job.model.vocab % job.tensor:
+        return None
+    for unit in UNITS:
+        if job.model.vocab >= FINE_ENOUGH * unit * job.tensor * job.pipeline:
+            return unit * job.tensor
+    return job.tensor
+
+
+def _none_if_equal(layers: tuple[int, ...]) -> tuple[int, ...] | None:
+    return None if len(set(layers)) == 1 else layers

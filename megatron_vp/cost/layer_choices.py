@@ -1,0 +1,66 @@
+"""Layouts of layers worth trying together with shards of any size.
+
+Holders are the ranks with vocabulary rows. They have fewer layers than the others, so that their rows find time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_vp.cost.layouts import by_stage
+from megatron_vp.schedule import Placement
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """Transformer layers by virtual stage, and the ranks that may hold rows."""
+
+    layers: tuple[int, ...]
+    holders: tuple[int, ...]
+
+
+def layer_choices(layers: int, placement: Placement, layer: float, cost: Sequence[float]) -> list[list[LayerChoice]]:
+    """Layouts of `layers` on `placement`, in groups of a kind; every stage has a layer.
+
+    First those that are as even as whole layers allow, with the larger counts spread, first and last, each a group of
+    its own, and rows anywhere. Then those with k holders of rows, k = 1 .. p-1, first and last.
+
+    Args:
+        layer: seconds of one layer in all passes of a microbatch.
+        cost: seconds that 0, 1, 2, ... units of rows add to a rank; the last entry is for the whole vocabulary.
+    """
+    p = placement.ranks
+    each, larger = divmod(layers, p)
+    everyone = tuple(range(p))
+    spread = [layers * (rank + 1) // p - layers * rank // p for rank in range(p)]
+    first = [each + (rank < larger) for rank in range(p)]
+    even = [spread] if not larger else [spread, first, first[::-1]]
+    groups = [[LayerChoice(by_stage(counts, placement), everyone)] for counts in even]
+    at_the_start, at_the_end = [], []
+    for count in range(1, p):
+        others = _layers_of_others(layers, p, count, placement.chunks, layer, cost)
+        if others is None:
+            continue
+        each, larger = divmod(layers - (p - count) * others, count)
+        counts = [*(each + (place < larger) for place in range(count)), *[others] * (p - count)]
+        at_the_start.append(LayerChoice(by_stage(counts, placement), everyone[:count]))
+        at_the_end.append(LayerChoice(by_stage(counts[::-1], placement), everyone[p - count :]))
+    return [each for each in (*groups, at_the_start, at_the_end) if each]
+
+
+def _layers_of_others(
+    layers: int, ranks: int, holders: int, least: int, layer: float, cost: Sequence[float]
+) -> int | None:
+    """Layers of a rank without rows for which the busiest rank has the least work; None where no layout is possible.
+
+    The holders share the other layers as evenly as they can, and the rows by what is then left of their time.
+    """
+    units = len(cost) - 1
+    best = None
+    for others in range(least, (layers - least * holders) // (ranks - holders) + 1):
+        rest = layers - others * (ranks - holders)
+        busiest = max(others * layer, -(-rest // holders) * layer, rest * layer / holders + cost[-(-units // holders)])
+        if best is None or busiest < best[0]:
+            best = busiest, others
+    return None if best is None else best[1]

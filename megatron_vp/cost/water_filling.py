@@ -1,0 +1,54 @@
+"""Shares out work in small units so that the busiest rank has as little as possible."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Sequence
+
+_HALVINGS = 50
+"""Of the interval in which the level lies: beyond what a float of seconds resolves."""
+
+
+def fill(
+    work: Sequence[float], cost: Sequence[float], most: Sequence[int], slowness: Sequence[float] | None = None
+) -> tuple[int, ...] | None:
+    """Units by rank that make the largest of `work[r] + slowness[r] * cost[units]` least; None where they do not fit.
+
+    Args:
+        work: of every rank before it takes any unit.
+        cost: of 0, 1, 2, ... units, starting at 0 and never falling. The last entry is for all units there are.
+        most: units that each rank can take. slowness: how much longer each rank takes; by default all are alike.
+
+    A unit less than the level is poured first; what is left goes to the ranks that end up with least, the first of
+    equal ones. The result is a function of the numbers alone.
+    """
+    total, slowness = len(cost) - 1, slowness or [1.0] * len(work)
+    most = [min(cap, total) for cap in most]
+    if sum(most) < total:
+        return None
+
+    def below(level: float) -> list[int]:
+        """The units that each rank can take without exceeding `level`."""
+        return [
+            min(cap, max(0, bisect_right(cost, (level - own) / slow) - 1))
+            for own, cap, slow in zip(work, most, slowness, strict=True)
+        ]
+
+    low, high = min(work), max(work) + max(slowness) * cost[-1]
+    for _ in range(_HALVINGS):
+        level = (low + high) / 2
+        low, high = (level, high) if sum(below(level)) <= total else (low, level)
+    units = below(low)
+
+    def after_one_more(rank: int) -> tuple[float, int]:
+        return work[rank] + slowness[rank] * cost[units[rank] + 1], rank
+
+    queue = [after_one_more(rank) for rank, cap in enumerate(most) if units[rank] < cap]
+    heapq.heapify(queue)
+    for _ in range(total - sum(units)):
+        _, rank = heapq.heappop(queue)
+        units[rank] += 1
+        if units[rank] < most[rank]:
+            heapq.heappush(queue, after_one_more(rank))
+    return tuple(units)

@@ -1,0 +1,153 @@
+"""Rows and layers chosen together: water filling against brute force, and what the choice keeps to."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_vp.cost.balance import EVEN_BAND, balanced, unit_of
+from megatron_vp.cost.hardware import find_hardware
+from megatron_vp.cost.layer_choices import layer_choices
+from megatron_vp.cost.planner import balanced_layers
+from megatron_vp.cost.predict import predict
+from megatron_vp.cost.shapes import Job, ModelShape, Plan
+from megatron_vp.cost.water_filling import fill
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import Placement, VocabMethod
+
+H100 = find_hardware("h100")
+TWO = VocabMethod.VOCAB_2
+MODEL = ModelShape(layers=7, hidden=2048, heads=16, ffn=8192, vocab=131072)
+JOB = Job(MODEL, sequence=2048, micro_batch=1, microbatches=16, pipeline=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    work=st.lists(st.floats(0, 4), min_size=2, max_size=3),
+    steps=st.lists(st.floats(0, 1), min_size=1, max_size=6),
+    data=st.data(),
+)
+def test_no_other_way_to_pour_has_a_lower_peak(work, steps, data):
+    cost = [0.0]
+    for step in steps:
+        cost.append(cost[-1] + step)
+    total = len(steps)
+    most = data.draw(st.lists(st.integers(0, total), min_size=len(work), max_size=len(work)))
+    slowness = data.draw(st.lists(st.sampled_from([1.0, 1.05, 1.5]), min_size=len(work), max_size=len(work)))
+    found = fill(work, cost, most, slowness)
+    ways = [way for way in product(*(range(cap + 1) for cap in most)) if sum(way) == total]
+
+    def peak(way):
+        return max(own + slow * cost[units] for own, slow, units in zip(work, slowness, way, strict=True))
+
+    if not ways:
+        assert found is None
+        return
+    assert sum(found) == total and all(units <= cap for units, cap in zip(found, most, strict=True))
+    assert peak(found) == pytest.approx(min(map(peak, ways)), rel=1e-9, abs=1e-9)
+
+
+def test_alike_ranks_share_alike():
+    cost = [0.01 * bool(units) + 0.1 * units for units in range(101)]
+    assert fill([1.0] * 4, cost, [100] * 4) == (25, 25, 25, 25)
+    assert fill([9.0, 1.0, 1.0, 9.0], cost, [100] * 4) == (0, 50, 50, 0)
+
+
+@pytest.mark.parametrize("place", [Placement.linear, Placement.v_shape, lambda p: Placement.round_robin(p, 2)])
+@pytest.mark.parametrize("layers", [8, 11, 17])
+def test_every_layout_has_all_layers_and_no_empty_stage(place, layers):
+    placement, cost = place(4), [0.01 * bool(units) + 0.3 * units for units in range(11)]
+    groups = layer_choices(layers, placement, 1.0, cost)
+    for group in groups:
+        for choice in group:
+            assert sum(choice.layers) == layers and min(choice.layers) >= 1
+            counts = [sum(choice.layers[stage] for stage in row) for row in placement.stage_of]
+            others = {count for rank, count in enumerate(counts) if rank not in choice.holders}
+            assert len(others) <= 1
+            for rank, stages in enumerate(placement.stage_of):
+                own = [choice.layers[stage] for stage in stages]
+                assert max(own) - min(own) <= 1, rank
+    assert {tuple(each.holders) for each in groups[-1]} <= {tuple(range(4 - k, 4)) for k in (1, 2, 3)}
+
+
+def test_rows_go_where_there_are_fewer_layers():
+    found = balanced(JOB, Plan(vocab=TWO), H100)
+    assert sum(found.layers) == 7 and sum(found.rows) == 131072 and found.gain > 1.05
+    assert all(rows % 128 == 0 for rows in found.rows)
+    few, many = ([r for n, r in zip(found.layers, found.rows, strict=True) if n == layers] for layers in (1, 2))
+    assert min(few) > 2 * max(many) and max(many) - min(many) <= 128
+    assert balanced(JOB, Plan(vocab=TWO), H100) == found
+
+
+def test_a_layout_of_the_user_stays():
+    given_layers = (1, 2, 3, 1)
+    found = balanced(JOB, Plan(vocab=TWO, layers=given_layers), H100)
+    assert found.layers == given_layers and found.rows[2] == 0 and found.rows[3] > found.rows[1]
+    with pytest.raises(UserError, match="no layout of 7 layers"):
+        balanced(JOB, Plan(vocab=TWO, layers=(1, 2, 3, 2)), H100)
+
+
+def test_even_shards_stay_where_they_are_good_enough():
+    job = replace(JOB, model=replace(MODEL, layers=8))
+    found = balanced(job, Plan(vocab=TWO), H100)
+    assert (found.layers, found.rows, found.gain) == (None, None, 1.0)
+    spread = balanced(JOB, Plan(vocab=TWO), H100)
+    even = predict(JOB, Plan(vocab=TWO, layers=(1, 2, 2, 2)), H100).iteration_seconds
+    drawn = predict(JOB, spread.plan(Plan(vocab=TWO)), H100).iteration_seconds
+    assert drawn < even / (1 + EVEN_BAND)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "v-half"])
+def test_every_schedule_is_balanced(schedule):
+    job = replace(JOB, model=replace(MODEL, layers=13))
+    plan = Plan(schedule, VocabMethod.VOCAB_1, 2 if schedule == "interleaved" else None)
+    found = balanced(job, plan, H100)
+    assert found.gain > 1.02 and sum(found.layers) == 13
+    assert predict(job, found.plan(plan), H100).iteration_seconds > 0
+
+
+def test_methods_without_drawn_shards_stay_even():
+    assert balanced(JOB, Plan(), H100).rows is None
+    assert balanced(JOB, Plan("interlaced", VocabMethod.INTERLACED), H100).rows is None
+
+
+def test_rows_leave_ranks_that_are_full():
+    job = replace(JOB, model=replace(MODEL, layers=8), micro_batch=8)
+    even = predict(job, Plan(vocab=TWO), H100)
+    totals = [rank.total for rank in even.memory]
+    assert totals[0] == max(totals) > 1.05 * totals[3]
+    limit = 0.97 * totals[0]
+    found = balanced(job, Plan(vocab=TWO), H100, memory_limit=limit)
+    assert found.rows[0] < 32768 < found.rows[3]
+    drawn = predict(job, found.plan(Plan(vocab=TWO)), H100)
+    assert max(rank.total for rank in drawn.memory) <= limit
+    # Where nothing fits, the limit is left aside.
+    assert balanced(job, Plan(vocab=TWO), H100, memory_limit=1e9).rows is None
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tensor", "unit"), [(131072, 1, 128), (131072, 4, 512), (16384, 1, 128), (4096, 1, 64)]
+)
+def test_shards_are_multiples_that_kernels_like(vocab, tensor, unit):
+    job = replace(JOB, model=replace(MODEL, vocab=vocab), tensor=tensor)
+    assert unit_of(job) == unit
+    found = balanced(job, Plan(vocab=TWO), H100)
+    assert found.rows is None or all(rows % unit == 0 for rows in found.rows)
+
+
+def test_what_is_left_of_the_vocabulary_goes_to_the_last_holder():
+    job = replace(JOB, model=replace(MODEL, vocab=131072 + 50))
+    found = balanced(job, Plan(vocab=TWO), H100)
+    last = max(rank for rank, rows in enumerate(found.rows) if rows)
+    assert [rows % 128 for rows in found.rows] == [50 * (rank == last) for rank in range(4)]
+    odd = replace(job, tensor=4)
+    assert unit_of(odd) is None and balanced(odd, Plan(vocab=TWO), H100).rows is None
+
+
+def test_the_whole_vocabulary_on_one_rank_is_a_layout_like_the_others():
+    layers = balanced_layers(JOB, Placement.linear(4), H100)
+    rows = (0, 0, 0, 131072)
+    one = predict(JOB, Plan(vocab=TWO, layers=layers, vocab_rows=rows), H100)
+    assert one.timeline.busy[3] > 0 and one.memory[3].parameters > one.memory[1].parameters
