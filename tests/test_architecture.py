@@ -16,7 +16,7 @@ ROOMS = {
     "data": set(),
     "jobs": set(),
     "runtime": {"vocab", "schedule", "trace"},
-    "mcore": {"runtime", "vocab", "schedule", "data", "jobs"},
+    "mcore": {"runtime", "vocab", "schedule", "data", "jobs", "cost", "trace"},
     "cost": {"schedule", "trace", "jobs"},
     "cli": {"mcore", "cost", "trace", "schedule", "data", "jobs"},
 }

@@ -24,8 +24,12 @@ def trace(
 ) -> None:
     """Show where the time of a traced run went on every rank, and what the simulator predicts for its pass times.
 
+    Of a run with --vocab-parallel also which vocabulary rows would make up for GPUs of unequal speed.
+
     Trace a run with: pretrain_gpt_vp.py ... --vocab-parallel --pipeline-trace DIR
     """
+    from megatron_vp.cost.measured_rows import next_start, traced_run
+    from megatron_vp.schedule import VocabMethod
     from megatron_vp.trace.figures import figures, held_activations
     from megatron_vp.trace.rank_files import merge, read_traces
     from megatron_vp.trace.report import report
@@ -33,5 +37,7 @@ def trace(
     check_destination(False, output)
     traces = read_traces(folder)
     typer.echo(report(traces, figures(traces)))
+    if traces[0].cut.vocab_rows is not None and VocabMethod(traces[0].vocab).is_sharded:
+        typer.echo(next_start(folder, traced_run(traces)))
     if output is not None:
         write(merge(traces, held_activations(traces)), output)

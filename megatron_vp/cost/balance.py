@@ -115,7 +115,7 @@ class _Search:
         self.single = generate(plan.schedule, job.pipeline, 1, vocab=plan.vocab, chunks=plan.chunks)
         self.placement = self.single.placement
         self.times = PassTimes(job, hardware, self.constants)
-        self.unit = unit_of(job)
+        self.unit = unit_of_rows(job.model.vocab, job.pipeline, job.tensor)
         layers = spread_layers(job, self.placement) if plan.layers is None else plan.layers
         self.even = replace(plan, layers=layers)
         self._ends_of_memory: dict[tuple[int, tuple[int, ...]], tuple[float, ...]] = {}
@@ -208,14 +208,11 @@ class _Search:
         return generate(plan.schedule, job.pipeline, job.microbatches, vocab=plan.vocab, chunks=plan.chunks)
 
 
-def unit_of(job: Job) -> int | None:
-    """Rows by which the shards of a stage differ; None where its tensor ranks cannot share the vocabulary equally."""
-    if job.model.vocab % job.tensor:
+def unit_of_rows(vocab: int, ranks: int, tensor: int) -> int | None:
+    """Rows by which the shards of stages differ; None where `tensor` ranks cannot share the vocabulary equally."""
+    if vocab % tensor:
         return None
-    for unit in UNITS:
-        if job.model.vocab >= FINE_ENOUGH * unit * job.tensor * job.pipeline:
-            return unit * job.tensor
-    return job.tensor
+    return next((unit * tensor for unit in UNITS if vocab >= FINE_ENOUGH * unit * tensor * ranks), tensor)
 
 
 def _none_if_equal(layers: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -94,8 +94,8 @@ READ = {
     "reports": Reads(
         "to report what a rank did",
         (
-            "fake_process_group",
-            "train_iters",
+            *("fake_process_group", "padded_vocab_size", "pipeline_model_parallel_layout"),
+            *("pipeline_model_parallel_size", "tensor_model_parallel_size", "train_iters"),
         ),
     ),
     "start": Reads(

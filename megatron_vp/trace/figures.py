@@ -126,6 +126,19 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
     )
 
 
+def mean_pass_times(traces: Sequence[RankTrace]) -> list[dict[str, float]]:
+    """Milliseconds that each rank computes per microbatch, by kind of pass, all its chunks together."""
+    found = []
+    for trace in traces:
+        took: dict[str, float] = defaultdict(float)
+        for span in _compute(trace):
+            if span.category != LOSS:
+                took[span.category] += span.end - span.start
+        microbatches = sum(trace.microbatches.values())
+        found.append({kind: total / microbatches for kind, total in took.items()})
+    return found
+
+
 def held_activations(traces: Sequence[RankTrace]) -> list[perfetto.Event]:
     """Each rank's held activations over time as the simulator shows them: counter events."""
     events = []

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vp.cost.balance import EVEN_BAND, balanced, unit_of
+from megatron_vp.cost.balance import EVEN_BAND, balanced, unit_of_rows
 from megatron_vp.cost.hardware import find_hardware
 from megatron_vp.cost.layer_choices import layer_choices
 from megatron_vp.cost.planner import balanced_layers
@@ -132,7 +132,7 @@ def test_rows_leave_ranks_that_are_full():
 )
 def test_shards_are_multiples_that_kernels_like(vocab, tensor, unit):
     job = replace(JOB, model=replace(MODEL, vocab=vocab), tensor=tensor)
-    assert unit_of(job) == unit
+    assert unit_of_rows(vocab, 4, tensor) == unit
     found = balanced(job, Plan(vocab=TWO), H100)
     assert found.rows is None or all(rows % unit == 0 for rows in found.rows)
 
@@ -143,7 +143,7 @@ def test_what_is_left_of_the_vocabulary_goes_to_the_last_holder():
     last = max(rank for rank, rows in enumerate(found.rows) if rows)
     assert [rows % 128 for rows in found.rows] == [50 * (rank == last) for rank in range(4)]
     odd = replace(job, tensor=4)
-    assert unit_of(odd) is None and balanced(odd, Plan(vocab=TWO), H100).rows is None
+    assert unit_of_rows(odd.model.vocab, 4, 4) is None and balanced(odd, Plan(vocab=TWO), H100).rows is None
 
 
 def test_the_whole_vocabulary_on_one_rank_is_a_layout_like_the_others():

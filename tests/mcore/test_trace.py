@@ -9,6 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from megatron_vp.cli import trace as command
+from megatron_vp.cost.measured_rows import read_run, refilled
 from megatron_vp.mcore.reports.rank_report import KEPT
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.schedule import PassKind
@@ -73,6 +74,16 @@ def test_the_report_counts_every_iteration_beside_the_trace(folders):
         assert report["peak_microbatches_in_flight"] == RANKS - rank + 1
         assert set(report["pass_milliseconds"]) == {"F", "B", "S", "T", "IF", "IB"}
         assert 0 < sum(report["pass_milliseconds"].values()) < sum(report["iteration_milliseconds"])
+
+
+def test_both_tell_the_next_start_how_fast_each_rank_was(folders):
+    for name in ("report", "trace"):
+        run = read_run(folders / name)
+        assert len(set(run.cut.vocab_rows)) == 1 and len(run.cut.vocab_rows) == RANKS and run.cut.tensor == 1
+        assert all(min(each[kind] for kind in ("F", "B", "S", "T")) > 0 for each in run.seconds)
+        assert sum(refilled(run.cut, run.seconds).rows) == sum(run.cut.vocab_rows)
+    shown = CliRunner().invoke(app, ["trace", str(folders / "trace")]).stdout
+    assert "--vocab-shards measured:" in shown
 
 
 def test_plain_megatron_is_reported_alike(folders):

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron.training import get_args
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.reports.cut import cut_of
 from megatron_vp.mcore.reports.rank_report import in_first_pipeline
 from megatron_vp.mcore.reports.trace_iterations import iterations_in
 from megatron_vp.runtime.groups import PipelineGroups
@@ -27,7 +28,8 @@ def pipeline_trace(groups: PipelineGroups) -> PipelineTrace | None:
     if args.pipeline_trace is None or not in_first_pipeline():
         return None
     if _current is None:
-        _current = PipelineTrace(Path(args.pipeline_trace), iterations_in(args.pipeline_trace_iterations), groups)
+        iterations = iterations_in(args.pipeline_trace_iterations)
+        _current = PipelineTrace(Path(args.pipeline_trace), iterations, groups, cut_of(args))
     return _current if _current.begin() else None
 
 

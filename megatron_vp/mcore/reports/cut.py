@@ -1,0 +1,25 @@
+"""How this job cuts its model, for the files from which a later start draws its vocabulary shards."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.layout_text import layers_in
+from megatron_vp.trace.cut import Cut
+from megatron_vp.vocab.shards import VocabShards
+
+
+def cut_of(args: argparse.Namespace) -> Cut:
+    """Layers by virtual stage where a layout names them, and vocabulary rows by pipeline rank where they are split."""
+    tensor, rows = args.tensor_model_parallel_size, vars(args).get("vocab_rows")
+    if rows is None and args.vocab_parallel and args.padded_vocab_size:
+        shards = VocabShards(args.padded_vocab_size, args.pipeline_model_parallel_size * tensor, tensor)
+        ranks = range(args.pipeline_model_parallel_size)
+        rows = tuple(sum(shards.rows(rank * tensor + place) for place in range(tensor)) for rank in ranks)
+    try:
+        layout = args.pipeline_model_parallel_layout
+        layers = None if layout is None else layers_in(str(layout))
+    except UserError:  # layers of several kinds
+        layers = None
+    return Cut(layers, rows, tensor)
