@@ -140,7 +140,8 @@ class _Search:
             groups = layer_choices(self.job.model.layers, self.placement, layer, self.cost)
         found = []
         for group in groups:
-            drawn = [each for each in map(self._drawn, group) if each is not None]
+            full = [each for each in group if self.plan.layers is not None or min(each.layers)]
+            drawn = [each for each in map(self._drawn, full) if each is not None]
             if drawn:
                 found.append(min(drawn, key=lambda each: each[1])[0])
         return list(dict.fromkeys(found))

@@ -73,7 +73,8 @@ def outside_memory(job: Job, schedule: Schedule, rank: int, counted: float, hard
     fragments = FRAGMENTS * counted
     own = None
     if not runs_megatrons_schedule(schedule):
-        own = communicators(schedule.placement, schedule.vocab is not VocabMethod.NONE, job.tensor)[rank]
+        sharded = schedule.vocab is not VocabMethod.NONE
+        own = communicators(schedule.placement, sharded, job.tensor, vocab_ranks=schedule.vocab_ranks)[rank]
     count = own.count if own else 0
     if not hardware.is_gpu:
         # Gloo keeps its buffers in the messages themselves.

@@ -150,6 +150,7 @@ def make_simulator(
             "tied embeddings would belong to both chunks of the first rank; add --vocab-parallel or "
             "--untie-embeddings-and-output-weights"
         )
+    plan.shard_rows(job)  # refuses rows that are no cut
     if measured is None and plan.vocab_rows is not None:
         return _drawn_simulator(job, plan, order_costs(job, plan, hardware, constants))
     single = generate(plan.schedule, job.pipeline, 1, vocab=plan.vocab, chunks=plan.chunks)
@@ -171,7 +172,8 @@ def _drawn_simulator(job: Job, plan: Plan, costs: StageCosts) -> Simulator:
         job.microbatches,
         vocab=plan.vocab,
         chunks=plan.chunks,
-        costs=costs.nominal(job.pipeline),
+        costs=costs,
+        vocab_ranks=[rank for rank, rows in enumerate(plan.vocab_rows or ()) if rows],
     )
     return Simulator(made, costs)
 

@@ -115,8 +115,7 @@ def _members(plan: Plan, placement: Placement) -> Sequence[int]:
     """The ranks of the vocabulary's collectives: those with rows, and those that feed and end the pipeline."""
     if plan.vocab_rows is None:
         return range(placement.ranks)
-    ends = {0, placement.ranks - 1, placement.first_rank, placement.last_rank}
-    return sorted(ends.union(rank for rank, rows in enumerate(plan.vocab_rows) if rows))
+    return placement.vocab_members([rank for rank, rows in enumerate(plan.vocab_rows) if rows])
 
 
 def _pace(work: list[float], constants: Constants) -> list[float]:

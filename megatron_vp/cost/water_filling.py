@@ -6,7 +6,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
 
-_HALVINGS = 50
+_HALVINGS = 64
 """Of the interval in which the level lies: beyond what a float of seconds resolves."""
 
 
@@ -35,7 +35,7 @@ def fill(
             for own, cap, slow in zip(work, most, slowness, strict=True)
         ]
 
-    low, high = min(work), max(work) + max(slowness) * cost[-1]
+    low, high = min(work) - 1.0, max(work) + max(slowness) * cost[-1]
     for _ in range(_HALVINGS):
         level = (low + high) / 2
         low, high = (level, high) if sum(below(level)) <= total else (low, level)
