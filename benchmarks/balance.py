@@ -1,0 +1,173 @@
+"""Vocabulary shards of any size against even ones and against layers that are moved, as the cost model predicts them.
+
+    python benchmarks/balance.py [--models gpt_4b,...] [--ranks 4,6,...] [--schedules 1f1b,...] [--output FILE.jsonl]
+
+Every job is a model of configs/ on so many pipeline ranks, without other kinds of parallelism, 128 microbatches, H100,
+no memory limit. A line is one job under one schedule, with the better of vocab-1 and vocab-2:
+
+    whole       the fastest run with whole vocabulary layers, of layers spread evenly or moved to balance the stages
+    even        vocabulary parallelism with even shards
+    balanced    with the layers and rows that `megatron_vp.cost.balance` chooses
+    over bound  balanced, over max(ceil(L / p), (L + v) / p) layers per microbatch plus fill and drain, all GPUs taken
+                to be equally fast; v: what one rank would take for the whole vocabulary, in layers. `1f1b` alone
+
+The last lines compare the best of all schedules and give means. Predictions only: nothing here was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from concurrent.futures import as_completed
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+from statistics import fmean
+
+from megatron_vp.cost.balance import balanced
+from megatron_vp.cost.communication import CommunicationModel
+from megatron_vp.cost.constants import CALIBRATED
+from megatron_vp.cost.hardware import find_hardware
+from megatron_vp.cost.job_sizes import job_of
+from megatron_vp.cost.layouts import spread_layers
+from megatron_vp.cost.pass_times import PassTimes
+from megatron_vp.cost.planner import REDISTRIBUTED, Candidate, balanced_layers, evaluate
+from megatron_vp.cost.shapes import Job, Plan
+from megatron_vp.cost.workers import worker_pool
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.job_config import read_sizes
+from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, VocabMethod, family
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+MODELS = ("gemma2_9b", "qwen3_8b", "llama3_8b", "gpt_4b", "gpt_10b", "gpt_21b")
+H100 = find_hardware("h100")
+ALIKE = replace(CALIBRATED, speed_spread=0.0, idle_boost=0.0)
+METHODS = (VocabMethod.VOCAB_2, VocabMethod.VOCAB_1)
+
+
+def job_on(model: str, ranks: int) -> Job:
+    """The model of a configuration on `ranks` pipeline ranks."""
+    values = dict(read_sizes([CONFIGS / f"{model}.yaml"], []).values)
+    values |= {"pipeline_model_parallel_size": ranks, "tensor_model_parallel_size": 1, "global_batch_size": None}
+    return replace(job_of(values), microbatches=128)
+
+
+def bound(job: Job, method: VocabMethod, split_backward: bool) -> float:
+    """Seconds of the passes that no layout of whole layers and rows is below, with fill and drain."""
+    times, communication = PassTimes(job, H100, ALIKE), CommunicationModel(job, H100, ALIKE)
+    layers, p = job.model.layers, job.pipeline
+    layer = sum(times.layer()) + 2 * communication.layer_traffic()
+    gaps = (2 + split_backward) * ALIKE.gap
+    vocabulary = sum(times.vocabulary_passes(method, job.model.vocab // job.tensor))
+    mean = layers * layer / p + gaps
+    hops = 2 * communication.message(0, 1, communication.hidden_bytes)
+    each = max(ceil(layers / p) * layer, (layers * layer + vocabulary) / p) + gaps
+    return job.microbatches * each + (p - 1) * (mean + hops)
+
+
+def line(model: str, ranks: int, schedule: str) -> dict | None:
+    """One job under one schedule; None where it cannot run."""
+    job, record = job_on(model, ranks), family(schedule)
+    chunks = 2 if record.chunks is None else None
+    placement = record.placement_of(ranks, chunks)
+    if job.model.layers < placement.stages:
+        return None
+    whole = []
+    for layers in {balanced_layers(job, placement, H100), spread_layers(job, placement)}:
+        try:
+            found = evaluate(Candidate(REDISTRIBUTED, Plan(schedule, chunks=chunks, layers=layers)), job, H100)
+        except UserError:  # tied embeddings in a V
+            continue
+        whole.append((found.iteration_seconds, found.candidate.plan.layers))
+    runs = []
+    for method in METHODS:
+        plan = Plan(schedule, method, chunks)
+        shards = balanced(job, plan, H100)
+        drawn = Candidate(method, shards.plan(plan))
+        even = Candidate(method, replace(plan, layers=spread_layers(job, placement)))
+        seconds = [evaluate(each, job, H100).iteration_seconds for each in (drawn, even)]
+        runs.append((*seconds, method, shards, drawn))
+    seconds, even, method, shards, drawn = min(runs, key=lambda run: run[0])
+    found = {
+        "model": model,
+        "pipeline": ranks,
+        "schedule": schedule,
+        "method": method,
+        "whole_seconds": min(whole)[0] if whole else None,
+        "whole_layers": min(whole)[1] if whole else None,
+        "even_seconds": min(even for _, even, *_ in runs),
+        "balanced_seconds": seconds,
+        "layers": shards.layers,
+        "vocab_rows": shards.rows,
+    }
+    if schedule == DEFAULT_SCHEDULE:
+        alike = evaluate(drawn, job, H100, ALIKE)
+        passes = alike.iteration_seconds - alike.loss.step
+        found["over_bound"] = passes / bound(job, method, record.splits_backward)
+    return found
+
+
+def summary(lines: list[dict]) -> str:
+    """The table, and means over the jobs."""
+    table = ["| model | p | schedule | whole s | even / whole | balanced / whole | over bound | layers | rows |"]
+    table.append("|---|---|---|---|---|---|---|---|---|")
+    for each in lines:
+        whole = each["whole_seconds"]
+        ratios = [f"{each[name] / whole:.3f}" if whole else "-" for name in ("even_seconds", "balanced_seconds")]
+        over = f"{each['over_bound']:.3f}" if "over_bound" in each else ""
+        cut = [" ".join(map(str, each[name])) if each[name] else "even" for name in ("layers", "vocab_rows")]
+        cells = [each["model"], str(each["pipeline"]), f"{each['schedule']}, {each['method']}"]
+        cells += [f"{whole:.3f}" if whole else "-", *ratios, over, *cut]
+        table.append(f"| {' | '.join(cells)} |")
+    jobs = {(each["model"], each["pipeline"]) for each in lines}
+    for title, chosen in ((DEFAULT_SCHEDULE, [DEFAULT_SCHEDULE]), ("the best of all schedules", [*FAMILIES])):
+        found = []
+        for job in jobs:
+            own = [each for each in lines if (each["model"], each["pipeline"]) == job and each["schedule"] in chosen]
+            whole = min((each["whole_seconds"] for each in own if each["whole_seconds"]), default=None)
+            if whole:
+                found.append([min(each[name] for each in own) / whole for name in ("even_seconds", "balanced_seconds")])
+        for name, ratios in zip(("even", "balanced"), zip(*found, strict=True), strict=True):
+            table.append(
+                f"{title}, {name} over whole: mean {fmean(ratios):.3f}, worst {max(ratios):.3f}, best "
+                f"{min(ratios):.3f}, at most 1 in {sum(ratio <= 1 for ratio in ratios)} of {len(ratios)} jobs"
+            )
+    over = [each["over_bound"] for each in lines if "over_bound" in each]
+    if over:
+        table.append(f"over bound: mean {fmean(over):.3f}, worst {max(over):.3f}")
+    return "\n".join(table)
+
+
+def main() -> None:
+    """Predict all lines, print the table and write them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--ranks", default="4,6,8,12,16")
+    parser.add_argument("--schedules", default=",".join(n for n, each in FAMILIES.items() if each.own_method is None))
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    args = parser.parse_args()
+    schedules = args.schedules.split(",")
+    wanted = [
+        (model, int(ranks), schedule)
+        for model in args.models.split(",")
+        for ranks in args.ranks.split(",")
+        for schedule in schedules
+    ]
+    found = {}
+    with worker_pool(args.processes) as pool:
+        running = {pool.submit(line, *each): each for each in wanted}
+        for done, future in enumerate(as_completed(running), 1):
+            found[running[future]] = future.result()
+            print(f"\r{done} of {len(wanted)}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    lines = [found[each] for each in wanted if found[each]]
+    print(summary(lines))
+    if args.output:
+        args.output.write_text("".join(json.dumps({"benchmark": "balance"} | each) + "\n" for each in lines))
+
+
+if __name__ == "__main__":
+    main()
