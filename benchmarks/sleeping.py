@@ -127,4 +127,4 @@ def sleeping_layers(ranks: int, rank: int, costs: PassCosts, device: SleepingDev
     layers = SleepingEmbedding(weights[0], shards, rank), SleepingOutput(weights[1], shards, rank)
     for layer in layers:
         layer.costs, layer.device = costs, device
-    return LayerShards(*layers)
+    return LayerShards(shards, *layers)

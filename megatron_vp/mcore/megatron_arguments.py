@@ -34,7 +34,7 @@ READ = {
         "to place and shard the model's layers",
         (
             *("distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "fake_process_group"),
-            *("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+            *("pipeline_model_parallel_size", "tensor_model_parallel_size", "virtual_pipeline_model_parallel_size"),
         ),
     ),
     "options": Reads(
@@ -128,10 +128,13 @@ READ = {
     "training": Reads(
         "to run the pipeline schedule",
         (
-            *("eval_iters", "fake_process_group", "ffn_hidden_size", "group_query_attention", "hidden_size"),
+            *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+            *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "eval_iters"),
+            *("fake_process_group", "ffn_hidden_size", "group_query_attention", "hidden_size"),
             *("hybrid_layer_pattern", "kv_channels", "mtp_num_layers", "multiple_validation_sets"),
             *("num_attention_heads", "num_layers", "num_query_groups", "padded_vocab_size"),
-            *("pipeline_model_parallel_size", "seq_length", "swiglu", "validation_set_names"),
+            *("pipeline_model_parallel_layout", "pipeline_model_parallel_size", "seq_length", "swiglu"),
+            *("validation_set_names",),
         ),
     ),
     "pretrain_gpt_vp.py": Reads(

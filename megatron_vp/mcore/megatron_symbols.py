@@ -123,6 +123,9 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.core.datasets.object_storage_utils:is_object_storage_path": "(path)",
         "megatron.core.dist_checkpointing:load_common_state_dict": "(checkpoint_dir)",
         "megatron.core.tokenizers.utils.build_tokenizer:build_tokenizer": "(args, **kwargs)",
+        "megatron.core.tokenizers.utils.build_tokenizer:vocab_size_with_padding": (
+            "(orig_vocab_size, args, logging_enabled=True)"
+        ),
         "megatron.training.utils:get_blend_and_blend_per_split": "(args)",
         "megatron.training:get_args": "()",
     },

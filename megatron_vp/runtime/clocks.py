@@ -46,13 +46,13 @@ def align(groups: PipelineGroups) -> Alignment:
     enter, leave = [], []
     for _ in range(_ROUNDS):
         enter.append(time.perf_counter_ns())
-        groups.vocabulary.all_gather(tokens, token)
+        groups.pipeline.all_gather(tokens, token)
         tokens.tolist()  # the host waits here on a GPU
         leave.append(time.perf_counter_ns())
     host = zlib.crc32(_BOOT.read_bytes()) if _BOOT.exists() else groups.rank
     own = torch.tensor([*enter, *leave, host, time.time_ns()], dtype=torch.int64, device=device)
     gathered = own.new_zeros(ranks, len(own))
-    groups.vocabulary.all_gather(gathered, own)
+    groups.pipeline.all_gather(gathered, own)
     *first, first_host, wall = gathered[0].tolist()
     enter_0, leave_0 = first[:_ROUNDS], first[_ROUNDS:]
     lowest = max(a - b for a, b in zip(enter_0, leave, strict=True))

@@ -3,11 +3,15 @@
 All run on the second stream, in the one order that lowering decided. `post` hands buffers over,
 `wait` hands results to the passes through the store. Buffers are allocated here, on the compute side; a function on
 the second stream only fills them (see `megatron_vp.runtime.streams` for why).
+
+A member without vocabulary rows takes part because it reads tokens or labels, receives embedding rows, or sends the
+output layer's input. Where the others bring results of their shards, it brings neutral values: no rows, statistics of
+no logits, gradients of zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,18 +30,28 @@ from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange, count_buffe
 from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
 from megatron_vp.vocab.operations import operations_for
 from megatron_vp.vocab.output import OutputLayer, PendingOutput
-from megatron_vp.vocab.statistics import GlobalStatistics
+from megatron_vp.vocab.shards import VocabShards
+from megatron_vp.vocab.statistics import MAX, GlobalStatistics, statistics_dtype
 
 Action = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class LayerShards:
-    """The shards of this rank, of which tied layers share one weight, and what training minimises for a token."""
+    """The shards of this rank, of which tied layers share one weight, and what training minimises for a token.
 
-    embedding: EmbeddingLayer
-    output: OutputLayer
+    A rank without vocabulary rows has neither layer.
+    """
+
+    shards: VocabShards
+    embedding: EmbeddingLayer | None
+    output: OutputLayer | None
     loss: TokenLoss = CROSS_ENTROPY
+
+    @property
+    def holds_rows(self) -> bool:
+        """Whether this rank runs the vocabulary passes."""
+        return self.output is not None
 
 
 class VocabularyCollectives:
@@ -76,10 +90,12 @@ class VocabularyCollectives:
     ) -> None:
         self._groups = groups
         self._communicator = groups.vocabulary
+        self._members = groups.vocab_members
         self._stream = stream
         self._store = store
         self._shapes = shapes
         self._layer_shards = layer_shards
+        self._holds_rows = layer_shards.holds_rows
         self._gradients = gradients
         self._reduces_in_c1 = gradients and method is VocabMethod.VOCAB_2
         self._holds_first = groups.rank == first_rank
@@ -134,23 +150,28 @@ class VocabularyCollectives:
         tokens_be = self._store.take(Slot.TOKENS, microbatch) if rank == 0 else shapes.token_ids()
         labels_be = self._store.take(Slot.LABELS, microbatch) if rank == last else shapes.token_ids()
 
-        groups, shards = self._groups, self._layer_shards.embedding.shards
+        groups, shards = self._groups, self._layer_shards.shards
         exchange = RowExchange(
             tokens_be.view(-1), shards, groups.tensor_size, groups.tensor_rank, self._counts[microbatch]
         )
         labels_n = labels_be.new_empty(shapes.outputs)
 
         def communicate() -> None:
-            self._communicator.broadcast(tokens_be, 0)
-            self._communicator.broadcast(labels_be, last)
-            exchange.plan()
+            self._communicator.broadcast(tokens_be, self._place(0))
+            self._communicator.broadcast(labels_be, self._place(last))
+            if self._holds_rows or self._has_words:
+                exchange.plan()
+            if not self._holds_rows:
+                return
             labels_psb = torch.stack([shapes.ahead(labels_be, depth).t() for depth in range(shapes.predictions)])
             labels_n.copy_(shapes.by_output(labels_psb))
 
         def complete() -> None:
-            # IF and EMBED; then the same way back.
-            self._store.put(Slot.ROW_EXCHANGE, microbatch, exchange, uses=4 if self._gradients else 2)
-            self._store.put(Slot.TARGETS, microbatch, labels_n)
+            # IF, where there are rows, and EMBED; then the same way back.
+            uses = (1 + self._holds_rows) * (1 + self._gradients)
+            self._store.put(Slot.ROW_EXCHANGE, microbatch, exchange, uses=uses)
+            if self._holds_rows:
+                self._store.put(Slot.TARGETS, microbatch, labels_n)
 
         return communicate, complete
 
@@ -159,15 +180,15 @@ class VocabularyCollectives:
 
         Each pipeline brings those of its own shards; the tensor ranks of the stage then complete each other.
         """
-        exchange: RowExchange = self._store.take(Slot.ROW_EXCHANGE, microbatch)
-        own_kh = self._store.take(Slot.OWN_ROWS, microbatch)
+        exchange = self._row_exchange(microbatch)
+        own_kh = self._store.take(Slot.OWN_ROWS, microbatch) if self._holds_rows else self._shapes.rows(0)
         outgoing = self._to_word_ranks(len(own_kh))
         sent_kh = own_kh.repeat(len(self._word_ranks), 1) if len(self._word_ranks) > 1 else own_kh
         received_kh = self._shapes.rows(sum(exchange.counts) if self._has_words else 0)
         words_nh = self._shapes.rows(len(exchange.tokens_n) if self._has_words else 0)
 
         def communicate() -> None:
-            incoming = exchange.counts if self._has_words else self._nothing()
+            incoming = self._by_member(exchange.counts) if self._has_words else self._nothing()
             self._communicator.exchange(received_kh, sent_kh, incoming, outgoing)
             if self._has_words:
                 exchange.assemble(received_kh, words_nh)
@@ -189,22 +210,26 @@ class VocabularyCollectives:
             own_nh = self._store.take(Slot.LAST_OUTPUT, microbatch)
         else:
             own_nh = shapes.rows(shapes.outputs // shapes.sp_size)
-        x_nh = own_nh if whole else shapes.rows(shapes.outputs)
+        gathers = self._holds_rows and not whole
+        x_nh = shapes.rows(shapes.outputs) if gathers else own_nh
 
         def communicate() -> None:
-            self._communicator.broadcast(own_nh, root)
-            if not whole:
+            self._communicator.broadcast(own_nh, self._place(root))
+            if gathers:
                 dist.all_gather_into_tensor(x_nh, own_nh, self._groups.tensor)
 
         return communicate, lambda: self._store.put(Slot.X, microbatch, x_nh)
 
     def _c1(self, microbatch: int, root: int) -> tuple[Action, Action]:
         """The packed statistics to all ranks; with vocab-2 then also the input gradient to the last virtual stage."""
-        pending: PendingOutput = self._store.take(Slot.PENDING_OUTPUT, microbatch)
-        statistics_3n = pending.statistics_3n
+        pending: PendingOutput | None = None
+        if self._holds_rows:
+            pending = self._store.take(Slot.PENDING_OUTPUT, microbatch)
+        statistics_3n = self._no_statistics() if pending is None else pending.statistics_3n
         operations = operations_for(statistics_3n)
-        tensor, stage_3n = self._groups.tensor, statistics_3n
-        gathered_r3n = statistics_3n.new_empty((len(self._groups.members), *statistics_3n.shape))
+        # The tensor ranks of a stage without rows have the same to say.
+        tensor, stage_3n = self._groups.tensor if self._holds_rows else None, statistics_3n
+        gathered_r3n = statistics_3n.new_empty((len(self._members), *statistics_3n.shape))
         total_3n = torch.empty_like(statistics_3n)
         total = GlobalStatistics(*total_3n.unbind())
         if tensor is not None:
@@ -212,7 +237,7 @@ class VocabularyCollectives:
             stage_3n = torch.empty_like(statistics_3n)
         gradient_nh = None
         if self._reduces_in_c1:
-            part_nh = self._store.take(Slot.UNSCALED_GRAD, microbatch)
+            part_nh = self._own_or_zeros(Slot.UNSCALED_GRAD, microbatch)
             reduce, gradient_nh = self._reduction_to_last_stage(part_nh, root)
 
         def communicate() -> None:
@@ -222,12 +247,14 @@ class VocabularyCollectives:
             self._communicator.all_gather(gathered_r3n, stage_3n)
             operations.fold_(total_3n, gathered_r3n)
             if gradient_nh is not None:
-                self._layer_shards.output.rescaled_input_gradient(part_nh, pending, total)
+                if pending is not None:
+                    self._layer_shards.output.rescaled_input_gradient(part_nh, pending, total)
                 reduce()
 
         def complete() -> None:
-            uses = int(self._runs_loss) + int(self._gradients)
-            self._store.put(Slot.STATISTICS, microbatch, total, uses=uses)
+            uses = int(self._runs_loss) + int(self._gradients and self._holds_rows)
+            if uses:
+                self._store.put(Slot.STATISTICS, microbatch, total, uses=uses)
             if gradient_nh is not None and self._holds_last:
                 self._store.put(Slot.OUTPUT_GRAD, microbatch, gradient_nh)
 
@@ -235,7 +262,7 @@ class VocabularyCollectives:
 
     def _c2(self, microbatch: int, root: int) -> tuple[Action, Action]:
         """vocab-1: the input gradient of T to the last virtual stage."""
-        reduce, gradient_nh = self._reduction_to_last_stage(self._store.take(Slot.GRAD_PART, microbatch), root)
+        reduce, gradient_nh = self._reduction_to_last_stage(self._own_or_zeros(Slot.GRAD_PART, microbatch), root)
         return reduce, lambda: self._store.put(Slot.OUTPUT_GRAD, microbatch, gradient_nh)
 
     def _loss_grad(self, microbatch: int, root: int) -> tuple[Action, Action]:
@@ -244,26 +271,26 @@ class VocabularyCollectives:
             token_loss_grad_n = self._store.take(Slot.OWN_LOSS_GRAD, microbatch)
         else:
             token_loss_grad_n = self._shapes.token_loss_grads()
-        uses = 1 + self._holds_last
+        uses = self._holds_rows + self._holds_last
         return (
-            lambda: self._communicator.broadcast(token_loss_grad_n, root),
+            lambda: self._communicator.broadcast(token_loss_grad_n, self._place(root)),
             lambda: self._store.put(Slot.LOSS_GRAD, microbatch, token_loss_grad_n, uses=uses),
         )
 
     def _embed_gradient(self, microbatch: int, root: int) -> tuple[Action, Action]:
         """Gradients of the embedding rows from where the words went back to the rows' owners."""
-        exchange: RowExchange = self._store.take(Slot.ROW_EXCHANGE, microbatch)
+        exchange = self._row_exchange(microbatch)
         gradients_nh = []
         if self._holds_first:
             gradients_nh.append(self._store.take(Slot.EMBEDDING_GRAD, microbatch))
         if self._holds_last and self._shapes.mtp_depth:
             gradients_nh.append(self._store.take(Slot.MTP_EMBEDDING_GRAD, microbatch))
         outgoing_nh = exchange.sort_by_owner(sum(gradients_nh)) if gradients_nh else self._shapes.rows(0)
-        own = exchange.counts[self._groups.rank]
+        own = exchange.counts[self._groups.rank] if self._holds_rows else 0
         received_kh = self._shapes.rows(len(self._word_ranks) * own)
 
         def communicate() -> None:
-            outgoing = exchange.counts if self._has_words else self._nothing()
+            outgoing = self._by_member(exchange.counts) if self._has_words else self._nothing()
             incoming = self._to_word_ranks(own)
             self._communicator.exchange(received_kh, outgoing_nh, incoming, outgoing)
 
@@ -278,22 +305,53 @@ class VocabularyCollectives:
         """
         shapes, tensor = self._shapes, self._groups.tensor
         whole = shapes.sp_size == 1
-        sum_nh = part_nh if whole else shapes.rows(shapes.outputs // shapes.sp_size)
+        scatters = self._holds_rows and not whole
+        sum_nh = shapes.rows(shapes.outputs // shapes.sp_size) if scatters else part_nh
 
         def communicate() -> None:
-            if not whole:
+            if scatters:
                 dist.reduce_scatter_tensor(sum_nh, part_nh, group=tensor)
-            self._communicator.reduce(sum_nh, root)
+            self._communicator.reduce(sum_nh, self._place(root))
             if whole and tensor is not None and self._holds_last:
                 dist.all_reduce(sum_nh, group=tensor)
 
         return communicate, sum_nh
 
+    def _row_exchange(self, microbatch: int) -> RowExchange | None:
+        """Who owns which token; None on a rank that neither owns rows nor receives them."""
+        used = self._holds_rows or self._has_words
+        return self._store.take(Slot.ROW_EXCHANGE, microbatch) if used else None
+
+    def _no_statistics(self) -> torch.Tensor:
+        """The statistics of no logits, [3, outputs]."""
+        shapes = self._shapes
+        dtype = statistics_dtype(shapes.dtype)
+        statistics_3n = torch.zeros(3, shapes.outputs, dtype=dtype, device=shapes.device)
+        statistics_3n[MAX].fill_(-torch.inf)
+        return statistics_3n
+
+    def _own_or_zeros(self, slot: Slot, microbatch: int) -> torch.Tensor:
+        """This rank's part of dX / g, [outputs, h]; without rows zeros, of the tokens whose gradient leaves the stage.
+
+        With sequence parallelism those are the rank's own tokens.
+        """
+        if self._holds_rows:
+            return self._store.take(slot, microbatch)
+        return self._shapes.rows(self._shapes.outputs // self._shapes.sp_size).zero_()
+
+    def _place(self, rank: int) -> int:
+        """Where a pipeline rank stands among the members."""
+        return self._members.index(rank)
+
+    def _by_member(self, counts: Sequence[int]) -> list[int]:
+        """Of counts by pipeline rank those of the members; all others are zero."""
+        return [counts[rank] for rank in self._members]
+
     def _nothing(self) -> list[int]:
-        return [0] * len(self._groups.members)
+        return [0] * len(self._members)
 
     def _to_word_ranks(self, count: int) -> list[int]:
-        return [count if rank in self._word_ranks else 0 for rank in range(len(self._groups.members))]
+        return [count if rank in self._word_ranks else 0 for rank in self._members]
 
     # The class's, not the object's: methods of an object in itself are a cycle, which waits for the garbage collector.
     _PREPARE: ClassVar = {

@@ -1,7 +1,7 @@
-"""The operations that all ranks of a pipeline do together, with one face for NCCL and for gloo.
+"""The operations that ranks of a pipeline do together, with one face for NCCL and for gloo.
 
 Every member calls the same operations in the same order. They block until this rank's part is done: on CUDA the
-current stream, on CPU the calling thread. Ranks are positions in the pipeline.
+current stream, on CPU the calling thread. Ranks are positions among the members, which may be some of the pipeline.
 """
 
 from __future__ import annotations

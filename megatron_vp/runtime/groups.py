@@ -32,27 +32,35 @@ class PipelineGroups:
     """The communicators of one pipeline, as seen from one of its ranks.
 
     `members` are the global ranks in pipeline order, `rank` is this process's position among them, and `tensor_rank`
-    that of the pipeline among the `tensor_size` pipelines of its replica. `vocabulary` joins the pipeline, `tensor` the
-    ranks of a stage; with one pipeline a replica it is None. Vocabulary shards are ordered pipeline rank major.
+    that of the pipeline among the `tensor_size` pipelines of its replica. `vocabulary` joins the pipeline ranks
+    `vocab_members`, in this order, and is None on all others. `tensor` joins the ranks of a stage, and is None with one
+    pipeline per replica. `pipeline` joins all ranks of the pipeline; it is `vocabulary` where all of them are members.
+    Vocabulary shards are ordered by pipeline rank, then by tensor rank.
     """
 
     members: tuple[int, ...]
     rank: int
     tensor_size: int
     tensor_rank: int
-    vocabulary: Communicator
+    vocabulary: Communicator | None
     tensor: dist.ProcessGroup | None
     edges: dict[Edge, dist.ProcessGroup]
+    vocab_members: tuple[int, ...]
+    pipeline: Communicator
 
     @property
     def communicators(self) -> int:
-        """How many communicators this rank has for its pipeline; each has buffers on the device."""
-        return 1 + len(self.edges) + (self.tensor is not None)
+        """How many communicators this rank has in a schedule; each has buffers on the device.
+
+        Groups that no operation of this rank uses make none: NCCL makes a communicator at its first use.
+        """
+        takes_part = self.vocabulary is not None
+        return takes_part + len(self.edges) + (takes_part and self.tensor is not None)
 
     @property
     def alone(self) -> bool:
         """Whether this rank has no peers: in a replay."""
-        return isinstance(self.vocabulary, LoneCommunicator)
+        return isinstance(self.pipeline, LoneCommunicator)
 
     @classmethod
     def create(
@@ -61,6 +69,7 @@ class PipelineGroups:
         edges: Iterable[Edge],
         timeout: timedelta | None = None,
         tensor_size: int = 1,
+        vocab_members: Sequence[int] | None = None,
     ) -> PipelineGroups:
         """Create the groups of every pipeline of the job, and keep those of this rank's; collective over all ranks.
 
@@ -74,8 +83,10 @@ class PipelineGroups:
             edges: every directed edge between pipeline ranks that the schedules will use.
             timeout: of every operation; None keeps the backend's default.
             tensor_size: t, pipelines side by side in a replica.
+            vocab_members: pipeline ranks that take part in the vocabulary collectives; None: all.
         """
         edges = sorted(edges)
+        joined = tuple(vocab_members or range(len(replicas[0]) // tensor_size))
         mine = None
 
         def collective(ranks: Sequence[int]) -> Any:  # a placeholder on ranks outside the group
@@ -86,6 +97,9 @@ class PipelineGroups:
             tensor = [collective(stage) if tensor_size > 1 else None for stage in stages]
             for tensor_rank, members in enumerate(zip(*stages, strict=True)):
                 pipeline = collective(members)
+                vocabulary = pipeline
+                if len(joined) < len(members):
+                    vocabulary = collective([members[each] for each in joined])
                 groups: dict[Edge, Any] = {
                     (source, target, channel): dist.new_group(
                         [members[source], members[target]], timeout, pg_options=_nccl_options(timeout, urgent=True)
@@ -95,7 +109,9 @@ class PipelineGroups:
                 if dist.get_rank() in members:
                     rank = members.index(dist.get_rank())
                     own = {edge: group for edge, group in groups.items() if rank in edge[:2]}
-                    mine = cls(members, rank, tensor_size, tensor_rank, communicator(pipeline), tensor[rank], own)
+                    whole = communicator(pipeline)
+                    part = whole if vocabulary is pipeline else communicator(vocabulary) if rank in joined else None
+                    mine = cls(members, rank, tensor_size, tensor_rank, part, tensor[rank], own, joined, whole)
         assert mine is not None, f"rank {dist.get_rank()} is in none of the replicas"
         return mine
 

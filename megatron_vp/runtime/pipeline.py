@@ -65,7 +65,7 @@ class Pipeline:
         No weight and no `main_grad` changes. All ranks of the pipeline must call it together. The arguments are those
         of `run`; `schedule` has `rehearsal.MICROBATCHES` microbatches.
         """
-        shards = layer_shards.embedding.shards if layer_shards else None
+        shards = layer_shards.shards if layer_shards else None
         first_tokens = [shards.start(index) for index in range(shards.count) if shards.rows(index)] if shards else [0]
         model = RehearsalModel(
             shapes, schedule.placement, self.groups.rank, first_tokens, shards is not None, gradients

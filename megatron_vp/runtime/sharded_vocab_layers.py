@@ -45,14 +45,17 @@ class ShardedVocabLayers:
         self._reads_labels = reads_labels
         # Evaluation reports the cross entropy, whatever helps training.
         self._token_loss = layer_shards.loss if gradients else CROSS_ENTROPY
-        self._contributions = {layer_shards.embedding.weight: 0, layer_shards.output.weight: 0}
+        self._contributions: dict[torch.nn.Parameter, int] = {}
         for layer in (layer_shards.embedding, layer_shards.output):
-            self._contributions[layer.weight] += microbatches
+            if layer is not None:
+                self._contributions[layer.weight] = self._contributions.get(layer.weight, 0) + microbatches
         self.logits_in_flight = Occupancy()
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
-        """Of the passes that the shards add."""
+        """Of the passes that the shards add; a rank without rows has none."""
+        if not self._layer_shards.holds_rows:
+            return {}
         return {
             PassKind.IF: self._embed,
             PassKind.S: self._output_s,
@@ -61,7 +64,7 @@ class ShardedVocabLayers:
         }
 
     def load(self, microbatch: int) -> None:
-        """Token ids and labels, for the collective that brings them to all ranks."""
+        """Token ids and labels, for the collective that brings them to all its members."""
         if self._reads_tokens:
             self._store.put(Slot.TOKENS, microbatch, self._model.tokens(microbatch))
         if self._reads_labels:

@@ -38,7 +38,7 @@ NO_ARGUMENTS = {
 def our_arguments():
     """Our options, and what our own validation adds."""
     options = {action.dest for action in with_ours(lambda parser: parser)(argparse.ArgumentParser())._actions}
-    return options | {"chunk_placement", "schedule_fingerprint"}
+    return options | {"chunk_placement", "schedule_fingerprint", "vocab_rows"}
 
 
 def parser(without=()):

@@ -191,12 +191,14 @@ def rank_iterations(
         for channel in Channel
     }
     tensor = "the ranks of a stage" if tensor_size > 1 else None
-    groups = PipelineGroups(tuple(range(ranks)), rank, tensor_size, 0, here.transfers, tensor, edges)
+    groups = PipelineGroups(
+        tuple(range(ranks)), rank, tensor_size, 0, here.transfers, tensor, edges, tuple(range(ranks)), here.transfers
+    )
     runner = pipeline.Pipeline(groups)
     shards = VocabShards(VOCAB, ranks * tensor_size)
     weights = [torch.nn.Parameter(torch.zeros(shards.rows(0), HIDDEN, device=CUDA)) for _ in range(2)]
     index = rank * tensor_size
-    layers = LayerShards(EmbeddingLayer(weights[0], shards, index), OutputLayer(weights[1], shards, index))
+    layers = LayerShards(shards, EmbeddingLayer(weights[0], shards, index), OutputLayer(weights[1], shards, index))
     whole = expand_interlaced(generate(name, ranks, ranks + 1, vocab=method))
     for gradients in (True, False, True):
         schedule = whole if gradients else whole.forward_only()

@@ -147,7 +147,7 @@ def run_pipeline(
         names = [f"layer{stage}" for stage in placement.stage_of[rank]]
         embedding, chunks = shard("embedding"), [torch.nn.Parameter(weights[name]) for name in names]
         output = embedding if tied else shard("output")
-        layers = LayerShards(EmbeddingLayer(embedding, shards, rank), OutputLayer(output, shards, rank))
+        layers = LayerShards(shards, EmbeddingLayer(embedding, shards, rank), OutputLayer(output, shards, rank))
         seats = [(placement.rank_of(stage), placement.rank_of(stage + 1)) for stage in range(placement.stages - 1)]
         forward_edges = {(here, there, Channel.ACTIVATION) for here, there in seats if here != there}
         backward_edges = {(there, here, Channel.GRADIENT) for here, there, _ in forward_edges}

@@ -89,10 +89,19 @@ class ShardedOutputLayer(OutputLayer):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensor | ShardedObject]:
         """The shard as rows of one global tensor; a tied weight is saved with the embedding, as in plain Megatron."""
-        replica = (0, self.index, get_pg_rank(metadata["dp_cp_group"]))
+        first = self.shards.holders[0] * self.shards.tensor
+        replica = (0, self.index - first, get_pg_rank(metadata["dp_cp_group"]))
         extra = make_sharded_object_for_checkpoint(None, f"{prefix}_extra_state", replica_id=replica)
         weight = {} if self.tied else _sharded_weight(self, prefix, sharded_offsets, metadata)
         return {**weight, f"{prefix}_extra_state": extra}
+
+
+class ReceivedWords(nn.Module):
+    """In the place of `word_embeddings` on a rank that holds virtual stage 0 and no vocabulary rows."""
+
+    def forward(self, words_bsh: torch.Tensor) -> torch.Tensor:
+        """The words that their owners have looked up, unchanged."""
+        return words_bsh
 
 
 class WordEmbeddingHolder(MegatronModule):
@@ -167,14 +176,16 @@ def prepare_chunk(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollec
         _shard_vocabulary(chunk, first, groups, index)
     # Not before: with tied weights Megatron's first and last chunk communicate while they are built.
     if index + 1 == pipeline_placement(args).chunks:
-        setattr(first, PIPELINE_ATTRIBUTE, _pipeline(groups))
+        members = _vocab_members(chunk) if args.vocab_parallel else None
+        setattr(first, PIPELINE_ATTRIBUTE, _pipeline(groups, members))
     return chunk
 
 
 def _shard_vocabulary(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int) -> None:
     """Turn a chunk into a middle chunk; one gets a shard of the embedding, one of the output layer.
 
-    They are the chunks that hold the whole layers where the first or the last stage is on this rank.
+    They are the chunks that hold the whole layers where the first or the last stage is on this rank. A rank without
+    vocabulary rows has neither layer and no vocabulary parameter.
     """
     check_vocabulary_layers(chunk)
     if getattr(chunk, "mtp_process", False):
@@ -182,25 +193,29 @@ def _shard_vocabulary(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCo
     placement = pipeline_placement(get_args())
     # Megatron orders this group by pipeline rank, then by tensor rank: so are the shards.
     rank = dist.get_rank(groups.mp)
-    shards = VocabShards(chunk.vocab_size, groups.mp.size(), groups.tp.size())
+    shards = vocab_shards(chunk)
+    holds_rows = rank // shards.tensor in shards.holders
     tied = chunk.share_embeddings_and_output_weights
     if index == placement.chunk_of(0):
         full = chunk.embedding.word_embeddings.weight if chunk.pre_process else None
         weight = _shard(full, shards, placement.first_rank, groups, chunk.config)
-        word_embeddings = ShardedWordEmbedding(weight, shards, rank)
+        word_embeddings = ShardedWordEmbedding(weight, shards, rank) if holds_rows else ReceivedWords()
         if chunk.pre_process:
             chunk.embedding.word_embeddings = word_embeddings
             # The words arrive whole on every tensor rank; Megatron cuts the sequence after it has added positions.
             chunk.embedding.reduce_scatter_embeddings = False
-        else:
+        elif holds_rows:
             chunk.embedding = WordEmbeddingHolder(chunk.config, word_embeddings)
     if index == placement.chunk_of(placement.stages - 1):
         if tied:
-            weight = first.embedding.word_embeddings.weight
+            weight = first.embedding.word_embeddings.weight if holds_rows else None
         else:
             full = chunk.output_layer.weight if chunk.post_process else None
             weight = _shard(full, shards, placement.last_rank, groups, chunk.config)
-        chunk.output_layer = ShardedOutputLayer(weight, shards, rank, tied)
+        if holds_rows:
+            chunk.output_layer = ShardedOutputLayer(weight, shards, rank, tied)
+        elif chunk.post_process:
+            del chunk.output_layer
     if chunk.post_process and chunk.config.use_mup:
         # Megatron scales the logits, which no rank holds whole; the hidden states behind them do as well.
         chunk.register_forward_hook(lambda last, _inputs, hidden_sbh: last._scale_logits(hidden_sbh))
@@ -219,6 +234,13 @@ def pipeline_placement(args: Any) -> Placement:
     return chosen_family(args).placement_of(args.pipeline_model_parallel_size, chunks)
 
 
+def vocab_shards(chunk: nn.Module) -> VocabShards:
+    """How the vocabulary of a chunk's model is cut. Raises UserError for rows that do not fit it."""
+    args = get_args()
+    tensor = args.tensor_model_parallel_size
+    return VocabShards(chunk.vocab_size, args.pipeline_model_parallel_size * tensor, tensor, args.vocab_rows)
+
+
 def _ends(pipeline_group: dist.ProcessGroup, index: int) -> dict[str, bool]:
     placement = pipeline_placement(get_args())
     stage = placement.stage_of[dist.get_rank(pipeline_group)][index]
@@ -233,10 +255,19 @@ def layer_shards(chunks: Sequence[nn.Module]) -> LayerShards | None:
     loss = TokenLoss(args.vocab_label_smoothing, args.vocab_z_loss)
     placement = pipeline_placement(args)
     first, last = (chunks[placement.chunk_of(stage)] for stage in (0, placement.stages - 1))
-    return LayerShards(first.embedding.word_embeddings, last.output_layer, loss)
+    output = getattr(last, "output_layer", None)
+    embedding = None if output is None else first.embedding.word_embeddings
+    return LayerShards(vocab_shards(first), embedding, output, loss)
 
 
-def _pipeline(groups: ProcessGroupCollection) -> Pipeline:
+def _vocab_members(chunk: nn.Module) -> tuple[int, ...]:
+    """The pipeline ranks that take part in the vocabulary collectives."""
+    placement = pipeline_placement(get_args())
+    ends = {0, placement.ranks - 1, placement.first_rank, placement.last_rank}
+    return tuple(sorted({*vocab_shards(chunk).holders} | ends))
+
+
+def _pipeline(groups: ProcessGroupCollection, vocab_members: Sequence[int] | None) -> Pipeline:
     args = get_args()
     first = 60 * args.distributed_timeout_minutes
     later = args.distributed_timeout_seconds_after_init or first
@@ -244,7 +275,13 @@ def _pipeline(groups: ProcessGroupCollection) -> Pipeline:
     # of an operation, which may be some microbatches ahead of the device.
     backend_limit = timedelta(seconds=1.1 * first)
     edges = all_edges(pipeline_placement(args), args.vocab_parallel)
-    communicators = PipelineGroups.create(_all_replicas(groups.mp), edges, backend_limit, tensor_size=groups.tp.size())
+    communicators = PipelineGroups.create(
+        _all_replicas(groups.mp),
+        edges,
+        backend_limit,
+        tensor_size=groups.tp.size(),
+        vocab_members=vocab_members,
+    )
     pipeline = Pipeline(communicators)
     Watchdog(pipeline.progress, first, later).start()
     return pipeline
@@ -311,7 +348,6 @@ def _sharded_weight(
 ) -> dict[str, ShardedTensor]:
     assert not sharded_offsets, "the vocabulary layers belong to no repeated block"
     shards, weight = layer.shards, layer.weight
-    even = shards.vocab_size == shards.rows_per_shard * shards.count
     key = f"{prefix}weight"
     return {
         key: ShardedTensor(
@@ -322,7 +358,7 @@ def _sharded_weight(
             local_shape=tuple(weight.shape),
             global_shape=(shards.vocab_size, weight.shape[1]),
             global_offset=(shards.start(layer.index), 0),
-            axis_fragmentations=(shards.count, 1) if even else None,
+            axis_fragmentations=(shards.count, 1) if shards.alike else None,
             replica_id=(0, 0, get_pg_rank(metadata["dp_cp_group"])),
             allow_shape_mismatch=True,
         )

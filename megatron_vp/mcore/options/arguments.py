@@ -22,6 +22,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import split_config
 from megatron_vp.jobs.config_words import arguments_from_config
 from megatron_vp.jobs.resolved import RESOLVED_NAME, write_resolved
+from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
 from megatron_vp.mcore import patch_table, patches
 from megatron_vp.mcore.choices import (
     ALGORITHMS,
@@ -35,6 +36,7 @@ from megatron_vp.mcore.options.ignored import warn_of_ignored
 from megatron_vp.mcore.options.ranges import check_ranges
 from megatron_vp.mcore.options.refusals import refuse
 from megatron_vp.mcore.options.refused_precision import describe_precision
+from megatron_vp.mcore.options.vocab_rows import check_rows, describe_rows, resolve_rows
 from megatron_vp.mcore.patch_table import Stage, run_here
 from megatron_vp.mcore.platform.flags import platform_arguments, uses_cpu
 from megatron_vp.mcore.platform.installed import installed
@@ -87,6 +89,15 @@ def _schedule_name(text: str) -> str:
     return text
 
 
+def _shards(text: str) -> str:
+    """A value of --vocab-shards; argparse reports anything else in one line."""
+    try:
+        ShardChoice.parse(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--vocab-shards ")) from None
+    return text
+
+
 def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[..., argparse.ArgumentParser]:
     """Megatron's function that fills a parser, with our arguments and our kind of parser."""
 
@@ -109,6 +120,15 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             choices=ALGORITHMS,
             default="vocab-2",
             help="vocab-2: one barrier a microbatch, one more microbatch in flight; vocab-1: two.",
+        )
+        ours.add_argument(
+            "--vocab-shards",
+            type=_shards,
+            metavar="balanced|even|measured:DIR|ROWS,...",
+            default=ShardRule.BALANCED.value,
+            help="Vocabulary rows of each pipeline rank, with --vocab-parallel. balanced: by predicted pass times, but "
+            "even where that gains less than 1 percent; even: equally many; measured:DIR: by the pass times that a run "
+            "wrote to DIR; or one number per pipeline rank. They add up to the padded vocabulary; 0 gives a rank none.",
         )
         ours.add_argument(
             "--vocab-label-smoothing",
@@ -174,7 +194,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         check_files(args)
         if args.rank == 0:
             precision = describe_precision(args) if replaces_schedule(args) else None
-            for line in filter(None, (describe(args._parts), precision)):
+            for line in filter(None, (describe(args._parts), precision, describe_rows(args))):
                 print(f"megatron_vp: {line}", flush=True)
         make_trace_folder(args)
         warn_of_ignored(args)
@@ -195,6 +215,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
 def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> Any:
     """Validate parsed arguments by Megatron's own function and our refusals; opens no file. Raises UserError."""
     check_ranges(args)
+    resolve_rows(args)
     if (chosen_family(args).chunks or 1) > 1:
         _lay_out_chunks(args)
     # Local layers take no grouped products; Megatron would ask for a device that can do them.
@@ -205,6 +226,7 @@ def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: d
     check_validated(args)
     args.moe_grouped_gemm = grouped
     refuse(args)
+    check_rows(args)
     check_trace_iterations(args)
     if replaces_schedule(args) and places_chunks(args):
         # Checkpoints record it with the other arguments.

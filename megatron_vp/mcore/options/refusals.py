@@ -10,6 +10,7 @@ from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE
+from megatron_vp.jobs.vocab_shards import EVEN_ALONE, NEEDS_VOCAB_PARALLEL, ShardChoice, ShardRule
 from megatron_vp.mcore.choices import (
     chosen_family,
     ends_elsewhere,
@@ -22,6 +23,7 @@ from megatron_vp.mcore.options.refusal import Refusal
 from megatron_vp.mcore.options.refused_files import FILE_REFUSALS, file_words
 from megatron_vp.mcore.options.refused_options import REFUSED_OPTIONS
 from megatron_vp.mcore.options.refused_precision import REFUSED_PRECISION, UNSAFE_STATE, cannot_resume
+from megatron_vp.mcore.options.vocab_rows import needs_even_shards
 from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.schedule import VocabMethod
 
@@ -167,6 +169,11 @@ REFUSALS = (
         lambda a: not a.vocab_parallel and a.vocab_parallel_algorithm != VocabMethod.VOCAB_2,
         ALGORITHM_ALONE,
     ),
+    Refusal(
+        lambda a: not a.vocab_parallel and ShardChoice.parse(a.vocab_shards).rule is not ShardRule.BALANCED,
+        NEEDS_VOCAB_PARALLEL,
+    ),
+    Refusal(lambda a: a.vocab_rows is not None and needs_even_shards(a), EVEN_ALONE),
     Refusal(
         lambda a: a.vocab_parallel and a.pipeline_model_parallel_size < 2,
         "--vocab-parallel with one pipeline stage has nothing to split: use --pipeline-model-parallel-size 2 or more, "

@@ -170,11 +170,15 @@ def describe_node() -> str:
 
 def describe_job(args: argparse.Namespace, ranks: int) -> list[str]:
     """What validated `args` make of `ranks` ranks, and where a start of this job begins, in lines."""
+    from megatron_vp.mcore.options.vocab_rows import describe_rows  # imports readers of data
+
     split = f"{args.pipeline_model_parallel_size} pipeline x {args.data_parallel_size} data"
     split += f" x {args.tensor_model_parallel_size} tensor" if args.tensor_model_parallel_size > 1 else ""
     microbatches = args.global_batch_size // args.micro_batch_size // args.data_parallel_size
     vocabulary = args.vocab_parallel_algorithm if args.vocab_parallel else "Megatron's own vocabulary layers"
     lines = [f"{ranks} ranks = {split}; {microbatches} microbatches; {args.pipeline_schedule}, {vocabulary}"]
+    if (rows := describe_rows(args)) is not None:
+        lines.append(rows)
     if args._nodes is not None:
         lines.append(f"checked for GPUs elsewhere: {assumptions(args._nodes)}")
     if args.save is None:

@@ -30,6 +30,7 @@ _TEXTS = {
     "pipeline_schedule",
     "schedule_fingerprint",
     "vocab_parallel_algorithm",
+    "vocab_rows",
     "pipeline_model_parallel_layout",
     "hybrid_layer_pattern",
     "lr_decay_style",

@@ -289,6 +289,18 @@ def check_room_for_tokens(padded: int, tokens: int) -> None:
         )
 
 
+def padded_vocabulary(args: argparse.Namespace) -> int | None:
+    """The vocabulary size that Megatron will pad this job to; None where its tokenizer cannot be read here."""
+    from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
+
+    if args.padded_vocab_size is not None:
+        return args.padded_vocab_size
+    try:
+        return vocab_size_with_padding(_tokens_of(args), args, logging_enabled=False)
+    except UserError:
+        return None
+
+
 def _tokens_of(args: argparse.Namespace) -> int:
     """The size of the vocabulary of the tokenizer that Megatron would build. Raises UserError where it cannot."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer

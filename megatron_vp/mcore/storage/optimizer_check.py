@@ -139,6 +139,8 @@ def _course(args: argparse.Namespace) -> dict[str, Any]:
 
 def _layout(args: argparse.Namespace) -> dict[str, Any]:
     layout = {name: getattr(args, name, absent) for name, absent in _LAYOUT.items()}
+    rows = getattr(args, "vocab_rows", None)
+    layout["--vocab-shards"] = "even" if rows is None else ",".join(map(str, rows))
     # The same string places other layers on a rank where a schedule places chunks otherwise.
     layout["the placement of chunks"] = _placement(args, layout)
     return layout
