@@ -118,9 +118,9 @@ class StageCosts:
     IF: tuple[float, ...] = ()
     IB: tuple[float, ...] = ()
     V: tuple[float, ...] = ()
-    messages: Mapping[tuple[int, int, Channel], float] = field(default_factory=dict)
-    collectives: Mapping[CollectiveKind, float] = field(default_factory=dict)
-    other: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    messages: Mapping[tuple[int, int, Channel], float] = field(default_factory=dict, hash=False)
+    collectives: Mapping[CollectiveKind, float] = field(default_factory=dict, hash=False)
+    other: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not len(self.F) == len(self.B) == len(self.W) > 0:

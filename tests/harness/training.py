@@ -271,13 +271,14 @@ def set_weights(model: list) -> None:
     from megatron.training import get_args
 
     args = get_args()
+    group = mpu.get_model_parallel_group() if args.vocab_parallel else mpu.get_tensor_model_parallel_group()
+    counts = [None] * group.size()
+    own = {parameter.shape[0] for name, parameter in _named(model) if name in (WORD_EMBEDDING, OUTPUT)}
+    torch.distributed.all_gather_object(counts, max(own, default=0), group=group)
     for name, parameter in _named(model):
         shape, part = list(parameter.shape), slice(None)
         dimension = parameter.partition_dim if _is_split(parameter) else 0
         if name in (WORD_EMBEDDING, OUTPUT):
-            group = mpu.get_model_parallel_group() if args.vocab_parallel else mpu.get_tensor_model_parallel_group()
-            counts = [None] * group.size()
-            torch.distributed.all_gather_object(counts, shape[0], group=group)
             start = sum(counts[: group.rank()])
             shape[0], part = args.padded_vocab_size, slice(start, start + shape[0])
         elif _is_split(parameter):

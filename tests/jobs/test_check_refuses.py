@@ -26,6 +26,19 @@ def check(flags, **settings):
         ("--padded-vocab-size 32", "--padded-vocab-size 32 is smaller than the tokenizer's vocabulary of 63"),
         ("--no-pad-vocab-size --padded-vocab-size 32", "is smaller than the tokenizer's vocabulary of 63"),
         ("--vocab-parallel-algorithm vocab-1", "has no effect without --vocab-parallel: add --vocab-parallel"),
+        ("--vocab-shards even", "has no effect without --vocab-parallel: add --vocab-parallel, or leave"),
+        ("--vocab-shards 32,32", "has no effect without --vocab-parallel: add --vocab-parallel, or leave"),
+        ("--vocab-parallel --vocab-shards equal", "--vocab-shards: equal is not understood: use balanced, even"),
+        ("--vocab-parallel --vocab-shards measured:", "--vocab-shards: measured: names no folder"),
+        ("--vocab-parallel --vocab-shards 64", "gives rows for 1 pipeline rank, and the pipeline has 2"),
+        ("--vocab-parallel --vocab-shards 72,-8", "has a negative number of rows"),
+        ("--vocab-parallel --vocab-shards 0,0", "gives no rank any row: the vocabulary's 64 rows need"),
+        ("--vocab-parallel --vocab-shards 32,24", "gives 56 rows, and the padded vocabulary has 64: add 8"),
+        ("--vocab-parallel --vocab-shards 64,64", "and the padded vocabulary has 64: take 64 away"),
+        (
+            "--vocab-parallel --pipeline-schedule interlaced --vocab-shards 64,0",
+            "--vocab-shards 64,0 with --pipeline-schedule interlaced is not supported: all ranks do the vocabulary",
+        ),
         ("--log-straggler", "--log-straggler is the script's to serve"),
     ],
 )
@@ -38,3 +51,8 @@ def test_what_training_refuses_is_refused(tmp_path, flags, said):
 def test_a_vocabulary_with_room_for_all_tokens_is_taken():
     check("--padded-vocab-size 63 --no-pad-vocab-size", vocab_size=63)
     check("--vocab-parallel --vocab-parallel-algorithm vocab-1")
+
+
+def test_rows_that_add_up_are_taken():
+    check("--vocab-parallel --vocab-shards 61,3", vocab_size=63)
+    check("--vocab-parallel --vocab-shards 0,64", vocab_size=63)

@@ -34,14 +34,15 @@ class Layout:
 
     @classmethod
     def read(cls, text: str) -> Layout:
-        """A layout written as `METHOD [pN] [tN] [dN] [eN] [VN]`.
+        """A layout written as `METHOD [pN] [tN] [dN] [eN] [VN] [rN,N...]`.
 
         METHOD is `plain` or `schedule/algorithm`, the algorithm `none` without --vocab-parallel. p, t and e are sizes
         of pipeline, tensor and expert parallelism, d is the number of replicas, each 1 where it is left out. V is the
-        number of rows that --make-vocab-size-divisible-by pads the vocabulary to.
+        number of rows that --make-vocab-size-divisible-by pads the vocabulary to, r the rows of each pipeline rank.
         """
         method, *words = text.split()
-        sizes = {"p": 1, "t": 1, "d": 1} | {word[0]: int(word[1:]) for word in words}
+        rows = next((word[1:] for word in words if word[0] == "r"), None)
+        sizes = {"p": 1, "t": 1, "d": 1} | {word[0]: int(word[1:]) for word in words if word[0] != "r"}
         schedule, _, algorithm = method.partition("/")
         options: dict[str, object] = {_SIZES[letter]: sizes[letter] for letter in _SIZES if letter in sizes}
         if "V" in sizes:
@@ -49,7 +50,7 @@ class Layout:
         if algorithm:
             options["pipeline_schedule"] = schedule
         if algorithm not in ("", "none"):
-            options |= {"vocab_parallel": True, "vocab_parallel_algorithm": algorithm}
+            options |= {"vocab_parallel": True, "vocab_parallel_algorithm": algorithm, "vocab_shards": rows}
         if schedule == "interleaved":
             options["num_virtual_stages_per_pipeline_rank"] = 2
         chunks = 2 if schedule in _TWO_CHUNKS else 1
@@ -111,6 +112,42 @@ MOVES = (
             "interleaved/none p2",
             "v-half/none p2",
         ),
+    ),
+    Move(
+        "drawn vocabulary shards",
+        "1f1b/vocab-2 p3 r0,26,14",
+        (
+            "plain p2",
+            "v-half/vocab-1 p2 r40,0",
+            "1f1b/vocab-1 p4 r5,0,35,0",
+            "1f1b/vocab-2 p2 t2 r12,28",
+            "1f1b/vocab-2 p3",
+            "plain t2",
+        ),
+        default=True,
+    ),
+    Move(
+        "drawn vocabulary shards, tied, fully reshardable",
+        "v-half/vocab-2 p2 r0,40",
+        ("1f1b/vocab-2 p2 d2 r24,16", "plain p2", "interleaved/vocab-2 p3 r3,37,0", "plain p2 t2 d2"),
+        {**RESHARDABLE, **TIED},
+    ),
+    Move(
+        "drawn vocabulary shards, multi-token prediction",
+        "1f1b/vocab-2 p3 r22,18,0",
+        ("plain p2", "v-half/vocab-2 p2 r0,40"),
+        AHEAD,
+    ),
+    Move(
+        "drawn vocabulary shards, hybrid model",
+        "1f1b/vocab-2 p2 r40,0",
+        ("plain p2", "1f1b/vocab-2 p3 r0,0,40"),
+        LONG_HYBRID,
+    ),
+    Move(
+        "drawn vocabulary shards, other paddings",
+        "plain p2 V40",
+        ("1f1b/vocab-2 p3 r0,12,32 V44", "v-half/vocab-2 p2 r48,0 V48"),
     ),
     Move(
         "several chunks a rank",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import run_ranks
-from tests.harness.training import Run, _merge, tiny_model, train, train_case
+from tests.harness.training import Run, tiny_model, train
 from tests.mcore.case_parts import BOTH, DISTRIBUTED, EXPERT, FP32, MOE, SEQUENCE
 from tests.mcore.comparison import assert_same_bits
 from tests.mcore.moves import AHEAD, ASYNCHRONOUS, LONG_HYBRID, MOVES, RESHARDABLE, Layout
@@ -54,6 +54,7 @@ RESUMED = [
             ("v-half/vocab-2 p2", {**AHEAD, **DISTRIBUTED}),
             ("interleaved/vocab-1 p2", {**LONG_HYBRID, **DISTRIBUTED}),
             ("1f1b/vocab-2 p2 d2 e2", {**MOE, **BOTH}),
+            ("v-half/vocab-2 p2 d2 r0,40", {**BOTH, "untie_embeddings_and_output_weights": None}),
         ]
     ),
 ]
@@ -124,27 +125,16 @@ def test_resuming_at_the_same_layout_gives_the_same_bits(train_along, layout, op
     assert_same_bits(rest.parameters, whole.parameters)
 
 
-def train_with_unrounded_shards(rank, world_size, arguments, same_weights):
-    """Shards of an equal number of rows, as they were before they were rounded to what kernels like."""
-    from megatron_vp.vocab.shards import VocabShards
-
-    VocabShards.rows_per_shard = property(lambda shards: -(-shards.vocab_size // shards.count))
-    return train_case(rank, world_size, arguments, same_weights=same_weights)
-
-
 @pytest.mark.parametrize(("layout", "options"), [IN_BUCKETS])
 def test_a_checkpoint_moves_between_shards_of_other_sizes(train_along, tmp_path, layout, options):
-    """Twenty rows on either of two ranks, then 24 and 16, then twenty again."""
+    """Twenty rows on either of two ranks, then 24 and 16 (even shards are rounded), then twenty again."""
     (whole,), _ = train_along((layout,), (6,), options)
     ranks, losses, norms = Layout.read(layout).ranks, [], []
-    for part, rounded in enumerate((False, True, False)):
+    for part, rows in enumerate(("20,20", "even", "20,20")):
         folders = {"load": tmp_path / str(part - 1) if part else None, "save": tmp_path / str(part)}
         until = {"save_interval": 1000, "train_iters": 2 * part + 2, "override_opt_param_scheduler": True}
-        arguments = _arguments(Layout.read(layout), **options, **folders, **until)
-        if rounded:
-            run = train(ranks, arguments, same_weights=not part)
-        else:
-            run = _merge(run_ranks(ranks, train_with_unrounded_shards, arguments, not part, timeout=120))
+        arguments = _arguments(Layout.read(layout), **options, **folders, **until, vocab_shards=rows)
+        run = train(ranks, arguments, same_weights=not part)
         losses += run.losses
         norms += run.grad_norms
     assert losses == pytest.approx(whole.losses, rel=FP32, abs=0)
@@ -233,6 +223,11 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ({"save": first_file / "below", "save_interval": 2}, "is a file; choose another place"),
         ({"load": good, **DISTRIBUTED}, "vocab_parallel was True, here it is False: write it with --dist-ckpt-optim"),
         ({"load": good, **DISTRIBUTED, **EXPERT}, "saved with --expert-model-parallel-size 1, with 2: keep both"),
+        (
+            {**as_before, "vocab_shards": "30,10", "train_iters": 2},
+            "--vocab-shards was even, here it is 30,10: write it with --dist-ckpt-optim-fully-reshardable",
+        ),
+        ({**as_before, "vocab_shards": "40,0", "train_iters": 2, "no_load_optim": True}, None),
         ({"load": good, **DISTRIBUTED, "no_load_optim": True}, None),
     ]
     pretrained = {"pretrained_checkpoint": good}

@@ -30,7 +30,7 @@ TABLES = {
 
 NO_ARGUMENTS = {
     *("our_schedule", "own_chunks", "transformer_engine_version"),
-    *("file_method", "file_microbatches", "file_ranks", "microbatches"),
+    *("file_holders", "file_method", "file_microbatches", "file_ranks", "microbatches", "row_holders"),
 }
 """Names in the messages of refusals that no argument has."""
 

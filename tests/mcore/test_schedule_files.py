@@ -74,6 +74,12 @@ def test_a_family_written_to_a_file_trains_from_it(name, vocab, write, tmp_path)
     _assert_trains_as_plain_megatron(path, layers=4)
 
 
+def test_a_file_with_vocabulary_passes_on_some_ranks_trains(tmp_path):
+    path = tmp_path / "some.json"
+    path.write_text(to_json(generate("v-half", 2, 3, vocab="vocab-2", vocab_ranks=(1,))))
+    _assert_trains_as_plain_megatron(path, layers=4, vocab_shards="0,40")
+
+
 JOB = {"pipeline_model_parallel_size": 4, "vocab_parallel": True, "micro_batch_size": 1, "global_batch_size": 3}
 REFUSED = [
     ({"vocab_parallel": False}, "without --vocab-parallel has no vocabulary passes to interlace"),
@@ -85,6 +91,8 @@ REFUSED = [
     ({"pipeline_schedule": "late.json"}, "first weight gradient is not that of microbatch 0"),
     ({"pipeline_schedule": "elsewhere.json"}, "does not place the first stage in chunk 0 of rank 0"),
     ({"pipeline_schedule": "nowhere.json"}, "nowhere.json"),
+    ({"pipeline_schedule": "some.json"}, "passes on ranks 1, 3, and vocabulary rows are on ranks 0, 1, 2, 3: use"),
+    ({"vocab_shards": "256,128,128,0"}, "on ranks 0, 1, 2, 3, and vocabulary rows are on ranks 0, 1, 2: use --vocab-s"),
     ({"pipeline_schedule": "v-hlf"}, "nearest is 'v-half'"),
 ]
 
@@ -102,6 +110,7 @@ def messages(tmp_path_factory):
         "plain.csv": to_csv(generate("v-half", 4, 3)),
         "late.json": to_json(replace(sharded, ranks=tuple(other_way_round))),
         "elsewhere.json": to_json(turned),
+        "some.json": to_json(generate("v-half", 4, 3, vocab="vocab-2", vocab_ranks=(1, 3))),
     }
     for name, text in files.items():
         (folder / name).write_text(text)

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from itertools import product
 
 import pytest
 import torch
@@ -39,6 +40,45 @@ def test_losses_and_gradients_equal_one_process(name, world, method, tied):
             assert in_flight == promised or name != "1f1b" or microbatches < 4 * world
             assert between <= 2
             assert results[rank][iteration][3] == (1 if tied else 2), "every weight is reported complete once"
+
+
+DRAWN = [
+    ("1f1b", 2, (23, 0)),
+    ("1f1b", 3, (0, 23, 0)),
+    ("1f1b", 4, (0, 13, 10, 0)),
+    ("zb-h1", 3, (2, 4, 17)),
+    ("v-half", 3, (0, 6, 17)),
+    ("interleaved", 4, (5, 0, 0, 18)),
+]
+
+
+DRAWN_CASES = [
+    pytest.param(*case, method, tied, marks=() if place == number % 4 else pytest.mark.slow)
+    for number, case in enumerate(DRAWN)
+    for place, (method, tied) in enumerate(product(("vocab-1", "vocab-2"), (False, True)))
+]
+"""One method of each by default, tied or untied."""
+
+
+@pytest.mark.parametrize(("name", "world", "rows", "method", "tied"), DRAWN_CASES)
+def test_shards_of_any_size_and_ranks_without_rows(name, world, rows, method, tied):
+    steps = [(world + 1, True), (2, False), (3, True)]
+    results = run_ranks(world, run_pipeline, name, method, steps, tied, rehearses=True, stage_rows=rows, timeout=120)
+    for iteration, (microbatches, gradients) in enumerate(steps):
+        found = {name: gradient for ranks in results for name, gradient in ranks[iteration][1].items()}
+        stages = sum(each.startswith("layer") for each in found)
+        losses, expected = reference(stages, microbatches, iteration, tied)
+        assert results[-1][iteration][0] == pytest.approx(losses, rel=1e-12)
+        if not gradients:
+            continue
+        for name in ("embedding",) if tied else ("embedding", "output"):
+            found[name] = torch.cat([ranks[iteration][1][name] for ranks in results])
+        for name, gradient in expected.items():
+            assert (found[name] - gradient).norm() <= 1e-12 * gradient.norm(), (name, iteration)
+        for each, ranks in zip(rows, results, strict=True):
+            assert ranks[iteration][3] == (bool(each) if tied else 2 * bool(each)), (
+                "complete once, where there are rows"
+            )
 
 
 def kept_models(rank, world, name, method):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -130,16 +131,18 @@ def run_pipeline(
     device: str = "cpu",
     dtype: torch.dtype = torch.float64,
     rehearses: bool = False,
+    stage_rows: tuple[int, ...] | None = None,
 ) -> list[tuple[list[float], dict[str, torch.Tensor], tuple[float, int], int]]:
     """Run iterations (microbatches, gradients) on one rank; of each: losses, own gradients, peaks, completions.
 
     With `trace_folder` every iteration but the first is traced. `rehearses`: training and evaluation are rehearsed
-    before their first iteration.
+    before their first iteration. `stage_rows`: vocabulary rows by rank.
     """
     with process_group(rank, world):
-        placement = _schedule(name, world, 1, method, gradients=True).placement
+        shards = VocabShards(VOCAB, world, stage_rows=stage_rows)
+        schedule_of = partial(_schedule, name, world, method=method, vocab_ranks=stage_rows and shards.holders)
+        placement = schedule_of(1, gradients=True).placement
         weights = {name: weight.to(device, dtype) for name, weight in parameters(placement.stages).items()}
-        shards = VocabShards(VOCAB, world)
 
         def shard(name: str) -> torch.nn.Parameter:
             return torch.nn.Parameter(weights[name][shards.start(rank) : shards.start(rank + 1)].clone())
@@ -148,15 +151,20 @@ def run_pipeline(
         embedding, chunks = shard("embedding"), [torch.nn.Parameter(weights[name]) for name in names]
         output = embedding if tied else shard("output")
         layers = LayerShards(shards, EmbeddingLayer(embedding, shards, rank), OutputLayer(output, shards, rank))
+        if rank not in shards.holders:
+            layers = LayerShards(shards, None, None)
         seats = [(placement.rank_of(stage), placement.rank_of(stage + 1)) for stage in range(placement.stages - 1)]
         forward_edges = {(here, there, Channel.ACTIVATION) for here, there in seats if here != there}
         backward_edges = {(there, here, Channel.GRADIENT) for here, there, _ in forward_edges}
-        pipeline = Pipeline(PipelineGroups.create([range(world)], forward_edges | backward_edges))
+        members = placement.vocab_members(shards.holders)
+        pipeline = Pipeline(
+            PipelineGroups.create([range(world)], forward_edges | backward_edges, vocab_members=members)
+        )
         shapes = Shapes(SEQUENCE, BATCH, HIDDEN, dtype, torch.device(device))
         trace = trace_folder and PipelineTrace(trace_folder, range(2, len(steps) + 1), pipeline.groups)
         results = []
         for iteration, (microbatches, gradients) in enumerate(steps):
-            schedule = _schedule(name, world, microbatches, method, gradients)
+            schedule = schedule_of(microbatches, gradients=gradients)
             for weight in {embedding, output}:
                 weight.main_grad = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
             for weight in chunks:
@@ -164,7 +172,7 @@ def run_pipeline(
             model = ToyModel(chunks, iteration, gradients, schedule.split_backward)
             recorder = Recorder(shapes.device) if trace and trace.begin() else None
             if rehearses and not pipeline.has_rehearsed(shapes, gradients):
-                rehearsed = _schedule(name, world, MICROBATCHES, method, gradients)
+                rehearsed = schedule_of(MICROBATCHES, gradients=gradients)
                 pipeline.rehearse(rehearsed, lower(rehearsed)[rank], layers, shapes, gradients=gradients)
             program = lower(schedule)[rank]
             report = pipeline.run(schedule, program, model, layers, shapes, gradients=gradients, observer=recorder)
@@ -182,6 +190,13 @@ def run_pipeline(
         return results
 
 
-def _schedule(name: str, ranks: int, microbatches: int, method: str, gradients: bool) -> Schedule:
-    schedule = generate(name, ranks, microbatches, vocab=VocabMethod(method))
+def _schedule(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    method: str,
+    gradients: bool,
+    vocab_ranks: tuple[int, ...] | None = None,
+) -> Schedule:
+    schedule = generate(name, ranks, microbatches, vocab=VocabMethod(method), vocab_ranks=vocab_ranks)
     return schedule if gradients else schedule.forward_only()

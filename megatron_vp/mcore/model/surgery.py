@@ -262,9 +262,7 @@ def layer_shards(chunks: Sequence[nn.Module]) -> LayerShards | None:
 
 def _vocab_members(chunk: nn.Module) -> tuple[int, ...]:
     """The pipeline ranks that take part in the vocabulary collectives."""
-    placement = pipeline_placement(get_args())
-    ends = {0, placement.ranks - 1, placement.first_rank, placement.last_rank}
-    return tuple(sorted({*vocab_shards(chunk).holders} | ends))
+    return pipeline_placement(get_args()).vocab_members(vocab_shards(chunk).holders)
 
 
 def _pipeline(groups: ProcessGroupCollection, vocab_members: Sequence[int] | None) -> Pipeline:

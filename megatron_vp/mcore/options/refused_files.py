@@ -14,6 +14,12 @@ def _fixed(a: argparse.Namespace) -> Schedule | None:
     return chosen_family(a).fixed
 
 
+def _holders(a: argparse.Namespace) -> tuple[int, ...]:
+    """The pipeline ranks with vocabulary rows."""
+    rows = a.vocab_rows
+    return tuple(rank for rank in range(a.pipeline_model_parallel_size) if rows is None or any(rows[rank : rank + 1]))
+
+
 def _microbatches(a: argparse.Namespace) -> int:
     return a.global_batch_size // (a.micro_batch_size * a.data_parallel_size)
 
@@ -46,6 +52,11 @@ FILE_REFUSALS = (
         lambda a: (file := _fixed(a)) and file.pipeline_size != a.pipeline_model_parallel_size,
         "--pipeline-schedule {pipeline_schedule} has {file_ranks} ranks, and --pipeline-model-parallel-size is "
         "{pipeline_model_parallel_size}: use --pipeline-model-parallel-size {file_ranks}",
+    ),
+    Refusal(
+        lambda a: (file := _fixed(a)) and file.vocab.is_sharded and file.vocab_ranks != _holders(a),
+        "--pipeline-schedule {pipeline_schedule} has vocabulary passes on ranks {file_holders}, and vocabulary rows "
+        "are on ranks {row_holders}: use --vocab-shards with rows on ranks {file_holders} alone",
     ),
     Refusal(
         lambda a: _fixed(a) and a.rampup_batch_size,
@@ -93,6 +104,8 @@ def file_words(args: argparse.Namespace) -> dict[str, object]:
     return {
         "file_method": file.vocab,
         "file_ranks": file.pipeline_size,
+        "file_holders": ", ".join(map(str, file.vocab_ranks)),
+        "row_holders": ", ".join(map(str, _holders(args))),
         "file_microbatches": file.microbatches,
         "microbatches": _microbatches(args),
     }

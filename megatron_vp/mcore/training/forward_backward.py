@@ -13,13 +13,13 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training import get_args
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, layer_shards
+from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, layer_shards, pipeline_placement
 from megatron_vp.mcore.reports.pipeline_trace import pipeline_trace
 from megatron_vp.mcore.reports.rank_report import rank_report
 from megatron_vp.mcore.training.deferred_checks import deferred_checks
 from megatron_vp.mcore.training.driver import MegatronModel
 from megatron_vp.mcore.training.first_iteration import rehearse
-from megatron_vp.mcore.training.pass_costs import pass_costs
+from megatron_vp.mcore.training.pass_costs import costs_of
 from megatron_vp.mcore.training.programs import late_weights, programs
 from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.groups import pipeline_device
@@ -153,16 +153,20 @@ def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) 
 def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> tuple[Schedule, tuple[Program, ...]]:
     """The schedule that the arguments ask for, and the programs of all ranks."""
     args = get_args()
+    chosen = family(args.pipeline_schedule)
     method = VocabMethod(args.vocab_parallel_algorithm if args.vocab_parallel else VocabMethod.NONE)
+    shards = job.layer_shards.shards if job.layer_shards else None
+    interlaced = chosen.own_method is VocabMethod.INTERLACED
     return programs(
         args.pipeline_schedule,
         len(job.pipeline.groups.members),
         len(job.chunks),
         microbatches,
         method,
-        pass_costs(args, method),
+        costs_of(args, method, pipeline_placement(args), shards, interlaced),
         forward_only=not gradients,
         embeds_on_last_stage=shapes.mtp_depth > 0,
+        vocab_ranks=shards.holders if shards else None,
     )
 
 

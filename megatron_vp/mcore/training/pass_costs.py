@@ -30,7 +30,13 @@ class _Work(NamedTuple):
     attention: float
 
 
-def costs_of(args: argparse.Namespace, method: VocabMethod, placement: Placement, shards: VocabShards | None) -> Costs:
+def costs_of(
+    args: argparse.Namespace,
+    method: VocabMethod,
+    placement: Placement,
+    shards: VocabShards | None,
+    interlaced: bool = False,
+) -> Costs:
     """Costs in units of a mean rank's forward of one microbatch.
 
     Equal for all ranks where all stages hold the same layers and the vocabulary is whole or cut evenly; otherwise of
@@ -38,9 +44,10 @@ def costs_of(args: argparse.Namespace, method: VocabMethod, placement: Placement
 
     Args:
         args: Megatron's validated arguments.
-        method: of the vocabulary layers.
+        method: vocab-1 or vocab-2; without vocabulary passes it means nothing.
         placement: which virtual stage each chunk of each rank is.
         shards: of the vocabulary; None where its layers are whole.
+        interlaced: the vocabulary work of a microbatch is one pass V.
     """
     stages = layers_by_stage(args, placement)
     without_heads = layers_by_stage(argparse.Namespace(**vars(args) | {"mtp_num_layers": 0}), placement)
@@ -56,12 +63,15 @@ def costs_of(args: argparse.Namespace, method: VocabMethod, placement: Placement
         rows = [sum(shards.rows(rank * shards.tensor + place) for place in range(shards.tensor)) for rank in ranks]
         s, t = _output_work(args, method)
         holds = [rank in shards.holders for rank in ranks]
-        output = {
-            "S": tuple(s * each / unit for each in rows),
-            "T": tuple(t * each / unit for each in rows),
-            "IF": tuple(LOOK_UP * each for each in holds),
-            "IB": tuple(LOOK_UP * each for each in holds),
-        }
+        if interlaced:
+            output = {"V": tuple((s + t) * each / unit + 2 * LOOK_UP for each in rows)}
+        else:
+            output = {
+                "S": tuple(s * each / unit for each in rows),
+                "T": tuple(t * each / unit for each in rows),
+                "IF": tuple(LOOK_UP * each for each in holds),
+                "IB": tuple(LOOK_UP * each for each in holds),
+            }
     return StageCosts(
         F=tuple(max(sum(each) / unit, LOOK_UP) for each in work),
         B=tuple(max((each.projections + 2 * each.attention) / unit, LOOK_UP) for each in work),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from megatron_vp.schedule.costs import PassCosts
+from megatron_vp.schedule.costs import Costs
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.schedule.families import family
 from megatron_vp.schedule.instructions import Program
@@ -19,9 +19,10 @@ def programs(
     chunks: int,
     microbatches: int,
     method: VocabMethod,
-    costs: PassCosts,
+    costs: Costs,
     forward_only: bool,
     embeds_on_last_stage: bool,
+    vocab_ranks: tuple[int, ...] | None = None,
 ) -> tuple[Schedule, tuple[Program, ...]]:
     """The schedule of an iteration and the programs of all pipeline ranks.
 
@@ -32,10 +33,11 @@ def programs(
         costs: order the passes, and place communication between them.
         forward_only: an evaluation, which runs the forward passes in an order of its own.
         embeds_on_last_stage: see `lower`.
+        vocab_ranks: pipeline ranks with vocabulary rows; None: all.
     """
     chosen = family(name)
     make = chosen.evaluation if forward_only else chosen.schedule
-    schedule = expand_interlaced(make(pipeline_size, microbatches, chosen.method(method), chunks, costs))
+    schedule = expand_interlaced(make(pipeline_size, microbatches, chosen.method(method), chunks, costs, vocab_ranks))
     return schedule, lower(schedule, costs, embeds_on_last_stage)
 
 

@@ -1,0 +1,35 @@
+"""Vocabulary shards of any size against plain Megatron: every step's loss and every parameter's gradient, in fp32."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness.training import comparable_model, train
+from tests.mcore.case_parts import FP32
+from tests.mcore.comparison import assert_equal
+from tests.mcore.drawn_shards import BY_DEFAULT, CHOSEN, DRAWN, SCHEDULES, VOCABULARY
+
+CASES = [
+    *(pytest.param(case, id=str(case)) for case in BY_DEFAULT),
+    *(pytest.param(case, id=f"{case} #{number}", marks=pytest.mark.slow) for number, case in enumerate(CHOSEN + DRAWN)),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_step_equals_plain_megatron(case):
+    plain = train(case.ranks, comparable_model(**case.common))
+    ours = train(case.ranks, comparable_model(**case.common, **case.ours))
+    assert_equal(ours, plain, FP32)
+
+
+def test_what_is_drawn_covers_schedules_methods_and_ranks_without_rows():
+    assert {(case.schedule, case.method) for case in DRAWN} == {
+        (schedule, method) for schedule in SCHEDULES for method in ("vocab-1", "vocab-2")
+    }
+    for case in (*BY_DEFAULT, *CHOSEN, *DRAWN):
+        assert sum(case.rows) == VOCABULARY and case.ranks <= 8
+    without_rows = [case for case in DRAWN if 0 in case.rows]
+    assert len(without_rows) >= len(DRAWN) // 3
+    assert {0 in (case.rows[0], case.rows[-1]) for case in without_rows} == {False, True}
+    for name in ("tied", "tensor", "data"):
+        assert len({getattr(case, name) for case in without_rows}) == 2, name
