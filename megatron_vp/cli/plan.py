@@ -11,6 +11,7 @@ import typer
 from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, options_of
 from megatron_vp.cli.output import format_for, progress_bar, write
 from megatron_vp.cli.plan_check import Checked, choose_checked
+from megatron_vp.cli.plan_search import search_job
 from megatron_vp.cli.planning import (
     GIB,
     Format,
@@ -20,10 +21,12 @@ from megatron_vp.cli.planning import (
     NodesOption,
     OutputOption,
     Request,
+    read_cluster,
     read_request,
     rendered,
     seconds,
 )
+from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import files_and_flags
 from megatron_vp.jobs.settings import flags_of, yaml_of
 
@@ -54,6 +57,21 @@ def plan(
             "it by --pipeline-schedule FILE."
         ),
     ] = None,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search",
+            help="Also vary tensor, context, pipeline, expert and data parallelism, micro batch and recomputation, for "
+            "the GPUs of --nodes and the job's global batch; about a minute.",
+        ),
+    ] = False,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --search: leave this at what the job says; may be repeated. tensor, context, pipeline, expert, "
+            "micro-batch or recompute."
+        ),
+    ] = None,
 ) -> None:
     """Rank plain, redistributed and vocabulary-parallel runs of a job, over all schedules, without running any.
 
@@ -61,11 +79,20 @@ def plan(
 
     \b
     megatron-vp plan configs/llama3_8b.yaml --hardware h100 --nodes 4 --pipeline-model-parallel-size 16
+    megatron-vp plan configs/llama3_8b.yaml --hardware h100 --nodes 32 --search
     """
     from megatron_vp.cost.job_plan import plan_of
     from megatron_vp.cost.planner import plan as make_plan
 
     output_format = format_for(asked_format, output, Format)
+    if search:
+        if write_schedule is not None:
+            raise UserError("--write-schedule writes the schedule of one job: leave out --search, or plan its result")
+        asked = read_cluster(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
+        search_job(*asked, keep or (), output_format, output)
+        return
+    if keep:
+        raise UserError(f"--keep {keep[0]} has no effect without --search: add --search, or leave it out")
     request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
     with progress_bar() as bar:
         task = bar.add_task("predicting", total=None)

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from megatron_vp.cost.shapes import Plan
 
 
+UNCHECKED = "not checked: Megatron is not installed here; run megatron-vp check"
+"""What is said where training's own validation cannot be asked."""
+
+
 @dataclass(frozen=True)
 class Checked:
     """A choice among the plans that training would start, the plans that it would refuse, and what remains to say."""
@@ -36,11 +40,9 @@ def choose_checked(request: Request, evaluations: Sequence[Evaluation]) -> Check
 
     left = list(evaluations)
     refused: list[Infeasible] = []
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.training") is None:
-        return Checked(
-            choose(left, request.limit), [], "not checked: Megatron is not installed here; run megatron-vp check"
-        )
-    check = cache(lambda plan: _refusal(request, plan))
+    if not can_check():
+        return Checked(choose(left, request.limit), [], UNCHECKED)
+    check = cache(lambda plan: refusal(request, plan))
     while True:
         choice = choose(left, request.limit)
         note = None
@@ -66,7 +68,14 @@ def _plainest(evaluations: Sequence[Evaluation]) -> Evaluation:
     return min(evaluations, key=simplicity)
 
 
-def _refusal(request: Request, plan: Plan) -> str | None:
+def can_check() -> bool:
+    """Whether Megatron is installed here."""
+    return (
+        importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.training") is not None
+    )
+
+
+def refusal(request: Request, plan: Plan) -> str | None:
     """Why training would refuse the job with this plan; None where it would start."""
     from megatron_vp.cost.job_plan import settings_of
     from megatron_vp.mcore.start.preflight import refusal_of

@@ -155,8 +155,41 @@ def read_request(
     Raises UserError.
     """
     from megatron_vp.cost.fp8 import refuse_fp8
-    from megatron_vp.cost.hardware import find_hardware
     from megatron_vp.cost.job_sizes import job_of
+
+    config, machine, gpus, limit = _read(paths, flags, hardware, nodes, memory, commands_own)
+    job = job_of(config.values, gpus)
+    refuse_fp8(job, machine)
+    return Request(config, job, machine, limit)
+
+
+def read_cluster(
+    paths: Sequence[Path],
+    flags: Sequence[str],
+    hardware: str,
+    nodes: int | None,
+    memory: float | None,
+    commands_own: Sequence[str] = (),
+) -> tuple[JobConfig, Hardware, int, float]:
+    """A job whose parallel sizes are open, the hardware, its number of GPUs and the bytes that each may use.
+
+    Raises UserError.
+    """
+    config, machine, gpus, limit = _read(paths, flags, hardware, nodes, memory, commands_own)
+    if gpus is None:
+        raise UserError("--search needs to know the cluster: give --nodes")
+    return config, machine, gpus, limit
+
+
+def _read(
+    paths: Sequence[Path],
+    flags: Sequence[str],
+    hardware: str,
+    nodes: int | None,
+    memory: float | None,
+    commands_own: Sequence[str],
+) -> tuple[JobConfig, Hardware, int | None, float]:
+    from megatron_vp.cost.hardware import find_hardware
     from megatron_vp.jobs.job_config import read_sizes
 
     machine = find_hardware(hardware)
@@ -167,9 +200,8 @@ def read_request(
         )
     if nodes is not None and nodes > MOST_NODES:
         raise UserError(f"--nodes {nodes} is larger than any cluster; give at most {MOST_NODES}")
-    job = job_of(config.values, None if nodes is None else nodes * machine.gpus_per_node)
-    refuse_fp8(job, machine)
-    return Request(config, job, machine, machine.memory if memory is None else memory * GIB)
+    limit = machine.memory if memory is None else memory * GIB
+    return config, machine, None if nodes is None else nodes * machine.gpus_per_node, limit
 
 
 def seconds(value: float) -> str:

@@ -6,11 +6,14 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron_vp.cost.shapes import Recompute
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from megatron_vp.cost.planner import Evaluation
+    from megatron_vp.cost.search import Search
 
 GIB = 2**30
 LOSSES = {
@@ -80,6 +83,62 @@ def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
     memory.set_ylim(times.get_ylim())
     _limit(memory, limit)
     memory.set_xlabel("GiB at the peak; dotted: what a rank may take")
+    return _png(figure)
+
+
+PIPELINES = ("#4C78A8", "#F28E2B", "#59A14F", "#E15759", "#B07AA1", "#9C755F", "#EDC948", "#76B7B2")
+
+
+def search_chart(search: Search, limit: float, title: str) -> bytes:
+    """PNG: time against memory of every simulated run, coloured by its pipeline ranks, and the frontier as a line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    axes = figure.subplots()
+    figure.suptitle(title, fontsize=8, x=0.01, ha="left")
+    frontier = search.frontier(limit)
+    longest = max(1.05 * frontier[-1].seconds, 1.1 * frontier[0].seconds)
+    shown = [each for each in search.found if each.seconds <= longest]
+    ranks = sorted({search.variants[each.variant].job.pipeline for each in shown})
+    for place, count in enumerate(ranks):
+        own = [each for each in shown if search.variants[each.variant].job.pipeline == count]
+        axes.scatter(
+            [each.memory / GIB for each in own],
+            [each.seconds for each in own],
+            s=12,
+            color=PIPELINES[place % len(PIPELINES)],
+            label=f"{count} pipeline rank{'s' * (count > 1)}",
+        )
+    axes.plot(
+        [each.memory / GIB for each in frontier],
+        [each.seconds for each in frontier],
+        drawstyle="steps-post",
+        color="#555555",
+        linewidth=1,
+        label="frontier",
+        zorder=1,
+    )
+    for each in frontier:
+        job, plan = search.variants[each.variant].job, each.evaluation.candidate.plan
+        cut = "".join(
+            f" {size} {name}"
+            for size, name in ((job.tensor, "tensor"), (job.context, "context"), (job.expert, "expert"))
+            if size > 1
+        )
+        again = ", recomputed" if job.recompute is not Recompute.NONE else ""
+        axes.annotate(
+            f"{plan.schedule}, {each.evaluation.candidate.method},{cut or ' no tensor ranks'}{again}",
+            (each.memory / GIB, each.seconds),
+            xytext=(4, -7),
+            textcoords="offset points",
+            fontsize=5,
+        )
+    most = 1.2 * max(each.memory for each in shown) / GIB
+    if limit / GIB < most:
+        _limit(axes, limit)
+    axes.set_xlim(0, most)
+    axes.set_xlabel("GiB that the fullest rank needs; dotted: what a rank may use")
+    axes.set_ylabel("seconds per iteration")
     return _png(figure)
 
 

@@ -1,0 +1,227 @@
+"""`megatron-vp plan --search`: which parallel sizes to run a job with on a number of GPUs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_vp.cli.output import progress_bar, write
+from megatron_vp.cli.plan_check import UNCHECKED, can_check, refusal
+from megatron_vp.cli.planning import GIB, Format, Request, rendered, seconds
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.settings import flags_of, yaml_of
+
+if TYPE_CHECKING:
+    from megatron_vp.cost.hardware import Hardware
+    from megatron_vp.cost.search import Found, Search
+    from megatron_vp.jobs.job_config import JobConfig
+
+SHOWN = 12
+"""Runs of the frontier that the table shows at most; JSON and the picture have all."""
+
+MOST_REFUSED = 20
+"""Runs that training refuses, one after the other, until the job itself is to blame."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A search for a job on `gpus` GPUs of `hardware`, `limit` bytes each, and what is recommended of it."""
+
+    config: JobConfig
+    hardware: Hardware
+    gpus: int
+    limit: float
+    search: Search
+    chosen: Found
+    refused: Sequence[tuple[Found, str]]
+    """Faster or simpler runs that training would refuse, and why."""
+    note: str | None
+    """What remains to be said about that."""
+
+    def request(self, found: Found) -> Request:
+        """The question that `plan` without a search answers with this run."""
+        variant = self.search.variants[found.variant]
+        config = replace(self.config, values=self.config.values | variant.settings)
+        return Request(config, variant.job, self.hardware, self.limit)
+
+    def settings(self, found: Found) -> dict[str, object]:
+        """What to change in the configuration for this run."""
+        from megatron_vp.cost.job_plan import settings_of
+
+        request = self.request(found)
+        sizes = self.search.variants[found.variant].settings
+        changed = {name: value for name, value in sizes.items() if _changes(self.config.values.get(name), value)}
+        return changed | settings_of(request.config, found.evaluation.candidate.plan, request.job)
+
+    @property
+    def title(self) -> str:
+        """The question in a line."""
+        job = self.search.variants[0].job
+        batch = job.microbatches * job.micro_batch * job.data
+        return (
+            f"{self.gpus} x {self.hardware.title}: {self.search.count:,} ways to train with {batch} x {job.sequence} "
+            f"tokens per iteration, vocabulary {self.config.values.get('vocab_size') or job.model.vocab}"
+        )
+
+
+def _changes(own: object, value: object) -> bool:
+    return (own or None) != (value or None) and not (value == 1 and own is None)
+
+
+def search_job(
+    config: JobConfig,
+    hardware: Hardware,
+    gpus: int,
+    limit: float,
+    keep: Sequence[str],
+    output_format: Format,
+    output: Path | None,
+) -> None:
+    """Search, and write the answer. Raises UserError."""
+    from megatron_vp.cost.charts import search_chart
+    from megatron_vp.cost.search import DIMENSIONS, search, variants
+
+    for name in keep:
+        if name not in DIMENSIONS:
+            raise UserError(f"--keep {name} names nothing that a search varies; use {', '.join(DIMENSIONS)}")
+    tried = variants(config.values, gpus, hardware, keep)
+    with progress_bar() as bar:
+        tasks: dict[str, int] = {}
+
+        def progress(what: str, done: int, of: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=of)
+            bar.update(tasks[what], completed=done, total=of)
+
+        found = search(tried, hardware, limit, progress=progress)
+    answer = _chosen(config, hardware, gpus, limit, found)
+    match output_format:
+        case Format.TABLE:
+            content: str | bytes = _table(answer)
+        case Format.JSON:
+            content = json.dumps(_document(answer), indent=1) + "\n"
+        case Format.PNG:
+            content = search_chart(found, limit, answer.title)
+    write(content, output)
+
+
+def _chosen(config: JobConfig, hardware: Hardware, gpus: int, limit: float, found: Search) -> Answer:
+    """The simplest of the fastest runs that training would start."""
+    tied = found.tied(limit)
+    answer = Answer(config, hardware, gpus, limit, found, tied[0], (), None)
+    if not can_check():
+        return replace(answer, note=UNCHECKED)
+    refused: list[tuple[Found, str]] = []
+    for each in tied[:MOST_REFUSED]:
+        reason = refusal(answer.request(each), each.evaluation.candidate.plan)
+        if reason is None:
+            return replace(answer, chosen=each, refused=refused)
+        refused.append((each, reason))
+    return replace(answer, note=f"megatron-vp check refuses this job, whatever its parallel sizes: {refused[0][1]}")
+
+
+def _row(answer: Answer, found: Found) -> list[str]:
+    job, plan = answer.search.variants[found.variant].job, found.evaluation.candidate.plan
+    sizes = (job.tensor, job.context, job.pipeline, job.data, job.expert, job.micro_batch)
+    return [
+        *map(str, sizes),
+        job.recompute.value,
+        plan.schedule,
+        found.evaluation.candidate.method + (", balanced" if plan.vocab_rows else ""),
+        seconds(found.seconds),
+        f"{found.evaluation.tokens_per_second / answer.gpus:,.0f}",
+        f"{100 * found.evaluation.mfu:.1f}",
+        f"{found.memory / GIB:.1f}",
+    ]
+
+
+def _table(answer: Answer) -> str:
+    from rich.table import Table
+
+    table = Table()
+    for heading in ("tensor", "context", "pipeline", "data", "expert", "micro batch"):
+        table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
+    for heading in ("recompute", "schedule", "vocabulary"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("s / iteration", "tokens / s\nper GPU", "MFU %", "GiB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    frontier = answer.search.frontier(answer.limit)
+    shown = frontier if len(frontier) <= SHOWN else _thinned(frontier)
+    if answer.chosen not in shown:
+        shown = sorted([*shown, answer.chosen], key=lambda each: each.seconds)
+    for each in shown:
+        table.add_row(*_row(answer, each), style="bold" if each is answer.chosen else None)
+    settings = answer.settings(answer.chosen)
+    unset = [name for name, value in settings.items() if value is None or value is False]
+    lines = [answer.title, "The frontier: no other run is both faster and smaller.", rendered(table)]
+    lines += _counts(answer)
+    lines += answer.request(answer.chosen).notes
+    lines += [f"not possible: {', '.join(_row(answer, each)[:9])}: {reason}" for each, reason in answer.refused]
+    lines += [answer.note] if answer.note else []
+    lines += ["", "use: " + (flags_of(settings) or "the configuration as it is")]
+    lines += [f"and without {', '.join(unset)}, which a file must unset"] if unset else []
+    return "\n".join([*lines, "", yaml_of(settings)])
+
+
+def _thinned(frontier: list[Found]) -> list[Found]:
+    """SHOWN of them, both ends included."""
+    last = len(frontier) - 1
+    return [frontier[round(place * last / (SHOWN - 1))] for place in range(SHOWN)]
+
+
+def _counts(answer: Answer) -> list[str]:
+    from megatron_vp.cost.constants import ERROR_BAND
+
+    found, fastest = answer.search, answer.search.fitting(answer.limit)[0]
+    lines = [
+        f"{found.count:,} combinations: {len(found.found):,} simulated, {found.too_large:,} too large, "
+        f"{found.dominated:,} no better than a simulated one"
+        + (f", {found.untried:,} not tried for lack of time" if found.untried else "")
+    ]
+    if found.untried_seconds <= fastest.seconds:
+        lines.append(f"a run that was not tried could take as little as {seconds(found.untried_seconds)} s")
+    if answer.chosen is not fastest:
+        slower = answer.chosen.seconds / fastest.seconds - 1
+        lines.append(
+            f"the run in use below is {100 * slower:.1f} % slower than the fastest, within the "
+            f"{100 * ERROR_BAND['time']:.0f} % that a prediction may be off, and simpler"
+        )
+    return lines
+
+
+def _document(answer: Answer) -> dict[str, object]:
+    frontier = answer.search.frontier(answer.limit)
+
+    def entry(found: Found) -> dict[str, object]:
+        job, settings = answer.search.variants[found.variant].job, answer.settings(found)
+        return {
+            "tensor": job.tensor,
+            "context": job.context,
+            "pipeline": job.pipeline,
+            "data": job.data,
+            "expert": job.expert,
+            "micro_batch": job.micro_batch,
+            "recompute": job.recompute,
+            **found.evaluation.document(answer.limit),
+            "settings": settings,
+            "flags": flags_of(settings),
+        }
+
+    found = answer.search
+    return {
+        "hardware": answer.hardware.name,
+        "gpus": answer.gpus,
+        "limit_bytes": answer.limit,
+        "best": entry(answer.chosen),
+        "frontier": [entry(each) for each in frontier],
+        "combinations": found.count,
+        "simulated": len(found.found),
+        "too_large": found.too_large,
+        "dominated": found.dominated,
+        "untried": found.untried,
+        "check": answer.note,
+        "note": answer.request(answer.chosen).caveat,
+    }
