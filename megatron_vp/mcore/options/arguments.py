@@ -74,7 +74,7 @@ class _Parser(argparse.ArgumentParser):
         sys.argv[1:] = chosen + given
         parsed = super().parse_args(sys.argv[1:], namespace)
         check_parsed(parsed)
-        parsed._platform_flags = chosen
+        parsed._platform_flags, parsed._words = chosen, list(sys.argv[1:])
         if parsed.yaml_cfg is not None:
             raise UserError(f"--yaml-cfg {parsed.yaml_cfg} bypasses Megatron's checks: use --config FILE.yaml instead")
         return parsed

@@ -3,21 +3,51 @@
 from __future__ import annotations
 
 import argparse
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from megatron_vp.jobs.vocab_shards import ShardChoice
+import torch
+
+from megatron_vp.cost.balance import Shards, balanced
+from megatron_vp.cost.hardware import HARDWARE, Hardware
+from megatron_vp.cost.job_plan import plan_of, uncounted
+from megatron_vp.cost.job_sizes import job_of
+from megatron_vp.cost.measured_rows import read_run, refilled
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.job_config import SIZES, JobConfig, read_job_config
+from megatron_vp.jobs.layout_text import layers_in, layout_of
+from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
 from megatron_vp.mcore.choices import chosen_family
+from megatron_vp.mcore.platform import installed
+from megatron_vp.mcore.platform.flags import uses_cpu
+from megatron_vp.mcore.storage.checkpoint_check import cut_to_keep
 from megatron_vp.mcore.storage.dataset import padded_vocabulary
 from megatron_vp.schedule import VocabMethod
 from megatron_vp.shards import check_stage_rows
+
+UNKNOWN_GPU = "h100"
+"""What the cost model takes a GPU for that it has no figures of: relative times of passes differ little."""
 
 
 def resolve_rows(args: argparse.Namespace) -> None:
     """Set `args.vocab_rows`: rows by pipeline rank, the tensor ranks of a stage together; None for equal shards.
 
-    Every rank comes to the same rows, from the arguments alone. Call it before Megatron validates them. Raises
-    UserError.
+    Chosen rows may bring their layers along, where the arguments name no layout: then `args` get one. Every rank comes
+    to the same choice, from its arguments and the name of its GPU. Call it before Megatron validates the arguments.
+    Raises UserError.
     """
-    args.vocab_rows = ShardChoice.parse(args.vocab_shards).rows if args.vocab_parallel else None
+    args.vocab_rows, args._shards_said = None, None
+    choice = ShardChoice.parse(args.vocab_shards)
+    if not args.vocab_parallel or args.pipeline_model_parallel_size < 2 or choice.rule is ShardRule.EVEN:
+        return
+    if choice.rule is ShardRule.ROWS:
+        args.vocab_rows = choice.rows
+    elif choice.folder is not None:
+        _follow(args, choice.folder)
+    elif not needs_even_shards(args) and chosen_family(args).fixed is None:
+        _balance(args)
 
 
 def check_rows(args: argparse.Namespace) -> None:
@@ -36,7 +66,96 @@ def needs_even_shards(args: argparse.Namespace) -> bool:
 
 
 def describe_rows(args: argparse.Namespace) -> str | None:
-    """The rows in one line; None for equal shards."""
+    """The rows, and why these, in one line; None for equal shards that need no reason."""
+    said = args._shards_said
     if args.vocab_rows is None:
-        return None
-    return f"vocabulary rows by pipeline rank: {','.join(map(str, args.vocab_rows))} (--vocab-shards)"
+        return said and f"vocabulary rows by pipeline rank: {said}"
+    rows = ",".join(map(str, args.vocab_rows))
+    return f"vocabulary rows by pipeline rank: {rows} ({said or f'--vocab-shards {args.vocab_shards}'})"
+
+
+def _balance(args: argparse.Namespace) -> None:
+    """Take the rows, and where no layout is given the layers, that are predicted to be fastest.
+
+    A job of which the cost model does not know all sizes keeps equal shards.
+    """
+    kept = cut_to_keep(args)
+    if kept is not None:
+        args.vocab_rows, layout = kept
+        args._shards_said = "as in the checkpoint, whose optimizer state fits no others" if args.vocab_rows else None
+        _lay_out(args, layout)
+        return
+    try:
+        config = _job_config(args)
+        unknown = uncounted(config)
+        if unknown:
+            raise UserError(f"the cost model does not count {', '.join(unknown)}")
+        plan, job, hardware = plan_of(config), job_of(config.values, args.world_size), _hardware()
+        if args.pipeline_model_parallel_layout is None:
+            plan = replace(plan, layers=None)
+        found = balanced(job, plan, hardware, memory_limit=hardware.memory if hardware.is_gpu else None)
+    except UserError as error:
+        args._shards_said = f"equal, because --vocab-shards balanced cannot predict this job: {error}"
+        return
+    _take(args, found, f"predicted {found.gain:.3f} times as fast as equal ones on {hardware.name}")
+
+
+def _follow(args: argparse.Namespace, folder: Path) -> None:
+    """Take the rows, and the layers, that a run's pass times give. Raises UserError for a run of another cut."""
+    run = read_run(folder)
+    rows, vocab_size = run.cut.vocab_rows or (), padded_vocabulary(args)
+    found = len(rows), run.cut.tensor, sum(rows)
+    asked = args.pipeline_model_parallel_size, args.tensor_model_parallel_size, vocab_size or sum(rows)
+    for what, there, here in zip(("pipeline ranks", "tensor ranks", "vocabulary rows"), found, asked, strict=True):
+        if there != here:
+            raise UserError(
+                f"--vocab-shards measured:{folder} is of a run with {there} {what}, and this job has {here}: measure a "
+                "run of this job"
+            )
+    layout = args.pipeline_model_parallel_layout
+    if layout is not None and run.cut.layers is not None and layers_in(str(layout)) != run.cut.layers:
+        raise UserError(
+            f"--vocab-shards measured:{folder} is of a run with the layers {list(run.cut.layers)}, and "
+            f"--pipeline-model-parallel-layout has others: measure a run of this layout, or leave the layout out"
+        )
+    chosen = refilled(run.cut, run.seconds)
+    _take(args, chosen, f"--vocab-shards measured:{folder}: the busiest rank had {chosen.gain:.3f} times this work")
+
+
+def _take(args: argparse.Namespace, shards: Shards, why: str) -> None:
+    """Run with these rows, and with these layers where the arguments name none."""
+    args.vocab_rows = shards.rows
+    laid_out = shards.layers is not None and args.pipeline_model_parallel_layout is None
+    if laid_out:
+        _lay_out(args, layout_of(shards.layers))
+    layers = f"; layers by stage: {','.join(map(str, shards.layers))}" if laid_out else ""
+    if shards.rows is not None or laid_out:
+        args._shards_said = f"{'equal, ' if shards.rows is None else ''}{why}{layers}"
+
+
+def _lay_out(args: argparse.Namespace, layout: str | None) -> None:
+    """Give a job without a layout this one, which also says how many chunks a rank has."""
+    if layout is not None and args.pipeline_model_parallel_layout is None:
+        args.pipeline_model_parallel_layout = layout
+        args.num_virtual_stages_per_pipeline_rank = args.num_layers_per_virtual_pipeline_stage = None
+
+
+def _job_config(args: argparse.Namespace) -> JobConfig:
+    """The job in the words of all commands, with the sizes that a checkpoint may have replaced. Raises UserError."""
+    given = read_job_config([], args._words)
+    vocab_size = padded_vocabulary(args)
+    if vocab_size is None:
+        raise UserError("the vocabulary's size is not known before its tokenizer can be read")
+    sizes: dict[str, Any] = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    sizes["padded_vocab_size"] = vocab_size
+    return JobConfig(given.values | sizes, given.origins | dict.fromkeys(sizes, "the job's"))
+
+
+def _hardware() -> Hardware:
+    """What the cost model knows of this rank's device: by the GPU's name, or as of a usual GPU or CPU core."""
+    if uses_cpu([]):
+        return HARDWARE["cpu"]
+    if installed.of_nodes is not None:  # the job is checked for GPUs elsewhere
+        return HARDWARE[UNKNOWN_GPU]
+    words = re.split(r"[^a-z0-9]+", torch.cuda.get_device_name().lower())
+    return next((entry for name, entry in HARDWARE.items() if name in words), HARDWARE[UNKNOWN_GPU])

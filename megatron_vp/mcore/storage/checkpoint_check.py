@@ -62,6 +62,27 @@ def check_checkpoint(args: argparse.Namespace) -> None:
         check_optimizer(args, written_by, common, folder)
 
 
+def cut_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None, str | None] | None:
+    """The vocabulary rows and the layout of the run whose checkpoint these parsed arguments load, if they must stay.
+
+    They must where the optimizer state is in the distributed optimizer's default form, which fits only the cut that
+    wrote it. None where any other cut will do, and for a checkpoint that cannot be read, which is refused later.
+    """
+    fresh = args.no_load_optim or args.skip_train or args.dist_ckpt_optim_fully_reshardable
+    if fresh or not args.use_distributed_optimizer or args.load is None:
+        return None
+    try:
+        chosen = _chosen(args)
+        common = {} if chosen is None or chosen[1] or not chosen[0].is_dir() else _common_state(chosen[0])
+    except UserError:
+        return None
+    form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    written_by = common.get("args")
+    if form != "dp_reshardable" or written_by is None or not getattr(written_by, "vocab_parallel", False):
+        return None
+    return getattr(written_by, "vocab_rows", None), getattr(written_by, "pipeline_model_parallel_layout", None)
+
+
 def _chosen(args: argparse.Namespace) -> tuple[Path, bool] | None:
     """The directory of the iteration that Megatron will load, and whether to finetune; None where none is checked.
 
