@@ -48,6 +48,12 @@ def schedule(
     vocab: Annotated[
         str, typer.Option(help=f"Vocabulary passes: none, vocab-1 or vocab-2; {', '.join(OWN_METHODS)} has its own.")
     ] = "none",
+    vocab_ranks: Annotated[
+        str | None,
+        typer.Option(
+            help="Ranks with vocabulary rows, such as 0,2 (default: all). Other ranks run no vocabulary passes."
+        ),
+    ] = None,
     chunks: Annotated[int | None, typer.Option(help="Model chunks per rank, for interleaved (default 2).")] = None,
     cost: Annotated[
         str,
@@ -87,7 +93,13 @@ def schedule(
     costs = PassCosts.parse(cost)
     try:
         if source is not None:
-            given = {"NAME": name, "-p": pipeline_size, "-m": microbatches, "--chunks": chunks}
+            given = {
+                "NAME": name,
+                "-p": pipeline_size,
+                "-m": microbatches,
+                "--chunks": chunks,
+                "--vocab-ranks": vocab_ranks,
+            }
             clash = [option for option, value in given.items() if value is not None] + ["--vocab"] * (vocab != "none")
             if clash:
                 raise UserError(f"--from names a whole schedule; leave out {', '.join(clash)}")
@@ -98,7 +110,7 @@ def schedule(
         else:
             with progress_bar() as bar:
                 bar.add_task("generating and simulating", total=None)
-                found = _generate(name, pipeline_size, microbatches, vocab, chunks, costs)
+                found = _generate(name, pipeline_size, microbatches, vocab, vocab_ranks, chunks, costs)
                 timeline = simulate(forward_schedule(found, costs) if evaluation else found, costs)
     except ScheduleError as error:
         raise UserError(str(error).splitlines()[0]) from error
@@ -110,6 +122,7 @@ def _generate(
     pipeline_size: int | None,
     microbatches: int | None,
     vocab: str,
+    vocab_ranks: str | None,
     chunks: int | None,
     costs: PassCosts,
 ) -> Schedule:
@@ -117,7 +130,15 @@ def _generate(
 
     if name is None or pipeline_size is None or microbatches is None:
         raise UserError(f"give NAME (one of {', '.join(FAMILIES)}), -p RANKS and -m MICROBATCHES, or --from FILE")
-    return generate(name, pipeline_size, microbatches, vocab=vocab, chunks=chunks, costs=costs)
+    holders = None if vocab_ranks is None else _ranks(vocab_ranks)
+    return generate(name, pipeline_size, microbatches, vocab=vocab, chunks=chunks, costs=costs, vocab_ranks=holders)
+
+
+def _ranks(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--vocab-ranks {text!r} is not a list of ranks; give numbers such as 0,2") from None
 
 
 def _read(source: Path) -> Schedule:

@@ -97,6 +97,21 @@ def test_json_of_a_v_shaped_schedule_has_the_documented_content():
     assert len(document["metrics"]["peak_activation"]) == 4
 
 
+def test_only_the_ranks_that_are_asked_for_have_vocabulary_passes(tmp_path):
+    family = ["1f1b", "-p", "4", "-m", "5", "--vocab", "vocab-2", "--vocab-ranks", "1"]
+    assert run(*family).stdout.startswith("schedule 1f1b, vocabulary vocab-2 on rank 1: 4 ranks, ")
+    programs = json.loads(run(*family, "--format", "programs").stdout)["programs"]
+    for rank, program in enumerate(programs):
+        assert any(each.get("pass") == "S" for each in program) == (rank == 1)
+        members = [each["members"] for each in program if each.get("lane") == "collectives"]
+        assert all(each == [0, 1, 3] for each in members) and bool(members) == (rank != 2)
+    path = tmp_path / "schedule.csv"
+    assert run(*family, "--format", "csv", "-o", path).exit_code == 0
+    assert json.loads(run("--from", path, "--format", "programs").stdout)["programs"] == programs
+    evaluated = json.loads(run(*family, "--evaluation", "--format", "json").stdout)
+    assert [{e["pass"] for e in order} for order in evaluated["ranks"]] == [{"F"}, {"IF", "F", "S"}, {"F"}, {"F"}]
+
+
 def test_pictures_are_pictures(tmp_path):
     svg, png = tmp_path / "s.svg", tmp_path / "s.png"
     assert run(*FAMILY, "--format", "svg", "-o", svg).exit_code == 0
@@ -167,6 +182,10 @@ def test_perfetto_trace_has_collectives_on_every_rank_and_each_link_on_its_sende
         (["--from", "no such file"], "cannot read"),
         (["1f1b", "--from", "file"], "leave out NAME"),
         (["--from", "file", "--vocab", "vocab-1"], "leave out --vocab"),
+        (["--from", "file", "--vocab-ranks", "0"], "leave out --vocab-ranks"),
+        ([*FAMILY, "--vocab-ranks", "0,x"], "--vocab-ranks '0,x' is not a list of ranks"),
+        ([*FAMILY, "--vocab-ranks", "0,3"], "ranks 0, 3: give at least one of the ranks 0 to 2"),
+        (["zb-v", "-p", 3, "-m", 4, "--vocab-ranks", "0"], "do not go with schedule zb-v, vocab method none"),
     ],
 )
 def test_bad_input_is_one_line(arguments, words):
