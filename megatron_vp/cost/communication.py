@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,13 +14,19 @@ from megatron_vp.schedule import Channel, CollectiveKind, Placement, VocabMethod
 LINK_SHARE = 0.7
 """Share of the nominal NVLink bandwidth that NCCL reaches with messages of some ten megabytes."""
 
-LATENCY = 8e-6
-"""Seconds of a message, and of each step of a ring."""
+LATENCY, NETWORK_LATENCY = 2e-6, 12e-6
+"""Seconds that each hop of a message or collective takes besides its bytes, inside a node and between nodes. NCCL's own
+tuning tables assume 0.6 to 3.4 and 2.7 to 14 microseconds, depending on the protocol.
+"""
 
 
 @dataclass(frozen=True)
 class CommunicationModel:
-    """Times in seconds on the machines of `job`: pipeline ranks lie outermost, as in Megatron, a node after another."""
+    """Times in seconds on the machines of `job`: pipeline ranks lie outermost, as in Megatron, a node after another.
+
+    A collective's `nodes` are those that its members are on. Between nodes each of them has one GPU's network
+    bandwidth, whatever the number of members on it.
+    """
 
     job: Job
     hardware: Hardware
@@ -37,17 +44,31 @@ class CommunicationModel:
 
     def message(self, source: int, target: int, count: float) -> float:
         """`count` bytes from one pipeline rank to another."""
-        return LATENCY + count / self.bandwidth(self.node(source) == self.node(target))
+        near = self.node(source) == self.node(target)
+        return (LATENCY if near else NETWORK_LATENCY) + count / self.bandwidth(near)
 
-    def broadcast(self, count: float, ranks: int, within_a_node: bool) -> float:
+    def nodes(self, gpus: int) -> int:
+        """Nodes that so many neighbouring GPUs are on."""
+        return math.ceil(gpus / self.hardware.gpus_per_node)
+
+    def hops(self, ranks: int, nodes: int) -> float:
+        """Latency of one way round a ring of `ranks` on `nodes`, whose links cross from node to node once per node."""
+        crossings = min(ranks, nodes) if nodes > 1 else 0
+        return LATENCY * (ranks - crossings) + NETWORK_LATENCY * crossings
+
+    def broadcast(self, count: float, ranks: int, nodes: int) -> float:
         """`count` bytes from one rank to `ranks`, pipelined along a chain; a reduction to one rank takes the same."""
-        return LATENCY * ranks + count / self.bandwidth(within_a_node) if ranks > 1 else 0.0
+        return self.hops(ranks, nodes) + count / self.bandwidth(nodes == 1) if ranks > 1 else 0.0
 
-    def all_reduce(self, count: float, ranks: int, within_a_node: bool) -> float:
-        """Sum of `count` bytes over a ring of `ranks`."""
+    def all_reduce(self, count: float, ranks: int, nodes: int) -> float:
+        """Sum of `count` bytes over `ranks`: a ring inside one node; between nodes a ring of the nodes, each of which
+        sums its own ranks' bytes over its links meanwhile.
+        """
         if ranks == 1:
             return 0.0
-        return 2 * (LATENCY * ranks + count * (ranks - 1) / ranks / self.bandwidth(within_a_node))
+        members = ranks if nodes == 1 else min(ranks, nodes)
+        moved = count * (members - 1) / members
+        return 2 * (self.hops(ranks, nodes) + moved / self.bandwidth(nodes == 1))
 
     @property
     def whole_hidden_bytes(self) -> float:
@@ -62,17 +83,16 @@ class CommunicationModel:
     @property
     def tensor_sum(self) -> float:
         """Hidden states summed over the tensor ranks of a stage; with sequence parallelism scattered and gathered."""
-        near = self.job.tensor * self.job.context <= self.hardware.gpus_per_node
-        return self.all_reduce(self.whole_hidden_bytes, self.job.tensor, near)
+        return self.all_reduce(self.whole_hidden_bytes, self.job.tensor, self.nodes(self.job.tensor * self.job.context))
 
     @property
-    def pipeline_in_a_node(self) -> bool:
-        """Whether all pipeline ranks share a node."""
-        return self.share_a_node(range(self.job.pipeline))
+    def pipeline_nodes(self) -> int:
+        """Nodes of the pipeline ranks."""
+        return self.nodes_of(range(self.job.pipeline))
 
-    def share_a_node(self, ranks: Sequence[int]) -> bool:
-        """Whether all these pipeline ranks do."""
-        return self.node(min(ranks)) == self.node(max(ranks))
+    def nodes_of(self, ranks: Sequence[int]) -> int:
+        """Nodes on which these pipeline ranks are."""
+        return len({self.node(rank) for rank in ranks})
 
     def messages(self, placement: Placement) -> dict[tuple[int, int, Channel], float]:
         """Every message between neighbouring stages."""
@@ -91,11 +111,11 @@ class CommunicationModel:
         pipelines side by side those that its own shards hold.
         """
         members = members or range(self.job.pipeline)
-        p, near = len(members), self.share_a_node(members)
-        hidden, whole = self.broadcast(self.hidden_bytes, p, near), self.tensor_sum
+        p, nodes = len(members), self.nodes_of(members)
+        hidden, whole = self.broadcast(self.hidden_bytes, p, nodes), self.tensor_sum
         gathered, summed = (whole / 2, whole / 2) if self.job.sequence_parallel else (0.0, whole)
-        rows = self.broadcast(self.whole_hidden_bytes / self.job.tensor, p, near)
-        statistics = self.all_reduce(3 * 4 * self.job.tokens, p, near)
+        rows = self.broadcast(self.whole_hidden_bytes / self.job.tensor, p, nodes)
+        statistics = self.all_reduce(3 * 4 * self.job.tokens, p, nodes)
         return {
             CollectiveKind.EMBED: rows + whole,
             CollectiveKind.C0: hidden + gathered,
@@ -106,9 +126,9 @@ class CommunicationModel:
 
     def synchronous_vocabulary(self) -> float:
         """What V waits for: the all-reduces of the embedding, the input gradient and the statistics."""
-        p, near = self.job.pipeline, self.pipeline_in_a_node
-        sums = 2 * (self.all_reduce(self.hidden_bytes, p, near) + self.tensor_sum)
-        return sums + self.all_reduce(3 * 4 * self.job.tokens, p, near)
+        p, nodes = self.job.pipeline, self.pipeline_nodes
+        sums = 2 * (self.all_reduce(self.hidden_bytes, p, nodes) + self.tensor_sum)
+        return sums + self.all_reduce(3 * 4 * self.job.tokens, p, nodes)
 
     def layer_traffic(self) -> float:
         """What one layer's forward waits for: sums over the tensor ranks, and tokens to and from their experts.
@@ -118,16 +138,16 @@ class CommunicationModel:
         job, sums = self.job, 2 * self.tensor_sum
         if job.expert == 1:
             return sums
-        near = job.tensor * job.context * job.expert <= self.hardware.gpus_per_node
+        nodes = self.nodes(job.tensor * job.context * job.expert)
         moved = self.whole_hidden_bytes * job.model.mlps_per_token * (job.expert - 1) / job.expert / job.tensor
-        return sums + 2 * (LATENCY * job.expert + moved / self.bandwidth(near))
+        return sums + 2 * (self.hops(job.expert, nodes) + moved / self.bandwidth(nodes == 1))
 
     def gradient_sync(self, shared: float, experts: float) -> float:
         """Gradients summed over the replicas, once an iteration, behind no computation.
 
         Of a rank's parameters all replicas have the `shared` ones, and one in `job.expert` those of its experts.
         """
-        near = self.job.gpus_per_stage <= self.hardware.gpus_per_node
+        nodes = self.nodes(self.job.gpus_per_stage)
         width, replicas = 4 if self.job.wide_gradients else self.job.element_bytes, self.job.data * self.job.context
-        of_experts = self.all_reduce(width * experts, replicas // self.job.expert, near) if experts else 0.0
-        return self.all_reduce(width * shared, replicas, near) + of_experts
+        of_experts = self.all_reduce(width * experts, replicas // self.job.expert, nodes) if experts else 0.0
+        return self.all_reduce(width * shared, replicas, nodes) + of_experts

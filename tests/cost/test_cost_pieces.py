@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vp.cost.communication import LATENCY, CommunicationModel
+from megatron_vp.cost.communication import LATENCY, NETWORK_LATENCY, CommunicationModel
 from megatron_vp.cost.constants import CALIBRATED
 from megatron_vp.cost.flops import Matrix, layer_flops, layer_weights, model_flops
 from megatron_vp.cost.hardware import HARDWARE, find_hardware
@@ -171,10 +171,13 @@ def test_pipelines_side_by_side_share_the_words_and_wait_for_their_tensor_ranks(
         CommunicationModel(job(pipeline=16), A100, CALIBRATED),
     )
     method = VocabMethod.VOCAB_1
-    rows = [each.collectives(method)[CollectiveKind.EMBED_GRAD] - 16 * LATENCY for each in (communication, pipelines)]
+    rows = [
+        each.collectives(method)[CollectiveKind.EMBED_GRAD] - each.hops(16, nodes)
+        for each, nodes in ((communication, 16), (pipelines, 2))
+    ]
     assert rows[0] == pytest.approx(rows[1] / 8)
     # X is gathered from the tensor ranks of a stage and its gradient scattered: together a sum over them.
-    took, messages = communication.collectives(method), communication.broadcast(communication.hidden_bytes, 16, False)
+    took, messages = communication.collectives(method), communication.broadcast(communication.hidden_bytes, 16, 16)
     extra = [took[kind] - messages for kind in (CollectiveKind.C0, CollectiveKind.C2)]
     assert (
         extra == pytest.approx([communication.tensor_sum / 2] * 2)
@@ -187,7 +190,7 @@ def test_pipelines_side_by_side_share_the_words_and_wait_for_their_tensor_ranks(
 
 def test_a_ring_moves_all_but_an_own_part_twice_and_experts_exchange_what_is_not_theirs():
     communication = CommunicationModel(job(), A100, CALIBRATED)
-    took = communication.all_reduce(8e9, 4, within_a_node=True)
+    took = communication.all_reduce(8e9, 4, nodes=1)
     assert took == pytest.approx(2 * (4 * LATENCY + 6e9 / communication.bandwidth(True)))
     spread = CommunicationModel(job(gpt(experts=8, experts_per_token=2), data=4, expert=4), A100, CALIBRATED)
     # Tokens go to two experts each and come back; three of four experts are on other ranks.
@@ -199,7 +202,7 @@ def test_messages_take_the_wires_between_their_ranks():
     # Four GPUs a stage: ranks 0 and 1 share a node of eight, rank 2 is on the next.
     communication = CommunicationModel(job(pipeline=3, tensor=4, sequence_parallel=True), A100, CALIBRATED)
     count = 2 * 2048 * 3072 / 4
-    near, far = LATENCY + count / (0.7 * 300e9), LATENCY + count / (25e9 * CALIBRATED.network)
+    near, far = LATENCY + count / (0.7 * 300e9), NETWORK_LATENCY + count / (25e9 * CALIBRATED.network)
     forward, back = Channel.ACTIVATION, Channel.GRADIENT
     assert communication.messages(Placement.linear(3)) == pytest.approx(
         {(0, 1, forward): near, (1, 0, back): near, (1, 2, forward): far, (2, 1, back): far}
@@ -213,18 +216,34 @@ def test_messages_take_the_wires_between_their_ranks():
     }
 
 
+def test_a_collective_between_nodes_crosses_the_network_once_per_node():
+    communication = CommunicationModel(job(pipeline=32), A100, CALIBRATED)
+    assert communication.pipeline_nodes == 4
+    assert communication.hops(32, 4) == pytest.approx(28 * LATENCY + 4 * NETWORK_LATENCY)
+    assert communication.hops(8, 1) == pytest.approx(8 * LATENCY)
+    network = 25e9 * CALIBRATED.network
+    # Each of k nodes sends (k - 1) / k of the bytes on and as many back, whatever the number of its ranks.
+    for ranks, nodes, share in ((16, 2, 1 / 2), (24, 3, 2 / 3), (32, 4, 3 / 4), (4, 4, 3 / 4), (2, 4, 1 / 2)):
+        took = communication.all_reduce(8e9, ranks, nodes)
+        assert took == pytest.approx(2 * (communication.hops(ranks, nodes) + share * 8e9 / network))
+        assert communication.broadcast(8e9, ranks, nodes) == pytest.approx(
+            communication.hops(ranks, nodes) + 8e9 / network
+        )
+    assert communication.hops(2, 4) == pytest.approx(2 * NETWORK_LATENCY)
+
+
 def test_what_stays_in_a_node_takes_its_links():
     one, two = (CommunicationModel(job(pipeline=p), A100, CALIBRATED) for p in (8, 9))
-    assert one.pipeline_in_a_node and not two.pipeline_in_a_node
-    assert one.collectives(VocabMethod.VOCAB_1)[CollectiveKind.C1] == one.all_reduce(3 * 4 * 2048, 8, True)
+    assert (one.pipeline_nodes, two.pipeline_nodes) == (1, 2)
+    assert one.collectives(VocabMethod.VOCAB_1)[CollectiveKind.C1] == one.all_reduce(3 * 4 * 2048, 8, nodes=1)
     node = CommunicationModel(job(tensor=8), A100, CALIBRATED)
-    assert node.tensor_sum == node.all_reduce(2 * 2048 * 3072, 8, True)
+    assert node.tensor_sum == node.all_reduce(2 * 2048 * 3072, 8, nodes=1)
     assert node.layer_traffic() == 2 * node.tensor_sum
     wider = CommunicationModel(job(tensor=8, context=2), A100, CALIBRATED)
-    assert wider.tensor_sum == wider.all_reduce(2 * 1024 * 3072, 8, False)
+    assert wider.tensor_sum == wider.all_reduce(2 * 1024 * 3072, 8, nodes=2)
     experts = CommunicationModel(job(gpt(experts=8, experts_per_token=2), tensor=4, data=4, expert=4), A100, CALIBRATED)
     moved = 2 * experts.whole_hidden_bytes * 3 / 4 / 4
-    exchange = 2 * (4 * LATENCY + moved / experts.bandwidth(False))
+    exchange = 2 * (experts.hops(4, 2) + moved / experts.bandwidth(False))
     assert experts.layer_traffic() == pytest.approx(2 * experts.tensor_sum + exchange)
 
 
@@ -232,7 +251,7 @@ def test_replicas_sum_what_they_share():
     # Each expert is on two of the four replicas of a stage, which are four of a node's GPUs.
     sizes = {"data": 2, "context": 2, "expert": 2}
     communication = CommunicationModel(job(gpt(experts=8, experts_per_token=2), **sizes), A100, CALIBRATED)
-    expected = communication.all_reduce(4 * 1e9, 4, True) + communication.all_reduce(4 * 3e8, 2, True)
+    expected = communication.all_reduce(4 * 1e9, 4, nodes=1) + communication.all_reduce(4 * 3e8, 2, nodes=1)
     assert communication.gradient_sync(1e9, 3e8) == pytest.approx(expected)
     narrow = CommunicationModel(replace(communication.job, wide_gradients=False), A100, CALIBRATED)
-    assert narrow.gradient_sync(1e9, 0) == pytest.approx(communication.all_reduce(2 * 1e9, 4, True))
+    assert narrow.gradient_sync(1e9, 0) == pytest.approx(communication.all_reduce(2 * 1e9, 4, nodes=1))
