@@ -1,0 +1,118 @@
+"""Orders for ranks whose work differs: the busiest rank sets the pace, and fill and drain cost one microbatch's way."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_vp.schedule import FAMILIES, PassCosts, StageCosts, generate, simulate
+
+SHARDED = ["vocab-1", "vocab-2"]
+
+
+def costs_of(name, method, layers, rows, chunks=None):
+    """Costs in units of a layer: `layers[r]` layers and `rows[r]` layers' worth of vocabulary rows on rank r.
+
+    The layers of a rank are spread over its chunks. IF and IB take 0.01 on ranks with rows.
+    """
+    p, chunks = len(layers), FAMILIES[name].chunks_of(chunks)
+    placement = FAMILIES[name].placement_of(p, chunks if FAMILIES[name].chunks is None else None)
+    share = 1 / 3 if method == "vocab-1" else 2 / 3
+    stages = [layers[placement.rank_of(stage)] / chunks / 3 for stage in range(p * chunks)]
+    rest = [0.01 if each else 0.0 for each in rows]
+    output = ([share * each for each in rows], [(1 - share) * each for each in rows])
+    return StageCosts(*[tuple(each) for each in (stages, stages, stages, *output, rest, rest)])
+
+
+def made(name, method, m, costs, layers):
+    holders = [rank for rank, each in enumerate(costs.S) if each]
+    return generate(name, len(layers), m, vocab=method, costs=costs, vocab_ranks=holders)
+
+
+def fill_and_drain(schedule, costs, busiest):
+    """The longest way of one microbatch through all passes, less what the busiest rank computes of it in its chunks.
+
+    The first microbatch goes through the stages before the busiest rank begins, the last one back after it has ended.
+    With vocab-1 B of the last stage also waits for a T, and behind the second barrier for a forward that has begun.
+    """
+    way = sum(costs.F) + sum(costs.B) + sum(costs.W) + max(costs.IF) + max(costs.S) + max(costs.IB)
+    if schedule.vocab == "vocab-1":
+        way += max(costs.T) + max(costs.F)
+    return way - sum(costs.F[s] + costs.B[s] + costs.W[s] for s in schedule.placement.stage_of[busiest])
+
+
+@st.composite
+def drawn(draw, name, most_ranks=8, most_microbatches=24):
+    p, m = draw(st.integers(2, most_ranks)), draw(st.integers(1, most_microbatches))
+    method = draw(st.sampled_from(SHARDED))
+    layers = draw(st.lists(st.integers(1, 6), min_size=p, max_size=p))
+    rows = draw(st.lists(st.just(0.0) | st.floats(0.1, 6), min_size=p, max_size=p).filter(any))
+    return method, m, layers, costs_of(name, method, layers, rows)
+
+
+def assert_paced_by_the_busiest_rank(name, job):
+    method, m, layers, costs = job
+    schedule = made(name, method, m, costs, layers)
+    timeline = simulate(schedule, costs)
+    most = max(timeline.busy)
+    fill = fill_and_drain(schedule, costs, timeline.busy.index(most))
+    assert timeline.makespan <= most + fill + 1e-9, (timeline.makespan - fill) / most
+
+
+@settings(max_examples=100, deadline=None)
+@given(drawn("1f1b"))
+def test_the_busiest_rank_sets_the_pace_of_1f1b(job):
+    assert_paced_by_the_busiest_rank("1f1b", job)
+
+
+@st.composite
+def filled(draw, name, most_ranks=8):
+    """Layers that differ by up to two, and rows that fill the ranks which hold some up to one level."""
+    p, m = draw(st.integers(2, most_ranks)), draw(st.integers(1, 40))
+    method, level = draw(st.sampled_from(SHARDED)), draw(st.integers(3, 6))
+    missing = draw(st.lists(st.integers(0, 2), min_size=p, max_size=p).filter(any))
+    above = draw(st.floats(0, 0.9))
+    rows = [each + above if each else draw(st.sampled_from([0.0, above])) for each in missing]
+    layers = [level - each for each in missing]
+    return method, m, layers, costs_of(name, method, layers, rows)
+
+
+PACED = [name for name, family in FAMILIES.items() if family.block and name != "interleaved"]
+"""Families whose steady state has no bubbles at such costs."""
+
+
+@pytest.mark.parametrize("name", PACED)
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_ranks_filled_up_to_one_level_keep_its_pace(name, data):
+    assert_paced_by_the_busiest_rank(name, data.draw(filled(name)))
+
+
+LAYERS, ROWS = [3, 4, 4, 3, 3, 4, 3, 4], [1.2, 0.2, 0.2, 1.2, 1.2, 0.0, 1.2, 0.2]
+
+
+@pytest.mark.parametrize(("name", "pace"), [("interleaved", 1.05), ("1f1b", 1.001), ("zb-v", 1.001)])
+@pytest.mark.parametrize("method", SHARDED)
+def test_bursts_of_the_output_layer_cost_interleaved_some_percent_where_ranks_differ(name, method, pace):
+    costs = costs_of(name, method, LAYERS, ROWS)
+    few, many = (simulate(made(name, method, m, costs, LAYERS), costs) for m in (32, 64))
+    assert (many.makespan - few.makespan) / (max(many.busy) - max(few.busy)) <= pace
+
+
+@pytest.mark.parametrize("name", ["v-half", "zb-v", "interleaved"])
+@pytest.mark.parametrize("method", SHARDED)
+def test_an_order_for_each_rank_s_costs_is_shorter_than_one_for_their_means(name, method):
+    costs = costs_of(name, method, LAYERS, ROWS)
+    own = simulate(made(name, method, 32, costs, LAYERS), costs).makespan
+    holders = [rank for rank, rows in enumerate(ROWS) if rows]
+    means = generate(name, 8, 32, vocab=method, costs=costs.nominal(8), vocab_ranks=holders)
+    assert own < 0.99 * simulate(means, costs).makespan
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.block])
+@pytest.mark.parametrize("method", ["none", *SHARDED])
+def test_costs_that_are_alike_everywhere_give_the_order_of_pass_costs(name, method):
+    costs, p = PassCosts(F=1, B=2, W=0.5, S=0.25, T=0.5, IF=0.125, IB=0.125), 4
+    chunks = FAMILIES[name].chunks_of(None)
+    by_stage = [(each / chunks,) * (p * chunks) for each in (costs.F, costs.B, costs.W)]
+    alike = StageCosts(*by_stage, *[(each,) * p for each in (costs.S, costs.T, costs.IF, costs.IB)])
+    assert generate(name, p, 9, vocab=method, costs=alike) == generate(name, p, 9, vocab=method, costs=costs)
