@@ -95,6 +95,15 @@ def test_whole_backwards_among_split_ones_are_predicted():
         assert figures(traces).predicted == pytest.approx(timeline.makespan)
 
 
+def test_ranks_without_vocabulary_rows_are_predicted():
+    timeline, traces = recorded(schedule=generate("1f1b", 4, 5, vocab="vocab-1", costs=COSTS, vocab_ranks=(1, 3)))
+    found = figures(traces)
+    assert found.predicted == pytest.approx(timeline.makespan)
+    assert [rank.vocabulary for rank in found.ranks] == pytest.approx([0, 5 * 2.5, 0, 5 * 2.5])
+    assert [*found.costs.S, *found.costs.IB] == pytest.approx([0, 1, 0, 1, 0, 0.25, 0, 0.25])
+    assert ran(traces, 4).vocab_ranks == (1, 3)
+
+
 def test_a_stall_shows_as_measured_over_predicted():
     timeline, traces = recorded()
     late = [s if s.name != "IB3" else replace(s, start=s.start + 50, end=s.end + 50) for s in traces[0].spans]
