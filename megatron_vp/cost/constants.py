@@ -13,9 +13,9 @@ class Constants:
     attention_forward, attention_backward: share that the attention kernels reach, counting the causal half.
     newer_attention: how many times faster attention is in the code base of the V-Half runs.
     bandwidth: share of the memory bandwidth that streaming kernels reach.
-    layer_bytes: bytes that a layer's forward moves beside its products, a token and hidden unit; the backward twice.
-    score_bytes: bytes that S and T of vocab-1 together move a logit.
-    gap: seconds that a pass takes beside its work: launches, and handing over.
+    layer_bytes: bytes that a layer's forward moves outside its products, per token and hidden unit; the backward twice.
+    score_bytes: bytes per logit that S and T of vocab-1 move together.
+    gap: seconds that a pass takes in addition to its work: launches, and handing over.
     speed_spread: standard deviation of the time that ranks take for the same work, as a part of it.
     idle_boost: how much less a pass takes on a rank that idles a lot, whose clock is not throttled.
     network: share of one GPU's network bandwidth that messages and collectives between nodes reach.

@@ -46,7 +46,7 @@ def cell_arguments(cell: Cell) -> list[str]:
 
 
 def write_lists(folder: Path, cells: Iterable[Cell]) -> dict[int, tuple[Path, int]]:
-    """Write FOLDER/N_gpus.tsv for every number of GPUs N: a header, then a cell's name and arguments a line.
+    """Write FOLDER/N_gpus.tsv for every number of GPUs N: a header, then one line per cell with its name and arguments.
 
     Returns path and number of cells by number of GPUs.
     """

@@ -1,4 +1,4 @@
-"""The paper's curves and ours: MFU and memory over the vocabulary, one panel a setup."""
+"""The paper's curves and ours: MFU and memory over the vocabulary, one panel per setup."""
 
 from __future__ import annotations
 

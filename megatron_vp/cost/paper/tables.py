@@ -1,4 +1,4 @@
-"""The paper's tables, predicted, with published values beside them: rows, errors, CSV."""
+"""The paper's tables, predicted and compared with published values: rows, errors, CSV."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def other_layout_rows(rows: Iterable[Row], worse_than: float = 5.0) -> list[Row]
 
 
 def to_csv(rows: Iterable[Row]) -> str:
-    """One line a cell; what was not published, or cannot be compared, is empty."""
+    """One line per cell; what was not published, or cannot be compared, is empty."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)

@@ -1,4 +1,4 @@
-"""The paper's tables as text, one block a setup."""
+"""The paper's tables as text, one block per setup."""
 
 from __future__ import annotations
 
