@@ -76,7 +76,7 @@ READ = {
             *("untie_embeddings_and_output_weights", "use_grouped_gemm_for_shared_expert", "use_megatron_fsdp"),
             *("use_ring_exchange_p2p", "use_torch_fsdp2", "use_transformer_engine_op_fuser"),
             *("validation_set_names", "virtual_pipeline_model_parallel_size", "vocab_size", "weight_decay"),
-            *("window_size", "yaml_cfg"),
+            *("window_size", "world_size", "yaml_cfg"),
             *("data_parallel_size", "fim_data", "per_dataset_sequences_path", "rampup_batch_size"),
         ),
     ),
@@ -112,7 +112,8 @@ READ = {
         (
             *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "async_save"),
             *("async_strategy", "ckpt_step", "data_args_path", "decoder_first_pipeline_num_layers"),
-            *("decoder_last_pipeline_num_layers", "decoupled_lr", "decoupled_min_lr", "end_weight_decay"),
+            *("decoder_last_pipeline_num_layers", "decoupled_lr", "decoupled_min_lr"),
+            *("dist_ckpt_optim_fully_reshardable", "end_weight_decay"),
             *("exit_on_missing_checkpoint", "expert_model_parallel_size", "finetune", "global_batch_size"),
             *("hybrid_layer_pattern", "load", "lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_style"),
             *("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples", "min_lr", "mock_data", "no_load_optim"),

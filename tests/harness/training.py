@@ -61,6 +61,7 @@ def tiny_model(**changes: object) -> list[str]:
     """Arguments of a tiny GPT on mock data: 4 layers, h 32, s 16, V 512, fp32, no dropout, 3 steps of 4 microbatches.
 
     `changes` are long argument names with underscores: a value replaces, True is a bare flag, None or False leaves out.
+    With `vocab_parallel` shards are even unless `vocab_shards` says otherwise.
     """
     arguments: dict[str, object] = {
         "num_layers": 4,
@@ -85,6 +86,7 @@ def tiny_model(**changes: object) -> list[str]:
         "hidden_dropout": 0,
         "untie_embeddings_and_output_weights": True,
         "distributed_timeout_minutes": 1,
+        "vocab_shards": "even" if changes.get("vocab_parallel") else None,
         **changes,
     }
     words = []

@@ -50,7 +50,7 @@ class Layout:
         if algorithm:
             options["pipeline_schedule"] = schedule
         if algorithm not in ("", "none"):
-            options |= {"vocab_parallel": True, "vocab_parallel_algorithm": algorithm, "vocab_shards": rows}
+            options |= {"vocab_parallel": True, "vocab_parallel_algorithm": algorithm, "vocab_shards": rows or "even"}
         if schedule == "interleaved":
             options["num_virtual_stages_per_pipeline_rank"] = 2
         chunks = 2 if schedule in _TWO_CHUNKS else 1

@@ -41,6 +41,11 @@ def start_apart(rank, _world_size, arguments):
             "pipeline_schedule is 1f1b on rank 0, zb-h1 on rank 1",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            {"vocab_shards": "300,212"},
+            "vocab_rows is None on rank 0, (300, 212) on rank 1",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_ranks_of_different_jobs_end_with_one_line_each(changes, said):
@@ -56,6 +61,7 @@ def test_places_of_files_may_differ_and_versions_may_not():
     here = facts({"rank": 0, "lr": 0.1, "save": "/a"})
     there = facts({"rank": 1, "lr": 0.1, "save": "/b"})
     assert here == there
+    assert facts({"vocab_rows": (300, 212)}) != facts({"vocab_rows": None}) != facts({"vocab_rows": (0, 512)})
     older = here | {"the version of torch": "2.6"}
     assert difference([here, here, older]).endswith(" on 2 ranks (the first is 0), 2.6 on rank 2")
 

@@ -215,8 +215,11 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
 def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> Any:
     """Validate parsed arguments by Megatron's own function and our refusals; opens no file. Raises UserError."""
     check_ranges(args)
+    has_chunks = (chosen_family(args).chunks or 1) > 1
+    if has_chunks:
+        _refuse_numbers_of_chunks(args)
     resolve_rows(args)
-    if (chosen_family(args).chunks or 1) > 1:
+    if has_chunks:
         _lay_out_chunks(args)
     # Local layers take no grouped products; Megatron would ask for a device that can do them.
     grouped = args.moe_grouped_gemm
@@ -268,10 +271,8 @@ def _condition(error: Exception) -> str:
     return (traceback.extract_tb(error.__traceback__)[-1].line or "").removeprefix("assert ")
 
 
-def _lay_out_chunks(args: argparse.Namespace) -> None:
-    """The chunks that the schedule has before Megatron derives anything: an even layout string, unless one is given."""
-    from megatron_vp.mcore.model.chunk_layout import even_layout
-
+def _refuse_numbers_of_chunks(args: argparse.Namespace) -> None:
+    """Raise UserError for another way to say how many chunks a rank has than the schedule."""
     chosen = (args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank)
     chunks = chosen_family(args).chunks
     if any(value is not None for value in chosen):
@@ -279,6 +280,13 @@ def _lay_out_chunks(args: argparse.Namespace) -> None:
             f"--pipeline-schedule {args.pipeline_schedule} has {'two' if chunks == 2 else chunks} chunks a rank by "
             f"itself: leave --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank out"
         )
+
+
+def _lay_out_chunks(args: argparse.Namespace) -> None:
+    """The chunks that the schedule has before Megatron derives anything: an even layout string, unless one is given."""
+    from megatron_vp.mcore.model.chunk_layout import even_layout
+
+    chunks = chosen_family(args).chunks
     hybrid = args.hybrid_layer_pattern is not None or args.hybrid_override_pattern is not None
     if args.pipeline_model_parallel_layout is None and not hybrid and args.num_layers is not None:
         stages = chunks * args.pipeline_model_parallel_size

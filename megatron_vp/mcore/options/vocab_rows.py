@@ -22,6 +22,7 @@ from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
 from megatron_vp.mcore.choices import chosen_family
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.flags import uses_cpu
+from megatron_vp.mcore.reports import memory
 from megatron_vp.mcore.storage.checkpoint_check import cut_to_keep
 from megatron_vp.mcore.storage.dataset import padded_vocabulary
 from megatron_vp.schedule import VocabMethod
@@ -54,7 +55,7 @@ def check_rows(args: argparse.Namespace) -> None:
     """Raise UserError for rows that do not fit validated Megatron arguments."""
     if args.vocab_rows is None:
         return
-    vocab_size = padded_vocabulary(args)
+    vocab_size = _vocabulary(args)
     if vocab_size is not None:  # else the model's own size is compared when its layers are cut
         sizes = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
         check_stage_rows(args.vocab_rows, vocab_size, *sizes)
@@ -103,7 +104,7 @@ def _balance(args: argparse.Namespace) -> None:
 def _follow(args: argparse.Namespace, folder: Path) -> None:
     """Take the rows, and the layers, that a run's pass times give. Raises UserError for a run of another cut."""
     run = read_run(folder)
-    rows, vocab_size = run.cut.vocab_rows or (), padded_vocabulary(args)
+    rows, vocab_size = run.cut.vocab_rows or (), _vocabulary(args)
     found = len(rows), run.cut.tensor, sum(rows)
     asked = args.pipeline_model_parallel_size, args.tensor_model_parallel_size, vocab_size or sum(rows)
     for what, there, here in zip(("pipeline ranks", "tensor ranks", "vocabulary rows"), found, asked, strict=True):
@@ -128,9 +129,11 @@ def _take(args: argparse.Namespace, shards: Shards, why: str) -> None:
     laid_out = shards.layers is not None and args.pipeline_model_parallel_layout is None
     if laid_out:
         _lay_out(args, layout_of(shards.layers))
-    layers = f"; layers by stage: {','.join(map(str, shards.layers))}" if laid_out else ""
-    if shards.rows is not None or laid_out:
-        args._shards_said = f"{'equal, ' if shards.rows is None else ''}{why}{layers}"
+    layers = f"layers by stage: {','.join(map(str, shards.layers))}" if laid_out else None
+    if shards.rows is None:
+        args._shards_said = layers and f"equal; {layers}"
+    else:
+        args._shards_said = "; ".join(filter(None, (why, layers)))
 
 
 def _lay_out(args: argparse.Namespace, layout: str | None) -> None:
@@ -143,7 +146,7 @@ def _lay_out(args: argparse.Namespace, layout: str | None) -> None:
 def _job_config(args: argparse.Namespace) -> JobConfig:
     """The job in the words of all commands, with the sizes that a checkpoint may have replaced. Raises UserError."""
     given = read_job_config([], args._words)
-    vocab_size = padded_vocabulary(args)
+    vocab_size = _vocabulary(args)
     if vocab_size is None:
         raise UserError("the vocabulary's size is not known before its tokenizer can be read")
     sizes: dict[str, Any] = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
@@ -151,11 +154,18 @@ def _job_config(args: argparse.Namespace) -> JobConfig:
     return JobConfig(given.values | sizes, given.origins | dict.fromkeys(sizes, "the job's"))
 
 
+def _vocabulary(args: argparse.Namespace) -> int | None:
+    """The padded vocabulary; a tokenizer is read once, because a large one takes seconds."""
+    if "_vocabulary" not in vars(args):
+        args._vocabulary = padded_vocabulary(args)
+    return args._vocabulary
+
+
 def _hardware() -> Hardware:
     """What the cost model knows of this rank's device: by the GPU's name, or as of a usual GPU or CPU core."""
+    if installed.of_nodes is not None or memory.of_shapes is not None:  # of a job that runs on GPUs elsewhere
+        return HARDWARE[UNKNOWN_GPU]
     if uses_cpu([]):
         return HARDWARE["cpu"]
-    if installed.of_nodes is not None:  # the job is checked for GPUs elsewhere
-        return HARDWARE[UNKNOWN_GPU]
     words = re.split(r"[^a-z0-9]+", torch.cuda.get_device_name().lower())
     return next((entry for name, entry in HARDWARE.items() if name in words), HARDWARE[UNKNOWN_GPU])

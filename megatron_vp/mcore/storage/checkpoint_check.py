@@ -19,6 +19,7 @@ from megatron_vp.mcore.choices import places_chunks
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
 from megatron_vp.mcore.storage.checkpoint_metadata import read_metadata
 from megatron_vp.mcore.storage.optimizer_check import check_optimizer
+from megatron_vp.schedule import FAMILIES
 
 NON_PERSISTENT = "non_persistent"
 """Where Megatron puts non-persistent checkpoints, below the directory of the others."""
@@ -78,9 +79,19 @@ def cut_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None, str |
         return None
     form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     written_by = common.get("args")
-    if form != "dp_reshardable" or written_by is None or not getattr(written_by, "vocab_parallel", False):
+    if form != "dp_reshardable" or written_by is None:
         return None
+    alike = ("vocab_parallel", "pipeline_model_parallel_size", "tensor_model_parallel_size")
+    if any(getattr(written_by, name, None) != getattr(args, name) for name in alike) or not _placed_alike(
+        args.pipeline_schedule, getattr(written_by, "pipeline_schedule", None)
+    ):
+        return None  # the state fits this run in no way
     return getattr(written_by, "vocab_rows", None), getattr(written_by, "pipeline_model_parallel_layout", None)
+
+
+def _placed_alike(here: str, there: str | None) -> bool:
+    """Whether two schedules put the same stages on a rank."""
+    return here == there or all(name in FAMILIES and FAMILIES[name].chunks == 1 for name in (here, there))
 
 
 def _chosen(args: argparse.Namespace) -> tuple[Path, bool] | None:

@@ -1,0 +1,168 @@
+"""`--vocab-shards` as a start resolves it: rows, and layers where no layout is given, the same on every rank."""
+
+from __future__ import annotations
+
+import json
+from unittest import mock
+
+import pytest
+
+from megatron_vp.cost.balance import balanced
+from megatron_vp.cost.hardware import HARDWARE
+from megatron_vp.cost.job_sizes import job_of
+from megatron_vp.cost.shapes import Plan
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.layout_text import layers_in
+from megatron_vp.jobs.resolved import read_resolved
+from megatron_vp.mcore.options import vocab_rows
+from megatron_vp.mcore.start.preflight import check_job, describe_job
+from megatron_vp.schedule import VocabMethod
+from tests.harness.training import comparable_model, tiny_model, train
+from tests.mcore.case_parts import DISTRIBUTED, FP32
+from tests.mcore.comparison import assert_equal
+
+SEVEN = {
+    "num_layers": 7,
+    "hidden_size": 256,
+    "vocab_size": 16383,
+    "pipeline_model_parallel_size": 4,
+    "global_batch_size": 32,
+    "vocab_parallel": True,
+}
+"""Seven layers on four ranks and a vocabulary that weighs as much as some of them."""
+
+
+def resolved(ranks=4, **changes):
+    return check_job(["--cpu", *tiny_model(**SEVEN | changes)], ranks)
+
+
+def test_balanced_takes_what_the_cost_model_chooses():
+    args = resolved(vocab_shards="balanced")
+    plan = Plan("1f1b", VocabMethod.VOCAB_2)
+    expected = balanced(job_of({**vars(args), "padded_vocab_size": 16384}, 4), plan, HARDWARE["cpu"])
+    assert sum(args.vocab_rows) == 16384 and args.vocab_rows == expected.rows
+    assert layers_in(args.pipeline_model_parallel_layout) == expected.layers and sum(expected.layers) == 7
+    (line,) = [line for line in describe_job(args, 4) if line.startswith("vocabulary rows by pipeline rank: ")]
+    assert ",".join(map(str, args.vocab_rows)) in line and f"{expected.gain:.3f} times as fast" in line
+    assert f"layers by stage: {','.join(map(str, expected.layers))}" in line
+
+
+def test_it_is_the_default_and_every_rank_comes_to_the_same():
+    assert resolved(vocab_shards=None).vocab_rows == resolved(vocab_shards="balanced").vocab_rows is not None
+
+
+def test_a_layout_stays_and_rows_follow_it():
+    layout = "Ettt|t|t|ttL"
+    args = resolved(vocab_shards="balanced", pipeline_model_parallel_layout=layout)
+    assert args.pipeline_model_parallel_layout == layout
+    assert args.vocab_rows[0] == min(args.vocab_rows) and args.vocab_rows[1] > args.vocab_rows[3]
+
+
+def test_equal_shards_stay_where_others_gain_less_than_a_percent():
+    # Two layers on each rank and a vocabulary that all can share.
+    equal = {"num_layers": 8, "vocab_size": 31999, "hidden_size": 128, "seq_length": 256}
+    equal |= {"max_position_embeddings": 256}
+    args = resolved(vocab_shards="balanced", **equal)
+    assert args.vocab_rows is None and args.pipeline_model_parallel_layout is None
+    assert vocab_rows.describe_rows(args) is None
+
+
+def test_a_job_that_the_cost_model_does_not_count_keeps_equal_shards_and_says_so():
+    args = resolved(vocab_shards="balanced", num_layers=8, mtp_num_layers=1, position_embedding_type="rope")
+    assert args.vocab_rows is None and args.pipeline_model_parallel_layout is None
+    assert vocab_rows.describe_rows(args).endswith("this job: the cost model does not count --mtp-num-layers")
+    with pytest.raises(UserError, match="Number of layers should be divisible"):
+        resolved(vocab_shards="balanced", mtp_num_layers=1, position_embedding_type="rope")
+
+
+@pytest.mark.parametrize("shards", ["even", "4096,4096,4096,4096"])
+def test_layers_that_do_not_divide_need_a_layout_with_given_shards(shards):
+    with pytest.raises(UserError, match="Number of layers should be divisible"):
+        resolved(vocab_shards=shards)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H200", "h200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA GB300", "h100"),
+    ],
+)
+def test_the_device_is_known_by_its_name(device, name):
+    with (
+        mock.patch.object(vocab_rows, "uses_cpu", lambda words: False),
+        mock.patch("torch.cuda.get_device_name", lambda: device),
+    ):
+        assert vocab_rows._hardware() is HARDWARE[name]
+
+
+def reports(folder, rows, slowness, **changes):
+    """Rank reports of a run whose rank r is slower by slowness[r]: 8 microbatches of 1 ms of layers, 1 us a row."""
+    folder.mkdir(exist_ok=True)
+    for rank, (own, slow) in enumerate(zip(rows, slowness, strict=True)):
+        passes = {"F": 8 * 0.4 * slow, "B": 8 * 0.6 * slow, "S": 8e-3 * own * slow, "T": 8e-3 * own * slow}
+        document = {
+            "pipeline_rank": rank,
+            "microbatches": 8,
+            "pass_milliseconds_by_iteration": [passes] * 3,
+            "vocab_rows": list(rows),
+            "layers": [2, 2, 2, 1],
+            "tensor": 1,
+            **changes,
+        }
+        (folder / f"rank_{rank}.json").write_text(json.dumps(document))
+    return f"measured:{folder}"
+
+
+def test_measured_rows_leave_a_slow_rank(tmp_path):
+    rows = (4096, 4096, 4096, 4096)
+    args = resolved(vocab_shards=reports(tmp_path, rows, (1, 1.05, 1, 1)))
+    assert sum(args.vocab_rows) == 16384 and args.vocab_rows[1] < 4096 < args.vocab_rows[0]
+    assert layers_in(args.pipeline_model_parallel_layout) == (2, 2, 2, 1), "the layers that were measured"
+    assert f"--vocab-shards measured:{tmp_path}" in vocab_rows.describe_rows(args)
+
+
+@pytest.mark.parametrize(
+    ("job", "run", "said"),
+    [
+        ({"pipeline_model_parallel_size": 2, "num_layers": 8}, {}, "a run with 4 pipeline ranks, and this job has 2"),
+        ({"vocab_size": 8191}, {}, "a run with 16384 vocabulary rows, and this job has 8192"),
+        ({}, {"tensor": 2}, "a run with 2 tensor ranks, and this job has 1"),
+        (
+            {"pipeline_model_parallel_layout": "Et|tt|tt|ttL"},
+            {},
+            "with the layers [2, 2, 2, 1], and --pipeline-model-p",
+        ),
+        ({}, None, "holds no rank_*.json"),
+    ],
+)
+def test_a_measurement_of_another_job_is_refused(tmp_path, job, run, said):
+    rows = (4096, 4096, 4096, 4096)
+    shards = f"measured:{tmp_path}" if run is None else reports(tmp_path, rows, (1, 1, 1, 1), **run)
+    with pytest.raises(UserError) as refused:
+        resolved(vocab_shards=shards, **job)
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_balanced_run_trains_as_plain_megatron_and_writes_what_it_chose(tmp_path):
+    job = {"num_layers": 7, "train_iters": 3, "global_batch_size": 12}
+    plain = train(1, comparable_model(**job))
+    ours = {"pipeline_model_parallel_size": 4, "vocab_parallel": True, "vocab_shards": "balanced"}
+    run = train(4, comparable_model(**job, **ours, tensorboard_dir=tmp_path))
+    assert_equal(run, plain, FP32)
+    written = read_resolved(tmp_path / "resolved_config.yaml")
+    assert sum(written["vocab_rows"]) == 40 and len(set(written["vocab_rows"])) > 1
+    assert sum(layers_in(written["pipeline_model_parallel_layout"])) == 7
+
+
+def test_a_resumed_run_keeps_the_shards_that_its_optimizer_state_fits(tmp_path):
+    job = {**SEVEN, **DISTRIBUTED, "num_layers": 4, "hidden_size": 32, "vocab_size": 511, "global_batch_size": 8}
+    job |= {"pipeline_model_parallel_size": 2, "save": tmp_path, "load": tmp_path, "save_interval": 10}
+    job |= {"override_opt_param_scheduler": True}
+    train(2, tiny_model(**job, vocab_shards="96,416", train_iters=1))
+    resumed = train(2, tiny_model(**job, vocab_shards="balanced", train_iters=2))
+    assert len(resumed.steps) == 1
+    assert read_resolved(tmp_path / "resolved_config.yaml")["vocab_rows"] == [96, 416]
