@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.schedule import DEFAULT_SCHEDULE, Family, VocabMethod, family
 
 ALGORITHMS = tuple(method.value for method in VocabMethod if method.is_sharded)
@@ -12,6 +13,10 @@ ALGORITHMS = tuple(method.value for method in VocabMethod if method.is_sharded)
 
 engine_in_shapes = False
 """Whether this is a replay of shapes in which local layers stand for Transformer Engine's."""
+
+
+replayed: JobConfig | None = None
+"""The whole job of which a replay plays one rank, before the replay's changes to it."""
 
 
 def counts_engine() -> bool:

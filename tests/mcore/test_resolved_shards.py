@@ -12,8 +12,10 @@ from megatron_vp.cost.hardware import HARDWARE
 from megatron_vp.cost.job_sizes import job_of
 from megatron_vp.cost.shapes import Plan
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.jobs.layout_text import layers_in
 from megatron_vp.jobs.resolved import read_resolved
+from megatron_vp.mcore import choices
 from megatron_vp.mcore.options import vocab_rows
 from megatron_vp.mcore.start.preflight import check_job, describe_job
 from megatron_vp.schedule import VocabMethod
@@ -79,6 +81,16 @@ def test_a_job_that_the_cost_model_does_not_count_keeps_equal_shards_and_says_so
 def test_layers_that_do_not_divide_need_a_layout_with_given_shards(shards):
     with pytest.raises(UserError, match="Number of layers should be divisible"):
         resolved(vocab_shards=shards)
+
+
+def test_a_replay_of_few_microbatches_takes_the_rows_of_the_whole_job():
+    job = read_job_config([], tiny_model(**SEVEN, vocab_shards="balanced"))
+    whole, few = (resolved(vocab_shards="balanced", global_batch_size=batch) for batch in (32, 2))
+    assert few.vocab_rows != whole.vocab_rows
+    with mock.patch.object(choices, "replayed", job):
+        few = resolved(vocab_shards="balanced", global_batch_size=2)
+    assert few.vocab_rows == whole.vocab_rows
+    assert few.pipeline_model_parallel_layout == whole.pipeline_model_parallel_layout
 
 
 @pytest.mark.parametrize(

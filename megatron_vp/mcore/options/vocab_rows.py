@@ -19,6 +19,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import SIZES, JobConfig, read_job_config
 from megatron_vp.jobs.layout_text import layers_in, layout_of
 from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
+from megatron_vp.mcore import choices
 from megatron_vp.mcore.choices import chosen_family
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.flags import uses_cpu
@@ -144,13 +145,18 @@ def _lay_out(args: argparse.Namespace, layout: str | None) -> None:
 
 
 def _job_config(args: argparse.Namespace) -> JobConfig:
-    """The job in the words of all commands, with the sizes that a checkpoint may have replaced. Raises UserError."""
-    given = read_job_config([], args._words)
+    """The job in the words of all commands, with the sizes that a checkpoint may have replaced. Raises UserError.
+
+    Of a replay it is the whole job, so that every rank that is replayed has the rows that it has in the job.
+    """
     vocab_size = _vocabulary(args)
     if vocab_size is None:
         raise UserError("the vocabulary's size is not known before its tokenizer can be read")
-    sizes: dict[str, Any] = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
-    sizes["padded_vocab_size"] = vocab_size
+    sizes: dict[str, Any] = {"padded_vocab_size": vocab_size}
+    given = choices.replayed
+    if given is None:
+        given = read_job_config([], args._words)
+        sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None} | sizes
     return JobConfig(given.values | sizes, given.origins | dict.fromkeys(sizes, "the job's"))
 
 

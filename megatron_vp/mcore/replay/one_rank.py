@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import yaml
@@ -24,6 +25,7 @@ import yaml
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig, read_job_config
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
+from megatron_vp.mcore import choices
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.replay.shapes_only import fake_tensors
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, PassCosts
@@ -151,10 +153,11 @@ def run_alone(
             if engine:
                 # Local layers stand for Transformer Engine's, which need a device.
                 host += " --transformer-impl local --core-attention sdpa"
-            with fake_tensors(engine):
+            with fake_tensors(engine), mock.patch.object(choices, "replayed", job):
                 run_script(script, [*arguments, *host.split()])
         else:
-            run_script(script, arguments)
+            with mock.patch.object(choices, "replayed", job):
+                run_script(script, arguments)
         found = _read(next(report.iterdir()), sizes[0], timed=not shapes_only)
     if not shapes_only:
         return found
