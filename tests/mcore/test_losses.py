@@ -18,7 +18,8 @@ from tests.mcore.comparison import assert_equal
 PER_TOKEN = {"calculate_per_token_loss": True}
 slow = pytest.mark.slow
 
-# p, schedule, algorithm, label smoothing, z-loss, options of both runs. Large coefficients, so that a wrong term shows.
+# p, schedule, algorithm, label smoothing, z-loss, options of both runs (vocab_shards of ours). Large coefficients, so
+# that a wrong term shows.
 CASES = [
     (2, "1f1b", "vocab-2", 0.2, 0.05, TIED),
     pytest.param(2, "1f1b", "vocab-1", 0.0, 0.05, {}, marks=slow),
@@ -28,6 +29,8 @@ CASES = [
     pytest.param(3, "v-half", "vocab-1", 0.2, 0.05, {}, marks=slow),
     pytest.param(2, "zb-h1", "vocab-2", 0.2, 0.05, TIED, marks=slow),
     pytest.param(2, "interlaced", "vocab-1", 0.2, 0.05, {}, marks=slow),
+    pytest.param(3, "1f1b", "vocab-1", 0.2, 0.05, {"vocab_shards": "0,27,13"}, marks=slow),
+    pytest.param(2, "v-half", "vocab-2", 0.2, 0.05, {**TIED, "vocab_shards": "0,40"}, marks=slow),
 ]
 
 
@@ -49,11 +52,13 @@ def eager_loss(rank: int, world_size: int, arguments: list[str], label_smoothing
 @pytest.mark.parametrize(("size", "schedule", "algorithm", "smoothing", "z_loss", "options"), CASES)
 def test_losses_and_gradients(size, schedule, algorithm, smoothing, z_loss, options):
     common = {"num_layers": 2 * size, "global_batch_size": 10, **options}
+    shards = common.pop("vocab_shards", "even")
     (plain,) = run_ranks(1, eager_loss, comparable_model(**common), smoothing, z_loss)
     split = {
         "pipeline_model_parallel_size": size,
         "vocab_parallel": True,
         "vocab_parallel_algorithm": algorithm,
+        "vocab_shards": shards,
         "pipeline_schedule": schedule,
         "num_virtual_stages_per_pipeline_rank": 2 if schedule == "interleaved" else None,
         "vocab_label_smoothing": smoothing,

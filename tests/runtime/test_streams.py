@@ -158,9 +158,10 @@ class Rank:
 
         def counts(exchange: RowExchange) -> tuple[int, ...]:
             device.read_by_host(exchange._counts)
-            each = len(exchange.tokens_n) // (ranks * tensor_size)
-            rest = len(exchange.tokens_n) - each * ranks if tensor_size == 1 else 0
-            return (each + rest, *[each] * (ranks - 1))
+            holders = exchange.shards.holders
+            each = len(exchange.tokens_n) // (len(holders) * tensor_size)
+            rest = len(exchange.tokens_n) - each * len(holders) if tensor_size == 1 else 0
+            return tuple(each * (r in holders) + rest * (r == holders[0]) for r in range(ranks))
 
         self.tables, self.counts = tables, counts
 
@@ -181,8 +182,12 @@ def rank_iterations(
     mtp_depth: int = 0,
     sp_size: int = 1,
     written: Callable[[tuple[Program, ...]], tuple[Program, ...]] = tuple,
+    stage_rows: tuple[int, ...] | None = None,
 ) -> None:
-    """Two iterations of training and one of evaluation; `written` may change their programs."""
+    """Two iterations of training and one of evaluation; `written` may change their programs.
+
+    `stage_rows`: vocabulary rows by rank, of all its tensor ranks.
+    """
     here = _THREAD.rank = Rank(device, ranks, rank, tensor_size)
     edges = {
         (source, target, channel): (source, target, channel)
@@ -191,15 +196,20 @@ def rank_iterations(
         for channel in Channel
     }
     tensor = "the ranks of a stage" if tensor_size > 1 else None
+    shards = VocabShards(VOCAB, ranks * tensor_size, tensor_size if stage_rows else 1, stage_rows)
+    holders = shards.holders if stage_rows else None
+    whole = expand_interlaced(generate(name, ranks, ranks + 1, vocab=method, vocab_ranks=holders))
+    members = whole.placement.vocab_members(whole.vocab_ranks)
+    vocabulary = here.transfers if rank in members else None
     groups = PipelineGroups(
-        tuple(range(ranks)), rank, tensor_size, 0, here.transfers, tensor, edges, tuple(range(ranks)), here.transfers
+        tuple(range(ranks)), rank, tensor_size, 0, vocabulary, tensor, edges, members, here.transfers
     )
     runner = pipeline.Pipeline(groups)
-    shards = VocabShards(VOCAB, ranks * tensor_size)
     weights = [torch.nn.Parameter(torch.zeros(shards.rows(0), HIDDEN, device=CUDA)) for _ in range(2)]
     index = rank * tensor_size
     layers = LayerShards(shards, EmbeddingLayer(weights[0], shards, index), OutputLayer(weights[1], shards, index))
-    whole = expand_interlaced(generate(name, ranks, ranks + 1, vocab=method))
+    if rank not in whole.vocab_ranks:
+        layers = LayerShards(shards, None, None)
     for gradients in (True, False, True):
         schedule = whole if gradients else whole.forward_only()
         depth = mtp_depth if gradients else 0
@@ -213,7 +223,9 @@ def rank_iterations(
         runner.run(schedule, program, model, layers, shapes, gradients=gradients)
         if device.world is not None:
             continue
-        assert len(device.behind) == schedule.microbatches, "the host waits for nothing but tokens"
+        words = {0, schedule.placement.last_rank} if depth else {0}
+        reads = rank in words or rank in whole.vocab_ranks
+        assert len(device.behind) == reads * schedule.microbatches, "the host waits for nothing but tokens"
         assert all(behind > 0 for behind in device.behind[2:]), "and never until the device has nothing to do"
 
 
@@ -245,6 +257,21 @@ def test_everything_is_ordered_and_kept_alive(name, method, ranks):
 def test_with_tensor_ranks_and_further_heads(name, method, sizes):
     for rank in range(2):
         iterations(Device(rank), name, method, 2, rank, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "rows", "sizes"),
+    [
+        ("1f1b", "vocab-2", (0, 16, 0), {}),
+        ("v-half", "vocab-1", (0, 10, 6), {"tensor_size": 2, "sp_size": 2, "mtp_depth": 1}),
+        pytest.param("1f1b", "vocab-1", (10, 0, 0, 6), {"mtp_depth": 1}, marks=pytest.mark.slow),
+        pytest.param("zb-h1", "vocab-2", (0, 4, 12), {"tensor_size": 2}, marks=pytest.mark.slow),
+        pytest.param("interleaved", "vocab-2", (0, 16), {"tensor_size": 2, "sp_size": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_with_ranks_without_rows(name, method, rows, sizes):
+    for rank in range(len(rows)):
+        iterations(Device(rank), name, method, len(rows), rank, stage_rows=rows, **sizes)
 
 
 def test_the_second_stream_is_urgent():
