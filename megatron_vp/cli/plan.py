@@ -10,7 +10,7 @@ import typer
 
 from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, options_of
 from megatron_vp.cli.output import format_for, progress_bar, write
-from megatron_vp.cli.plan_check import Checked, choose_checked
+from megatron_vp.cli.plan_check import Checked, choose_checked, megatrons_check
 from megatron_vp.cli.plan_search import search_job
 from megatron_vp.cli.planning import (
     GIB,
@@ -32,6 +32,7 @@ from megatron_vp.jobs.settings import flags_of, yaml_of
 
 if TYPE_CHECKING:
     from megatron_vp.cost.planner import Choice, Evaluation, Infeasible
+    from megatron_vp.cost.shapes import Plan
 
 
 def register(app: typer.Typer) -> None:
@@ -81,6 +82,7 @@ def plan(
     megatron-vp plan configs/llama3_8b.yaml --hardware h100 --nodes 4 --pipeline-model-parallel-size 16
     megatron-vp plan configs/llama3_8b.yaml --hardware h100 --nodes 32 --search
     """
+    from megatron_vp.cost.chosen_shards import gain_of_next_start
     from megatron_vp.cost.job_plan import plan_of
     from megatron_vp.cost.planner import plan as make_plan
 
@@ -94,15 +96,19 @@ def plan(
     if keep:
         raise UserError(f"--keep {keep[0]} has no effect without --search: add --search, or leave it out")
     request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
-    with progress_bar() as bar:
-        task = bar.add_task("predicting", total=None)
-        evaluations, infeasible = make_plan(
-            request.job,
-            request.hardware,
-            chunks=plan_of(request.config).chunks or 2,
-            progress=lambda done, of: bar.update(task, completed=done, total=of),
-        )
-    checked = choose_checked(request, evaluations)
+    own = plan_of(request.config)
+    with megatrons_check() as check:
+        with progress_bar() as bar:
+            task = bar.add_task("predicting", total=None)
+            evaluations, infeasible = make_plan(
+                request.job,
+                request.hardware,
+                chunks=own.chunks or 2,
+                progress=lambda done, of: bar.update(task, completed=done, total=of),
+                limit=request.limit,
+            )
+        checked = choose_checked(request, evaluations, check)
+    next_start = gain_of_next_start(request.config, own)
     chosen = checked.choice.chosen
     infeasible = [*infeasible, *checked.refused]
     if write_schedule is not None:
@@ -113,7 +119,7 @@ def plan(
         write(to_json(simulator.schedule) + "\n", write_schedule)
     match output_format:
         case Format.TABLE:
-            content: str | bytes = _table(request, evaluations, infeasible, checked)
+            content: str | bytes = _table(request, evaluations, infeasible, checked, next_start)
         case Format.JSON:
             content = json.dumps(_document(request, evaluations, infeasible, checked), indent=1) + "\n"
         case Format.PNG:
@@ -123,7 +129,13 @@ def plan(
     write(content, output)
 
 
-def _table(request: Request, evaluations: list[Evaluation], infeasible: list[Infeasible], checked: Checked) -> str:
+def _table(
+    request: Request,
+    evaluations: list[Evaluation],
+    infeasible: list[Infeasible],
+    checked: Checked,
+    next_start: str | None,
+) -> str:
     from rich.table import Table
 
     from megatron_vp.cost.job_plan import settings_of
@@ -132,6 +144,7 @@ def _table(request: Request, evaluations: list[Evaluation], infeasible: list[Inf
     table = Table()
     table.add_column("schedule", no_wrap=True)
     table.add_column("vocabulary", no_wrap=True)
+    table.add_column("shards", no_wrap=True)
     for heading in ("s / iteration", "tokens / s", "MFU %", "bubble %", "GiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)
@@ -140,6 +153,7 @@ def _table(request: Request, evaluations: list[Evaluation], infeasible: list[Inf
         table.add_row(
             each.candidate.plan.schedule,
             each.candidate.method,
+            _shards(each.candidate.plan),
             seconds(each.iteration_seconds),
             f"{each.tokens_per_second:,.0f}",
             f"{100 * each.mfu:.1f}",
@@ -154,13 +168,17 @@ def _table(request: Request, evaluations: list[Evaluation], infeasible: list[Inf
         f"not possible: {one.candidate.plan.schedule}, {one.candidate.method}: {one.reason}" for one in infeasible
     ]
     lines += _comparison(checked.choice)
-    lines += [checked.note] if checked.note else []
+    lines += [line for line in (checked.note, next_start) if line]
     settings = settings_of(request.config, chosen.candidate.plan, request.job)
     unset = [name for name, value in settings.items() if value is None or value is False]
     lines += ["", "use: " + (flags_of(settings) or "the configuration as it is")]
     lines += [f"and without {', '.join(unset)}, which a file must unset"] if unset else []
     lines += ["", yaml_of(settings)]
     return "\n".join(lines)
+
+
+def _shards(plan: Plan) -> str:
+    return "" if not plan.vocab.is_sharded else "even" if plan.vocab_rows is None else "balanced"
 
 
 def _comparison(choice: Choice) -> list[str]:
@@ -190,7 +208,8 @@ def _comparison(choice: Choice) -> list[str]:
 
 
 def _name(each: Evaluation) -> str:
-    return f"{each.candidate.plan.schedule}, {each.candidate.method}"
+    plan = each.candidate.plan
+    return f"{plan.schedule}, {each.candidate.method}" + (", balanced shards" if plan.vocab_rows else "")
 
 
 def _document(

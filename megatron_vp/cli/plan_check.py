@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from megatron_vp.cost.workers import worker_pool
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import CPU, option_of
 from megatron_vp.jobs.known_options import known_options
@@ -31,7 +35,36 @@ class Checked:
     note: str | None
 
 
-def choose_checked(request: Request, evaluations: Sequence[Evaluation]) -> Checked:
+Ask = Callable[[list[str], int], str | None]
+"""Why so many ranks would refuse these arguments; None where they would start."""
+
+
+def refusal_here(words: list[str], ranks: int) -> str | None:
+    """An `Ask` in this process, which then loads Megatron: some ten seconds."""
+    from megatron_vp.mcore.start.preflight import refusal_of
+
+    return refusal_of(words, ranks)
+
+
+@contextmanager
+def megatrons_check() -> Iterator[Ask]:
+    """An `Ask` in a process that loads Megatron while this one predicts; in this one if it has loaded Megatron."""
+    if "megatron.training" in sys.modules or not can_check():
+        yield refusal_here
+        return
+    with worker_pool(1) as pool:
+        pool.submit(_load_megatron)
+        yield lambda words, ranks: pool.submit(refusal_here, words, ranks).result()
+
+
+def _load_megatron() -> None:
+    warnings.simplefilter("ignore")  # of what Megatron does not find on the machine that plans
+    import megatron.training.arguments  # noqa: F401
+
+    import megatron_vp.mcore.start.preflight  # noqa: F401
+
+
+def choose_checked(request: Request, evaluations: Sequence[Evaluation], ask: Ask = refusal_here) -> Checked:
     """Choose as `planner.choose` does, leaving out the plans that `check` refuses, and not because of the job itself.
 
     Raises UserError where nothing is left.
@@ -42,7 +75,7 @@ def choose_checked(request: Request, evaluations: Sequence[Evaluation]) -> Check
     refused: list[Infeasible] = []
     if not can_check():
         return Checked(choose(left, request.limit), [], UNCHECKED)
-    check = cache(lambda plan: refusal(request, plan))
+    check = cache(lambda plan: refusal(request, plan, ask))
     while True:
         choice = choose(left, request.limit)
         note = None
@@ -75,13 +108,12 @@ def can_check() -> bool:
     )
 
 
-def refusal(request: Request, plan: Plan) -> str | None:
+def refusal(request: Request, plan: Plan, ask: Ask = refusal_here) -> str | None:
     """Why training would refuse the job with this plan; None where it would start."""
     from megatron_vp.cost.job_plan import settings_of
-    from megatron_vp.mcore.start.preflight import refusal_of
 
     words = _words(request.config.values | settings_of(request.config, plan, request.job))
-    return refusal_of([*words, CPU] if request.hardware.name == "cpu" else words, request.job.gpus)
+    return ask([*words, CPU] if request.hardware.name == "cpu" else words, request.job.gpus)
 
 
 def _words(values: dict[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from megatron_vp.cost.hardware import Hardware
-    from megatron_vp.cost.shapes import Job
+    from megatron_vp.cost.shapes import Job, Plan
     from megatron_vp.jobs.job_config import JobConfig
 
 GIB = 2**30
@@ -72,6 +72,13 @@ class Request:
         """How even the vocabulary is cut, in a line."""
         job = self.job
         return f"vocabulary shards of {job.shard_rows} rows, {100 * job.shard_imbalance:.1f} % above the mean"
+
+    def shards_of(self, plan: Plan) -> str:
+        """The rows of a plan whose vocabulary is split, in a line; drawn ones with the layers next to them."""
+        if plan.vocab_rows is None:
+            return self.shards
+        rows = f"vocabulary rows by rank {','.join(map(str, plan.vocab_rows))}"
+        return rows + (f"; layers by stage {','.join(map(str, plan.layers))}" if plan.layers else "")
 
     @property
     def notes(self) -> list[str]:

@@ -66,24 +66,32 @@ def simulate(
     \b
     megatron-vp simulate configs/llama3_8b.yaml --nodes 4 --vocab-parallel --pipeline-schedule v-half
     """
+    from megatron_vp.cost.chosen_shards import gain_of_next_start, with_cut, with_shards
     from megatron_vp.cost.job_plan import plan_of
     from megatron_vp.cost.planner import Candidate, evaluation_of, method_of
     from megatron_vp.cost.predict import make_simulator, predict
     from megatron_vp.cost.traced_costs import traced_costs
     from megatron_vp.schedule.gc_paused import gc_paused
+    from megatron_vp.trace.rank_files import read_traces
 
     output_format = format_for(asked_format, output, Format)
     request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
     plan = plan_of(request.config)
     _refuse_endless(request.job, plan)
-    measured = None if trace is None else traced_costs(trace, request.job, plan)
+    measured = None
+    if trace is None:
+        limit = request.limit if request.hardware.is_gpu else None
+        plan = with_shards(request.config, plan, request.job, request.hardware, memory_limit=limit)
+    else:
+        plan = with_cut(plan, read_traces(trace)[0].cut)
+        measured = traced_costs(trace, request.job, plan)
     with gc_paused():
         simulator = make_simulator(request.job, plan, request.hardware, measured=measured)
         prediction = predict(request.job, plan, request.hardware, measured=measured, simulator=simulator)
         found = evaluation_of(Candidate(method_of(plan), plan), prediction, simulator, request.job)
         match output_format:
             case Format.TABLE:
-                content: str | bytes = _table(request, found)
+                content: str | bytes = _table(request, found, gain_of_next_start(request.config, plan))
             case Format.JSON:
                 content = json.dumps(_document(request, found), indent=1) + "\n"
             case Format.PNG:
@@ -103,7 +111,7 @@ def _refuse_endless(job: Job, plan: Plan) -> None:
         )
 
 
-def _table(request: Request, found: Evaluation) -> str:
+def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
     from rich.table import Table
 
     parts = list(found.memory[0].parts())
@@ -124,7 +132,8 @@ def _table(request: Request, found: Evaluation) -> str:
         [
             request.title,
             f"schedule {plan.schedule}, vocabulary {found.candidate.method}"
-            + (f"; {request.shards}" if plan.vocab is not VocabMethod.NONE else ""),
+            + (f"; {request.shards_of(plan)}" if plan.vocab is not VocabMethod.NONE else ""),
+            *([next_start] if next_start else []),
             request.job.layers.line,
             "",
             f"{seconds(found.iteration_seconds)} s an iteration, {found.tokens_per_second:,.0f} tokens/s, "

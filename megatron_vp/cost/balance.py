@@ -16,13 +16,13 @@ from megatron_vp.cost.communication import CommunicationModel
 from megatron_vp.cost.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware import Hardware
 from megatron_vp.cost.layer_choices import LayerChoice, layer_choices
-from megatron_vp.cost.layouts import spread_layers
 from megatron_vp.cost.pass_times import PassTimes
 from megatron_vp.cost.predict import extended, make_simulator, predict
 from megatron_vp.cost.rank_memory import MemoryModel
 from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.cost.stage_costs import layers_of, stage_times
 from megatron_vp.cost.water_filling import fill
+from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.schedule import Schedule, family, generate
 from megatron_vp.schedule.gc_paused import gc_paused
 
@@ -38,8 +38,8 @@ FINE_ENOUGH = 16
 SMALLEST_SHARE = 1 / 16
 """Of an even shard: fewer rows are not worth the fixed time of their passes."""
 
-SAMPLE = 3
-"""Microbatches per rank that are simulated to compare candidates, if the job has as many."""
+SAMPLED, SAMPLED_PER_RANK = 256, 3
+"""Microbatches x ranks up to which all are simulated to compare candidates, and microbatches per rank beyond."""
 
 TIE = 0.002
 """Candidates within this part of the fastest are equally fast; the one with most memory to spare is taken."""
@@ -49,8 +49,9 @@ TIE = 0.002
 class Shards:
     """Layers by virtual stage and vocabulary rows by pipeline rank, tensor ranks together.
 
-    layers: None where all stages have equally many. rows: None for even shards. gain: how many times as fast as even
-    shards this is predicted to be, with the same layers if they were given and with evenly spread ones otherwise.
+    layers: None where all stages have equally many. rows: None for even shards; the layers are then those that training
+    gives the stages without a layout. gain: how many times as fast as even shards this is predicted to be, with the
+    same layers if they were given, and otherwise with those that training gives the stages.
     """
 
     layers: tuple[int, ...] | None
@@ -111,13 +112,14 @@ class _Search:
     ) -> None:
         self.job, self.plan, self.hardware, self.limit = job, plan, hardware, memory_limit
         self.constants = replace(constants, speed_spread=0.0, idle_boost=0.0)
-        self.sample = replace(job, microbatches=min(job.microbatches, SAMPLE * job.pipeline))
+        simulated = max(SAMPLED_PER_RANK * job.pipeline, SAMPLED // job.pipeline)
+        self.sample = replace(job, microbatches=min(job.microbatches, simulated))
         self.single = generate(plan.schedule, job.pipeline, 1, vocab=plan.vocab, chunks=plan.chunks)
         self.placement = self.single.placement
         self.times = PassTimes(job, hardware, self.constants)
         self.unit = unit_of_rows(job.model.vocab, job.pipeline, job.tensor)
-        layers = spread_layers(job, self.placement) if plan.layers is None else plan.layers
-        self.even = replace(plan, layers=layers)
+        even = _none_if_equal(even_layers(job.model.layers, self.placement.stages))
+        self.even = replace(plan, layers=even if plan.layers is None else plan.layers)
         self._ends_of_memory: dict[tuple[int, tuple[int, ...]], tuple[float, ...]] = {}
         layers_of(job, self.even, self.placement)
 

@@ -118,6 +118,7 @@ def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
     wanted = {
         "vocab_parallel": split,
         "vocab_parallel_algorithm": plan.vocab.value if plan.vocab.is_sharded else None,
+        "vocab_shards": _shards_text(plan),
         "pipeline_schedule": DEFAULT_SCHEDULE if own else plan.schedule,
         "pipeline_model_parallel_layout": layout,
         "num_virtual_stages_per_pipeline_rank": chunks if layout is None else None,
@@ -125,9 +126,16 @@ def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
     }
     defaults = {"vocab_parallel": False, "pipeline_schedule": DEFAULT_SCHEDULE}
     settings = {name: value for name, value in wanted.items() if value != config.values.get(name, defaults.get(name))}
-    if plan.vocab.is_sharded:  # the default, but what was chosen should be seen
+    if plan.vocab.is_sharded:  # the defaults, but what was chosen should be seen
         settings.setdefault("vocab_parallel_algorithm", plan.vocab.value)
     return settings
+
+
+def _shards_text(plan: Plan) -> str | None:
+    """The value of --vocab-shards: what was predicted, whatever a start would choose by itself."""
+    if not plan.vocab.is_sharded:
+        return None
+    return "even" if plan.vocab_rows is None else ",".join(map(str, plan.vocab_rows))
 
 
 def _chunks(config: JobConfig) -> int | None:

@@ -13,11 +13,12 @@ from pathlib import Path
 from statistics import fmean, median
 
 from megatron_vp.cost.balance import Shards, unit_of_rows
-from megatron_vp.cost.shapes import Job, Plan, check_rows
+from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.cost.water_filling import fill
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
 from megatron_vp.schedule import PassKind
+from megatron_vp.shards import check_stage_rows
 from megatron_vp.trace.cut import Cut
 from megatron_vp.trace.figures import mean_pass_times
 from megatron_vp.trace.rank_files import RankTrace, read_traces
@@ -79,7 +80,7 @@ def measured(job: Job, plan: Plan, pass_seconds: Sequence[Seconds], most: Sequen
             f"pass times of {len(pass_seconds)} ranks say nothing about {job.pipeline} ranks with vocabulary shards: "
             "measure a run of this job with --vocab-parallel"
         )
-    check_rows(rows, job.model.vocab, job.pipeline, job.tensor)
+    check_stage_rows(rows, job.model.vocab, job.pipeline, job.tensor)
     return refilled(Cut(plan.layers, rows, job.tensor), pass_seconds, most)
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from megatron_vp.cost.balance import balanced
 from megatron_vp.cost.communication import CommunicationModel
 from megatron_vp.cost.constants import CALIBRATED, ERROR_BAND, Constants
 from megatron_vp.cost.hardware import Hardware
@@ -39,6 +40,9 @@ SMALL = 0.05
 
 SIMULATED, SIMULATED_PER_RANK = 2048, 4
 """Microbatches x ranks up to which all are simulated; microbatches a rank that show all phases of a schedule."""
+
+MOST_BALANCED = 32
+"""Pipeline ranks up to which a plan balances shards. For more, `simulate` balances those of one schedule."""
 
 LARGEST = 128
 """Pipeline ranks whose candidates take half a minute on two cores; twice as many take over four times as long."""
@@ -270,13 +274,17 @@ def plan(
     constants: Constants = CALIBRATED,
     chunks: int = 2,
     progress: Callable[[int, int], None] = lambda done, of: None,
+    limit: float | None = None,
 ) -> tuple[list[Evaluation], list[Infeasible]]:
     """All candidates, the fastest first, and those that the job cannot run.
 
-    Predicted in processes, one a core. `chunks` are those of `interleaved`; `progress` hears how many of how many are
-    done. Raises UserError as `candidates` does.
+    Even shards are joined by balanced ones wherever these are worth it, see `balance.balanced`; `limit`: bytes per rank
+    that those may take.
+    Predicted in processes, one per core. `chunks` are those of `interleaved`; `progress` hears how many of how many
+    candidates are done, a balanced one counted with the even one. Raises UserError as `candidates` does.
     """
     tried = candidates(job, hardware, constants, chunks)
+    done = 0
     evaluations: list[Evaluation] = []
     infeasible: list[Infeasible] = []
     # Candidates with the same order of passes go to one process, which generates it once.
@@ -284,26 +292,35 @@ def plan(
     for candidate in tried:
         shared[candidate.plan.schedule, candidate.plan.vocab].append(candidate)
     with worker_pool(min(len(shared), len(os.sched_getaffinity(0)))) as pool:
-        running = [pool.submit(_evaluate_all, group, job, hardware, constants) for group in shared.values()]
+        running = {
+            pool.submit(_evaluate_all, group, job, hardware, constants, limit): group for group in shared.values()
+        }
         for future in as_completed(running):
             for found in future.result():
                 if isinstance(found, Evaluation):
                     evaluations.append(found)
                 else:
                     infeasible.append(found)
-            progress(len(evaluations) + len(infeasible), len(tried))
+            done += len(running[future])
+            progress(done, len(tried))
     if not evaluations:
         raise UserError(f"no schedule can run this job: {infeasible[0].reason}")
     return sorted(evaluations, key=lambda each: each.iteration_seconds), infeasible
 
 
 def _evaluate_all(
-    group: Sequence[Candidate], job: Job, hardware: Hardware, constants: Constants
+    group: Sequence[Candidate], job: Job, hardware: Hardware, constants: Constants, limit: float | None
 ) -> list[Evaluation | Infeasible]:
+    """The candidates of a group, and behind each whose shards can be drawn the balanced one if it is another."""
     found: list[Evaluation | Infeasible] = []
     for candidate in group:
         try:
             found.append(evaluate(candidate, job, hardware, constants))
+            plan = candidate.plan
+            if plan.vocab.is_sharded and job.pipeline <= MOST_BALANCED:
+                drawn = balanced(job, replace(plan, layers=None), hardware, constants, limit).plan(plan)
+                if drawn.vocab_rows is not None:
+                    found.append(evaluate(Candidate(candidate.method, drawn), job, hardware, constants))
         except UserError as error:
             found.append(Infeasible(candidate, str(error)))
     return found
@@ -358,7 +375,8 @@ def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_
 
 def simplicity(evaluation: Evaluation) -> tuple[float, ...]:
     """What decides a tie, the least first: Megatron's own schedules; backwards that are not split; fewer chunks; plain
-    layers before redistributed ones, vocab-2 and vocab-1; less memory.
+    layers before redistributed ones, vocab-2 and vocab-1; balanced shards, where a plan has them, because training
+    takes those by default; less memory.
     """
     plan = evaluation.candidate.plan
     chosen = family(plan.schedule)
@@ -368,6 +386,7 @@ def simplicity(evaluation: Evaluation) -> tuple[float, ...]:
         chosen.splits_backward,
         plan.chunks or chosen.chunks or 1,
         _BY_SIMPLICITY.index(evaluation.candidate.method),
+        plan.vocab.is_sharded and plan.vocab_rows is None,
         evaluation.peak_memory,
     )
 

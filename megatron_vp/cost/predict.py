@@ -151,8 +151,8 @@ def make_simulator(
             "--untie-embeddings-and-output-weights"
         )
     plan.shard_rows(job)  # refuses rows that are no cut
-    if measured is None and plan.vocab_rows is not None:
-        return _drawn_simulator(job, plan, order_costs(job, plan, hardware, constants))
+    if plan.vocab_rows is not None:
+        return _drawn_simulator(job, plan, measured or order_costs(job, plan, hardware, constants))
     single = generate(plan.schedule, job.pipeline, 1, vocab=plan.vocab, chunks=plan.chunks)
     costs = measured or stage_costs(job, plan, single, hardware, constants)
     return _simulator(
@@ -165,7 +165,7 @@ def make_simulator(
     )
 
 
-def _drawn_simulator(job: Job, plan: Plan, costs: StageCosts) -> Simulator:
+def _drawn_simulator(job: Job, plan: Plan, costs: PassCosts | StageCosts) -> Simulator:
     made = generate(
         plan.schedule,
         job.pipeline,

@@ -8,7 +8,7 @@ from enum import StrEnum
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import DEFAULT_SCHEDULE, VocabMethod
-from megatron_vp.shards import rows_per_shard
+from megatron_vp.shards import check_stage_rows, rows_per_shard
 
 
 class Recompute(StrEnum):
@@ -211,7 +211,7 @@ class Plan:
         """
         if self.vocab_rows is None:
             return (job.shard_rows,) * job.pipeline
-        check_rows(self.vocab_rows, job.model.vocab, job.pipeline, job.tensor)
+        check_stage_rows(self.vocab_rows, job.model.vocab, job.pipeline, job.tensor)
         if not self.vocab.is_sharded:
             raise UserError(
                 f"vocabulary rows by rank go with vocab-1 and vocab-2, not with {self.vocab}: leave them out"
@@ -229,19 +229,6 @@ class Plan:
             return self.vocab_rows
         vocab, rows = job.model.vocab, job.shard_rows * job.tensor
         return tuple(max(0, min(rows, vocab - rank * rows)) for rank in range(job.pipeline))
-
-
-def check_rows(rows: tuple[int, ...], vocab: int, ranks: int, tensor: int) -> None:
-    """Raise UserError for vocabulary rows by pipeline rank that are not a cut of `vocab` rows."""
-    named = f"vocabulary rows {','.join(map(str, rows))}"
-    if len(rows) != ranks:
-        raise UserError(f"{named} are for {len(rows)} pipeline ranks and there are {ranks}; give one number for each")
-    if min(rows) < 0 or sum(rows) != vocab:
-        raise UserError(
-            f"{named} add up to {sum(rows)}; give numbers from 0 that add up to the padded vocabulary, {vocab}"
-        )
-    if any(own % tensor for own in rows):
-        raise UserError(f"{named} cannot be shared by {tensor} tensor ranks; give multiples of {tensor}")
 
 
 def _at_least_one(name: str, value: int) -> None:

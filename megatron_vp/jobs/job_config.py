@@ -46,7 +46,8 @@ SIZES = (
     "num_layers_per_virtual_pipeline_stage",
 )
 OTHERS = (
-    *("vocab_parallel", "vocab_parallel_algorithm", "pipeline_schedule", "pipeline_model_parallel_layout"),
+    *("vocab_parallel", "vocab_parallel_algorithm", "vocab_shards"),
+    *("pipeline_schedule", "pipeline_model_parallel_layout"),
     *("swiglu", "quick_geglu", "group_query_attention", "untie_embeddings_and_output_weights"),
     *("hidden_dropout", "attention_dropout", "sequence_parallel", "use_distributed_optimizer"),
     *("recompute_granularity", "bf16", "fp16", "accumulate_allreduce_grads_in_fp32"),

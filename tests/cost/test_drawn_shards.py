@@ -68,13 +68,13 @@ def test_the_order_is_made_for_every_ranks_own_costs_at_equal_speed():
 
 def test_rows_that_are_no_cut_are_refused():
     for rows, words in (
-        ((65536, 65536), "are for 2 pipeline ranks and there are 4"),
-        ((65536, 65536, 128, 0), "add up to 131200; give numbers from 0 that add up to the padded vocabulary, 131072"),
-        ((65536 * 2, 128, -128, 0), "from 0"),
+        ((65536, 65536), "gives rows for 2 pipeline ranks, and the pipeline has 4"),
+        ((65536, 65536, 128, 0), "gives 131200 rows, and the padded vocabulary has 131072: take 128 away"),
+        ((65536 * 2, 128, -128, 0), "negative number of rows"),
     ):
         with pytest.raises(UserError, match=words):
             drawn(rows)
-    with pytest.raises(UserError, match="cannot be shared by 2 tensor ranks"):
+    with pytest.raises(UserError, match="cannot be shared equally by the 2 tensor ranks"):
         drawn((65535, 65537, 0, 0), tensor=2)
     with pytest.raises(UserError, match="not with interlaced"):
         predict(JOB, Plan("interlaced", VocabMethod.INTERLACED, vocab_rows=ROWS), H100)

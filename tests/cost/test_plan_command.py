@@ -11,8 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
+from megatron_vp.cli.plan_check import megatrons_check, refusal_here
 from megatron_vp.cli.planning import seconds
 from megatron_vp.cost import planner
+from megatron_vp.cost.chosen_shards import shard_choice
 from megatron_vp.cost.hardware import find_hardware
 from megatron_vp.cost.job_plan import UNCOUNTED, plan_of, settings_of
 from megatron_vp.cost.job_sizes import job_of
@@ -51,6 +53,12 @@ def small(tmp_path):
     path = tmp_path / "small.yaml"
     path.write_text(SMALL)
     return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded():
+    """Megatron in this process: each `plan` would start one of its own to load it."""
+    import megatron.training.arguments  # noqa: F401
 
 
 def run(*arguments):
@@ -98,9 +106,68 @@ def test_overlays_and_flags_say_how_the_pipeline_runs(small, tmp_path):
 def test_uneven_layers_of_a_v_are_simulated_as_training_lays_them_out(small, layers):
     from megatron_vp.mcore.model.chunk_layout import even_layout
 
-    flags = ["--num-layers", str(layers), "--pipeline-schedule", "v-half", "--vocab-parallel"]
+    flags = ["--num-layers", str(layers), "--pipeline-schedule", "v-half", "--vocab-parallel", "--vocab-shards", "even"]
     found = json.loads(run("simulate", small, *flags, "--format", "json").stdout)["plan"]
     assert tuple(found["layers"]) == layers_in(even_layout(layers, 8, 0)) and sum(found["layers"]) == layers
+
+
+def test_simulate_takes_the_shards_that_training_takes(small, tmp_path):
+    split = ["--num-layers", 10, "--vocab-parallel"]
+
+    def simulated(*flags):
+        return json.loads(run("simulate", small, *split, *flags, "--format", "json").stdout)["plan"]
+
+    even, drawn = (
+        simulated("--vocab-shards", "even", "--pipeline-model-parallel-layout", "Et*2|t*3|t*2|t*3L"),
+        simulated(),
+    )
+    assert drawn["iteration_seconds"] < even["iteration_seconds"] / 1.01
+    assert simulated("--vocab-shards", "balanced") == drawn and sum(drawn["layers"]) == 10
+    assert len(set(even["vocab_rows"])) == 1 < len(set(zip(drawn["layers"], drawn["vocab_rows"], strict=True)))
+    rows = ",".join(map(str, drawn["vocab_rows"]))
+    same = simulated("--vocab-shards", rows, "--pipeline-model-parallel-layout", layout_of(drawn["layers"]))
+    assert same == drawn
+    table = run("simulate", small, *split).stdout
+    assert f"vocabulary rows by rank {rows}; layers by stage {','.join(map(str, drawn['layers']))}" in table
+    given = simulated("--pipeline-model-parallel-layout", "Et|t*4|t*4|tL")
+    assert given["layers"] == [1, 4, 4, 1] and given["vocab_rows"][1:3] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--vocab-shards", "100096,0,0"], "gives rows for 3 pipeline ranks, and the pipeline has 4"),
+        (["--vocab-shards", "100000,0,0,0"], "the padded vocabulary has 100096: add 96"),
+        (["--vocab-shards", "most"], "is not understood"),
+        (["--vocab-shards", "measured:nowhere"], "nowhere holds no rank_*.json"),
+        (["--vocab-shards", "100096,0,0,0", "--pipeline-schedule", "interlaced"], "use --vocab-shards even"),
+    ],
+)
+def test_shards_that_training_refuses_are_refused(small, flags, words):
+    error = run("simulate", small, "--vocab-parallel", *flags).exception
+    assert isinstance(error, UserError) and words in str(error)
+
+
+def test_shards_of_a_vocabulary_that_is_not_split_are_refused(small):
+    error = run("simulate", small, "--vocab-shards", "even").exception
+    assert isinstance(error, UserError) and "--vocab-shards even has no effect without --vocab-parallel" in str(error)
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_measured_shards_say_what_the_next_start_gains(small, tmp_path, evaluations, command):
+    for rank in range(4):
+        slow = 1.1 if rank == 2 else 1.0
+        times = {"F": 8 * slow, "B": 16 * slow, "S": 2 * slow, "T": 2 * slow}
+        report = {"pipeline_rank": rank, "microbatches": 2, "pass_milliseconds_by_iteration": [times]}
+        report |= {"vocab_rows": [25024] * 4, "layers": None, "tensor": 1}
+        (tmp_path / f"rank_{rank}.json").write_text(json.dumps(report))
+    job = [command, small, "--vocab-parallel", "--vocab-shards", f"measured:{tmp_path}"]
+    table = run(*job).stdout
+    said = next(line for line in table.splitlines() if line.startswith("the next start with --vocab-shards measured:"))
+    assert "the busiest rank computes 14.33 ms per microbatch instead of 15.40" in said
+    if command == "simulate":
+        rows = json.loads(run(*job, "--format", "json").stdout)["plan"]["vocab_rows"]
+        assert sum(rows) == 100096 and rows[2] == min(rows) < 20000 and f"rows {','.join(map(str, rows))}" in said
 
 
 def test_layouts_read_back():
@@ -144,7 +211,7 @@ def test_nothing_is_passed_over_that_the_cost_model_reads(small):
         config = read_sizes([small], flags.split())
         config = replace(config, values=Heard(config.values))
         job_of(config.values)
-        plan_of(config)
+        shard_choice(config, plan_of(config))
     resolved = {"fp8", "bias_swiglu_fusion"}  # the names in a resolved configuration
     assert read - resolved == {*SIZES, *OTHERS}
     assert not read & set(UNCOUNTED) and {*read, *UNCOUNTED} - resolved <= set(known_options())
@@ -251,6 +318,18 @@ def test_nothing_is_recommended_that_check_refuses():
     assert document["check"] is None
 
 
+def test_megatron_is_asked_in_a_process_that_loads_it_meanwhile(small, monkeypatch):
+    words = ["--config", str(small), "--fp32-residual-connection", "--vocab-parallel"]
+    here = refusal_here(words, 4)
+    assert here and "--fp32-residual-connection" in here
+    monkeypatch.delitem(sys.modules, "megatron.training")
+    with megatrons_check() as ask:
+        assert ask is not refusal_here and ask(words, 4) == here
+    monkeypatch.setattr("megatron_vp.cli.plan_check.can_check", lambda: False)
+    with megatrons_check() as ask:
+        assert ask is refusal_here
+
+
 def test_what_training_refuses_under_any_schedule_is_said(small):
     small.write_text(SMALL + "optimizer:\n  weight_decay: -1\n")
     table = run("plan", small).stdout
@@ -279,7 +358,7 @@ def evaluations(small, monkeypatch):
 def test_plan_chooses_among_what_fits_and_lists_it_first(small, evaluations):
     lines = run("plan", small, "--num-virtual-stages-per-pipeline-rank", "4").stdout.splitlines()
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
-    assert [(row[0], row[1], row[2], row[-2]) for row in rows] == [
+    assert [(row[0], row[1], row[3], row[-2]) for row in rows] == [
         ("1f1b", "vocab-1", "2.000", "yes"),
         ("zb-h1", "plain", "3.000", "yes"),
         ("1f1b", "plain", "1.000", "no"),
@@ -336,7 +415,7 @@ def test_settings_unset_what_the_configuration_has_and_the_plan_has_not(small):
     ]
     config = read_sizes([small], flags)
     job = job_of(config.values)
-    assert settings_of(config, plan_of(config), job) == {"vocab_parallel_algorithm": "vocab-2"}
+    assert settings_of(config, plan_of(config), job) == {"vocab_parallel_algorithm": "vocab-2", "vocab_shards": "even"}
     settings = settings_of(config, Plan("1f1b"), job)
     assert settings == {
         "vocab_parallel": False,
@@ -520,7 +599,8 @@ def test_the_best_schedule_is_written_and_simulated_from_its_file(small, tmp_pat
     best = json.loads(planned.stdout)
     best = best["plans"][best["best"]]
     method = [] if best["method"] in ("plain", "redistributed") else ["--vocab-parallel"]
-    method += ["--vocab-parallel-algorithm", best["method"]] if "-" in best["method"] else []
+    rows = ",".join(map(str, best["vocab_rows"] or ()))
+    method += ["--vocab-parallel-algorithm", best["method"], "--vocab-shards", rows] if "-" in best["method"] else []
     layout = ["--pipeline-model-parallel-layout", layout_of(best["layers"])] if best["layers"] else []
     job = ["simulate", small, "--hardware", "h100", "--format", "json", *method, *layout]
     by_file = run(*job, "--pipeline-schedule", file)

@@ -109,10 +109,18 @@ def test_a_schedule_with_whole_vocabulary_layers_is_traced_and_reported_alike(fo
         assert set(report["pass_milliseconds"]) == {"F", "B", "W"}
 
 
+CUT = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_layout": None,
+    "vocab_parallel": False,
+    "vocab_rows": None,
+}
+
+
 def _long_run(rank, world_size, folder, iterations):
     from megatron_vp.mcore.reports import rank_report
 
-    rank_report.get_args = lambda: SimpleNamespace(rank_report=folder)
+    rank_report.get_args = lambda: SimpleNamespace(rank_report=folder, **CUT)
     rank_report.parallel_state.get_pipeline_model_parallel_rank = lambda: rank
     report = rank_report.RankReport()
     with process_group(rank, world_size):

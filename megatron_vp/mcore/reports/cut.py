@@ -12,7 +12,7 @@ from megatron_vp.vocab.shards import VocabShards
 
 def cut_of(args: argparse.Namespace) -> Cut:
     """Layers by virtual stage where a layout names them, and vocabulary rows by pipeline rank where they are split."""
-    tensor, rows = args.tensor_model_parallel_size, vars(args).get("vocab_rows")
+    tensor, rows = args.tensor_model_parallel_size, args.vocab_rows
     if rows is None and args.vocab_parallel and args.padded_vocab_size:
         shards = VocabShards(args.padded_vocab_size, args.pipeline_model_parallel_size * tensor, tensor)
         ranks = range(args.pipeline_model_parallel_size)

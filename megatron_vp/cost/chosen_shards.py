@@ -1,0 +1,78 @@
+"""What `--vocab-shards` makes of a plan: the rows of every rank, and with them the layers of every stage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_vp.cost.balance import balanced
+from megatron_vp.cost.constants import CALIBRATED, Constants
+from megatron_vp.cost.hardware import Hardware
+from megatron_vp.cost.job_plan import uncounted
+from megatron_vp.cost.measured_rows import measured, next_start, read_run
+from megatron_vp.cost.shapes import Job, Plan
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.job_config import JobConfig
+from megatron_vp.jobs.vocab_shards import EVEN_ALONE, NEEDS_VOCAB_PARALLEL, ShardChoice, ShardRule
+from megatron_vp.schedule import VocabMethod
+from megatron_vp.trace.cut import Cut
+
+
+def shard_choice(config: JobConfig, plan: Plan) -> ShardChoice:
+    """The job's `--vocab-shards`. Raises UserError for one that does not go with its vocabulary method."""
+    given = config.values.get("vocab_shards")
+    if isinstance(given, int) and not isinstance(given, bool):
+        given = str(given)
+    choice = ShardChoice.parse(given)
+    said = {"vocab_shards": given, "pipeline_schedule": plan.schedule}
+    if plan.vocab is VocabMethod.NONE and given is not None:
+        raise UserError(NEEDS_VOCAB_PARALLEL.format_map(said))
+    if plan.vocab is VocabMethod.INTERLACED and choice.rule not in (ShardRule.EVEN, ShardRule.BALANCED):
+        raise UserError(EVEN_ALONE.format_map(said))
+    return choice
+
+
+def with_shards(
+    config: JobConfig,
+    plan: Plan,
+    job: Job,
+    hardware: Hardware,
+    constants: Constants = CALIBRATED,
+    memory_limit: float | None = None,
+) -> Plan:
+    """`plan` of a configuration with the layers and rows that training takes.
+
+    Rows are drawn for the user's layout where there is one, and together with the layers otherwise. Raises UserError.
+    """
+    choice = shard_choice(config, plan)
+    if not plan.vocab.is_sharded or choice.rule is ShardRule.EVEN:
+        return plan
+    layout_given = config.values.get("pipeline_model_parallel_layout") is not None
+    if choice.rule is ShardRule.ROWS:
+        return replace(plan, vocab_rows=choice.rows)
+    if choice.rule is ShardRule.BALANCED:
+        if uncounted(config):
+            return plan  # training keeps even shards, too, where the cost model does not know all sizes
+        free = plan if layout_given else replace(plan, layers=None)
+        return balanced(job, free, hardware, constants, memory_limit).plan(plan)
+    assert choice.folder is not None
+    run = read_run(choice.folder)
+    ran = with_cut(plan, run.cut)
+    if layout_given and ran.layers != plan.layers:
+        raise UserError(
+            f"{choice.folder} measured another layout of layers, {list(ran.layers or ())}: measure a run with this "
+            "one, or leave --pipeline-model-parallel-layout out"
+        )
+    return measured(job, ran, run.seconds).plan(plan)
+
+
+def with_cut(plan: Plan, cut: Cut) -> Plan:
+    """`plan` with the layers and rows that a run recorded, where it did."""
+    return replace(plan, layers=cut.layers or plan.layers, vocab_rows=cut.vocab_rows)
+
+
+def gain_of_next_start(config: JobConfig, plan: Plan) -> str | None:
+    """What `--vocab-shards measured:DIR` of this job gains, in a line; None for shards that are not measured."""
+    choice = shard_choice(config, plan)
+    if choice.folder is None or not plan.vocab.is_sharded:
+        return None
+    return next_start(choice.folder, read_run(choice.folder))
