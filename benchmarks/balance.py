@@ -22,17 +22,14 @@ import os
 import sys
 from concurrent.futures import as_completed
 from dataclasses import replace
-from math import ceil
 from pathlib import Path
 from statistics import fmean
 
-from megatron_vp.cost.balance import balanced
-from megatron_vp.cost.communication import CommunicationModel
+from megatron_vp.cost.balance import balanced, least_passes
 from megatron_vp.cost.constants import CALIBRATED
 from megatron_vp.cost.hardware import find_hardware
 from megatron_vp.cost.job_sizes import job_of
 from megatron_vp.cost.layouts import spread_layers
-from megatron_vp.cost.pass_times import PassTimes
 from megatron_vp.cost.planner import REDISTRIBUTED, Candidate, balanced_layers, evaluate
 from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.cost.workers import worker_pool
@@ -52,19 +49,6 @@ def job_on(model: str, ranks: int) -> Job:
     values = dict(read_sizes([CONFIGS / f"{model}.yaml"], []).values)
     values |= {"pipeline_model_parallel_size": ranks, "tensor_model_parallel_size": 1, "global_batch_size": None}
     return replace(job_of(values), microbatches=128)
-
-
-def bound(job: Job, method: VocabMethod, split_backward: bool) -> float:
-    """Seconds of the passes that no layout of whole layers and rows is below, with fill and drain."""
-    times, communication = PassTimes(job, H100, ALIKE), CommunicationModel(job, H100, ALIKE)
-    layers, p = job.model.layers, job.pipeline
-    layer = sum(times.layer()) + 2 * communication.layer_traffic()
-    gaps = (2 + split_backward) * ALIKE.gap
-    vocabulary = sum(times.vocabulary_passes(method, job.model.vocab // job.tensor))
-    mean = layers * layer / p + gaps
-    hops = 2 * communication.message(0, 1, communication.hidden_bytes)
-    each = max(ceil(layers / p) * layer, (layers * layer + vocabulary) / p) + gaps
-    return job.microbatches * each + (p - 1) * (mean + hops)
 
 
 def line(model: str, ranks: int, schedule: str) -> dict | None:
@@ -105,7 +89,7 @@ def line(model: str, ranks: int, schedule: str) -> dict | None:
     if schedule == DEFAULT_SCHEDULE:
         alike = evaluate(drawn, job, H100, ALIKE)
         passes = alike.iteration_seconds - alike.loss.step
-        found["over_bound"] = passes / bound(job, method, record.splits_backward)
+        found["over_bound"] = passes / least_passes(job, method, H100, ALIKE)
     return found
 
 

@@ -23,7 +23,7 @@ from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.cost.stage_costs import layers_of, stage_times
 from megatron_vp.cost.water_filling import fill
 from megatron_vp.jobs.layout_text import even_layers
-from megatron_vp.schedule import Schedule, family, generate
+from megatron_vp.schedule import Schedule, VocabMethod, family, generate
 from megatron_vp.schedule.gc_paused import gc_paused
 
 EVEN_BAND = 0.01
@@ -209,6 +209,21 @@ class _Search:
     def _order(self) -> Schedule:
         job, plan = self.sample, self.plan
         return generate(plan.schedule, job.pipeline, job.microbatches, vocab=plan.vocab, chunks=plan.chunks)
+
+
+def least_passes(job: Job, method: VocabMethod, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
+    """Seconds of 1F1B's passes with the best layers and rows there can be, all ranks equally fast.
+
+    max(ceil(L / p), (L + v) / p) layers per microbatch, v being what one rank would take for the whole vocabulary, and
+    p - 1 mean stages to fill and drain the pipeline.
+    """
+    times, communication = PassTimes(job, hardware, constants), CommunicationModel(job, hardware, constants)
+    layers, p = job.model.layers, job.pipeline
+    layer, gaps = sum(times.layer()) + 2 * communication.layer_traffic(), 2 * constants.gap
+    vocabulary = sum(times.vocabulary_passes(method, job.model.vocab // job.tensor))
+    busiest = max(-(-layers // p) * layer, (layers * layer + vocabulary) / p) + gaps
+    hops = 2 * communication.message(0, 1, communication.hidden_bytes)
+    return job.microbatches * busiest + (p - 1) * (layers * layer / p + gaps + hops)
 
 
 def unit_of_rows(vocab: int, ranks: int, tensor: int) -> int | None:

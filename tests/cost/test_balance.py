@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vp.cost.balance import EVEN_BAND, balanced, unit_of_rows
+from megatron_vp.cost.balance import EVEN_BAND, balanced, least_passes, unit_of_rows
+from megatron_vp.cost.constants import CALIBRATED
 from megatron_vp.cost.hardware import find_hardware
 from megatron_vp.cost.layer_choices import layer_choices
+from megatron_vp.cost.layouts import spread_layers
 from megatron_vp.cost.planner import balanced_layers
 from megatron_vp.cost.predict import predict
 from megatron_vp.cost.shapes import Job, ModelShape, Plan
@@ -18,6 +20,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import Placement, VocabMethod
 
 H100 = find_hardware("h100")
+ALIKE = replace(CALIBRATED, speed_spread=0.0, idle_boost=0.0)
 TWO = VocabMethod.VOCAB_2
 MODEL = ModelShape(layers=7, hidden=2048, heads=16, ffn=8192, vocab=131072)
 JOB = Job(MODEL, sequence=2048, micro_batch=1, microbatches=16, pipeline=4)
@@ -70,6 +73,31 @@ def test_every_layout_has_all_layers_and_no_empty_stage(place, layers):
                 own = [choice.layers[stage] for stage in stages]
                 assert max(own) - min(own) <= 1, rank
     assert {tuple(each.holders) for each in groups[-1]} <= {tuple(range(4 - k, 4)) for k in (1, 2, 3)}
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    ranks=st.integers(2, 6),
+    layers=st.integers(6, 24),
+    hidden=st.sampled_from([1024, 2048, 4096]),
+    units=st.integers(16, 2048),
+    rounds=st.integers(2, 6),
+)
+def test_no_layout_of_whole_layers_is_faster_for_any_model(ranks, layers, hidden, units, rounds):
+    model = ModelShape(layers=layers, hidden=hidden, heads=16, ffn=4 * hidden, vocab=128 * units)
+    job = Job(model, sequence=2048, micro_batch=1, microbatches=rounds * ranks, pipeline=ranks)
+    placement = Placement.linear(ranks)
+    whole = min(
+        predict(job, Plan(layers=each), H100, ALIKE).iteration_seconds
+        for each in {balanced_layers(job, placement, H100, ALIKE), spread_layers(job, placement)}
+    )
+    runs = []
+    for method in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2):
+        plan = Plan(vocab=method)
+        found = predict(job, balanced(job, plan, H100).plan(plan), H100, ALIKE)
+        runs.append((found.iteration_seconds, found.timeline.makespan / least_passes(job, method, H100, ALIKE)))
+    seconds, over_bound = min(runs)
+    assert seconds <= whole and over_bound <= 1.02
 
 
 def test_rows_go_where_there_are_fewer_layers():
