@@ -80,7 +80,7 @@ tests=("$python" -m pytest -q -W ignore -rs -p no:cacheprovider)
 
 step() {
     case $1 in
-    waits) limited waits 40 "$python" benchmarks/waits.py "${results[@]}" ;;
+    waits) limited waits 50 "$python" benchmarks/waits.py "${results[@]}" ;;
     nccl) limited nccl 60 "${tests[@]}" -k "$nccl" tests/gpu/test_nccl.py ;;
     env) limited env 40 bash -c "nvidia-smi; '$python' -m megatron_vp.cli.app env" ;;
     kernels)

@@ -133,3 +133,17 @@ def test_ranks_that_share_it_wait_for_every_message_where_it_is_posted(
     command = [sys.executable, str(script), schedule, method, receives]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert (done.returncode, (done.stdout + done.stderr).strip().splitlines()[-1]) == (status, said), done.stderr
+
+
+def test_the_probe_of_calls_that_wait_reports_every_call(tmp_path, environment):
+    """What cannot work on this device, NCCL alone, is said in its line and keeps no other call from being watched."""
+    rows = tmp_path / "results.jsonl"
+    command = [sys.executable, str(ROOT / "benchmarks" / "waits.py"), "--output", str(rows)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert found[-1]["call"] == "synchronize, which must wait"
+    assert len(found) >= 19
+    assert all(row["error"] is None for row in found if not row["call"].startswith("NCCL"))
+    # The device is never busy, and nothing is compiled while a call is watched.
+    assert not any(row["waits"] for row in found)
