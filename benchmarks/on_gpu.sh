@@ -30,6 +30,10 @@ results=(--output "$folder/results.jsonl")
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 failed=0
+# A command at its limit is interrupted: pytest then says what passed, and ends the ranks that it started. In the
+# background a shell's commands ignore interrupts, where `env` does not put that right.
+interruptible=(env --default-signal=INT)
+"${interruptible[@]}" true 2>/dev/null || interruptible=(env)
 
 say() { echo "$*" | tee -a "$folder/summary.txt"; }
 
@@ -39,19 +43,20 @@ limited() {
     shift 2
     echo "==== $name: $*" >>"$folder/log.txt"
     from=$(wc -l <"$folder/log.txt")
-    timeout --kill-after=10 "$seconds" "$@" >>"$folder/log.txt" 2>&1
+    timeout --signal=INT --kill-after=15 "$seconds" "${interruptible[@]}" "$@" >>"$folder/log.txt" 2>&1
     status=$?
     say "$name: status $status after $((SECONDS - started)) of $seconds s"
     # What tests left out, and how many there were: a step whose tests are all skipped shows nothing, with status 0.
-    tail -n "+$((from + 1))" "$folder/log.txt" | grep -E '^(SKIPPED|[0-9]+ (passed|failed|skipped)|no tests ran)' |
-        cut -c -200 | sed 's/^/    /' | tee -a "$folder/summary.txt"
+    tail -n "+$((from + 1))" "$folder/log.txt" |
+        grep -E '^(SKIPPED|=+ ([0-9]+ (passed|failed|skipped|errors?|deselected)|no tests ran))' |
+        sed -E 's/^=+ (.*[^=]) =+$/\1/' | cut -c -200 | sed 's/^/    /' | tee -a "$folder/summary.txt"
     [ "$status" -eq 0 ] && return
     failed=1
     say "$(tail -n "+$((from + 1))" "$folder/log.txt" | tail -n 12 | cut -c -300 | sed 's/^/    /')"
 }
 
 if timeout 120 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    nccl="not gloo"
+    device=cuda nccl="not gloo"
     # The aims first. Every call goes through its shapes in order and writes each as soon as it is measured.
     short=(--tokens "2048,4096" --hidden 4096 --rows "8192,32768")
     whole=(--tokens "2048,4096" --hidden "3072,6144" --rows "8192,32768" --rounds 10)
@@ -66,7 +71,7 @@ elif nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
     exit 1
 else
     say "no CUDA device: a rehearsal, whose times mean nothing"
-    nccl="world_of_one and gloo"
+    device=cpu nccl="world_of_one and gloo"
     short=(--tokens 64 --hidden 32 --rows 48 --rounds 2)
     whole=("${short[@]}")
     unaligned=(--tokens 64 --hidden 32 --rows "48,47" --rounds 2)
@@ -76,7 +81,7 @@ else
     rest=("${jobs[@]}")
     both_ends=("${jobs[@]}")
 fi
-tests=("$python" -m pytest -q -W ignore -rs -p no:cacheprovider)
+tests=("$python" -m pytest -v --durations=15 --durations-min=1 -W ignore -rs -p no:cacheprovider)
 
 step() {
     case $1 in
@@ -92,10 +97,10 @@ step() {
         limited layer 90 "$python" benchmarks/output_layer.py "${whole[@]}" "${results[@]}"
         ;;
     # Kernels loaded at once: whether a first use of one in a schedule hangs is for the step `ranks` to show.
-    streams) limited streams 170 env CUDA_MODULE_LOADING=EAGER "${tests[@]}" -x -k "cuda and two" tests/gpu ;;
+    streams) limited streams 170 env CUDA_MODULE_LOADING=EAGER "${tests[@]}" -x -k "$device and two" tests/gpu ;;
     ranks)
-        limited ranks 200 "${tests[@]}" -k "cuda or same_bits or wait" tests/gpu/test_one_device.py
-        limited ranks_blocking 90 env CUDA_LAUNCH_BLOCKING=1 "${tests[@]}" -k "cuda and two and 1f1b" \
+        limited ranks 200 "${tests[@]}" -k "$device or same_bits or wait" tests/gpu/test_one_device.py
+        limited ranks_blocking 90 env CUDA_LAUNCH_BLOCKING=1 "${tests[@]}" -k "$device and two and 1f1b" \
             tests/gpu/test_one_device.py
         ;;
     replay) limited replay 300 "$python" benchmarks/replay_tables.py "${results[@]}" "${jobs[@]}" ;;
