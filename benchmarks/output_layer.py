@@ -20,6 +20,8 @@ import argparse
 import os
 import platform
 import statistics
+import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -144,6 +146,11 @@ def expected(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.autograd.grad(loss, (x_nh, weight_vh))
 
 
+def said(error: Exception) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+
+
 def errors(tokens: int, hidden: int, rows: int, device: torch.device, dtype: torch.dtype) -> dict[str, object]:
     """Of dX and dW by norm, ours and every rival's, on `CHECKED_TOKENS` tokens; or why one has none."""
     shape = Shape(min(tokens, CHECKED_TOKENS), hidden, rows, device, dtype, shards=1)
@@ -153,7 +160,7 @@ def errors(tokens: int, hidden: int, rows: int, device: torch.device, dtype: tor
         try:
             gradients = work()
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+            found[name] = said(error)
             continue
         found[name] = [
             ((gradient.double() - reference).norm() / reference.norm()).item()
@@ -177,7 +184,15 @@ def measure(shape: Shape, usable: list[str], rounds: int, device: torch.device) 
     """Milliseconds of everything: medians, the first and last tenth, and what follows."""
     names = ["s_gemm", "s", "s_of_vocab_2_gemms", "s_of_vocab_2", "t_gemm", "t", "s_and_t", "eager_s_and_t"]
     works: dict[str, Callable[[], object]] = {name: getattr(shape, name) for name in [*names, "s_t_and_loss"]}
-    works |= {name: work for name, work in shape.rivals().items() if name in usable}
+    failed = {}
+    for name, work in shape.rivals().items():
+        if name in usable:
+            try:
+                work()
+            except Exception as error:  # not enough memory for all tokens, say
+                failed[name] = said(error)
+            else:
+                works[name] = work
     taken = times(works, rounds, device)
     taken["t_dirty"] = times({"t": shape.t}, rounds, device, dirty=True)["t"]
     middle = {name: statistics.median(values) for name, values in taken.items()}
@@ -200,6 +215,7 @@ def measure(shape: Shape, usable: list[str], rounds: int, device: torch.device) 
         "copy_bytes_per_second": bandwidth,
         "eager_over_ours": middle["eager_s_and_t"] / middle["s_and_t"],
         "rivals_over_ours": {name: middle[name] / whole for name in usable if name in middle},
+        "rivals_failed": failed,
         "bytes_kept_a_logit": shape.bytes_kept_a_logit(),
         "bytes_allocated_a_logit": shape.bytes_allocated_by_s() / shape.pending.exp_nv.numel() if on_gpu else None,
         "peak_bytes": peaks({name: works[name] for name in ("s_t_and_loss", *usable) if name in works})
@@ -211,8 +227,8 @@ def measure(shape: Shape, usable: list[str], rounds: int, device: torch.device) 
     }
 
 
-def main() -> None:
-    """Measure every combination and print, or append to a file, a line of JSON each."""
+def main() -> int:
+    """Measure every combination and print, or append to a file, a line of JSON each; 1 if one failed."""
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         os.environ["TRITON_INTERPRET"] = "1"  # for Liger, before anything imports Triton
@@ -232,9 +248,8 @@ def main() -> None:
     args = parser.parse_args()
     device, dtype = torch.device("cuda" if on_gpu else "cpu"), getattr(torch, args.dtype)
     machine = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, eager operations"
+    status = 0
     for tokens, hidden, rows in sizes(args, "tokens", "hidden", "rows"):
-        wrong = errors(tokens, hidden, rows, device, dtype)
-        shape = Shape(tokens, hidden, rows, device, dtype)
         line = {
             "machine": machine,
             "torch": torch.__version__,
@@ -243,11 +258,19 @@ def main() -> None:
             "tokens": tokens,
             "hidden": hidden,
             "rows": rows,
-            "error": wrong,
         }
-        usable = [name for name, error in wrong.items() if name != "ours" and not isinstance(error, str)]
-        write(line | measure(shape, usable, args.rounds, device), args.output)
+        try:
+            wrong = errors(tokens, hidden, rows, device, dtype)
+            shape = Shape(tokens, hidden, rows, device, dtype)
+            usable = [name for name, error in wrong.items() if name != "ours" and not isinstance(error, str)]
+            line |= {"error": wrong} | measure(shape, usable, args.rounds, device)
+        except Exception as error:  # the shapes after this one are measured all the same
+            traceback.print_exc()
+            line["failed"] = said(error)
+            status = 1
+        write(line, args.output)
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

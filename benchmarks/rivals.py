@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -37,15 +38,28 @@ def versions() -> dict[str, str]:
 
 
 def rivals(x_nh: torch.Tensor, weight_vh: torch.Tensor, labels_n: torch.Tensor) -> dict[str, Callable[[], Gradients]]:
-    """By name, those that are installed and take these shapes."""
-    found: dict[str, Callable[[], Gradients]] = {}
+    """By name, those that are installed and take these shapes.
+
+    A package that cannot be imported, say because it does not suit this PyTorch, is a rival that raises why.
+    """
+    makers = {}
     if importlib.util.find_spec("liger_kernel") is not None:
-        found |= _liger(x_nh, weight_vh, labels_n)
+        makers["liger"] = _liger
     if hasattr(torch.nn.functional, "linear_cross_entropy"):
-        found |= _pytorch(x_nh, weight_vh, labels_n)
+        makers["pytorch"] = _pytorch
     if importlib.util.find_spec("quack") is not None and x_nh.is_cuda and x_nh.dtype == torch.bfloat16:
-        found |= _quack(x_nh, weight_vh, labels_n)
+        makers["quack"] = _quack
+    found: dict[str, Callable[[], Gradients]] = {}
+    for name, make in makers.items():
+        try:
+            found |= make(x_nh, weight_vh, labels_n)
+        except Exception as error:
+            found[name] = partial(_fail, error)
     return found
+
+
+def _fail(error: Exception) -> Gradients:
+    raise error
 
 
 def _by_autograd(
