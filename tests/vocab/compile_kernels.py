@@ -64,12 +64,12 @@ def softmax_of(columns: int) -> tuple[object, ...]:
 
 
 def first_widths() -> list[int]:
-    """Of 4,096 to 32,768 columns in steps of 64, the least width that each kernel of the softmax is compiled for.
+    """Of 64 to 32,768 columns in steps of 64, the least width that each kernel of the softmax is compiled for.
 
     With the same kernel a wider row takes fewer instructions per logit.
     """
     found: dict[object, int] = {}
-    for columns in range(4096, softmax.LARGEST_ROW + 1, 64):
+    for columns in range(64, softmax.LARGEST_ROW + 1, 64):
         found.setdefault(softmax_of(columns), columns)
     return sorted(found.values())
 
@@ -194,18 +194,23 @@ def count(shapes: list[Shape], capability: int) -> Iterator[Counts]:
 
 
 def variants(capability: int) -> Counter[str]:
-    """How many kernels each function becomes over numbers that change from microbatch to microbatch or job to job."""
+    """How many kernels each function becomes over numbers that change between microbatches, ranks or jobs.
+
+    Widths are those of one launch of the softmax (`softmax_of`).
+    """
+    tokens_of, shards_of, first_of = (1, 7, 16, 33, 48, 64), (1, 2, 8, 16, 3, 1), (0, 1, 64, 8191, 16, 640)
+    columns_of = (512, 64, 128, 192, 704, 960)
     with compiled_only(capability) as made:
-        for tokens, shards, first in ((1, 1, 0), (7, 2, 1), (16, 8, 64), (33, 16, 8191), (48, 3, 16), (64, 1, 640)):
+        for tokens, shards, first, columns in zip(tokens_of, shards_of, first_of, columns_of, strict=True):
             token, factor = empty(tokens, dtype=torch.int64), empty(tokens)
-            exp, states = empty(tokens, 512, dtype=torch.bfloat16), empty(tokens, 256, dtype=torch.bfloat16)
+            exp, states = empty(tokens, columns, dtype=torch.bfloat16), empty(tokens, 256, dtype=torch.bfloat16)
             statistics, target, target_logit = softmax.exponentiate_(exp, token, first, 1.0)
             softmax.fold_(statistics, empty(shards, 3, tokens))
             total = GlobalStatistics(factor, factor, factor)
             terms = Derivative(statistics[0], target, target_logit, total, TokenLoss(), 1024)
-            gradient_rows.rescale_(states, empty(512, 256, dtype=torch.bfloat16), terms)
+            gradient_rows.rescale_(states, empty(columns, 256, dtype=torch.bfloat16), terms)
             gradient_rows.enter_targets_(exp, states, factor, terms)
-            rows.add_rows_(empty(512, 256), token, states)
+            rows.add_rows_(empty(columns, 256), token, states)
     kernels = {(name, kernel.hash) for name, kernel in made}
     return Counter(name for name, _ in kernels)
 

@@ -186,6 +186,8 @@ def enter_targets_(
     result = x_nh.new_empty(len(exp_nv), hidden)
     rows, block = SUMMED_TILE if smoothed else TILE
     groups = triton.cdiv(tokens, rows)
+    # Left to itself, Triton 3.6's compiler takes 56 registers for rows of X that are not aligned, and spills one.
+    options = {"maxnreg": 64} if hidden % 16 and not smoothed else {}
     sums = torch.empty(groups, hidden, dtype=torch.float32, device=x_nh.device) if smoothed else token_loss_grad_n
     _enter_targets[(groups, triton.cdiv(hidden, block) + triton.cdiv(columns, CHUNK))](
         exp_nv, exp_nv.stride(0), columns, x_nh, token_loss_grad_n.contiguous(), result, sums,
@@ -196,6 +198,7 @@ def enter_targets_(
         STEP=BLOCK,
         SUMMED=smoothed,
         enable_fp_fusion=True,
+        **options,
     )  # fmt: skip
     if smoothed:
         count, block = SUMS_TILE
