@@ -85,9 +85,9 @@ tests=("$python" -m pytest -v --durations=15 --durations-min=1 -W ignore -rs -p 
 
 step() {
     case $1 in
-    waits) limited waits 50 "$python" benchmarks/waits.py "${results[@]}" ;;
+    waits) limited waits 45 "$python" benchmarks/waits.py "${results[@]}" ;;
     nccl) limited nccl 60 "${tests[@]}" -k "$nccl" tests/gpu/test_nccl.py ;;
-    env) limited env 40 bash -c "nvidia-smi; '$python' -m megatron_vp.cli.app env" ;;
+    env) limited env 30 bash -c "nvidia-smi; '$python' -m megatron_vp.cli.app env" ;;
     kernels)
         limited kernels 150 "${tests[@]}" tests/vocab/test_kernels.py \
             tests/mcore/test_attention.py::test_fused_attention_on_a_device
