@@ -34,7 +34,9 @@ READ = {
         "to place and shard the model's layers",
         (
             *("distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "fake_process_group"),
-            *("pipeline_model_parallel_size", "tensor_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+            *("hybrid_layer_pattern", "init_model_with_meta_device", "mtp_num_layers", "num_layers"),
+            *("pipeline_model_parallel_layout", "pipeline_model_parallel_size", "tensor_model_parallel_size"),
+            "virtual_pipeline_model_parallel_size",
         ),
     ),
     "options": Reads(

@@ -41,8 +41,11 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.core.models.gpt:GPTModel": "class",
         "megatron.core.models.hybrid.hybrid_model:HybridModel": "class",
         "megatron.core.parallel_state:get_pipeline_model_parallel_rank": "()",
+        "megatron.core.parallel_state:get_virtual_pipeline_model_parallel_world_size": "()",
+        "megatron.core.parallel_state:set_virtual_pipeline_model_parallel_world_size": "(world_size)",
         "megatron.core.process_groups_config:ProcessGroupCollection": "class",
         "megatron.core.process_groups_config:ProcessGroupCollection.use_mpu_process_groups": "(required_pgs=None)",
+        "megatron.core.tensor_parallel.random:_fork_rng": "()",
         "megatron.core.tensor_parallel:ColumnParallelLinear": "class",
         "megatron.core.tensor_parallel:VocabParallelEmbedding": "class",
         "megatron.core.tensor_parallel:gather_from_sequence_parallel_region": (
@@ -67,6 +70,9 @@ IMPORTED: dict[str, dict[str, str]] = {
         ),
         "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout": (
             "(layout, pipeline_model_parallel_size)"
+        ),
+        "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout.parse_str_to_list": (
+            "(layout_str)"
         ),
         "megatron.core.transformer.transformer_config:TransformerConfig": "class",
         "megatron.core.transformer.utils:make_sharded_object_for_checkpoint": (

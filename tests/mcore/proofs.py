@@ -32,6 +32,10 @@ PROOFS = (
         "mcore/test_parity.py::test_half_precision_is_as_close_to_fp32_as_plain_megatron",
     ),
     Proof(
+        "initial weights, bit for bit, and the first loss of a fresh run: every schedule",
+        "mcore/test_initial_weights.py::test_weights_and_first_loss_are_plain_megatrons",
+    ),
+    Proof(
         "a run resumed at its own layout, bit for bit: every schedule, further heads, hybrid models, experts, half "
         "precision, an asynchronous save, the distributed optimizer's default form",
         "mcore/test_checkpoints.py::test_resuming_at_the_same_layout_gives_the_same_bits",

@@ -8,7 +8,8 @@ is what checkpoints and logs record. The same holds for the segments of `--hybri
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch.distributed as dist
@@ -54,6 +55,17 @@ def place_chunks_as(family: Family) -> None:
     _family[:] = [family]
 
 
+@contextmanager
+def placed_as_megatron() -> Iterator[None]:
+    """Inside, the patches below leave the placement of chunks to Megatron."""
+    families = _family[:]
+    _family.clear()
+    try:
+        yield
+    finally:
+        _family[:] = families
+
+
 @lru_cache  # Megatron parses the string again for every batch
 def _parsed(layout: str, family: Family, pipeline_size: int) -> PipelineParallelLayerLayout:
     return PlacedLayout(layout, pipeline_size, family.placement_of(pipeline_size))
@@ -61,6 +73,8 @@ def _parsed(layout: str, family: Family, pipeline_size: int) -> PipelineParallel
 
 def _placed(original: Callable[..., PipelineParallelLayerLayout]) -> Callable[..., PipelineParallelLayerLayout]:
     def from_str(layout: str, pipeline_model_parallel_size: int) -> PipelineParallelLayerLayout:
+        if not _family:
+            return original(layout, pipeline_model_parallel_size)
         return _parsed(layout, _family[0], pipeline_model_parallel_size)
 
     return from_str
@@ -68,9 +82,11 @@ def _placed(original: Callable[..., PipelineParallelLayerLayout]) -> Callable[..
 
 def _placed_segments(original: Callable[..., tuple[list[str], int]]) -> Callable[..., tuple[list[str], int]]:
     def select_pipeline_segment(
-        main_pattern: str, pp_group: dist.ProcessGroup, vp_stage: int | None, **_options: object
+        main_pattern: str, pp_group: dist.ProcessGroup, vp_stage: int | None, **options: object
     ) -> tuple[list[str], int]:
         """Layer types of the chunk's segment, and the number of layers before it."""
+        if not _family:
+            return original(main_pattern, pp_group, vp_stage, **options)
         segments = main_pattern.split("|")
         stage = _family[0].placement_of(pp_group.size()).stage_of[pp_group.rank()][vp_stage or 0]
         return list(segments[stage]), sum(map(len, segments[:stage]))

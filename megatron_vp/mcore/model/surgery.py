@@ -4,12 +4,15 @@ Without --vocab-parallel the placement decides which chunks hold the vocabulary 
 Megatron builds its chunks as always, the word embedding on the first stage and the output layer on the last, each over
 that stage's t tensor ranks. Their rows are then spread over all p x t ranks, so that training starts from the very
 weights that plain Megatron would start from, and both layers are replaced by their shards under Megatron's own names.
+Where the placement moves layers between ranks, `initial_weights` has given them plain Megatron's weights before.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from torch import nn
 from megatron_vp.mcore.choices import chosen_family, replaces_schedule
 from megatron_vp.mcore.model.check import check_model, check_vocabulary_layers, refuse_outside_of_passes
 from megatron_vp.mcore.model.delayed_weights import leave_out_hooks
+from megatron_vp.mcore.model.initial_weights import PlainCut, PlainStart, own_chunk, plain_start
 from megatron_vp.mcore.model.multi_token import attach_mtp_block
 from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
@@ -116,6 +120,7 @@ class _VocabParallelBuilder:
     """Builds one chunk with Megatron's builder, a second base class, and prepares it for our schedules."""
 
     _first: nn.Module | None = None
+    _start: PlainStart | None = None
 
     def build_model(
         self,
@@ -125,10 +130,18 @@ class _VocabParallelBuilder:
         vp_stage: int | None = None,
     ) -> nn.Module:
         """Build one chunk; the placement decides whether it holds the first or the last virtual stage."""
+        if not vp_stage:
+            self._start = plain_start(pg_collection, partial(self._plain_chunk, pg_collection))
         ends = _ends(pg_collection.pp, vp_stage or 0)
-        chunk = super().build_model(pg_collection, vp_stage=vp_stage, **ends)
+        with own_chunk(self._start):
+            chunk = super().build_model(pg_collection, vp_stage=vp_stage, **ends)
         self._first = self._first if vp_stage else chunk
-        return prepare_chunk(chunk, self._first, pg_collection, vp_stage or 0)
+        return prepare_chunk(chunk, self._first, pg_collection, vp_stage or 0, self._start)
+
+    def _plain_chunk(self, groups: ProcessGroupCollection, cut: PlainCut, place: dict[str, Any]) -> nn.Module:
+        builder = copy.copy(self)
+        builder._model_config = cut.of_model(self._model_config)
+        return super(_VocabParallelBuilder, builder).build_model(groups, **place)
 
 
 class VocabParallelGPTBuilder(_VocabParallelBuilder, GPTModelBuilder):
@@ -150,12 +163,24 @@ def patched_get_model(original: Callable[..., list[nn.Module]]) -> Callable[...,
         pg_collection: Any = None,
     ) -> list[nn.Module]:
         built: list[nn.Module] = []
+        start: PlainStart | None = None
 
         def provider(*args: Any, **kwargs: Any) -> nn.Module:
+            nonlocal start
             groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
             index = kwargs.get("vp_stage") or 0
-            built.append(model_provider_func(*args, **kwargs | _ends(groups.pp, index)))
-            return prepare_chunk(built[-1], built[0], groups, index)
+
+            def plain_chunk(cut: PlainCut, place: dict[str, Any]) -> nn.Module:
+                given = {name: value for name, value in kwargs.items() if name != "vp_stage"}
+                if given.get("config") is not None:
+                    given["config"] = cut.of_model(given["config"])
+                return model_provider_func(*args, **given | place)
+
+            if not index:
+                start = plain_start(groups, plain_chunk)
+            with own_chunk(start):
+                built.append(model_provider_func(*args, **kwargs | _ends(groups.pp, index)))
+            return prepare_chunk(built[-1], built[0], groups, index, start)
 
         optional = {} if model_type is None else {"model_type": model_type}
         return original(provider, wrap_with_ddp=wrap_with_ddp, config=config, pg_collection=pg_collection, **optional)
@@ -163,14 +188,19 @@ def patched_get_model(original: Callable[..., list[nn.Module]]) -> Callable[...,
     return get_model
 
 
-def prepare_chunk(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int) -> nn.Module:
+def prepare_chunk(
+    chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int, start: PlainStart | None = None
+) -> nn.Module:
     """Make a freshly built chunk of this rank, of which `first` is the first one, ready for our schedules.
 
-    With its last chunk the rank gets its communicators, which the first one keeps. Collective over all ranks; each
-    builds its chunks in order. Raises UserError for a model that cannot be cut as --vocab-parallel asks.
+    Its weights become those of `start`. With its last chunk the rank gets its communicators, which the first one keeps.
+    Collective over all ranks; each builds its chunks in order. Raises UserError for a model that cannot be cut as
+    --vocab-parallel asks.
     """
     args = get_args()
     check_model(chunk)
+    if start is not None:
+        start.fill(chunk, index, pipeline_placement(args))
     leave_out_hooks(chunk)
     if args.vocab_parallel:
         _shard_vocabulary(chunk, first, groups, index)

@@ -215,6 +215,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
 def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> Any:
     """Validate parsed arguments by Megatron's own function and our refusals; opens no file. Raises UserError."""
     check_ranges(args)
+    args._given_layout = args.pipeline_model_parallel_layout
     has_chunks = (chosen_family(args).chunks or 1) > 1
     if has_chunks:
         _refuse_numbers_of_chunks(args)

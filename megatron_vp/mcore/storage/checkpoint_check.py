@@ -30,6 +30,8 @@ _PARTS = ("metadata.json", ".metadata")
 def check_checkpoint(args: argparse.Namespace) -> None:
     """Check the checkpoint that validated Megatron arguments ask for; reads its metadata only.
 
+    Sets `args._checkpoint_to_load` to its directory; None where the run starts afresh, or where none is checked.
+
     Left to Megatron: checkpoints on object storage, those that each node keeps (`--non-persistent-ckpt-type local`),
     and formats other than torch_dist. An empty directory is where a run starts that saves to and loads from the same
     place. Raises UserError, for an asynchronous save by a package that is not installed, too.
@@ -40,6 +42,7 @@ def check_checkpoint(args: argparse.Namespace) -> None:
             "Megatron's own writer, or install it"
         )
     chosen = _chosen(args)
+    args._checkpoint_to_load = None if chosen is None else str(chosen[0])
     if chosen is None:
         return
     folder, finetunes = chosen

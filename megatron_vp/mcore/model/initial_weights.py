@@ -1,0 +1,246 @@
+"""Initial weights: a fresh run starts from the weights that plain Megatron starts from on the same ranks.
+
+Megatron draws weights rank by rank. Every pipeline rank seeds its generators with the job's seed + 100 x its rank, then
+builds its stage: embedding, layers one after the other, output layer. A rank that holds other layers, as in a V, would
+therefore draw other weights for them.
+
+So each rank first builds what plain Megatron would build there, with Megatron's own code and generators. Our chunks,
+once built, take over the values by global name: those of another rank arrive in broadcasts. This holds for whatever
+draws weights in a constructor. The price is paid once, at the start: each rank builds its share of the model twice, and
+holds it twice until its last chunk is filled. No rank ever holds the whole model.
+
+Plain Megatron cuts the model by the layout that the user gave, or evenly. Where a schedule of ours places chunks as
+Megatron does, the run has a counterpart of as many chunks per rank. Otherwise the counterpart has one stage per rank:
+rank r holds the v segments v r .. v r + v - 1 of our v p, joined. Even segments join to Megatron's even cut.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import _fork_rng
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.training import get_args
+from torch import nn
+
+from megatron_vp.mcore.choices import places_chunks
+from megatron_vp.mcore.model.chunk_layout import even_layout, placed_as_megatron
+from megatron_vp.runtime.groups import pipeline_device
+from megatron_vp.schedule.placement import Placement
+
+_LAYERS = "decoder.layers."
+
+
+@dataclass(frozen=True)
+class PlainCut:
+    """How plain Megatron cuts the model over the same ranks: the settings in which its run differs from ours.
+
+    chunks: stages per rank.
+    layout: what each stage holds; None where a pattern says it.
+    pattern: of a hybrid model, its layers by stage.
+    """
+
+    chunks: int
+    layout: tuple[tuple[LayerType, ...], ...] | None
+    pattern: str | None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> PlainCut:
+        """The cut that belongs to a job's validated arguments."""
+        chunks = args.virtual_pipeline_model_parallel_size or 1
+        joined = chunks if places_chunks(args) else 1
+        layout, pattern = args._given_layout, args.hybrid_layer_pattern
+        if pattern is None:
+            stages = chunks * args.pipeline_model_parallel_size
+            layout = layout or even_layout(args.num_layers, stages, args.mtp_num_layers or 0)
+            segments = PipelineParallelLayerLayout.parse_str_to_list(layout)
+            layout = tuple(tuple(chain(*part)) for part in _in_groups(segments, joined))
+        else:
+            main, *heads = pattern.split("/")
+            layout, pattern = None, "/".join(["|".join(map("".join, _in_groups(main.split("|"), joined))), *heads])
+        return cls(chunks // joined, layout, pattern)
+
+    def settings(self, ranks: int) -> dict[str, Any]:
+        """The settings by the names that Megatron's arguments and model configurations share."""
+        layout = None if self.layout is None else PipelineParallelLayerLayout(list(map(list, self.layout)), ranks)
+        return {
+            "virtual_pipeline_model_parallel_size": self.chunks if self.chunks > 1 else None,
+            "pipeline_model_parallel_layout": layout,
+            "hybrid_layer_pattern": self.pattern,
+        }
+
+    def of_model(self, config: Any) -> Any:
+        """A copy of a model configuration, or of a transformer configuration, with these settings."""
+        cut = copy.copy(config)
+        if hasattr(config, "transformer"):
+            cut.transformer = copy.copy(config.transformer)
+        for name, value in self.settings(config.pipeline_model_parallel_size).items():
+            if hasattr(cut, name):
+                setattr(cut, name, value)
+        return cut
+
+
+BuildPlain = Callable[[PlainCut, dict[str, Any]], nn.Module]
+"""Makes a chunk as Megatron would: of a cut, with `pre_process`, `post_process` and, if a rank has several, `vp_stage`.
+"""
+
+
+class PlainStart:
+    """The chunks that this rank would hold in plain Megatron, until ours have taken over their weights.
+
+    Args:
+        groups: Megatron's process groups of this rank.
+        build: called for each of the rank's chunks in turn.
+    """
+
+    def __init__(self, groups: ProcessGroupCollection, build: BuildPlain) -> None:
+        args = get_args()
+        cut = PlainCut.of(args)
+        rank, ranks = groups.pp.rank(), groups.pp.size()
+        self._placement = Placement.round_robin(ranks, cut.chunks)
+        with _settings_of(args, cut), placed_as_megatron():
+            self._held = []
+            for index, stage in enumerate(self._placement.stage_of[rank]):
+                ends = {"pre_process": stage == 0, "post_process": stage + 1 == self._placement.stages}
+                chunk = build(cut, ends | ({"vp_stage": index} if cut.chunks > 1 else {}))
+                self._held.append(dict(_tensors(chunk)))
+        self._group, self._tensor_size = groups.mp, groups.tp.size()
+        self._holdings = self._from_all([_forms(held) for held in self._held])
+
+    @torch.no_grad()
+    def fill(self, chunk: nn.Module, index: int, placement: Placement) -> None:
+        """Overwrite this rank's freshly built chunk `index`; collective over a model replica, chunk by chunk.
+
+        After the last chunk those of plain Megatron are freed. A parameter that none of them has keeps the value that
+        was drawn for it, with a warning.
+        """
+        own = dict(_tensors(chunk))
+        device, rank = pipeline_device(), dist.get_rank(self._group)
+        stage = placement.stage_of[rank // self._tensor_size][index]
+        near = stage * self._placement.stages // placement.stages
+        # One broadcast per tensor, over a group whose ring is connected for the gradient norm anyway.
+        for owner, (its_near, wanted) in enumerate(self._from_all((near, _forms(own)))):
+            for name, form in wanted.items():
+                found = self._source(name, form, its_near, owner % self._tensor_size)
+                if found is None:
+                    continue
+                source, held = found
+                value = self._held[held][name].detach().to(device).contiguous() if rank == source else None
+                if source != owner:
+                    value = torch.empty(form[0], dtype=form[1], device=device) if value is None else value
+                    dist.broadcast(value, src=dist.get_global_rank(self._group, source), group=self._group)
+                if rank == owner:
+                    own.pop(name).copy_(value)
+        unfilled = [name for name, _ in chunk.named_parameters() if _global_name(chunk, name) in own]
+        if unfilled:
+            warnings.warn(
+                f"{unfilled[0]}{f' and {len(unfilled) - 1} more' * (len(unfilled) > 1)} of virtual stage {stage} start "
+                f"from other values than in plain Megatron, which has no parameters of these names and shapes",
+                stacklevel=2,
+            )
+        if index + 1 == placement.chunks:
+            self._held.clear()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # its blocks are too small for the gradient buffers that come next
+
+    def _from_all(self, own: Any) -> list[Any]:
+        """What every rank of the model replica gives, pipeline rank major, tensor rank minor."""
+        given: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(given, own, group=self._group)
+        return given
+
+    def _source(self, name: str, form: tuple, near: int, tensor_rank: int) -> tuple[int, int] | None:
+        """Rank within the replica, and chunk there, of a tensor in plain Megatron; of several, next to stage `near`."""
+        holders = []
+        for stage in range(self._placement.stages):
+            rank = self._placement.rank_of(stage) * self._tensor_size + tensor_rank
+            chunk = self._placement.chunk_of(stage)
+            if self._holdings[rank][chunk].get(name) == form:
+                holders.append((abs(stage - near), rank, chunk))
+        return min(holders)[1:] if holders else None
+
+
+def plain_start(groups: ProcessGroupCollection, build: BuildPlain) -> PlainStart | None:
+    """What our chunks start from; None where they draw plain Megatron's weights themselves, or need none.
+
+    Collective over a model replica, before the first chunk is built. Not needed where every layer is on the rank that
+    it has in plain Megatron, for weights that a checkpoint replaces, and for those that are never drawn: on the meta
+    device, or on a rank that is replayed without its peers.
+    """
+    args = get_args()
+    if not moves_layers(args) or args.init_model_with_meta_device or args.fake_process_group:
+        return None
+    # Nodes may see different files. Megatron loads what any rank finds.
+    loads: list[Any] = [None] * groups.mp.size()
+    dist.all_gather_object(loads, args._checkpoint_to_load is not None, group=groups.mp)
+    return None if all(loads) else PlainStart(groups, build)
+
+
+def moves_layers(args: argparse.Namespace) -> bool:
+    """Whether some layers are on other ranks than in plain Megatron."""
+    layout = args.pipeline_model_parallel_layout
+    if places_chunks(args) or layout is None or layout == args._given_layout:
+        return places_chunks(args)
+    segments = map(tuple, PipelineParallelLayerLayout.parse_str_to_list(layout))
+    return tuple(segments) != PlainCut.of(args).layout
+
+
+@contextmanager
+def own_chunk(start: PlainStart | None) -> Iterator[None]:
+    """Inside, one of our chunks is built; the generators go on from where they stood after plain Megatron's stage."""
+    if start is None:
+        yield
+    else:
+        with _fork_rng():
+            yield
+
+
+@contextmanager
+def _settings_of(args: argparse.Namespace, cut: PlainCut) -> Iterator[None]:
+    """Inside, Megatron's arguments and state are those of a job that is cut so."""
+    settings = cut.settings(args.pipeline_model_parallel_size)
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    ours = {name: getattr(args, name) for name in settings}
+    try:
+        vars(args).update(settings)
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(settings["virtual_pipeline_model_parallel_size"])
+        yield
+    finally:
+        vars(args).update(ours)
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks)
+
+
+def _tensors(chunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers under names that do not depend on the chunk that holds them."""
+    for named in (chunk.named_parameters(), chunk.named_buffers()):
+        for name, tensor in named:
+            yield _global_name(chunk, name), tensor
+
+
+def _global_name(chunk: nn.Module, name: str) -> str:
+    """A tensor's name with its layer counted over the whole model."""
+    if not name.startswith(_LAYERS):
+        return name
+    index, _, rest = name.removeprefix(_LAYERS).partition(".")
+    return f"{_LAYERS}{chunk.decoder.layers[int(index)].layer_number - 1}.{rest}"
+
+
+def _in_groups(segments: list[Any], size: int) -> Iterator[list[Any]]:
+    """Neighbouring segments, `size` in a group."""
+    return (segments[first : first + size] for first in range(0, len(segments), size))
+
+
+def _forms(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
