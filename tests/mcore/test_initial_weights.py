@@ -69,10 +69,13 @@ def _matrix() -> Iterator[Case]:
     """Every family with and without vocabulary passes, and the options that change what is drawn, where and when."""
     for size, layers in ((2, 4), (4, 8)):
         for name, family in FAMILIES.items():
-            for method in [family.own_method] if family.own_method else ["none", "vocab-2"]:
+            for method in ["vocab-1"] if family.own_method else ["none", "vocab-2"]:
                 if (name, method) != (DEFAULT_SCHEDULE, "none"):
                     virtual = {"num_virtual_stages_per_pipeline_rank": 2} if family.chunks is None else {}
-                    yield _case(size, name, str(method), size, num_layers=layers, **virtual)
+                    yield _case(size, name, method, size, num_layers=layers, **virtual)
+    for schedule, rows in (("1f1b", "128,384"), ("v-half", "384,128"), ("zb-v", "0,512"), ("dualpipe-v", "512,0")):
+        yield _case(2, schedule, "vocab-2", ours={"vocab_shards": rows})
+    yield _case(4, "v-min", "vocab-1", **TIED, **TENSOR, ours={"vocab_shards": "0,512"})
     yield _case(4, "v-half", "vocab-2", **TENSOR)
     yield _case(4, "v-half", "none", **TENSOR, use_cpu_initialization=True)
     yield _case(4, "v-half", "vocab-2", **EXPERT, **DISTRIBUTED)
@@ -82,12 +85,11 @@ def _matrix() -> Iterator[Case]:
     yield _case(2, "v-half", "vocab-2", fp16=True, loss_scale=1)
     yield _case(2, "v-half", "vocab-2", use_mup=True, mup_base_hidden_size=16)
     yield _case(2, "v-min", "vocab-2", **AHEAD)
-    yield _case(2, "v-half", "vocab-2", mtp_num_layers=1)  # whose block has position embeddings of its own
     yield _case(2, "dualpipe-v", "vocab-2", **TIED, **AHEAD)
-    yield _case(3, "v-half", "vocab-2", 3, num_layers=6, seed=7, init_method_std=0.1, hidden_dropout=0.1)
+    yield _case(3, "v-half", "vocab-2", 3, num_layers=6, seed=7, init_method_std=0.1)
     yield _case(2, "zb-v", "none", num_layers=3, plain={"pipeline_model_parallel_layout": "Et|ttL"})
     yield _case(2, "interleaved", "vocab-1", num_layers=6, pipeline_model_parallel_layout="Ett|t|t|ttL")
-    yield _case(3, str(BY_HAND), "none", 3, num_layers=6)
+    yield _case(3, str(BY_HAND), "vocab-2", 3, num_layers=6)
     yield _case(
         4,
         "v-half",
