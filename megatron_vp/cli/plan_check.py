@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,10 +57,9 @@ def megatrons_check() -> Iterator[Ask]:
 
 
 def _load_megatron() -> None:
-    warnings.simplefilter("ignore")  # of what Megatron does not find on the machine that plans
-    import megatron.training.arguments  # noqa: F401
+    from megatron_vp.mcore.start.preflight import load_megatron
 
-    import megatron_vp.mcore.start.preflight  # noqa: F401
+    load_megatron()
 
 
 def choose_checked(request: Request, evaluations: Sequence[Evaluation], ask: Ask = refusal_here) -> Checked:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from megatron_vp.mcore.storage.dataset import prepare
+from megatron_vp.mcore.storage.dataset import padded_vocabulary, prepare
 from tests.harness import run_ranks, run_ranks_to_their_end, train
 from tests.mcore.faults import errors, few_steps, train_with_fault
 from tests.mcore.test_launch import start
@@ -69,3 +70,15 @@ def test_data_shorter_than_the_run_starts_over_as_in_plain_megatron(prepared):
         for vocab_parallel in (True, False)
     )
     assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+def test_a_tokenizer_that_is_not_here_is_not_looked_for_on_a_hub(monkeypatch):
+    from megatron.core.tokenizers.utils import build_tokenizer
+
+    monkeypatch.setattr(build_tokenizer, "build_tokenizer", None)  # a call would end the test
+    sizes = {"padded_vocab_size": None, "make_vocab_size_divisible_by": 128, "tensor_model_parallel_size": 2}
+    args = argparse.Namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="nobody/nothing", **sizes)
+    args.vocab_size = None
+    assert padded_vocabulary(args) is None
+    args.vocab_size = 1000
+    assert padded_vocabulary(args) == 1024

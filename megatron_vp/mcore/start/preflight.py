@@ -9,6 +9,7 @@ import platform as interpreter
 import socket
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
@@ -72,6 +73,12 @@ def refusal_of(arguments: list[str], ranks: int) -> str | None:
     except UserError as error:
         return str(error)
     return None
+
+
+def load_megatron() -> None:
+    """Load what a check needs, ahead of the first one: some ten seconds."""
+    warnings.simplefilter("ignore")  # of what Megatron does not find on this machine
+    from megatron.training import arguments  # noqa: F401
 
 
 def _platform(arguments: list[str], here: bool, nodes: str | None = None) -> AbstractContextManager[None]:

@@ -290,21 +290,28 @@ def check_room_for_tokens(padded: int, tokens: int) -> None:
 
 
 def padded_vocabulary(args: argparse.Namespace) -> int | None:
-    """The vocabulary size that Megatron will pad this job to; None where its tokenizer cannot be read here."""
+    """The vocabulary size that Megatron will pad this job to.
+
+    Where its tokenizer cannot be read here, as on a machine that only plans, that of --vocab-size; None without it.
+    """
     from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
 
     if args.padded_vocab_size is not None:
         return args.padded_vocab_size
     try:
-        return vocab_size_with_padding(_tokens_of(args), args, logging_enabled=False)
+        tokens = _tokens_of(args)
     except UserError:
-        return None
+        tokens = args.vocab_size
+    return None if tokens is None else vocab_size_with_padding(tokens, args, logging_enabled=False)
 
 
 def _tokens_of(args: argparse.Namespace) -> int:
     """The size of the vocabulary of the tokenizer that Megatron would build. Raises UserError where it cannot."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
+    if args.tokenizer_type == "HuggingFaceTokenizer" and not os.path.isdir(args.tokenizer_model or ""):
+        # Its library would take the path for a name on the hub, and ask there for minutes.
+        raise UserError(f"there is no folder --tokenizer-model {args.tokenizer_model}")
     asked = argparse.Namespace(**vars(args) | {"pad_vocab_size": False, "rank": 1})  # rank 0 prints
     try:
         return build_tokenizer(asked).vocab_size
