@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, options_of
-from megatron_vp.cli.output import format_for, progress_bar, write
+from megatron_vp.cli.output import check_destination, format_for, progress_bar, write
 from megatron_vp.cli.plan_check import Checked, choose_checked, megatrons_check
 from megatron_vp.cli.plan_search import search_job
 from megatron_vp.cli.planning import (
@@ -95,6 +95,7 @@ def plan(
         return
     if keep:
         raise UserError(f"--keep {keep[0]} has no effect without --search: add --search, or leave it out")
+    check_destination(False, write_schedule)
     request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
     own = plan_of(request.config)
     with megatrons_check() as check:

@@ -73,6 +73,8 @@ def sbatch(
     command = [*before, "sbatch", f"--nodes={nodes}", resources, f"--job-name={files[0].stem}", export]
     command += [f"--{option.lstrip('-')}" for option in slurm or ()]
     command += [str(BATCH_SCRIPT), spelled(files[0]), *arguments(files[1:], flags)]
+    if not dry_run:
+        check_files(args)
     typer.echo(f"{nodes} nodes x {per_node}; " + "\n".join(describe_job(args, ranks)))
     typer.echo(shlex.join(command))
     if dry_run:
@@ -82,7 +84,6 @@ def sbatch(
         except UserError as error:
             typer.echo(f"would be refused on this machine: {error}", err=True)
         return
-    check_files(args)
     if shutil.which("sbatch") is None:
         raise UserError("sbatch is not found: run this where jobs are submitted, or add --dry-run")
     done = subprocess.run(command, capture_output=True, text=True, check=False)

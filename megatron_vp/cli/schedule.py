@@ -145,7 +145,11 @@ def _read(source: Path) -> Schedule:
     from megatron_vp.files import MIB, read_text
     from megatron_vp.schedule import from_text
 
-    return from_text(read_text(source, "schedule file", 512 * MIB))
+    text = read_text(source, "schedule file", 512 * MIB)
+    try:
+        return from_text(text)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
 
 
 def _render(timeline: Timeline, output_format: Format, costs: PassCosts) -> str | bytes:

@@ -69,7 +69,7 @@ def plan_of(config: JobConfig) -> Plan:
     chosen = family(DEFAULT_SCHEDULE if asked is None else str(asked))
     vocab, chunks = VocabMethod.NONE, _chunks(config)
     split = config.values.get("vocab_parallel") is True
-    if not split and config.values.get("vocab_parallel_algorithm") not in (None, VocabMethod.VOCAB_2):
+    if not split and config.values.get("vocab_parallel_algorithm") is not None:
         raise UserError(ALGORITHM_ALONE.format_map(config.values))
     if chosen.name == DEFAULT_SCHEDULE and not split:
         chosen = megatrons_own(chunks)
@@ -148,8 +148,11 @@ def _chunks(config: JobConfig) -> int | None:
         if rest or uneven:
             raise UserError(f"--num-layers-per-virtual-pipeline-stage {each} does not divide the layers of a rank")
     layout = config.values.get("pipeline_model_parallel_layout")
-    own = family(config.values.get("pipeline_schedule") or DEFAULT_SCHEDULE).chunks or 1
-    if chunks is None and layout is not None and own == 1:
+    chosen = family(config.values.get("pipeline_schedule") or DEFAULT_SCHEDULE)
+    if chunks is None and layout is not None and chosen.chunks in (1, None):
         # As Megatron does; a number of stages that does not go with the ranks is refused with the layers.
         chunks = max(1, len(layers_in(str(layout))) // (config.values.get("pipeline_model_parallel_size") or 1))
+    if chosen.chunks is None and (chunks or 1) == 1:
+        needed = option_of("num_virtual_stages_per_pipeline_rank")
+        raise UserError(f"--pipeline-schedule {chosen.name} needs several chunks: use it with {needed} 2")
     return None if chunks == 1 else chunks

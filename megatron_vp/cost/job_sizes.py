@@ -36,12 +36,20 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     ffn = int(4 * hidden * 2 / 3 / 64) * 64 if given("swiglu") else 4 * hidden
     rows = given("make_vocab_size_divisible_by", 128) * tensor
     experts = given("num_experts", 0)
+    padded = given("padded_vocab_size")
+    if padded and padded < given("vocab_size", 0):
+        raise UserError(
+            f"padded_vocab_size {padded} is smaller than vocab_size {given('vocab_size')}: give at least that, or "
+            "leave it out"
+        )
+    if given("bf16") and given("fp16"):
+        raise UserError("bf16 and fp16 are both on: a model has one of them; leave one out (false in a file)")
     model = ModelShape(
         layers=size("num_layers"),
         hidden=hidden,
         heads=size("num_attention_heads"),
         ffn=given("moe_ffn_hidden_size" if experts else "ffn_hidden_size", given("ffn_hidden_size", ffn)),
-        vocab=given("padded_vocab_size") or math.ceil(size("vocab_size") / rows) * rows,
+        vocab=padded or math.ceil(size("vocab_size") / rows) * rows,
         kv_groups=given("num_query_groups", 1) if given("group_query_attention") else 0,
         head_size=given("kv_channels", 0),
         gated=gated,

@@ -60,12 +60,17 @@ def known_options() -> dict[str, Option]:
     return {name: Option(each.kind, each.several, tuple(filter(None, each.choices))) for name, each in found.items()}
 
 
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """The known name that somebody who wrote `name` may have meant. Names are with underscores."""
+    return _SHORT.get(name) or difflib.get_close_matches(name, known, 1, 0)[0]
+
+
 def refuse_unknown(name: str, origin: Leaf | str, commands_own: Iterable[str] = ()) -> None:
     """Raise UserError for a name that neither training knows nor the command that asks (`commands_own`)."""
     known = known_options()
     if name in known:
         return
-    nearest = _SHORT.get(name) or difflib.get_close_matches(name, [*commands_own, *known], 1, 0)[0]
+    nearest = nearest_name(name, [*commands_own, *known])
     if isinstance(origin, Leaf):
         hint = f"the nearest known one is '{nearest}'"
         if origin.section == "the top level" and not isinstance(origin.value, str | int | float):

@@ -146,7 +146,11 @@ def family_of_file(path: str) -> Family:
 @lru_cache(maxsize=4)
 def _read(path: str, changed: int | None) -> Family:
     """`changed`: when, in nanoseconds; None: there is no such file."""
-    schedule = replace(from_text(read_text(Path(path), "schedule file", 512 * MIB)), name=path)
+    text = read_text(Path(path), "schedule file", 512 * MIB)
+    try:
+        schedule = replace(from_text(text), name=path)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     try:
         simulate(schedule)
     except ScheduleError as error:

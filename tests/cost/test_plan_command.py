@@ -209,7 +209,7 @@ def test_nothing_is_passed_over_that_the_cost_model_reads(small):
     others = "--group-query-attention --fp16 --hidden-dropout 0 --num-experts 4 --cross-entropy-loss-fusion"
     for flags in ("", fp8, others, "--transformer-impl local --swiglu"):
         config = read_sizes([small], flags.split())
-        config = replace(config, values=Heard(config.values))
+        config = replace(config, values=Heard(config.values | {"bf16": "--fp16" not in flags}))
         job_of(config.values)
         shard_choice(config, plan_of(config))
     resolved = {"fp8", "bias_swiglu_fusion"}  # the names in a resolved configuration

@@ -40,6 +40,9 @@ def check(flags, **settings):
             "--vocab-shards 64,0 with --pipeline-schedule interlaced is not supported: all ranks do the vocabulary",
         ),
         ("--log-straggler", "--log-straggler is the script's to serve"),
+        ("--dataloader-type external", "--dataloader-type external is the script's to serve"),
+        ("--vocab-parallel-algorithm vocab-2", "has no effect without --vocab-parallel: add --vocab-parallel"),
+        ("--tp 2", "unrecognized arguments: --tp 2; the nearest known one is --tensor-model-parallel-size"),
     ],
 )
 def test_what_training_refuses_is_refused(tmp_path, flags, said):

@@ -22,6 +22,7 @@ TWO_STAGES = {"pipeline_model_parallel_size": 2}
 AHEAD = {"mtp_num_layers": 1, "position_embedding_type": "rope"}
 HYBRID_AHEAD = {"num_layers": None, "hybrid_layer_pattern": "*|-|*|-/*-", "position_embedding_type": "rope"}
 VP = {**TWO_STAGES, "vocab_parallel": True}
+DECAY = {**TWO_STAGES, "lr_decay_style": "linear"}
 
 REFUSED = [
     ({"pipeline_model_parallel_size": 1, "vocab_parallel": True}, "one pipeline stage"),
@@ -114,6 +115,35 @@ REFUSED = [
     ({**VP, "vocab_parallel_algorithm": "vocab-3"}, "invalid choice: 'vocab-3'"),
     ({**TWO_STAGES, "vocab_z_loss": 1e-4}, "need --vocab-parallel: Megatron's own loss has neither"),
     ({**TWO_STAGES, "vocab_parallel_algorithm": "vocab-1"}, "vocab-1 has no effect without --vocab-parallel"),
+    ({**TWO_STAGES, "vocab_parallel_algorithm": "vocab-2"}, "vocab-2 has no effect without --vocab-parallel"),
+    ({**TWO_STAGES, "train_iters": 0}, "has no end: use one of them"),
+    ({**DECAY, "lr_decay_iters": 0}, "would decay over no iterations"),
+    ({**DECAY, "lr_warmup_iters": 3}, "would still warm up when its decay has ended"),
+    ({**DECAY, "lr_warmup_fraction": 1.5}, "--lr-warmup-fraction below 1"),
+    ({**TWO_STAGES, "lr_decay_style": "WSD"}, "--lr-decay-style WSD does not say how long"),
+    ({**TWO_STAGES, "lr_warmup_init": 1}, "--lr-warmup-init 1.0 is more than --lr 0.001"),
+    (
+        {**TWO_STAGES, "weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.01},
+        "--start-weight-decay 0.1 and --end-weight-decay 0.01 cannot work",
+    ),
+    (
+        {**TWO_STAGES, "override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True},
+        "contradict each other: use one of them",
+    ),
+    (
+        {**TWO_STAGES, "profile": True, "profile_step_start": 5, "profile_step_end": 3},
+        "--profile-step-start 5 to --profile-step-end 3 holds no iteration",
+    ),
+    ({**TWO_STAGES, "iterations_to_skip": [2, -1]}, "--iterations-to-skip [2, -1] names iterations that no run has"),
+    ({**TWO_STAGES, "phase_transition_iterations": "1,2"}, "--phase-transition-iterations without --train-samples"),
+    ({**TWO_STAGES, "fp16": True, "initial_loss_scale": -5}, "--initial-loss-scale -5.0 cannot work"),
+    ({**TWO_STAGES, "fp16": True, "hysteresis": 0}, "--hysteresis 0 cannot work: use at least 1"),
+    ({**TWO_STAGES, "log_memory_interval": 0}, "--log-memory-interval 0 cannot work: it has to be at least 1"),
+    ({**TWO_STAGES, "manual_gc_interval": -1}, "--manual-gc-interval -1 cannot work"),
+    ({**TWO_STAGES, "exit_duration_in_mins": -5}, "--exit-duration-in-mins -5 cannot work"),
+    ({**TWO_STAGES, "eval_micro_batch_size": 0}, "--eval-micro-batch-size 0 cannot work: it has to be at least 1"),
+    ({**TWO_STAGES, "group_query_attention": True, "num_query_groups": 3}, "cannot share --num-query-groups 3"),
+    ({**TWO_STAGES, "padded_vocab_size": 64}, "--padded-vocab-size 64 is smaller than the tokenizer's vocabulary"),
     ({**VP, "vocab_z_loss": -1}, "--vocab-z-loss -1.0 is no coefficient"),
     ({**VP, "vocab_label_smoothing": 1}, "--vocab-label-smoothing 1.0 is not in [0, 1)"),
     ({**TWO_STAGES, "pipeline_trace": "there"}, "--pipeline-trace without --vocab-parallel"),
@@ -121,7 +151,8 @@ REFUSED = [
     ({**VP, "pipeline_trace_iterations": "5-3"}, "--pipeline-trace-iterations 5-3 is not A-B"),
     ({**VP, "pipeline_trace": "there", "pipeline_trace_iterations": "4"}, "after the last of --train-iters 3"),
     ({**VP, "pipeline_trace": __file__, "pipeline_trace_iterations": "1"}, f"--pipeline-trace {__file__} cannot be"),
-    ({**TWO_STAGES, "no_such_option": True}, "unrecognized arguments: --no-such-option"),
+    ({**TWO_STAGES, "no_such_option": True}, "unrecognized arguments: --no-such-option; the nearest"),
+    ({**TWO_STAGES, "tp": 2}, "the nearest known one is --tensor-model-parallel-size"),
     ({**TWO_STAGES, "hidden_size": "many"}, "invalid int value: 'many'"),
     ({"pipeline_model_parallel_size": 3}, "world size (4) is not divisible"),
     ({**TWO_STAGES, "distributed_backend": "nccl"}, "--distributed-backend nccl cannot work without a CUDA device"),

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.command_line import split_config
+from megatron_vp.jobs.command_line import flag_value, name_of, option_of, split_config
 from megatron_vp.jobs.config_words import arguments_from_config
+from megatron_vp.jobs.known_options import nearest_name
 from megatron_vp.jobs.resolved import RESOLVED_NAME, write_resolved
 from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
 from megatron_vp.mcore import patch_table, patches
@@ -44,7 +45,7 @@ from megatron_vp.mcore.platform.parts import describe, parts_of_job
 from megatron_vp.mcore.reports.trace_iterations import check_trace_iterations
 from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
 from megatron_vp.mcore.storage.checkpoint_files import check_writable
-from megatron_vp.mcore.storage.dataset import check_inputs, check_room_for_tokens
+from megatron_vp.mcore.storage.dataset import check_inputs, check_room_for_tokens, check_room_without_files
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, family, to_json
 
 
@@ -62,7 +63,17 @@ class _Parser(argparse.ArgumentParser):
     """Megatron's parser with the configuration file and the platform's flags put before the command line's flags."""
 
     def error(self, message: str) -> Any:
-        raise UserError(f"{message}; `--help` lists all options")
+        raise UserError(f"{message}; {self._hint(message)}")
+
+    def _hint(self, message: str) -> str:
+        """What to do about a word that the parser does not take."""
+        unknown = message.partition("unrecognized arguments: ")[2].split("=")[0].split()
+        if unknown and unknown[0].startswith("--"):
+            return f"the nearest known one is {option_of(nearest_name(name_of(unknown[0]), self._names()))}"
+        return "`--help` lists all options"
+
+    def _names(self) -> list[str]:
+        return [name_of(option) for option in self._option_string_actions if option.startswith("--")]
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
         given = list(sys.argv[1:] if args is None else args)
@@ -75,6 +86,7 @@ class _Parser(argparse.ArgumentParser):
         parsed = super().parse_args(sys.argv[1:], namespace)
         check_parsed(parsed)
         parsed._platform_flags, parsed._words = chosen, list(sys.argv[1:])
+        parsed._algorithm_given = flag_value(sys.argv[1:], "--vocab-parallel-algorithm") is not None
         if parsed.yaml_cfg is not None:
             raise UserError(f"--yaml-cfg {parsed.yaml_cfg} bypasses Megatron's checks: use --config FILE.yaml instead")
         return parsed
@@ -230,6 +242,7 @@ def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: d
     check_validated(args)
     args.moe_grouped_gemm = grouped
     refuse(args)
+    check_room_without_files(args)
     check_rows(args)
     check_trace_iterations(args)
     if replaces_schedule(args) and places_chunks(args):
@@ -262,7 +275,7 @@ def refused_by_megatron() -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (AssertionError, ValueError, RuntimeError) as error:
+    except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
         # Megatron states some conditions without a message; the condition itself is the next best thing.
         said = " ".join(str(error).split()) or f"it requires {_condition(error)}"
         raise UserError(f"Megatron refuses these arguments: {said}") from error

@@ -17,10 +17,13 @@ AT_LEAST_ONE = (
     *("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
     *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
-    *("log_interval", "eval_interval", "save_interval", "tensorboard_log_interval"),
+    *("log_interval", "eval_interval", "save_interval", "tensorboard_log_interval", "log_memory_interval"),
+    *("check_weight_hash_across_dp_replicas_interval", "gpu_sniff_test_interval"),
+    *("eval_micro_batch_size", "eval_global_batch_size"),
     *("rotary_base", "distributed_timeout_minutes", "distributed_timeout_seconds_after_init"),
 )
 AT_LEAST_ZERO = (
+    *("exit_duration_in_mins", "train_sync_interval", "manual_gc_interval", "start_eval_at_iter"),
     *("train_iters", "train_samples", "exit_interval", "eval_iters", "num_workers", "num_experts", "mtp_num_layers"),
     *("lr_warmup_iters", "lr_warmup_samples", "lr_decay_iters", "lr_decay_samples"),
     *("lr", "min_lr", "weight_decay", "clip_grad", "adam_eps", "init_method_std", "layernorm_epsilon", "loss_scale"),

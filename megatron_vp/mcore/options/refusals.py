@@ -21,6 +21,7 @@ from megatron_vp.mcore.choices import (
 from megatron_vp.mcore.model.delayed_weights import MINIMUM_VERSION
 from megatron_vp.mcore.options.refusal import Refusal
 from megatron_vp.mcore.options.refused_files import FILE_REFUSALS, file_words
+from megatron_vp.mcore.options.refused_lengths import LENGTH_REFUSALS
 from megatron_vp.mcore.options.refused_options import REFUSED_OPTIONS
 from megatron_vp.mcore.options.refused_precision import REFUSED_PRECISION, UNSAFE_STATE, cannot_resume
 from megatron_vp.mcore.options.vocab_rows import needs_even_shards
@@ -64,6 +65,12 @@ REFUSALS = (
         lambda a: a.eval_interval is None and not a.full_validation and not a.skip_train,
         "without --eval-interval Megatron cannot reckon how many samples evaluation takes: use it with the number of "
         "iterations between two evaluations, and --eval-iters 0 where there shall be none",
+    ),
+    *LENGTH_REFUSALS,
+    Refusal(
+        lambda a: a.group_query_attention and a.num_attention_heads % (a.num_query_groups or 1),
+        "--num-attention-heads {num_attention_heads} cannot share --num-query-groups {num_query_groups}: use a number "
+        "of groups that divides the heads",
     ),
     Refusal(
         lambda a: VocabMethod.NONE not in chosen_family(a).methods and not a.vocab_parallel,
@@ -166,7 +173,7 @@ REFUSALS = (
         "out, or build Apex with APEX_CPP_EXT=1 APEX_CUDA_EXT=1",
     ),
     Refusal(
-        lambda a: not a.vocab_parallel and a.vocab_parallel_algorithm != VocabMethod.VOCAB_2,
+        lambda a: not a.vocab_parallel and a._algorithm_given,
         ALGORITHM_ALONE,
     ),
     Refusal(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.command_line import option_of
 
 UNSERVED = (
     *("sft", "fim_data", "dataloader_inter_document_masking", "hybrid_context_parallel", "per_dataset_sequences_path"),
@@ -14,9 +15,11 @@ UNSERVED = (
 
 def refuse_unserved(args: argparse.Namespace) -> None:
     """Raise UserError for the first of them that is asked for."""
-    for name in UNSERVED:
-        if getattr(args, name):
-            raise UserError(
-                f"--{name.replace('_', '-')} is the script's to serve, and pretrain_gpt_vp.py does not: run one that "
-                f"does, NVIDIA's pretrain_gpt.py for instance, with `megatron-vp run pretrain_gpt.py ...`"
-            )
+    asked = [option_of(name) for name in UNSERVED if getattr(args, name)]
+    if args.dataloader_type == "external":
+        asked.append("--dataloader-type external")
+    if asked:
+        raise UserError(
+            f"{asked[0]} is the script's to serve, and pretrain_gpt_vp.py does not: run one that "
+            f"does, NVIDIA's pretrain_gpt.py for instance, with `megatron-vp run pretrain_gpt.py ...`"
+        )

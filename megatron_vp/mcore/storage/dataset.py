@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import struct
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -269,6 +270,8 @@ def check_inputs(args: argparse.Namespace) -> None:
             raise UserError(f"{listed} is no list of datasets: {error}") from error
         except AssertionError as error:
             raise UserError("give --data-path either as prefixes or as pairs of a weight and a prefix") from error
+        if blend is not None:
+            check_split(args.split)
         for part in (blend, *(blend_per_split or ())):
             for prefix in part[0] if part else ():
                 check_dataset(prefix)
@@ -278,6 +281,19 @@ def check_inputs(args: argparse.Namespace) -> None:
         check_tokenizer(args.tokenizer_model)
     if args.padded_vocab_size is not None:
         check_room_for_tokens(args.padded_vocab_size, _tokens_of(args))
+
+
+def check_split(split: str | None) -> None:
+    """Raise UserError for shares of training, validation and test data that Megatron cannot cut a dataset by."""
+    try:
+        shares = [float(share) for share in re.findall(r"[.0-9]+", split or "")]  # as Megatron reads it
+    except ValueError:
+        shares = []
+    if len(shares) > 3 or not sum(shares):
+        raise UserError(
+            f"--split {split} is not the shares of training, validation and test data: give up to three numbers from "
+            "0 with commas between them, not all 0, such as 98,1,1"
+        )
 
 
 def check_room_for_tokens(padded: int, tokens: int) -> None:
@@ -303,6 +319,12 @@ def padded_vocabulary(args: argparse.Namespace) -> int | None:
     except UserError:
         tokens = args.vocab_size
     return None if tokens is None else vocab_size_with_padding(tokens, args, logging_enabled=False)
+
+
+def check_room_without_files(args: argparse.Namespace) -> None:
+    """The same for a tokenizer without files, whose vocabulary --vocab-size says."""
+    if args.padded_vocab_size is not None and args.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer"):
+        check_room_for_tokens(args.padded_vocab_size, args.vocab_size)
 
 
 def _tokens_of(args: argparse.Namespace) -> int:

@@ -105,7 +105,7 @@ def _check_schedule(args: argparse.Namespace, common: dict[str, Any], folder: Pa
     if told or not (args.train_iters or args.train_samples):  # Megatron refuses a run without an end itself
         return
     written = common.get("opt_param_scheduler", {})
-    for name, here in _course(args).items():
+    for name, here in learning_course(args).items():
         if (there := written.get(name, here)) != here:
             raise UserError(
                 f"learning rate and weight decay would not go on as in {folder}, where {name} is {there} and here "
@@ -114,7 +114,7 @@ def _check_schedule(args: argparse.Namespace, common: dict[str, Any], folder: Pa
             )
 
 
-def _course(args: argparse.Namespace) -> dict[str, Any]:
+def learning_course(args: argparse.Namespace) -> dict[str, Any]:
     """What Megatron makes its OptimizerParamScheduler of (`get_optimizer_param_scheduler`), by its names."""
     if args.train_iters:
         batch = args.global_batch_size

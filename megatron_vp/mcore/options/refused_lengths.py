@@ -1,0 +1,91 @@
+"""What is refused of a run's length and of the iterations that are treated apart.
+
+Megatron states most of these as assertions that it reaches after the model is built, on every rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_vp.mcore.options.refusal import Refusal
+from megatron_vp.mcore.storage.optimizer_check import learning_course
+
+
+def _has_end(a: argparse.Namespace) -> bool:
+    return bool(a.train_iters or a.train_samples)
+
+
+def _anneals(a: argparse.Namespace) -> bool:
+    """Megatron makes an optimizer and the course of its learning rate."""
+    return _has_end(a) and not a.skip_train
+
+
+def _scales_loss(a: argparse.Namespace) -> bool:
+    """The loss scale follows the gradients."""
+    return a.fp16 and not a.loss_scale
+
+
+LENGTH_REFUSALS = (
+    Refusal(
+        lambda a: not _has_end(a) and not a.skip_train,
+        "a run without --train-iters and without --train-samples has no end: use one of them",
+    ),
+    Refusal(
+        lambda a: _anneals(a) and learning_course(a)["lr_decay_steps"] <= 0,
+        "the learning rate would decay over no iterations: leave --lr-decay-iters (--lr-decay-samples) out, or use at "
+        "least 1",
+    ),
+    Refusal(
+        lambda a: _anneals(a) and learning_course(a)["lr_warmup_steps"] >= (learning_course(a)["lr_decay_steps"] or 1),
+        "the learning rate would still warm up when its decay has ended (both begin with the run): use a shorter "
+        "--lr-warmup-iters (--lr-warmup-samples, --lr-warmup-fraction below 1), or a longer --train-iters or "
+        "--lr-decay-iters",
+    ),
+    Refusal(
+        lambda a: (
+            _anneals(a)
+            and a.lr_decay_style == "WSD"
+            and (a.lr_wsd_decay_iters if a.train_iters else a.lr_wsd_decay_samples) is None
+        ),
+        "--lr-decay-style WSD does not say how long the rate decays: use it with --lr-wsd-decay-iters, or with "
+        "--lr-wsd-decay-samples where the length of the run is given in samples",
+    ),
+    Refusal(
+        lambda a: _anneals(a) and a.lr is not None and a.lr_warmup_init > a.lr,
+        "--lr-warmup-init {lr_warmup_init} is more than --lr {lr}: use a rate that the warm-up can rise from",
+    ),
+    Refusal(
+        lambda a: _anneals(a) and not 0 <= a.start_weight_decay <= a.end_weight_decay,
+        "--start-weight-decay {start_weight_decay} and --end-weight-decay {end_weight_decay} cannot work: use numbers "
+        "of at least 0, the first no larger than the second",
+    ),
+    Refusal(
+        lambda a: a.override_opt_param_scheduler and a.use_checkpoint_opt_param_scheduler,
+        "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other: use one of "
+        "them",
+    ),
+    Refusal(
+        lambda a: a.profile and not 0 <= a.profile_step_start < a.profile_step_end,
+        "--profile-step-start {profile_step_start} to --profile-step-end {profile_step_end} holds no iteration: use "
+        "numbers from 0, the second larger than the first",
+    ),
+    Refusal(
+        lambda a: any(iteration < 1 for iteration in a.iterations_to_skip),
+        "--iterations-to-skip {iterations_to_skip} names iterations that no run has: use numbers from 1",
+    ),
+    Refusal(
+        lambda a: a.phase_transition_iterations and a.train_samples is None,
+        "--phase-transition-iterations without --train-samples cannot work: Megatron ends the last phase there; use "
+        "--train-samples instead of --train-iters, or leave --phase-transition-iterations out",
+    ),
+    Refusal(
+        lambda a: _scales_loss(a) and not 0 < a.min_loss_scale <= a.initial_loss_scale,
+        "--min-loss-scale {min_loss_scale} and --initial-loss-scale {initial_loss_scale} cannot work: use numbers "
+        "above 0, the first no larger than the second",
+    ),
+    Refusal(
+        lambda a: _scales_loss(a) and (a.loss_scale_window < 1 or a.hysteresis < 1),
+        "--loss-scale-window {loss_scale_window} and --hysteresis {hysteresis} cannot work: use at least 1 for both",
+    ),
+)
+"""In the order of the checks."""

@@ -1,0 +1,210 @@
+"""What a new user may type wrong: every command says it in one line and exits with status 2, and none goes on silently.
+
+`plan` and `simulate` run in this process, `check` and `sbatch`, which import Megatron, all together in one other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_vp.cli.app import main
+from megatron_vp.schedule import generate, to_json
+from tests.harness.ranks import ROOT, run_ranks
+
+LLAMA = "configs/llama3_8b.yaml"
+FILES = {
+    "list.yaml": "- num_layers\n",
+    "word.yaml": "hello\n",
+    "empty.yaml": "",
+    "tab.yaml": "model:\n\tnum_layers: 3\n",
+    "section_list.yaml": "base: BASE\nmodel:\n- num_layers: 4\n",
+    "section_value.yaml": "base: BASE\nmodel: 7b\n",
+    "section_empty.yaml": "base: BASE\nmodell:\n",
+    "typo.yaml": "base: BASE\nmodel: {num_layer: 4}\n",
+    "text.yaml": "base: BASE\nmodel: {num_layers: many}\n",
+    "fraction.yaml": "base: BASE\nmodel: {num_layers: 4.5}\n",
+    "true.yaml": "base: BASE\nmodel: {hidden_size: true}\n",
+    "switch.yaml": "base: BASE\nmodel: {swiglu: 1}\n",
+    "comma.yaml": "base: BASE\nmodel: {vocab_size: '128,256'}\n",
+    "twice.yaml": "base: BASE\nmodel: {num_layers: 4}\nother: {num_layers: 8}\n",
+    "nothing.yaml": "base: BASE\nmodel: {num_layers: '${model.nothing}'}\n",
+    "no_base.yaml": "base: nowhere.yaml\n",
+    "loop.yaml": "base: loop.yaml\n",
+    "no_json.json": "{",
+    "no_keys.json": '{"schedule": "1f1b"}',
+    "notes.txt": "hello",
+}
+"""Written into a folder; BASE is a model's configuration."""
+
+# The command line, of which {} is that folder, and a part of the line that it must say.
+OF_SIZES = [
+    ("plan", "hidden_size is missing"),
+    ("plan nowhere.yaml", "cannot read configuration file nowhere.yaml: No such file or directory"),
+    ("plan llama3_8b", "cannot read configuration file llama3_8b: No such file or directory"),
+    ("plan configs", "cannot read configuration file configs: Is a directory"),
+    ("simulate {}/list.yaml", "list.yaml holds no mapping"),
+    ("simulate {}/word.yaml", "a section holds 'argument_name: value' lines"),
+    ("simulate {}/empty.yaml", "hidden_size is missing"),
+    ("simulate {}/tab.yaml", "tab.yaml is not valid YAML"),
+    ("simulate {}/section_list.yaml", "'model' is no section here"),
+    ("simulate {}/section_value.yaml", "'model' is no section here"),
+    ("simulate {}/section_empty.yaml", "'modell' in the top level is no known argument"),
+    ("simulate {}/typo.yaml", "the nearest known one is 'num_layers'"),
+    ("simulate {}/text.yaml", "'num_layers' in section 'model' 'many' is no whole number"),
+    ("simulate {}/fraction.yaml", "4.5 is no whole number of at least 1"),
+    ("simulate {}/true.yaml", "True is no whole number of at least 1"),
+    ("simulate {}/switch.yaml", "'swiglu' in section 'model' is a switch: write true or false, not 1"),
+    ("simulate {}/comma.yaml", "'128,256' is no whole number"),
+    ("simulate {}/twice.yaml", "was already set in section 'model'"),
+    ("simulate {}/nothing.yaml", "'model.nothing' not found"),
+    ("simulate {}/no_base.yaml", "nowhere.yaml: No such file or directory"),
+    ("simulate {}/loop.yaml", "leads back to the file itself"),
+    ("plan LLAMA --hardwrae h100", "the nearest known one is --hardware"),
+    ("plan LLAMA --hardware h1000", "nearest is 'h100'"),
+    ("plan LLAMA --tp 8", "the nearest known one is --tensor-model-parallel-size"),
+    ("plan LLAMA --node 4", "the nearest known one is --nodes"),
+    ("plan LLAMA --nodes 0", "Invalid value for '--nodes'"),
+    ("plan LLAMA --nodes four", "Invalid value for '--nodes'"),
+    ("plan LLAMA --nodes 3 --pipeline-model-parallel-size 16", "24 ranks cannot hold replicas of 16"),
+    ("plan LLAMA --memory 80GB", "Invalid value for '--memory'"),
+    ("plan LLAMA --memory -3", "--memory -3.0 is no amount of memory"),
+    ("plan LLAMA --memory nan", "--memory nan is no amount of memory"),
+    ("plan LLAMA --format yaml", "Invalid value for '--format'"),
+    ("plan LLAMA --format png", "name a file with -o"),
+    ("plan LLAMA -o {}/plan.pdf", "choose another suffix"),
+    ("plan LLAMA -o {}/plan.png --format json", "contradict each other"),
+    ("plan LLAMA -o {}/no/plan.json", "make it first"),
+    ("plan LLAMA -o {}", "it is a folder"),
+    ("plan LLAMA --write-schedule {}/no/plan.json", "make it first"),
+    ("plan LLAMA --vocab-size 128,256", "--vocab-size '128,256' is no whole number"),
+    ("plan LLAMA --vocab-size 128k", "--vocab-size '128k' is no whole number"),
+    ("plan LLAMA --vocab-size -5", "--vocab-size -5 is no whole number"),
+    ("plan LLAMA --vocab-size", "--vocab-size without a value"),
+    ("plan LLAMA --vocab-size 99999999999", "too large for any job"),
+    ("plan LLAMA --num-layers 3", "3 layers cannot fill 8 virtual stages"),
+    ("plan LLAMA --hidden-size 4097", "hidden size 4097 is no multiple of 32 heads"),
+    ("plan LLAMA --num-query-groups 5", "32 attention heads cannot share 5 groups"),
+    ("plan LLAMA --global-batch-size 0", "--global-batch-size 0 is no whole number of at least 1"),
+    ("plan LLAMA --micro-batch-size 3", "is no multiple of 1 replicas x micro_batch_size 3"),
+    ("plan LLAMA --pipeline-model-parallel-size 1", "one pipeline stage leaves nothing to plan"),
+    ("plan LLAMA --pipeline-model-parallel-size 100000", "32 layers cannot fill 100000 virtual stages"),
+    ("plan LLAMA --tensor-model-parallel-size 3", "tensor parallel size 3 does not divide 32 heads"),
+    ("plan LLAMA --vocab-parallel-algorithm vocab-1", "has no effect without --vocab-parallel"),
+    ("plan LLAMA LLAMA", "is no flag; after the configuration come --flags"),
+    ("plan LLAMA -p 4", "'-p' is no flag"),
+    ("plan LLAMA --config", "requires an argument"),
+    ("simulate LLAMA --vocab-parallel-algorithm vocab-2", "has no effect without --vocab-parallel"),
+    ("simulate LLAMA --vocab-parallel=yes", "--vocab-parallel is a switch"),
+    ("simulate LLAMA --pipeline-schedule gpipe", "schedule 'gpipe' is unknown"),
+    ("simulate LLAMA --pipeline-schedule v_half", "nearest is 'v-half'"),
+    ("simulate LLAMA --pipeline-schedule {}/four_ranks.json", "has 4 ranks, and 8 are asked for"),
+    ("simulate LLAMA --pipeline-schedule {}/no_json.json", "no_json.json: schedule file is not in the JSON format"),
+    ("simulate LLAMA --pipeline-schedule {}/no_keys.json", "no_keys.json: schedule file has no 'placement'"),
+    ("simulate LLAMA --pipeline-schedule {}/notes.txt", "a file ends in .json or .csv"),
+    ("simulate LLAMA --pipeline-schedule interlaced", "add --vocab-parallel"),
+    ("simulate LLAMA --pipeline-schedule interleaved", "needs several chunks"),
+    ("simulate LLAMA --pipeline-model-parallel-layout Et*4", "are no layout of 32 layers on 8 stages"),
+    ("simulate LLAMA --pipeline-model-parallel-layout hello", "is not understood"),
+    ("simulate LLAMA --global-batch-size 999999", "simulate takes at most"),
+    ("simulate LLAMA --trace nowhere", "nowhere is no folder"),
+    ("simulate LLAMA --lr nan", "--lr nan is not a finite number"),
+    ("simulate LLAMA --lr 1e-3 2e-3", "--lr takes one value"),
+    ("simulate LLAMA --fp16", "bf16 and fp16 are both on"),
+    ("simulate LLAMA --padded-vocab-size 1000", "padded_vocab_size 1000 is smaller than vocab_size 128256"),
+    ("simulate LLAMA --recompute-granularity all", "must be one of full, selective"),
+    ("simulate LLAMA --fp8-format hybrid --fp8-recipe mxfp8", "needs tensor cores that scale blocks of 32"),
+    ("simulate LLAMA --num-experts 8 --moe-router-topk 9", "a token goes through 9 of 8 experts"),
+]
+OF_ARGUMENTS = [
+    ("check", "Missing option '--ranks'"),
+    ("check MOCK --ranks 0", "Invalid value for '--ranks'"),
+    ("check MOCK --ranks 12", "world size (12) is not divisible"),
+    ("check nowhere.yaml --ranks 8", "cannot read configuration file nowhere.yaml"),
+    ("check {}/section_value.yaml --ranks 8", "'model' is no section here"),
+    ("check {}/text.yaml --ranks 8", "must be an integer, not 'many'"),
+    ("check MOCK --ranks 8 --hardware h100", "unrecognized arguments: --hardware h100"),
+    ("check MOCK --ranks 8 --tp 8", "the nearest known one is --tensor-model-parallel-size"),
+    ("check MOCK --ranks 8 --vocab-paralel", "the nearest known one is --vocab-parallel"),
+    ("check MOCK --ranks 8 --vocab-size 128,256", "invalid int value: '128,256'"),
+    ("check MOCK --ranks 8 --padded-vocab-size 1000", "smaller than the tokenizer's vocabulary of 128256"),
+    ("check MOCK --ranks 8 --num-layers 33", "Number of layers should be divisible"),
+    ("check MOCK --ranks 8 --num-query-groups 5", "cannot share --num-query-groups 5"),
+    ("check MOCK --ranks 8 --vocab-parallel-algorithm vocab-2", "has no effect without --vocab-parallel"),
+    ("check MOCK --ranks 8 --pipeline-schedule v_half", "nearest is 'v-half'"),
+    ("check MOCK --ranks 8 --pipeline-schedule {}/no_json.json", "no_json.json: schedule file is not in the JSON"),
+    ("check MOCK --ranks 8 --vocab-parallel --pipeline-trace-iterations 5-3", "is not A-B with 1 <= A <= B"),
+    ("check MOCK --ranks 8 --profile --profile-step-start 5 --profile-step-end 3", "holds no iteration"),
+    ("check MOCK --ranks 8 --lr-warmup-iters 200000", "would still warm up"),
+    ("check MOCK --ranks 8 --iterations-to-skip -1", "names iterations that no run has"),
+    ("check MOCK --ranks 8 --log-interval 0", "--log-interval 0 cannot work"),
+    ("check LLAMA --ranks 8", "the dataset data/corpus_text_document has no file"),
+    ("sbatch", "the job has no configuration file"),
+    ("sbatch MOCK --dry-run --nodes four", "Invalid value for '--nodes'"),
+    ("sbatch MOCK --dry-run --slurm ''", "--slurm names no option of sbatch"),
+    ("sbatch MOCK --dry-run --vocab-paralel", "the nearest known one is --vocab-parallel"),
+    ("sbatch MOCK --dry-run --nodes 3 --gpus-per-node 7", "world size (21) is not divisible"),
+    ("sbatch MOCK --dry-run --padded-vocab-size 1000", "smaller than the tokenizer's vocabulary of 128256"),
+    ("sbatch MOCK --dry-run --vocab-parallel --pipeline-trace-iterations 5-3", "is not A-B with 1 <= A <= B"),
+    ("sbatch LLAMA", "the dataset data/corpus_text_document has no file"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The wrong files."""
+    folder = tmp_path_factory.mktemp("wrong")
+    for name, text in FILES.items():
+        (folder / name).write_text(text.replace("BASE", str(ROOT / LLAMA)))
+    (folder / "four_ranks.json").write_text(to_json(generate("1f1b", 4, 8)))
+    return folder
+
+
+def words_of(line: str, folder: Path) -> list[str]:
+    """A command line as words."""
+    text = line.replace("{}", str(folder)).replace("MOCK", "LLAMA --config configs/data/mock.yaml")
+    return shlex.split(text.replace("LLAMA", LLAMA))
+
+
+def answers(_rank: int, _world_size: int, commands: list[list[str]]) -> list[tuple[object, str, str]]:
+    """Exit status, output and errors of every command."""
+    found = []
+    for words in commands:
+        output, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors), contextlib.chdir(ROOT):
+            try:
+                main(words)
+            except SystemExit as stopped:
+                found.append((stopped.code, output.getvalue(), errors.getvalue()))
+            except BaseException as error:  # what a shell would see as a traceback
+                found.append((repr(error), output.getvalue(), errors.getvalue()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_arguments(folder):
+    """The answers of the commands that import Megatron."""
+    (found,) = run_ranks(1, answers, [words_of(line, folder) for line, _ in OF_ARGUMENTS], timeout=300)
+    return dict(zip([line for line, _ in OF_ARGUMENTS], found, strict=True))
+
+
+def assert_one_line(answer: tuple[object, str, str], said: str) -> None:
+    """Nothing but the line of an error on standard error, and status 2."""
+    status, output, errors = answer
+    assert status == 2 and output == "", answer
+    assert errors.startswith("megatron-vp: error: ") and errors.count("\n") == 1 and errors.endswith("\n"), errors
+    assert said in errors
+
+
+@pytest.mark.parametrize(("line", "said"), OF_SIZES, ids=[line for line, _ in OF_SIZES])
+def test_plan_and_simulate_refuse_it_in_one_line(folder, line, said):
+    assert_one_line(answers(0, 1, [words_of(line, folder)])[0], said)
+
+
+@pytest.mark.parametrize(("line", "said"), OF_ARGUMENTS, ids=[line for line, _ in OF_ARGUMENTS])
+def test_check_and_sbatch_refuse_it_in_one_line(of_arguments, line, said):
+    assert_one_line(of_arguments[line], said)
