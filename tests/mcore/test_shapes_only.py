@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -135,3 +136,24 @@ def test_a_storage_counts_once_and_until_its_last_user_is_gone():
         live.restart()
         assert live.peak == 4096
     assert memory.of_shapes is None
+
+
+def test_what_waits_for_w_keeps_neither_the_chunks_input_nor_its_gradient():
+    from megatron_vp.mcore.model.split_backward import _InputGradientLinear, _Layer, backward_without_weights
+    from megatron_vp.mcore.replay.shapes_only import fake_tensors
+    from megatron_vp.mcore.reports import memory
+
+    with fake_tensors():
+        live = memory.of_shapes
+        weight = torch.nn.Parameter(torch.zeros(16, 64))
+        before = live.allocated
+        chunk_input = torch.zeros(32, 64).requires_grad_()
+        layer_input = chunk_input * 2
+        output = _InputGradientLinear.apply(layer_input, None, _Layer(weight, None, None))
+        del layer_input
+        gradient = torch.zeros(32, 16)
+        (pending,) = backward_without_weights(partial(output.backward, gradient), [], False)
+        assert chunk_input.grad is not None
+        del chunk_input, output, gradient
+        assert pending.layer_input.shape == (32, 64)
+        assert live.allocated - before == 4 * 32 * (64 + 16)  # what the product takes, and nothing else

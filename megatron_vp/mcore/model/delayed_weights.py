@@ -109,6 +109,7 @@ def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[Del
         in_group = _is_group(layer)
         while not layer.wgrad_store.context.empty():
             operands, product = layer.wgrad_store.context.get()
+            operands = [_without_graph(operands[0]), *operands[1:]]
             if in_group and not layer.fuse_wgrad_accumulation:
                 operands = [*operands[:2], None]
             for operand in operands[:2]:
@@ -123,6 +124,13 @@ def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[Del
         for parameter in (*_weights(layer), *_biases(layer)):
             parameter.grad = None
     return taken
+
+
+def _without_graph(operand: Any) -> Any:
+    """An input, or a list of them, whose graph would keep the chunk's input and that one's gradient until W."""
+    if isinstance(operand, list):
+        return [_without_graph(each) for each in operand]
+    return operand.detach() if isinstance(operand, torch.Tensor) and operand.grad_fn is not None else operand
 
 
 def _free_rows(operand: Any) -> None:

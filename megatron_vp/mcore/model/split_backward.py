@@ -113,7 +113,9 @@ class _InputGradientLinear(torch.autograd.Function):
         (layer_input,) = ctx.saved_tensors
         layer = ctx.layer
         assert _collected is not None, "a backward of a split schedule outside its pass B"
-        _collected.append(PendingWeightGradient(layer.weight, layer_input, output_gradient, layer.sequence_group))
+        # Detached, because its graph would keep the chunk's input and that one's gradient until W.
+        pending = PendingWeightGradient(layer.weight, layer_input.detach(), output_gradient, layer.sequence_group)
+        _collected.append(pending)
         bias_gradient = output_gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
         input_gradient = output_gradient @ layer.weight.detach()
         if layer.sum_group is not None:
