@@ -19,8 +19,8 @@ SPLIT_BACKWARD = 34
 DROPPED = 1
 """Bytes per score of the mask of attention dropout. The scores that are left are kept as well, in the model's dtype."""
 
-SOFTMAX_IN_PASS = 8
-"""Bytes per score that Megatron's local attention without Apex needs for a moment."""
+SOFTMAX_IN_PASS = 6
+"""Bytes per score that Megatron's local attention without Apex needs for a moment, besides the softmax it keeps."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,14 @@ def layer_memory(job: Job, split: bool) -> LayerMemory:
         once += gathered
         backward += gathered * (1 + 1 / job.tensor)
     # W needs the inputs of all products and the gradients of their results: as many elements as a layer keeps.
+    waiting = _common_activations(replace(job, model=replace(model, dropout=False)))
+    if job.sequence_parallel:
+        # But of the attention's last product, and of a dense MLP's, the result's gradient is gathered.
+        gathered = (1 if model.experts else 2) * job.tokens * job.element_bytes * model.hidden
+        waiting += gathered * (1 - 1 / job.tensor)
     return LayerMemory(
         kept=kept,
-        waiting=_common_activations(replace(job, model=replace(model, dropout=False))),
+        waiting=waiting,
         # Attention runs before the MLP keeps anything.
         forward=max(0.0, SOFTMAX_IN_PASS * scores - inner * (3 if model.gated else 2)),
         backward=backward,
@@ -112,9 +117,14 @@ def _further_activations(job: Job) -> float:
     if local and model.rotary:
         # Sines and cosines in 16 bits, for queries and for keys.
         further += 4 * wide * model.head_size * job.sequence / job.context
+    if job.layers is LayerKind.LOCAL_SDPA and job.context > 1:
+        # Keys and values of whole sequences in place of the rank's part, and the result once more, in two pieces.
+        further += job.tokens * wide * (2 * keys * (job.context - 1) + model.queries / t)
     if job.layers is LayerKind.LOCAL:
         softmax = wide + (4 if job.wide_softmax and wide < 4 else 0)
         dropped = job.attention_dropout * (wide + DROPPED)
+        # Keys and values are repeated for all heads of a group.
+        further += job.tokens * wide * 2 * (model.queries / t - keys)
         further += (softmax + dropped) * _scores(job) - 4 * job.tokens * model.heads / t
     return further
 

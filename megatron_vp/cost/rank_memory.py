@@ -14,7 +14,8 @@ from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import PassKind, Schedule, VocabMethod
 
 EMBEDDED = 2.7
-"""Bytes a token and hidden unit of a microbatch in flight on the first stage: the exchanged rows, a dropout mask."""
+"""Of the paper's code: bytes per token and hidden unit of a microbatch in flight on the first stage. These are the
+exchanged rows and a dropout mask."""
 
 SHARED_BUFFERS = 11
 """Bytes a token and hidden unit for copies of X and of its gradient between S, T and their collectives."""
@@ -149,12 +150,20 @@ class MemoryModel:
             match step.kind:
                 case PassKind.F:
                     held += kept[stage]
+                    in_layers = held + layer.forward, scores + shared
                     scores += has_output * kept_score * logits
-                    during = held + layer.forward, scores + shared + has_output * 2 * logits
+                    at_end = held, scores + shared + has_output * 2 * logits
+                    during = max(in_layers, at_end, key=sum)
                 case PassKind.B | PassKind.BW:
                     # Layer by layer, what waits for W takes the place of what was kept.
                     grows = max(0.0, waiting[stage] - kept[stage]) if left else 0.0
-                    during = held + grows + layer.backward, scores + shared + has_output * 2 * logits
+                    in_layers = held + grows + layer.backward, scores + shared + has_output * 2 * logits
+                    at_start = in_layers
+                    if has_output and self.job.layers is not LayerKind.PAPER:
+                        # The scores go before the layers' backward begins.
+                        at_start = held, in_layers[1]
+                        in_layers = in_layers[0], in_layers[1] - (kept_score + 2 * (not left)) * logits
+                    during = max(at_start, in_layers, key=sum)
                     held -= kept[stage] - (waiting[stage] if left else 0.0)
                     # Where W follows, it needs the logits' gradient in 16 bits.
                     scores -= has_output * ((kept_score - 2 * left) * logits)
@@ -183,5 +192,6 @@ class MemoryModel:
             saved, wide = activations_saved(job, self.hardware), bf16_layers(job, self.layers)
             held = {stage: size - (self.layers[stage] - wide[stage]) * saved for stage, size in held.items()}
         if 0 in held and self.schedule.vocab is not VocabMethod.NONE:
-            held[0] += EMBEDDED * self._unit
+            # The rows themselves are the first layer's input.
+            held[0] += (EMBEDDED if job.layers is LayerKind.PAPER else job.model.dropout) * self._unit
         return held

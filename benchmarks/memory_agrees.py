@@ -1,0 +1,250 @@
+"""The memory that `simulate` predicts against what `replay --shapes-only` counts, over jobs that people train.
+
+    python benchmarks/memory_agrees.py [--jobs TEXT;TEXT;...] [--output FILE.jsonl]
+    python benchmarks/memory_agrees.py --counted FILE.jsonl [...]
+    python benchmarks/memory_agrees.py --table FILE.jsonl
+
+The replay runs the real program of a rank on fake tensors and knows nothing of the cost model. Every line has the bytes
+of tensors at a rank's peak, counted and predicted (without workspaces, and without what no tensor holds). The exit
+status is 1 where the two are further apart than MEAN on average or MOST at worst.
+
+--jobs takes the jobs whose name contains one of the texts. --counted takes the counts that a file has and predicts
+again, after a change of the cost model. --table prints the lines of a file as a table for the documentation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+
+from tests.harness.ranks import RankError, run_ranks  # noqa: E402
+
+GIB = 2**30
+
+MEAN, MOST = 0.03, 0.08
+"""How far the two may be apart: on average, and in any rank of any job."""
+
+LAYERS = {
+    "TE": [],
+    "sdpa": ["--core-attention", "sdpa"],
+    "local": ["--transformer-impl", "local"],
+}
+METHODS = {
+    "plain": [],
+    "vocab-1": ["--vocab-parallel", "--vocab-parallel-algorithm", "vocab-1"],
+    "vocab-2": ["--vocab-parallel", "--vocab-parallel-algorithm", "vocab-2"],
+}
+FURTHER = {
+    "": [],
+    "recomputed": ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
+    "context 2": ["--context-parallel-size", "2"],
+    "tensor 2": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+    "tensor 2, whole sequences": ["--tensor-model-parallel-size", "2"],
+    "dropout": ["--hidden-dropout", "0.1"],
+    "fp16": [],
+    "vocabulary 256k": ["--vocab-size", "262144"],
+    "fused cross entropy": ["--cross-entropy-loss-fusion"],
+}
+SETTINGS = {
+    "gemma2_9b": "kernels: {window_size: null, window_attn_skip_freq: null}\nmodel: {apply_layernorm_1p: null}\n",
+    "fp16": "precision: {bf16: false, fp16: true}\n",
+}
+"""What no flag can unset: sliding windows and norms around one need Transformer Engine, in a job with local layers."""
+GEMMA_V = ["--pipeline-model-parallel-layout", "Et*3|(t*3|)*9(t*2|)*5t*2L"]
+"""42 layers on the two chunks of 8 ranks."""
+
+
+@dataclass(frozen=True)
+class AgreesJob:
+    """One job: a configuration, whose layers, a schedule, a vocabulary method, and one more choice."""
+
+    model: str
+    layers: str
+    schedule: str
+    method: str
+    further: str = ""
+
+    @property
+    def name(self) -> str:
+        """The job in a line."""
+        return ", ".join(filter(None, (self.model, self.layers, self.schedule, self.method, self.further)))
+
+    def files(self, folder: Path) -> list[str]:
+        """Its configuration files; what it unsets is written into `folder`."""
+        files = [str(ROOT / "configs" / f"{self.model}.yaml")]
+        for each in (self.model, self.further):
+            if each in SETTINGS and not (each == self.model and self.layers == "TE"):
+                overlay = folder / f"{each}.yaml"
+                overlay.write_text(SETTINGS[each])
+                files.append(str(overlay))
+        return files
+
+    @cached_property
+    def flags(self) -> list[str]:
+        """Its flags. Three microbatches per pipeline rank hold as much as any more."""
+        flags = ["--pipeline-schedule", self.schedule, *LAYERS[self.layers], *METHODS[self.method]]
+        flags += GEMMA_V if self.model == "gemma2_9b" and self.schedule != "1f1b" else []
+        flags += ["--num-virtual-stages-per-pipeline-rank", "2"] if self.schedule == "interleaved" else []
+        return [*flags, "--global-batch-size", "24", *FURTHER[self.further]]
+
+
+JOBS = [
+    AgreesJob("llama3_8b", "TE", "1f1b", "plain"),
+    AgreesJob("llama3_8b", "TE", "v-half", "plain"),
+    AgreesJob("llama3_8b", "TE", "v-half", "vocab-1"),
+    AgreesJob("llama3_8b", "sdpa", "1f1b", "vocab-2"),
+    AgreesJob("llama3_8b", "local", "v-half", "vocab-2"),
+    AgreesJob("llama3_8b", "local", "1f1b", "plain"),
+    AgreesJob("qwen3_8b", "TE", "1f1b", "vocab-2"),
+    AgreesJob("qwen3_8b", "TE", "v-half", "plain"),
+    AgreesJob("qwen3_8b", "TE", "v-half", "vocab-2"),
+    AgreesJob("qwen3_8b", "sdpa", "1f1b", "plain"),
+    AgreesJob("qwen3_8b", "sdpa", "v-half", "vocab-1"),
+    AgreesJob("gemma2_9b", "TE", "1f1b", "plain"),
+    AgreesJob("gemma2_9b", "TE", "1f1b", "vocab-2"),
+    AgreesJob("gemma2_9b", "TE", "v-half", "vocab-2"),
+    AgreesJob("gemma2_9b", "sdpa", "v-half", "vocab-1"),
+    AgreesJob("gpt_4b", "TE", "1f1b", "plain"),
+    AgreesJob("gpt_4b", "TE", "v-half", "plain"),
+    AgreesJob("gpt_4b", "TE", "v-half", "vocab-1"),
+    AgreesJob("gpt_4b", "sdpa", "1f1b", "vocab-1"),
+    AgreesJob("gpt_4b", "sdpa", "v-half", "plain"),
+    # Further schedules and sizes.
+    AgreesJob("llama3_8b", "TE", "zb-v", "vocab-2"),
+    AgreesJob("llama3_8b", "TE", "zb-h1", "vocab-2"),
+    AgreesJob("llama3_8b", "TE", "v-min", "vocab-2"),
+    AgreesJob("llama3_8b", "TE", "interleaved", "vocab-2"),
+    AgreesJob("llama3_8b", "TE", "dualpipe-v", "vocab-2"),
+    AgreesJob("llama3_8b", "TE", "1f1b", "vocab-2", "context 2"),
+    AgreesJob("llama3_8b", "sdpa", "1f1b", "plain", "context 2"),
+    AgreesJob("llama3_8b", "TE", "v-half", "vocab-2", "tensor 2"),
+    AgreesJob("llama3_8b", "TE", "1f1b", "vocab-1", "tensor 2, whole sequences"),
+    AgreesJob("llama3_8b", "TE", "1f1b", "plain", "recomputed"),
+    AgreesJob("qwen3_8b", "TE", "v-half", "vocab-2", "recomputed"),
+    AgreesJob("gpt_4b", "TE", "1f1b", "vocab-2", "dropout"),
+    AgreesJob("gpt_4b", "TE", "1f1b", "plain", "vocabulary 256k"),
+    AgreesJob("gpt_4b", "TE", "v-half", "plain", "vocabulary 256k"),
+    AgreesJob("gpt_4b", "TE", "1f1b", "plain", "fused cross entropy"),
+    AgreesJob("gpt_4b", "sdpa", "1f1b", "vocab-2", "fp16"),
+]
+"""Llama-like, Qwen-like, Gemma-like and GPT; fused and local layers; 1F1B and V-Half. Then what else changes memory."""
+
+
+def predicted(job: AgreesJob) -> list[float]:
+    """Bytes of tensors that the cost model says for the peak of every pipeline rank."""
+    from megatron_vp.cost.hardware import HARDWARE
+    from megatron_vp.cost.job_plan import plan_of
+    from megatron_vp.cost.job_sizes import job_of
+    from megatron_vp.cost.predict import predict
+    from megatron_vp.cost.rank_memory import WORKSPACES
+    from megatron_vp.jobs.job_config import read_sizes
+
+    with tempfile.TemporaryDirectory() as folder:
+        read = read_sizes(job.files(Path(folder)), job.flags)
+    found = predict(job_of(read.values), plan_of(read), HARDWARE["h100"])
+    return [memory.allocated - WORKSPACES for memory in found.memory]
+
+
+def counted(job: AgreesJob, rank: int) -> dict[str, Any]:
+    """What a replay of shapes reports of one pipeline rank, in a process of its own: caches would keep fake tensors."""
+    try:
+        return run_ranks(1, replay, job, rank, timeout=600)[0]
+    except RankError as error:
+        return {"error": str(error).strip().splitlines()[-1]}
+
+
+def replay(_rank: int, _world_size: int, job: AgreesJob, rank: int) -> dict[str, Any]:
+    """The same in this process."""
+    from megatron_vp.jobs.job_config import read_sizes
+    from megatron_vp.mcore.replay.one_rank import run_alone
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        files = job.files(Path(folder))
+        sizes = read_sizes(files, job.flags)
+        beside = sizes.whole_number("tensor_model_parallel_size", 1) * sizes.whole_number("context_parallel_size", 1)
+        return asdict(run_alone("pretrain_gpt_vp.py", files, rank * beside, None, 1, job.flags, shapes_only=True))
+
+
+def agreement(job: AgreesJob, place: str, earlier: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
+    """What both say of the `first`, `middle` or `last` pipeline rank; `earlier` lines spare a count."""
+    found = predicted(job)
+    rank = {"first": 0, "middle": len(found) // 2, "last": len(found) - 1}[place]
+    line = {"job": job.name, "place": place, "rank": rank}
+    peak = earlier.get((job.name, place), {}).get("counted_bytes")
+    if peak is None:
+        report = counted(job, rank)
+        if "error" in report:
+            return line | report
+        peak = report["memory_bytes"]["peak"]
+    off = round(found[rank] / peak - 1, 4)
+    return line | {"counted_bytes": peak, "predicted_bytes": round(found[rank]), "off": off}
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    """The lines of JSON of a file."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def table_of(lines: list[dict[str, Any]]) -> str:
+    """A row per job, GiB counted and predicted for each of its ranks; and how far the two are apart."""
+    rows: dict[str, list[str]] = {}
+    for line in lines:
+        cells = ["failed", line["error"]] if "error" in line else [
+            f"{line['counted_bytes'] / GIB:.2f}",
+            f"{line['predicted_bytes'] / GIB:.2f} ({100 * line['off']:+.1f} %)",
+        ]  # fmt: skip
+        rows.setdefault(line["job"], []).extend(cells)
+    heads = [f"{place}: counted | predicted" for place in ("first rank", "middle", "last")]
+    text = [f"| job | {' | '.join(heads)} |", "|---" * 7 + "|"]
+    text += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
+    off = [abs(line["off"]) for line in lines if "error" not in line]
+    if off:
+        text.append(
+            f"\n{len(off)} ranks: {100 * statistics.mean(off):.2f} % apart on average, {100 * max(off):.1f} at worst"
+        )
+    return "\n".join(text)
+
+
+def main() -> int:
+    """Compare all jobs and print, or append to a file, a line of JSON for each rank; 1 if they do not agree."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", default="", help="texts in the names of jobs, separated by semicolons")
+    parser.add_argument("--output", type=Path, help="append the lines to this file")
+    parser.add_argument("--counted", type=Path, help="lines with counts to take")
+    parser.add_argument("--table", type=Path, help="print the lines of this file instead")
+    args = parser.parse_args()
+    if args.table is not None:
+        print(table_of(lines_of(args.table)))
+        return 0
+    from measuring import write
+
+    chosen = [job for job in JOBS if any(text in job.name for text in args.jobs.split(";"))]
+    places = [(job, place) for job in chosen for place in ("first", "middle", "last")]
+    lines = []
+    earlier = {} if args.counted is None else {(line["job"], line["place"]): line for line in lines_of(args.counted)}
+    for job, place in places:
+        line = agreement(job, place, earlier)
+        write(line | {name: version(name) for name in ("torch", "megatron-core")}, args.output)
+        lines.append(line)
+    print(table_of(lines), file=sys.stderr)
+    off = [abs(line["off"]) if "error" not in line else float("inf") for line in lines]
+    return int(statistics.mean(off) > MEAN or max(off) > MOST)
+
+
+if __name__ == "__main__":
+    import memory_agrees  # what the ranks' processes can import
+
+    sys.exit(memory_agrees.main())
