@@ -101,7 +101,7 @@ class AgreesJob:
         return [*flags, "--global-batch-size", "24", *FURTHER[self.further]]
 
 
-JOBS = [
+TWENTY = [
     AgreesJob("llama3_8b", "TE", "1f1b", "plain"),
     AgreesJob("llama3_8b", "TE", "v-half", "plain"),
     AgreesJob("llama3_8b", "TE", "v-half", "vocab-1"),
@@ -122,7 +122,11 @@ JOBS = [
     AgreesJob("gpt_4b", "TE", "v-half", "vocab-1"),
     AgreesJob("gpt_4b", "sdpa", "1f1b", "vocab-1"),
     AgreesJob("gpt_4b", "sdpa", "v-half", "plain"),
-    # Further schedules and sizes.
+]
+"""Llama-like, Qwen-like, Gemma-like and GPT; fused and local layers; 1F1B and V-Half."""
+
+JOBS = [
+    *TWENTY,
     AgreesJob("llama3_8b", "TE", "zb-v", "vocab-2"),
     AgreesJob("llama3_8b", "TE", "zb-h1", "vocab-2"),
     AgreesJob("llama3_8b", "TE", "v-min", "vocab-2"),
@@ -140,7 +144,10 @@ JOBS = [
     AgreesJob("gpt_4b", "TE", "1f1b", "plain", "fused cross entropy"),
     AgreesJob("gpt_4b", "sdpa", "1f1b", "vocab-2", "fp16"),
 ]
-"""Llama-like, Qwen-like, Gemma-like and GPT; fused and local layers; 1F1B and V-Half. Then what else changes memory."""
+"""And what else changes memory: further schedules, sizes and options."""
+
+PLACES = ("first", "middle", "last")
+"""Pipeline ranks."""
 
 
 def predicted(job: AgreesJob) -> list[float]:
@@ -232,7 +239,7 @@ def main() -> int:
     from measuring import write
 
     chosen = [job for job in JOBS if any(text in job.name for text in args.jobs.split(";"))]
-    places = [(job, place) for job in chosen for place in ("first", "middle", "last")]
+    places = [(job, place) for job in chosen for place in PLACES]
     lines = []
     earlier = {} if args.counted is None else {(line["job"], line["place"]): line for line in lines_of(args.counted)}
     for job, place in places:

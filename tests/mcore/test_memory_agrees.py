@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+import statistics
+import sys
 
 import pytest
 
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import ROOT, run_ranks
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+from memory_agrees import JOBS, MEAN, MOST, PLACES, TWENTY, agreement, table_of
 
 BOUND = 0.03
 """Of the bytes of tensors at a rank's peak; docs/cost_model.md names it."""
@@ -25,6 +31,7 @@ GPT = [
 ]
 LOCAL, SDPA = ["--transformer-impl", "local"], ["--core-attention", "sdpa"]
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+V_HALF = ["--pipeline-schedule", "v-half"]
 SEQUENCE_PARALLEL = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 
 
@@ -58,6 +65,11 @@ def slow(*values):
         (CONFIG, SMALL, 0),
         (CONFIG, [*SMALL, *LOCAL], 0),
         (CONFIG, [*SMALL, *SEQUENCE_PARALLEL], 1),
+        (CONFIG, [*SMALL, *SEQUENCE_PARALLEL, *V_HALF, "--vocab-parallel"], 3),
+        slow(CONFIG, [*SMALL, *V_HALF, "--vocab-parallel"], 0),
+        slow(CONFIG, [*SMALL, *LOCAL], 3),
+        slow(CONFIG, [*SMALL, *SDPA, "--context-parallel-size", "2"], 0),
+        slow(CONFIG, [*SMALL, *RECOMPUTE], 3),
         slow(CONFIG, [*SMALL, *SDPA], 0),
         slow(CONFIG, [*SMALL, "--qk-layernorm"], 1),
         slow(CONFIG, [*SMALL, *SDPA, "--qk-layernorm"], 1),
@@ -67,6 +79,22 @@ def slow(*values):
     ],
 )
 def test_prediction_and_count_agree(config, flags, pipeline_rank):
-    tensor = 2 if "--tensor-model-parallel-size" in flags else 1
-    (counted,) = run_ranks(1, _counted, config, pipeline_rank * tensor, flags)
+    beside = 2 if {"--tensor-model-parallel-size", "--context-parallel-size"} & set(flags) else 1
+    (counted,) = run_ranks(1, _counted, config, pipeline_rank * beside, flags)
     assert _predicted(config, pipeline_rank, flags) == pytest.approx(counted, rel=BOUND)
+
+
+@pytest.mark.slow
+def test_they_agree_on_twenty_jobs_that_people_train():
+    """`benchmarks/memory_agrees.py` prints the same."""
+    lines = [agreement(job, place, {}) for job in TWENTY for place in PLACES]
+    assert len(lines) == 60 and not [line for line in lines if "error" in line], table_of(lines)
+    off = [abs(line["off"]) for line in lines]
+    assert statistics.mean(off) <= MEAN and max(off) <= MOST, table_of(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", JOBS[len(TWENTY) :], ids=lambda job: job.name)
+def test_they_agree_on_further_schedules_and_sizes(job):
+    lines = [agreement(job, place, {}) for place in PLACES]
+    assert not [line for line in lines if "error" in line] and max(abs(line["off"]) for line in lines) <= MOST, lines
