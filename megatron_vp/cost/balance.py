@@ -38,8 +38,12 @@ FINE_ENOUGH = 16
 SMALLEST_SHARE = 1 / 16
 """Of an even shard: fewer rows are not worth the fixed time of their passes."""
 
-SAMPLED, SAMPLED_PER_RANK = 256, 3
-"""Microbatches x ranks up to which all are simulated to compare candidates, and microbatches per rank beyond."""
+SAMPLED, SAMPLED_PER_RANK = 640, 6
+"""Microbatches x ranks that are simulated to compare candidates, and at least so many microbatches per rank. 1F1B's
+time is then right within 0.1 percent, other schedules' mostly within 1."""
+
+MANY, SAMPLED_OF_MANY = 16, 3
+"""On more ranks than MANY so many microbatches per rank, to be quick."""
 
 TIE = 0.002
 """Candidates within this part of the fastest are equally fast; the one with most memory to spare is taken."""
@@ -112,7 +116,8 @@ class _Search:
     ) -> None:
         self.job, self.plan, self.hardware, self.limit = job, plan, hardware, memory_limit
         self.constants = replace(constants, speed_spread=0.0, idle_boost=0.0)
-        simulated = max(SAMPLED_PER_RANK * job.pipeline, SAMPLED // job.pipeline)
+        per_rank = SAMPLED_PER_RANK if job.pipeline <= MANY else SAMPLED_OF_MANY
+        simulated = max(per_rank * job.pipeline, SAMPLED // job.pipeline)
         self.sample = replace(job, microbatches=min(job.microbatches, simulated))
         self.single = generate(plan.schedule, job.pipeline, 1, vocab=plan.vocab, chunks=plan.chunks)
         self.placement = self.single.placement

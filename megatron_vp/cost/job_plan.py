@@ -21,7 +21,8 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("multi_latent_attention", "q_lora_rank", "kv_lora_rank"), ()),
     **dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), ()),
     **dict.fromkeys(("experimental_attention_variant", "attention_output_gate", "linear_attention_freq"), ()),
-    **dict.fromkeys(("window_size", "window_attn_skip_freq"), ()),
+    **dict.fromkeys(("window_size", "window_attn_skip_freq", "use_kitchen_attention"), ()),
+    **dict.fromkeys(("attention_backend",), ("auto", "flash", "fused", "local")),
     # Experts.
     **dict.fromkeys(("moe_layer_freq",), (1,)),
     **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_latent_size"), ()),
@@ -35,7 +36,7 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), ("fp32",)),
     # Optimizer, recomputation, offloading, sharding, overlap.
     **dict.fromkeys(("optimizer",), ("adam",)),
-    **dict.fromkeys(("recompute_modules", "distribute_saved_activations"), ()),
+    **dict.fromkeys(("recompute_activations", "recompute_modules", "distribute_saved_activations"), ()),
     **dict.fromkeys(("recompute_method",), ("uniform",)),
     **dict.fromkeys(("recompute_num_layers",), (1,)),
     **dict.fromkeys(("cpu_offloading_num_layers",), (0,)),
@@ -44,7 +45,8 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_distributed_optimizer_instances",), (1,)),
     **dict.fromkeys(("hybrid_context_parallel", "hierarchical_context_parallel_sizes"), ()),
     **dict.fromkeys(("cuda_graph_impl",), ("none",)),
-    **dict.fromkeys(("tp_comm_overlap", "overlap_moe_expert_parallel_comm"), ()),
+    **dict.fromkeys(("tp_comm_overlap", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"), ()),
+    **dict.fromkeys(("no_overlap_p2p_communication", "microbatch_group_size_per_virtual_pipeline_stage"), ()),
     # Which layers a stage has, and which microbatches an iteration.
     **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), ()),
     **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), ()),
@@ -56,11 +58,13 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
 def uncounted(config: JobConfig) -> list[str]:
     """Flags of this job that the cost model knows nothing of, though they change time or memory."""
     values = config.values
-    return [
+    found = [
         option_of(name)
         for name, harmless in UNCOUNTED.items()
         if values.get(name) not in (None, False) and values[name] not in harmless
     ]
+    selective = values.get("recompute_granularity") == "selective"
+    return [*found, "--recompute-granularity selective"] if selective else found
 
 
 def plan_of(config: JobConfig) -> Plan:

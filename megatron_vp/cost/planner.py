@@ -41,8 +41,8 @@ SMALL = 0.05
 SIMULATED, SIMULATED_PER_RANK = 2048, 4
 """Microbatches x ranks up to which all are simulated; microbatches a rank that show all phases of a schedule."""
 
-MOST_BALANCED = 32
-"""Pipeline ranks up to which a plan balances shards. For more, `simulate` balances those of one schedule."""
+MOST_BALANCED = 16
+"""Pipeline ranks up to which a plan balances shards, in some simulations each. `simulate` does so for any number."""
 
 LARGEST = 128
 """Pipeline ranks whose candidates take half a minute on two cores; twice as many take over four times as long."""

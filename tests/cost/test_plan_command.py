@@ -183,9 +183,13 @@ def test_layouts_read_back():
 
 def test_what_the_cost_model_does_not_know_is_named_beside_its_answer(small):
     assert "not counted" not in run("simulate", small).stdout
-    harmless = ["--optimizer", "adam", "--mtp-num-layers", "0"]
+    harmless = ["--optimizer", "adam", "--mtp-num-layers", "0", "--attention-backend", "flash"]
     answer = run("simulate", small, *harmless, "--multi-latent-attention", "--fp4-format", "e2m1").stdout.splitlines()
     assert "not counted, though it changes time or memory: --multi-latent-attention, --fp4-format" in answer
+    others = ["--attention-backend", "unfused", "--recompute-granularity", "selective"]
+    answer = run("simulate", small, *others).stdout.splitlines()
+    said = "--attention-backend, --recompute-granularity selective"
+    assert f"not counted, though it changes time or memory: {said}" in answer
 
 
 def test_what_no_number_depends_on_is_listed_in_one_line(small):
@@ -319,9 +323,9 @@ def test_nothing_is_recommended_that_check_refuses():
 
 
 def test_megatron_is_asked_in_a_process_that_loads_it_meanwhile(small, monkeypatch):
-    words = ["--config", str(small), "--fp32-residual-connection", "--vocab-parallel"]
+    words = ["--config", str(small), "--vocab-parallel"]
     here = refusal_here(words, 4)
-    assert here and "--fp32-residual-connection" in here
+    assert here and "max_position_embeddings" in here
     monkeypatch.delitem(sys.modules, "megatron.training")
     with megatrons_check() as ask:
         assert ask is not refusal_here and ask(words, 4) == here
