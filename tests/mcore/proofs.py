@@ -25,6 +25,15 @@ PROOFS = (
         "mcore/test_drawn.py::test_every_step_equals_plain_megatron",
     ),
     Proof("tied and untied; learned and rotary positions; loss masks", _PARITY),
+    Proof(
+        "vocabulary shards of any size (`--vocab-shards`), ranks without rows included: six schedules with vocab-1 and "
+        "vocab-2, tied and untied, tensor and sequence parallelism, the distributed optimizer; 48 runs are drawn",
+        "mcore/test_drawn_shards.py::test_every_step_equals_plain_megatron",
+    ),
+    Proof(
+        "shards and layers that `--vocab-shards balanced` chooses: layers that p does not divide",
+        "mcore/test_resolved_shards.py::test_a_balanced_run_trains_as_plain_megatron_and_writes_what_it_chose",
+    ),
     Proof("a vocabulary that p does not divide; empty stages", _PARITY),
     Proof("gradient clipping, Adam; evaluation between training steps", _PARITY),
     Proof(
