@@ -77,7 +77,7 @@ def test_a_tokenizer_that_is_not_here_is_not_looked_for_on_a_hub(monkeypatch):
 
     monkeypatch.setattr(build_tokenizer, "build_tokenizer", None)  # a call would end the test
     sizes = {"padded_vocab_size": None, "make_vocab_size_divisible_by": 128, "tensor_model_parallel_size": 2}
-    args = argparse.Namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="nobody/nothing", **sizes)
+    args = argparse.Namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="nobody/nothing", rank=1, **sizes)
     args.vocab_size = None
     assert padded_vocabulary(args) is None
     args.vocab_size = 1000
