@@ -93,7 +93,7 @@ def _balance(args: argparse.Namespace) -> None:
         if unknown:
             raise UserError(f"the cost model does not count {', '.join(unknown)}")
         plan, job, hardware = plan_of(config), job_of(config.values, args.world_size), _hardware()
-        if args.pipeline_model_parallel_layout is None:
+        if _may_lay_out(args):
             plan = replace(plan, layers=None)
         found = balanced(job, plan, hardware, memory_limit=hardware.memory if hardware.is_gpu else None)
     except UserError as error:
@@ -127,7 +127,7 @@ def _follow(args: argparse.Namespace, folder: Path) -> None:
 def _take(args: argparse.Namespace, shards: Shards, why: str) -> None:
     """Run with these rows, and with these layers where the arguments name none."""
     args.vocab_rows = shards.rows
-    laid_out = shards.layers is not None and args.pipeline_model_parallel_layout is None
+    laid_out = shards.layers is not None and _may_lay_out(args)
     if laid_out:
         _lay_out(args, layout_of(shards.layers))
     layers = f"layers by stage: {','.join(map(str, shards.layers))}" if laid_out else None
@@ -137,9 +137,14 @@ def _take(args: argparse.Namespace, shards: Shards, why: str) -> None:
         args._shards_said = "; ".join(filter(None, (why, layers)))
 
 
+def _may_lay_out(args: argparse.Namespace) -> bool:
+    """Whether the job leaves it open which stage has which layers; a hybrid model's pattern says so by its bars."""
+    return args.pipeline_model_parallel_layout is None and args.hybrid_layer_pattern is None
+
+
 def _lay_out(args: argparse.Namespace, layout: str | None) -> None:
     """Give a job without a layout this one, which also says how many chunks a rank has."""
-    if layout is not None and args.pipeline_model_parallel_layout is None:
+    if layout is not None and _may_lay_out(args):
         args.pipeline_model_parallel_layout = layout
         args.num_virtual_stages_per_pipeline_rank = args.num_layers_per_virtual_pipeline_stage = None
 
