@@ -31,7 +31,8 @@ def _replay(rank, world_size, flags, *, job_rank, ranks=None):
 
 # The rank of the job, its size, flags, its place in the pipeline, its microbatches, and the passes that it runs.
 SPLIT = {"IF", "F", "S", "T", "B", "W", "IB"}
-TENSOR_PARALLEL = ["--vocab-parallel", "--tensor-model-parallel-size", "2"]
+EVEN = ["--vocab-parallel", "--vocab-shards", "even"]
+TENSOR_PARALLEL = [*EVEN, "--tensor-model-parallel-size", "2"]
 AHEAD_IN_PARTS = [
     *("--vocab-parallel", "--mtp-num-layers", "2", "--position-embedding-type", "rope"),
     *("--context-parallel-size", "2", "--core-attention", "sdpa"),
@@ -39,8 +40,9 @@ AHEAD_IN_PARTS = [
 CASES = [
     (0, None, [], 0, 4, {"F", "B"}),
     (1, None, ["--num-layers", "8", "--num-virtual-stages-per-pipeline-rank", "2"], 1, 4, {"F", "B"}),
-    (3, None, ["--vocab-parallel"], 3, 4, SPLIT - {"W"}),
-    (6, 8, ["--vocab-parallel", "--pipeline-schedule", "zb-h1"], 3, 2, SPLIT),
+    (3, None, EVEN, 3, 4, SPLIT - {"W"}),
+    (1, None, ["--vocab-parallel", "--vocab-shards", "0,0,0,512"], 1, 4, {"F", "B"}),
+    (6, 8, [*EVEN, "--pipeline-schedule", "zb-h1"], 3, 2, SPLIT),
     (7, None, TENSOR_PARALLEL, 3, 4, SPLIT - {"W"}),
     (3, 8, [], 1, 2, {"F", "B"}),
     pytest.param(0, None, AHEAD_IN_PARTS, 0, 4, SPLIT - {"W"}, marks=pytest.mark.slow),

@@ -63,7 +63,7 @@ def _with_numbers(rank, world_size, job_rank, flags):
     ("job_rank", "flags"),
     [
         (3, ["--num-layers", "8", "--pipeline-schedule", "v-half"]),
-        (1, ["--bf16", "--vocab-parallel", "--core-attention", "sdpa"]),
+        (1, ["--bf16", "--vocab-parallel", "--vocab-shards", "even", "--core-attention", "sdpa"]),
         pytest.param(0, [], marks=pytest.mark.slow),
         pytest.param(3, ["--bf16", "--mtp-num-layers", "1", "--vocab-parallel"], marks=pytest.mark.slow),
     ],
