@@ -7,6 +7,9 @@ from itertools import product
 import pytest
 import torch
 
+from megatron_vp.runtime.collectives import VocabularyCollectives
+from megatron_vp.runtime.model import Shapes
+from megatron_vp.vocab.operations import operations_for
 from tests.harness.ranks import run_ranks
 from tests.runtime import toy
 from tests.runtime.toy import reference, run_pipeline
@@ -79,6 +82,17 @@ def test_shards_of_any_size_and_ranks_without_rows(name, world, rows, method, ti
             assert ranks[iteration][3] == (bool(each) if tied else 2 * bool(each)), (
                 "complete once, where there are rows"
             )
+
+
+def test_a_member_without_rows_adds_nothing_to_the_statistics():
+    collectives = object.__new__(VocabularyCollectives)
+    collectives._shapes = Shapes(5, 2, 6, torch.float32, torch.device("cpu"))
+    nothing = collectives._no_statistics()
+    # Beside logits as far below zero as these, a maximum of 0 would leave no digit of the sum.
+    own = torch.tensor([-500.0, 3.0, -501.0])[:, None].expand_as(nothing).contiguous()
+    total = torch.empty_like(own)
+    operations_for(own).fold_(total, torch.stack([nothing, own, nothing]))
+    assert torch.equal(total, own)
 
 
 def kept_models(rank, world, name, method):
