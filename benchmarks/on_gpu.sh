@@ -99,8 +99,8 @@ step() {
     # Kernels loaded at once: whether a first use of one in a schedule hangs is for the step `ranks` to show.
     streams) limited streams 170 env CUDA_MODULE_LOADING=EAGER "${tests[@]}" -x -k "$device and two" tests/gpu ;;
     ranks)
-        limited ranks 200 "${tests[@]}" -k "$device or same_bits or wait" tests/gpu/test_one_device.py
-        limited ranks_blocking 90 env CUDA_LAUNCH_BLOCKING=1 "${tests[@]}" -k "$device and two and 1f1b" \
+        limited ranks 230 "${tests[@]}" -k "$device or same_bits or wait" tests/gpu/test_one_device.py
+        limited ranks_blocking 60 env CUDA_LAUNCH_BLOCKING=1 "${tests[@]}" -k "$device and two and 1f1b" \
             tests/gpu/test_one_device.py
         ;;
     replay) limited replay 300 "$python" benchmarks/replay_tables.py "${results[@]}" "${jobs[@]}" ;;
