@@ -154,7 +154,8 @@ def run_schedule(
     schedule, costs = made_schedule(name, options, statistics.fmean([message, *collectives.values()]))
     known = known_costs(schedule, costs, message, collectives)
     program = lower(schedule, known)[rank]
-    model, layers = SleepingModel(schedule, costs, device), sleeping_layers(ranks, rank, costs, device)
+    model = SleepingModel(schedule, rank, costs, device)
+    layers = sleeping_layers(schedule, rank, costs, device)
     times, cpu = [], []
     for _ in range(options.iterations + 1):
         dist.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -9,7 +10,7 @@ from sleeping_device import SleepingDevice
 
 from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.model import Shapes
-from megatron_vp.schedule import PassCosts, Schedule
+from megatron_vp.schedule import Costs, Pass, PassKind, Schedule, VocabMethod
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
 from megatron_vp.vocab.output import OutputLayer, PendingOutput
 from megatron_vp.vocab.shards import VocabShards
@@ -21,11 +22,15 @@ VOCABULARY = 256
 class SleepingModel:
     """A rank's chunks: forward and backward sleep and pass tensors on unchanged."""
 
-    def __init__(self, schedule: Schedule, costs: PassCosts, device: SleepingDevice) -> None:
+    def __init__(self, schedule: Schedule, rank: int, costs: Costs, device: SleepingDevice) -> None:
         self._lasting = device.lasting
-        self.forward_seconds = costs.F / schedule.chunks
-        self.backward_seconds = (costs.B if schedule.split_backward else costs.B + costs.W) / schedule.chunks
-        self.weight_seconds = costs.W / schedule.chunks
+        self._seconds = {
+            (kind, chunk): costs.duration(schedule, rank, Pass(kind, 0, chunk))
+            for kind in (PassKind.F, PassKind.B, PassKind.W)
+            for chunk in range(schedule.chunks)
+        }
+        stages = schedule.placement.stage_of[rank]
+        self._ends = schedule.vocab is VocabMethod.NONE and schedule.placement.stages - 1 in stages
         self._tokens_bs = torch.randint(VOCABULARY, (SHAPES.batch, SHAPES.sequence))
 
     def tokens(self, microbatch: int) -> torch.Tensor:
@@ -38,22 +43,27 @@ class SleepingModel:
         """The words, as an activation."""
         return words_bsh.transpose(0, 1).contiguous()
 
-    def forward(self, chunk: int, microbatch: int, input_sbh: torch.Tensor, labels_bs: None) -> torch.Tensor:
-        """Sleep."""
-        with self._lasting(self.forward_seconds):
-            return input_sbh * 1.0
+    def load(self, chunk: int, microbatch: int) -> None:
+        """Nothing: whole vocabulary layers sleep with their chunks."""
+
+    def forward(self, chunk: int, microbatch: int, input_sbh: torch.Tensor | None, labels_bs: None) -> torch.Tensor:
+        """Sleep. A chunk with a whole output layer returns losses by token, for one chunk per rank."""
+        with self._lasting(self._seconds[PassKind.F, chunk]):
+            if input_sbh is None:
+                input_sbh = SHAPES.activation().zero_().requires_grad_()
+            return input_sbh.sum(-1).t() if self._ends else input_sbh * 1.0
 
     def release_output(self, output_sbh: torch.Tensor) -> None:
         """Nothing to free."""
 
     def backward(self, chunk: int, microbatch: int, output_sbh: torch.Tensor, gradient_sbh: torch.Tensor) -> None:
         """Sleep, and make the gradients that travel on."""
-        with self._lasting(self.backward_seconds):
+        with self._lasting(self._seconds[PassKind.B, chunk]):
             output_sbh.backward(gradient_sbh)
 
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
         """Sleep."""
-        with self._lasting(self.weight_seconds):
+        with self._lasting(self._seconds[PassKind.W, chunk]):
             pass
 
     def loss(self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor) -> torch.Tensor:
@@ -70,7 +80,7 @@ class SleepingOutput(OutputLayer):
     `forward` sleeps for all of vocab-2's S.
     """
 
-    costs: PassCosts
+    seconds: Mapping[PassKind, float]
     device: SleepingDevice
 
     @cached_property
@@ -83,7 +93,7 @@ class SleepingOutput(OutputLayer):
 
     def forward(self, *arguments: object) -> PendingOutput:
         """Pass S."""
-        with self.device.lasting(self.costs.S):
+        with self.device.lasting(self.seconds[PassKind.S]):
             self._unscaled_nh = self._x_nh.clone()
             return self._pending
 
@@ -97,34 +107,44 @@ class SleepingOutput(OutputLayer):
 
     def t_pass(self, *arguments: object, input_gradient: bool) -> torch.Tensor | None:
         """Pass T."""
-        with self.device.lasting(self.costs.T):
+        with self.device.lasting(self.seconds[PassKind.T]):
             return self._x_nh.clone() if input_gradient else None
 
 
 class SleepingEmbedding(EmbeddingLayer):
     """IF and IB of a tiny shard; the rows that travel are as many as the tokens say."""
 
-    costs: PassCosts
+    seconds: Mapping[PassKind, float]
     device: SleepingDevice
 
     def forward(self, exchange: RowExchange) -> torch.Tensor:
         """Pass IF."""
-        with self.device.lasting(self.costs.IF):
+        with self.device.lasting(self.seconds[PassKind.IF]):
             return SHAPES.rows(exchange.counts[self.index])
 
     def backward_pass(self, *arguments: object) -> None:
         """Pass IB."""
-        with self.device.lasting(self.costs.IB):
+        with self.device.lasting(self.seconds[PassKind.IB]):
             pass
 
 
-def sleeping_layers(ranks: int, rank: int, costs: PassCosts, device: SleepingDevice) -> LayerShards:
-    """A rank's shards of a tiny vocabulary, whose passes last on `device`."""
-    shards = VocabShards(VOCABULARY, ranks)
+def sleeping_layers(
+    schedule: Schedule,
+    rank: int,
+    costs: Costs,
+    device: SleepingDevice,
+    vocabulary: int = VOCABULARY,
+    stage_rows: tuple[int, ...] | None = None,
+) -> LayerShards:
+    """A rank's shards of a vocabulary of tiny rows, whose passes last on `device`; without rows it has none."""
+    shards = VocabShards(vocabulary, schedule.pipeline_size, stage_rows=stage_rows)
+    if not shards.rows(rank):
+        return LayerShards(shards, None, None)
     weights = [torch.nn.Parameter(torch.randn(shards.rows(rank), SHAPES.hidden)) for _ in range(2)]
     for weight in weights:
         weight.main_grad = torch.zeros_like(weight)
     layers = SleepingEmbedding(weights[0], shards, rank), SleepingOutput(weights[1], shards, rank)
     for layer in layers:
-        layer.costs, layer.device = costs, device
+        layer.device = device
+        layer.seconds = {kind: costs.duration(schedule, rank, Pass(kind, 0)) for kind in schedule.vocab.passes}
     return LayerShards(shards, *layers)

@@ -1,0 +1,302 @@
+"""What drawn shards gain, with real processes and real communication and computation replaced by sleep.
+
+    python benchmarks/sleeping_balance.py slow-rank [--ranks 4] [--slower 0.05]
+    python benchmarks/sleeping_balance.py layers [--layers 7] [--ranks 4]
+
+A sleeping rank needs no core, so eight ranks fit on two. Messages, collectives, second stream and bookkeeping are the
+runtime's own. The best iteration counts, because other work on the machine only adds.
+
+`slow-rank`: one rank takes longer for all its passes. A first run with even shards writes its pass times as
+`--pipeline-trace` does. A second run has the rows that `--vocab-shards measured:DIR` makes of them. Both are compared
+with a run in which all ranks are equally fast, and together as fast as before.
+
+`layers`: layers that the ranks cannot share equally, and a large vocabulary. The passes' lengths have the proportions
+that a real training on two cores had (`cpu_balance.py`). Printed are the times of the best layout with whole vocabulary
+layers, of even shards and of balanced ones, over the bound: max(ceil(L / p), (L + v) / p) layers for each microbatch, v
+being the vocabulary's work in layers, and the fill and drain of the pipeline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import socket
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain, combinations, pairwise
+from pathlib import Path
+from statistics import fmean
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from cpu_balance import train
+from runtime_overhead import used_edges
+from sleeping import SHAPES, SleepingModel, sleeping_layers
+from sleeping_device import DEVICES
+
+from megatron_vp.cost.layer_choices import layer_choices
+from megatron_vp.cost.measured_rows import read_run, refilled
+from megatron_vp.cost.water_filling import fill
+from megatron_vp.runtime.groups import PipelineGroups
+from megatron_vp.runtime.pipeline import Pipeline
+from megatron_vp.runtime.recorder import Recorder
+from megatron_vp.runtime.trace_writer import PipelineTrace
+from megatron_vp.schedule import Placement, StageCosts, generate, lower, simulate
+from megatron_vp.trace.cut import Cut
+
+LENGTHS = {"F": 40.0, "B": 80.0, "S": 10.0, "T": 10.0, "IF": 2.0, "IB": 2.0}
+"""Milliseconds of a rank's passes in `slow-rank`: the vocabulary is a sixth of the work."""
+
+VOCABULARY = 16384
+
+
+@dataclass(frozen=True)
+class Run:
+    """One schedule with the seconds of its passes; `rows` by rank, None without vocabulary passes."""
+
+    name: str
+    costs: StageCosts
+    rows: tuple[int, ...] | None
+    layers: tuple[int, ...] | None = None
+
+    def schedule(self, microbatches: int):
+        """As training orders it: for every rank's own costs."""
+        ranks = len(self.costs.F)
+        if self.rows is None:
+            return generate("1f1b", ranks, microbatches, costs=self.costs)
+        holders = [rank for rank, count in enumerate(self.rows) if count]
+        return generate("1f1b", ranks, microbatches, vocab="vocab-2", costs=self.costs, vocab_ranks=holders)
+
+
+def stage_costs(
+    forward: Iterable[float], backward: Iterable[float], per_row: dict[str, list[float]], rows
+) -> StageCosts:
+    """F and B by rank, and S, T, IF, IB as long as the rank's rows take."""
+    passes = {
+        kind: tuple(each * count for each, count in zip(times, rows, strict=True)) for kind, times in per_row.items()
+    }
+    forward = tuple(forward)
+    return StageCosts(forward, tuple(backward), (0.0,) * len(forward), **passes)
+
+
+def measure(run: Run, options: argparse.Namespace, folder: Path | None = None) -> float:
+    """Seconds of the best iteration, in processes of its own; `folder` takes the traces of the others."""
+    with socket.socket() as probe, tempfile.TemporaryDirectory() as result:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        multiprocessing.spawn(_rank, (run, options, port, folder, result), nprocs=len(run.costs.F))
+        return json.loads((Path(result) / "seconds.json").read_text())
+
+
+def _rank(rank: int, run: Run, options: argparse.Namespace, port: int, folder: Path | None, result: str) -> None:
+    # See `runtime_overhead`: what moves messages does not push passes aside.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    torch.set_num_threads(1)
+    ranks = len(run.costs.F)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    schedule = run.schedule(options.microbatches)
+    members = None if run.rows is None else schedule.vocab_members
+    groups = PipelineGroups.create([range(ranks)], used_edges(schedule), vocab_members=members)
+    program = lower(schedule, run.costs)[rank]
+    gc.disable()
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    # Pass times are read from the host's clock, so a traced pass has to hold up the host.
+    device = DEVICES["host" if folder is not None else "asynchronous"]()
+    times = []
+    with device.serving():
+        pipeline = Pipeline(groups)
+        model = SleepingModel(schedule, rank, run.costs, device)
+        layers = None
+        if run.rows is not None:
+            layers = sleeping_layers(schedule, rank, run.costs, device, sum(run.rows), run.rows)
+        trace = None
+        if folder is not None:
+            trace = PipelineTrace(folder, range(2, options.iterations + 2), groups, Cut(run.layers, run.rows))
+        for _ in range(options.iterations + 1):
+            traced = trace is not None and trace.begin()
+            recorder = Recorder(torch.device("cpu")) if traced else None
+            dist.barrier()
+            start = time.perf_counter()
+            pipeline.run(schedule, program, model, layers, SHAPES, gradients=True, observer=recorder)
+            device.synchronise()
+            dist.barrier()
+            times.append(time.perf_counter() - start)
+            if recorder is not None:
+                recorder.finish()
+                trace.add(recorder, schedule)
+    if rank == 0:
+        (Path(result) / "seconds.json").write_text(json.dumps(min(times[1:])))
+    dist.destroy_process_group()
+
+
+def slow_rank(options: argparse.Namespace) -> list[dict]:
+    """Even shards, measured ones, and equal ranks of the same total speed."""
+    ranks = options.ranks
+    slow = [1 + options.slower if rank == ranks // 2 else 1.0 for rank in range(ranks)]
+    alike = [ranks / sum(1 / each for each in slow)] * ranks
+    even = (VOCABULARY // ranks,) * ranks
+
+    def costs(slowness: list[float], rows: tuple[int, ...]) -> StageCosts:
+        seconds = {kind: [each * took / 1000 for each in slowness] for kind, took in LENGTHS.items()}
+        per_row = {kind: [took / even[0] for took in seconds.pop(kind)] for kind in ("S", "T", "IF", "IB")}
+        return stage_costs(seconds["F"], seconds["B"], per_row, rows)
+
+    with tempfile.TemporaryDirectory() as folder:
+        first = Run("even shards", costs(slow, even), even)
+        measure(first, options, Path(folder))
+        measured = refilled(read_run(Path(folder)).cut, read_run(Path(folder)).seconds)
+    assert measured.rows is not None
+    second = Run("measured shards", costs(slow, measured.rows), measured.rows)
+    reference = Run("equal ranks of the same total speed", costs(alike, even), even)
+    took = {run.name: measure(run, options) for run in (reference, first, second)}
+    setting = {"case": "slow-rank", "ranks": ranks, "slower": options.slower, "microbatches": options.microbatches}
+    return [
+        setting
+        | {
+            "run": run.name,
+            "rows": run.rows,
+            "seconds": round(took[run.name], 4),
+            "over_equal_ranks": round(took[run.name] / took[reference.name], 4),
+            "simulated_s": round(simulate(run.schedule(options.microbatches), run.costs).makespan, 4),
+        }
+        for run in (reference, first, second)
+    ]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Seconds of one layer's F and B, and of S, T, IF and IB of one row."""
+
+    forward: float
+    backward: float
+    rows: dict[str, float]
+
+    @property
+    def layer(self) -> float:
+        """Of one layer's passes."""
+        return self.forward + self.backward
+
+    def costs(self, layers: tuple[int, ...], rows: tuple[int, ...]) -> StageCosts:
+        """With split vocabulary layers."""
+        forward, backward = ([each * count for count in layers] for each in (self.forward, self.backward))
+        return stage_costs(forward, backward, {kind: [each] * len(rows) for kind, each in self.rows.items()}, rows)
+
+    def whole(self, layers: tuple[int, ...], vocabulary: int) -> StageCosts:
+        """With whole ones. S and T of vocab-2 are the output layer's three products, two of them in its backward."""
+        forward, backward = ([each * count for count in layers] for each in (self.forward, self.backward))
+        output = (self.rows["S"] + self.rows["T"]) * vocabulary
+        forward[-1] += output / 3
+        backward[-1] += output * 2 / 3
+        forward[0] += self.rows["IF"] * vocabulary
+        backward[0] += self.rows["IB"] * vocabulary
+        return StageCosts(tuple(forward), tuple(backward), (0.0,) * len(layers))
+
+
+def real_lengths(options: argparse.Namespace) -> Lengths:
+    """From the rank reports of a training with vocab-2 on two cores, two layers and half of the vocabulary each."""
+    reports = train(["--vocab-parallel", "--vocab-shards=even"], options.training_iterations)
+    rows = 8192 // len(reports)
+
+    def mean(kind: str) -> float:
+        took = [fmean(each[kind] for each in report["pass_milliseconds_by_iteration"][1:]) for report in reports]
+        return fmean(took) / 1000 / reports[0]["microbatches"]
+
+    return Lengths(mean("F") / 2, mean("B") / 2, {kind: mean(kind) / rows for kind in ("S", "T", "IF", "IB")})
+
+
+def balanced(lengths: Lengths, layers: int, ranks: int, vocabulary: int, microbatches: int) -> Run:
+    """The shortest of the layouts and fillings that the planner considers, for these lengths."""
+    unit = 128
+    units, row = vocabulary // unit, sum(lengths.rows.values())
+    cost = [row * unit * count for count in range(units + 1)]
+    found = []
+    for choice in chain.from_iterable(layer_choices(layers, Placement.linear(ranks), lengths.layer, cost)):
+        work = [lengths.layer * count for count in choice.layers]
+        filled = fill(work, cost, [units if rank in choice.holders else 0 for rank in range(ranks)])
+        if filled is not None:
+            rows = tuple(unit * count for count in filled)
+            run = Run("balanced shards", lengths.costs(choice.layers, rows), rows, choice.layers)
+            found.append((simulate(run.schedule(microbatches), run.costs).makespan, run))
+    return min(found, key=lambda each: each[0])[1]
+
+
+def best_whole(lengths: Lengths, layers: int, ranks: int, vocabulary: int, microbatches: int) -> Run:
+    """The shortest of all layouts of whole layers, stages without layers at both ends included."""
+    found = []
+    for cuts in combinations(range(layers + ranks - 1), ranks - 1):
+        ends = (-1, *cuts, layers + ranks - 1)
+        counts = tuple(after - before - 1 for before, after in pairwise(ends))
+        if all(counts[1:-1]):
+            run = Run("best layout, whole vocabulary layers", lengths.whole(counts, vocabulary), None, counts)
+            found.append((simulate(run.schedule(microbatches), run.costs).makespan, run))
+    return min(found, key=lambda each: each[0])[1]
+
+
+def uneven_layers(options: argparse.Namespace) -> list[dict]:
+    """Even shards, balanced ones and the best layout of whole layers, over the bound."""
+    layers, ranks, microbatches = options.layers, options.ranks, options.microbatches
+    lengths = real_lengths(options)
+    vocabulary = VOCABULARY
+    scale = options.layer_ms / 1000 / lengths.layer
+    lengths = Lengths(
+        lengths.forward * scale, lengths.backward * scale, {kind: each * scale for kind, each in lengths.rows.items()}
+    )
+    work = sum(lengths.rows.values()) * vocabulary / lengths.layer
+    spread = tuple(layers * (rank + 1) // ranks - layers * rank // ranks for rank in range(ranks))
+    even = (vocabulary // ranks,) * ranks
+    runs = [
+        best_whole(lengths, layers, ranks, vocabulary, microbatches),
+        Run("even shards", lengths.costs(spread, even), even, spread),
+        balanced(lengths, layers, ranks, vocabulary, microbatches),
+    ]
+    steady = max(-(-layers // ranks), (layers + work) / ranks)
+    bound = lengths.layer * (microbatches * steady + layers * (ranks - 1) / ranks)
+    setting = {"case": "layers", "ranks": ranks, "model_layers": layers, "microbatches": microbatches}
+    rows = []
+    for run in runs:
+        took = measure(run, options)
+        rows.append(
+            setting
+            | {
+                "run": run.name,
+                "layers": run.layers,
+                "rows": run.rows,
+                "vocabulary_in_layers": round(work, 3),
+                "seconds": round(took, 4),
+                "over_bound": round(took / bound, 4),
+                "simulated_over_bound": round(simulate(run.schedule(microbatches), run.costs).makespan / bound, 4),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Run a case and print, or append to a file, a line of JSON for each run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", choices=["slow-rank", "layers"])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=48)
+    parser.add_argument("--iterations", type=int, default=4)
+    parser.add_argument("--slower", type=float, default=0.05, help="slow-rank: by how much")
+    parser.add_argument("--layers", type=int, default=7, help="layers: of the model")
+    parser.add_argument("--layer-ms", type=float, default=40.0, help="layers: F and B of a layer are stretched to this")
+    parser.add_argument("--training-iterations", type=int, default=4, help="layers: of the training that is measured")
+    parser.add_argument("--output", type=Path, help="append the lines to this file")
+    options = parser.parse_args()
+    machine = {"torch": torch.__version__, "machine": platform.machine(), "cores": os.cpu_count()}
+    for row in slow_rank(options) if options.case == "slow-rank" else uneven_layers(options):
+        print(json.dumps(row), flush=True)
+        if options.output is not None:
+            with options.output.open("a") as file:
+                file.write(json.dumps(row | machine) + "\n")
+
+
+if __name__ == "__main__":
+    main()
