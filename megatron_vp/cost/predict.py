@@ -140,9 +140,11 @@ def make_simulator(
     hardware: Hardware,
     constants: Constants = CALIBRATED,
     measured: PassCosts | StageCosts | None = None,
+    further_orders: bool = True,
 ) -> Simulator:
     """The schedule of `plan`, ordered for its costs, ready to be simulated; made once for nearly equal proportions.
 
+    `further_orders`: see `generate`.
     Raises UserError for what training refuses: whole vocabulary layers that share one weight on both chunks of a rank.
     """
     if job.model.tied and plan.vocab is VocabMethod.NONE and not family(plan.schedule).ends_on_last_rank:
@@ -162,6 +164,7 @@ def make_simulator(
         plan.vocab,
         plan.chunks,
         _proportions(costs.nominal(job.pipeline)),
+        further_orders,
     )
 
 
@@ -180,9 +183,16 @@ def _drawn_simulator(job: Job, plan: Plan, costs: PassCosts | StageCosts) -> Sim
 
 @lru_cache(maxsize=3)
 def _simulator(
-    name: str, ranks: int, microbatches: int, vocab: VocabMethod, chunks: int | None, costs: PassCosts
+    name: str,
+    ranks: int,
+    microbatches: int,
+    vocab: VocabMethod,
+    chunks: int | None,
+    costs: PassCosts,
+    further_orders: bool,
 ) -> Simulator:
-    return Simulator(generate(name, ranks, microbatches, vocab=vocab, chunks=chunks, costs=costs), costs)
+    made = generate(name, ranks, microbatches, vocab=vocab, chunks=chunks, costs=costs, further_orders=further_orders)
+    return Simulator(made, costs)
 
 
 def _proportions(costs: PassCosts) -> PassCosts:

@@ -84,6 +84,11 @@ class PassCosts:
         """Duration of a message or collective."""
         return self.comm
 
+    def evened(self) -> PassCosts:
+        """The same work with F, B and W of equal length and free communication."""
+        share = (self.F + self.B + self.W) / 3
+        return replace(self, F=share, B=share, W=share, comm=0.0)
+
     def without_zeros(self) -> PassCosts:
         """The same with at least a thousandth of the whole for F, B and W: what nominal times are built from."""
         floor = 1e-3 * (self.F + self.B + self.W) or 1.0
@@ -159,6 +164,11 @@ class StageCosts:
             messages={name: factor * value for name, value in self.messages.items()},
             collectives={kind: factor * value for kind, value in self.collectives.items()},
         )
+
+    def evened(self) -> StageCosts:
+        """The same work with F, B and W of equal length on each stage and free communication."""
+        share = tuple(sum(times) / 3 for times in zip(self.F, self.B, self.W, strict=True))
+        return replace(self, F=share, B=share, W=share, messages={}, collectives={})
 
     def nominal(self, ranks: int) -> PassCosts:
         """Means over stages, ranks and operations: what a schedule for `ranks` ranks is generated for.

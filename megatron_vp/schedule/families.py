@@ -184,11 +184,13 @@ def generate(
     chunks: int | None = None,
     costs: Costs | None = None,
     vocab_ranks: Iterable[int] | None = None,
+    further_orders: bool = True,
 ) -> Schedule:
     """A complete schedule of family `name`, vocabulary passes included, ordered for `costs`.
 
     With `StageCosts` every rank's passes are ordered for that rank's own durations. `vocab_ranks` hold the vocabulary
-    rows and run the vocabulary passes (None: all ranks).
+    rows and run the vocabulary passes (None: all ranks). Without `further_orders` only the first orders compete: see
+    `reorder_for_costs`.
 
     Raises UserError for an unknown family or vocabulary method, fewer than one rank or microbatch, vocabulary passes
     on fewer than two ranks, chunks that the family cannot have, ranks that cannot hold rows, costs for another number
@@ -199,4 +201,4 @@ def generate(
         vocab = VocabMethod(vocab)
     except ValueError:
         raise UserError(f"vocab method {vocab!r} is unknown; use one of {', '.join(VocabMethod)}") from None
-    return chosen.schedule(pipeline_size, microbatches, vocab, chunks, costs, vocab_ranks)
+    return chosen.schedule(pipeline_size, microbatches, vocab, chunks, costs, vocab_ranks, further_orders)

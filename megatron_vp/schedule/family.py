@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_vp.errors import UserError
@@ -11,7 +11,7 @@ from megatron_vp.schedule.costs import Costs, PassCosts, StageCosts
 from megatron_vp.schedule.passes import Schedule, VocabMethod
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.reorder import evaluation, forwards, reorder_for_costs
-from megatron_vp.schedule.vocab_passes import nominal_schedule
+from megatron_vp.schedule.vocab_passes import Nominal, nominal_schedule
 
 Block = Callable[[int, int, PassCosts], BuildingBlock]
 """(pipeline size, chunks, costs) -> building block."""
@@ -102,18 +102,31 @@ class Family:
         chunks: int | None = None,
         costs: Costs | None = None,
         vocab_ranks: Iterable[int] | None = None,
+        further_orders: bool = True,
     ) -> Schedule:
         """A complete schedule, vocabulary passes included, ordered for `costs`. Raises UserError as `generate` does."""
         self._check(pipeline_size, microbatches, vocab, chunks)
         holders = self._holders(pipeline_size, vocab, vocab_ranks)
-        chunks = self.chunks_of(chunks)
         if self.fixed is not None:
             whole = self.fixed.microbatches == microbatches
             return self.fixed if whole else self.fixed.first_microbatches(microbatches)
         if self.order is not None:
             return self.order(pipeline_size, microbatches)
-        assert self.block is not None
         costs = costs or PassCosts()
+        nominal = self.nominal(pipeline_size, microbatches, vocab, self.chunks_of(chunks), costs, holders)
+        return reorder_for_costs(nominal.schedule, nominal.limits, costs, nominal.pairs, further_orders)
+
+    def nominal(
+        self,
+        pipeline_size: int,
+        microbatches: int,
+        vocab: VocabMethod,
+        chunks: int,
+        costs: Costs,
+        vocab_ranks: Sequence[int],
+    ) -> Nominal:
+        """The passes of a family that has a building block, not yet ordered for `costs`, and their limits."""
+        assert self.block is not None
         if isinstance(costs, StageCosts):
             costs.check_size(self.name, pipeline_size, chunks)
         # Nominal times only order the passes, so means over ranks and stages do. The block's forwards are longer by the
@@ -121,8 +134,7 @@ class Family:
         mean = costs.nominal(pipeline_size)
         work = mean.S + mean.T + mean.IF + mean.IB if vocab.is_sharded else 0.0
         block = self.block(pipeline_size, chunks, replace(mean, F=mean.F + work).without_zeros())
-        nominal = nominal_schedule(self.name, block, microbatches, vocab, holders)
-        return reorder_for_costs(nominal.schedule, nominal.limits, costs, nominal.pairs)
+        return nominal_schedule(self.name, block, microbatches, vocab, vocab_ranks)
 
     def evaluation(
         self,

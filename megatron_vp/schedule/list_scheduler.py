@@ -5,14 +5,18 @@ all that waits for it is placed. Passes that nothing waits for (W, IB, T of voca
 
 A pass fits out of its turn if what is left of the given order can still follow it, in that order, within the limits.
 The given order is within the limits, so some rank can always go on, whatever the costs.
+
+A forward and a backward may form a pair, which waits for what either waits for and runs one after the other. Only where
+a rank has nothing else to run, the first of them starts as soon as it can.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from megatron_vp.schedule.graph import Graph
@@ -29,7 +33,7 @@ class MemoryLimits:
 
 Kind = PassKind | str | None
 JOINED = "F+B"
-"""In place of a kind: a forward and a backward that run as one. During it a chunk's activations more are held."""
+"""In place of a kind: a forward with the backward right behind it. Meanwhile a chunk's activations more are held."""
 
 
 @dataclass(frozen=True)
@@ -42,34 +46,21 @@ class Problem:
     successors: Sequence[Sequence[int]]
     durations: Sequence[float]
     orders: Sequence[Sequence[int]]
+    backward_of: Mapping[int, int] = field(default_factory=dict)
+    """by forward: the backward that runs right behind it; such a pair has the forward's number"""
 
     @classmethod
     def of(cls, graph: Graph, orders: Sequence[Sequence[int]], durations: Sequence[float]) -> Problem:
         """The nodes of `graph`; `orders[r]` are the numbers of rank r's passes."""
         return cls(graph.lanes, graph.kinds, graph.predecessors, graph.successors, durations, orders)
 
-    def joined(self, behind: Mapping[int, int]) -> Problem:
-        """The same with a forward f and a backward behind[f] as one pass, which has the number f.
-
-        It waits for what either waits for, and what waits for either waits for it: the two overlap, so neither's
-        result is there before both have ended.
-        """
-        first = {backward: forward for forward, backward in behind.items()}
-
-        def renamed(neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
-            found = [[first.get(number, number) for number in each] for each in neighbours]
-            for forward, backward in behind.items():
-                found[forward] += found[backward]
-                found[backward] = []
-            return found
-
-        lanes, kinds, durations = list(self.lanes), list(self.kinds), list(self.durations)
-        for forward, backward in behind.items():
-            kinds[forward], kinds[backward] = JOINED, None
-            durations[forward], durations[backward] = durations[forward] + durations[backward], 0.0
-            lanes[backward] = len(self.orders)  # no rank's: a node that nothing waits for
-        orders = [[number for number in order if number not in first] for order in self.orders]
-        return Problem(lanes, kinds, renamed(self.predecessors), renamed(self.successors), durations, orders)
+    def joined(self, backward_of: Mapping[int, int]) -> Problem:
+        """The same with pairs of a forward and a backward, whose backwards are no longer listed in the orders."""
+        kinds, second = list(self.kinds), set(backward_of.values())
+        for forward in backward_of:
+            kinds[forward] = JOINED
+        orders = [[number for number in order if number not in second] for order in self.orders]
+        return replace(self, kinds=kinds, orders=orders, backward_of=backward_of)
 
 
 def list_schedule(problem: Problem, limits: MemoryLimits, backwards: bool) -> tuple[float, list[list[int]]]:
@@ -153,6 +144,9 @@ class _Rank:
         self.fillers: Ready = []
         self.result: list[int] = []
         self.free_at = 0.0
+        # The half of a pair that runs next and has yet to wait, with the end of the other half.
+        self.half: int | None = None
+        self.other_half_ends = 0.0
 
     def take(self) -> int | None:
         """Number of the pass to run now, or None where no ready pass fits."""
@@ -165,6 +159,10 @@ class _Rank:
                     # What waits for room goes first in the order: the fillers ahead of it make that room.
                     best, chosen = self.fillers[0], self.fillers
         return self._run(-heappop(chosen)) if chosen else None
+
+    def take_next(self) -> int:
+        """Number of the pass that is next in order, taken to run now."""
+        return self._run(self.left[-1])
 
     def _run(self, place: int) -> int:
         index = len(self.left) - 1 if self.left[-1] == place else bisect_left(self.left, place)
@@ -203,6 +201,12 @@ class _ListScheduler:
                 self.ready[number] = takers[kind] if kind in takers else rank.others if after[number] else rank.fillers
                 self.entry[number] = -place
         self.waits = list(map(len, before))
+        # The halves of a pair in order of time, by the pair's number; and the pair of either half.
+        self.halves: dict[int, tuple[int, int]] = {}
+        self.pair: dict[int, int] = {}
+        for forward, backward in problem.backward_of.items():
+            self.halves[forward] = (backward, forward) if backwards else (forward, backward)
+            self.pair[forward] = self.pair[backward] = forward
         self.losses: deque[int] = deque()
         # What ends when: a heap of times, for many passes end at the same time.
         self.times: list[float] = []
@@ -222,7 +226,7 @@ class _ListScheduler:
             now = self.times[0]
             while self.times and self.times[0] <= now + self.tolerance:
                 for number in sorted(self.ending.pop(heappop(self.times))):
-                    if self.ready[number] is not None:
+                    if self.lanes[number] < len(self.ranks):
                         self.stirred.add(self.lanes[number])
                     self._finish(number, now)
             self._start_passes(now)
@@ -239,9 +243,33 @@ class _ListScheduler:
             while self.losses and index == len(self.ranks) - 1:
                 self._finish(self.losses.popleft(), now)
             number = rank.take()
-            if number is not None:
-                rank.free_at = now + self.durations[number]
-                self._end(number, rank.free_at)
+            if number is None:
+                self._begin_pair(rank, now)
+                continue
+            rank.free_at = now
+            for each in self.halves.get(number, (number,)):
+                rank.free_at += self.durations[each]
+                self._end(each, rank.free_at)
+
+    def _begin_pair(self, rank: _Rank, now: float) -> None:
+        """Run the first half of a pair that has to wait for its second, where the pair is next in the given order.
+
+        The rank has nothing else to run. What others wait for is then done earlier.
+        """
+        following = rank.order[rank.left[-1]] if rank.left else None
+        if following not in self.halves or self.waits[self.halves[following][0]]:
+            return
+        rank.take_next()
+        first, rank.half = self.halves[following]
+        rank.other_half_ends, rank.free_at = now + self.durations[first], math.inf
+        self._end(first, rank.other_half_ends)
+
+    def _end_pair(self, rank: _Rank, now: float) -> None:
+        """Run the second half, for which the rank has waited."""
+        assert rank.half is not None
+        rank.free_at = max(now, rank.other_half_ends) + self.durations[rank.half]
+        self._end(rank.half, rank.free_at)
+        rank.half = None
 
     def _end(self, number: int, time: float) -> None:
         """Note that `number` ends at `time`."""
@@ -259,6 +287,15 @@ class _ListScheduler:
 
     def _arrive(self, number: int, now: float) -> None:
         """All that `number` waits for is done."""
+        if number in self.pair:
+            rank = self.ranks[self.lanes[number]]
+            if rank.half == number:
+                self._end_pair(rank, now)
+                return
+            self.stirred.add(self.lanes[number])
+            number = self.pair[number]
+            if any(self.waits[half] for half in self.halves[number]):
+                return
         ready = self.ready[number]
         if ready is not None:
             heappush(ready, self.entry[number])

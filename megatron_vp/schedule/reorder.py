@@ -1,14 +1,15 @@
 """Orders the passes of a schedule by their real costs, within its memory limits, so that gaps at both ends close.
 
 Working forwards, a list scheduler packs the warm-up and finds the cool-down as it comes; working backwards, the other
-way round. Which is better depends on the schedule and its costs: the shorter result counts, and the given order where
-neither is shorter.
+way round. It may then work over its own result in the other direction, and may work with other durations than the real
+ones. Which is best depends on the schedule and its costs: the shortest result counts, and the given order where none is
+shorter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import build_graph
@@ -17,6 +18,9 @@ from megatron_vp.schedule.graph import Graph, Step
 from megatron_vp.schedule.list_scheduler import MemoryLimits, Problem, list_schedule
 from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
+
+SMALL = 1_000
+"""Passes and operations of a schedule for which more orders are tried, as each takes a few milliseconds."""
 
 EMBEDDING_GRADIENTS = 4
 """Microbatches whose embedding gradient may wait for its IB."""
@@ -27,32 +31,28 @@ def reorder_for_costs(
     limits: MemoryLimits,
     costs: Costs,
     pairs: Sequence[Sequence[tuple[Pass, Pass]]] = (),
+    further_orders: bool = True,
 ) -> Schedule:
     """The same passes, ordered for `costs` within `limits`, which the given order must respect.
 
     With `StageCosts` every rank's passes are ordered for that rank's own durations.
     `pairs[r]` are passes of rank r that stay next to each other, the first of which is followed by the second.
+    Without `further_orders` only the given order and what the list scheduler makes of it in either direction compete.
     """
     # Without vocabulary passes the order is the published one, whose last stage knows the loss at once.
     graph = build_graph(schedule, with_loss=schedule.vocab is not VocabMethod.NONE)
-    if schedule.vocab.is_sharded:
-        _limit_embedding(graph, schedule)
-    _first_weight_gradient_first(graph, schedule)
-    took = durations(graph, schedule, costs)
+    link_limits(graph, schedule)
     orders = graph.numbers(schedule.ranks)
-    problem, behind = Problem.of(graph, orders, took), dict[int, int]()
+    backward_of: dict[int, int] = {}
     if pairs:
         halves = (graph.numbers([[pair[half] for pair in each] for each in pairs]) for half in (0, 1))
         for forwards, backwards in zip(*halves, strict=True):
-            behind |= zip(forwards, backwards, strict=True)
-        problem = problem.joined(behind)
-    found = [(max(node_times(graph, orders, took).end), orders)]
-    for direction in (False, True):
-        makespan, better = list_schedule(problem, limits, backwards=direction)
-        if behind:
-            better = [[each for number in order for each in _parted(number, behind)] for order in better]
-            makespan = max(node_times(graph, better, took).end)
-        found.append((makespan, better))
+            backward_of |= zip(forwards, backwards, strict=True)
+    times, even = (durations(graph, schedule, each) for each in (costs, costs.evened()))
+    search = _Search(graph, limits, backward_of, times)
+    found = search.first_orders(orders)
+    if further_orders:
+        found += search.further_orders(*found, even, schedule.vocab.is_sharded)
     shortest = min(makespan for makespan, _ in found)
     best = next(orders for makespan, orders in found if makespan <= shortest * (1 + 1e-9))
     ranks = []
@@ -62,9 +62,68 @@ def reorder_for_costs(
     return replace(schedule, ranks=tuple(ranks))
 
 
-def _parted(number: int, behind: Mapping[int, int]) -> tuple[int, ...]:
-    """A pass, and the one that stays behind it."""
-    return (number, behind[number]) if number in behind else (number,)
+Orders = Sequence[Sequence[int]]
+"""The numbers of each rank's passes."""
+Found = tuple[float, Orders]
+"""Makespan and orders."""
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Tries orders of a graph's passes within limits; `times` are the durations that count."""
+
+    graph: Graph
+    limits: MemoryLimits
+    backward_of: Mapping[int, int]
+    times: Sequence[float]
+
+    def first_orders(self, given: Orders) -> list[Found]:
+        """The given order, and the list scheduler's two. If they are as short as others, they are preferred."""
+        return [(max(node_times(self.graph, given, self.times).end), given), *self.both_ways(given, self.times)]
+
+    def further_orders(
+        self, given: Found, forwards: Found, backwards: Found, even: Sequence[float], sharded: bool
+    ) -> list[Found]:
+        """What the list scheduler makes of its first orders, and of the given one with `even` durations.
+
+        A list scheduler never waits for a pass that is about to become ready: it runs a filler first, and the pass is
+        late by all of the filler. With even durations passes meet exactly, and in the order found with them real passes
+        wait a little for each other. Each run takes equally long, so a large schedule gets one beyond the first two:
+        over again in the other direction with vocabulary passes, else with even durations.
+        """
+        uneven = even != self.times
+        if len(self.times) <= SMALL:
+            evened = self.both_ways(given[1], even) if uneven else []
+            again = self.again(*evened, even) if uneven else []
+            return [*self.again(forwards, backwards, self.times), *evened, *again]
+        if sharded:
+            longer = max(forwards, backwards, key=lambda found: found[0])
+            return [self.run(longer[1], self.times, longer is forwards)]
+        return [self.run(given[1], even, backwards[0] < forwards[0])] if uneven else []
+
+    def both_ways(self, given: Orders, durations: Sequence[float]) -> list[Found]:
+        """What is found working forwards, and working backwards."""
+        return [self.run(given, durations, backwards) for backwards in (False, True)]
+
+    def again(self, forwards: Found, backwards: Found, durations: Sequence[float]) -> list[Found]:
+        """What was found forwards, worked over backwards, and the other way round."""
+        return [self.run(forwards[1], durations, True), self.run(backwards[1], durations, False)]
+
+    def run(self, given: Orders, durations: Sequence[float], backwards: bool) -> Found:
+        """The list scheduler's order for these durations, with its makespan for those that count."""
+        problem = Problem.of(self.graph, given, durations)
+        if self.backward_of:
+            problem = problem.joined(self.backward_of)
+        makespan, orders = list_schedule(problem, self.limits, backwards)
+        if self.backward_of:
+            orders = [[each for number in order for each in self._parted(number)] for order in orders]
+        if durations is not self.times:
+            makespan = max(node_times(self.graph, orders, self.times).end)
+        return makespan, orders
+
+    def _parted(self, number: int) -> tuple[int, ...]:
+        """A pass, and the one that stays behind it."""
+        return (number, self.backward_of[number]) if number in self.backward_of else (number,)
 
 
 def evaluation(schedule: Schedule, costs: Costs | None = None) -> Schedule:
@@ -92,10 +151,13 @@ def forwards(schedule: Schedule, microbatches: int) -> Schedule:
     return replace(schedule, microbatches=microbatches, ranks=tuple(ranks))
 
 
-def _first_weight_gradient_first(graph: Graph, schedule: Schedule) -> None:
-    """Let whole backwards wait for the chunk's W of microbatch 0, which starts the sum over microbatches."""
+def link_limits(graph: Graph, schedule: Schedule) -> None:
+    """Make passes wait for what the dependencies do not demand: embedding near its use, the first W before others."""
+    if schedule.vocab.is_sharded:
+        _limit_embedding(graph, schedule)
     for rank, step in schedule.whole_backwards:
         first = Pass(PassKind.W, 0, step.chunk)
+        # A chunk's W of microbatch 0 starts the sum over microbatches.
         if (rank, first._replace(kind=PassKind.BW)) not in schedule.whole_backwards:
             graph.link(graph.number(Step(rank, first)), graph.number(Step(rank, step)))
 
