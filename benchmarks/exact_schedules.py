@@ -1,0 +1,188 @@
+"""The shortest order of a schedule's passes within given memory, by OR-tools' CP-SAT. For small schedules.
+
+The model knows the passes and operations of `build_graph`, their durations, and the limits that our generators keep. A
+rank runs one pass at a time, a communicator one operation. Every start is a variable, the makespan is minimised, and
+the schedule at hand is the first guess.
+
+Microbatches are alike. Sorting the passes of one rank, kind and chunk by time, and numbering them in that order, breaks
+neither a dependency nor a limit. So the model numbers them in that order from the start. Only for schedules with pairs
+(see `Nominal.pairs`), whose microbatches differ, this is a restriction.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import pairwise
+from math import gcd
+
+from ortools.sat.python import cp_model
+
+from megatron_vp.schedule import Costs, Held, Pass, PassKind, Schedule, VocabMethod, validate
+from megatron_vp.schedule.dependencies import build_graph, join_vocabulary_passes
+from megatron_vp.schedule.graph import Graph
+from megatron_vp.schedule.list_scheduler import MemoryLimits
+from megatron_vp.schedule.node_times import durations, node_times
+from megatron_vp.schedule.pass_kinds import givers, takers
+from megatron_vp.schedule.reorder import link_limits
+
+GRID = 400
+"""Durations are multiples of 1/GRID: the solver computes with integers."""
+
+Pairs = Sequence[Sequence[tuple[Pass, Pass]]]
+
+
+@dataclass(frozen=True)
+class Shortest:
+    """What the solver found, timed by our simulator, and what it proved."""
+
+    schedule: Schedule
+    makespan: float
+    bound: float
+    """no order within the limits takes less"""
+
+    @property
+    def proven(self) -> bool:
+        """Whether nothing shorter exists."""
+        return self.makespan <= self.bound + 1e-6
+
+
+def shortest(schedule: Schedule, limits: MemoryLimits, pairs: Pairs, costs: Costs, effort: float) -> Shortest:
+    """The shortest order of the passes of `schedule` within `limits`.
+
+    The solver stops after about `effort` seconds of one core; it counts steps, so the result does not depend on the
+    machine. Raises ValueError for durations off the grid, and ScheduleError where the order found is not valid: then
+    the model is wrong.
+    """
+    model = _Model(schedule, costs)
+    model.run_one_at_a_time(pairs)
+    model.keep_microbatches_in_order()
+    for rank, limit in enumerate(limits.activations):
+        model.limit_memory(rank, Held.ACTIVATIONS, limit)
+        model.limit_memory(rank, Held.LOGITS, limits.logits)
+    found, bound = model.solve(effort)
+    timeline = validate(found, costs, [limit / schedule.chunks for limit in limits.activations])
+    return Shortest(found, timeline.makespan, max(bound, *timeline.busy))
+
+
+class _Model:
+    """Variables by the numbers of the graph's nodes. Times are whole numbers of `unit`."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule, self.graph = schedule, _graph(schedule)
+        self.orders = self.graph.numbers(schedule.ranks)
+        took = durations(self.graph, schedule, costs)
+        steps = [round(duration * GRID) for duration in took]
+        for duration, step in zip(took, steps, strict=True):
+            if abs(duration * GRID - step) > 1e-6:
+                raise ValueError(f"a duration of {duration} is not a multiple of 1/{GRID}")
+        common = reduce(gcd, steps) or 1
+        self.unit, self.took = common / GRID, [step // common for step in steps]
+        self._guess()
+        self.model = cp_model.CpModel()
+        latest = int(max(self.guess.end))
+        self.start = [self.model.new_int_var(0, latest, "") for _ in self.took]
+        self.end = [start + took for start, took in zip(self.start, self.took, strict=True)]
+        self.makespan = self.model.new_int_var(0, latest, "makespan")
+        for number, start in enumerate(self.start):
+            self.model.add(self.end[number] <= self.makespan)
+            self.model.add_hint(start, int(self.guess.start[number]))
+            for before in self.graph.predecessors[number]:
+                self.model.add(start >= self.end[before])
+
+    def _guess(self) -> None:
+        """Time the given order."""
+        graph = self.graph
+        if self.schedule.vocab is VocabMethod.INTERLACED:
+            graph = _graph(self.schedule)
+            join_vocabulary_passes(graph, self.orders)
+        self.guess = node_times(graph, self.orders, self.took)
+
+    def run_one_at_a_time(self, pairs: Pairs) -> None:
+        """Let no two passes of a rank overlap, nor two operations of a communicator.
+
+        The backward of a pair runs behind its forward with nothing in between. From a V's broadcast on, which waits for
+        all ranks to come to their V, a rank runs nothing else.
+        """
+        backward_of: dict[int, int] = {}
+        if pairs:
+            forwards, backwards = (self.graph.numbers([[pair[k] for pair in each] for each in pairs]) for k in (0, 1))
+            for each in zip(forwards, backwards, strict=True):
+                backward_of |= zip(*each, strict=True)
+        second = set(backward_of.values())
+        lanes = defaultdict(list)
+        for number, took in enumerate(self.took):
+            if number in second or not (took or number in backward_of):
+                continue
+            first, last = number, backward_of.get(number, number)
+            if last != first:
+                self.model.add(self.start[last] >= self.end[first])
+            if self.graph.kinds[number] is PassKind.V:
+                (first,) = self.graph.predecessors[number]
+                self.model.add(self.start[number] == self.end[first])
+            lanes[self.graph.lanes[number]].append(self._interval(first, last))
+        for intervals in lanes.values():
+            self.model.add_no_overlap(intervals)
+
+    def _interval(self, first: int, last: int) -> cp_model.IntervalVar:
+        """From the start of a node to the end of the same or another one."""
+        if first == last:
+            return self.model.new_fixed_size_interval_var(self.start[first], self.took[first], "")
+        length = self.model.new_int_var(self.took[first], int(max(self.guess.end)), "")
+        return self.model.new_interval_var(self.start[first], length, self.end[last], "")
+
+    def keep_microbatches_in_order(self) -> None:
+        """Let nodes that differ in nothing but their microbatch run in the order of these."""
+        alike = defaultdict(list)
+        for node, number in zip(self.graph.nodes, range(len(self.took)), strict=True):
+            alike[_without_microbatch(node)].append(number)
+        for numbers in alike.values():
+            for before, after in pairwise(numbers):
+                self.model.add(self.start[after] >= self.end[before])
+
+    def limit_memory(self, rank: int, held: Held, limit: int) -> None:
+        """Let at most `limit` passes of a rank have taken this memory and not given it back."""
+        kinds = {self.graph.kinds[number] for number in self.orders[rank]}
+        took, gave = {}, {}
+        for number in self.orders[rank]:
+            step = self.graph.step(number).action
+            for passes, which in ((took, takers(held, kinds)), (gave, givers(held, kinds))):
+                if step.kind in which:
+                    passes[step.microbatch, step.chunk] = number
+        if len(took) <= limit or not gave:
+            return
+        lives = [self._interval(number, gave[place]) for place, number in took.items()]
+        self.model.add_cumulative(lives, [1] * len(lives), limit)
+
+    def solve(self, effort: float) -> tuple[Schedule, float]:
+        """The schedule found, and the lower bound."""
+        self.model.minimize(self.makespan)
+        solver = cp_model.CpSolver()
+        solver.parameters.max_deterministic_time = effort
+        solver.parameters.num_workers = 1
+        status = solver.solve(self.model)
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            # Not even the first guess was confirmed within the effort, which says nothing about it.
+            assert status == cp_model.UNKNOWN, f"the given order is not possible: {solver.status_name(status)}"
+            return self.schedule, 0.0
+        place = {number: position for position, number in enumerate(self.guess.order)}
+        ranks = []
+        for order in self.orders:
+            # What takes no time comes first; at the same time, as in the order at hand.
+            order = sorted(order, key=lambda n: (solver.value(self.start[n]), self.took[n], place[n]))
+            ranks.append(tuple(self.graph.step(number).action for number in order))
+        return replace(self.schedule, ranks=tuple(ranks)), solver.best_objective_bound * self.unit
+
+
+def _graph(schedule: Schedule) -> Graph:
+    graph = build_graph(schedule)
+    link_limits(graph, schedule)
+    return graph
+
+
+def _without_microbatch(node: object) -> object:
+    if hasattr(node, "action"):
+        return node.rank, node.action.kind, node.action.chunk
+    return node._replace(microbatch=0)

@@ -1,0 +1,243 @@
+"""How far the schedules that we generate are from the shortest ones in the same memory.
+
+    python benchmarks/optimality.py [--solve] [--effort 15] [--only zb-v ...] [--write]
+
+Small schedules of every family, with every vocabulary method, equal and unequal costs, with and without communication:
+our makespan over the shortest possible with the same passes, dependencies and limits. `--solve` finds the shortest with
+OR-tools' CP-SAT (`pip install 'megatron_vp[optimality]'`) for the cases that `results/optimality.jsonl` lacks, and adds
+them there; delete a line to have it solved again. A case takes a second to a minute on one core. Where the solver stops
+before it has proven the shortest, its lower bound counts: the ratio is then at most what is printed.
+
+`--write` puts the table into `docs/schedules.md`; without it the table is printed. The exit status is 1 if a schedule
+takes more than 2 percent over the bound; V-Min and two named cells of the table may take more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_vp.schedule import FAMILIES, Costs, PassCosts, Schedule, StageCosts, VocabMethod, generate, simulate
+from megatron_vp.schedule.list_scheduler import MemoryLimits
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "optimality.jsonl"
+PAGE = ROOT / "docs" / "schedules.md"
+BEGIN, END = "<!-- begin optimality -->\n", "<!-- end optimality -->\n"
+
+MOST = 1.02
+"""The most that a makespan may be of the shortest, with the exceptions below."""
+EXCEPTED = {"v-min": 1.035}
+"""The most for families without slack."""
+EXCEPTED_ROWS = {("1f1b", "vocab-1", "few holders"): 1.03, ("interleaved", "none", "layers and rows"): 1.03}
+"""The most for cells of the table in which no order that we try comes closer."""
+
+SIZES = {
+    "equal": ((2, 8), (3, 6), (4, 8)),
+    "uneven": ((2, 8), (3, 6)),
+    "large vocabulary": ((2, 8), (3, 6)),
+    "communication": ((2, 8), (3, 6)),
+    "layers and rows": ((2, 8), (3, 6)),
+    "few holders": ((2, 8), (3, 6)),
+}
+"""Ranks and microbatches for each set of costs."""
+
+ALIKE = {
+    "equal": PassCosts(),
+    "uneven": PassCosts(F=1, B=1.15, W=0.8, S=0.35, T=0.2, IF=0.02, IB=0.03),
+    "large vocabulary": PassCosts(S=0.8, T=0.5),
+    "communication": PassCosts(comm=0.05),
+}
+"""Costs that are alike on all ranks."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule to compare."""
+
+    name: str
+    vocab: str
+    ranks: int
+    microbatches: int
+    costs_name: str
+
+    @property
+    def vocab_ranks(self) -> tuple[int, ...] | None:
+        """The ranks with vocabulary rows; None: all. With few holders, the second half of the ranks."""
+        return tuple(range(self.ranks // 2, self.ranks)) if self.costs_name == "few holders" else None
+
+    @property
+    def chunks(self) -> int:
+        """Chunks per rank."""
+        return FAMILIES[self.name].chunks_of(None)
+
+    def costs(self) -> Costs:
+        """The costs; see `SIZES` for their names."""
+        return ALIKE[self.costs_name] if self.costs_name in ALIKE else self._drawn()
+
+    def _drawn(self) -> StageCosts:
+        """Stages of unequal layers. Holders share the rows so that all ranks with rows work about equally long.
+
+        A stage has two layers of F = B = W = 1 / (2 chunks); the last rank has a layer less, and so has each chunk of
+        a holder where few ranks hold rows. Whole vocabulary layers are worth half a layer on the last stage.
+        """
+        placement = FAMILIES[self.name].placement_of(self.ranks)
+        holders = range(self.ranks) if self.vocab_ranks is None else self.vocab_ranks
+        layers = [2] * placement.stages
+        short = set(holders) if self.vocab_ranks else {self.ranks - 1}
+        for rank in short:
+            for stage in placement.stage_of[rank][: None if self.vocab_ranks else 1]:
+                layers[stage] -= 1
+        time = [count / (2 * self.chunks) for count in layers]
+        if self.vocab == VocabMethod.NONE:
+            head = 0.25 / self.chunks
+            F, B = (tuple(t + head * (stage == placement.stages - 1) for stage, t in enumerate(time)) for _ in range(2))
+            return StageCosts(F, B, tuple(time))
+        rows = tuple((2 if rank in short else 1) * (rank in holders) for rank in range(self.ranks))
+        S, T = (tuple(part * count for count in rows) for part in (0.2, 0.15))
+        embedding = tuple(0.05 * count for count in rows)
+        return StageCosts(tuple(time), tuple(time), tuple(time), S, T, embedding, embedding)
+
+    def schedule(self) -> Schedule:
+        """Ours."""
+        return generate(
+            self.name,
+            self.ranks,
+            self.microbatches,
+            vocab=self.vocab,
+            costs=self.costs(),
+            vocab_ranks=self.vocab_ranks,
+        )
+
+    @property
+    def key(self) -> dict[str, object]:
+        """What names the case in the results."""
+        return {
+            "schedule": self.name,
+            "vocab": self.vocab,
+            "ranks": self.ranks,
+            "microbatches": self.microbatches,
+            "costs": self.costs_name,
+        }
+
+
+def cases() -> Iterator[Case]:
+    """All cases."""
+    for costs_name, sizes in SIZES.items():
+        for name, family in FAMILIES.items():
+            for vocab in family.methods:
+                without_rows = vocab == VocabMethod.NONE and costs_name in ("large vocabulary", "few holders")
+                if without_rows or (vocab == VocabMethod.INTERLACED and costs_name not in ALIKE):
+                    continue
+                for ranks, microbatches in sizes:
+                    yield Case(name, vocab.value, ranks, microbatches, costs_name)
+
+
+def read_results() -> dict[Case, dict]:
+    """What was solved so far, by case."""
+    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
+    found = {}
+    for line in map(json.loads, lines):
+        case = Case(line["schedule"], line["vocab"], line["ranks"], line["microbatches"], line["costs"])
+        found[case] = line
+    return found
+
+
+def solve(case: Case, effort: float) -> dict:
+    """The shortest schedule's makespan, its bound and memory."""
+    try:
+        from exact_schedules import shortest
+    except ModuleNotFoundError as error:
+        sys.exit(f"--solve needs OR-tools, and there is no module {error.name}: pip install 'megatron_vp[optimality]'")
+    family, costs, schedule = FAMILIES[case.name], case.costs(), case.schedule()
+    if family.block is None:
+        # A family that is ordered by hand has the memory that its order takes.
+        limits, pairs = MemoryLimits(tuple(map(round, simulate(schedule).peak_activation))), ()
+    else:
+        holders = range(case.ranks) if case.vocab_ranks is None else case.vocab_ranks
+        nominal = family.nominal(
+            case.ranks, case.microbatches, VocabMethod(case.vocab), case.chunks, costs, tuple(holders)
+        )
+        limits, pairs = nominal.limits, nominal.pairs
+    found = shortest(schedule, limits, pairs, costs, effort)
+    return case.key | {
+        "memory_limit": [limit / case.chunks for limit in limits.activations],
+        "shortest": round(found.makespan, 6),
+        "shortest_peak": list(simulate(found.schedule, costs).peak_activation),
+        "bound": round(found.bound, 6),
+        "proven": found.proven,
+        "effort": effort,
+    }
+
+
+def ratio(case: Case, result: dict) -> float:
+    """Our makespan over the bound."""
+    return simulate(case.schedule(), case.costs()).makespan / result["bound"]
+
+
+def most(case: Case) -> float:
+    """The most that our makespan may be of the bound."""
+    return EXCEPTED_ROWS.get((case.name, case.vocab, case.costs_name)) or EXCEPTED.get(case.name, MOST)
+
+
+def table(results: dict[Case, dict]) -> str:
+    """The largest ratio of every family, method and set of costs, in Markdown."""
+    rows = dict.fromkeys((case.name, case.vocab) for case in cases())
+    lines = ["| schedule | vocabulary | " + " | ".join(SIZES) + " |", "|---" * (2 + len(SIZES)) + "|"]
+    for name, vocab in rows:
+        cells = []
+        for costs_name in SIZES:
+            mine = [case for case in results if (case.name, case.vocab, case.costs_name) == (name, vocab, costs_name)]
+            worst = max(((ratio(case, results[case]), results[case]["proven"]) for case in mine), default=None)
+            cells.append("" if worst is None else f"{worst[0]:.3f}" + ("" if worst[1] else " at most"))
+        lines.append(f"| `{name}` | {vocab} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--solve", action="store_true", help="find the shortest schedules that the results lack")
+    parser.add_argument("--effort", type=float, default=15.0, help="about so many seconds per case (default 15)")
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="these families")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/schedules.md")
+    args = parser.parse_args()
+    results = read_results()
+
+    failed = 0
+    for case in cases():
+        if case.name not in args.only:
+            continue
+        if case not in results and args.solve:
+            results[case] = solve(case, args.effort)
+            with RESULTS.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(results[case]) + "\n")
+        if case not in results:
+            print(*case.key.values(), "not solved; give --solve", flush=True)
+            failed = 1
+            continue
+        result, schedule = results[case], case.schedule()
+        ours = simulate(schedule, case.costs())
+        print(
+            *case.key.values(),
+            f"ours {ours.makespan:g} (peak {max(ours.peak_activation):g} of {max(result['memory_limit']):g}),",
+            f"shortest {result['shortest']:g} (peak {max(result['shortest_peak']):g}),",
+            f"{'proven' if result['proven'] else f'bound {result["bound"]:g}'}: {ratio(case, result):.4f}",
+            flush=True,
+        )
+        if ratio(case, result) > most(case):
+            failed = 1
+    if args.write:
+        before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+        PAGE.write_text(before + BEGIN + table(results) + END + rest.split(END)[1], encoding="utf-8")
+    else:
+        print(table(results), end="")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
