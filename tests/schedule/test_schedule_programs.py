@@ -36,6 +36,7 @@ from megatron_vp.schedule import (
 )
 from megatron_vp.schedule.dependencies import build_graph
 from megatron_vp.schedule.graph import Step
+from megatron_vp.schedule.node_times import durations, node_times
 from tests.schedule.early_receives import with_early_receives
 
 
@@ -125,8 +126,12 @@ def test_messages_follow_their_pass_and_precede_their_reader(p, m, vocab):
 def test_a_receive_is_posted_ahead_of_the_step_during_which_its_message_is_made(name, vocab):
     schedule = generate(name, 4, 8, vocab=vocab)
     rank_of, chunk_of = schedule.placement.rank_of, schedule.placement.chunk_of
-    orders = zip(schedule.ranks, simulate(schedule).spans, strict=True)
-    ended = [dict(zip(order, (end for _, end in spans), strict=True)) for order, spans in orders]
+    # Programs follow times in which passes wait for the loss function, too.
+    graph = build_graph(schedule, with_loss=True)
+    numbers = graph.numbers(schedule.ranks)
+    end = node_times(graph, numbers, durations(graph, schedule, PassCosts())).end
+    orders = zip(schedule.ranks, numbers, strict=True)
+    ended = [dict(zip(order, (end[number] for number in each), strict=True)) for order, each in orders]
     kinds = {"activation": PassKind.F, "gradient": PassKind.B}
     for program in lower(schedule):
         ends = ended[program.rank]
