@@ -77,9 +77,10 @@ def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants =
     whole = sum((*costs.F, *costs.B, *costs.W)) / job.pipeline
     scaled = costs.scaled(100 / whole)
     return StageCosts(
-        **{kind: tuple(map(round, values)) for kind, values in scaled.named().items()},
+        **{kind: tuple(float(round(value)) for value in values) for kind, values in scaled.named().items()},
         messages={link: round(value) for link, value in scaled.messages.items()},
         collectives={kind: round(value) for kind, value in scaled.collectives.items()},
+        other={},
     )
 
 

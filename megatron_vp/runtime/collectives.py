@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
+from megatron_vp.runtime.communicator import Communicator
 from megatron_vp.runtime.executor import Observer
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.model import Shapes
@@ -89,7 +90,6 @@ class VocabularyCollectives:
         progress: Progress,
     ) -> None:
         self._groups = groups
-        self._communicator = groups.vocabulary
         self._members = groups.vocab_members
         self._stream = stream
         self._store = store
@@ -110,6 +110,12 @@ class VocabularyCollectives:
         self._progress = progress
         self._posted: dict[Collective, tuple[Event, Action]] = {}
         self._unawaited: list[Event] = []
+
+    @property
+    def _communicator(self) -> Communicator:
+        """Of the members; other ranks have no collectives."""
+        assert self._groups.vocabulary is not None
+        return self._groups.vocabulary
 
     def post(self, collective: Collective) -> None:
         """Start a collective on the second stream."""
@@ -184,14 +190,15 @@ class VocabularyCollectives:
         own_kh = self._store.take(Slot.OWN_ROWS, microbatch) if self._holds_rows else self._shapes.rows(0)
         outgoing = self._to_word_ranks(len(own_kh))
         sent_kh = own_kh.repeat(len(self._word_ranks), 1) if len(self._word_ranks) > 1 else own_kh
-        received_kh = self._shapes.rows(sum(exchange.counts) if self._has_words else 0)
-        words_nh = self._shapes.rows(len(exchange.tokens_n) if self._has_words else 0)
+        words = exchange if self._has_words else None
+        received_kh = self._shapes.rows(0 if words is None else sum(words.counts))
+        words_nh = self._shapes.rows(0 if words is None else len(words.tokens_n))
 
         def communicate() -> None:
-            incoming = self._by_member(exchange.counts) if self._has_words else self._nothing()
+            incoming = self._nothing() if words is None else self._by_member(words.counts)
             self._communicator.exchange(received_kh, sent_kh, incoming, outgoing)
-            if self._has_words:
-                exchange.assemble(received_kh, words_nh)
+            if words is not None:
+                words.assemble(received_kh, words_nh)
                 if self._groups.tensor is not None:
                     dist.all_reduce(words_nh, group=self._groups.tensor)
 
@@ -223,6 +230,7 @@ class VocabularyCollectives:
     def _c1(self, microbatch: int, root: int) -> tuple[Action, Action]:
         """The packed statistics to all ranks; with vocab-2 then also the input gradient to the last virtual stage."""
         pending: PendingOutput | None = None
+        output = self._layer_shards.output
         if self._holds_rows:
             pending = self._store.take(Slot.PENDING_OUTPUT, microbatch)
         statistics_3n = self._no_statistics() if pending is None else pending.statistics_3n
@@ -247,8 +255,8 @@ class VocabularyCollectives:
             self._communicator.all_gather(gathered_r3n, stage_3n)
             operations.fold_(total_3n, gathered_r3n)
             if gradient_nh is not None:
-                if pending is not None:
-                    self._layer_shards.output.rescaled_input_gradient(part_nh, pending, total)
+                if pending is not None and output is not None:
+                    output.rescaled_input_gradient(part_nh, pending, total)
                 reduce()
 
         def complete() -> None:
@@ -285,12 +293,14 @@ class VocabularyCollectives:
             gradients_nh.append(self._store.take(Slot.EMBEDDING_GRAD, microbatch))
         if self._holds_last and self._shapes.mtp_depth:
             gradients_nh.append(self._store.take(Slot.MTP_EMBEDDING_GRAD, microbatch))
-        outgoing_nh = exchange.sort_by_owner(sum(gradients_nh)) if gradients_nh else self._shapes.rows(0)
-        own = exchange.counts[self._groups.rank] if self._holds_rows else 0
+        words, own = exchange if self._has_words else None, 0
+        outgoing_nh = self._shapes.rows(0) if words is None else words.sort_by_owner(sum(gradients_nh))
+        if exchange is not None and self._holds_rows:
+            own = exchange.counts[self._groups.rank]
         received_kh = self._shapes.rows(len(self._word_ranks) * own)
 
         def communicate() -> None:
-            outgoing = self._by_member(exchange.counts) if self._has_words else self._nothing()
+            outgoing = self._nothing() if words is None else self._by_member(words.counts)
             incoming = self._to_word_ranks(own)
             self._communicator.exchange(received_kh, outgoing_nh, incoming, outgoing)
 

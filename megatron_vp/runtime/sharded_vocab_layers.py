@@ -9,7 +9,9 @@ from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.model import Model, Shapes
 from megatron_vp.runtime.store import Occupancy, Slot, Store
 from megatron_vp.schedule.passes import PassKind, VocabMethod
+from megatron_vp.vocab.embedding import EmbeddingLayer
 from megatron_vp.vocab.loss import CROSS_ENTROPY
+from megatron_vp.vocab.output import OutputLayer
 
 
 class ShardedVocabLayers:
@@ -124,12 +126,24 @@ class ShardedVocabLayers:
         values_pbs = self._shapes.by_prediction(values_n).transpose(1, 2)
         return values_pbs.contiguous().view(-1, self._shapes.sequence)  # users' loss functions ask for views of it
 
+    @property
+    def _embedding(self) -> EmbeddingLayer:
+        """Of a rank with rows; others have no vocabulary passes."""
+        assert self._layer_shards.embedding is not None
+        return self._layer_shards.embedding
+
+    @property
+    def _output(self) -> OutputLayer:
+        """The same for the output layer."""
+        assert self._layer_shards.output is not None
+        return self._layer_shards.output
+
     def _embed(self, microbatch: int, chunk: int) -> None:
         exchange = self._store.take(Slot.ROW_EXCHANGE, microbatch)
-        self._store.put(Slot.OWN_ROWS, microbatch, self._layer_shards.embedding(exchange))
+        self._store.put(Slot.OWN_ROWS, microbatch, self._embedding(exchange))
 
     def _output_s(self, microbatch: int, chunk: int) -> None:
-        output = self._layer_shards.output
+        output = self._output
         x_nh, labels_n = self._store.take(Slot.X, microbatch), self._store.take(Slot.TARGETS, microbatch)
         pending = output(x_nh, labels_n, self._token_loss)
         self._store.put(Slot.PENDING_OUTPUT, microbatch, pending, uses=1 + self._gradients)
@@ -140,7 +154,7 @@ class ShardedVocabLayers:
 
     def _output_t(self, microbatch: int, chunk: int) -> None:
         returns_gradient = self._method is VocabMethod.VOCAB_1
-        part_nh = self._layer_shards.output.t_pass(
+        part_nh = self._output.t_pass(
             self._store.take(Slot.PENDING_OUTPUT, microbatch),
             self._store.take(Slot.STATISTICS, microbatch),
             self._store.take(Slot.LOSS_GRAD, microbatch),
@@ -149,13 +163,13 @@ class ShardedVocabLayers:
         self.logits_in_flight.leave()
         if returns_gradient:
             self._store.put(Slot.GRAD_PART, microbatch, part_nh)
-        self._contributed(self._layer_shards.output.weight)
+        self._contributed(self._output.weight)
 
     def _embed_backward(self, microbatch: int, chunk: int) -> None:
         exchange = self._store.take(Slot.ROW_EXCHANGE, microbatch)
         for gradient_kh in self._store.take(Slot.OWN_ROW_GRADS, microbatch):
-            self._layer_shards.embedding.backward_pass(exchange, gradient_kh)
-        self._contributed(self._layer_shards.embedding.weight)
+            self._embedding.backward_pass(exchange, gradient_kh)
+        self._contributed(self._embedding.weight)
 
     def _contributed(self, weight: torch.nn.Parameter) -> None:
         self._contributions[weight] -= 1

@@ -50,9 +50,10 @@ def reorder_for_costs(
             backward_of |= zip(forwards, backwards, strict=True)
     times, even = (durations(graph, schedule, each) for each in (costs, costs.evened()))
     search = _Search(graph, limits, backward_of, times)
-    found = search.first_orders(orders)
+    given, forwards, backwards = search.first_orders(orders)
+    found = [given, forwards, backwards]
     if further_orders:
-        found += search.further_orders(*found, even, schedule.vocab.is_sharded)
+        found += search.further_orders(given, forwards, backwards, even, schedule.vocab.is_sharded)
     shortest = min(makespan for makespan, _ in found)
     best = next(orders for makespan, orders in found if makespan <= shortest * (1 + 1e-9))
     ranks = []
@@ -77,9 +78,9 @@ class _Search:
     backward_of: Mapping[int, int]
     times: Sequence[float]
 
-    def first_orders(self, given: Orders) -> list[Found]:
+    def first_orders(self, given: Orders) -> tuple[Found, Found, Found]:
         """The given order, and the list scheduler's two. If they are as short as others, they are preferred."""
-        return [(max(node_times(self.graph, given, self.times).end), given), *self.both_ways(given, self.times)]
+        return (max(node_times(self.graph, given, self.times).end), given), *self.both_ways(given, self.times)
 
     def further_orders(
         self, given: Found, forwards: Found, backwards: Found, even: Sequence[float], sharded: bool
@@ -93,17 +94,17 @@ class _Search:
         """
         uneven = even != self.times
         if len(self.times) <= SMALL:
-            evened = self.both_ways(given[1], even) if uneven else []
-            again = self.again(*evened, even) if uneven else []
-            return [*self.again(forwards, backwards, self.times), *evened, *again]
+            again = self.again(forwards, backwards, self.times)
+            evened = self.both_ways(given[1], even) if uneven else None
+            return again if evened is None else [*again, *evened, *self.again(*evened, even)]
         if sharded:
             longer = max(forwards, backwards, key=lambda found: found[0])
             return [self.run(longer[1], self.times, longer is forwards)]
         return [self.run(given[1], even, backwards[0] < forwards[0])] if uneven else []
 
-    def both_ways(self, given: Orders, durations: Sequence[float]) -> list[Found]:
+    def both_ways(self, given: Orders, durations: Sequence[float]) -> tuple[Found, Found]:
         """What is found working forwards, and working backwards."""
-        return [self.run(given, durations, backwards) for backwards in (False, True)]
+        return self.run(given, durations, False), self.run(given, durations, True)
 
     def again(self, forwards: Found, backwards: Found, durations: Sequence[float]) -> list[Found]:
         """What was found forwards, worked over backwards, and the other way round."""
