@@ -100,6 +100,21 @@ def balanced(
     return Shards(best.plan.layers, best.plan.vocab_rows, first.seconds / best.seconds)
 
 
+def most_rows(
+    job: Job, plan: Plan, hardware: Hardware, memory_limit: float, constants: Constants = CALIBRATED
+) -> tuple[int, ...] | None:
+    """Rows, tensor ranks together, with which each pipeline rank stays within `memory_limit` bytes.
+
+    None where the vocabulary cannot be cut in several ways, and where all of it does not fit whatever the shards: then
+    the limit is left aside, as `balanced` does. Raises UserError where the layers cannot be put on the stages.
+    """
+    search = _Search(job, replace(plan, vocab_rows=None), hardware, constants, memory_limit)
+    if search.unit is None or family(plan.schedule).fixed is not None:
+        return None
+    room = search.room(layers_of(job, search.even, search.placement))
+    return tuple(search.unit * units for units in room) if sum(room) * search.unit >= job.model.vocab else None
+
+
 @dataclass(frozen=True)
 class _Outcome:
     plan: Plan
@@ -159,7 +174,7 @@ class _Search:
         """
         stages = stage_times(self.times, self.plan.vocab, choice.layers, self.single.split_backward)
         work = [sum(sum(stages[stage]) for stage in row) for row in self.placement.stage_of]
-        room, holders = self._room(choice.layers), choice.holders
+        room, holders = self.room(choice.layers), choice.holders
         while True:
             units = fill(work, self.cost, [most if rank in holders else 0 for rank, most in enumerate(room)])
             if units is None:
@@ -189,7 +204,7 @@ class _Search:
         rows[max(rank for rank, count in enumerate(units) if count)] += self.job.model.vocab % self.unit
         return tuple(rows)
 
-    def _room(self, layers: tuple[int, ...]) -> list[int]:
+    def room(self, layers: tuple[int, ...]) -> list[int]:
         """The most units with which each rank stays within the limit; memory grows evenly with rows."""
         total = len(self.cost) - 1
         if self.limit is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_vp.cost.balance import balanced
+from megatron_vp.cost.balance import balanced, most_rows
 from megatron_vp.cost.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware import Hardware
 from megatron_vp.cost.job_plan import uncounted
@@ -62,7 +62,8 @@ def with_shards(
             f"{choice.folder} measured another layout of layers, {list(ran.layers or ())}: measure a run with this "
             "one, or leave --pipeline-model-parallel-layout out"
         )
-    return measured(job, ran, run.seconds).plan(plan)
+    most = None if memory_limit is None else most_rows(job, ran, hardware, memory_limit, constants)
+    return measured(job, ran, run.seconds, most).plan(plan)
 
 
 def with_cut(plan: Plan, cut: Cut) -> Plan:

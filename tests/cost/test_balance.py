@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vp.cost.balance import EVEN_BAND, balanced, least_passes, unit_of_rows
+from megatron_vp.cost.balance import EVEN_BAND, balanced, least_passes, most_rows, unit_of_rows
 from megatron_vp.cost.constants import CALIBRATED
 from megatron_vp.cost.hardware import find_hardware
 from megatron_vp.cost.layer_choices import layer_choices
@@ -153,6 +153,18 @@ def test_rows_leave_ranks_that_are_full():
     assert max(rank.total for rank in drawn.memory) <= limit
     # Where nothing fits, the limit is left aside.
     assert balanced(job, Plan(vocab=TWO), H100, memory_limit=1e9).rows is None
+
+
+def test_measured_rows_know_what_every_rank_has_memory_for():
+    job, plan = replace(JOB, model=replace(MODEL, layers=12)), Plan(vocab=TWO, layers=(1, 1, 1, 9))
+    unlimited = most_rows(job, plan, H100, H100.memory)
+    assert unlimited is not None and set(unlimited) == {MODEL.vocab}
+    even = predict(job, plan, H100)
+    limit = 0.98 * even.memory[3].total
+    most = most_rows(job, plan, H100, limit)
+    assert most is not None and most[3] < MODEL.vocab // 4 < min(most[:3])
+    assert all(count % 128 == 0 for count in most)
+    assert most_rows(job, plan, H100, 1e9) is None
 
 
 @pytest.mark.parametrize(

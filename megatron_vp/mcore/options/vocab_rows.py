@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_vp.cost.balance import Shards, balanced
+from megatron_vp.cost.balance import Shards, balanced, most_rows
 from megatron_vp.cost.hardware import HARDWARE, Hardware
 from megatron_vp.cost.job_plan import plan_of, uncounted
 from megatron_vp.cost.job_sizes import job_of
@@ -28,6 +28,7 @@ from megatron_vp.mcore.storage.checkpoint_check import cut_to_keep
 from megatron_vp.mcore.storage.dataset import padded_vocabulary
 from megatron_vp.schedule import VocabMethod
 from megatron_vp.shards import check_stage_rows
+from megatron_vp.trace.cut import Cut
 
 UNKNOWN_GPU = "h100"
 """What the cost model takes a GPU for that it has no figures of: relative times of passes differ little."""
@@ -120,8 +121,21 @@ def _follow(args: argparse.Namespace, folder: Path) -> None:
             f"--vocab-shards measured:{folder} is of a run with the layers {list(run.cut.layers)}, and "
             f"--pipeline-model-parallel-layout has others: measure a run of this layout, or leave the layout out"
         )
-    chosen = refilled(run.cut, run.seconds)
+    chosen = refilled(run.cut, run.seconds, _room(args, run.cut))
     _take(args, chosen, f"--vocab-shards measured:{folder}: the busiest rank had {chosen.gain:.3f} times this work")
+
+
+def _room(args: argparse.Namespace, cut: Cut) -> tuple[int, ...] | None:
+    """Rows that each pipeline rank has memory for; None where the cost model cannot tell."""
+    hardware = _hardware()
+    try:
+        config = _job_config(args)
+        if uncounted(config) or not hardware.is_gpu:
+            return None
+        plan = replace(plan_of(config), layers=cut.layers)
+        return most_rows(job_of(config.values, args.world_size), plan, hardware, hardware.memory)
+    except UserError:
+        return None
 
 
 def _take(args: argparse.Namespace, shards: Shards, why: str) -> None:
