@@ -9,7 +9,7 @@ them there; delete a line to have it solved again. A case takes a second to a mi
 before it has proven the shortest, its lower bound counts: the ratio is then at most what is printed.
 
 `--write` puts the table into `docs/schedules.md`; without it the table is printed. The exit status is 1 if a schedule
-takes more than 2 percent over the bound; V-Min and two named cells of the table may take more.
+takes more than 2 percent over the bound; V-Min and one named cell of the table may take more.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MOST = 1.02
 """The most that a makespan may be of the shortest, with the exceptions below."""
 EXCEPTED = {"v-min": 1.035}
 """The most for families without slack."""
-EXCEPTED_ROWS = {("1f1b", "vocab-1", "few holders"): 1.03, ("interleaved", "none", "layers and rows"): 1.03}
-"""The most for cells of the table in which no order that we try comes closer."""
+EXCEPTED_ROWS = {("interleaved", "none", "layers and rows"): 1.03}
+"""The most for an order of Megatron's own. Without vocabulary passes, Megatron runs it; it is here for comparison."""
 
 SIZES = {
     "equal": ((2, 8), (3, 6), (4, 8)),

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_vp.schedule.costs import Costs, PassCosts
-from megatron_vp.schedule.dependencies import build_graph
+from megatron_vp.schedule.dependencies import VOCABULARY_KINDS, build_graph
 from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD, expand_interlaced
 from megatron_vp.schedule.graph import Graph, Step
 from megatron_vp.schedule.list_scheduler import MemoryLimits, Problem, list_schedule
@@ -78,6 +78,12 @@ class _Search:
     backward_of: Mapping[int, int]
     times: Sequence[float]
 
+    @property
+    def vocabulary_free(self) -> list[float]:
+        """Durations with vocabulary passes that take no time."""
+        kinds = self.graph.kinds
+        return [0.0 if kind in VOCABULARY_KINDS else took for kind, took in zip(kinds, self.times, strict=True)]
+
     def first_orders(self, given: Orders) -> tuple[Found, Found, Found]:
         """The given order, and the list scheduler's two. If they are as short as others, they are preferred."""
         return (max(node_times(self.graph, given, self.times).end), given), *self.both_ways(given, self.times)
@@ -89,12 +95,15 @@ class _Search:
 
         A list scheduler never waits for a pass that is about to become ready: it runs a filler first, and the pass is
         late by all of the filler. With even durations passes meet exactly, and in the order found with them real passes
-        wait a little for each other. Each run takes equally long, so a large schedule gets one beyond the first two:
-        over again in the other direction with vocabulary passes, else with even durations.
+        wait a little for each other. The order for vocabulary passes that take no time, worked over with the real ones
+        from the last pass back, helps in the same way. Each run takes equally long, so a large schedule gets one beyond
+        the first two: over again in the other direction with vocabulary passes, else with even durations.
         """
         uneven = even != self.times
         if len(self.times) <= SMALL:
             again = self.again(forwards, backwards, self.times)
+            if sharded:
+                again.append(self.run(self.run(given[1], self.vocabulary_free, False)[1], self.times, True))
             evened = self.both_ways(given[1], even) if uneven else None
             return again if evened is None else [*again, *evened, *self.again(*evened, even)]
         if sharded:
