@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_vp.cost.constants import Constants
 from megatron_vp.cost.hardware import Hardware
+from megatron_vp.cost.layer_types import LayerType, mlp_of
 from megatron_vp.cost.shapes import Job
 from megatron_vp.schedule import Channel, CollectiveKind, Placement, VocabMethod
 
@@ -130,16 +131,16 @@ class CommunicationModel:
         sums = 2 * (self.all_reduce(self.hidden_bytes, p, nodes) + self.tensor_sum)
         return sums + self.all_reduce(3 * 4 * self.job.tokens, p, nodes)
 
-    def layer_traffic(self) -> float:
+    def layer_traffic(self, kind: LayerType = LayerType.WHOLE) -> float:
         """What one layer's forward waits for: sums over the tensor ranks, and tokens to and from their experts.
 
         The exchange of keys and values over context ranks runs behind the attention and is not counted.
         """
-        job, sums = self.job, 2 * self.tensor_sum
-        if job.expert == 1:
+        job, sums, mlp = self.job, 2 * kind.share * self.tensor_sum, mlp_of(self.job.model, kind)
+        if job.expert == 1 or mlp is None or not mlp.experts:
             return sums
         nodes = self.nodes(job.tensor * job.context * job.expert)
-        moved = self.whole_hidden_bytes * job.model.mlps_per_token * (job.expert - 1) / job.expert / job.tensor
+        moved = self.whole_hidden_bytes * mlp.per_token * (job.expert - 1) / job.expert / job.tensor
         return sums + 2 * (self.hops(job.expert, nodes) + moved / self.bandwidth(nodes == 1))
 
     def gradient_sync(self, shared: float, experts: float) -> float:

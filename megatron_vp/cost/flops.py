@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatron_vp.cost.layer_types import LayerType, mlp_of, model_layers
 from megatron_vp.cost.shapes import Job
 
 
@@ -26,31 +27,35 @@ class Matrix(NamedTuple):
         return 2 * self.tokens * self.inputs * self.outputs * self.copies
 
 
-def layer_matrices(job: Job) -> tuple[Matrix, ...]:
-    """The matrices of one transformer layer on one rank."""
+def layer_matrices(job: Job, kind: LayerType = LayerType.WHOLE) -> tuple[Matrix, ...]:
+    """The matrices of one layer on one rank."""
     model, t, tokens = job.model, job.tensor, job.tokens
     keys = max(model.keys // t, model.head_size)
-    matrices = [
-        Matrix(model.hidden, model.queries // t + 2 * keys, tokens),
-        Matrix(model.queries // t, model.hidden, tokens),
-    ]
-    copies = max(1, model.experts // job.expert)
-    routed = tokens * model.mlps_per_token / copies
-    if model.experts:
-        matrices.append(Matrix(model.hidden, model.experts, tokens))
-    matrices.append(Matrix(model.hidden, (2 if model.gated else 1) * model.ffn // t, routed, copies))
-    matrices.append(Matrix(model.ffn // t, model.hidden, routed, copies))
+    matrices = []
+    if kind.attends:
+        matrices += [
+            Matrix(model.hidden, model.queries // t + 2 * keys, tokens),
+            Matrix(model.queries // t, model.hidden, tokens),
+        ]
+    mlp = mlp_of(model, kind)
+    if mlp is not None:
+        copies = max(1, mlp.experts // job.expert)
+        routed = tokens * mlp.per_token / copies
+        if mlp.experts:
+            matrices.append(Matrix(model.hidden, mlp.experts, tokens))
+        matrices.append(Matrix(model.hidden, (2 if model.gated else 1) * mlp.width // t, routed, copies))
+        matrices.append(Matrix(mlp.width // t, model.hidden, routed, copies))
     return tuple(matrices)
 
 
-def attention_flops(job: Job) -> float:
+def attention_flops(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
     """Scores and weighted values of one layer's forward on one rank, no causal half left out."""
-    return 4 * job.tokens * job.sequence * job.model.queries / job.tensor
+    return 4 * job.tokens * job.sequence * job.model.queries / job.tensor if kind.attends else 0.0
 
 
-def layer_flops(job: Job) -> float:
+def layer_flops(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
     """One layer's forward of one microbatch on one rank, attention in full."""
-    return sum(matrix.flops for matrix in layer_matrices(job)) + attention_flops(job)
+    return sum(matrix.flops for matrix in layer_matrices(job, kind)) + attention_flops(job, kind)
 
 
 def output_flops(job: Job) -> float:
@@ -63,15 +68,17 @@ def model_flops(job: Job) -> float:
 
     3 x (output layer + layers), attention in full; neither the input embedding nor recomputation counts.
     """
-    forward = output_flops(job) + job.model.layers * layer_flops(job)
+    forward = output_flops(job) + sum(count * layer_flops(job, kind) for kind, count in model_layers(job).items())
     return 3 * forward * job.microbatches * job.gpus_per_stage
 
 
-def layer_weights(job: Job) -> int:
-    """Parameters of one transformer layer on one rank, its two norms included."""
-    return sum(matrix.weights for matrix in layer_matrices(job)) + 4 * job.model.hidden
+def layer_weights(job: Job, kind: LayerType = LayerType.WHOLE) -> int:
+    """Parameters of one layer on one rank, with its norms: two of a whole layer, one of a hybrid model's."""
+    norms = 2 if kind is LayerType.WHOLE else 1
+    return sum(matrix.weights for matrix in layer_matrices(job, kind)) + norms * 2 * job.model.hidden
 
 
-def expert_weights(job: Job) -> int:
+def expert_weights(job: Job, kind: LayerType = LayerType.WHOLE) -> int:
     """Those of them that belong to experts, the last two matrices of a layer that has any."""
-    return sum(matrix.weights for matrix in layer_matrices(job)[-2:]) if job.model.experts else 0
+    mlp = mlp_of(job.model, kind)
+    return sum(matrix.weights for matrix in layer_matrices(job, kind)[-2:]) if mlp and mlp.experts else 0

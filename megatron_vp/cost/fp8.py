@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from megatron_vp.cost.flops import Matrix, layer_matrices
 from megatron_vp.cost.hardware import HARDWARE, Hardware
+from megatron_vp.cost.layer_types import LayerType, mlp_of
 from megatron_vp.cost.shapes import Fp8Recipe, Job
 from megatron_vp.errors import UserError
 
@@ -70,19 +71,20 @@ def refuse_fp8(job: Job, hardware: Hardware) -> None:
         )
 
 
-def fp8_matrices(job: Job) -> tuple[Matrix, ...]:
+def fp8_matrices(job: Job, kind: LayerType = LayerType.WHOLE) -> tuple[Matrix, ...]:
     """The matrices of a layer that are multiplied in fp8: two of attention, two of the MLP, not the router."""
-    matrices = layer_matrices(job)
-    return (*matrices[:2], *matrices[-2:])
+    matrices = layer_matrices(job, kind)
+    attention = matrices[:2] if kind.attends else ()
+    return (*attention, *(matrices[-2:] if mlp_of(job.model, kind) else ()))
 
 
-def weight_copies(job: Job, hardware: Hardware) -> float:
+def weight_copies(job: Job, hardware: Hardware, kind: LayerType = LayerType.WHOLE) -> float:
     """Bytes of the fp8 copies of one layer's weights on one rank; they live from the first microbatch on."""
     assert job.fp8 is not None
-    return quantised(job.fp8, hardware).kept * sum(matrix.weights for matrix in fp8_matrices(job))
+    return quantised(job.fp8, hardware).kept * sum(matrix.weights for matrix in fp8_matrices(job, kind))
 
 
-def activations_saved(job: Job, hardware: Hardware) -> float:
+def activations_saved(job: Job, hardware: Hardware, kind: LayerType = LayerType.WHOLE) -> float:
     """Bytes that a layer keeps less of a microbatch on one rank than in 16 bits.
 
     The inputs of queries, keys and values, of the MLP and of its second product are kept in fp8. The projection's input
@@ -91,20 +93,8 @@ def activations_saved(job: Job, hardware: Hardware) -> float:
     assert job.fp8 is not None
     model, t = job.model, job.tensor
     kept = quantised(job.fp8, hardware).kept_for_weights
-    shared = model.hidden * (1 + (model.mlps_per_token if model.experts else 1))
-    inner = model.mlps_per_token * model.ffn / t
+    mlp = mlp_of(model, kind)
+    shared = model.hidden * (kind.attends + (mlp.per_token if mlp else 0))
+    inner = mlp.per_token * mlp.width / t if mlp else 0
     inputs = shared / (t if job.sequence_parallel else 1) + inner
-    return job.tokens * ((job.element_bytes - kept) * inputs - kept * model.queries / t)
-
-
-def bf16_layers(job: Job, layers: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the `layers` of each virtual stage those that stay in 16 bits: all without fp8, else the first and last."""
-    if job.fp8 is None:
-        return layers
-    total, before, found = sum(layers), 0, []
-    for count in layers:
-        first = max(0, min(count, job.bf16_at_start - before))
-        last = max(0, min(count, before + count - (total - job.bf16_at_end)))
-        found.append(min(count, first + last))
-        before += count
-    return tuple(found)
+    return job.tokens * ((job.element_bytes - kept) * inputs - kept * kind.attends * model.queries / t)

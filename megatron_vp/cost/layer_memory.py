@@ -5,8 +5,10 @@ Bytes on one rank. docs/cost_model.md has the same figures as a table, with thei
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from megatron_vp.cost.layer_types import LayerType, mlp_of, type_of
 from megatron_vp.cost.shapes import Job, Recompute
 from megatron_vp.jobs.layer_kind import LayerKind
 
@@ -38,31 +40,35 @@ class LayerMemory:
     once: float = 0.0
 
 
-def layer_activations(job: Job) -> float:
+def layer_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
     """Bytes that one layer keeps from F to B: 34 per token and hidden unit for a plain GPT in 16 bits with dropout and
     fused attention (Korthikanti et al., 2022, equation 2 without the attention scores).
     """
     if job.recompute is Recompute.FULL:
         return job.tokens * job.element_bytes * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
-    common = _common_activations(job)
-    return common if job.layers is LayerKind.PAPER else common + _further_activations(job)
+    common = _common_activations(job, kind)
+    return common if job.layers is LayerKind.PAPER else common + _further_activations(job, kind)
 
 
-def layer_memory(job: Job, split: bool) -> LayerMemory:
+def layer_memory(job: Job, split: bool, kind: LayerType = LayerType.WHOLE) -> LayerMemory:
     """The memory of one layer; `split`: its weight gradients are computed in a pass W."""
-    kept = layer_activations(job)
+    kept = layer_activations(job, kind)
     if job.layers is LayerKind.PAPER:
         unit = job.tokens * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
         return LayerMemory(kept, kept, 0.0, (WORKING_SET + (SPLIT_BACKWARD if split else 0)) * unit)
     # The MLP's backward holds most: the gradient of the first matrix's result. The input of the second one is gone by
-    # then, unless W needs it.
+    # then, unless W needs it. Attention alone holds the gradients of queries, keys, values and of its result.
     model = job.model
-    inner = job.tokens * model.mlps_per_token * job.element_bytes * model.ffn / job.tensor
-    backward = inner * ((2 if model.gated else 1) + split)
+    inner = _inner(job, kind)
+    if mlp_of(model, kind):
+        backward = inner * ((2 if model.gated else 1) + split)
+    else:
+        keys = max(model.keys // job.tensor, model.head_size)
+        backward = job.tokens * job.element_bytes * (2 * model.queries / job.tensor + 2 * keys)
     if job.recompute is Recompute.FULL:
-        backward += layer_activations(replace(job, recompute=Recompute.NONE))
+        backward += layer_activations(replace(job, recompute=Recompute.NONE), kind)
     scores, once = 0.0, 0.0
-    if job.layers is LayerKind.LOCAL:
+    if job.layers is LayerKind.LOCAL and kind.attends:
         scores = _scores(job)
         once = job.element_bytes * scores
     if job.sequence_parallel and job.tensor > 1:
@@ -71,10 +77,11 @@ def layer_memory(job: Job, split: bool) -> LayerMemory:
         once += gathered
         backward += gathered * (1 + 1 / job.tensor)
     # W needs the inputs of all products and the gradients of their results: as many elements as a layer keeps.
-    waiting = _common_activations(replace(job, model=replace(model, dropout=False)))
+    waiting = _common_activations(replace(job, model=replace(model, dropout=False)), kind)
     if job.sequence_parallel:
         # But of the attention's last product, and of a dense MLP's, the result's gradient is gathered.
-        gathered = (1 if model.experts else 2) * job.tokens * job.element_bytes * model.hidden
+        mlp = mlp_of(model, kind)
+        gathered = (kind.attends + bool(mlp and not mlp.experts)) * job.tokens * job.element_bytes * model.hidden
         waiting += gathered * (1 - 1 / job.tensor)
     return LayerMemory(
         kept=kept,
@@ -86,25 +93,70 @@ def layer_memory(job: Job, split: bool) -> LayerMemory:
     )
 
 
-def _common_activations(job: Job) -> float:
-    """What layers of every kind keep."""
-    model, wide, t = job.model, job.element_bytes, job.tensor
-    # Inputs of both norms and of the projections they feed; masks of both dropouts.
-    shared = wide * 2 * model.hidden + model.hidden * (wide + 2 * model.dropout)
-    keys = max(model.keys // t, model.head_size)
-    # Queries, keys, values, the result and its log-sum-exp; of the MLP the first product and the second one's input.
-    attention = wide * (2 * model.queries / t + 2 * keys) + 4 * model.heads / t
-    mlp = model.mlps_per_token * wide * (3 if model.gated else 2) * model.ffn / t
-    shared += wide * model.hidden * (model.mlps_per_token if model.experts else 1)
-    return job.tokens * (shared / (t if job.sequence_parallel else 1) + attention + mlp)
+@dataclass(frozen=True)
+class PassMemory:
+    """Bytes that the passes of a stage need on top of what its layers keep, see `LayerMemory`."""
+
+    forward: float
+    backward: float
 
 
-def _further_activations(job: Job) -> float:
+def pass_memory(job: Job, split: bool, letters: str) -> PassMemory:
+    """Of a stage with these `letters` of a hybrid model's pattern; of one of a GPT model, without any.
+
+    In the forward of the last attention, what later letters keep is not there yet. In the backward the MLP that needs
+    most decides, or the attention of a stage without any.
+    """
+    if not job.model.pattern:
+        layer = layer_memory(job, split)
+        return PassMemory(layer.forward, layer.backward)
+    kinds = list(map(type_of, letters))
+    memory = {kind: layer_memory(job, split, kind) for kind in set(kinds)}
+    forward = 0.0
+    if LayerType.ATTENTION in memory:
+        after = kinds[len(kinds) - kinds[::-1].index(LayerType.ATTENTION) :]
+        inner = sum(_inner(job, kind) for kind in after)
+        forward = max(0.0, memory[LayerType.ATTENTION].forward - inner * (3 if job.model.gated else 2))
+    mlps = [each.backward for kind, each in memory.items() if kind is not LayerType.ATTENTION]
+    return PassMemory(forward, max(mlps or (each.backward for each in memory.values()), default=0.0))
+
+
+def once_memory(job: Job, split: bool, kinds: Iterable[LayerType]) -> float:
+    """Bytes of the buffers that a rank with layers of these types has once."""
+    return max((layer_memory(job, split, kind).once for kind in kinds), default=0.0)
+
+
+def _inner(job: Job, kind: LayerType) -> float:
+    """Bytes between the two products of the MLPs that a token goes through, in one tensor."""
+    mlp = mlp_of(job.model, kind)
+    return job.tokens * mlp.per_token * job.element_bytes * mlp.width / job.tensor if mlp else 0.0
+
+
+def _common_activations(job: Job, kind: LayerType) -> float:
+    """What layers of every implementation keep."""
+    model, wide, t, mlp = job.model, job.element_bytes, job.tensor, mlp_of(job.model, kind)
+    shared = inside = 0.0
+    if kind.attends:
+        # The norm's input and that of the projection it feeds, the dropout's mask; queries, keys, values, the result
+        # and its log-sum-exp.
+        keys = max(model.keys // t, model.head_size)
+        shared += model.hidden * (2 * wide + model.dropout)
+        inside += wide * (2 * model.queries / t + 2 * keys) + 4 * model.heads / t
+    if mlp:
+        # The same three; the first product and the second one's input.
+        shared += model.hidden * (wide * (1 + mlp.per_token) + model.dropout)
+        inside += mlp.per_token * wide * (3 if model.gated else 2) * mlp.width / t
+    return job.tokens * (shared / (t if job.sequence_parallel else 1) + inside)
+
+
+def _further_activations(job: Job, kind: LayerType) -> float:
     """What Transformer Engine's or Megatron's local layers keep besides."""
-    model, wide, t = job.model, job.element_bytes, job.tensor
+    model, wide, t, mlp = job.model, job.element_bytes, job.tensor, mlp_of(job.model, kind)
     local = job.layers is not LayerKind.ENGINE
     keys, groups = max(model.keys // t, model.head_size), max(model.kv_groups // t, 1)
-    elements = model.mlps_per_token * job.glu_intermediates * model.ffn / t
+    elements = mlp.per_token * job.glu_intermediates * mlp.width / t if mlp else 0.0
+    if not kind.attends:
+        return job.tokens * wide * elements
     statistics = 0.0
     if model.query_key_norms:
         # The inputs of these norms. Transformer Engine copies them out of the projection's result, of which a local

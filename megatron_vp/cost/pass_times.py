@@ -9,6 +9,7 @@ from megatron_vp.cost.constants import Constants
 from megatron_vp.cost.flops import Matrix, attention_flops, layer_matrices
 from megatron_vp.cost.fp8 import fp8_matrices, quantised
 from megatron_vp.cost.hardware import Hardware
+from megatron_vp.cost.layer_types import LayerType
 from megatron_vp.cost.shapes import CrossEntropy, Job, Recompute
 from megatron_vp.cost.vocab_kernels import ShardPasses
 from megatron_vp.schedule import VocabMethod
@@ -85,14 +86,14 @@ class PassTimes:
         assert self.hardware.rates is not None  # see `refuse_fp8`
         return max(matrix.flops / self.hardware.rates.fp8_gemm, self.memory_time(operands))
 
-    def layer(self) -> Split:
-        """One transformer layer, its products in the job's precision."""
-        plain, job = self.plain_layer(), self.job
+    def layer(self, kind: LayerType = LayerType.WHOLE) -> Split:
+        """One layer, its products in the job's precision."""
+        plain, job = self.plain_layer(kind), self.job
         if job.fp8 is None:
             return plain
         cast = quantised(job.fp8, self.hardware)
         faster = inputs = outputs = weights = 0.0
-        for matrix in fp8_matrices(job):
+        for matrix in fp8_matrices(job, kind):
             faster += self.gemm_time(matrix) - self.fp8_gemm_time(matrix)
             inputs += matrix.tokens * matrix.inputs * matrix.copies
             outputs += matrix.tokens * matrix.outputs * matrix.copies
@@ -103,14 +104,14 @@ class PassTimes:
         backward = self.memory_time(cast.moved * outputs) - faster
         return Split(plain.F + forward, plain.B + backward + again, plain.W - faster)
 
-    def plain_layer(self) -> Split:
-        """One transformer layer in 16 bits."""
+    def plain_layer(self, kind: LayerType = LayerType.WHOLE) -> Split:
+        """One layer in 16 bits."""
         job, constants = self.job, self.constants
-        matrices = layer_matrices(job)
+        matrices = layer_matrices(job, kind)
         products = sum(map(self.gemm_time, matrices))
-        causal = attention_flops(job) / 2
+        causal = attention_flops(job, kind) / 2
         units = job.tokens * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
-        elementwise = self.memory_time(constants.layer_bytes * units)
+        elementwise = kind.share * self.memory_time(constants.layer_bytes * units)
         forward = products + self.compute(causal, constants.attention_forward) + elementwise
         backward = products + self.compute(ATTENTION_BACKWARD * causal, constants.attention_backward) + 2 * elementwise
         weight = products + self.memory_time(ACCUMULATE * sum(matrix.weights for matrix in matrices))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import accumulate
 
 from megatron_vp.cost.flops import expert_weights, layer_weights
-from megatron_vp.cost.fp8 import activations_saved, bf16_layers, weight_copies
+from megatron_vp.cost.fp8 import activations_saved, weight_copies
 from megatron_vp.cost.hardware import Hardware
-from megatron_vp.cost.layer_memory import SPLIT_BACKWARD, layer_memory
+from megatron_vp.cost.layer_memory import SPLIT_BACKWARD, layer_memory, once_memory, pass_memory
+from megatron_vp.cost.layer_types import LayerType, model_layers, stage_layers
 from megatron_vp.cost.outside import GIB, OutsideMemory, outside_memory
 from megatron_vp.cost.shapes import CrossEntropy, Job, Recompute
 from megatron_vp.jobs.layer_kind import LayerKind
@@ -59,7 +62,7 @@ class RankMemory:
 class MemoryModel:
     """Memory of the ranks of `job` that run `schedule` on `hardware`.
 
-    layers: transformer layers by virtual stage. shard_rows: vocabulary rows of one tensor rank by pipeline rank, where
+    layers: by virtual stage, as in `Plan`. shard_rows: vocabulary rows of one tensor rank by pipeline rank, where
     the vocabulary is split (`Plan.shard_rows`); None: even shards.
     """
 
@@ -75,7 +78,7 @@ class MemoryModel:
     def parameters(self, rank: int) -> int:
         """Parameters on a rank: its layers, and its rows of the vocabulary layers."""
         job, placement = self.job, self.schedule.placement
-        held = sum(self.layers[stage] for stage in placement.stage_of[rank]) * layer_weights(job)
+        held = sum(count * layer_weights(job, kind) for kind, count in self._layers(rank))
         hidden = job.model.hidden
         if self.schedule.vocab is not VocabMethod.NONE:
             return held + (1 if job.model.tied else 2) * self._rows(rank) * hidden
@@ -87,13 +90,21 @@ class MemoryModel:
         """Bytes of the fp8 copies of a rank's weights."""
         if self.job.fp8 is None:
             return 0.0
-        wide = bf16_layers(self.job, self.layers)
-        held = sum(self.layers[stage] - wide[stage] for stage in self.schedule.placement.stage_of[rank])
-        return held * weight_copies(self.job, self.hardware)
+        stages = stage_layers(self.job, self.layers)
+        return sum(
+            (count - stages[stage].wide[kind]) * weight_copies(self.job, self.hardware, kind)
+            for stage in self.schedule.placement.stage_of[rank]
+            for kind, count in stages[stage].count.items()
+        )
 
     def expert_parameters(self, rank: int) -> int:
         """Those of them that belong to experts: each is on a part of the replicas only."""
-        return sum(self.layers[stage] for stage in self.schedule.placement.stage_of[rank]) * expert_weights(self.job)
+        return sum(count * expert_weights(self.job, kind) for kind, count in self._layers(rank))
+
+    def _layers(self, rank: int) -> list[tuple[LayerType, int]]:
+        """The layers of a rank by type, those of each of its stages."""
+        stages = stage_layers(self.job, self.layers)
+        return [each for stage in self.schedule.placement.stage_of[rank] for each in stages[stage].count.items()]
 
     def stepped_parameters(self, rank: int) -> float:
         """Parameters that a rank's optimizer steps: with a distributed optimizer its share of those of all replicas."""
@@ -131,7 +142,8 @@ class MemoryModel:
         """Bytes of activations and of the vocabulary layers, where their sum is largest."""
         placement, split = self.schedule.placement, self.schedule.split_backward
         whole = self.schedule.vocab is VocabMethod.NONE
-        layer = layer_memory(self.job, split)
+        memory = {kind: layer_memory(self.job, split, kind) for kind in model_layers(self.job)}
+        in_pass = {stage: pass_memory(self.job, split, letters) for stage, letters in self._letters(rank).items()}
         logits = self.job.tokens * self.job.whole_rows
         dense = self.job.element_bytes * self.job.whole_rows * self.job.model.hidden
         # Of a whole output layer: from the forward to the end of B, and while it runs 16 bits more.
@@ -139,9 +151,11 @@ class MemoryModel:
         shared = 0.0
         if not whole and (self._rows(rank) or rank in (placement.first_rank, placement.last_rank)):
             shared = SHARED_BUFFERS * self._unit + SCORES * self.job.tokens * self._rows(rank)
-        kept = self._held(rank, layer.kept)
-        waiting = kept if self.job.layers is LayerKind.PAPER else self._held(rank, layer.waiting)
-        held, scores = layer.once, 0.0
+        kept = self._held(rank, {kind: each.kept for kind, each in memory.items()})
+        waiting = kept
+        if self.job.layers is not LayerKind.PAPER:
+            waiting = self._held(rank, {kind: each.waiting for kind, each in memory.items()})
+        held, scores = once_memory(self.job, split, (kind for kind, count in self._layers(rank) if count)), 0.0
         peak = (0.0, 0.0)
         for step in self.schedule.ranks[rank]:
             stage = placement.stage_of[rank][step.chunk]
@@ -150,14 +164,14 @@ class MemoryModel:
             match step.kind:
                 case PassKind.F:
                     held += kept[stage]
-                    in_layers = held + layer.forward, scores + shared
+                    in_layers = held + in_pass[stage].forward, scores + shared
                     scores += has_output * kept_score * logits
                     at_end = held, scores + shared + has_output * 2 * logits
                     during = max(in_layers, at_end, key=sum)
                 case PassKind.B | PassKind.BW:
                     # Layer by layer, what waits for W takes the place of what was kept.
                     grows = max(0.0, waiting[stage] - kept[stage]) if left else 0.0
-                    in_layers = held + grows + layer.backward, scores + shared + has_output * 2 * logits
+                    in_layers = held + grows + in_pass[stage].backward, scores + shared + has_output * 2 * logits
                     at_start = in_layers
                     if has_output and self.job.layers is not LayerKind.PAPER:
                         # The scores go before the layers' backward begins.
@@ -184,13 +198,23 @@ class MemoryModel:
         """What changes until a split backward comes to the embedding: the paper's layers but one are then done."""
         return SPLIT_BACKWARD * self._unit - waiting if self.job.layers is LayerKind.PAPER else 0.0
 
-    def _held(self, rank: int, each: float) -> dict[int, float]:
+    def _letters(self, rank: int) -> dict[int, str]:
+        """The letters of a rank's virtual stages; none of a GPT model's."""
+        starts = [0, *accumulate(self.layers)]
+        pattern = self.job.model.pattern
+        return {stage: pattern[starts[stage] : starts[stage + 1]] for stage in self.schedule.placement.stage_of[rank]}
+
+    def _held(self, rank: int, each: Mapping[LayerType, float]) -> dict[int, float]:
         """Bytes of a microbatch by virtual stage, of whose layers `each` holds that many."""
-        job = self.job
-        held = {stage: self.layers[stage] * each for stage in self.schedule.placement.stage_of[rank]}
-        if job.fp8 is not None and job.recompute is not Recompute.FULL:
-            saved, wide = activations_saved(job, self.hardware), bf16_layers(job, self.layers)
-            held = {stage: size - (self.layers[stage] - wide[stage]) * saved for stage, size in held.items()}
+        job, stages = self.job, stage_layers(self.job, self.layers)
+        held = {}
+        for stage in self.schedule.placement.stage_of[rank]:
+            counts, wide = stages[stage]
+            held[stage] = sum(count * each[kind] for kind, count in counts.items())
+            if job.fp8 is not None and job.recompute is not Recompute.FULL:
+                held[stage] -= sum(
+                    (count - wide[kind]) * activations_saved(job, self.hardware, kind) for kind, count in counts.items()
+                )
         if 0 in held and self.schedule.vocab is not VocabMethod.NONE:
             # The rows themselves are the first layer's input.
             held[0] += (EMBEDDED if job.layers is LayerKind.PAPER else job.model.dropout) * self._unit

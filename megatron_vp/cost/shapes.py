@@ -51,7 +51,9 @@ MOST_LAYERS = 10_000
 class ModelShape:
     """Sizes of a GPT-like model. `kv_groups` pairs of keys and values; `ffn` of one expert; `gated`: three matrices.
 
-    With `experts`, every layer has that many MLPs and a token goes through `experts_per_token` of them.
+    With `experts`, every layer has that many MLPs and a token goes through `experts_per_token` of them. `pattern`: of
+    a hybrid model, a letter for each of its `layers` without bars; only its letters E are experts then, and the MLPs of
+    its letters - have the width `dense_ffn`.
     Raises UserError for sizes below one, heads that the groups do not divide, and experts that are not there.
     """
 
@@ -69,6 +71,8 @@ class ModelShape:
     experts_per_token: int = 0
     query_key_norms: bool = False
     rotary: bool = False
+    pattern: str = ""
+    dense_ffn: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "ffn", "vocab"):
@@ -84,6 +88,7 @@ class ModelShape:
             raise UserError(f"{self.heads} attention heads cannot share {self.kv_groups} groups of keys and values")
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
             raise UserError(f"a token goes through {self.experts_per_token} of {self.experts} experts; give 1 to all")
+        assert not self.pattern or len(self.pattern) == self.layers
 
     @property
     def queries(self) -> int:
@@ -144,10 +149,10 @@ class Job:
         for name in ("sequence", "micro_batch", "microbatches", "pipeline", "tensor", "context", "data", "expert"):
             _at_least_one(name, getattr(self, name))
         model, t = self.model, self.tensor
-        if model.heads % t or model.ffn % t or (model.kv_groups % t and t % model.kv_groups):
+        if model.heads % t or model.ffn % t or model.dense_ffn % t or (model.kv_groups % t and t % model.kv_groups):
             raise UserError(
                 f"tensor parallel size {t} does not divide {model.heads} heads, {model.kv_groups} key-value groups or "
-                f"ffn size {model.ffn}; choose one that does"
+                f"ffn size {model.ffn}{f' and {model.dense_ffn}' if model.dense_ffn else ''}; choose one that does"
             )
         if self.sequence % (self.context * (t if self.sequence_parallel else 1)):
             raise UserError(f"sequence length {self.sequence} cannot be cut into {self.context} x {t} equal parts")
@@ -191,7 +196,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the pipeline runs. `layers`: transformer layers of each virtual stage; None: equally many.
+    """How the pipeline runs. `layers`: transformer layers of each virtual stage, of a hybrid model letters of its
+    pattern; None: equally many.
 
     vocab_rows: vocabulary rows of each pipeline rank, those of its tensor ranks together; None: even shards. They add
     up to the padded vocabulary. A rank without rows has no vocabulary passes.

@@ -8,8 +8,8 @@ from statistics import NormalDist
 
 from megatron_vp.cost.communication import CommunicationModel
 from megatron_vp.cost.constants import CALIBRATED, Constants
-from megatron_vp.cost.fp8 import bf16_layers
 from megatron_vp.cost.hardware import Hardware
+from megatron_vp.cost.layer_types import stage_layers
 from megatron_vp.cost.layouts import equal_layers
 from megatron_vp.cost.pass_times import PassTimes, Split
 from megatron_vp.cost.shapes import Job, Plan
@@ -89,20 +89,20 @@ def stage_times(times: PassTimes, vocab: VocabMethod, layers: tuple[int, ...], s
 
     Where the vocabulary is not split, the first and the last stage have its layers.
     """
-    traffic = CommunicationModel(times.job, times.hardware, times.constants).layer_traffic()
-    layer, plain, gap = times.layer(), times.plain_layer(), times.constants.gap
-    stages = []
-    for count, wide in zip(layers, bf16_layers(times.job, layers), strict=True):
-        forward, backward, weight = (
-            (count - wide) * own + wide * other for own, other in zip(layer, plain, strict=True)
-        )
-        stages.append(
-            Split(
-                forward + count * traffic + gap,
-                backward + count * traffic + gap,
-                weight + split_backward * gap,
-            )
-        )
+    communication = CommunicationModel(times.job, times.hardware, times.constants)
+    held = stage_layers(times.job, layers)
+    kinds = {kind for stage in held for kind in stage.count}
+    by_kind = {kind: (times.layer(kind), times.plain_layer(kind), communication.layer_traffic(kind)) for kind in kinds}
+    gap, stages = times.constants.gap, []
+    for counts, wides in held:
+        forward = backward = weight = traffic = 0.0
+        for kind, count in counts.items():
+            (layer, plain, each), wide = by_kind[kind], wides[kind]
+            forward += (count - wide) * layer.F + wide * plain.F
+            backward += (count - wide) * layer.B + wide * plain.B
+            weight += (count - wide) * layer.W + wide * plain.W
+            traffic += count * each
+        stages.append(Split(forward + traffic + gap, backward + traffic + gap, weight + split_backward * gap))
     if vocab is VocabMethod.NONE:
         for stage, extra in ((0, times.whole_embedding()), (-1, times.whole_output())):
             stages[stage] = Split(*(own + more for own, more in zip(stages[stage], extra, strict=True)))

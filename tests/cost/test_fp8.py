@@ -9,10 +9,11 @@ from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
 from megatron_vp.cost.constants import CALIBRATED
-from megatron_vp.cost.fp8 import activations_saved, bf16_layers, fp8_matrices, quantised, refuse_fp8, weight_copies
+from megatron_vp.cost.fp8 import activations_saved, fp8_matrices, quantised, refuse_fp8, weight_copies
 from megatron_vp.cost.hardware import HARDWARE
 from megatron_vp.cost.job_sizes import job_of
 from megatron_vp.cost.layer_memory import layer_activations
+from megatron_vp.cost.layer_types import LayerType, stage_layers
 from megatron_vp.cost.layouts import equal_layers
 from megatron_vp.cost.paper.published import Cell
 from megatron_vp.cost.paper.runs import Setting, predict_cell, predict_cell_on
@@ -127,8 +128,11 @@ def test_memory_of_a_rank_has_the_copies_and_keeps_less():
     ],
 )
 def test_layers_that_stay_in_16_bits_are_the_first_and_last_of_the_model(start, end, layers, wide):
-    assert bf16_layers(replace(JOB, bf16_at_start=start, bf16_at_end=end), layers) == wide
-    assert bf16_layers(replace(WIDE, bf16_at_start=start), layers) == layers
+    def found(job):
+        return tuple(each.wide[LayerType.WHOLE] for each in stage_layers(job, layers))
+
+    assert found(replace(JOB, bf16_at_start=start, bf16_at_end=end)) == wide
+    assert found(replace(WIDE, bf16_at_start=start)) == layers
 
 
 def test_stages_with_layers_in_16_bits_take_longer():

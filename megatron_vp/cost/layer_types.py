@@ -1,0 +1,110 @@
+"""What a layer consists of: a whole transformer layer of a GPT model, or one letter of a hybrid model's pattern.
+
+`Plan.layers` counts layers by virtual stage. In a hybrid model a layer is a letter, and a stage has the next so many
+letters of the pattern. An attention letter and an MLP letter together are a transformer layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from enum import StrEnum
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from megatron_vp.cost.shapes import Job, ModelShape
+
+
+class LayerType(StrEnum):
+    """The parts of a layer that costs are computed for."""
+
+    WHOLE = "t"
+    """attention, then an MLP or experts: a layer of a GPT model"""
+    ATTENTION = "*"
+    MLP = "-"
+    EXPERTS = "E"
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention."""
+        return self in (LayerType.WHOLE, LayerType.ATTENTION)
+
+    @property
+    def share(self) -> float:
+        """Share of a whole layer's norms, dropouts, sums over tensor ranks and other work between the products."""
+        return 1.0 if self is LayerType.WHOLE else 0.5
+
+
+class Mlp(NamedTuple):
+    """The MLPs of a layer: their width, how many experts there are (0: no router), how many a token goes through."""
+
+    width: int
+    experts: int
+    per_token: int
+
+
+def mlp_of(model: ModelShape, kind: LayerType) -> Mlp | None:
+    """The MLPs of a layer of this type; None without any."""
+    if kind is LayerType.ATTENTION:
+        return None
+    if kind is LayerType.MLP:
+        return Mlp(model.dense_ffn or model.ffn, 0, 1)
+    return Mlp(model.ffn, model.experts, model.mlps_per_token)
+
+
+def type_of(letter: str) -> LayerType:
+    """The type that a pattern's letter is counted as. Mamba (M), gated delta net (G) and latent attention (D, +) are
+    counted as plain attention, because their own costs are not known here.
+    """
+    return LayerType(letter) if letter in ("*", "-", "E") else LayerType.ATTENTION
+
+
+UNKNOWN_LETTERS = "MGD+"
+"""Letters of a pattern that are counted as attention."""
+
+Counts = Mapping[LayerType, int]
+"""Layers of each type."""
+
+
+class StageLayers(NamedTuple):
+    """The layers of one virtual stage: all of them by type, and those of them whose products stay in 16 bits."""
+
+    count: Counts
+    wide: Counts
+
+
+def model_layers(job: Job) -> Counts:
+    """All layers of the model by type."""
+    return _counted(job.model, 0, job.model.layers)
+
+
+@lru_cache(maxsize=4096)
+def stage_layers(job: Job, layers: tuple[int, ...]) -> tuple[StageLayers, ...]:
+    """What the virtual stages hold, of which each has so many `layers`.
+
+    In 16 bits are all layers without fp8, otherwise the first and the last of the model that the job says.
+    """
+    found, total = [], sum(layers)
+    for start, end in pairwise(accumulate(layers, initial=0)):
+        count = _counted(job.model, start, end)
+        if job.fp8 is None:
+            found.append(StageLayers(count, count))
+            continue
+        at_start, at_end = min(end, job.bf16_at_start), max(start, total - job.bf16_at_end)
+        wide = (
+            count
+            if at_start >= at_end
+            else {
+                kind: _counted(job.model, start, at_start).get(kind, 0) + _counted(job.model, at_end, end).get(kind, 0)
+                for kind in count
+            }
+        )
+        found.append(StageLayers(count, wide))
+    return tuple(found)
+
+
+def _counted(model: ModelShape, start: int, end: int) -> Counts:
+    if not model.pattern:
+        return {LayerType.WHOLE: max(0, end - start)}
+    return Counter(map(type_of, model.pattern[start : max(start, end)]))

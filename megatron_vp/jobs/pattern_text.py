@@ -1,0 +1,72 @@
+"""The text of `--hybrid-layer-pattern`: a letter per layer, bars between pipeline segments, slashes before heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from megatron_vp.errors import UserError
+
+LETTERS = "*-EMGD+"
+"""Attention, MLP, experts, Mamba, gated delta net, and two kinds of latent attention: what Megatron's patterns know."""
+
+_NAMES = ("hybrid_layer_pattern", "hybrid_override_pattern")
+"""The argument, and the older name that Megatron still takes."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A hybrid model as its pattern describes it.
+
+    letters: the layers of the main decoder in their order. cut: how many of them each virtual stage has, in the order
+    of the stages; None without bars. heads: the letters of each further head (multi-token prediction).
+    """
+
+    letters: str
+    cut: tuple[int, ...] | None = None
+    heads: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Pattern:
+        """Raises UserError for a pattern that Megatron does not take."""
+        main, *heads = text.split("/")
+        segments = main.split("|")
+        letters = "".join(segments)
+        for part in (letters, *heads):
+            unknown = next((letter for letter in part if letter not in LETTERS), None)
+            if unknown is not None:
+                raise UserError(
+                    f"--hybrid-layer-pattern {text!r}: {unknown!r} is no layer; use {' '.join(LETTERS)}, | between "
+                    "pipeline segments, / before each further head"
+                )
+            if "*" in part and ("D" in part or "+" in part):
+                raise UserError(f"--hybrid-layer-pattern {text!r}: Megatron does not mix attention * with D or +")
+        if not letters:
+            raise UserError(f"--hybrid-layer-pattern {text!r} has no layer; write a letter per layer, such as *-*-")
+        if not any(heads):
+            heads = []
+        if len(set(heads)) > 1:
+            raise UserError(f"--hybrid-layer-pattern {text!r}: the parts behind slashes must be alike")
+        cut = tuple(map(len, segments)) if len(segments) > 1 else None
+        return cls(letters, cut, tuple(heads))
+
+    def segments(self, cut: Sequence[int]) -> tuple[str, ...]:
+        """The letters of every stage, of which each has as many as `cut` says."""
+        return tuple(self.letters[start:end] for start, end in pairwise(accumulate(cut, initial=0)))
+
+    def with_bars(self, cut: Sequence[int]) -> str:
+        """The text of the same model with this cut."""
+        return "/".join(["|".join(self.segments(cut)), *self.heads])
+
+
+def pattern_in(arguments: Mapping[str, Any]) -> Pattern | None:
+    """The pattern among a job's arguments, by their long names with underscores; None for a GPT model.
+
+    Raises UserError for a pattern that Megatron does not take, and for one under both of its names.
+    """
+    given = [value for value in map(arguments.get, _NAMES) if value is not None]
+    if len(set(map(str, given))) > 1:
+        raise UserError("--hybrid-override-pattern is the old name of --hybrid-layer-pattern: leave one of them out")
+    return Pattern.parse(str(given[0])) if given else None
