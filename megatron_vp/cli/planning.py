@@ -78,7 +78,16 @@ class Request:
         if plan.vocab_rows is None:
             return self.shards
         rows = f"vocabulary rows by rank {','.join(map(str, plan.vocab_rows))}"
-        return rows + (f"; layers by stage {','.join(map(str, plan.layers))}" if plan.layers else "")
+        if not plan.layers or self.job.model.pattern:
+            return rows
+        return f"{rows}; layers by stage {','.join(map(str, plan.layers))}"
+
+    def segments_of(self, plan: Plan) -> list[str]:
+        """Of a hybrid model, its pattern as the plan cuts it, in a line; no line of a GPT model."""
+        from megatron_vp.cost.job_plan import bars_of
+
+        text = bars_of(self.config, plan, self.job)
+        return [] if text is None else [f"segments by stage: {text}"]
 
     @property
     def notes(self) -> list[str]:

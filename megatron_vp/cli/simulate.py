@@ -133,6 +133,7 @@ def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
             request.title,
             f"schedule {plan.schedule}, vocabulary {found.candidate.method}"
             + (f"; {request.shards_of(plan)}" if plan.vocab is not VocabMethod.NONE else ""),
+            *request.segments_of(plan),
             *([next_start] if next_start else []),
             request.job.layers.line,
             "",

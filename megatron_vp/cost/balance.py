@@ -17,13 +17,14 @@ from megatron_vp.cost.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware import Hardware
 from megatron_vp.cost.layer_choices import LayerChoice, layer_choices
 from megatron_vp.cost.pass_times import PassTimes
+from megatron_vp.cost.pattern_cuts import even_cut, letter_seconds, loads_of, pattern_choices
 from megatron_vp.cost.predict import extended, make_simulator, predict
 from megatron_vp.cost.rank_memory import MemoryModel
 from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.cost.stage_costs import layers_of, stage_times
 from megatron_vp.cost.water_filling import fill
 from megatron_vp.jobs.layout_text import even_layers
-from megatron_vp.schedule import Schedule, VocabMethod, family, generate
+from megatron_vp.schedule import Placement, Schedule, VocabMethod, family, generate
 from megatron_vp.schedule.gc_paused import gc_paused
 
 EVEN_BAND = 0.01
@@ -157,9 +158,7 @@ class _Search:
         if self.plan.layers is not None:
             groups = [[LayerChoice(self.plan.layers, tuple(range(self.job.pipeline)))]]
         else:
-            traffic = CommunicationModel(self.job, self.hardware, self.constants).layer_traffic()
-            layer = sum(self.times.layer()) + 2 * traffic
-            groups = layer_choices(self.job.model.layers, self.placement, layer, self.cost)
+            groups = self._choices()
         found = []
         for group in groups:
             full = [each for each in group if self.plan.layers is not None or min(each.layers)]
@@ -167,6 +166,13 @@ class _Search:
             if drawn:
                 found.append(min(drawn, key=lambda each: each[1])[0])
         return list(dict.fromkeys(found))
+
+    def _choices(self) -> list[list[LayerChoice]]:
+        if self.job.model.pattern:
+            return pattern_choices(self.times, self.placement, self.cost)
+        traffic = CommunicationModel(self.job, self.hardware, self.constants).layer_traffic()
+        layer = sum(self.times.layer()) + 2 * traffic
+        return layer_choices(self.job.model.layers, self.placement, layer, self.cost)
 
     def _drawn(self, choice: LayerChoice) -> tuple[Plan, tuple[float, float]] | None:
         """The plan with rows filled over the holders; its work: of the busiest rank in thousandths of a mean one, of
@@ -235,15 +241,21 @@ def least_passes(job: Job, method: VocabMethod, hardware: Hardware, constants: C
     """Seconds of 1F1B's passes with the best layers and rows there can be, all ranks equally fast.
 
     max(ceil(L / p), (L + v) / p) layers per microbatch, v being what one rank would take for the whole vocabulary, and
-    p - 1 mean stages to fill and drain the pipeline.
+    p - 1 mean stages to fill and drain the pipeline. Of a hybrid model, the most even cut's largest stage stands for
+    ceil(L / p).
     """
     times, communication = PassTimes(job, hardware, constants), CommunicationModel(job, hardware, constants)
-    layers, p = job.model.layers, job.pipeline
-    layer, gaps = sum(times.layer()) + 2 * communication.layer_traffic(), 2 * constants.gap
+    layers, p, gaps = job.model.layers, job.pipeline, 2 * constants.gap
+    layer = sum(times.layer()) + 2 * communication.layer_traffic()
+    largest, total = -(-layers // p) * layer, layers * layer
+    if job.model.pattern:
+        letters, placement = letter_seconds(times), Placement.linear(p)
+        cut, total = even_cut(letters, placement), sum(letters)
+        largest = 0.0 if cut is None else max(loads_of(letters, placement, cut))
     vocabulary = sum(times.vocabulary_passes(method, job.model.vocab // job.tensor))
-    busiest = max(-(-layers // p) * layer, (layers * layer + vocabulary) / p) + gaps
+    busiest = max(largest, (total + vocabulary) / p) + gaps
     hops = 2 * communication.message(0, 1, communication.hidden_bytes)
-    return job.microbatches * busiest + (p - 1) * (layers * layer / p + gaps + hops)
+    return job.microbatches * busiest + (p - 1) * (total / p + gaps + hops)
 
 
 def unit_of_rows(vocab: int, ranks: int, tensor: int) -> int | None:

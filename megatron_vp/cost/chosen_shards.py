@@ -7,7 +7,7 @@ from dataclasses import replace
 from megatron_vp.cost.balance import balanced, most_rows
 from megatron_vp.cost.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware import Hardware
-from megatron_vp.cost.job_plan import uncounted
+from megatron_vp.cost.job_plan import cut_of, uncounted
 from megatron_vp.cost.measured_rows import measured, next_start, read_run
 from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.errors import UserError
@@ -46,7 +46,7 @@ def with_shards(
     choice = shard_choice(config, plan)
     if not plan.vocab.is_sharded or choice.rule is ShardRule.EVEN:
         return plan
-    layout_given = config.values.get("pipeline_model_parallel_layout") is not None
+    layout_given = cut_of(config) is not None
     if choice.rule is ShardRule.ROWS:
         return replace(plan, vocab_rows=choice.rows)
     if choice.rule is ShardRule.BALANCED:
@@ -60,7 +60,7 @@ def with_shards(
     if layout_given and ran.layers != plan.layers:
         raise UserError(
             f"{choice.folder} measured another layout of layers, {list(ran.layers or ())}: measure a run with this "
-            "one, or leave --pipeline-model-parallel-layout out"
+            "one, or leave the layout out (--pipeline-model-parallel-layout, the bars of --hybrid-layer-pattern)"
         )
     most = None if memory_limit is None else most_rows(job, ran, hardware, memory_limit, constants)
     return measured(job, ran, run.seconds, most).plan(plan)

@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_vp.cost.job_sizes import job_of
+from megatron_vp.cost.layer_types import UNKNOWN_LETTERS
 from megatron_vp.cost.layouts import equal_layers
 from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE, JobConfig
 from megatron_vp.jobs.layout_text import even_layers, layers_in, layout_of
+from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.schedule import DEFAULT_SCHEDULE, Family, VocabMethod, family, megatrons_own
 
 UNCOUNTED: dict[str, tuple[Any, ...]] = {
     # Layers of other shapes.
     **dict.fromkeys(("mtp_num_layers", "mtp_hybrid_override_pattern"), (0,)),
-    **dict.fromkeys(("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"), ()),
+    **dict.fromkeys(("is_hybrid_model",), ()),
     **dict.fromkeys(("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"), ()),
     **dict.fromkeys(("multi_latent_attention", "q_lora_rank", "kv_lora_rank"), ()),
     **dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), ()),
@@ -56,15 +58,26 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
 
 
 def uncounted(config: JobConfig) -> list[str]:
-    """Flags of this job that the cost model knows nothing of, though they change time or memory."""
+    """Flags of this job that the cost model knows nothing of, though they change time or memory, and the parts of a
+    hybrid model's pattern that it counts as something else.
+    """
     values = config.values
     found = [
         option_of(name)
         for name, harmless in UNCOUNTED.items()
         if values.get(name) not in (None, False) and values[name] not in harmless
     ]
-    selective = values.get("recompute_granularity") == "selective"
-    return [*found, "--recompute-granularity selective"] if selective else found
+    if values.get("recompute_granularity") == "selective":
+        found.append("--recompute-granularity selective")
+    pattern = pattern_in(values)
+    if pattern is None:
+        return found
+    letters = [letter for letter in UNKNOWN_LETTERS if letter in pattern.letters]
+    if letters:
+        found.append(f"--hybrid-layer-pattern ({', '.join(letters)}: taken for attention *)")
+    if pattern.heads:
+        found.append("--hybrid-layer-pattern (the heads behind /)")
+    return found
 
 
 def plan_of(config: JobConfig) -> Plan:
@@ -92,10 +105,35 @@ def plan_of(config: JobConfig) -> Plan:
         if algorithm not in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2):
             raise UserError(f"--vocab-parallel-algorithm {algorithm!r} is unknown; use vocab-1 or vocab-2")
         vocab = VocabMethod(algorithm)
-    layout = config.values.get("pipeline_model_parallel_layout")
-    if layout is not None:
-        return Plan(chosen.name, vocab, chunks, layers_in(str(layout)))
+    cut = cut_of(config)
+    if cut is not None:
+        return Plan(chosen.name, vocab, chunks, cut)
     return Plan(chosen.name, vocab, chunks, _uneven_layers(config, chosen))
+
+
+def cut_of(config: JobConfig) -> tuple[int, ...] | None:
+    """Layers by virtual stage as the configuration's layout or the bars of its pattern say; None without either.
+
+    Raises UserError for what Megatron refuses next to a pattern.
+    """
+    pattern, layout = pattern_in(config.values), config.values.get("pipeline_model_parallel_layout")
+    if pattern is None:
+        return None if layout is None else layers_in(str(layout))
+    for name in _CUTS:
+        if config.values.get(name) is not None:
+            raise UserError(
+                f"{option_of(name)} does not go with --hybrid-layer-pattern: leave it out, and cut the pattern by bars "
+                "(*-|*-), one segment per stage"
+            )
+    return pattern.cut
+
+
+_CUTS = (
+    "pipeline_model_parallel_layout",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+)
+"""Arguments that cut a GPT model. Bars cut a hybrid model's pattern."""
 
 
 def _uneven_layers(config: JobConfig, chosen: Family) -> tuple[int, ...] | None:
@@ -110,29 +148,52 @@ def _uneven_layers(config: JobConfig, chosen: Family) -> tuple[int, ...] | None:
 
 def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
     """What to change for this configuration to run `plan`, by long name; None and False unset what it sets."""
-    layout = config.values.get("pipeline_model_parallel_layout")
-    layers, chunks = plan.layers, plan.chunks
-    if layers is None and layout is not None:
-        layers = equal_layers(job, job.pipeline * (chunks or family(plan.schedule).chunks or 1))
-    if layers is not None and (layout is None or layers_in(str(layout)) != layers):
-        layout = layout_of(layers)
-    split = plan.vocab is not VocabMethod.NONE
+    chunks, split = plan.chunks, plan.vocab is not VocabMethod.NONE
     # Without vocabulary passes, several chunks are all that makes Megatron's own schedule interleaved.
     own = not split and plan.schedule == megatrons_own(chunks).name
+    bars = bars_of(config, plan, job)
+    if bars is None:
+        cut = _layout_settings(config, plan, job)
+    else:
+        cut = {"hybrid_layer_pattern": bars, "hybrid_override_pattern": None, **dict.fromkeys(_CUTS)}
     wanted = {
         "vocab_parallel": split,
         "vocab_parallel_algorithm": plan.vocab.value if plan.vocab.is_sharded else None,
         "vocab_shards": _shards_text(plan),
         "pipeline_schedule": DEFAULT_SCHEDULE if own else plan.schedule,
-        "pipeline_model_parallel_layout": layout,
-        "num_virtual_stages_per_pipeline_rank": chunks if layout is None else None,
-        "num_layers_per_virtual_pipeline_stage": None,
+        **cut,
     }
     defaults = {"vocab_parallel": False, "pipeline_schedule": DEFAULT_SCHEDULE}
     settings = {name: value for name, value in wanted.items() if value != config.values.get(name, defaults.get(name))}
     if plan.vocab.is_sharded:  # the defaults, but what was chosen should be seen
         settings.setdefault("vocab_parallel_algorithm", plan.vocab.value)
     return settings
+
+
+def _stages(plan: Plan, job: Job) -> int:
+    return job.pipeline * (plan.chunks or family(plan.schedule).chunks or 1)
+
+
+def _layout_settings(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
+    """What cuts a GPT model as `plan` does."""
+    layers, layout = plan.layers, config.values.get("pipeline_model_parallel_layout")
+    if layers is None and layout is not None:
+        layers = equal_layers(job, _stages(plan, job))
+    if layers is not None and (layout is None or layers_in(str(layout)) != layers):
+        layout = layout_of(layers)
+    return {
+        "pipeline_model_parallel_layout": layout,
+        "num_virtual_stages_per_pipeline_rank": plan.chunks if layout is None else None,
+        "num_layers_per_virtual_pipeline_stage": None,
+    }
+
+
+def bars_of(config: JobConfig, plan: Plan, job: Job) -> str | None:
+    """The pattern of a hybrid model as `plan` cuts it; None of a GPT model. A pipeline's pattern always gets its bars:
+    Megatron deprecates pipelines without them.
+    """
+    pattern = pattern_in(config.values)
+    return None if pattern is None else pattern.with_bars(plan.layers or equal_layers(job, _stages(plan, job)))
 
 
 def _shards_text(plan: Plan) -> str | None:
@@ -151,11 +212,11 @@ def _chunks(config: JobConfig) -> int | None:
         chunks, uneven = divmod(stages, job.pipeline)
         if rest or uneven:
             raise UserError(f"--num-layers-per-virtual-pipeline-stage {each} does not divide the layers of a rank")
-    layout = config.values.get("pipeline_model_parallel_layout")
+    cut = cut_of(config)
     chosen = family(config.values.get("pipeline_schedule") or DEFAULT_SCHEDULE)
-    if chunks is None and layout is not None and chosen.chunks in (1, None):
+    if chunks is None and cut is not None and chosen.chunks in (1, None):
         # As Megatron does; a number of stages that does not go with the ranks is refused with the layers.
-        chunks = max(1, len(layers_in(str(layout))) // (config.values.get("pipeline_model_parallel_size") or 1))
+        chunks = max(1, len(cut) // (config.values.get("pipeline_model_parallel_size") or 1))
     if chosen.chunks is None and (chunks or 1) == 1:
         needed = option_of("num_virtual_stages_per_pipeline_rank")
         raise UserError(f"--pipeline-schedule {chosen.name} needs several chunks: use it with {needed} 2")

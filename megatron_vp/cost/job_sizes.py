@@ -9,6 +9,7 @@ from typing import Any
 from megatron_vp.cost.shapes import CrossEntropy, Fp8Recipe, Job, ModelShape, Recompute
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
+from megatron_vp.jobs.pattern_text import pattern_in
 
 
 def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
@@ -35,7 +36,6 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     # Megatron's default: 4 h, for gated MLPs two thirds of it in steps of 64.
     ffn = int(4 * hidden * 2 / 3 / 64) * 64 if given("swiglu") else 4 * hidden
     rows = given("make_vocab_size_divisible_by", 128) * tensor
-    experts = given("num_experts", 0)
     padded = given("padded_vocab_size")
     if padded and padded < given("vocab_size", 0):
         raise UserError(
@@ -44,11 +44,17 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         )
     if given("bf16") and given("fp16"):
         raise UserError("bf16 and fp16 are both on: a model has one of them; leave one out (false in a file)")
+    experts, pattern = given("num_experts", 0), pattern_in(arguments)
+    if pattern is not None and "E" not in pattern.letters:
+        experts = 0
+    elif pattern is not None and not experts:
+        raise UserError("--hybrid-layer-pattern has experts (E): give --num-experts")
+    dense_ffn = given("ffn_hidden_size", ffn)
     model = ModelShape(
-        layers=size("num_layers"),
+        layers=size("num_layers") if pattern is None else len(pattern.letters),
         hidden=hidden,
         heads=size("num_attention_heads"),
-        ffn=given("moe_ffn_hidden_size" if experts else "ffn_hidden_size", given("ffn_hidden_size", ffn)),
+        ffn=given("moe_ffn_hidden_size", dense_ffn) if experts else dense_ffn,
         vocab=padded or math.ceil(size("vocab_size") / rows) * rows,
         kv_groups=given("num_query_groups", 1) if given("group_query_attention") else 0,
         head_size=given("kv_channels", 0),
@@ -59,6 +65,8 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         experts_per_token=given("moe_router_topk", 2) if experts else 0,
         query_key_norms=bool(given("qk_layernorm") or given("qk_l2_norm")),
         rotary=given("position_embedding_type") == "rope",
+        pattern="" if pattern is None else pattern.letters,
+        dense_ffn=dense_ffn if experts and pattern is not None else 0,
     )
     recompute = given("recompute_granularity")
     if recompute not in (None, "full", "selective"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 
@@ -62,6 +63,34 @@ def redistributed_layers(job: Job, placement: Placement | None = None) -> tuple[
     found = dict(zip(others, _spread(layers - last, len(others)), strict=True))
     found |= zip(own, _spread(last, len(own)), strict=True)
     return tuple(found[stage] for stage in range(placement.stages))
+
+
+def least_work_layers(count: int, layer: float, work: Sequence[float], placement: Placement) -> tuple[int, ...] | None:
+    """Layers by virtual stage for which the busiest rank has the least work there can be; None where they are too few.
+
+    All stages but the first and the last have a layer; one after another, the others go to the rank that then has
+    least. A rank's layers are spread over its stages, the first and the last of the model being the ones with fewer.
+
+    Args:
+        count: of layers, each of which takes `layer` seconds. work: what every rank does besides.
+    """
+    ends = (0, placement.stages - 1)
+    given = [sum(stage not in ends for stage in stages) for stages in placement.stage_of]
+    if sum(given) > count:
+        return None
+    queue = [(load + (count + 1) * layer, rank) for rank, (load, count) in enumerate(zip(work, given, strict=True))]
+    heapq.heapify(queue)
+    for _ in range(count - sum(given)):
+        load, rank = queue[0]
+        given[rank] += 1
+        heapq.heapreplace(queue, (load + layer, rank))
+    layers = [0] * placement.stages
+    for rank, stages in enumerate(placement.stage_of):
+        each, larger = divmod(given[rank], len(stages))
+        inner_first = sorted(stages, key=lambda stage: stage in ends)
+        for place, stage in enumerate(inner_first):
+            layers[stage] = each + (place < larger)
+    return tuple(layers)
 
 
 def _spread(layers: int, stages: int) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -14,8 +13,9 @@ from megatron_vp.cost.balance import balanced
 from megatron_vp.cost.communication import CommunicationModel
 from megatron_vp.cost.constants import CALIBRATED, ERROR_BAND, Constants
 from megatron_vp.cost.hardware import Hardware
-from megatron_vp.cost.layouts import spread_layers
+from megatron_vp.cost.layouts import least_work_layers, spread_layers
 from megatron_vp.cost.pass_times import PassTimes
+from megatron_vp.cost.pattern_cuts import even_cut, letter_seconds, unit_length
 from megatron_vp.cost.predict import Prediction, extended, make_simulator, predict
 from megatron_vp.cost.rank_memory import RankMemory
 from megatron_vp.cost.shapes import Job, Plan
@@ -153,7 +153,7 @@ def method_of(plan: Plan) -> str:
 
 
 def candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED, chunks: int = 2) -> list[Candidate]:
-    """Every schedule with every method that it has, on as even a layout as whole layers allow.
+    """Every schedule with every method that it has, on as even a layout as layers allow.
 
     `chunks` are those of `interleaved`.
 
@@ -173,17 +173,17 @@ def candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED, 
         own = chunks if record.chunks is None else None
         placement = record.placement_of(job.pipeline, own)
         if record.own_method is not None:
-            layers = spread_layers(job, placement)
+            layers = _even(job, placement, hardware, constants)
             found.append(Candidate(str(record.own_method), Plan(name, record.own_method, own, layers)))
             continue
-        even = spread_layers(job, placement)
+        even = _even(job, placement, hardware, constants)
         found.append(Candidate(PLAIN, Plan(name, chunks=own, layers=even)))
         found += [Candidate(str(v), Plan(name, v, own, even)) for v in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2)]
         if job.model.layers < placement.stages:
             continue
-        balanced = balanced_layers(job, placement, hardware, constants)
-        if balanced != found[-1].plan.layers and len(set(balanced)) > 1:
-            found.append(Candidate(REDISTRIBUTED, Plan(name, chunks=own, layers=balanced)))
+        for layers in dict.fromkeys(_redistributed(job, placement, hardware, constants)):
+            if layers != even and len(set(layers)) > 1:
+                found.append(Candidate(REDISTRIBUTED, Plan(name, chunks=own, layers=layers)))
     return found
 
 
@@ -192,36 +192,57 @@ def balanced_layers(
 ) -> tuple[int, ...]:
     """Layers by virtual stage for which the busiest rank, vocabulary layers included, has the least work there can be.
 
-    All stages but the first and the last have a layer; one after another, the others go to the rank that then has
-    least. A rank's layers are spread over its stages, the first and the last of the model being the ones with fewer.
-    Raises UserError for fewer layers than that.
+    Of a hybrid model the letters of its pattern: see `pattern_cuts.even_cut`.
+    Raises UserError where there are fewer layers than stages between the first and the last.
     """
     times = PassTimes(job, hardware, constants)
-    layer = sum(times.layer()) + 2 * CommunicationModel(job, hardware, constants).layer_traffic()
+    if job.model.pattern:
+        work = _vocabulary_work(times, placement)
+        found = even_cut(letter_seconds(times), placement, work, may_be_empty=(0, placement.stages - 1))
+    else:
+        layer = sum(times.layer()) + 2 * CommunicationModel(job, hardware, constants).layer_traffic()
+        work = [0.0] * placement.ranks
+        if job.fp8 is not None:
+            slower = sum(times.plain_layer()) - sum(times.layer())
+            work[placement.first_rank] += job.bf16_at_start * slower
+            work[placement.last_rank] += job.bf16_at_end * slower
+        work = [own + more for own, more in zip(work, _vocabulary_work(times, placement), strict=True)]
+        found = least_work_layers(job.model.layers, layer, work, placement)
+    if found is None:
+        raise UserError(_too_few_layers(job, placement.stages))
+    return found
+
+
+def _redistributed(job: Job, placement: Placement, hardware: Hardware, constants: Constants) -> list[tuple[int, ...]]:
+    """The layouts that `redistributed` stands for: `balanced_layers`, and for a pattern that repeats the best one
+    between whole repetitions, too, which is at times a little faster.
+    """
+    found = [balanced_layers(job, placement, hardware, constants)]
+    size = unit_length(job.model.pattern)
+    if 1 < size < job.model.layers:
+        times = PassTimes(job, hardware, constants)
+        unit = sum(letter_seconds(times)) / job.model.layers * size
+        whole = least_work_layers(job.model.layers // size, unit, _vocabulary_work(times, placement), placement)
+        found += [] if whole is None else [tuple(size * count for count in whole)]
+    return found
+
+
+def _vocabulary_work(times: PassTimes, placement: Placement) -> list[float]:
+    """Seconds of whole vocabulary layers by rank, in all passes of a microbatch."""
     work = [0.0] * placement.ranks
-    if job.fp8 is not None:
-        slower = sum(times.plain_layer()) - sum(times.layer())
-        work[placement.first_rank] += job.bf16_at_start * slower
-        work[placement.last_rank] += job.bf16_at_end * slower
     work[placement.first_rank] += sum(times.whole_embedding())
     work[placement.last_rank] += sum(times.whole_output())
-    ends = (0, placement.stages - 1)
-    given = [sum(stage not in ends for stage in stages) for stages in placement.stage_of]
-    if sum(given) > job.model.layers:
-        raise UserError(_too_few_layers(job, placement.stages))
-    queue = [(load + (count + 1) * layer, rank) for rank, (load, count) in enumerate(zip(work, given, strict=True))]
-    heapq.heapify(queue)
-    for _ in range(job.model.layers - sum(given)):
-        load, rank = queue[0]
-        given[rank] += 1
-        heapq.heapreplace(queue, (load + layer, rank))
-    layers = [0] * placement.stages
-    for rank, stages in enumerate(placement.stage_of):
-        each, larger = divmod(given[rank], len(stages))
-        inner_first = sorted(stages, key=lambda stage: stage in ends)
-        for place, stage in enumerate(inner_first):
-            layers[stage] = each + (place < larger)
-    return tuple(layers)
+    return work
+
+
+def _even(job: Job, placement: Placement, hardware: Hardware, constants: Constants) -> tuple[int, ...] | None:
+    """As even a layout as whole layers allow, of a hybrid model as letters allow; None for equally many per stage."""
+    cut = None
+    if job.model.pattern:
+        cut = even_cut(letter_seconds(PassTimes(job, hardware, constants)), placement)
+    if cut is None:
+        return spread_layers(job, placement)
+    return None if len(set(cut)) == 1 else cut
 
 
 @gc_paused()

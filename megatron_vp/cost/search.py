@@ -22,6 +22,7 @@ from megatron_vp.cost.constants import CALIBRATED, ERROR_BAND, Constants
 from megatron_vp.cost.hardware import Hardware
 from megatron_vp.cost.job_sizes import job_of
 from megatron_vp.cost.layer_memory import layer_memory
+from megatron_vp.cost.layer_types import model_layers, stage_layers
 from megatron_vp.cost.planner import (
     LARGEST,
     PLAIN,
@@ -37,6 +38,7 @@ from megatron_vp.cost.rank_memory import MemoryModel
 from megatron_vp.cost.shapes import Job, Plan, Recompute
 from megatron_vp.cost.workers import worker_pool
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.schedule import PassCosts, Schedule, VocabMethod, family, generate
 from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD
 from megatron_vp.schedule.reorder import EMBEDDING_GRADIENTS
@@ -189,6 +191,9 @@ def _sizes(
         return [arguments.get(DIMENSIONS[dimension][0]) or 1] if dimension in keep else tried
 
     experts, sequence, layers = (arguments.get(name) or 0 for name in ("num_experts", "seq_length", "num_layers"))
+    pattern = pattern_in(arguments)
+    if pattern is not None:
+        layers = len(pattern.letters)
     tensor = own("tensor", [size for size in _powers(hardware.gpus_per_node) if size <= gpus])
     context = own("context", [size for size in _powers(gpus) if size == 1 or sequence // size >= CONTEXT_TOKENS])
     expert = own("expert", [size for size in _powers(gpus) if size == 1 or (experts and experts % size == 0)])
@@ -357,8 +362,10 @@ def estimate(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CA
     before = [0.0, *accumulate(costs.F)]
     behind = [0.0, *accumulate(backward + weight for backward, weight in zip(costs.B, costs.W, strict=True))]
     memory = MemoryModel(job, single, layers, hardware)
-    layer = layer_memory(job, single.split_backward)
-    kept = max(layer.kept, layer.waiting) if single.split_backward else layer.kept
+    kept, held = {}, stage_layers(job, layers)
+    for kind in model_layers(job):
+        layer = layer_memory(job, single.split_backward, kind)
+        kept[kind] = max(layer.kept, layer.waiting) if single.split_backward else layer.kept
     seconds, fullest, total, sharded = 0.0, 0.0, 0.0, plan.vocab.is_sharded
     for rank, stages in enumerate(placement.stage_of):
         work = sum(costs.duration(single, rank, step) for step in single.ranks[rank])
@@ -370,7 +377,9 @@ def estimate(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CA
         )
         seconds = max(seconds, job.microbatches * work, before[first] + job.microbatches * work + drain - outside)
         in_flight = min(most[rank], job.microbatches * placement.chunks) / placement.chunks
-        activations = (in_flight - 1) * sum(layers[stage] for stage in stages) * kept
+        activations = (in_flight - 1) * sum(
+            count * kept[kind] for stage in stages for kind, count in held[stage].count.items()
+        )
         fullest = max(fullest, memory.rank(rank).total + activations)
     after = after_passes(job, plan, single, hardware, constants)
     return Estimate(seconds + after, job.microbatches * total / job.pipeline + after, fullest)

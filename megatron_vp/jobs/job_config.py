@@ -48,6 +48,7 @@ SIZES = (
 OTHERS = (
     *("vocab_parallel", "vocab_parallel_algorithm", "vocab_shards"),
     *("pipeline_schedule", "pipeline_model_parallel_layout"),
+    *("hybrid_layer_pattern", "hybrid_override_pattern"),
     *("swiglu", "quick_geglu", "group_query_attention", "untie_embeddings_and_output_weights"),
     *("hidden_dropout", "attention_dropout", "sequence_parallel", "use_distributed_optimizer"),
     *("recompute_granularity", "bf16", "fp16", "accumulate_allreduce_grads_in_fp32"),

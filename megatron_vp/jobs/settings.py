@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from typing import Any
 
@@ -14,12 +15,24 @@ def flags_of(settings: dict[str, Any]) -> str:
     for name, value in settings.items():
         if value is None or value is False:
             continue
-        words += [option_of(name)] if value is True else [option_of(name), shlex.quote(str(value))]
+        text = shlex.quote(str(value))
+        if value is True:
+            words.append(option_of(name))
+        elif str(value).startswith("-"):  # else it would be taken for an option
+            words.append(f"{option_of(name)}={text}")
+        else:
+            words += [option_of(name), text]
     return " ".join(words)
 
 
 def yaml_of(settings: dict[str, Any]) -> str:
     """Settings as an overlay file."""
-    words = {None: "null", True: "true", False: "false"}
-    lines = [f"  {name}: {words.get(value, value)}\n" for name, value in settings.items()]
+    lines = [f"  {name}: {_yaml_text(value)}\n" for name, value in settings.items()]
     return "parallelism:\n" + "".join(lines) if lines else ""
+
+
+def _yaml_text(value: Any) -> str:
+    """As YAML writes it; text is quoted where its first sign means something else there."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return json.dumps(value) if isinstance(value, str) and value[:1] in ("*", "-", "|", "+") else str(value)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_vp.jobs.pattern_text import Pattern
 from megatron_vp.mcore.model.initial_weights import PlainCut, moves_layers
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
 from tests.harness.ranks import run_ranks
@@ -257,7 +258,7 @@ def test_a_run_that_loads_a_checkpoint_does_not_build_plain_megatrons_stage(tmp_
 def _arguments(**given: object) -> argparse.Namespace:
     defaults = {"pipeline_model_parallel_layout": None, "hybrid_layer_pattern": None, "mtp_num_layers": None}
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "num_layers": 4}
-    ours = {"_given_layout": None, "pipeline_schedule": "v-half", "vocab_parallel": True}
+    ours = {"_given_layout": None, "_given_pattern": None, "pipeline_schedule": "v-half", "vocab_parallel": True}
     return argparse.Namespace(**defaults | sizes | ours | given)
 
 
@@ -282,4 +283,8 @@ def test_chunks_in_rounds_and_layers_that_we_cut_ourselves_start_as_megatron_wou
     chosen = {"pipeline_schedule": "1f1b", "virtual_pipeline_model_parallel_size": None}
     assert moves_layers(_arguments(**chosen, pipeline_model_parallel_layout="Et|tttL"))
     assert not moves_layers(_arguments(**chosen, pipeline_model_parallel_layout="Ett|ttL"))
+    chosen |= {"_given_pattern": Pattern("*-*-")}
+    assert moves_layers(_arguments(**chosen, hybrid_layer_pattern="*-*|-"))
+    assert PlainCut.of(_arguments(**chosen, hybrid_layer_pattern="*-*|-")) == PlainCut(1, None, "*-|*-")
+    assert not moves_layers(_arguments(**chosen, hybrid_layer_pattern="*-|*-"))
     assert moves_layers(_arguments())

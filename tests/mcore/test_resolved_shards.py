@@ -14,6 +14,7 @@ from megatron_vp.cost.shapes import Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.jobs.layout_text import layers_in
+from megatron_vp.jobs.pattern_text import Pattern
 from megatron_vp.jobs.resolved import read_resolved
 from megatron_vp.mcore import choices
 from megatron_vp.mcore.options import vocab_rows
@@ -47,6 +48,34 @@ def test_balanced_takes_what_the_cost_model_chooses():
     (line,) = [line for line in describe_job(args, 4) if line.startswith("vocabulary rows by pipeline rank: ")]
     assert ",".join(map(str, args.vocab_rows)) in line and f"{expected.gain:.3f} times as fast" in line
     assert f"layers by stage: {','.join(map(str, expected.layers))}" in line
+
+
+HYBRID = {
+    "num_layers": None,
+    "hybrid_layer_pattern": "*-*-*-*-*-*-*-",
+    "spec": ["megatron_vp.mcore.hybrid_stack", "local_stack_spec"],
+    "position_embedding_type": "rope",
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "v-half"])
+def test_a_hybrid_model_without_bars_gets_them_with_its_rows(schedule):
+    args = resolved(**HYBRID, vocab_shards="balanced", pipeline_schedule=schedule)
+    values = {**vars(args), "padded_vocab_size": 16384, "hybrid_layer_pattern": HYBRID["hybrid_layer_pattern"]}
+    expected = balanced(job_of(values, 4), Plan(schedule, VocabMethod.VOCAB_2), HARDWARE["cpu"])
+    found = Pattern.parse(args.hybrid_layer_pattern)
+    assert found.letters == HYBRID["hybrid_layer_pattern"] and found.cut == expected.layers
+    assert args.vocab_rows == expected.rows and args.pipeline_model_parallel_layout is None
+
+
+def test_the_users_bars_stay():
+    args = resolved(**HYBRID | {"hybrid_layer_pattern": "*-*|-*-*|-*-*|-*-"}, vocab_shards="balanced")
+    assert args.hybrid_layer_pattern == "*-*|-*-*|-*-*|-*-" and len(set(args.vocab_rows)) > 1
+
+
+def test_a_v_without_bars_gets_even_ones():
+    args = resolved(**HYBRID, vocab_parallel=None, pipeline_schedule="v-half")
+    assert Pattern.parse(args.hybrid_layer_pattern).cut == (1, 2, 2, 2, 1, 2, 2, 2)
 
 
 def test_it_is_the_default_and_every_rank_comes_to_the_same():
@@ -168,6 +197,13 @@ def test_a_balanced_run_trains_as_plain_megatron_and_writes_what_it_chose(tmp_pa
     written = read_resolved(tmp_path / "resolved_config.yaml")
     assert sum(written["vocab_rows"]) == 40 and len(set(written["vocab_rows"])) > 1
     assert sum(layers_in(written["pipeline_model_parallel_layout"])) == 7
+
+
+def test_a_balanced_hybrid_run_trains_as_plain_megatron():
+    job = {**HYBRID, "train_iters": 3, "global_batch_size": 12}
+    plain = train(1, comparable_model(**job))
+    ours = {"pipeline_model_parallel_size": 4, "vocab_parallel": True, "vocab_shards": "balanced"}
+    assert_equal(train(4, comparable_model(**job, **ours)), plain, FP32)
 
 
 def test_a_resumed_run_keeps_the_shards_that_its_optimizer_state_fits(tmp_path):

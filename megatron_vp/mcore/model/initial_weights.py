@@ -35,6 +35,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.training import get_args
 from torch import nn
 
+from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.mcore.choices import places_chunks
 from megatron_vp.mcore.model.chunk_layout import even_layout, placed_as_megatron
 from megatron_vp.runtime.groups import pipeline_device
@@ -61,13 +62,16 @@ class PlainCut:
         """The cut that belongs to a job's validated arguments."""
         chunks = args.virtual_pipeline_model_parallel_size or 1
         joined = chunks if places_chunks(args) else 1
-        layout, pattern = args._given_layout, args.hybrid_layer_pattern
+        layout, pattern, given = args._given_layout, args.hybrid_layer_pattern, args._given_pattern
         if pattern is None:
             stages = chunks * args.pipeline_model_parallel_size
             layout = layout or even_layout(args.num_layers, stages, args.mtp_num_layers or 0)
             segments = PipelineParallelLayerLayout.parse_str_to_list(layout)
             layout = tuple(tuple(chain(*part)) for part in _in_groups(segments, joined))
         else:
+            if given is not None and given.cut is None and "|" in pattern:
+                stages = chunks * args.pipeline_model_parallel_size
+                pattern = given.with_bars(even_layers(len(given.letters), stages))
             main, *heads = pattern.split("/")
             layout, pattern = None, "/".join(["|".join(map("".join, _in_groups(main.split("|"), joined))), *heads])
         return cls(chunks // joined, layout, pattern)
@@ -190,7 +194,9 @@ def plain_start(groups: ProcessGroupCollection, build: BuildPlain) -> PlainStart
 
 def moves_layers(args: argparse.Namespace) -> bool:
     """Whether some layers are on other ranks than in plain Megatron."""
-    layout = args.pipeline_model_parallel_layout
+    layout, pattern = args.pipeline_model_parallel_layout, args.hybrid_layer_pattern
+    if pattern is not None and "|" in pattern and not places_chunks(args):
+        return pattern != PlainCut.of(args).pattern
     if places_chunks(args) or layout is None or layout == args._given_layout:
         return places_chunks(args)
     segments = map(tuple, PipelineParallelLayerLayout.parse_str_to_list(layout))

@@ -22,6 +22,8 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import flag_value, name_of, option_of, split_config
 from megatron_vp.jobs.config_words import arguments_from_config
 from megatron_vp.jobs.known_options import nearest_name
+from megatron_vp.jobs.layout_text import even_layers
+from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.jobs.resolved import RESOLVED_NAME, write_resolved
 from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
 from megatron_vp.mcore import patch_table, patches
@@ -227,7 +229,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
 def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> Any:
     """Validate parsed arguments by Megatron's own function and our refusals; opens no file. Raises UserError."""
     check_ranges(args)
-    args._given_layout = args.pipeline_model_parallel_layout
+    args._given_layout, args._given_pattern = args.pipeline_model_parallel_layout, pattern_in(vars(args))
     has_chunks = (chosen_family(args).chunks or 1) > 1
     if has_chunks:
         _refuse_numbers_of_chunks(args)
@@ -297,13 +299,18 @@ def _refuse_numbers_of_chunks(args: argparse.Namespace) -> None:
 
 
 def _lay_out_chunks(args: argparse.Namespace) -> None:
-    """The chunks that the schedule has before Megatron derives anything: an even layout string, unless one is given."""
+    """The chunks that the schedule has before Megatron derives anything: an even layout string, or even bars in a
+    hybrid model's pattern, unless these are given.
+    """
     from megatron_vp.mcore.model.chunk_layout import even_layout
 
     chunks = chosen_family(args).chunks
-    hybrid = args.hybrid_layer_pattern is not None or args.hybrid_override_pattern is not None
-    if args.pipeline_model_parallel_layout is None and not hybrid and args.num_layers is not None:
-        stages = chunks * args.pipeline_model_parallel_size
+    pattern, stages = pattern_in(vars(args)), chunks * args.pipeline_model_parallel_size
+    if pattern is not None:
+        if pattern.cut is None:
+            args.hybrid_layer_pattern = pattern.with_bars(even_layers(len(pattern.letters), stages))
+            args.hybrid_override_pattern = None
+    elif args.pipeline_model_parallel_layout is None and args.num_layers is not None:
         args.pipeline_model_parallel_layout = even_layout(args.num_layers, stages, args.mtp_num_layers or 0)
 
 

@@ -17,13 +17,15 @@ from megatron_vp.cost.job_sizes import job_of
 from megatron_vp.cost.measured_rows import read_run, refilled
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import SIZES, JobConfig, read_job_config
-from megatron_vp.jobs.layout_text import layers_in, layout_of
+from megatron_vp.jobs.layout_text import layout_of
+from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
 from megatron_vp.mcore import choices
 from megatron_vp.mcore.choices import chosen_family
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.flags import uses_cpu
 from megatron_vp.mcore.reports import memory
+from megatron_vp.mcore.reports.cut import layers_given
 from megatron_vp.mcore.storage.checkpoint_check import cut_to_keep
 from megatron_vp.mcore.storage.dataset import padded_vocabulary
 from megatron_vp.schedule import VocabMethod
@@ -94,7 +96,7 @@ def _balance(args: argparse.Namespace) -> None:
         if unknown:
             raise UserError(f"the cost model does not count {', '.join(unknown)}")
         plan, job, hardware = plan_of(config), job_of(config.values, args.world_size), _hardware()
-        if _may_lay_out(args):
+        if not _is_laid_out(args):
             plan = replace(plan, layers=None)
         found = balanced(job, plan, hardware, memory_limit=hardware.memory if hardware.is_gpu else None)
     except UserError as error:
@@ -115,11 +117,11 @@ def _follow(args: argparse.Namespace, folder: Path) -> None:
                 f"--vocab-shards measured:{folder} is of a run with {there} {what}, and this job has {here}: measure a "
                 "run of this job"
             )
-    layout = args.pipeline_model_parallel_layout
-    if layout is not None and run.cut.layers is not None and layers_in(str(layout)) != run.cut.layers:
+    if _is_laid_out(args) and run.cut.layers is not None and layers_given(args) != run.cut.layers:
+        option = "--pipeline-model-parallel-layout" if pattern_in(vars(args)) is None else "--hybrid-layer-pattern"
         raise UserError(
-            f"--vocab-shards measured:{folder} is of a run with the layers {list(run.cut.layers)}, and "
-            f"--pipeline-model-parallel-layout has others: measure a run of this layout, or leave the layout out"
+            f"--vocab-shards measured:{folder} is of a run with the layers {list(run.cut.layers)}, and {option} has "
+            "others: measure a run of this layout, or leave the layout (of a pattern, its bars) out"
         )
     chosen = refilled(run.cut, run.seconds, _room(args, run.cut))
     _take(args, chosen, f"--vocab-shards measured:{folder}: the busiest rank had {chosen.gain:.3f} times this work")
@@ -141,9 +143,10 @@ def _room(args: argparse.Namespace, cut: Cut) -> tuple[int, ...] | None:
 def _take(args: argparse.Namespace, shards: Shards, why: str) -> None:
     """Run with these rows, and with these layers where the arguments name none."""
     args.vocab_rows = shards.rows
-    laid_out = shards.layers is not None and _may_lay_out(args)
+    laid_out = shards.layers is not None and not _is_laid_out(args)
     if laid_out:
-        _lay_out(args, layout_of(shards.layers))
+        pattern = pattern_in(vars(args))
+        _lay_out(args, layout_of(shards.layers) if pattern is None else pattern.with_bars(shards.layers))
     layers = f"layers by stage: {','.join(map(str, shards.layers))}" if laid_out else None
     if shards.rows is None:
         args._shards_said = layers and f"equal; {layers}"
@@ -151,16 +154,21 @@ def _take(args: argparse.Namespace, shards: Shards, why: str) -> None:
         args._shards_said = "; ".join(filter(None, (why, layers)))
 
 
-def _may_lay_out(args: argparse.Namespace) -> bool:
-    """Whether the job leaves it open which stage has which layers; a hybrid model's pattern says so by its bars."""
-    return args.pipeline_model_parallel_layout is None and args.hybrid_layer_pattern is None
-
-
 def _lay_out(args: argparse.Namespace, layout: str | None) -> None:
-    """Give a job without a layout this one, which also says how many chunks a rank has."""
-    if layout is not None and _may_lay_out(args):
+    """Give a job without a layout this one, of a hybrid model its pattern with bars. It also says how many chunks a
+    rank has.
+    """
+    if layout is None or _is_laid_out(args):
+        return
+    if pattern_in(vars(args)) is None:
         args.pipeline_model_parallel_layout = layout
         args.num_virtual_stages_per_pipeline_rank = args.num_layers_per_virtual_pipeline_stage = None
+    else:
+        args.hybrid_layer_pattern, args.hybrid_override_pattern = layout, None
+
+
+def _is_laid_out(args: argparse.Namespace) -> bool:
+    return args.pipeline_model_parallel_layout is not None or layers_given(args) is not None
 
 
 def _job_config(args: argparse.Namespace) -> JobConfig:

@@ -6,6 +6,7 @@ import argparse
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layout_text import layers_in
+from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.trace.cut import Cut
 from megatron_vp.vocab.shards import VocabShards
 
@@ -17,9 +18,15 @@ def cut_of(args: argparse.Namespace) -> Cut:
         shards = VocabShards(args.padded_vocab_size, args.pipeline_model_parallel_size * tensor, tensor)
         ranks = range(args.pipeline_model_parallel_size)
         rows = tuple(sum(shards.rows(rank * tensor + place) for place in range(tensor)) for rank in ranks)
+    return Cut(layers_given(args), rows, tensor)
+
+
+def layers_given(args: argparse.Namespace) -> tuple[int, ...] | None:
+    """Layers by virtual stage as a layout or the bars of a pattern name them; of a pattern its letters."""
+    pattern, layout = pattern_in(vars(args)), args.pipeline_model_parallel_layout
+    if pattern is not None:
+        return pattern.cut
     try:
-        layout = args.pipeline_model_parallel_layout
-        layers = None if layout is None else layers_in(str(layout))
+        return None if layout is None else layers_in(str(layout))
     except UserError:  # layers of several kinds
-        layers = None
-    return Cut(layers, rows, tensor)
+        return None

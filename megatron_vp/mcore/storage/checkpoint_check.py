@@ -69,6 +69,7 @@ def check_checkpoint(args: argparse.Namespace) -> None:
 def cut_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None, str | None] | None:
     """The vocabulary rows and the layout of the run whose checkpoint these parsed arguments load, if they must stay.
 
+    The layout of a hybrid model is its pattern.
     They must where the optimizer state is in the distributed optimizer's default form, which fits only the cut that
     wrote it. None where any other cut will do, and for a checkpoint that cannot be read, which is refused later.
     """
@@ -89,7 +90,8 @@ def cut_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None, str |
         args.pipeline_schedule, getattr(written_by, "pipeline_schedule", None)
     ):
         return None  # the state fits this run in no way
-    return getattr(written_by, "vocab_rows", None), getattr(written_by, "pipeline_model_parallel_layout", None)
+    layout = "pipeline_model_parallel_layout" if args.hybrid_layer_pattern is None else "hybrid_layer_pattern"
+    return getattr(written_by, "vocab_rows", None), getattr(written_by, layout, None)
 
 
 def _placed_alike(here: str, there: str | None) -> bool:

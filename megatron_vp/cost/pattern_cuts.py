@@ -1,0 +1,211 @@
+"""Where to cut a hybrid model's pattern, so that no rank has more work than it must.
+
+A cut gives every virtual stage a number of letters, in the order of the stages. Letters are finer steps than whole
+transformer layers, and they differ in work.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
+
+from megatron_vp.cost.communication import CommunicationModel
+from megatron_vp.cost.layer_choices import LayerChoice, layer_choices
+from megatron_vp.cost.layer_types import type_of
+from megatron_vp.cost.pass_times import PassTimes
+from megatron_vp.schedule import Placement
+
+_HALVINGS = 50
+"""Of the interval in which the busiest rank's work lies."""
+
+_LONGEST_MOVE = 8
+"""Neighbouring cuts that are moved together at most."""
+
+_BETTER = 1 - 1e-9
+"""A cut replaces another one where its figure is smaller by more than rounding."""
+
+
+def letter_seconds(times: PassTimes) -> list[float]:
+    """Seconds of every letter of the job's pattern in all passes of a microbatch."""
+    job = times.job
+    traffic = CommunicationModel(job, times.hardware, times.constants)
+    kinds = [type_of(letter) for letter in job.model.pattern]
+    narrow = {kind: sum(times.layer(kind)) + 2 * traffic.layer_traffic(kind) for kind in set(kinds)}
+    wide = {kind: sum(times.plain_layer(kind)) + 2 * traffic.layer_traffic(kind) for kind in set(kinds)}
+    last_narrow = len(kinds) - job.bf16_at_end
+    return [(narrow if job.bf16_at_start <= place < last_narrow else wide)[kind] for place, kind in enumerate(kinds)]
+
+
+def even_cut(
+    work: Sequence[float],
+    placement: Placement,
+    extra: Sequence[float] | None = None,
+    may_be_empty: Collection[int] = (),
+) -> tuple[int, ...] | None:
+    """Letters by virtual stage for which the busiest rank has least; None where there are too few letters.
+
+    Args:
+        work: of every letter. extra: what every rank does besides.
+        may_be_empty: virtual stages that need no letter.
+
+    With one chunk per rank no cut has a lower maximum. With several it is a good one: cuts are moved while that helps.
+    Among equal maxima, the other ranks' work is as even as moves make it. A function of the numbers alone.
+    """
+    least = [int(stage not in may_be_empty) for stage in range(placement.stages)]
+    if sum(least) > len(work):
+        return None
+    extra = list(extra or [0.0] * placement.ranks)
+    cuts = _Cuts(work, placement, extra, least)
+    starts = [cuts.by_target()]
+    if placement.chunks == 1:
+        starts.append(cuts.by_level())
+    found = min(map(cuts.improved, starts), key=cuts.figures)
+    return tuple(end - start for start, end in pairwise(found))
+
+
+def loads_of(work: Sequence[float], placement: Placement, cut: Sequence[int]) -> list[float]:
+    """Work of every rank, whose stages have so many letters."""
+    loads, sums = [0.0] * placement.ranks, [0.0, *accumulate(work)]
+    for stage, (start, end) in enumerate(pairwise(accumulate(cut, initial=0))):
+        loads[placement.rank_of(stage)] += sums[end] - sums[start]
+    return loads
+
+
+class _Cuts:
+    """The cuts of one pattern. A cut is the ends of its stages' letters, after a first 0."""
+
+    def __init__(
+        self, work: Sequence[float], placement: Placement, extra: Sequence[float], least: Sequence[int]
+    ) -> None:
+        self.placement, self.extra, self.least = placement, extra, least
+        self.sums = [0.0, *accumulate(work)]
+        self.rank_of = [placement.rank_of(stage) for stage in range(placement.stages)]
+        self.needed_after = [*list(accumulate(least[::-1]))[::-1][1:], 0]
+
+    def loads(self, ends: Sequence[int]) -> list[float]:
+        """Work by rank."""
+        loads = list(self.extra)
+        for stage, (start, end) in enumerate(pairwise(ends)):
+            loads[self.rank_of[stage]] += self.sums[end] - self.sums[start]
+        return loads
+
+    def figures(self, ends: Sequence[int]) -> tuple[float, float]:
+        """What is to be least: the busiest rank's work, then how unequal the ranks are."""
+        loads = self.loads(ends)
+        return max(loads), sum(each * each for each in loads)
+
+    def by_target(self) -> list[int]:
+        """Cuts next to where equal work for all ranks would put them."""
+        level = _level(self.extra, self.sums[-1])
+        ends, reached = [0], 0.0
+        for stage, needed in enumerate(self.needed_after):
+            reached += max(0.0, level - self.extra[self.rank_of[stage]]) / self.placement.chunks
+            place = bisect_left(self.sums, reached)
+            if place and (place == len(self.sums) or reached - self.sums[place - 1] <= self.sums[place] - reached):
+                place -= 1
+            ends.append(max(ends[-1] + self.least[stage], min(place, len(self.sums) - 1 - needed)))
+        ends[-1] = len(self.sums) - 1
+        return ends
+
+    def by_level(self) -> list[int]:
+        """Of one chunk per rank: the least level that no rank exceeds, each rank as full as it can be."""
+        low, high = 0.0, max(self.extra) + self.sums[-1]
+        found = self._below(high)
+        assert found is not None
+        for _ in range(_HALVINGS):
+            level = (low + high) / 2
+            tried = self._below(level)
+            low, high, found = (level, high, found) if tried is None else (low, level, tried)
+        return found
+
+    def _below(self, level: float) -> list[int] | None:
+        ends = [0]
+        for stage, needed in enumerate(self.needed_after):
+            room = self.sums[ends[-1]] + level - self.extra[self.rank_of[stage]]
+            end = min(bisect_right(self.sums, room) - 1, len(self.sums) - 1 - needed)
+            if end < ends[-1] + self.least[stage]:
+                return None
+            ends.append(end)
+        return ends if ends[-1] == len(self.sums) - 1 else None
+
+    def improved(self, ends: list[int]) -> list[int]:
+        """Cuts moved by a letter, one or several neighbouring ones together, as long as that helps."""
+        while (better := self._moved(ends)) is not None:
+            ends = better
+        return ends
+
+    def _moved(self, ends: list[int]) -> list[int] | None:
+        """The first of these moves that helps."""
+        loads, sums, last = self.loads(ends), self.sums, len(ends) - 1
+        most, squares = max(loads), sum(each * each for each in loads)
+        for count in range(1, min(_LONGEST_MOVE, last - 1) + 1):
+            for first in range(1, last - count + 1):
+                before, after = first - 1, first + count - 1  # the stages whose number of letters changes
+                for step in (-1, 1):
+                    if (ends[first] + step - ends[before] < self.least[before]) or (
+                        ends[after + 1] - ends[after] - step < self.least[after]
+                    ):
+                        continue
+                    tried = [*ends[:first], *(end + step for end in ends[first : after + 1]), *ends[after + 1 :]]
+                    moved = loads.copy()
+                    for stage in range(before, after + 1):
+                        own = sums[tried[stage + 1]] - sums[tried[stage]] - sums[ends[stage + 1]] + sums[ends[stage]]
+                        moved[self.rank_of[stage]] += own
+                    found = max(moved)
+                    if found > most:
+                        continue
+                    if found < _BETTER * most or sum(each * each for each in moved) < _BETTER * squares:
+                        return tried
+        return None
+
+
+def _level(extra: Sequence[float], work: float) -> float:
+    """What every rank has if `work` is shared out as evenly as `extra` allows."""
+    level, lower = 0.0, sorted(extra)
+    for count in range(1, len(lower) + 1):
+        level = (work + sum(lower[:count])) / count
+        if count == len(lower) or level <= lower[count]:
+            break
+    return level
+
+
+def unit_length(pattern: str) -> int:
+    """Letters after which the pattern repeats: 2 for attention and MLP by turns, all of them where it never does. 0
+    without a pattern.
+    """
+    if not pattern:
+        return 0
+    return next(
+        size
+        for size in range(1, len(pattern) + 1)
+        if not len(pattern) % size and pattern == pattern[:size] * (len(pattern) // size)
+    )
+
+
+def pattern_choices(times: PassTimes, placement: Placement, cost: Sequence[float]) -> list[list[LayerChoice]]:
+    """Cuts worth trying with shards of any size, as `layer_choices` finds them for whole layers.
+
+    First the most even cut with rows anywhere, then cuts with k holders of rows, k = 1 .. p - 1, first and last. Where
+    the pattern repeats, cuts between whole repetitions join them: no model is cut worse than by whole layers.
+    """
+    work, p = letter_seconds(times), placement.ranks
+    everyone, units = tuple(range(p)), len(cost) - 1
+    even = even_cut(work, placement)
+    groups = [] if even is None else [[LayerChoice(even, everyone)]]
+    at_the_start, at_the_end = [], []
+    for count in range(1, p):
+        share, step = cost[-(-units // count)], sum(work) / len(work) / 2
+        for each in (share - step, share, share + step):
+            if each <= 0:
+                continue
+            for group, holders in ((at_the_start, everyone[:count]), (at_the_end, everyone[p - count :])):
+                cut = even_cut(work, placement, [each if rank in holders else 0.0 for rank in everyone])
+                if cut is not None:
+                    group.append(LayerChoice(cut, holders))
+    groups += [group for group in (at_the_start, at_the_end) if group]
+    size = unit_length(times.job.model.pattern)
+    if 1 < size < len(work) and len(work) // size >= placement.stages:
+        whole = layer_choices(len(work) // size, placement, sum(work[:size]), cost)
+        groups += [[LayerChoice(tuple(size * n for n in one.layers), one.holders) for one in group] for group in whole]
+    return groups

@@ -1,0 +1,204 @@
+"""Hybrid models: letters add up to the layers of a GPT model, and finer cuts are never worse than whole layers."""
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_vp.cost.balance import EVEN_BAND, balanced, least_passes
+from megatron_vp.cost.constants import CALIBRATED
+from megatron_vp.cost.flops import expert_weights, layer_flops, layer_weights, model_flops
+from megatron_vp.cost.hardware import find_hardware
+from megatron_vp.cost.job_plan import plan_of, settings_of, uncounted
+from megatron_vp.cost.job_sizes import job_of
+from megatron_vp.cost.layer_types import LayerType, stage_layers
+from megatron_vp.cost.pass_times import PassTimes
+from megatron_vp.cost.pattern_cuts import even_cut, letter_seconds, loads_of, unit_length
+from megatron_vp.cost.planner import candidates, evaluate
+from megatron_vp.cost.predict import predict
+from megatron_vp.cost.shapes import Fp8Recipe, Job, ModelShape, Plan, Recompute
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.job_config import read_sizes
+from megatron_vp.jobs.layer_kind import LayerKind
+from megatron_vp.schedule import Placement, VocabMethod
+
+H100 = find_hardware("h100")
+ALIKE = replace(CALIBRATED, speed_spread=0.0, idle_boost=0.0)
+MODEL = ModelShape(layers=8, hidden=2048, heads=16, ffn=8192, vocab=131072)
+JOB = Job(MODEL, sequence=2048, micro_batch=1, microbatches=16, pipeline=4, layers=LayerKind.ENGINE)
+EXPERTS = replace(MODEL, experts=8, experts_per_token=2, gated=True)
+
+
+def hybrid(job: Job) -> Job:
+    """The same model as a pattern: two letters for each layer."""
+    unit = "*E" if job.model.experts else "*-"
+    model = replace(job.model, layers=2 * job.model.layers, pattern=unit * job.model.layers)
+    return replace(job, model=model, bf16_at_start=2 * job.bf16_at_start, bf16_at_end=2 * job.bf16_at_end)
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(vocab=VocabMethod.VOCAB_2), Plan("v-half", VocabMethod.VOCAB_1)])
+@pytest.mark.parametrize(
+    "job",
+    [
+        JOB,
+        replace(JOB, layers=LayerKind.LOCAL, attention_dropout=True, tensor=2, sequence_parallel=True),
+        replace(JOB, model=EXPERTS, data=4, expert=4, distributed_optimizer=True, glu_intermediates=2),
+        replace(JOB, fp8=Fp8Recipe.TENSORWISE, bf16_at_start=1, bf16_at_end=1),
+        replace(JOB, model=replace(MODEL, query_key_norms=True, rotary=True), layers=LayerKind.LOCAL_SDPA),
+    ],
+)
+def test_an_even_cut_costs_what_whole_layers_cost(job, plan):
+    whole, letters = predict(job, plan, H100), predict(hybrid(job), plan, H100)
+    assert letters.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=1e-9)
+    assert letters.mfu == pytest.approx(whole.mfu, rel=1e-9)
+    for ours, theirs in zip(letters.memory, whole.memory, strict=True):
+        assert ours.parts() == pytest.approx(theirs.parts(), rel=1e-9)
+
+
+def test_a_recomputed_letter_keeps_its_input_as_a_layer_does():
+    job = replace(JOB, recompute=Recompute.FULL)
+    whole, letters = predict(job, Plan(), H100), predict(hybrid(job), Plan(), H100)
+    assert letters.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=1e-9)
+    assert letters.memory[0].activations > whole.memory[0].activations
+
+
+@pytest.mark.parametrize("model", [MODEL, EXPERTS])
+def test_letters_share_a_layers_work_and_weights(model):
+    job = replace(JOB, model=model)
+    parts = (LayerType.ATTENTION, LayerType.EXPERTS if model.experts else LayerType.MLP)
+    for figure in (layer_flops, layer_weights, expert_weights):
+        assert sum(figure(job, kind) for kind in parts) == figure(job)
+    assert expert_weights(job, LayerType.ATTENTION) == 0
+
+
+def test_experts_and_mlps_have_widths_of_their_own():
+    model = replace(EXPERTS, layers=4, pattern="*-*E", dense_ffn=4096)
+    job = replace(JOB, model=model, pipeline=2)
+    dense = layer_weights(job, LayerType.MLP)
+    assert dense == 3 * 2048 * 4096 + 2 * 2048
+    counts = [dict(stage.count) for stage in stage_layers(job, (3, 1))]
+    assert counts == [{LayerType.ATTENTION: 2, LayerType.MLP: 1}, {LayerType.EXPERTS: 1}]
+    assert model_flops(job) > model_flops(replace(job, model=replace(model, pattern="*-*-")))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    ranks=st.integers(2, 4),
+    work=st.lists(st.sampled_from([0.3, 1.0, 1.7]), min_size=4, max_size=11),
+    data=st.data(),
+)
+def test_no_other_cut_has_a_lower_maximum(ranks, work, data):
+    placement = Placement.linear(ranks)
+    extra = data.draw(st.lists(st.sampled_from([0.0, 0.5, 2.5]), min_size=ranks, max_size=ranks))
+    found = even_cut(work, placement, extra)
+
+    def most(cut):
+        return max(own + more for own, more in zip(loads_of(work, placement, cut), extra, strict=True))
+
+    ways = [[0, *ends, len(work)] for ends in combinations(range(1, len(work)), ranks - 1)]
+    cuts = [[end - start for start, end in pairwise(ends)] for ends in ways]
+    assert sum(found) == len(work) and min(found) >= 1
+    assert most(found) == pytest.approx(min(map(most, cuts)))
+
+
+@pytest.mark.parametrize("place", [Placement.linear, Placement.v_shape, lambda p: Placement.round_robin(p, 2)])
+def test_equal_work_is_cut_equally(place):
+    placement = place(4)
+    assert even_cut([1.0, 2.0] * 16, placement) == (32 // placement.stages,) * placement.stages
+    assert even_cut([1.0] * 3, placement) is None
+    assert unit_length("*-*-*-") == 2 and unit_length("*--*-") == 5 and unit_length("") == 0
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    ranks=st.integers(2, 6),
+    layers=st.integers(7, 20),
+    hidden=st.sampled_from([1024, 4096]),
+    units=st.integers(16, 2048),
+    schedule=st.sampled_from(["1f1b", "v-half"]),
+)
+def test_the_best_cut_is_never_slower_than_whole_layers(ranks, layers, hidden, units, schedule):
+    model = ModelShape(layers=layers, hidden=hidden, heads=16, ffn=4 * hidden, vocab=128 * units)
+    job = Job(model, sequence=2048, micro_batch=1, microbatches=4 * ranks, pipeline=ranks, layers=LayerKind.ENGINE)
+
+    def fastest(one):
+        found = []
+        for candidate in candidates(one, H100, ALIKE):
+            plan = candidate.plan
+            if plan.schedule != schedule:
+                continue
+            try:
+                found.append((plan.vocab, evaluate(candidate, one, H100, ALIKE).iteration_seconds))
+            except UserError:
+                continue
+        whole = min((seconds for vocab, seconds in found if vocab is VocabMethod.NONE), default=None)
+        plan = Plan(schedule, VocabMethod.VOCAB_2)
+        drawn = predict(one, balanced(one, plan, H100).plan(plan), H100, ALIKE).iteration_seconds
+        return whole, drawn
+
+    try:
+        whole, drawn = fastest(job)
+    except UserError:  # fewer layers than stages
+        return
+    finer, finer_drawn = fastest(hybrid(job))
+    assert whole is None or finer <= whole * (1 + 1e-9)
+    assert finer_drawn <= drawn * (1 + EVEN_BAND)
+
+
+def test_the_bound_of_a_pattern_is_not_above_that_of_whole_layers():
+    job = replace(JOB, model=replace(MODEL, layers=7))
+    two = VocabMethod.VOCAB_2
+    assert least_passes(hybrid(job), two, H100, ALIKE) <= least_passes(job, two, H100, ALIKE) * (1 + 1e-9)
+    work = letter_seconds(PassTimes(hybrid(job), H100, ALIKE))
+    assert len(work) == 14 and work[:2] == work[2:4] and work[0] != work[1]
+
+
+FLAGS = [
+    *("--hidden-size", "256", "--num-attention-heads", "4", "--seq-length", "128", "--micro-batch-size", "1"),
+    *("--global-batch-size", "16", "--vocab-size", "60000", "--pipeline-model-parallel-size", "2"),
+    *("--untie-embeddings-and-output-weights", "--bf16"),
+]
+
+
+def read(pattern, *flags):
+    config = read_sizes([], [*FLAGS, f"--hybrid-layer-pattern={pattern}", *flags])
+    return config, job_of(config.values), plan_of(config)
+
+
+def test_bars_are_the_users_layout():
+    config, job, plan = read("*-*|-")
+    assert (job.model.layers, job.model.pattern, plan.layers) == (4, "*-*-", (3, 1))
+    assert settings_of(config, plan, job) == {}
+    config, job, plan = read("*-*-")
+    assert plan.layers is None and settings_of(config, plan, job) == {"hybrid_layer_pattern": "*-|*-"}
+    assert read("*|-|*|-")[2] == Plan("interleaved", chunks=2, layers=(1, 1, 1, 1))
+    assert read("*-*-*", "--pipeline-schedule", "v-half", "--vocab-parallel")[2].layers == (1, 1, 1, 2)
+    config, job, plan = read("*-*-/*-/*-", "--vocab-parallel")
+    assert settings_of(config, replace(plan, layers=(1, 3)), job)["hybrid_layer_pattern"] == "*|-*-/*-/*-"
+    assert uncounted(config) == ["--hybrid-layer-pattern (the heads behind /)"]
+
+
+def test_letters_that_are_not_known_are_named():
+    config, job, _ = read("M-M-*-*-GD".replace("D", "G"))
+    assert uncounted(config) == ["--hybrid-layer-pattern (M, G: taken for attention *)"]
+    assert job.model.layers == 10 and uncounted(read("*-*-")[0]) == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "flags", "line"),
+    [
+        ("*-x", [], "'x' is no layer"),
+        ("*-D", [], "does not mix attention"),
+        ("|", [], "has no layer"),
+        ("*E", [], r"has experts \(E\): give --num-experts"),
+        ("*-/*/-", [], "must be alike"),
+        ("*-*-", ["--pipeline-model-parallel-layout", "Et|tL"], "does not go with --hybrid-layer-pattern"),
+        ("*-*-", ["--num-virtual-stages-per-pipeline-rank", "2"], "does not go with --hybrid-layer-pattern"),
+    ],
+)
+def test_patterns_that_megatron_refuses_are_one_line(pattern, flags, line):
+    with pytest.raises(UserError, match=line) as refused:
+        read(pattern, *flags)
+    assert "\n" not in str(refused.value)
