@@ -70,7 +70,7 @@ Counts = Mapping[LayerType, int]
 class StageLayers(NamedTuple):
     """The layers of one virtual stage: all of them by type, and those of them whose products stay in 16 bits."""
 
-    count: Counts
+    counts: Counts
     wide: Counts
 
 

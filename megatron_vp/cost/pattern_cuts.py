@@ -193,7 +193,8 @@ def pattern_choices(times: PassTimes, placement: Placement, cost: Sequence[float
     everyone, units = tuple(range(p)), len(cost) - 1
     even = even_cut(work, placement)
     groups = [] if even is None else [[LayerChoice(even, everyone)]]
-    at_the_start, at_the_end = [], []
+    at_the_start: list[LayerChoice] = []
+    at_the_end: list[LayerChoice] = []
     for count in range(1, p):
         share, step = cost[-(-units // count)], sum(work) / len(work) / 2
         for each in (share - step, share, share + step):

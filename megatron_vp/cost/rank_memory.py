@@ -94,7 +94,7 @@ class MemoryModel:
         return sum(
             (count - stages[stage].wide[kind]) * weight_copies(self.job, self.hardware, kind)
             for stage in self.schedule.placement.stage_of[rank]
-            for kind, count in stages[stage].count.items()
+            for kind, count in stages[stage].counts.items()
         )
 
     def expert_parameters(self, rank: int) -> int:
@@ -104,7 +104,7 @@ class MemoryModel:
     def _layers(self, rank: int) -> list[tuple[LayerType, int]]:
         """The layers of a rank by type, those of each of its stages."""
         stages = stage_layers(self.job, self.layers)
-        return [each for stage in self.schedule.placement.stage_of[rank] for each in stages[stage].count.items()]
+        return [each for stage in self.schedule.placement.stage_of[rank] for each in stages[stage].counts.items()]
 
     def stepped_parameters(self, rank: int) -> float:
         """Parameters that a rank's optimizer steps: with a distributed optimizer its share of those of all replicas."""

@@ -378,7 +378,7 @@ def estimate(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CA
         seconds = max(seconds, job.microbatches * work, before[first] + job.microbatches * work + drain - outside)
         in_flight = min(most[rank], job.microbatches * placement.chunks) / placement.chunks
         activations = (in_flight - 1) * sum(
-            count * kept[kind] for stage in stages for kind, count in held[stage].count.items()
+            count * kept[kind] for stage in stages for kind, count in held[stage].counts.items()
         )
         fullest = max(fullest, memory.rank(rank).total + activations)
     after = after_passes(job, plan, single, hardware, constants)

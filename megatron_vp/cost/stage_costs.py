@@ -91,7 +91,7 @@ def stage_times(times: PassTimes, vocab: VocabMethod, layers: tuple[int, ...], s
     """
     communication = CommunicationModel(times.job, times.hardware, times.constants)
     held = stage_layers(times.job, layers)
-    kinds = {kind for stage in held for kind in stage.count}
+    kinds = {kind for stage in held for kind in stage.counts}
     by_kind = {kind: (times.layer(kind), times.plain_layer(kind), communication.layer_traffic(kind)) for kind in kinds}
     gap, stages = times.constants.gap, []
     for counts, wides in held:
