@@ -139,7 +139,8 @@ def test_no_time_leaves_combinations_untried_and_says_what_they_could_take():
     result = found(MODEL, 8, SOME, seconds=0.0)
     assert result.untried > 0 and result.found
     assert result.untried_seconds < search.SLOWEST * result.found[0].seconds
-    assert result.count == found(MODEL, 8, SOME).count
+    # Balanced shards that turn out to be even ones are not counted once they were simulated.
+    assert result.count >= found(MODEL, 8, SOME).count
 
 
 def test_nothing_fits():

@@ -284,9 +284,14 @@ def check_inputs(args: argparse.Namespace) -> None:
 
 
 def check_split(split: str | None) -> None:
-    """Raise UserError for shares of training, validation and test data that Megatron cannot cut a dataset by."""
+    """Raise UserError for shares of training, validation and test data that Megatron cannot cut a dataset by.
+
+    None is Megatron's own choice.
+    """
+    if split is None:
+        return
     try:
-        shares = [float(share) for share in re.findall(r"[.0-9]+", split or "")]  # as Megatron reads it
+        shares = [float(share) for share in re.findall(r"[.0-9]+", split)]  # as Megatron reads it
     except ValueError:
         shares = []
     if len(shares) > 3 or not sum(shares):
