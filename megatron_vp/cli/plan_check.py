@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,7 @@ def megatrons_check() -> Iterator[Ask]:
 def _load_megatron() -> None:
     from megatron_vp.mcore.start.preflight import load_megatron
 
+    logging.disable(logging.WARNING)  # this process only checks; what libraries miss here is no news
     load_megatron()
 
 

@@ -245,7 +245,7 @@ class VocabularyCollectives:
             stage_3n = torch.empty_like(statistics_3n)
         gradient_nh = None
         if self._reduces_in_c1:
-            part_nh = self._own_or_zeros(Slot.UNSCALED_GRAD, microbatch)
+            part_nh = self._store.take(Slot.UNSCALED_GRAD, microbatch) if self._holds_rows else self._no_gradient()
             reduce, gradient_nh = self._reduction_to_last_stage(part_nh, root)
 
         def communicate() -> None:
@@ -270,7 +270,8 @@ class VocabularyCollectives:
 
     def _c2(self, microbatch: int, root: int) -> tuple[Action, Action]:
         """vocab-1: the input gradient of T to the last virtual stage."""
-        reduce, gradient_nh = self._reduction_to_last_stage(self._own_or_zeros(Slot.GRAD_PART, microbatch), root)
+        part_nh = self._store.take(Slot.GRAD_PART, microbatch) if self._holds_rows else self._no_gradient()
+        reduce, gradient_nh = self._reduction_to_last_stage(part_nh, root)
         return reduce, lambda: self._store.put(Slot.OUTPUT_GRAD, microbatch, gradient_nh)
 
     def _loss_grad(self, microbatch: int, root: int) -> tuple[Action, Action]:
@@ -340,13 +341,11 @@ class VocabularyCollectives:
         statistics_3n[MAX].fill_(-torch.inf)
         return statistics_3n
 
-    def _own_or_zeros(self, slot: Slot, microbatch: int) -> torch.Tensor:
-        """This rank's part of dX / g, [outputs, h]; without rows zeros, of the tokens whose gradient leaves the stage.
+    def _no_gradient(self) -> torch.Tensor:
+        """The part of dX / g of a rank without rows: zeros for the tokens whose gradient leaves the stage.
 
-        With sequence parallelism those are the rank's own tokens.
+        [outputs, h]; with sequence parallelism those are the rank's own tokens.
         """
-        if self._holds_rows:
-            return self._store.take(slot, microbatch)
         return self._shapes.rows(self._shapes.outputs // self._shapes.sp_size).zero_()
 
     def _place(self, rank: int) -> int:

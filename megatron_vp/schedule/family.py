@@ -106,14 +106,14 @@ class Family:
     ) -> Schedule:
         """A complete schedule, vocabulary passes included, ordered for `costs`. Raises UserError as `generate` does."""
         self._check(pipeline_size, microbatches, vocab, chunks)
-        holders = self._holders(pipeline_size, vocab, vocab_ranks)
+        holders, chunks = self._holders(pipeline_size, vocab, vocab_ranks), self.chunks_of(chunks)
         if self.fixed is not None:
             whole = self.fixed.microbatches == microbatches
             return self.fixed if whole else self.fixed.first_microbatches(microbatches)
         if self.order is not None:
             return self.order(pipeline_size, microbatches)
         costs = costs or PassCosts()
-        nominal = self.nominal(pipeline_size, microbatches, vocab, self.chunks_of(chunks), costs, holders)
+        nominal = self.nominal(pipeline_size, microbatches, vocab, chunks, costs, holders)
         return reorder_for_costs(nominal.schedule, nominal.limits, costs, nominal.pairs, further_orders)
 
     def nominal(

@@ -66,7 +66,8 @@ class Problem:
 def list_schedule(problem: Problem, limits: MemoryLimits, backwards: bool) -> tuple[float, list[list[int]]]:
     """Makespan and the numbers of each rank's passes in the order found, which keeps the limits if the given orders do.
 
-    `backwards` begins at the end.
+    `backwards` begins at the end. Pairs of passes can keep each other waiting. Then the makespan is infinite, and
+    passes are missing.
     """
     scheduler = _ListScheduler(problem, limits, backwards)
     makespan = scheduler.run()
@@ -218,7 +219,7 @@ class _ListScheduler:
         self.tolerance = 1e-7 * max(durations, default=0.0)
 
     def run(self) -> float:
-        """When all is done. Each rank then has its passes in `result`."""
+        """When all is done: each rank then has its passes in `result`. Infinity where pairs keep each other waiting."""
         for number in [number for number, count in enumerate(self.waits) if not count]:
             self._arrive(number, 0.0)
         self._start_passes(0.0)
@@ -230,7 +231,9 @@ class _ListScheduler:
                         self.stirred.add(self.lanes[number])
                     self._finish(number, now)
             self._start_passes(now)
-        assert not any(rank.left for rank in self.ranks), "the given order exceeds the limits"
+        if any(rank.left for rank in self.ranks):
+            assert self.halves, "the given order exceeds the limits"
+            return math.inf
         return max(rank.free_at for rank in self.ranks)
 
     def _start_passes(self, now: float) -> None:

@@ -8,6 +8,7 @@ shorter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -120,11 +121,16 @@ class _Search:
         return [self.run(forwards[1], durations, True), self.run(backwards[1], durations, False)]
 
     def run(self, given: Orders, durations: Sequence[float], backwards: bool) -> Found:
-        """The list scheduler's order for these durations, with its makespan for those that count."""
+        """The list scheduler's order for these durations, with its makespan for those that count.
+
+        The given order, without a time, where the scheduler comes to no end.
+        """
         problem = Problem.of(self.graph, given, durations)
         if self.backward_of:
             problem = problem.joined(self.backward_of)
         makespan, orders = list_schedule(problem, self.limits, backwards)
+        if makespan == math.inf:
+            return makespan, given
         if self.backward_of:
             orders = [[each for number in order for each in self._parted(number)] for order in orders]
         if durations is not self.times:

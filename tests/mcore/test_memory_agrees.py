@@ -65,7 +65,8 @@ def slow(*values):
         (CONFIG, SMALL, 0),
         (CONFIG, [*SMALL, *LOCAL], 0),
         (CONFIG, [*SMALL, *SEQUENCE_PARALLEL], 1),
-        (CONFIG, [*SMALL, *SEQUENCE_PARALLEL, *V_HALF, "--vocab-parallel"], 3),
+        (CONFIG, [*SMALL, *SEQUENCE_PARALLEL, "--vocab-parallel"], 3),
+        # In a V the peak depends on the order of passes, which training makes from FLOPs and the prediction from times.
         slow(CONFIG, [*SMALL, *V_HALF, "--vocab-parallel"], 0),
         slow(CONFIG, [*SMALL, *LOCAL], 3),
         slow(CONFIG, [*SMALL, *SDPA, "--context-parallel-size", "2"], 0),
