@@ -102,7 +102,7 @@ def main() -> None:
     args = parser.parse_args()
     lines, plain_times, split_times, perfect = [], [], [], []
     for _ in range(args.rounds):
-        plain, split = train([], args.iterations), train(["--vocab-parallel"], args.iterations)
+        plain, split = train([], args.iterations), train(["--vocab-parallel", "--vocab-shards=even"], args.iterations)
         plain_times += iteration_seconds(plain)
         split_times += iteration_seconds(split)
         perfect.append(perfect_speed_up(plain))

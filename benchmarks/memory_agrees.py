@@ -152,6 +152,7 @@ PLACES = ("first", "middle", "last")
 
 def predicted(job: AgreesJob) -> list[float]:
     """Bytes of tensors that the cost model says for the peak of every pipeline rank."""
+    from megatron_vp.cost.chosen_shards import with_shards
     from megatron_vp.cost.hardware import HARDWARE
     from megatron_vp.cost.job_plan import plan_of
     from megatron_vp.cost.job_sizes import job_of
@@ -161,7 +162,9 @@ def predicted(job: AgreesJob) -> list[float]:
 
     with tempfile.TemporaryDirectory() as folder:
         read = read_sizes(job.files(Path(folder)), job.flags)
-    found = predict(job_of(read.values), plan_of(read), HARDWARE["h100"])
+    job, hardware = job_of(read.values), HARDWARE["h100"]
+    plan = with_shards(read, plan_of(read), job, hardware, memory_limit=hardware.memory)
+    found = predict(job, plan, hardware)
     return [memory.allocated - WORKSPACES for memory in found.memory]
 
 

@@ -43,6 +43,7 @@ def _counted(_rank, _world_size, config, job_rank, flags):
 
 
 def _predicted(config, pipeline_rank, flags):
+    from megatron_vp.cost.chosen_shards import with_shards
     from megatron_vp.cost.hardware import HARDWARE
     from megatron_vp.cost.job_plan import plan_of
     from megatron_vp.cost.job_sizes import job_of
@@ -50,8 +51,10 @@ def _predicted(config, pipeline_rank, flags):
     from megatron_vp.cost.rank_memory import WORKSPACES
     from megatron_vp.jobs.job_config import read_sizes
 
-    read = read_sizes([config], flags)
-    found = predict(job_of(read.values), plan_of(read), HARDWARE["h100"]).memory[pipeline_rank]
+    read, hardware = read_sizes([config], flags), HARDWARE["h100"]
+    job = job_of(read.values)
+    plan = with_shards(read, plan_of(read), job, hardware, memory_limit=hardware.memory)
+    found = predict(job, plan, hardware).memory[pipeline_rank]
     return found.allocated - WORKSPACES
 
 
@@ -66,7 +69,7 @@ def slow(*values):
         (CONFIG, [*SMALL, *LOCAL], 0),
         (CONFIG, [*SMALL, *SEQUENCE_PARALLEL], 1),
         (CONFIG, [*SMALL, *SEQUENCE_PARALLEL, "--vocab-parallel"], 3),
-        # In a V the peak depends on the order of passes, which training makes from FLOPs and the prediction from times.
+        (CONFIG, [*SMALL, *SEQUENCE_PARALLEL, *V_HALF, "--vocab-parallel"], 3),
         slow(CONFIG, [*SMALL, *V_HALF, "--vocab-parallel"], 0),
         slow(CONFIG, [*SMALL, *LOCAL], 3),
         slow(CONFIG, [*SMALL, *SDPA, "--context-parallel-size", "2"], 0),
