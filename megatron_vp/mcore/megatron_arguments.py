@@ -55,7 +55,7 @@ READ = {
             *("fp8_param_gather", "fp8_recipe", "freeze_all_layers", "full_validation", "global_batch_size"),
             *("gradient_accumulation_fusion", "gtp_weight_remat_size", "hidden_dropout", "hidden_size"),
             *("high_priority_stream_groups", "hybrid_context_parallel", "hybrid_layer_pattern"),
-            *("hybrid_override_pattern", "init_method_std", "init_method_xavier_uniform"),
+            *("init_method_std", "init_method_xavier_uniform"),
             *("init_model_with_meta_device", "inprocess_restart", "kv_channels", "layernorm_epsilon", "load"),
             *("log_interval", "log_straggler", "logits_load_dir", "logits_save_dir", "loss_scale", "lr"),
             *("lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples"),
