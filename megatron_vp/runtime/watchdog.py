@@ -27,6 +27,8 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 """Sent by a launcher or a scheduler, and when the terminal is closed."""
 _LOOKS_A_LIMIT = 20
 _LONGEST_LOOK_SECONDS = 5.0
+_LAST_WORDS_SECONDS = 1.0
+"""How long a rank that has heard its peers leaves them to hear each other."""
 _LONGEST_WORD = 4096
 """Bytes of what a peer left in the store that are looked at."""
 
@@ -76,6 +78,8 @@ class Watchdog:
             self._end_if_told(0.05)
         if not said:
             return ""
+        # The first process that ends breaks the others' connections, and that error would hide what they have to say.
+        self._end_if_told(_LAST_WORDS_SECONDS)
         silent = [f"rank {rank} does not answer" for rank in progress.members if rank not in said]
         busy = [sentence for sentence in [*said.values()] if " waited " not in sentence]
         return "".join(f"; {each}" for each in silent or busy)
