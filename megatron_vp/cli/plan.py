@@ -21,6 +21,7 @@ from megatron_vp.cli.planning import (
     NodesOption,
     OutputOption,
     Request,
+    how_to_run,
     read_cluster,
     read_request,
     rendered,
@@ -28,7 +29,7 @@ from megatron_vp.cli.planning import (
 )
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import files_and_flags
-from megatron_vp.jobs.settings import flags_of, yaml_of
+from megatron_vp.jobs.settings import flags_of
 
 if TYPE_CHECKING:
     from megatron_vp.cost.planner import Choice, Evaluation, Infeasible
@@ -171,10 +172,7 @@ def _table(
     lines += _comparison(checked.choice)
     lines += [line for line in (checked.note, next_start) if line]
     settings = settings_of(request.config, chosen.candidate.plan, request.job)
-    unset = [name for name, value in settings.items() if value is None or value is False]
-    lines += ["", "use: " + (flags_of(settings) or "the configuration as it is")]
-    lines += [f"and without {', '.join(unset)}, which a file must unset"] if unset else []
-    lines += ["", yaml_of(settings)]
+    lines += how_to_run(settings, request)
     return "\n".join(lines)
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from megatron_vp.cli.output import progress_bar, write
 from megatron_vp.cli.plan_check import UNCHECKED, can_check, refusal
-from megatron_vp.cli.planning import GIB, Format, Request, rendered, seconds
+from megatron_vp.cli.planning import GIB, Format, Request, how_to_run, rendered, seconds
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.settings import flags_of, yaml_of
+from megatron_vp.jobs.settings import flags_of
 
 if TYPE_CHECKING:
     from megatron_vp.cost.hardware import Hardware
@@ -155,15 +155,12 @@ def _table(answer: Answer) -> str:
     for each in shown:
         table.add_row(*_row(answer, each), style="bold" if each is answer.chosen else None)
     settings = answer.settings(answer.chosen)
-    unset = [name for name, value in settings.items() if value is None or value is False]
     lines = [answer.title, "The frontier: no other run is both faster and smaller.", rendered(table)]
     lines += _counts(answer)
     lines += answer.request(answer.chosen).notes
     lines += [f"not possible: {', '.join(_row(answer, each)[:9])}: {reason}" for each, reason in answer.refused]
     lines += [answer.note] if answer.note else []
-    lines += ["", "use: " + (flags_of(settings) or "the configuration as it is")]
-    lines += [f"and without {', '.join(unset)}, which a file must unset"] if unset else []
-    return "\n".join([*lines, "", yaml_of(settings)])
+    return "\n".join([*lines, *how_to_run(settings, answer.request(answer.chosen))])
 
 
 def _thinned(frontier: list[Found]) -> list[Found]:

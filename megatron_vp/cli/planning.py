@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.settings import ONE_QUEUE, flags_of, yaml_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -218,6 +219,17 @@ def _read(
         raise UserError(f"--nodes {nodes} is larger than any cluster; give at most {MOST_NODES}")
     limit = machine.memory if memory is None else memory * GIB
     return config, machine, None if nodes is None else nodes * machine.gpus_per_node, limit
+
+
+def how_to_run(settings: dict[str, Any], request: Request) -> list[str]:
+    """What to change in a configuration to run a job, as flags and as a file, in lines."""
+    unset = [name for name, value in settings.items() if value is None or value is False]
+    lines = ["", "use: " + (flags_of(settings) or "the configuration as it is")]
+    if unset:
+        lines.append(f"and without {', '.join(unset)}, which a file must unset")
+    if request.hardware.is_gpu and max(request.job.tensor, request.job.context) > 1:
+        lines.append(f"in an environment with {ONE_QUEUE}=1, which Megatron requires on GPUs before Blackwell")
+    return [*lines, "", yaml_of(settings)]
 
 
 def seconds(value: float) -> str:

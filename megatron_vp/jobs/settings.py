@@ -8,6 +8,9 @@ from typing import Any
 
 from megatron_vp.jobs.command_line import option_of
 
+ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""The environment variable that Megatron wants to be 1 with tensor or context parallelism, before Blackwell."""
+
 
 def flags_of(settings: dict[str, Any]) -> str:
     """Settings as flags of a command line; what is to be unset has none."""

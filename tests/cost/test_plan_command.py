@@ -1,6 +1,7 @@
 """`megatron-vp plan` and `simulate`: the configuration that trains, flags over it, formats, one line for bad input."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -320,6 +321,17 @@ def test_nothing_is_recommended_that_check_refuses():
     reasons = [each["reason"] for each in document["impossible"]]
     assert reasons and all("--fp32-residual-connection is not supported" in reason for reason in reasons)
     assert document["check"] is None
+
+
+def test_a_variable_that_the_start_needs_is_said_and_refuses_nothing(monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    job = [CONFIGS / "gpt_4b.yaml", "--pipeline-model-parallel-size", 4, "--global-batch-size", 8]
+    table = run("plan", *job, "--tensor-model-parallel-size", 2).stdout
+    assert "check refuses" not in table and "not possible: 1f1b" not in table
+    used = table.index("\nuse: ")
+    assert table.index("\nin an environment with CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron requires") > used
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in run("plan", *job).stdout
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
 
 
 def test_megatron_is_asked_in_a_process_that_loads_it_meanwhile(small, monkeypatch):

@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from megatron_vp.errors import UserError, one_line_for_paths
-from megatron_vp.jobs.command_line import asks_for_cpu, split_config
+from megatron_vp.jobs.command_line import asks_for_cpu, flag_value, split_config
 from megatron_vp.jobs.job_config import read_job_config
+from megatron_vp.jobs.settings import ONE_QUEUE
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.parts import describe
 from megatron_vp.mcore.platform.pretend_gpu import ENGINE, assumed_nodes, assumptions, pretend_engine, pretend_gpu
@@ -62,17 +64,24 @@ def check_job(arguments: list[str], ranks: int, here: bool = False, nodes: str |
 def refusal_of(arguments: list[str], ranks: int) -> str | None:
     """Why a job's `ranks` processes would refuse its arguments; None where they would start.
 
-    Without `--cpu` they are checked for GPUs: this machine's, or such as a current node has.
+    Without `--cpu` they are checked for GPUs: this machine's, or such as a current node has. The variable that Megatron
+    asks for with tensor or context parallelism counts as set: it belongs to the start, not to the arguments.
     """
     nodes = None
     if not asks_for_cpu(arguments) and not torch.cuda.is_available():
         local = _said_of_platform(arguments)["transformer_impl"] == "local"
         nodes = "te=no" if local else f"te={ENGINE}"
+    split = any(flag_value(arguments, option) not in (None, "1") for option in _SPLIT_LAYERS)
+    variables = {ONE_QUEUE: os.environ.get(ONE_QUEUE, "1")} if split else {}
     try:
-        check_job(arguments, ranks, nodes=nodes)
+        with mock.patch.dict(os.environ, variables):
+            check_job(arguments, ranks, nodes=nodes)
     except UserError as error:
         return str(error)
     return None
+
+
+_SPLIT_LAYERS = ("--tensor-model-parallel-size", "--context-parallel-size")
 
 
 def load_megatron() -> None:
