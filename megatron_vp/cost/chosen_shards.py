@@ -7,8 +7,8 @@ from dataclasses import replace
 from megatron_vp.cost.balance import balanced, most_rows
 from megatron_vp.cost.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware import Hardware
-from megatron_vp.cost.job_plan import cut_of, uncounted
-from megatron_vp.cost.measured_rows import measured, next_start, read_run
+from megatron_vp.cost.job_plan import cut_of, cutting_option, uncounted
+from megatron_vp.cost.measured_rows import next_rows, next_start, read_run
 from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
@@ -55,15 +55,16 @@ def with_shards(
         free = plan if layout_given else replace(plan, layers=None)
         return balanced(job, free, hardware, constants, memory_limit).plan(plan)
     assert choice.folder is not None
-    run = read_run(choice.folder)
-    ran = with_cut(plan, run.cut)
-    if layout_given and ran.layers != plan.layers:
-        raise UserError(
-            f"{choice.folder} measured another layout of layers, {list(ran.layers or ())}: measure a run with this "
-            "one, or leave the layout out (--pipeline-model-parallel-layout, the bars of --hybrid-layer-pattern)"
-        )
-    most = None if memory_limit is None else most_rows(job, ran, hardware, memory_limit, constants)
-    return measured(job, ran, run.seconds, most).plan(plan)
+
+    def room(cut: Cut) -> tuple[int, ...] | None:
+        if memory_limit is None:
+            return None
+        return most_rows(job, with_cut(plan, cut), hardware, memory_limit, constants)
+
+    layers = plan.layers if layout_given else None
+    return next_rows(
+        choice.folder, job.pipeline, job.tensor, job.model.vocab, layers, cutting_option(config.values), room
+    ).plan(plan)
 
 
 def with_cut(plan: Plan, cut: Cut) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_vp.cost.job_sizes import job_of
@@ -126,6 +127,11 @@ def cut_of(config: JobConfig) -> tuple[int, ...] | None:
                 "(*-|*-), one segment per stage"
             )
     return pattern.cut
+
+
+def cutting_option(values: Mapping[str, Any]) -> str:
+    """The option that cuts this job's layers into stages."""
+    return "--pipeline-model-parallel-layout" if pattern_in(values) is None else "--hybrid-layer-pattern"
 
 
 _CUTS = (

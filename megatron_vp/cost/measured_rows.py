@@ -7,18 +7,16 @@ long each rank computes per microbatch, and with how many rows; rows are then fi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
 from megatron_vp.cost.balance import Shards, unit_of_rows
-from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.cost.water_filling import fill
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
 from megatron_vp.schedule import PassKind
-from megatron_vp.shards import check_stage_rows
 from megatron_vp.trace.cut import Cut
 from megatron_vp.trace.figures import mean_pass_times
 from megatron_vp.trace.rank_files import RankTrace, read_traces
@@ -63,32 +61,55 @@ def read_run(folder: Path) -> MeasuredRun:
     return run
 
 
-def measured(job: Job, plan: Plan, pass_seconds: Sequence[Seconds], most: Sequence[int] | None = None) -> Shards:
-    """Rows for the next start of `job`, from the pass times of a run of `plan`; its layers stay.
+def next_rows(
+    folder: Path,
+    ranks: int,
+    tensor: int,
+    vocab: int | None,
+    layers: tuple[int, ...] | None,
+    layout_option: str,
+    room: Callable[[Cut], Sequence[int] | None],
+) -> Shards:
+    """What `--vocab-shards measured:FOLDER` gives a job: rows from the run's pass times, and the run's layers.
 
     Args:
-        plan: as it ran, with its `layers` and `vocab_rows` (None: equal ones).
-        pass_seconds: by pipeline rank, see `Seconds`.
-        most: rows that each rank has memory for, see `balance.most_rows`; None: any number.
+        ranks, tensor, vocab: pipeline and tensor ranks of the job, and its padded vocabulary (None: not known yet).
+        layers: by virtual stage where the user gave a layout, with `layout_option`.
+        room: rows that each pipeline rank has memory for with the cut of the run; None where that is not known.
 
-    `gain` is the busiest rank's time per microbatch over what it will be.
-    Raises UserError for times of another number of ranks, and for a run whose vocabulary passes took no time.
+    Raises UserError for a run of another cut, and for what `read_run` and `refilled` refuse.
     """
-    rows = plan.rows_by_rank(job)
-    if rows is None or len(pass_seconds) != job.pipeline:
+    run = read_run(folder)
+    cut, rows = run.cut, run.cut.vocab_rows or ()
+    for what, there, here in (
+        ("pipeline ranks", len(rows), ranks),
+        ("tensor ranks", cut.tensor, tensor),
+        ("vocabulary rows", sum(rows), sum(rows) if vocab is None else vocab),
+    ):
+        if there != here:
+            raise UserError(
+                f"--vocab-shards measured:{folder} is of a run with {there} {what}, and this job has {here}: measure a "
+                "run of this job"
+            )
+    if layers is not None and cut.layers is not None and layers != cut.layers:
         raise UserError(
-            f"pass times of {len(pass_seconds)} ranks say nothing about {job.pipeline} ranks with vocabulary shards: "
-            "measure a run of this job with --vocab-parallel"
+            f"--vocab-shards measured:{folder} is of a run with the layers {list(cut.layers)}, and {layout_option} has "
+            "others: measure a run of this layout, or leave the layout (of a pattern, its bars) out"
         )
-    check_stage_rows(rows, job.model.vocab, job.pipeline, job.tensor)
-    return refilled(Cut(plan.layers, rows, job.tensor), pass_seconds, most)
+    return refilled(cut, run.seconds, room(cut))
 
 
 def refilled(cut: Cut, pass_seconds: Sequence[Seconds], most: Sequence[int] | None = None) -> Shards:
-    """The same from what a run recorded alone.
+    """Rows for a start with the layers of `cut`, from the pass times of a run of it.
 
-    A row takes as long as the rank's rows took on average. A rank that had none is taken to be as fast with them as
-    with its layers, compared with the ranks that had some.
+    Args:
+        pass_seconds: by pipeline rank, see `Seconds`.
+        most: rows that each rank has memory for, see `balance.most_rows`; None: any number.
+
+    `gain` is the busiest rank's time per microbatch over what it will be. A row takes as long as the rank's rows took
+    on average. A rank that had none is taken to be as fast with them as with its layers, compared with the ranks that
+    had some. Raises UserError for a run whose vocabulary passes took no time, and where the rows do not fit into the
+    memory.
     """
     rows = cut.vocab_rows
     assert rows is not None

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from megatron_vp.cost.measured_rows import measured, read_run, refilled
-from megatron_vp.cost.shapes import Job, ModelShape, Plan
+from megatron_vp.cost.measured_rows import next_rows, read_run, refilled
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import PassCosts, PassKind, VocabMethod, generate, simulate
 from megatron_vp.schedule.perfetto import Lane
@@ -14,11 +13,7 @@ from megatron_vp.trace.rank_files import RankTrace, TracedSpan, path_of
 
 VOCAB = 131072
 TWO = VocabMethod.VOCAB_2
-
-
-def job(ranks):
-    model = ModelShape(layers=2 * ranks, hidden=2048, heads=16, ffn=8192, vocab=VOCAB)
-    return Job(model, sequence=2048, micro_batch=1, microbatches=16, pipeline=ranks)
+EVEN = Cut(None, (VOCAB // 4,) * 4)
 
 
 def seconds(slowness, rows, layers=3.0):
@@ -37,7 +32,7 @@ def test_a_slow_rank_gets_fewer_rows_until_all_take_the_same_time(ranks):
     slowness = [1.0] * ranks
     slowness[1] = 1.05
     took = [seconds(slow, VOCAB // ranks, layers=1.0) for slow in slowness]
-    found = measured(job(ranks), Plan(vocab=TWO), took)
+    found = refilled(Cut(None, (VOCAB // ranks,) * ranks), took)
     assert sum(found.rows) == VOCAB and found.rows[1] == min(found.rows) and all(rows % 128 == 0 for rows in found.rows)
     after = [sum(seconds(slow, rows, 1.0).values()) for slow, rows in zip(slowness, found.rows, strict=True)]
     equal = ranks * (1 + 4 / ranks) / sum(1 / slow for slow in slowness)  # as fast together
@@ -56,10 +51,10 @@ def test_a_rank_without_rows_is_as_fast_with_rows_as_with_layers():
 
 
 def test_rows_stay_within_memory():
-    found = measured(job(4), Plan(vocab=TWO), [seconds(1, VOCAB // 4)] * 4, most=[16384, VOCAB, VOCAB, VOCAB])
+    found = refilled(EVEN, [seconds(1, VOCAB // 4)] * 4, most=[16384, VOCAB, VOCAB, VOCAB])
     assert found.rows[0] == 16384
     with pytest.raises(UserError, match="does not fit into the memory"):
-        measured(job(4), Plan(vocab=TWO), [seconds(1, VOCAB // 4)] * 4, most=[128] * 4)
+        refilled(EVEN, [seconds(1, VOCAB // 4)] * 4, most=[128] * 4)
 
 
 def write_reports(folder, ranks=4, **changes):
@@ -81,7 +76,7 @@ def test_rank_reports_are_read_without_their_first_iteration(tmp_path):
     run = read_run(tmp_path)
     assert run.cut == Cut(None, (VOCAB // 4,) * 4)
     assert run.seconds[1] == pytest.approx(seconds(1, VOCAB // 4))
-    found = measured(job(4), Plan(vocab=TWO, vocab_rows=run.cut.vocab_rows), run.seconds)
+    found = next_rows(tmp_path, 4, 1, VOCAB, None, "", lambda cut: None)
     assert found.rows[2] == min(found.rows) < VOCAB // 4
 
 
@@ -117,7 +112,5 @@ def test_folders_of_something_else_are_refused_in_a_line(tmp_path):
     (tmp_path / "rank_0.json").write_text("[")
     with pytest.raises(UserError, match="is no JSON"):
         read_run(tmp_path)
-    with pytest.raises(UserError, match="pass times of 3 ranks say nothing about 4 ranks"):
-        measured(job(4), Plan(vocab=TWO), [seconds(1, 1)] * 3)
     with pytest.raises(UserError, match="no times of vocabulary passes"):
-        measured(job(4), Plan(vocab=TWO), [{str(PassKind.F): 1.0}] * 4)
+        refilled(EVEN, [{str(PassKind.F): 1.0}] * 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from unittest import mock
 
@@ -17,7 +18,7 @@ from megatron_vp.jobs.layout_text import layers_in
 from megatron_vp.jobs.pattern_text import Pattern
 from megatron_vp.jobs.resolved import read_resolved
 from megatron_vp.mcore import choices
-from megatron_vp.mcore.options import vocab_rows
+from megatron_vp.mcore.options import predicted_job, vocab_rows
 from megatron_vp.mcore.start.preflight import check_job, describe_job
 from megatron_vp.schedule import VocabMethod
 from tests.harness.training import comparable_model, tiny_model, train
@@ -134,10 +135,11 @@ def test_a_replay_of_few_microbatches_takes_the_rows_of_the_whole_job():
 )
 def test_the_device_is_known_by_its_name(device, name):
     with (
-        mock.patch.object(vocab_rows, "uses_cpu", lambda words: False),
-        mock.patch("torch.cuda.get_device_name", lambda: device),
+        mock.patch.object(predicted_job, "uses_cpu", lambda words: False),
+        mock.patch("torch.cuda.device_count", lambda: 2),
+        mock.patch("torch.cuda.get_device_name", ["another", device].__getitem__),
     ):
-        assert vocab_rows._hardware() is HARDWARE[name]
+        assert predicted_job._hardware(argparse.Namespace(local_rank=3)) is HARDWARE[name]
 
 
 def reports(folder, rows, slowness, **changes):

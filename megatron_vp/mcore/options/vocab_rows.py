@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from megatron_vp.cost.balance import Shards, balanced, most_rows
-from megatron_vp.cost.hardware import HARDWARE, Hardware
-from megatron_vp.cost.job_plan import plan_of, uncounted
-from megatron_vp.cost.job_sizes import job_of
-from megatron_vp.cost.measured_rows import read_run, refilled
+from megatron_vp.cost.chosen_shards import with_cut
+from megatron_vp.cost.job_plan import cutting_option
+from megatron_vp.cost.measured_rows import next_rows
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.job_config import SIZES, JobConfig, read_job_config
 from megatron_vp.jobs.layout_text import layout_of
 from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
-from megatron_vp.mcore import choices
 from megatron_vp.mcore.choices import chosen_family
-from megatron_vp.mcore.platform import installed
-from megatron_vp.mcore.platform.flags import uses_cpu
-from megatron_vp.mcore.reports import memory
+from megatron_vp.mcore.options.predicted_job import predicted_job, vocabulary
 from megatron_vp.mcore.reports.cut import layers_given
 from megatron_vp.mcore.storage.checkpoint_check import cut_to_keep
-from megatron_vp.mcore.storage.dataset import padded_vocabulary
 from megatron_vp.schedule import VocabMethod
 from megatron_vp.shards import check_stage_rows
 from megatron_vp.trace.cut import Cut
-
-UNKNOWN_GPU = "h100"
-"""What the cost model takes a GPU for that it has no figures of: relative times of passes differ little."""
 
 
 def resolve_rows(args: argparse.Namespace) -> None:
@@ -59,7 +46,7 @@ def check_rows(args: argparse.Namespace) -> None:
     """Raise UserError for rows that do not fit validated Megatron arguments."""
     if args.vocab_rows is None:
         return
-    vocab_size = _vocabulary(args)
+    vocab_size = vocabulary(args)
     if vocab_size is not None:  # else the model's own size is compared when its layers are cut
         sizes = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
         check_stage_rows(args.vocab_rows, vocab_size, *sizes)
@@ -91,11 +78,7 @@ def _balance(args: argparse.Namespace) -> None:
         _lay_out(args, layout)
         return
     try:
-        config = _job_config(args)
-        unknown = uncounted(config)
-        if unknown:
-            raise UserError(f"the cost model does not count {', '.join(unknown)}")
-        plan, job, hardware = plan_of(config), job_of(config.values, args.world_size), _hardware()
+        job, plan, hardware = predicted_job(args)
         if not _is_laid_out(args):
             plan = replace(plan, layers=None)
         found = balanced(job, plan, hardware, memory_limit=hardware.memory if hardware.is_gpu else None)
@@ -107,37 +90,20 @@ def _balance(args: argparse.Namespace) -> None:
 
 def _follow(args: argparse.Namespace, folder: Path) -> None:
     """Take the rows, and the layers, that a run's pass times give. Raises UserError for a run of another cut."""
-    run = read_run(folder)
-    rows, vocab_size = run.cut.vocab_rows or (), _vocabulary(args)
-    found = len(rows), run.cut.tensor, sum(rows)
-    asked = args.pipeline_model_parallel_size, args.tensor_model_parallel_size, vocab_size or sum(rows)
-    for what, there, here in zip(("pipeline ranks", "tensor ranks", "vocabulary rows"), found, asked, strict=True):
-        if there != here:
-            raise UserError(
-                f"--vocab-shards measured:{folder} is of a run with {there} {what}, and this job has {here}: measure a "
-                "run of this job"
-            )
-    if _is_laid_out(args) and run.cut.layers is not None and layers_given(args) != run.cut.layers:
-        option = "--pipeline-model-parallel-layout" if pattern_in(vars(args)) is None else "--hybrid-layer-pattern"
-        raise UserError(
-            f"--vocab-shards measured:{folder} is of a run with the layers {list(run.cut.layers)}, and {option} has "
-            "others: measure a run of this layout, or leave the layout (of a pattern, its bars) out"
-        )
-    chosen = refilled(run.cut, run.seconds, _room(args, run.cut))
-    _take(args, chosen, f"--vocab-shards measured:{folder}: the busiest rank had {chosen.gain:.3f} times this work")
 
-
-def _room(args: argparse.Namespace, cut: Cut) -> tuple[int, ...] | None:
-    """Rows that each pipeline rank has memory for; None where the cost model cannot tell."""
-    hardware = _hardware()
-    try:
-        config = _job_config(args)
-        if uncounted(config) or not hardware.is_gpu:
+    def room(cut: Cut) -> tuple[int, ...] | None:
+        try:
+            job, plan, hardware = predicted_job(args)
+            if not hardware.is_gpu:
+                return None
+            return most_rows(job, with_cut(plan, cut), hardware, hardware.memory)
+        except UserError:  # a job that the cost model does not count
             return None
-        plan = replace(plan_of(config), layers=cut.layers)
-        return most_rows(job_of(config.values, args.world_size), plan, hardware, hardware.memory)
-    except UserError:
-        return None
+
+    ranks, tensor = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    layers, option = layers_given(args) if _is_laid_out(args) else None, cutting_option(vars(args))
+    chosen = next_rows(folder, ranks, tensor, vocabulary(args), layers, option, room)
+    _take(args, chosen, f"--vocab-shards measured:{folder}: the busiest rank had {chosen.gain:.3f} times this work")
 
 
 def _take(args: argparse.Namespace, shards: Shards, why: str) -> None:
@@ -169,36 +135,3 @@ def _lay_out(args: argparse.Namespace, layout: str | None) -> None:
 
 def _is_laid_out(args: argparse.Namespace) -> bool:
     return args.pipeline_model_parallel_layout is not None or layers_given(args) is not None
-
-
-def _job_config(args: argparse.Namespace) -> JobConfig:
-    """The job in the words of all commands, with the sizes that a checkpoint may have replaced. Raises UserError.
-
-    Of a replay it is the whole job, so that every rank that is replayed has the rows that it has in the job.
-    """
-    vocab_size = _vocabulary(args)
-    if vocab_size is None:
-        raise UserError("the vocabulary's size is not known before its tokenizer can be read")
-    sizes: dict[str, Any] = {"padded_vocab_size": vocab_size}
-    given = choices.replayed
-    if given is None:
-        given = read_job_config([], args._words)
-        sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None} | sizes
-    return JobConfig(given.values | sizes, given.origins | dict.fromkeys(sizes, "the job's"))
-
-
-def _vocabulary(args: argparse.Namespace) -> int | None:
-    """The padded vocabulary; a tokenizer is read once, because a large one takes seconds."""
-    if "_vocabulary" not in vars(args):
-        args._vocabulary = padded_vocabulary(args)
-    return args._vocabulary
-
-
-def _hardware() -> Hardware:
-    """What the cost model knows of this rank's device: by the GPU's name, or as of a usual GPU or CPU core."""
-    if installed.of_nodes is not None or memory.of_shapes is not None:  # of a job that runs on GPUs elsewhere
-        return HARDWARE[UNKNOWN_GPU]
-    if uses_cpu([]):
-        return HARDWARE["cpu"]
-    words = re.split(r"[^a-z0-9]+", torch.cuda.get_device_name().lower())
-    return next((entry for name, entry in HARDWARE.items() if name in words), HARDWARE[UNKNOWN_GPU])
