@@ -86,7 +86,7 @@ def simulate(
         plan = with_cut(plan, read_traces(trace)[0].cut)
         measured = traced_costs(trace, request.job, plan)
     with gc_paused():
-        simulator = make_simulator(request.job, plan, request.hardware, measured=measured)
+        simulator = make_simulator(request.job, plan, request.hardware)
         prediction = predict(request.job, plan, request.hardware, measured=measured, simulator=simulator)
         found = evaluation_of(Candidate(method_of(plan), plan), prediction, simulator, request.job)
         match output_format:

@@ -15,6 +15,7 @@ from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.cost.stage_costs import layers_of, order_costs, stage_costs
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import (
+    Costs,
     PassCosts,
     Schedule,
     Simulator,
@@ -89,11 +90,11 @@ def predict(
 
     Args:
         measured: pass times in seconds that replace the modelled ones, from a trace of a run.
-        simulator: the schedule to simulate; without one it is generated for the costs.
+        simulator: the schedule to simulate; without one it is generated, in the order that training runs.
 
     Raises UserError for a schedule that is unknown or does not go with the job, and layers that do not fit it.
     """
-    simulator = simulator or make_simulator(job, plan, hardware, constants, measured)
+    simulator = simulator or make_simulator(job, plan, hardware, constants)
     costs = measured or stage_costs(job, plan, simulator.schedule, hardware, constants)
     timeline = simulator.simulate(costs)
     memory = memory_model(job, plan, simulator.schedule, hardware)
@@ -139,10 +140,9 @@ def make_simulator(
     plan: Plan,
     hardware: Hardware,
     constants: Constants = CALIBRATED,
-    measured: PassCosts | StageCosts | None = None,
     further_orders: bool = True,
 ) -> Simulator:
-    """The schedule of `plan`, ordered for its costs, ready to be simulated; made once for nearly equal proportions.
+    """The schedule of `plan` in the order that training runs, see `order_costs`; made once for nearly equal costs.
 
     `further_orders`: see `generate`.
     Raises UserError for what training refuses: whole vocabulary layers that share one weight on both chunks of a rank.
@@ -153,32 +153,11 @@ def make_simulator(
             "--untie-embeddings-and-output-weights"
         )
     plan.shard_rows(job)  # refuses rows that are no cut
-    if plan.vocab_rows is not None:
-        return _drawn_simulator(job, plan, measured or order_costs(job, plan, hardware, constants))
-    single = generate(plan.schedule, job.pipeline, 1, vocab=plan.vocab, chunks=plan.chunks)
-    costs = measured or stage_costs(job, plan, single, hardware, constants)
+    holders = None if plan.vocab_rows is None else tuple(rank for rank, rows in enumerate(plan.vocab_rows) if rows)
+    costs = order_costs(job, plan, hardware, constants)
     return _simulator(
-        plan.schedule,
-        job.pipeline,
-        job.microbatches,
-        plan.vocab,
-        plan.chunks,
-        _proportions(costs.nominal(job.pipeline)),
-        further_orders,
+        plan.schedule, job.pipeline, job.microbatches, plan.vocab, plan.chunks, costs, holders, further_orders
     )
-
-
-def _drawn_simulator(job: Job, plan: Plan, costs: PassCosts | StageCosts) -> Simulator:
-    made = generate(
-        plan.schedule,
-        job.pipeline,
-        job.microbatches,
-        vocab=plan.vocab,
-        chunks=plan.chunks,
-        costs=costs,
-        vocab_ranks=[rank for rank, rows in enumerate(plan.vocab_rows or ()) if rows],
-    )
-    return Simulator(made, costs)
 
 
 @lru_cache(maxsize=3)
@@ -188,15 +167,18 @@ def _simulator(
     microbatches: int,
     vocab: VocabMethod,
     chunks: int | None,
-    costs: PassCosts,
+    costs: Costs,
+    vocab_ranks: tuple[int, ...] | None,
     further_orders: bool,
 ) -> Simulator:
-    made = generate(name, ranks, microbatches, vocab=vocab, chunks=chunks, costs=costs, further_orders=further_orders)
+    made = generate(
+        name,
+        ranks,
+        microbatches,
+        vocab=vocab,
+        chunks=chunks,
+        costs=costs,
+        vocab_ranks=vocab_ranks,
+        further_orders=further_orders,
+    )
     return Simulator(made, costs)
-
-
-def _proportions(costs: PassCosts) -> PassCosts:
-    """`costs` in hundredths of a rank's F + B + W, rounded to one hundredth."""
-    whole = costs.F + costs.B + costs.W
-    rounded = {name: round(100 * value / whole) for name, value in costs.named().items() if name not in costs.other}
-    return PassCosts(**rounded, other={name: round(100 * value / whole) for name, value in costs.other.items()})

@@ -14,7 +14,7 @@ from megatron_vp.cost.layouts import equal_layers
 from megatron_vp.cost.pass_times import PassTimes, Split
 from megatron_vp.cost.shapes import Job, Plan
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import Placement, Schedule, StageCosts, VocabMethod, generate
+from megatron_vp.schedule import Costs, PassCosts, Placement, Schedule, StageCosts, VocabMethod, generate
 
 IDLE = 0.85
 """A rank with less than this share of the busiest one's work is not throttled."""
@@ -65,17 +65,22 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, co
     )
 
 
-def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants = CALIBRATED) -> StageCosts:
-    """What a schedule for `plan` is ordered for: the costs of every stage and rank, in hundredths of a mean rank's
-    F + B + W and rounded to one, so that all ranks of a run compute the same order.
+def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants = CALIBRATED) -> Costs:
+    """What a schedule for `plan` is ordered for, in training and in a simulation: hundredths of a mean rank's
+    F + B + W, rounded to one, so that all ranks of a run compute the same order.
 
-    All GPUs are taken to be equally fast: which of them is the slowest is not known before a run.
+    Those of every stage and rank where layers or rows differ, else those of a mean rank. All GPUs are taken to be
+    equally fast: which of them is the slowest is not known before a run.
     """
     alike = replace(constants, speed_spread=0.0, idle_boost=0.0)
     single = generate(plan.schedule, job.pipeline, 1, vocab=plan.vocab, chunks=plan.chunks)
     costs = stage_costs(job, plan, single, hardware, alike)
-    whole = sum((*costs.F, *costs.B, *costs.W)) / job.pipeline
-    scaled = costs.scaled(100 / whole)
+    held = stage_layers(job, layers_of(job, plan, single.placement))
+    if plan.vocab_rows is None and all(stage.counts == held[0].counts for stage in held):
+        mean = costs.nominal(job.pipeline)
+        unit = 0.01 * (mean.F + mean.B + mean.W)
+        return PassCosts(**{name: float(round(value / unit)) for name, value in mean.named().items()}, other={})
+    scaled = costs.scaled(100 * job.pipeline / sum((*costs.F, *costs.B, *costs.W)))
     return StageCosts(
         **{kind: tuple(float(round(value)) for value in values) for kind, values in scaled.named().items()},
         messages={link: round(value) for link, value in scaled.messages.items()},

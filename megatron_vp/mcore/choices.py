@@ -6,7 +6,7 @@ import argparse
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
-from megatron_vp.schedule import DEFAULT_SCHEDULE, Family, VocabMethod, family
+from megatron_vp.schedule import DEFAULT_SCHEDULE, Costs, Family, VocabMethod, family
 
 ALGORITHMS = tuple(method.value for method in VocabMethod if method.is_sharded)
 
@@ -17,6 +17,10 @@ engine_in_shapes = False
 
 replayed: JobConfig | None = None
 """The whole job of which a replay plays one rank, before the replay's changes to it."""
+
+
+order: Costs | None = None
+"""What the passes of this job are ordered for; None: for FLOPs. All ranks of a run take rank 0's."""
 
 
 def counts_engine() -> bool:

@@ -36,6 +36,7 @@ from megatron_vp.mcore.choices import (
 )
 from megatron_vp.mcore.megatron_arguments import check_parsed, check_validated
 from megatron_vp.mcore.options.ignored import warn_of_ignored
+from megatron_vp.mcore.options.pass_order import resolve_order
 from megatron_vp.mcore.options.ranges import check_ranges
 from megatron_vp.mcore.options.refusals import refuse
 from megatron_vp.mcore.options.refused_precision import describe_precision
@@ -236,6 +237,7 @@ def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: d
     resolve_rows(args)
     if has_chunks:
         _lay_out_chunks(args)
+    resolve_order(args)
     # Local layers take no grouped products; Megatron would ask for a device that can do them.
     grouped = args.moe_grouped_gemm
     args.moe_grouped_gemm = grouped and args.transformer_impl != "local"

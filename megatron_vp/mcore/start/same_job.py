@@ -19,6 +19,7 @@ from megatron.training import get_args
 
 import megatron_vp
 from megatron_vp.errors import UserError
+from megatron_vp.mcore import choices
 from megatron_vp.mcore.options.arguments import write_resolved_configuration
 from megatron_vp.mcore.patches import Patch, installed_version
 from megatron_vp.mcore.platform.installed import installed
@@ -96,6 +97,9 @@ def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
                 f"the ranks were not given the same job: {difference(everyone)}; start all of them with the same "
                 f"configuration, flags and installation"
             )
+        order = [choices.order]  # of devices that may differ
+        torch.distributed.broadcast_object_list(order, src=0)
+        choices.order = order[0]
         if arguments.save is not None and not arguments.skip_train:
             claim(arguments.save)
         agreed(functools.partial(write_resolved_configuration, arguments))

@@ -13,6 +13,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training import get_args
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore import choices
 from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, layer_shards, pipeline_placement
 from megatron_vp.mcore.reports.pipeline_trace import pipeline_trace
 from megatron_vp.mcore.reports.rank_report import rank_report
@@ -163,7 +164,7 @@ def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> 
         len(job.chunks),
         microbatches,
         method,
-        costs_of(args, method, pipeline_placement(args), shards, interlaced),
+        choices.order or costs_of(args, method, pipeline_placement(args), shards, interlaced),
         forward_only=not gradients,
         embeds_on_last_stage=shapes.mtp_depth > 0,
         vocab_ranks=shards.holders if shards else None,

@@ -1,4 +1,4 @@
-"""Relative pass costs of a job, from its arguments: what the order of the passes is decided by.
+"""Relative pass costs of a job, from its arguments: what passes are ordered for where the cost model cannot predict it.
 
 Multiplications and additions alone: a schedule needs proportions, not seconds. Sources: the paper's section 3
 for S and T (2nhV/p a GEMM), Megatron's own FLOP count for a transformer layer, attention counted in full.
