@@ -90,7 +90,7 @@ def _matrix() -> Iterator[Case]:
     yield _case(3, "v-half", "vocab-2", 3, num_layers=6, seed=7, init_method_std=0.1)
     yield _case(2, "zb-v", "none", num_layers=3, plain={"pipeline_model_parallel_layout": "Et|ttL"})
     yield _case(2, "interleaved", "vocab-1", num_layers=6, pipeline_model_parallel_layout="Ett|t|t|ttL")
-    yield _case(3, str(BY_HAND), "vocab-2", 3, num_layers=6)
+    yield _case(3, str(BY_HAND), "vocab-2", 3, num_layers=6, global_batch_size=6)
     yield _case(
         4,
         "v-half",
