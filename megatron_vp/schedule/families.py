@@ -26,9 +26,9 @@ from megatron_vp.schedule.generators.v_half import v_half
 from megatron_vp.schedule.generators.v_min import v_min
 from megatron_vp.schedule.generators.zb_h1 import zb_h1
 from megatron_vp.schedule.generators.zb_v import zb_v
+from megatron_vp.schedule.lowering import check_reading, lower
 from megatron_vp.schedule.passes import Schedule, ScheduleError, VocabMethod
 from megatron_vp.schedule.placement import Placement
-from megatron_vp.schedule.timeline import simulate
 
 DEFAULT_SCHEDULE = "1f1b"
 """What runs where no schedule is asked for."""
@@ -152,7 +152,7 @@ def _read(path: str, changed: int | None) -> Family:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     try:
-        simulate(schedule)
+        check_reading(lower(schedule))
     except ScheduleError as error:
         raise UserError(f"the schedule in {path} cannot run: {str(error).splitlines()[0]}") from None
     placement = schedule.placement

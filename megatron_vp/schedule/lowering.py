@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -40,7 +40,7 @@ from megatron_vp.schedule.instructions import (
     Wait,
 )
 from megatron_vp.schedule.node_times import Moment, NodeTimes, durations, node_times
-from megatron_vp.schedule.passes import Pass, PassKind, Schedule
+from megatron_vp.schedule.passes import Pass, PassKind, Schedule, ScheduleError
 
 
 @gc_paused()
@@ -54,8 +54,21 @@ def lower(schedule: Schedule, costs: Costs | None = None, embeds_on_last_stage: 
     costs = costs or PassCosts()
     check_passes(schedule)
     line = _lay_out(expand_interlaced(schedule), costs, embeds_on_last_stage)
-    ranks = range(schedule.pipeline_size)
-    return tuple(_RankLowering(line, rank).program() for rank in ranks)
+    return tuple(_RankLowering(line, rank).program() for rank in range(schedule.pipeline_size))
+
+
+def check_reading(programs: Sequence[Program]) -> None:
+    """Raise ScheduleError where rank 0 does not read its data in the order in which rank p-1 reads the labels."""
+    first, last = (
+        [each.microbatch for each in program.instructions if isinstance(each, Load)]
+        for program in (programs[0], programs[-1])
+    )
+    if first != last:
+        place = next(place for place, (one, other) in enumerate(zip(first, last, strict=True)) if one != other)
+        raise ScheduleError(
+            f"rank 0 reads microbatch {first[place]} where rank {len(programs) - 1} reads microbatch {last[place]}: "
+            "tokens and labels would not match; let the first and the last stage take microbatches in the same order"
+        )
 
 
 @dataclass(frozen=True, slots=True)
