@@ -9,13 +9,13 @@ shorter.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import VOCABULARY_KINDS, build_graph
 from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD, expand_interlaced
-from megatron_vp.schedule.graph import Graph, Step
+from megatron_vp.schedule.graph import Graph, Node, Step
 from megatron_vp.schedule.list_scheduler import MemoryLimits, Problem, list_schedule
 from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
@@ -55,10 +55,15 @@ def reorder_for_costs(
     found = [given, forwards, backwards]
     if further_orders:
         found += search.further_orders(given, forwards, backwards, even, schedule.vocab.is_sharded)
-    shortest = min(makespan for makespan, _ in found)
-    best = next(orders for makespan, orders in found if makespan <= shortest * (1 + 1e-9))
+    while True:
+        shortest = min(makespan for makespan, _ in found)
+        best = next(each for each in found if each[0] <= shortest * (1 + 1e-9))
+        # Data are read and losses reported in order, so no microbatch may overtake another one.
+        if best is given or all(earlier < later for earlier, later in _neighbours(best[1], graph)):
+            break
+        found.remove(best)
     ranks = []
-    for numbers, steps, order in zip(orders, schedule.ranks, best, strict=True):
+    for numbers, steps, order in zip(orders, schedule.ranks, best[1], strict=True):
         named = dict(zip(numbers, steps, strict=True))
         ranks.append(tuple(named[number] for number in order))
     return replace(schedule, ranks=tuple(ranks))
@@ -168,7 +173,12 @@ def forwards(schedule: Schedule, microbatches: int) -> Schedule:
 
 
 def link_limits(graph: Graph, schedule: Schedule) -> None:
-    """Make passes wait for what the dependencies do not demand: embedding near its use, the first W before others."""
+    """Make passes wait for what the dependencies do not demand: embedding near its use, the first W before others, and
+    in an evaluation each microbatch for the one before it.
+    """
+    if not schedule.has_backward:
+        for earlier, later in _neighbours(graph.numbers(schedule.ranks), graph):
+            graph.link(earlier, later)
     if schedule.vocab.is_sharded:
         _limit_embedding(graph, schedule)
     for rank, step in schedule.whole_backwards:
@@ -176,6 +186,24 @@ def link_limits(graph: Graph, schedule: Schedule) -> None:
         # A chunk's W of microbatch 0 starts the sum over microbatches.
         if (rank, first._replace(kind=PassKind.BW)) not in schedule.whole_backwards:
             graph.link(graph.number(Step(rank, first)), graph.number(Step(rank, step)))
+
+
+def _neighbours(orders: Orders, graph: Graph) -> Iterator[tuple[int, int]]:
+    """A rank's forward passes of one kind and chunk, each with the next one. Numbers grow with the microbatch."""
+
+    def same(node: Node) -> tuple[PassKind, int] | None:
+        action = node.action if isinstance(node, Step) else None
+        return (action.kind, action.chunk) if isinstance(action, Pass) and action.kind.forward else None
+
+    keys = graph.of_nodes(same)
+    for order in orders:
+        before: dict[tuple[PassKind, int], int] = {}
+        for number in order:
+            key = keys[number]
+            if key is not None:
+                if key in before:
+                    yield before[key], number
+                before[key] = number
 
 
 def _limit_embedding(graph: Graph, schedule: Schedule) -> None:

@@ -1,10 +1,13 @@
 """Orders for ranks whose work differs: the busiest rank sets the pace, and fill and drain cost one microbatch's way."""
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vp.schedule import FAMILIES, PassCosts, StageCosts, generate, simulate
+from megatron_vp.schedule import FAMILIES, Load, Loss, PassCosts, StageCosts, generate, lower, simulate
+from megatron_vp.schedule.reorder import evaluation
 
 SHARDED = ["vocab-1", "vocab-2"]
 
@@ -47,6 +50,42 @@ def drawn(draw, name, most_ranks=8, most_microbatches=24):
     layers = draw(st.lists(st.integers(1, 6), min_size=p, max_size=p))
     rows = draw(st.lists(st.just(0.0) | st.floats(0.1, 6), min_size=p, max_size=p).filter(any))
     return method, m, layers, costs_of(name, method, layers, rows)
+
+
+def anything(seed):
+    """A family, a method, ranks with rows, and costs of any proportions, a fifth of them zero."""
+    rng = random.Random(seed)
+    name = rng.choice(sorted(FAMILIES))
+    method = rng.choice(FAMILIES[name].methods)
+    p, m = rng.randint(2, 6), rng.choice((1, 2, 5, 9, 16))
+    chunks = 2 if FAMILIES[name].chunks is None else None
+
+    def some(count):
+        return tuple(float(max(0, rng.randint(-15, 60))) for _ in range(count))
+
+    if rng.random() < 0.5:
+        costs = PassCosts(*some(7), comm=rng.randint(0, 3))
+    else:
+        places = dict.fromkeys("FBW", p * FAMILIES[name].chunks_of(chunks))
+        places |= dict.fromkeys(("S", "T", "IF", "IB") if method in SHARDED else (), p)
+        costs = StageCosts(**{kind: some(count) for kind, count in places.items()})
+    holders = rng.sample(range(p), rng.randint(1, p)) if method in SHARDED else None
+    return name, p, m, method, chunks, costs, holders
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_microbatches_are_taken_and_read_in_order_whatever_the_costs(seed):
+    name, p, m, method, chunks, costs, holders = anything(seed)
+    trained = generate(name, p, m, vocab=method, chunks=chunks, costs=costs, vocab_ranks=holders)
+    for schedule in (trained, evaluation(trained, costs)):
+        for steps in schedule.ranks:
+            for kind, chunk in {(step.kind, step.chunk) for step in steps if step.kind.forward}:
+                order = [step.microbatch for step in steps if (step.kind, step.chunk) == (kind, chunk)]
+                assert order == sorted(order), (kind, chunk)
+        for rank, program in enumerate(lower(schedule, costs)):
+            for action, ranks in ((Load, (0, p - 1)), (Loss, (p - 1,))):
+                order = [each.microbatch for each in program.instructions if isinstance(each, action)]
+                assert order == (list(range(m)) if rank in ranks else [])
 
 
 def assert_paced_by_the_busiest_rank(name, job):
