@@ -155,6 +155,10 @@ class MemoryModel:
         waiting = kept
         if self.job.layers is not LayerKind.PAPER:
             waiting = self._held(rank, {kind: each.waiting for kind, each in memory.items()})
+            if whole and placement.last_rank == rank:
+                # The last norm keeps its input, and the output layer, until its weight gradient, the norm's result.
+                kept[placement.stages - 1] += 2 * self.job.element_bytes * self._unit
+                waiting[placement.stages - 1] += self.job.element_bytes * self._unit
         held, scores = once_memory(self.job, split, (kind for kind, count in self._layers(rank) if count)), 0.0
         peak = (0.0, 0.0)
         for step in self.schedule.ranks[rank]:
