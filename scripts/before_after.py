@@ -1,4 +1,4 @@
-"""Write the README's picture and figures: Llama 3 8B on H100, plain and vocabulary parallel, as predicted.
+"""Write the README's picture and figures, and the search in docs/planning.md: Llama 3 8B on H100, as predicted.
 
     python scripts/before_after.py [--check]
 
@@ -28,9 +28,11 @@ from megatron_vp.schedule import PassKind, Schedule, VocabMethod
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
+PLANNING = ROOT / "docs" / "planning.md"
 PICTURE = ROOT / "docs" / "images" / "before_after.png"
 
 CONFIG, HARDWARE, NODES = "configs/llama3_8b.yaml", "h100", 4
+SEARCHED_NODES = 32
 WINDOW = 2.5
 """Seconds of the iteration that the picture shows."""
 
@@ -172,13 +174,28 @@ def with_block(page: str, block: str, content: str) -> str:
 
 def plan_output() -> str:
     """What `megatron-vp plan` says about the job, shortened: the best rows, the gain, the flags."""
-    words = ["plan", CONFIG, "--hardware", HARDWARE, "--nodes", str(NODES)]
-    command = [sys.executable, "-m", "megatron_vp.cli.app", *words]
-    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = _plan(NODES)
     top = next(number for number, line in enumerate(lines) if line.startswith("┏"))
     verdict = [line for line in lines if " times as fast as " in line or line.startswith("use: ")]
-    shortened = [*lines[top : top + 6], "...", *verdict]
-    return "\n".join(["```text", *shortened, "```"]) + "\n"
+    return _code([*lines[top : top + 6], "...", *verdict])
+
+
+def search_output() -> str:
+    """The same of a search on more nodes: the fastest runs of the frontier, and the flags of the recommended one."""
+    lines = _plan(SEARCHED_NODES, "--search")
+    top = next(number for number, line in enumerate(lines) if line.startswith("┏"))
+    used = next(number for number, line in enumerate(lines) if line.startswith("use: "))
+    return _code([*lines[: top + 7], "...", *filter(None, lines[used : used + 2])])
+
+
+def _plan(nodes: int, *more: str) -> list[str]:
+    words = ["plan", CONFIG, "--hardware", HARDWARE, "--nodes", str(nodes), *more]
+    command = [sys.executable, "-m", "megatron_vp.cli.app", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def _code(lines: list[str]) -> str:
+    return "\n".join(["```text", *lines, "```"]) + "\n"
 
 
 def fused_gain(asked: Request, ours: Run, fusion: CrossEntropy) -> float:
@@ -291,12 +308,16 @@ def main() -> int:
     found = runs(asked)
     page = README.read_text(encoding="utf-8")
     fresh = with_block(with_block(page, "predicted", table(asked, found)), "plan", plan_output())
+    planning = PLANNING.read_text(encoding="utf-8")
+    searched = with_block(planning, "search", search_output())
     if check:
         stale = [PICTURE.name] * (stored_digest() != digest(found)) + [README.name] * (fresh != page)
+        stale += [PLANNING.name] * (searched != planning)
         print(f"out of date: {', '.join(stale)}; run this without --check" if stale else "up to date")
         return int(bool(stale))
     draw(asked, found)
     README.write_text(fresh, encoding="utf-8")
+    PLANNING.write_text(searched, encoding="utf-8")
     return 0
 
 

@@ -35,6 +35,12 @@ def test_the_readme_shows_what_plan_says(script):
     assert script.block_of(page, "plan") == script.plan_output()
 
 
+@pytest.mark.slow
+def test_the_planning_page_shows_what_the_search_says(script):
+    page = script.PLANNING.read_text(encoding="utf-8")
+    assert script.block_of(page, "search") == script.search_output()
+
+
 def test_the_picture_shows_the_present_predictions(script, runs):
     assert script.stored_digest() == script.digest(runs)
 
