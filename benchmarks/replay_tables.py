@@ -63,7 +63,7 @@ def replay(config: Path, rank: int, flags: list[str], timeout: float) -> dict:
 
 def predicted_bytes(config: Path, rank: int, flags: list[str]) -> float:
     """The cost model's peak of the rank's tensors; its workspaces of libraries are the last part that is left out."""
-    command = [sys.executable, "-m", "megatron_vp.cli.app", "simulate", str(config), "--hardware", "a100", *flags]
+    command = [sys.executable, "-m", "megatron_vp.cli.app", "simulate", str(config), "--hardware", "h100", *flags]
     said = subprocess.run([*command, "--format", "json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     parts = json.loads(said)["plan"]["memory_bytes"][rank]
     return sum(value for name, value in parts.items() if name != "outside") - WORKSPACES
