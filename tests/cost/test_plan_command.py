@@ -6,12 +6,9 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from megatron_vp.cli.app import app
 from megatron_vp.cli.plan_check import megatrons_check, refusal_here
 from megatron_vp.cli.planning import seconds
 from megatron_vp.cost import planner
@@ -27,43 +24,13 @@ from megatron_vp.jobs.known_options import known_options
 from megatron_vp.jobs.layout_text import layers_in, layout_of
 from megatron_vp.jobs.settings import flags_of, yaml_of
 from megatron_vp.schedule import VocabMethod
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-SMALL = """
-model:
-  num_layers: 8
-  hidden_size: 1024
-  num_attention_heads: 16
-  seq_length: 1024
-  vocab_size: 100000
-  untie_embeddings_and_output_weights: true
-parallelism:
-  pipeline_model_parallel_size: 4
-batch:
-  micro_batch_size: 1
-  global_batch_size: 8
-precision:
-  bf16: true
-data:
-  tokenizer_model: somewhere
-"""
-
-
-@pytest.fixture
-def small(tmp_path):
-    path = tmp_path / "small.yaml"
-    path.write_text(SMALL)
-    return path
+from tests.cost.small_job import CONFIGS, SMALL, run
 
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded():
     """Megatron in this process: each `plan` would start one of its own to load it."""
     import megatron.training.arguments  # noqa: F401
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_the_configuration_gives_the_job_and_flags_win(small):
@@ -445,157 +412,6 @@ def test_settings_unset_what_the_configuration_has_and_the_plan_has_not(small):
     assert settings_of(plain, Plan("1f1b"), job) == {}
     chunked = read_sizes([small], ["--num-layers-per-virtual-pipeline-stage", "1"])
     assert settings_of(chunked, Plan("1f1b"), job) == {"num_layers_per_virtual_pipeline_stage": None}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--hardware", "h10"], "h100"),
-        (["--pipeline-model-parallel-size", "16"], "8 layers"),
-        (["--pipeline-model-parallel-size", "3", "--nodes", "1"], "8 ranks cannot hold replicas of 3"),
-        (["--nodes", "1", "--global-batch-size", "7"], "global_batch_size 7 is no multiple of"),
-        (["--num-attention-heads", "15"], "15 heads"),
-        (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size 0 is no whole number of at least 1"),
-        (["--pipeline-model-parallel-size", "eight"], "'eight' is no whole number"),
-        (
-            ["--pipeline-model-paralel-size", "8"],
-            "--pipeline-model-paralel-size is no known option; the nearest known one is --pipeline-model-parallel-size",
-        ),
-        (["--memory", "-1"], "--memory -1.0 is no amount of memory"),
-        (["--memory", "inf"], "--memory inf is no amount of memory"),
-        (["--memory", "nan"], "--memory nan is no amount of memory"),
-        (["--memory", "1e-300"], "--memory 1e-300 is no amount of memory; give the GiB of a rank, 0.01 to"),
-        (["--nodes", "100000000"], "--nodes 100000000 is larger than any cluster; give at most 1000000"),
-        (["--seq-length", "1000000000"], "--seq-length 1000000000 is too large for any job; give at most 67108864"),
-        (["--lr", "nan"], "--lr nan is not a finite number"),
-        (["--clip-grad=-inf"], "--clip-grad -inf is not a finite number"),
-        (["--global-batch-size", "1000000000"], "4 pipeline ranks x 1000000000 microbatches are 4,000,000,000"),
-        (["--num-layers=9", "--num-layers-per-virtual-pipeline-stage=2"], "2 does not divide the layers of a rank"),
-        (["--num-layers-per-virtual-pipeline-stage", "4"], "4 does not divide the layers of a rank"),
-        (
-            ["--vocab-parallel", "--vocab-parallel-algorithm", "vocab-3"],
-            "must be one of vocab-1, vocab-2, not 'vocab-3'",
-        ),
-        (["--vocab-parallel", "--num-virtual-stages-per-pipeline-rank", "2"], "1f1b"),
-        (["8"], "'8' is no flag"),
-        (["--pipeline-schedule", "v-half-ish"], "'v-half-ish' is unknown"),
-        (["--pipeline-model-parallel-layout", "Et*4|t*4L"], "no layout of 8 layers"),
-        (["--config", "nowhere.yaml"], "cannot read configuration file nowhere.yaml"),
-        (["--num-layers"], "--num-layers without a value is no whole number"),
-        (["--num-layers", "100000000"], "100000000 layers make no model"),
-        (["--vocab-size", "1" + 30 * "0"], "is too large for any job; give at most 268435456"),
-        (["--vocab-parallel", "maybe"], "--vocab-parallel is a switch and takes no value; it was given 'maybe'"),
-        (["--pipeline-schedule", ""], "schedule '' is unknown"),
-        (["--pipeline-schedule", "interlaced"], "add --vocab-parallel"),
-        (["--hardwrae", "h200"], "--hardwrae is no known option; the nearest known one is --hardware"),
-        (["--node=4"], "--node is no known option; the nearest known one is --nodes"),
-        (["--tp", "8"], "--tp is no known option; the nearest known one is --tensor-model-parallel-size"),
-        (["--data-parallel-size", "8"], "--data-parallel-size is no known option"),
-        (["--vocab-parallel-algorithm", "vocab-1"], "has no effect without --vocab-parallel"),
-        (["--lr", "fast"], "--lr must be a number, not 'fast'"),
-        (["--train-iters", "1e3"], "--train-iters must be an integer, not 1000.0"),
-        (["--optimizer", "adm"], "--optimizer must be one of adam, sgd,"),
-        (["--bf16", "no"], "--bf16 is a switch and takes no value; it was given 'no'"),
-        (["--lr", "1", "2"], "--lr takes one value; it was given 2: 1, 2"),
-        (["--lr"], "--lr needs a value: a number"),
-        (["--data-path", "x", "-f", "json"], "--data-path must be a text, not '-f'"),
-        (["--recompute-granularity", "ful"], "must be one of full, selective, not 'ful'"),
-    ],
-)
-def test_bad_input_is_one_line(small, arguments, words):
-    error = run("simulate", small, *arguments).exception
-    assert isinstance(error, UserError), error
-    assert words in str(error) and "\n" not in str(error)
-
-
-def test_a_batch_that_simulate_cannot_play_is_refused_at_once_with_its_chunks(small, monkeypatch):
-    monkeypatch.setattr("megatron_vp.cost.predict.make_simulator", None)
-    flags = ["--num-virtual-stages-per-pipeline-rank", "2", "--global-batch-size", str(131_072 // 8 + 1)]
-    error = run("simulate", small, *flags).exception
-    assert isinstance(error, UserError) and "16385 microbatches x 2 chunks are 131,080 forwards" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("fp16: 1", "'fp16' in section 'more' is a switch: write true or false, not 1"),
-        ("lr: [1, 2]", "'lr' in section 'more' takes one value; it was given 2: 1, 2"),
-        ("lr: true", "'lr' in section 'more' must be a number, not True"),
-        ("optimizer: addam", "'optimizer' in section 'more' must be one of adam, sgd"),
-        ("learning_rate: 1", "'learning_rate' in section 'more' is no known argument; the nearest known one is"),
-    ],
-)
-def test_a_value_that_training_does_not_take_is_refused(small, line, words):
-    small.write_text(SMALL + f"more:\n  {line}\n")
-    error = run("simulate", small).exception
-    assert isinstance(error, UserError) and words in str(error) and "\n" not in str(error)
-
-
-@pytest.mark.parametrize("section", ["[8, 1024]", "8", "8 layers", "[]"])
-def test_a_section_of_the_wrong_type_is_one_line(small, tmp_path, section):
-    overlay = tmp_path / "overlay.yaml"
-    overlay.write_text(f"model: {section}\n")
-    for files in ([small, "--config", overlay], [overlay, "--config", small]):
-        error = run("plan", *files).exception
-        assert isinstance(error, UserError) and "\n" not in str(error)
-        assert str(error).startswith(f"{overlay}: 'model' is no section here, and in {small} it is one")
-    error = run("plan", overlay).exception
-    assert isinstance(error, UserError) and "'model' in the top level is no known argument" in str(error)
-
-
-def test_a_section_that_is_a_list_is_one_line(small):
-    small.write_text(SMALL + "optimizer:\n  - lr: 1\n")
-    for command in ("plan", "simulate"):
-        error = run(command, small).exception
-        assert isinstance(error, UserError) and "section 'optimizer' is a list" in str(error)
-        assert "\n" not in str(error)
-
-
-def test_a_plan_for_more_stages_than_layers_is_one_line(small):
-    error = run("plan", small, "--pipeline-model-parallel-size", "16").exception
-    assert isinstance(error, UserError) and "\n" not in str(error)
-    assert str(error).startswith("no schedule can run this job: 8 layers cannot fill 16 virtual stages")
-
-
-def test_chunks_that_the_layers_cannot_fill_are_named_beside_the_plans(small):
-    table = run("plan", small, "--num-layers", "6").stdout
-    assert "not possible: v-half, vocab-2: 6 layers cannot fill 8 virtual stages" in table
-    assert "use: --vocab-parallel" in table
-
-
-def test_a_plan_that_nothing_fits_is_one_line(small):
-    found = run("plan", small, "--memory", "2")
-    error = found.exception
-    assert isinstance(error, UserError) and not found.stderr
-    assert str(error).startswith("nothing fits 2 GiB: the least is ") and "\n" not in str(error)
-
-
-@pytest.mark.parametrize(
-    ("was", "line", "words"),
-    [
-        (
-            "num_layers: 8",
-            "num_layer: 8",
-            "'num_layer' in section 'model' is no known argument; the nearest known one is 'num_layers'",
-        ),
-        ("num_layers: 8", "num_layers: true", "'num_layers' in section 'model' True is no whole number"),
-        ("num_layers: 8", "num_layers: 8\n  num_layers: 9", "found duplicate key num_layers"),
-        ("  num_layers: 8", "\tnum_layers: 8", "is not valid YAML"),
-    ],
-    ids=["misspelt", "switch", "twice", "tab"],
-)
-def test_a_bad_line_in_the_configuration_is_named_with_its_file(small, was, line, words):
-    small.write_text(SMALL.replace(was, line, 1))
-    error = run("plan", small).exception
-    assert isinstance(error, UserError) and str(error).startswith(str(small)) and words in str(error)
-    assert "\n" not in str(error)
-
-
-def test_an_incomplete_configuration_names_what_is_missing(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("model:\n  num_layers: 8\n")
-    error = run("simulate", path).exception
-    assert isinstance(error, UserError) and "hidden_size" in str(error)
 
 
 def test_a_laptop_needs_neither_torch_nor_megatron(small):
