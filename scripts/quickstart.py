@@ -78,7 +78,9 @@ class Run:
         microbatches = self.reports[0]["microbatches"]
         means = {
             name: tuple(
-                fmean(times[name] for times in report["pass_milliseconds_by_iteration"][1:]) / 1000 / microbatches
+                fmean(times.get(name, 0.0) for times in report["pass_milliseconds_by_iteration"][1:])
+                / 1000
+                / microbatches
                 for report in self.reports
             )
             for name in names

@@ -83,13 +83,16 @@ def balanced(
         memory_limit: bytes per rank; None: any amount. Where nothing fits, the limit is left aside.
 
     A pure function: all ranks of a job compute the same. Even shards are kept where they fit and are predicted to
-    be within EVEN_BAND of the best, and for methods and vocabularies that have no others.
+    be within EVEN_BAND of the best, and for methods and vocabularies that have no others. On CPU cores, whose times are
+    known to an order of magnitude, they are kept wherever all stages have equally many layers.
     Raises UserError where the layers cannot be put on the stages.
     """
     search = _Search(job, replace(plan, vocab_rows=None), hardware, constants, memory_limit)
     even = search.even
     if not plan.vocab.is_sharded or search.unit is None or family(plan.schedule).fixed is not None:
         return Shards(even.layers, None)
+    if not hardware.is_gpu and even.layers is None:
+        return Shards(None, None)
     outcomes = [search.outcome(each) for each in (even, *search.candidates())]
     first = outcomes[0]
     offered = [each for each in outcomes if each.fits] or outcomes

@@ -127,6 +127,13 @@ def test_even_shards_stay_where_they_are_good_enough():
     assert drawn < even / (1 + EVEN_BAND)
 
 
+def test_on_cpu_cores_rows_are_moved_only_where_layers_are_uneven():
+    plan, cpu = Plan(vocab=TWO), find_hardware("cpu")
+    even = replace(JOB, model=replace(MODEL, layers=8))
+    assert balanced(even, plan, cpu).rows is None and balanced(even, plan, cpu).layers is None
+    assert balanced(JOB, plan, cpu).rows is not None
+
+
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "v-half"])
 def test_every_schedule_is_balanced(schedule):
     job = replace(JOB, model=replace(MODEL, layers=13))

@@ -1,0 +1,44 @@
+"""The first command that a newcomer runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_vp.schedule import VocabMethod
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "quickstart.py"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    spec = importlib.util.spec_from_file_location("quickstart", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # its dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_rank_without_rows_has_no_vocabulary_passes(script):
+    layers = {"F": 8.0, "B": 16.0}
+    of_ranks = [layers | {"S": 4.0, "T": 4.0, "IF": 0.8, "IB": 0.8}] * 3 + [layers]
+    reports = [{"microbatches": 8, "pass_milliseconds_by_iteration": [each] * 3} for each in of_ranks]
+    run = script.Run("ours", VocabMethod.VOCAB_2, [1.0], reports)
+    assert run.costs().S == pytest.approx((5e-4, 5e-4, 5e-4, 0))
+    assert run.predicted_seconds(4) > 8 * 4e-3
+
+
+@pytest.mark.slow
+def test_it_trains_twice_and_compares(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--output", str(tmp_path), "--iterations", "6"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "largest difference between the two loss curves" in done.stdout
+    assert (tmp_path / "loss.png").exists() and (tmp_path / "schedule.png").exists()
