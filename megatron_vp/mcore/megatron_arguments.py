@@ -57,6 +57,7 @@ READ = {
             *("high_priority_stream_groups", "hybrid_context_parallel", "hybrid_layer_pattern"),
             *("init_method_std", "init_method_xavier_uniform"),
             *("init_model_with_meta_device", "inprocess_restart", "kv_channels", "layernorm_epsilon", "load"),
+            "local_rank",
             *("log_interval", "log_straggler", "logits_load_dir", "logits_save_dir", "loss_scale", "lr"),
             *("lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples"),
             *("make_vocab_size_divisible_by", "max_position_embeddings", "micro_batch_size"),
