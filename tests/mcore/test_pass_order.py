@@ -99,7 +99,7 @@ def test_flops_stand_in_where_the_cost_model_does_not_know_the_job():
 
 
 def order_of(rank, _world_size, words):
-    """What a rank of a started job orders for, whose device is taken for another kind than its peers'."""
+    """The costs that one rank of a job orders for. Each rank takes its device for another kind."""
     import sys
 
     import pretrain_gpt_vp as script

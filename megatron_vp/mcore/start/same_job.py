@@ -112,7 +112,8 @@ PATCHES = (
         "megatron.training.initialize:_initialize_distributed",
         _with_the_same_job,
         "compares the ranks' arguments and versions: a node with another file would hang the others or spoil the "
-        "model; then claims the --save folder for this run and writes the resolved configuration",
+        "model; then takes the order costs of rank 0, claims the --save folder for this run and writes "
+        "the resolved configuration",
         "(get_embedding_ranks, get_position_embedding_ranks, store, skip_model_parallel_init=False)",
     ),
 )
