@@ -111,11 +111,10 @@ READ = {
         ),
     ),
     "start": Reads(
-        "to check a job before its ranks start, and to compare the ranks",
+        "to check a job before its ranks start",
         (
             *("context_parallel_size", "data_parallel_size", "distributed_backend", "global_batch_size"),
-            *("hybrid_layer_pattern", "load", "lr_decay_style", "micro_batch_size", "optimizer"),
-            *("pipeline_model_parallel_layout", "pipeline_model_parallel_size", "save", "split"),
+            *("load", "micro_batch_size", "pipeline_model_parallel_size", "save"),
             *("tensor_model_parallel_size", "tensorboard_dir", "train_iters", "use_checkpoint_args"),
         ),
     ),

@@ -13,7 +13,6 @@ from megatron_vp.mcore.options import ranges
 from megatron_vp.mcore.options.arguments import with_ours
 from megatron_vp.mcore.options.refusals import REFUSALS
 from megatron_vp.mcore.options.unserved import UNSERVED
-from megatron_vp.mcore.start import same_job
 from megatron_vp.mcore.storage import optimizer_check
 from tests.mcore.megatron_uses import arguments_of, sources
 
@@ -23,7 +22,6 @@ TABLES = {
         *UNSERVED,
         *(name for refusal in REFUSALS for name in re.findall(r"{(\w+)}", refusal.message)),
     },
-    "start": same_job._TEXTS,
     "storage": set(optimizer_check._LAYOUT),
 }
 """Names of arguments that stand in tables of our sources."""

@@ -2,68 +2,207 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
+import os
+import random
 import sys
+from enum import Enum
+from unittest import mock
 
 import pytest
 
 from tests.harness.ranks import run_ranks
 from tests.harness.training import tiny_model
 
-VP = {"pipeline_model_parallel_size": 2, "vocab_parallel": True}
+VP = {"pipeline_model_parallel_size": 2, "vocab_parallel": True, "vocab_shards": None}
 
 
-def start_apart(rank, _world_size, arguments):
-    """Exit status and last line of a rank of a job whose ranks have arguments of their own."""
+def start_apart(rank, _world_size, cases):
+    """Of each case, exit status and last line of a rank of a job whose ranks have arguments of their own."""
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+    from megatron.training.global_vars import destroy_global_vars
+
     import pretrain_gpt_vp as script
+    from megatron_vp.mcore import patches
     from megatron_vp.mcore.start import launch
 
-    sys.argv = ["pretrain_gpt_vp.py", *arguments[rank]]
     launch._exit = sys.exit  # the rank reports, so its process has to live on
-    errors = io.StringIO()
-    with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as stop:
-        script.prepare()
-        with script.one_line_errors():
-            script.main()
-    return stop.value.code, errors.getvalue().splitlines()[-1]
+    ends = []
+    for number, arguments in enumerate(cases):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # the store remembers what was said in it
+        sys.argv = ["pretrain_gpt_vp.py", *arguments[rank]]
+        errors = io.StringIO()
+        with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as stop:
+            script.prepare()
+            with script.one_line_errors(), mock.patch.object(script, "pretrain", starting(script.pretrain)):
+                script.main()
+        ends.append((stop.value.code, errors.getvalue().splitlines()[-1]))
+        destroy_global_vars()
+        destroy_rerun_state_machine()
+        unset_num_microbatches_calculator()
+        patches.undo(patches.in_force())
+    return ends
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"global_batch_size": 16}, "global_batch_size is 8 on rank 0, 16 on rank 1"),
-        pytest.param(
-            {"vocab_parallel": None}, "vocab_parallel is True on rank 0, False on rank 1", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            {"pipeline_schedule": "zb-h1"},
-            "pipeline_schedule is 1f1b on rank 0, zb-h1 on rank 1",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"vocab_shards": "300,212"},
-            "vocab_rows is None on rank 0, (300, 212) on rank 1",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_ranks_of_different_jobs_end_with_one_line_each(changes, said):
-    arguments = [tiny_model(**VP), tiny_model(**VP | changes)]
-    for rank, (status, line) in enumerate(run_ranks(2, start_apart, arguments)):
-        assert status == 2
-        assert line.startswith(f"rank {rank}: error: the ranks were not given the same job: {said}; start all of them")
+def starting(pretrain):
+    """Megatron's `pretrain`, which is not to get as far as a model."""
+
+    def start(*args, **kwargs):
+        import torch
+
+        with mock.patch("megatron.training.training.setup_model_and_optimizer") as built:
+            try:
+                pretrain(*args, **kwargs)
+            finally:
+                assert not built.called and not torch.distributed.is_initialized()
+
+    return start
+
+
+APART = [
+    ({"global_batch_size": 16}, "--global-batch-size is 8 on rank 0, 16 on rank 1"),
+    ({"normalization": "RMSNorm"}, "--normalization is LayerNorm on rank 0, RMSNorm on rank 1"),
+    (
+        {"position_embedding_type": "rope"},
+        "--position-embedding-type is learned_absolute on rank 0, rope on rank 1",
+    ),
+    (
+        {"weight_decay_incr_style": "linear", "start_weight_decay": 0.01, "end_weight_decay": 0.1},
+        "--weight-decay-incr-style is constant on rank 0, linear on rank 1",
+    ),
+    ({"iterations_to_skip": [2]}, "--iterations-to-skip is [] on rank 0, [2] on rank 1"),
+    ({"pipeline_schedule": "zb-h1"}, "--pipeline-schedule is 1f1b on rank 0, zb-h1 on rank 1"),
+    ({"vocab_shards": "300,212"}, "--vocab-shards is balanced on rank 0, 300,212 on rank 1"),
+    ({"disable_bias_linear": True}, "add_bias_linear (--disable-bias-linear) is True on rank 0, False on rank 1"),
+    (
+        {"pipeline_model_parallel_size": 1, "vocab_parallel": None},
+        "--pipeline-model-parallel-size is 2 on rank 0, 1 on rank 1",
+    ),
+    ({"save": "here", "save_interval": 9}, "--save is not given on rank 0, given on rank 1"),
+]
+
+
+def test_ranks_of_different_jobs_end_with_one_line_each():
+    cases = [[tiny_model(**VP), tiny_model(**VP | changes)] for changes, _ in APART]
+    for rank, ends in enumerate(run_ranks(2, start_apart, cases)):
+        for (status, line), (_, said) in zip(ends, APART, strict=True):
+            assert status == 2
+            told = f"rank {rank}: error: the ranks were not given the same job: {said}"
+            assert line.startswith(told) and "; start all of them with the same" in line
+
+
+@pytest.fixture(scope="module")
+def parser():
+    """Megatron's own, with our options."""
+    from megatron_vp.mcore.start import preflight
+
+    with preflight._parsed(["--cpu", *tiny_model()], 1):
+        from megatron.training import arguments
+
+        yield arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def options_of(parser):
+    return [action for action in parser._actions if action.option_strings and action.dest != "help"]
+
+
+_BY_TYPE = {int: "7", float: "0.125", str: "else", None: "else", bool: "yes"}
+_OTHER = {
+    **{"window_size": "(8,0)", "moe_layer_freq": "2", "linear_attention_freq": "2", "no_rope_freq": "2"},
+    **{"window_attn_skip_freq": "2", "vocab_shards": "even", "pipeline_schedule": "zb-h1"},
+    **{"cuda_graph_scope_deprecated": "attn", "cuda_graph_modules": "attn"},
+}
+
+
+def other_than_default(action):
+    """Words that give an option another value than the one that it has without them."""
+    option = action.option_strings[-1]
+    if isinstance(action, argparse.BooleanOptionalAction):
+        negative = next(each for each in action.option_strings if each.startswith("--no-"))
+        return [negative if action.default else action.option_strings[0]]
+    if action.nargs == 0:
+        return [option]
+    if action.choices is not None:
+        other = next(each for each in action.choices if each not in (action.default, str(action.default)))
+        return [option, other.name if isinstance(other, Enum) else str(other)]
+    value = _OTHER.get(action.dest) or _BY_TYPE[action.type]
+    return [option, *[value] * (action.nargs if isinstance(action.nargs, int) else 1)]
+
+
+def parsed(parser, words):
+    from megatron_vp.mcore.start import same_job
+
+    values = vars(argparse.ArgumentParser.parse_args(parser, words))
+    with mock.patch.object(same_job, "code", lambda package: "the same"):
+        return same_job.facts(values | {"_given": parser.given(words)})
+
+
+def test_every_option_of_megatron_is_compared_or_has_a_reason(parser):
+    from megatron_vp.mcore.start.same_job import OF_A_RANK, PLACES, difference
+
+    without, always_given = parsed(parser, []), set()
+    actions = options_of(parser)
+    assert len(actions) > 700
+    for action in random.Random(40).sample(actions, len(actions)):
+        words = other_than_default(action)
+        own = parsed(parser, words)
+        if action.dest in OF_A_RANK:
+            assert own["alike"] == without["alike"]
+            continue
+        if action.dest in PLACES and action.default is not None:
+            always_given.add(action.dest)
+            continue
+        said = difference([without, own, without])
+        named = {action.dest, words[0], f"{action.dest} ({words[0]})"}
+        assert said.partition(" is ")[0] in named and said.endswith("on rank 1"), said
+    assert always_given == {*("memory_snapshot_path", "config_logger_dir", "one_logger_project", "app_tag_run_version")}
+
+
+def test_every_option_that_names_a_place_is_a_known_one(parser):
+    from megatron_vp.mcore.start.same_job import OF_A_RANK, PLACES
+
+    words = {"path", "dir", "folder", "file", "filename", "save", "load", "checkpoint", "cfg"}
+    named = {
+        action.dest
+        for action in options_of(parser)
+        if action.type in (str, None) and not action.choices and action.nargs != 0
+        if words & set(action.dest.split("_"))
+    }
+    assert named - {"moe_router_load_balancing_type", "logits_save_dtype"} <= PLACES.keys()
+    assert PLACES.keys() | OF_A_RANK.keys() <= {action.dest for action in options_of(parser)} | {"rank", "node_rank"}
 
 
 def test_places_of_files_may_differ_and_versions_may_not():
     from megatron_vp.mcore.start.same_job import difference, facts
 
-    here = facts({"rank": 0, "lr": 0.1, "save": "/a"})
-    there = facts({"rank": 1, "lr": 0.1, "save": "/b"})
+    here = facts({"rank": 0, "lr": 0.1, "save": "/a", "data_path": ["0.3", "/a/x", "0.7", "/a/y"]})
+    there = facts({"rank": 1, "lr": 0.1, "save": "/b", "data_path": ["0.3", "/b/x", "0.7", "/b/y"]})
     assert here == there
+    otherwise = facts({"rank": 1, "lr": 0.1, "save": "/b", "data_path": ["0.4", "/b/x", "0.6", "/b/y"]})
+    assert difference([here, otherwise]).startswith("data_path is [0.3, PATH, 0.7, PATH] on rank 0, [0.4, PATH")
     assert facts({"vocab_rows": (300, 212)}) != facts({"vocab_rows": None}) != facts({"vocab_rows": (0, 512)})
-    older = here | {"the version of torch": "2.6"}
+    assert facts({"vocab_shards": "measured:/a"}) == facts({"vocab_shards": "measured:/b"})
+    older = {**here, "alike": here["alike"] | {"the version of torch": "2.6"}}
     assert difference([here, here, older]).endswith(" on 2 ranks (the first is 0), 2.6 on rank 2")
+
+
+def test_nested_values_are_compared_without_addresses():
+    from functools import partial
+
+    from megatron_vp.mcore.start.same_job import facts
+
+    class Setting:
+        def __init__(self, value):
+            self.value = value
+
+    def values(value):
+        return {"a": {"b": [Setting(value), partial(max, value)]}, "c": {value, 1}, "d": min}
+
+    assert facts(values(2)) == facts(values(2)) != facts(values(3))
+    assert " at 0x" not in str(facts(values(2)))
 
 
 def test_two_checkouts_of_one_version_are_told_apart(tmp_path):

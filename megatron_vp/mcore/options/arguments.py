@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,11 @@ class _Parser(argparse.ArgumentParser):
             return f"the nearest known one is {option_of(nearest_name(name_of(unknown[0]), self._names()))}"
         return "`--help` lists all options"
 
+    def given(self, words: Sequence[str]) -> dict[str, str]:
+        """The options in `words` by the names of their arguments, in their order."""
+        actions, options = self._option_string_actions, [word.partition("=")[0] for word in words]
+        return {actions[option].dest: option for option in options if option in actions}
+
     def _names(self) -> list[str]:
         return [name_of(option) for option in self._option_string_actions if option.startswith("--")]
 
@@ -89,6 +94,7 @@ class _Parser(argparse.ArgumentParser):
         parsed = super().parse_args(sys.argv[1:], namespace)
         check_parsed(parsed)
         parsed._platform_flags, parsed._words = chosen, list(sys.argv[1:])
+        parsed._given = self.given(sys.argv[1:])
         parsed._algorithm_given = flag_value(sys.argv[1:], "--vocab-parallel-algorithm") is not None
         if parsed.yaml_cfg is not None:
             raise UserError(f"--yaml-cfg {parsed.yaml_cfg} bypasses Megatron's checks: use --config FILE.yaml instead")

@@ -1,15 +1,17 @@
 """Every rank has to run the same job. A node with another file or another installation is found before it can do harm.
 
 Ranks of different numbers of microbatches wait for each other for ever; different learning rates, or other versions of
-this package, give a model that nobody asked for, in silence. Only then does the job write to its folders, and only if
-no other job saves to the same place.
+this package, give a model that nobody asked for, in silence. So everything that a job's arguments say is compared, but
+for what may differ between machines. Only then does the job write to its folders, and only if no other job saves to the
+same place.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -18,35 +20,68 @@ import torch
 from megatron.training import get_args
 
 import megatron_vp
-from megatron_vp.errors import UserError
+from megatron_vp.jobs.command_line import option_of
+from megatron_vp.jobs.vocab_shards import ShardChoice
 from megatron_vp.mcore import choices
 from megatron_vp.mcore.options.arguments import write_resolved_configuration
 from megatron_vp.mcore.patches import Patch, installed_version
 from megatron_vp.mcore.platform.installed import installed
+from megatron_vp.mcore.start.meeting import compare
 from megatron_vp.mcore.storage.save_folder import agreed, claim
 
-_OF_A_RANK = {"rank", "local_rank", "node_rank"}
-# Other texts are paths, which nodes may have in different places.
-_TEXTS = {
-    "pipeline_schedule",
-    "schedule_fingerprint",
-    "vocab_parallel_algorithm",
-    "vocab_rows",
-    "pipeline_model_parallel_layout",
-    "hybrid_layer_pattern",
-    "lr_decay_style",
-    "optimizer",
-    "split",
+OF_A_RANK = {
+    "rank": "each process has its own",
+    "local_rank": "each process has its own",
+    "node_rank": "each machine has its own",
+    "config": "the options in the files are compared, wherever they were written",
 }
+"""Arguments that are not compared, with the reason."""
+
+_PLACES = {
+    "data, which machines may keep in different folders": (
+        "data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path "
+        "per_dataset_sequences_path data_cache_path object_storage_cache_path titles_data_path evidence_data_path "
+        "block_data_path embedding_path"
+    ),
+    "the tokenizer's files; sizes that follow from them are compared": (
+        "vocab_file merge_file tokenizer_model metadata_path"
+    ),
+    "checkpoints, which machines may mount in different places": (
+        "save load pretrained_checkpoint ckpt_convert_save non_persistent_global_ckpt_dir "
+        "non_persistent_local_ckpt_dir ict_load bert_load logits_save_dir logits_load_dir"
+    ),
+    "logs and dumps": (
+        "tensorboard_dir wandb_save_dir rank_report pipeline_trace config_logger_dir rl_profile_dir "
+        "memory_snapshot_path flight_recorder_dump_path result_rejected_tracker_filename "
+        "dump_param_to_param_group_map moe_routing_trace_path"
+    ),
+    "names in logs of one rank, which may hold the time or the machine": (
+        "wandb_project wandb_exp_name wandb_entity one_logger_project one_logger_run_name app_tag_run_name "
+        "app_tag_run_version"
+    ),
+    "further configuration files": (
+        "nccl_communicator_config_path tp_comm_overlap_cfg te_precision_config_file langrl_env_config "
+        "heterogeneous_layers_config_path yaml_cfg"
+    ),
+}
+PLACES = {name: reason for reason, names in _PLACES.items() for name in names.split()}
+"""Arguments that name a place, with what is there. Compared is whether they are given, and weights in a list of data.
+"""
 
 
-def facts(arguments: dict[str, Any]) -> dict[str, str]:
-    """What all ranks must have alike, as text by name: numbers, switches, choices, versions of packages, our code."""
+def facts(arguments: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """What all ranks must have alike, as text by name, and the options that were given by the names of their arguments.
+
+    Compared are all arguments, those that Megatron and this plug-in derive included, the versions of packages, and our
+    code. Names that begin with an underscore are no arguments.
+    """
     alike = {
-        name: str(value)
+        name: _place(value) if name in PLACES else _text(value)
         for name, value in arguments.items()
-        if name not in _OF_A_RANK and (isinstance(value, bool | int | float | Enum) or name in _TEXTS)
+        if name not in OF_A_RANK and not name.startswith("_")
     }
+    if ShardChoice.parse(arguments.get("vocab_shards")).folder is not None:
+        alike["vocab_shards"] = "measured:DIR"  # the rows are compared, too
     packages = {
         "megatron_vp": megatron_vp.__version__,
         "megatron-core": installed_version(),
@@ -55,7 +90,40 @@ def facts(arguments: dict[str, Any]) -> dict[str, str]:
     }
     parts = {f"who computes the {part}": who for part, who in arguments.get("_parts", {}).items()}
     versions = {f"the version of {package}": str(found) for package, found in packages.items()}
-    return alike | parts | versions | {"the code of megatron_vp": code(Path(megatron_vp.__file__).parent)}
+    ours = {"the code of megatron_vp": code(Path(megatron_vp.__file__).parent)}
+    return {"alike": alike | parts | versions | ours, "given": dict(arguments.get("_given", {}))}
+
+
+def _place(value: Any) -> str:
+    """A place as far as it is compared."""
+    if value is None:
+        return "not given"
+    return _text([word if _is_number(word) else "PATH" for word in value]) if isinstance(value, list) else "given"
+
+
+def _is_number(word: Any) -> bool:
+    try:
+        float(word)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _text(value: Any) -> str:
+    """The same text for the same value in every process: no addresses, no order of sets."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_text(key)}: {_text(each)}' for key, each in value.items())}}}"
+    if isinstance(value, functools.partial):
+        return f"{_text(value.func)}({_text(value.args)}, {_text(value.keywords)})"
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    if not isinstance(value, Enum | Path) and hasattr(value, "__dict__"):
+        return f"{type(value).__qualname__}{_text(vars(value))}"
+    return str(value)
 
 
 def code(package: Path) -> str:
@@ -66,14 +134,23 @@ def code(package: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def difference(ranks: list[dict[str, str]]) -> str:
-    """The first name in which not all `ranks` agree, each value with its ranks."""
-    names = dict.fromkeys(name for each in ranks for name in each)
-    name = next(name for name in names if len({each.get(name) for each in ranks}) > 1)
+def difference(ranks: list[dict[str, dict[str, str]]]) -> str:
+    """The first name in which not all `ranks` agree, each value with its ranks.
+
+    An option that some rank was given comes first: arguments that are derived from it differ as well.
+    """
+    given: dict[str, str] = {}
+    for each in ranks:
+        given |= each["given"]
+    alike = [each["alike"] for each in ranks]
+    names = dict.fromkeys([*given, *(name for each in alike for name in each)])
+    name = next(name for name in names if len({each.get(name) for each in alike}) > 1)
     values: dict[str | None, list[int]] = {}
-    for rank, each in enumerate(ranks):
+    for rank, each in enumerate(alike):
         values.setdefault(each.get(name), []).append(rank)
-    return f"{name} is " + ", ".join(f"{value} on {_counted(found)}" for value, found in values.items())
+    option = given.get(name, name)
+    called = option if option in (name, option_of(name)) else f"{name} ({option})"
+    return f"{called} is " + ", ".join(f"{value} on {_counted(found)}" for value, found in values.items())
 
 
 def _counted(ranks: list[int]) -> str:
@@ -83,28 +160,34 @@ def _counted(ranks: list[int]) -> str:
 def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def initialize_distributed(*args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
         arguments = get_args()
         if arguments.fake_process_group:
-            return
-        own = facts(vars(arguments))
-        digests: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(digests, hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest())
-        if len(set(digests)) > 1:
-            everyone: list[Any] = [None] * len(digests)
-            torch.distributed.all_gather_object(everyone, own)
-            raise UserError(
-                f"the ranks were not given the same job: {difference(everyone)}; start all of them with the same "
-                f"configuration, flags and installation"
-            )
+            return original(*args, **kwargs)
+        # Before the groups: ranks that would make others have no communicator in which to say so.
+        require_same_job(facts(vars(arguments)), timedelta(minutes=arguments.distributed_timeout_minutes))
+        original(*args, **kwargs)
         order = [choices.order]  # of devices that may differ
         torch.distributed.broadcast_object_list(order, src=0)
         choices.order = order[0]
         if arguments.save is not None and not arguments.skip_train:
             claim(arguments.save)
         agreed(functools.partial(write_resolved_configuration, arguments))
+        return None
 
     return initialize_distributed
+
+
+def require_same_job(own: dict[str, dict[str, str]], patience: timedelta) -> None:
+    """Compare the `facts` of all ranks. Raises UserError on every rank if they differ."""
+
+    compare(
+        own,
+        lambda everyone: (
+            f"the ranks were not given the same job: {difference(everyone)}; start all of them with the same "
+            f"configuration, flags and installation"
+        ),
+        patience,
+    )
 
 
 PATCHES = (

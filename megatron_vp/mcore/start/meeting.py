@@ -1,0 +1,139 @@
+"""What ranks tell each other before Megatron makes process groups, through the store at which they meet anyway.
+
+Ranks with other sizes or another backend would make other groups, and wait for each other until a limit ends them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from torch.distributed import PrefixStore, Store, distributed_c10d
+from torch.distributed.rendezvous import rendezvous
+
+from megatron_vp.errors import UserError
+
+PATIENCE = timedelta(minutes=10)
+"""How long a rank waits for the others: Megatron's own default."""
+_LEAVE_WITHIN_SECONDS = 10.0
+_PIECE = 4 << 20
+"""Bytes of one value: the store takes no more than 8 MiB."""
+_SCHEDULE = "schedule"
+
+
+def first_ranks_text(name: str, read: Callable[[], str], patience: timedelta = PATIENCE) -> str:
+    """The text of the file `name` as rank 0 reads it, on every rank: nodes may hold other files of this name, or none.
+
+    A rank that holds the same text does not fetch it. Where rank 0 was given another name, it is what `read` returns
+    here, and `compare` finds the difference. Raises UserError where rank 0 cannot read it.
+    """
+    rank, ranks = _place()
+    if ranks == 1:
+        return read()
+    store = _store(patience)
+    if rank == 0:
+        try:
+            text = read()
+        except UserError as error:
+            _set(store, _SCHEDULE, {"name": name, "error": str(error)})
+            _end_together(store, str(error))
+        _set_text(store, name, text)
+        return text
+    said = json.loads(store.get(_SCHEDULE))
+    if "error" in said:
+        _end_together(store, said["error"])
+    try:
+        text = read()
+    except UserError:
+        if said["name"] != name:
+            raise
+        return _text(store, said["pieces"])
+    return text if said["name"] != name or said["digest"] == digest(text) else _text(store, said["pieces"])
+
+
+def digest(text: str) -> str:
+    """SHA-256 of a text as UTF-8, in hexadecimal digits."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def compare(own: dict[str, Any], verdict: Callable[[list[dict[str, Any]]], str], patience: timedelta) -> None:
+    """Compare what every rank has to say. Returns where all say the same, and raises UserError on all otherwise.
+
+    Args:
+        own: JSON values by name.
+        verdict: called on one rank where not all say the same, with what every rank says; returns the error's line.
+        patience: how long to wait for the other ranks.
+    """
+    rank, ranks = _place()
+    if ranks == 1:
+        return
+    store = _store(patience)
+    if rank == 0:
+        _set(store, "facts", own)
+        # Another rank may have been given a schedule file, and wait for its text.
+        store.compare_set(_SCHEDULE, "", json.dumps({"name": None}))
+    first = _get(store, "facts")
+    if first != own:
+        _set(store, f"other {store.add('others', 1)}", {"rank": rank, "facts": own})
+    if store.add("compared", 1) == ranks:  # the last one sees them all
+        found = [_get(store, f"other {number + 1}") for number in range(store.add("others", 0))]
+        others = {each["rank"]: each["facts"] for each in found}
+        store.set("verdict", verdict([others.get(each, first) for each in range(ranks)]) if others else "")
+    if said := store.get("verdict").decode():
+        _end_together(store, said)
+
+
+def _place() -> tuple[int, int]:
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _store(patience: timedelta) -> Store:
+    store = PrefixStore(f"megatron_vp/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _meeting_point())
+    store.set_timeout(patience)
+    return store
+
+
+@functools.cache
+def _meeting_point() -> Store:
+    """The launcher's store, or one that rank 0 serves. It is kept: the server would end with its last client here."""
+    if distributed_c10d.is_initialized():
+        return distributed_c10d._get_default_store()
+    store, _, _ = next(iter(rendezvous("env://", timeout=PATIENCE)))
+    return store
+
+
+def _set(store: Store, key: str, value: dict[str, Any]) -> None:
+    store.set(key, json.dumps(value))
+
+
+def _get(store: Store, key: str) -> dict[str, Any]:
+    return json.loads(store.get(key))
+
+
+def _set_text(store: Store, name: str, text: str) -> None:
+    packed = zlib.compress(text.encode())
+    pieces = [packed[start : start + _PIECE] for start in range(0, len(packed), _PIECE)]
+    for number, piece in enumerate(pieces):
+        store.set(f"{_SCHEDULE} {number}", piece)
+    _set(store, _SCHEDULE, {"name": name, "digest": digest(text), "pieces": len(pieces)})
+
+
+def _text(store: Store, pieces: int) -> str:
+    return zlib.decompress(b"".join(store.get(f"{_SCHEDULE} {number}") for number in range(pieces))).decode()
+
+
+def _end_together(store: Store, line: str) -> NoReturn:
+    """Raise UserError with `line`. Rank 0 may serve the store, so it waits a while for the others to have it read."""
+    rank, ranks = _place()
+    heard, deadline = store.add("heard", 1), time.monotonic() + _LEAVE_WITHIN_SECONDS
+    while rank == 0 and heard < ranks and time.monotonic() < deadline:
+        time.sleep(0.05)
+        heard = store.add("heard", 0)
+    raise UserError(line)
