@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from megatron_vp.runtime.progress import Progress
-from megatron_vp.schedule.instructions import Collective, Instruction, Program
+from megatron_vp.schedule.instructions import Instruction, Operation, Program
 
 
 class Observer(Protocol):
@@ -17,8 +17,8 @@ class Observer(Protocol):
     def watch(self, instruction: Instruction) -> AbstractContextManager[None]:
         """A context that spans an instruction: reading data, a pass, the loss function, a post, a wait."""
 
-    def communicating(self, collective: Collective) -> AbstractContextManager[None]:
-        """A context that spans a collective where it runs: entered on the second stream, on CPU in its thread."""
+    def communicating(self, operation: Operation) -> AbstractContextManager[None]:
+        """A context that spans an operation where it runs: entered on the second stream, on CPU in its thread."""
 
 
 class Unobserved:
@@ -30,7 +30,7 @@ class Unobserved:
         """No context."""
         return self._NOTHING
 
-    def communicating(self, collective: Collective) -> AbstractContextManager[None]:
+    def communicating(self, operation: Operation) -> AbstractContextManager[None]:
         """No context."""
         return self._NOTHING
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
 
 from megatron_vp.runtime.chunk_passes import ChunkPasses, VocabLayers
 from megatron_vp.runtime.collectives import LayerShards, VocabularyCollectives
@@ -17,17 +20,50 @@ from megatron_vp.runtime.sharded_vocab_layers import ShardedVocabLayers
 from megatron_vp.runtime.store import Slot, Store
 from megatron_vp.runtime.streams import CudaIterations, CudaMark, second_stream
 from megatron_vp.runtime.whole_vocab_layers import WholeVocabLayers
-from megatron_vp.schedule.instructions import Channel, Collective, Load, Loss, Post, Program, Run, Wait
+from megatron_vp.schedule.instructions import Channel, Collective, Load, Loss, Message, Post, Program, Run, Wait
 from megatron_vp.schedule.passes import Schedule
 
-_CONTENT = {
-    Channel.ACTIVATION: Slot.ACTIVATION,
-    Channel.GRADIENT: Slot.GRADIENT,
-    Channel.LABELS: Slot.LABELS,
-    Channel.TOKEN_LOSS: Slot.TOKEN_LOSS,
-    Channel.TOKEN_GRADIENT: Slot.TOKEN_GRADIENT,
+_CONTENT: dict[Channel, tuple[Slot, Callable[[Shapes], torch.Tensor]]] = {
+    Channel.ACTIVATION: (Slot.ACTIVATION, lambda shapes: shapes.activation()),
+    Channel.GRADIENT: (Slot.GRADIENT, lambda shapes: shapes.activation()),
+    Channel.LABELS: (Slot.LABELS, lambda shapes: shapes.token_ids()),
+    Channel.TOKEN_LOSS: (Slot.TOKEN_LOSS, lambda shapes: shapes.token_values()),
+    Channel.TOKEN_GRADIENT: (Slot.TOKEN_GRADIENT, lambda shapes: shapes.token_values()),
 }
-"""What a message carries: a post takes it from the store of the sender, a wait puts it into that of the receiver."""
+"""What a message carries, and the buffer that receives it."""
+
+
+class Runner(Protocol):
+    """Runs the operations of one kind in one iteration of a rank."""
+
+    def post(self, operation: Any) -> None:
+        """Start this rank's part."""
+
+    def wait(self, operation: Any) -> None:
+        """Order the passes that follow after it, and hand its result to them."""
+
+    def finish(self) -> None:
+        """The end of the iteration: everything that was posted is over."""
+
+
+class _Messages:
+    """A post takes a tensor from the store of the sender, a wait puts it into that of the receiver."""
+
+    def __init__(self, groups: PipelineGroups, store: Store, shapes: Shapes) -> None:
+        self._rank, self._store, self._shapes = groups.rank, store, shapes
+        self._links = Links(groups)
+        self.finish = self._links.finish
+
+    def post(self, message: Message) -> None:
+        slot, buffer = _CONTENT[message.channel]
+        if message.source != self._rank:
+            self._links.receive(message, buffer(self._shapes))
+        else:
+            self._links.send(message, self._store.take(slot, message.microbatch, at=message.target_stage))
+
+    def wait(self, message: Message) -> None:
+        slot, _ = _CONTENT[message.channel]
+        self._store.put(slot, message.microbatch, self._links.wait(message), at=message.target_stage)
 
 
 @dataclass(frozen=True)
@@ -104,9 +140,9 @@ class Pipeline:
         placement, rank = schedule.placement, self.groups.rank
         observer = observer or Unobserved()
         marks_device = shapes.device.type == "cuda"
-        store, links = Store(), Links(self.groups)
+        store = Store()
         vocab_layers: VocabLayers
-        collectives = None
+        runners: dict[type, Runner] = {}
         if layer_shards is None:
             vocab_layers = WholeVocabLayers(store, model, placement, rank)
         else:
@@ -121,7 +157,7 @@ class Pipeline:
                 reads_tokens=rank == 0,
                 reads_labels=rank == placement.ranks - 1,
             )
-            collectives = VocabularyCollectives(
+            runners[Collective] = VocabularyCollectives(
                 self.groups,
                 self._stream,
                 store,
@@ -138,37 +174,17 @@ class Pipeline:
             )
         chunks = ChunkPasses(store, model, vocab_layers, rank, placement, gradients, schedule.split_backward)
         passes = chunks.handlers | vocab_layers.handlers
-        buffers = {
-            Channel.ACTIVATION: shapes.activation,
-            Channel.GRADIENT: shapes.activation,
-            Channel.LABELS: shapes.token_ids,
-            Channel.TOKEN_LOSS: shapes.token_values,
-            Channel.TOKEN_GRADIENT: shapes.token_values,
-        }
+        runners[Message] = _Messages(self.groups, store, shapes)
 
         def run(instruction: Run) -> None:
             action = instruction.action
             passes[action.kind](action.microbatch, action.chunk)
 
         def post(instruction: Post) -> None:
-            operation = instruction.operation
-            if isinstance(operation, Collective):
-                assert collectives is not None
-                collectives.post(operation)
-            elif operation.source != rank:
-                links.receive(operation, buffers[operation.channel]())
-            else:
-                slot = _CONTENT[operation.channel]
-                links.send(operation, store.take(slot, operation.microbatch, at=operation.target_stage))
+            runners[type(instruction.operation)].post(instruction.operation)
 
         def wait(instruction: Wait) -> None:
-            operation = instruction.operation
-            if isinstance(operation, Collective):
-                assert collectives is not None
-                collectives.wait(operation)
-            else:
-                slot, received = _CONTENT[operation.channel], links.wait(operation)
-                store.put(slot, operation.microbatch, received, at=operation.target_stage)
+            runners[type(instruction.operation)].wait(instruction.operation)
             if marks_device:
                 self.progress.mark(instruction, CudaMark())
 
@@ -182,9 +198,8 @@ class Pipeline:
         with self.progress.schedule(rehearsal):
             execute(program, handlers, observer, self.progress)
             self.progress.at(FINISHING)
-            if collectives is not None:
-                collectives.finish()
-            links.finish()
+            for runner in runners.values():
+                runner.finish()
         store.assert_empty()
         return Report(chunks.in_flight.peak / schedule.chunks, vocab_layers.logits_in_flight.peak)
 

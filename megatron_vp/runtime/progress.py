@@ -19,21 +19,8 @@ from typing import Protocol
 import torch.distributed as dist
 
 from megatron_vp.errors import PeerLost, UserError
-from megatron_vp.schedule.instructions import (
-    Channel,
-    Collective,
-    CollectiveKind,
-    Instruction,
-    Load,
-    Loss,
-    Message,
-    Post,
-    Run,
-    Wait,
-)
+from megatron_vp.schedule.instructions import Instruction, Load, Loss, Operation, Post, Run, Wait
 
-_MADE_BY = {Channel.ACTIVATION: "F", Channel.GRADIENT: "B"}
-_FROM_ROOT = {CollectiveKind.C0, CollectiveKind.LOSS_GRAD, CollectiveKind.EMBED_GRAD}
 _POSITION = re.compile(r"^\[[^]]*\.(cc|h|cpp):\d+\] ")
 """Where in its source a backend noticed an error."""
 _GLOO = re.compile("/gloo/|pair closure")
@@ -47,7 +34,7 @@ class _Finishing:
 
 
 FINISHING = _Finishing()
-Place = tuple[int, "Instruction | _Finishing | None", Collective | None]
+Place = tuple[int, "Instruction | _Finishing | None", Operation | None]
 
 
 class Mark(Protocol):
@@ -85,7 +72,7 @@ class Progress:
         """What the host is at; None outside a schedule."""
         self.behind: Wait | None = None
         """The first wait that the device had not passed when the main thread last looked; None if there was none."""
-        self.collective: Collective | None = None
+        self.collective: Operation | None = None
         """What the second stream is at, where the host runs it (on CPU)."""
         self._marks: deque[tuple[Wait, Mark]] = deque()
         self._finished = finished
@@ -141,13 +128,12 @@ class Progress:
     def _device_finished(self) -> bool:
         return self._finished is None or self._finished.count() >= self._counted
 
-    def _words(self, at: Instruction | _Finishing | None, collective: Collective | None) -> str:
+    def _words(self, at: Instruction | _Finishing | None, collective: Operation | None) -> str:
         match at:
-            case Wait(Message() as message):
-                source = self.members[message.source]
-                return f"waited for {_MADE_BY[message.channel]} of microbatch {message.microbatch} from rank {source}"
-            case Wait(Collective() as awaited):
-                behind = f", behind {self._named(collective)}" if collective not in (None, awaited) else ""
+            case Wait(awaited):
+                behind = ""
+                if collective is not None and collective != awaited and collective.lane == awaited.lane:
+                    behind = f", behind {self._named(collective)}"
                 return f"waited for {self._named(awaited)}{behind}"
             case Run(action):
                 return f"was in {action.kind} of microbatch {action.microbatch}"
@@ -156,21 +142,14 @@ class Progress:
             case Load(microbatch):
                 return f"was reading the data of microbatch {microbatch}"
             case Post(operation):
-                return f"was starting {operation}"
+                return f"was starting the transfer of {self._named(operation)}"
             case _Finishing():
                 at_last = f", and {self._named(collective)}" if collective else ""
                 return f"waited for its last messages to be received{at_last}"
         return "was outside the pipeline schedule"
 
-    def _named(self, collective: Collective) -> str:
-        """A collective, and from whom something has to come before it can end."""
-        if collective.kind is CollectiveKind.TOKENS:
-            sources = f"ranks {self.members[0]} and {self.members[-1]}"
-        elif collective.kind in _FROM_ROOT:
-            sources = f"rank {self.members[collective.root]}"
-        else:
-            sources = "all ranks"
-        return f"{collective.kind} of microbatch {collective.microbatch} from {sources}"
+    def _named(self, operation: Operation) -> str:
+        return operation.words(self.members)
 
 
 def lost_peer(error: Exception) -> str | None:

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_vp.schedule.instructions import Collective, Instruction
+from megatron_vp.schedule.instructions import Instruction, Operation
 from megatron_vp.schedule.passes import PassKind
 
-Work = Instruction | Collective | PassKind
-"""What was timed: an instruction, a collective on the second stream, or, outside our schedules, a kind of pass."""
+Work = Instruction | Operation | PassKind
+"""What was timed: an instruction, an operation on the second stream, or, outside our schedules, a kind of pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +127,9 @@ class Recorder:
         """Time an instruction."""
         return self.span(instruction)
 
-    def communicating(self, collective: Collective) -> Any:
-        """Time a collective on the second stream."""
-        return self.span(collective)
+    def communicating(self, operation: Operation) -> Any:
+        """Time an operation on the second stream."""
+        return self.span(operation)
 
     def finish(self) -> None:
         """Read all marks; the iteration has ended on this rank."""

@@ -9,11 +9,12 @@ from megatron_vp.files import write_report
 from megatron_vp.runtime.clocks import Alignment, align
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.recorder import Recorder, Span
-from megatron_vp.schedule.instructions import Collective, Load, Loss, Post, Run, Wait
+from megatron_vp.schedule.instructions import Load, Loss, Post, Run, Wait
+from megatron_vp.schedule.pass_kinds import PassKind
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.trace.cut import UNKNOWN, Cut
-from megatron_vp.trace.rank_files import COLLECTIVE, LOAD, LOSS, WAIT, RankTrace, TracedSpan, path_of
+from megatron_vp.trace.rank_files import LOAD, LOSS, WAIT, RankTrace, TracedSpan, path_of
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,7 @@ def traced_spans(spans: list[Span], iteration: int, axis: _Axis) -> list[TracedS
 
     Other posts take no time and are left out.
     """
-    posted = {
-        span.work.operation: axis(span.start)
-        for span in spans
-        if isinstance(span.work, Post) and isinstance(span.work.operation, Collective)
-    }
+    posted = {span.work.operation: axis(span.start) for span in spans if isinstance(span.work, Post)}
     traced = []
     for span in spans:
         start, end = axis(span.start), axis(span.end)
@@ -101,10 +98,11 @@ def traced_spans(spans: list[Span], iteration: int, axis: _Axis) -> list[TracedS
                 traced.append(TracedSpan(iteration, Lane.COMPUTE, str(span.work), LOAD, start, end))
             case Loss():
                 traced.append(TracedSpan(iteration, Lane.COMPUTE, str(span.work), LOSS, start, end))
-            case Collective():
-                moment = posted[span.work]
-                name = str(span.work)
-                traced.append(TracedSpan(iteration, Lane.SECOND_STREAM, name, COLLECTIVE, start, end, moment))
             case Wait(operation):
                 traced.append(TracedSpan(iteration, Lane.WAITS, str(operation), WAIT, start, end))
+            case Post() | PassKind():
+                pass
+            case operation:  # on the second stream
+                name, moment = str(operation), posted[operation]
+                traced.append(TracedSpan(iteration, Lane.SECOND_STREAM, name, operation.category, start, end, moment))
     return sorted(traced, key=lambda item: item.start)

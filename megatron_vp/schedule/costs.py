@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
+from typing import Any
 
 from megatron_vp.errors import UserError
-from megatron_vp.schedule.instructions import Channel, Collective, CollectiveKind, Operation
+from megatron_vp.schedule.instructions import Channel, CollectiveKind, Operation
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule
 
 
@@ -82,7 +83,7 @@ class PassCosts:
 
     def communication(self, operation: Operation) -> float:
         """Duration of a message or collective."""
-        return self.comm
+        return getattr(self, operation.cost) if operation.cost in _OWN else self.other.get(operation.cost, 0.0)
 
     def evened(self) -> PassCosts:
         """The same work with F, B and W of equal length and free communication."""
@@ -207,9 +208,8 @@ class StageCosts:
 
     def communication(self, operation: Operation) -> float:
         """Duration of a message or collective."""
-        if isinstance(operation, Collective):
-            return self.collectives.get(operation.kind, 0.0)
-        return self.messages.get((operation.source, operation.target, operation.channel), 0.0)
+        named: tuple[Mapping[Any, float], ...] = (self.messages, self.collectives)
+        return next((times[operation.timing_key] for times in named if operation.timing_key in times), 0.0)
 
 
 PASSES = tuple(entry.name for entry in fields(StageCosts) if entry.name in PassKind)

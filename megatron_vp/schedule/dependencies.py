@@ -182,8 +182,11 @@ class _Rules:
         places = {node: place for place, node in enumerate(self.nodes)}
         for rank, step in sorted(self.variant):
             if step.kind not in BASE_KINDS:
-                before = [places.get(Step(rank, step._replace(kind=PassKind(kind)))) for kind in step.kind.follows]
-                self.add(Step(rank, step), [place for place in before if place is not None])
+                named = [places.get(Step(rank, step._replace(kind=PassKind(kind)))) for kind in step.kind.follows]
+                before = [place for place in named if place is not None]
+                if step.kind.through is not None:
+                    before = [self.add(step.kind.through(rank, step), before)]
+                self.add(Step(rank, step), before)
 
     def output_layer(self, last_forward: int) -> list[int]:
         """S, T, their collectives and the loss, or V; returns what B of the last stage waits for."""

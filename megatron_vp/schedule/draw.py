@@ -11,7 +11,6 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from megatron_vp.schedule import perfetto
-from megatron_vp.schedule.instructions import Collective, lane_key
 from megatron_vp.schedule.pass_kinds import PassKind
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.perfetto import Lane
@@ -91,11 +90,11 @@ def to_picture(timeline: Timeline, file_format: str) -> bytes:
         figure = Figure(figsize=(width, 1.1 + 0.55 * ranks), layout="constrained")
         axes = figure.add_subplot()
         peak = max(timeline.peak_activation)
-        collectives = _collectives(timeline)
+        second_stream = _second_stream(timeline)
         for rank in range(ranks):
             _draw_passes(axes, timeline, rank, points_per_unit=72 * (width - 1) / makespan)
-            if rank in schedule.vocab_members:
-                axes.broken_barh(collectives, (rank + 0.575, 0.045), facecolor=SECOND_STREAM, linewidth=0)
+            if rank in second_stream:
+                axes.broken_barh(second_stream[rank], (rank + 0.575, 0.045), facecolor=SECOND_STREAM, linewidth=0)
             _draw_memory(axes, timeline, rank, peak)
         axes.set_xlim(0, makespan)
         axes.set_ylim(ranks, -0.12)
@@ -143,10 +142,14 @@ def _draw_passes(axes: Axes, timeline: Timeline, rank: int, points_per_unit: flo
         axes.broken_barh(spans, (rank, 0.56), facecolor=_shade(kind, chunk), edgecolor="white", linewidth=line)
 
 
-def _collectives(timeline: Timeline) -> list[tuple[float, float]]:
-    """Start and duration of the collectives that take time: the second stream of the ranks that take part."""
-    spans = [span for operation, span in timeline.operations.items() if isinstance(operation, Collective)]
-    return [(start, end - start) for start, end in spans if end > start]
+def _second_stream(timeline: Timeline) -> dict[int, list[tuple[float, float]]]:
+    """Start and duration of what takes time on the second stream of each rank."""
+    spans = defaultdict(list)
+    for operation, (start, end) in timeline.operations.items():
+        if operation.track is None and end > start:
+            for rank in operation.members(timeline.schedule.vocab_members):
+                spans[rank].append((start, end - start))
+    return spans
 
 
 def _draw_memory(axes: Axes, timeline: Timeline, rank: int, peak: float) -> None:
@@ -172,7 +175,7 @@ def _add_legend(figure: Figure, timeline: Timeline, width: float) -> None:
     for kind, chunk in sorted(used, key=lambda item: (list(PassKind).index(item[0]), item[1])):
         suffix = f", chunk {chunk}" if chunked and kind.per_chunk else ""
         patches.append(Patch(facecolor=_shade(kind, chunk), label=f"{kind} {kind.meaning}{suffix}"))
-    if _collectives(timeline):
+    if _second_stream(timeline):
         patches.append(Patch(facecolor=SECOND_STREAM, label="collectives"))
     rows = math.ceil(1.7 * len(patches) / width)  # the widest entry takes 1.7 inches
     columns = math.ceil(len(patches) / rows)
@@ -203,19 +206,18 @@ def to_perfetto(timeline: Timeline) -> str:
 
 def _operation_events(timeline: Timeline) -> list[perfetto.Event]:
     events: list[perfetto.Event] = []
-    links: dict[tuple, int] = {}
+    tracks: dict[str, int] = {}
     for operation, (start, end) in timeline.operations.items():
         args: dict[str, object] = {"microbatch": operation.microbatch}
-        if isinstance(operation, Collective):
-            events += [
-                perfetto.slice_event(rank, Lane.SECOND_STREAM, str(operation), "collective", start, end, args)
-                for rank in timeline.schedule.vocab_members
-            ]
-            continue
-        source, link = operation.source, lane_key(operation)
-        if link not in links:
-            links[link] = Lane.LINKS + len(links)
-            title = f"{operation.channel} to rank {operation.target}"
-            events.append(perfetto.thread(source, links[link], title))
-        events.append(perfetto.slice_event(source, links[link], str(operation), "message", start, end, args))
+        lane: int = Lane.SECOND_STREAM
+        ranks = operation.members(timeline.schedule.vocab_members)
+        if operation.track is not None:
+            rank, title = operation.track
+            if operation.lane not in tracks:
+                tracks[operation.lane] = Lane.LINKS + len(tracks)
+                events.append(perfetto.thread(rank, tracks[operation.lane], title))
+            lane, ranks = tracks[operation.lane], [rank]
+        events += [
+            perfetto.slice_event(rank, lane, str(operation), operation.category, start, end, args) for rank in ranks
+        ]
     return events

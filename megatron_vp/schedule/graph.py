@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
-from megatron_vp.schedule.instructions import Loss, Operation, lane_key
+from megatron_vp.schedule.instructions import Loss, Operation
 from megatron_vp.schedule.passes import Pass, PassKind
 
 
@@ -67,12 +67,12 @@ class Graph:
         numbered = list(zip(self._bases, self._of, strict=True))
         self.predecessors = [[base + one for one in places] for base, each in numbered for places in each.before]
         self.successors = [[base + one for one in places] for base, each in numbered for places in each.after]
-        communicators: dict[tuple, int] = {}
+        communicators: dict[str, int] = {}
 
         def lane(node: Node) -> int:
             if isinstance(node, Step):
                 return node.rank
-            return communicators.setdefault(lane_key(node), self.ranks + len(communicators))
+            return communicators.setdefault(node.lane, self.ranks + len(communicators))
 
         self.lanes = self.of_nodes(lane)
         self.kinds = [kind for each in self._of for kind in each.kinds]

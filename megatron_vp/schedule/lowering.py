@@ -73,13 +73,16 @@ def check_reading(programs: Sequence[Program]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """The schedule with its losses: each rank's steps in order, when each is over, and the collectives in order."""
+    """The schedule with its losses: each rank's steps in order, when each is over, and the collectives in order.
+
+    What all members post in one order counts as a collective (see `Operation.follows_step`).
+    """
 
     schedule: Schedule
     graph: Graph
     orders: list[list[int]]
     over: list[Moment]
-    collectives: list[tuple[Moment, Collective]]
+    collectives: list[tuple[Moment, Operation]]
     embeds_on_last_stage: bool
 
 
@@ -89,7 +92,11 @@ def _lay_out(schedule: Schedule, costs: Costs, embeds_on_last_stage: bool) -> _L
     orders[-1] = _with_losses(schedule, costs, graph, orders)
     times = node_times(graph, orders, durations(graph, schedule, costs))
     starts = times.moments(times.start)
-    collectives = [(starts[number], node) for number, node in enumerate(graph.nodes) if isinstance(node, Collective)]
+    collectives: list[tuple[Moment, Operation]] = [
+        (starts[number], node)
+        for number, node in enumerate(graph.nodes)
+        if not isinstance(node, Step) and not node.follows_step
+    ]
     collectives += _token_moments(schedule, graph, times)
     collectives.sort(key=lambda item: item[0])
     return _Line(schedule, graph, orders, times.moments(times.end), collectives, embeds_on_last_stage)
@@ -151,8 +158,8 @@ class _RankLowering:
 
     def program(self) -> Program:
         members = self.line.schedule.vocab_members
-        collectives = self.line.collectives if self.rank in members else []
-        unordered: list[tuple[Moment, Operation]] = [*self.sent_messages(), *self.received_messages(), *collectives]
+        collectives = [entry for entry in self.line.collectives if self.rank in entry[1].members(members)]
+        unordered = [*self.behind_own_steps(), *self.behind_others_steps(), *collectives]
         posts = deque(sorted(unordered, key=itemgetter(0)))
         waited: set[Operation] = set()
         instructions: list[Instruction] = []
@@ -214,18 +221,19 @@ class _RankLowering:
             operations.append(Collective(CollectiveKind.TOKENS, action.microbatch, 0))
         return operations
 
-    def sent_messages(self) -> Iterator[tuple[Moment, Message]]:
-        """Right after the step that made the tensor."""
+    def behind_own_steps(self) -> Iterator[tuple[Moment, Operation]]:
+        """What takes the data that a step of this rank makes: right behind the step."""
         graph = self.line.graph
         for number, over in zip(self.order, self.over, strict=True):
-            sent = (graph.nodes[after] for after in graph.successors[number])
-            yield from ((over, node) for node in sent if isinstance(node, Message))
+            made = (graph.nodes[after] for after in graph.successors[number])
+            yield from ((over, node) for node in made if not isinstance(node, Step) and node.follows_step)
 
-    def received_messages(self) -> Iterator[tuple[Moment, Message]]:
-        """Ahead of the step during which the sender makes the tensor."""
+    def behind_others_steps(self) -> Iterator[tuple[Moment, Operation]]:
+        """What brings the data that a step of another rank makes: when that step is over, as on the other rank."""
         graph = self.line.graph
         for number in self.order:
-            for message in self.inputs(number):
-                if isinstance(message, Message):
-                    sender = graph.predecessors[graph.number(message)][0]
-                    yield self.line.over[sender], message
+            for operation in self.inputs(number):
+                if operation.follows_step:
+                    maker = graph.predecessors[graph.number(operation)][0]
+                    if graph.step(maker).rank != self.rank:
+                        yield self.line.over[maker], operation

@@ -7,9 +7,9 @@ says, and takes no time unless costs name it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class Held(StrEnum):
@@ -65,6 +65,9 @@ class PassKind(str, metaclass=_Table):
     """evaluation runs it"""
     follows: tuple[str, ...]
     """kinds of the same rank, microbatch and chunk whose passes it waits for"""
+    through: Callable[[int, Any], Any] | None
+    """makes the operation (`instructions.Operation`) through which it waits for them, of a rank and one of its passes;
+    None: it waits for the passes themselves"""
     holds: Held | None
     """memory that it takes and that stays taken when it ends"""
     releases: Held | None
@@ -82,6 +85,7 @@ class PassKind(str, metaclass=_Table):
         per_chunk: bool = False,
         forward: bool = False,
         follows: tuple[str, ...] = (),
+        through: Callable[[int, Any], Any] | None = None,
         holds: Held | None = None,
         releases: Held | None = None,
     ) -> PassKind:
@@ -91,7 +95,7 @@ class PassKind(str, metaclass=_Table):
         kind = str.__new__(cls, name)
         kind.meaning, kind.colour, kind.mark = meaning, colour, mark or name[0]
         kind.lane, kind.per_chunk, kind.forward = lane, per_chunk, forward
-        kind.follows, kind.holds, kind.releases = follows, holds, releases
+        kind.follows, kind.through, kind.holds, kind.releases = follows, through, holds, releases
         cls.entries[name] = kind
         # An attribute of the class itself is found without a call of `_Table.__getattr__`.
         setattr(cls, name, kind)

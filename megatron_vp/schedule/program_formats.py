@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from megatron_vp.schedule.instructions import Collective, Instruction, Load, Loss, Operation, Post, Program, Run
+from megatron_vp.schedule.instructions import Instruction, Load, Loss, Post, Program, Run
 from megatron_vp.schedule.passes import Schedule
-from megatron_vp.schedule.validate import members
 
 
 def programs_to_json(schedule: Schedule, programs: Sequence[Program]) -> str:
@@ -46,12 +45,6 @@ def _entry(instruction: Instruction, vocab_members: Sequence[int]) -> dict[str, 
     return {
         "do": "post" if isinstance(instruction, Post) else "wait",
         "operation": str(operation),
-        "members": list(members(operation, vocab_members)),
-        "lane": _lane(operation),
+        "members": list(operation.members(vocab_members)),
+        "lane": operation.lane,
     }
-
-
-def _lane(operation: Operation) -> str:
-    if isinstance(operation, Collective):
-        return "collectives"
-    return f"{operation.source}>{operation.target} {operation.channel}"

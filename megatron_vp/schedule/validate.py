@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from megatron_vp.schedule.costs import Costs
-from megatron_vp.schedule.instructions import Collective, Instruction, Operation, Post, Program, Wait, lane_key
+from megatron_vp.schedule.instructions import Instruction, Operation, Post, Program, Wait
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import Schedule, ScheduleError
 from megatron_vp.schedule.timeline import Timeline, simulate
@@ -38,11 +38,6 @@ def around(rank: int, steps: Sequence[object], place: int) -> str:
     return f"  rank {rank}: {'... ' if first else ''}{' '.join(shown)}{' ...' if place + 7 < len(steps) else ''}"
 
 
-def members(operation: Operation, vocab_members: Sequence[int]) -> Sequence[int]:
-    """The ranks that post an operation; `vocab_members` post the collectives."""
-    return vocab_members if isinstance(operation, Collective) else (operation.source, operation.target)
-
-
 def validate_programs(programs: Sequence[Program]) -> None:
     """Play the programs on ranks whose hosts wait at every post until the operation is complete.
 
@@ -66,7 +61,7 @@ def validate_programs(programs: Sequence[Program]) -> None:
             if isinstance(instruction, Post):
                 waiting = arrived[instruction.operation]
                 waiting.append(rank)
-                if len(waiting) < len(members(instruction.operation, vocab_members)):
+                if len(waiting) < len(instruction.operation.members(vocab_members)):
                     break
                 for other in waiting[:-1]:
                     places[other] += 1
@@ -82,23 +77,23 @@ def validate_programs(programs: Sequence[Program]) -> None:
 def _check_posts(programs: Sequence[Program]) -> None:
     """Every member posts the same operations in the same order on each communicator, and waits only for posted ones."""
     vocab_members = programs[0].vocab_members
-    sequences: dict[tuple, dict[int, list[tuple[int, Operation]]]] = defaultdict(lambda: defaultdict(list))
+    sequences: dict[str, dict[int, list[tuple[int, Operation]]]] = defaultdict(lambda: defaultdict(list))
     for program in programs:
         mine: set[Operation] = set()
         for place, instruction in enumerate(program.instructions):
             if isinstance(instruction, Post):
                 operation = instruction.operation
-                if program.rank not in members(operation, vocab_members):
+                if program.rank not in operation.members(vocab_members):
                     raise _error(program, place, f"posts {operation}, of which it is no member")
                 if operation in mine:
                     raise _error(program, place, f"posts {operation} twice")
                 mine.add(operation)
-                sequences[lane_key(operation)][program.rank].append((place, operation))
+                sequences[operation.lane][program.rank].append((place, operation))
             elif isinstance(instruction, Wait) and instruction.operation not in mine:
                 raise _error(program, place, f"waits for {instruction.operation}, which it has not posted")
     for by_rank in sequences.values():
         some = next(iter(by_rank.values()))[0][1]
-        ranks = members(some, vocab_members)
+        ranks = some.members(vocab_members)
         longest = max(ranks, key=lambda rank: len(by_rank[rank]))
         for rank in ranks:
             for position, (place, operation) in enumerate(by_rank[longest]):

@@ -97,7 +97,8 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
                 took[step.kind, trace.rank, step.chunk].append(duration)
     by_kind: dict[CollectiveKind, list[float]] = defaultdict(list)
     for (_, name), duration in collectives.items():
-        by_kind[CollectiveKind(name.partition(":")[0])].append(duration)
+        kind = CollectiveKind(name.partition(":")[0])  # type: ignore[call-arg]  # a look-up, no new entry
+        by_kind[kind].append(duration)
     means = {kind: fmean(durations) for kind, durations in by_kind.items()}
 
     placement = Placement(traces[0].placement)

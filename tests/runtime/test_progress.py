@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from megatron_vp.runtime import watchdog
 from megatron_vp.runtime.executor import Unobserved, execute
 from megatron_vp.runtime.progress import FINISHING, Progress, lost_peer
-from megatron_vp.schedule.instructions import Channel, Loss, Message, Wait
+from megatron_vp.schedule.instructions import Channel, Collective, CollectiveKind, Loss, Message, Post, Wait
 
 
 def wait(microbatch: int) -> Wait:
@@ -107,6 +108,29 @@ def test_only_the_main_thread_asks_the_device(monkeypatch):
         time.sleep(0.05)
     progress.sentence()
     assert device.askers == {threading.main_thread()}
+
+
+@pytest.mark.parametrize("channel", Channel)
+def test_a_wait_for_a_message_names_what_comes_and_from_whom(channel):
+    progress = Progress((4, 5, 6), 0)
+    progress.at(Wait(Message(channel, 3, 5, 5, 2, 0)))
+    said = re.fullmatch(r"rank 4 waited for (.+) of microbatch 3 from rank 6", progress.sentence())
+    assert said and said[1] == channel.content
+    progress.at(Post(Message(channel, 3, 5, 5, 2, 0)))
+    assert progress.sentence() == f"rank 4 was starting the transfer of {channel.content} of microbatch 3 from rank 6"
+
+
+@pytest.mark.parametrize("kind", CollectiveKind)
+def test_a_wait_for_a_collective_names_it_and_whom_it_waits_for(kind):
+    progress = Progress((4, 5, 6), 0)
+    progress.at(Wait(Collective(kind, 3, 1)))
+    sources = {"TOKENS": "ranks 4 and 6", "C0": "rank 5", "LOSS_GRAD": "rank 5", "EMBED_GRAD": "rank 5"}
+    awaited = f"{kind} of microbatch 3 from {sources.get(kind, 'all ranks')}"
+    assert progress.sentence() == f"rank 4 waited for {awaited}"
+    progress.collective = Collective(CollectiveKind.C0, 2, 2)
+    assert progress.sentence() == f"rank 4 waited for {awaited}, behind C0 of microbatch 2 from rank 6"
+    progress.at(FINISHING)
+    assert progress.sentence().endswith("to be received, and C0 of microbatch 2 from rank 6")
 
 
 LOST = [

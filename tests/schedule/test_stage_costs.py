@@ -18,7 +18,6 @@ from megatron_vp.schedule import (
     simulate,
 )
 from megatron_vp.schedule.dependencies import build_graph
-from megatron_vp.schedule.instructions import lane_key
 from megatron_vp.schedule.list_scheduler import MemoryLimits, Problem, list_schedule
 from megatron_vp.schedule.node_times import durations, node_times
 
@@ -71,7 +70,7 @@ def test_a_communicator_carries_one_operation_after_another(name, comm):
     timeline = simulate(generate(name, 4, 8, vocab="vocab-1", costs=costs), costs)
     lanes = defaultdict(list)
     for operation, span in timeline.operations.items():
-        lanes[lane_key(operation)].append(span)
+        lanes[operation.lane].append(span)
     assert len(lanes) == 1 + (12 if name == "v-half" else 8 if name == "interleaved" else 6)
     for spans in lanes.values():
         assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(sorted(spans)))
