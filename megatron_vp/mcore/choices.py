@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
-from megatron_vp.schedule import DEFAULT_SCHEDULE, Costs, Family, VocabMethod, family
+from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, Costs, Family, VocabMethod, family
+from megatron_vp.schedule.families import family_of_text, is_file, text_of_file
 
 ALGORITHMS = tuple(method.value for method in VocabMethod if method.is_sharded)
 
@@ -28,10 +32,61 @@ def counts_engine() -> bool:
     return engine_in_shapes
 
 
+@dataclass(frozen=True)
+class ScheduleFile:
+    """A schedule file as it was at the start: the run never reads it again."""
+
+    family: Family
+    digest: str
+    """SHA-256 of its text, in hexadecimal digits."""
+
+
+_files: dict[str, ScheduleFile] = {}
+"""By path."""
+
+
+def read_schedule(name: str, text_of: Callable[[str], str] = text_of_file) -> None:
+    """Read the file that a start's --pipeline-schedule names, if it names one; what other starts read is forgotten.
+
+    `text_of` returns a file's text. Raises UserError for a file that cannot be used.
+    """
+    _files.clear()
+    if name not in FAMILIES and is_file(name):
+        try:
+            _read(name, text_of)
+        except UserError as error:
+            raise UserError(f"--pipeline-schedule: {error}") from None
+
+
+def _read(name: str, text_of: Callable[[str], str]) -> ScheduleFile:
+    text = text_of(name)
+    _files[name] = ScheduleFile(family_of_text(name, text), hashlib.sha256(text.encode()).hexdigest())
+    return _files[name]
+
+
+def schedule_file(name: str) -> ScheduleFile | None:
+    """The file of a --pipeline-schedule as it was read first; None where it names a family. Raises UserError."""
+    if name in FAMILIES or not is_file(name):
+        return None
+    return _files.get(name) or _read(name, text_of_file)
+
+
+def describe_schedule_file(args: argparse.Namespace) -> str | None:
+    """The file that this run took its schedule from, in one line; None for a family."""
+    file = schedule_file(args.pipeline_schedule)
+    return file and f"--pipeline-schedule {args.pipeline_schedule} as it is now (sha256 {file.digest})"
+
+
+def family_of(name: str) -> Family:
+    """The record of a value of --pipeline-schedule. Raises UserError for a name that is neither family nor file."""
+    file = schedule_file(name)
+    return file.family if file else family(name)
+
+
 def chosen_family(args: argparse.Namespace) -> Family:
     """The record of --pipeline-schedule. Raises UserError for a name that is none, and a file that cannot be used."""
     try:
-        return family(args.pipeline_schedule)
+        return family_of(args.pipeline_schedule)
     except UserError as error:
         raise UserError(f"--pipeline-schedule: {error}") from None
 

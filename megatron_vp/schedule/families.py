@@ -146,7 +146,16 @@ def family_of_file(path: str) -> Family:
 @lru_cache(maxsize=4)
 def _read(path: str, changed: int | None) -> Family:
     """`changed`: when, in nanoseconds; None: there is no such file."""
-    text = read_text(Path(path), "schedule file", 512 * MIB)
+    return family_of_text(path, text_of_file(path))
+
+
+def text_of_file(path: str) -> str:
+    """What a schedule file holds. Raises UserError for one that cannot be read."""
+    return read_text(Path(path), "schedule file", 512 * MIB)
+
+
+def family_of_text(path: str, text: str) -> Family:
+    """The record of the schedule that the file `path` held. Raises UserError as `family_of_file` does."""
     try:
         schedule = replace(from_text(text), name=path)
     except UserError as error:

@@ -3,14 +3,14 @@
 import pytest
 
 from megatron_vp.mcore.training.programs import programs
-from megatron_vp.schedule import PassCosts, VocabMethod, evaluation, expand_interlaced, generate, lower
+from megatron_vp.schedule import FAMILIES, PassCosts, VocabMethod, evaluation, expand_interlaced, generate, lower
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize(("name", "method"), [("1f1b", "vocab-2"), ("v-half", "vocab-1"), ("interlaced", "vocab-1")])
 def test_every_iteration_runs_the_same_programs(name, method, forward_only):
     chunks = 2 if name == "v-half" else 1
-    job = (name, 4, chunks, 6, VocabMethod(method), PassCosts(), forward_only, False)
+    job = (FAMILIES[name], 4, chunks, 6, VocabMethod(method), PassCosts(), forward_only, False)
     programs.cache_clear()
     schedule, lowered = programs(*job)
     expected = generate(name, 4, 6, vocab="interlaced" if name == "interlaced" else method)

@@ -1,15 +1,19 @@
 """Schedules in files train as plain Megatron does: one written by hand that is no family, PyTorch's, a recorded mix."""
 
+import hashlib
+import os
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.resolved import read_resolved
 from megatron_vp.schedule import PassKind, Placement, family, generate, to_csv, to_json, validate
 from tests.harness.ranks import run_ranks
-from tests.harness.training import comparable_model, tiny_model, train
+from tests.harness.training import _merge, comparable_model, set_weights, tiny_model, train, train_case
 from tests.mcore.comparison import assert_equal
 from tests.mcore.test_launch import refusals
 
@@ -78,6 +82,72 @@ def test_a_file_with_vocabulary_passes_on_some_ranks_trains(tmp_path):
     path = tmp_path / "some.json"
     path.write_text(to_json(generate("v-half", 2, 3, vocab="vocab-2", vocab_ranks=(1,))))
     _assert_trains_as_plain_megatron(path, layers=4, vocab_shards="0,40")
+
+
+def train_from_own_folder(rank, world_size, arguments, folders, afterwards):
+    """What a rank trained, and the schedules that it ran. Its file becomes `afterwards` (None: is removed) when the
+    model has been built.
+    """
+    from megatron_vp.mcore.training import forward_backward
+
+    os.chdir(folders[rank])
+    ran, original = [], forward_backward.programs
+
+    def programs(*given, **more):
+        ran.append(original(*given, **more)[0])
+        return original(*given, **more)
+
+    def set_and_change(model):
+        set_weights(model)
+        path = Path("schedule.json")
+        path.unlink(missing_ok=True)
+        if afterwards is not None:
+            path.write_text(afterwards)
+
+    with (
+        mock.patch.object(forward_backward, "programs", programs),
+        mock.patch("tests.harness.training.set_weights", set_and_change),
+    ):
+        return train_case(rank, world_size, arguments), ran
+
+
+@pytest.mark.parametrize(("there", "afterwards"), [("other", None), (None, "other")])
+def test_all_ranks_run_what_rank_0_read_at_the_start(there, afterwards, tmp_path):
+    files = {"own": generate("1f1b", 2, 4), "other": generate("zb-h1", 2, 4)}
+    texts = {name: to_json(schedule) for name, schedule in files.items()} | {None: None}
+    folders = [tmp_path / "rank0", tmp_path / "rank1"]
+    for folder, text in zip(folders, (texts["own"], texts[there]), strict=True):
+        folder.mkdir()
+        if text is not None:
+            (folder / "schedule.json").write_text(text)
+    job = {"pipeline_schedule": "schedule.json", "pipeline_model_parallel_size": 2, "tensorboard_dir": tmp_path}
+    results = run_ranks(2, train_from_own_folder, _arguments(4, 4, **job), folders, texts[afterwards])
+    for _, ran in results:
+        trained = [schedule.ranks for schedule in ran if schedule.microbatches == 4 and PassKind.B in schedule.kinds]
+        assert len(trained) == STEPS and set(trained) == {files["own"].ranks}
+        assert {PassKind.F} in [schedule.kinds for schedule in ran], "evaluated"
+    assert_equal(_merge([run for run, _ in results]), _plain(4, 4), BOUND)
+    digest = hashlib.sha256(texts["own"].encode()).hexdigest()
+    assert read_resolved(tmp_path / "resolved_config.yaml")["schedule_fingerprint"] == f"sha256:{digest}"
+
+
+def test_every_rank_says_that_rank_0_lacks_the_file(tmp_path):
+    folders = [tmp_path / "rank0", tmp_path / "rank1"]
+    for folder in folders:
+        folder.mkdir()
+    (folders[1] / "schedule.json").write_text(to_json(generate("1f1b", 2, 4)))
+    job = tiny_model(pipeline_schedule="schedule.json", pipeline_model_parallel_size=2)
+    for said in run_ranks(2, refused_in_own_folder, job, folders):
+        assert "--pipeline-schedule: " in said and "schedule.json" in said and "\n" not in said
+
+
+def refused_in_own_folder(rank, _world_size, arguments, folders):
+    from megatron_vp.mcore.start import launch
+
+    os.chdir(folders[rank])
+    with pytest.raises(UserError) as refused:
+        launch.patch_megatron(["pretrain_gpt_vp.py", *arguments], together=True)
+    return str(refused.value)
 
 
 JOB = {"pipeline_model_parallel_size": 4, "vocab_parallel": True, "micro_batch_size": 1, "global_batch_size": 3}

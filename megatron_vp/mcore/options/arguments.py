@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import os
 import sys
 import traceback
@@ -30,8 +29,11 @@ from megatron_vp.mcore import patch_table, patches
 from megatron_vp.mcore.choices import (
     ALGORITHMS,
     chosen_family,
+    describe_schedule_file,
+    family_of,
     places_chunks,
     replaces_schedule,
+    schedule_file,
     splits_backward,
 )
 from megatron_vp.mcore.megatron_arguments import check_parsed, check_validated
@@ -49,7 +51,7 @@ from megatron_vp.mcore.reports.trace_iterations import check_trace_iterations
 from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
 from megatron_vp.mcore.storage.checkpoint_files import check_writable
 from megatron_vp.mcore.storage.dataset import check_inputs, check_room_for_tokens, check_room_without_files
-from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, family, to_json
+from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -104,7 +106,7 @@ class _Parser(argparse.ArgumentParser):
 def _schedule_name(text: str) -> str:
     """A family's name or a file's path; argparse reports anything else in one line."""
     try:
-        family(text)
+        family_of(text)
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
@@ -215,7 +217,8 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         check_files(args)
         if args.rank == 0:
             precision = describe_precision(args) if replaces_schedule(args) else None
-            for line in filter(None, (describe(args._parts), precision, describe_rows(args))):
+            lines = describe(args._parts), precision, describe_rows(args), describe_schedule_file(args)
+            for line in filter(None, lines):
                 print(f"megatron_vp: {line}", flush=True)
         make_trace_folder(args)
         warn_of_ignored(args)
@@ -258,9 +261,9 @@ def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: d
     if replaces_schedule(args) and places_chunks(args):
         # Checkpoints record it with the other arguments.
         args.chunk_placement = chosen_family(args).placement_of(args.pipeline_model_parallel_size).stage_of
-    fixed = chosen_family(args).fixed
-    if fixed is not None:
-        args.schedule_fingerprint = hashlib.sha256(to_json(fixed).encode()).hexdigest()[:12]
+    file = schedule_file(args.pipeline_schedule)
+    if file is not None:
+        args.schedule_fingerprint = f"sha256:{file.digest}"
     args._parts = parts_of_job(args, installed(), replaces_schedule(args) and splits_backward(args))
     return validated
 

@@ -137,7 +137,7 @@ def prepare() -> None:
     """
     with one_line_errors():
         _require_launcher(sys.argv[0])
-        patch_megatron(sys.argv)
+        patch_megatron(sys.argv, together=True)
 
 
 def run_script(script: str, arguments: list[str]) -> None:
@@ -204,16 +204,20 @@ def _whole(name: str, least: int, most: int) -> int:
     return int(text)
 
 
-def patch_megatron(argv: list[str]) -> None:
+def patch_megatron(argv: list[str], together: bool = False) -> None:
     """Check the patches that this run selects against the installed Megatron and apply those of the first stage.
 
-    Raises UserError if one of any stage does not fit; nothing is patched then. Takes `--cpu` out of `argv`.
+    Reads the schedule file that the run names: where all ranks do this `together`, on rank 0 for all of them.
+    Raises UserError if one patch of any stage does not fit, or for a schedule file that cannot be used; nothing is
+    patched then. Takes `--cpu` out of `argv`.
     """
     # Torch is imported here and Megatron after the environment is set; a launcher's mistake was reported before either.
-    from megatron_vp.mcore import patch_table, patches
+    from megatron_vp.mcore import choices, patch_table, patches
     from megatron_vp.mcore.options.early_arguments import early_arguments
     from megatron_vp.mcore.platform import installed
     from megatron_vp.mcore.platform.flags import prepare_environment, quiet_fallback_warnings, uses_cpu
+    from megatron_vp.mcore.start.meeting import first_ranks_text
+    from megatron_vp.schedule.families import text_of_file
 
     cpu = uses_cpu(argv)
     if CPU in argv:
@@ -227,6 +231,9 @@ def patch_megatron(argv: list[str]) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"megatron_vp: {line}", flush=True)
     patches.installed_version()
-    run = patch_table.run_here(early_arguments(argv[1:]))
+    early = early_arguments(argv[1:])
+    text_of = first_ranks_text if together and not early.fake_process_group else text_of_file
+    choices.read_schedule(early.pipeline_schedule, text_of)
+    run = patch_table.run_here(early)
     patch_table.require_fit(run)
     patch_table.apply(patch_table.Stage.BEFORE_PARSING, run)

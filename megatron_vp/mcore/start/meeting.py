@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, Store, distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_vp.errors import UserError
+from megatron_vp.schedule.families import text_of_file
 
 PATIENCE = timedelta(minutes=10)
 """How long a rank waits for the others: Megatron's own default."""
@@ -28,19 +29,19 @@ _PIECE = 4 << 20
 _SCHEDULE = "schedule"
 
 
-def first_ranks_text(name: str, read: Callable[[], str], patience: timedelta = PATIENCE) -> str:
-    """The text of the file `name` as rank 0 reads it, on every rank: nodes may hold other files of this name, or none.
+def first_ranks_text(name: str) -> str:
+    """The text of the schedule file `name` as rank 0 reads it, on every rank: nodes may hold other files, or none.
 
-    A rank that holds the same text does not fetch it. Where rank 0 was given another name, it is what `read` returns
-    here, and `compare` finds the difference. Raises UserError where rank 0 cannot read it.
+    A rank that holds the same text does not fetch it. Where rank 0 was given another name, it is the text of the file
+    here, and `compare` finds the difference. Raises UserError where rank 0 cannot read the file.
     """
     rank, ranks = _place()
     if ranks == 1:
-        return read()
-    store = _store(patience)
+        return text_of_file(name)
+    store = _store(PATIENCE)
     if rank == 0:
         try:
-            text = read()
+            text = text_of_file(name)
         except UserError as error:
             _set(store, _SCHEDULE, {"name": name, "error": str(error)})
             _end_together(store, str(error))
@@ -50,15 +51,15 @@ def first_ranks_text(name: str, read: Callable[[], str], patience: timedelta = P
     if "error" in said:
         _end_together(store, said["error"])
     try:
-        text = read()
+        text = text_of_file(name)
     except UserError:
         if said["name"] != name:
             raise
         return _text(store, said["pieces"])
-    return text if said["name"] != name or said["digest"] == digest(text) else _text(store, said["pieces"])
+    return text if said["name"] != name or said["digest"] == _digest(text) else _text(store, said["pieces"])
 
 
-def digest(text: str) -> str:
+def _digest(text: str) -> str:
     """SHA-256 of a text as UTF-8, in hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -91,7 +92,7 @@ def compare(own: dict[str, Any], verdict: Callable[[list[dict[str, Any]]], str],
 
 
 def _place() -> tuple[int, int]:
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _store(patience: timedelta) -> Store:
@@ -122,7 +123,7 @@ def _set_text(store: Store, name: str, text: str) -> None:
     pieces = [packed[start : start + _PIECE] for start in range(0, len(packed), _PIECE)]
     for number, piece in enumerate(pieces):
         store.set(f"{_SCHEDULE} {number}", piece)
-    _set(store, _SCHEDULE, {"name": name, "digest": digest(text), "pieces": len(pieces)})
+    _set(store, _SCHEDULE, {"name": name, "digest": _digest(text), "pieces": len(pieces)})
 
 
 def _text(store: Store, pieces: int) -> str:

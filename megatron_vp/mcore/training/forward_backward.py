@@ -14,6 +14,7 @@ from megatron.training import get_args
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import choices
+from megatron_vp.mcore.choices import chosen_family
 from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, layer_shards, pipeline_placement
 from megatron_vp.mcore.reports.pipeline_trace import pipeline_trace
 from megatron_vp.mcore.reports.rank_report import rank_report
@@ -29,7 +30,6 @@ from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.random_buffers import RandomBuffers
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.rehearsal import MICROBATCHES
-from megatron_vp.schedule.families import family
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.passes import Schedule, VocabMethod
 
@@ -65,7 +65,7 @@ def forward_backward(
     gradients = not forward_only
     shapes = _shapes(job, seq_length, micro_batch_size, gradients)
     make_programs = partial(_programs, job)
-    rehearsed = family(get_args().pipeline_schedule).at_most(MICROBATCHES)
+    rehearsed = chosen_family(get_args()).at_most(MICROBATCHES)
     rehearse(job.pipeline, make_programs, rehearsed, job.layer_shards, shapes, gradients)
 
     timers, rank = job.config.timers, job.pipeline.groups.rank
@@ -154,12 +154,12 @@ def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) 
 def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> tuple[Schedule, tuple[Program, ...]]:
     """The schedule that the arguments ask for, and the programs of all ranks."""
     args = get_args()
-    chosen = family(args.pipeline_schedule)
+    chosen = chosen_family(args)
     method = VocabMethod(args.vocab_parallel_algorithm if args.vocab_parallel else VocabMethod.NONE)
     shards = job.layer_shards.shards if job.layer_shards else None
     interlaced = chosen.own_method is VocabMethod.INTERLACED
     return programs(
-        args.pipeline_schedule,
+        chosen,
         len(job.pipeline.groups.members),
         len(job.chunks),
         microbatches,

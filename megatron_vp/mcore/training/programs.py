@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from megatron_vp.schedule.costs import Costs
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
-from megatron_vp.schedule.families import family
+from megatron_vp.schedule.family import Family
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import PassKind, Schedule, VocabMethod
@@ -14,7 +14,7 @@ from megatron_vp.schedule.passes import PassKind, Schedule, VocabMethod
 
 @lru_cache(maxsize=8)
 def programs(
-    name: str,
+    family: Family,
     pipeline_size: int,
     chunks: int,
     microbatches: int,
@@ -27,7 +27,7 @@ def programs(
     """The schedule of an iteration and the programs of all pipeline ranks.
 
     Args:
-        name: of the schedule's family, or the path of its file.
+        family: the schedule's, or that of its file.
         pipeline_size, chunks, microbatches: p, v, m.
         method: of the vocabulary layers, where the family does not have its own.
         costs: order the passes, and place communication between them.
@@ -35,9 +35,8 @@ def programs(
         embeds_on_last_stage: see `lower`.
         vocab_ranks: pipeline ranks with vocabulary rows; None: all.
     """
-    chosen = family(name)
-    make = chosen.evaluation if forward_only else chosen.schedule
-    schedule = expand_interlaced(make(pipeline_size, microbatches, chosen.method(method), chunks, costs, vocab_ranks))
+    make = family.evaluation if forward_only else family.schedule
+    schedule = expand_interlaced(make(pipeline_size, microbatches, family.method(method), chunks, costs, vocab_ranks))
     return schedule, lower(schedule, costs, embeds_on_last_stage)
 
 
