@@ -17,7 +17,8 @@ def register(app: typer.Typer) -> None:
         """List what is patched in Megatron-Core, why, and whether it fits the installed version.
 
         Also compares the symbols that are called without being patched and the arguments that are read. Exit status 1
-        if anything does not fit, with the symbol, the argument or the version named.
+        if anything does not fit, with the symbol, the argument or the version named. An unsupported release is only
+        compared.
         """
         from megatron_vp.errors import UserError
         from megatron_vp.mcore import megatron_arguments, megatron_symbols, patch_table, patches
@@ -28,17 +29,23 @@ def register(app: typer.Typer) -> None:
         for line in hide_what_is_broken():
             typer.echo(line)
         try:
-            version = patches.installed_version()
+            version = patches.present_version()
         except UserError as error:
             typer.echo(f"does not fit: {error}")
             raise typer.Exit(1) from None
-        series = patches.installed_series()
+        try:
+            patches.installed_version()
+            supported = True
+        except UserError as error:
+            typer.echo(str(error))
+            supported = False
+        series = patches.present_series()
         problems: list[patches.Problem] = []
         for group in patch_table.GROUPS:
             found = patch_table.check([group])
-            declared = group.for_series(series) if group.serves(series) else ()
+            declared = group.for_series(series)
             problems += found
-            if not found and not dry_run:
+            if supported and not found and not dry_run:
                 with patches.patched(declared):
                     pass
             unfit = {problem.target for problem in found}
@@ -58,6 +65,7 @@ def register(app: typer.Typer) -> None:
         for problem in problems:
             typer.echo(str(problem))
         verdict = f"{len(problems)} do not fit" if problems else "all patches fit"
-        typer.echo(f"{verdict} megatron-core {version} (tested: {', '.join(patches.TESTED_VERSIONS)})")
-        if problems:
+        status = "tested" if supported else "not supported, and no run will start; tested"
+        typer.echo(f"{verdict} megatron-core {version} ({status}: {', '.join(patches.TESTED_VERSIONS)})")
+        if problems or not supported:
             raise typer.Exit(1)

@@ -10,7 +10,7 @@ import argparse
 from dataclasses import dataclass
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.patches import TESTED_VERSIONS, Problem, installed_version
+from megatron_vp.mcore.patches import TESTED_VERSIONS, Problem, present_series, present_version
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ READ = {
             *("init_method_std", "init_method_xavier_uniform"),
             *("init_model_with_meta_device", "inprocess_restart", "kv_channels", "layernorm_epsilon", "load"),
             "local_rank",
-            *("log_interval", "log_straggler", "logits_load_dir", "logits_save_dir", "loss_scale", "lr"),
+            *("log_interval", "log_straggler", "logit_dtype", "logits_load_dir", "logits_save_dir", "loss_scale", "lr"),
             *("lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples"),
             *("make_vocab_size_divisible_by", "max_position_embeddings", "micro_batch_size"),
             *("microbatch_group_size_per_vp_stage", "min_lr", "moe_expert_rank_capacity_factor"),
@@ -173,15 +173,18 @@ DERIVED = (
 """What no option gives: Megatron sets it by the end of its own validation."""
 
 
+LACKS: dict[str, tuple[str, ...]] = {"0.19": ("logit_dtype",)}
+"""By release series of megatron-core, the arguments that it does not have; our sources do without them there."""
+
+
 def missing() -> list[Problem]:
-    """The arguments that we read and the installed Megatron has no option for; builds its parser."""
+    """The arguments that we read and the Megatron that is here has no option for; builds its parser."""
     from megatron.training.arguments import add_megatron_arguments
 
     options = {action.dest for action in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions}
     return [
-        Problem(f"the argument '{name}'", f"an option, {reads.use}", "nothing")
-        for reads in READ.values()
-        for name in reads.names
+        Problem(f"the argument '{name}'", f"an option, {use}", "nothing")
+        for name, use in _read_here()
         if name not in DERIVED and name not in options
     ]
 
@@ -196,12 +199,17 @@ def check_validated(args: argparse.Namespace) -> None:
     _require(args, derived=True)
 
 
+def _read_here() -> list[tuple[str, str]]:
+    """Every argument that we read in the release series that is here, and what for."""
+    lacks = LACKS.get(present_series(), ())
+    return [(name, reads.use) for reads in READ.values() for name in reads.names if name not in lacks]
+
+
 def _require(args: argparse.Namespace, derived: bool) -> None:
-    for reads in READ.values():
-        for name in reads.names:
-            if (name in DERIVED) == derived and not hasattr(args, name):
-                raise UserError(
-                    f"megatron-core {installed_version()} has no argument '{name}', and megatron_vp reads it "
-                    f"{reads.use} (tested with megatron-core {', '.join(TESTED_VERSIONS)}): install "
-                    f"megatron-core=={TESTED_VERSIONS[-1]}"
-                )
+    for name, use in _read_here():
+        if (name in DERIVED) == derived and not hasattr(args, name):
+            raise UserError(
+                f"megatron-core {present_version()} has no argument '{name}', and megatron_vp reads it "
+                f"{use} (tested with megatron-core {', '.join(TESTED_VERSIONS)}): install "
+                f"megatron-core=={TESTED_VERSIONS[-1]}"
+            )

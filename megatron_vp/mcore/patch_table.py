@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -70,28 +70,21 @@ ALWAYS = Condition("always", lambda run: True)
 class PatchGroup:
     """Patches that are applied together.
 
-    patches: `module:attribute` of a tuple of patches that serves every supported release series of Megatron-Core; or,
-        where series need different patches, one such text by series, "" for a series that needs none.
+    patches: `module:attribute` of a tuple of patches.
     applies: the runs that need them.
     stage: when in the start they are applied.
     """
 
     name: str
-    patches: str | Mapping[str, str]
+    patches: str
     applies: Condition
     stage: Stage
 
-    def serves(self, series: str) -> bool:
-        """Whether the group says what a release series needs."""
-        return isinstance(self.patches, str) or series in self.patches
-
     def for_series(self, series: str) -> tuple[Patch, ...]:
         """The patches for a release series; imports the module that declares them, and with it parts of Megatron."""
-        place = self.patches if isinstance(self.patches, str) else self.patches[series]
-        if not place:
-            return ()
-        module, _, attribute = place.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        module, _, attribute = self.patches.partition(":")
+        declared: tuple[Patch, ...] = getattr(importlib.import_module(module), attribute)
+        return tuple(each for patch in declared if (each := patch.for_series(series)) is not None)
 
 
 # The order is the order in which the patches of a stage are applied.
@@ -264,8 +257,8 @@ GROUPS = (
 
 
 def patches_of(name: str) -> tuple[Patch, ...]:
-    """The patches of one group for the installed Megatron."""
-    return next(group for group in GROUPS if group.name == name).for_series(patches.installed_series())
+    """The patches of one group for the Megatron that is here."""
+    return next(group for group in GROUPS if group.name == name).for_series(patches.present_series())
 
 
 def selected(run: Run, stage: Stage | None = None) -> tuple[PatchGroup, ...]:
@@ -274,16 +267,9 @@ def selected(run: Run, stage: Stage | None = None) -> tuple[PatchGroup, ...]:
 
 
 def check(groups: Iterable[PatchGroup]) -> list[Problem]:
-    """Everything that keeps these groups from being applied to the installed Megatron; empty if they all fit."""
-    series = patches.installed_series()
-    problems = []
-    for group in groups:
-        if group.serves(series):
-            problems += patches.check(group.for_series(series))
-        else:
-            expected = f"megatron-core {', '.join(group.patches)}"
-            problems.append(Problem(f"the patch group '{group.name}'", expected, f"megatron-core {series}"))
-    return problems
+    """Everything that keeps these groups from being applied to the Megatron that is here; empty if they all fit."""
+    series = patches.present_series()
+    return [problem for group in groups for problem in patches.check(group.for_series(series))]
 
 
 def require_fit(run: Run) -> None:
@@ -295,7 +281,7 @@ def apply(stage: Stage, run: Run) -> None:
     """Apply what a run selects of one stage: all of it or, raising UserError, nothing."""
     groups = selected(run, stage)
     _require_fit(groups)
-    series = patches.installed_series()
+    series = patches.present_series()
     patches.apply([patch for group in groups for patch in group.for_series(series)])
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_vp.errors import UserError
@@ -25,6 +25,16 @@ _MISSING = object()
 
 
 @dataclass(frozen=True)
+class Variant:
+    """What is different about a patch in one release series of megatron-core."""
+
+    signature: str
+    """The target's signature there."""
+    make: Callable[[Any], Any] | None = None
+    """The replacement there; None where that of the patch serves."""
+
+
+@dataclass(frozen=True)
 class Patch:
     """One replaced symbol.
 
@@ -33,17 +43,28 @@ class Patch:
     reason: one line, shown by `megatron-vp patches`.
     signature: `signature_of(original)` at the time of writing; two joined by " or " where other packages decide which;
         `nothing` for a symbol that Megatron lacks where another package is missing.
+    variants: by release series (`0.20`) that differs, how; None for a series that needs no such patch.
     """
 
     target: str
     make: Callable[[Any], Any]
     reason: str
     signature: str
+    variants: Mapping[str, Variant | None] = field(default_factory=dict)
+
+    def for_series(self, series: str) -> Patch | None:
+        """The patch that a release series needs; None if it needs none."""
+        if series not in self.variants:
+            return self
+        variant = self.variants[series]
+        if variant is None:
+            return None
+        return replace(self, signature=variant.signature, make=variant.make or self.make, variants={})
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something of Megatron that is not as we expect it: a patched or called symbol, or a release without patches."""
+    """Something of Megatron that is not as we expect it: a symbol that we patch or call, an argument that we read."""
 
     target: str
     expected: str
@@ -86,33 +107,29 @@ def signature_of(value: Any) -> str:
     return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
 
 
+def present_version() -> str:
+    """Version of the megatron-core that is imported here, supported or not; UserError if there is none."""
+    _distribution_version()
+    # It adds "+<commit>" when its files lie inside somebody's git repository.
+    return importlib.import_module("megatron.core").__version__.partition("+")[0]
+
+
 def installed_version() -> str:
     """Version of the installed megatron-core; UserError if there is none or it is in no supported series."""
-    try:
-        distribution = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        raise UserError(
-            f"megatron-core is not installed; install megatron-core[training]=={TESTED_VERSIONS[-1]}"
-        ) from None
-    require_supported(distribution)
-    # The module may be another copy than the one that the metadata describes (an editable checkout on the path). It
-    # adds "+<commit>" when its files lie inside somebody's git repository.
-    module = importlib.import_module("megatron.core").__version__.partition("+")[0]
+    require_supported(_distribution_version())
+    # The module may be another copy than the one that the metadata describes (an editable checkout on the path).
+    module = present_version()
     require_supported(module)
     return module
 
 
-def installed_series() -> str:
-    """The release series of the installed megatron-core, `0.19` for 0.19.2. Raises UserError as `installed_version`."""
-    return _series(installed_version())
+def present_series() -> str:
+    """The release series of the megatron-core that is imported here, `0.19` for 0.19.2, supported or not."""
+    return _series(present_version())
 
 
 def check(patches: Iterable[Patch]) -> list[Problem]:
-    """Everything that keeps these patches from being applied, in their order; empty if they all fit.
-
-    Raises UserError for an unsupported Megatron, whose symbols say nothing about the patches.
-    """
-    installed_version()
+    """Everything that keeps these patches from being applied, in their order; empty if they all fit."""
     return [problem for problem in map(_problem, patches) if problem is not None]
 
 
@@ -140,6 +157,7 @@ def check_symbol(target: str, expected: str) -> Problem | None:
 
 def apply(patches: Sequence[Patch]) -> tuple[Patch, ...]:
     """Apply all of them or, raising UserError, none; return those that were not in force before."""
+    installed_version()
     targets = [patch.target for patch in patches]
     assert len(set(targets)) == len(targets), f"two patches share a target: {sorted(targets)}"
     problems = check(patches)
@@ -189,6 +207,15 @@ def require_supported(version: str) -> None:
         )
 
 
+def _distribution_version() -> str:
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError(
+            f"megatron-core is not installed; install megatron-core[training]=={TESTED_VERSIONS[-1]}"
+        ) from None
+
+
 def _series(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
@@ -213,7 +240,7 @@ def _problem(patch: Patch) -> Problem | None:
     if entry is None:
         found = signature_of(current)
         return None if found in patch.signature.split(" or ") else Problem(patch.target, patch.signature, found)
-    if entry.patch is not patch:
+    if entry.patch != patch:
         return Problem(patch.target, "an unpatched symbol", f"another patch in force: {entry.patch.reason}")
     if inspect.getattr_static(owner, name) is not entry.replacement:
         return Problem(patch.target, "our replacement", "something that was put in its place later")

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import megatron_arguments, patches
-from megatron_vp.mcore.megatron_arguments import DERIVED, READ
+from megatron_vp.mcore.megatron_arguments import DERIVED, LACKS, READ
 from megatron_vp.mcore.options import ranges
 from megatron_vp.mcore.options.arguments import with_ours
 from megatron_vp.mcore.options.refusals import REFUSALS
@@ -87,7 +87,8 @@ other.attribute
 def test_the_installed_megatron_has_every_argument(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["script.py"])
     args = parser().parse_args([])
-    assert {name for reads in READ.values() for name in reads.names if not hasattr(args, name)} == set(DERIVED)
+    absent = {name for reads in READ.values() for name in reads.names if not hasattr(args, name)}
+    assert absent == {*DERIVED, *LACKS.get(patches.present_series(), ())}
 
 
 @pytest.mark.parametrize(("name", "use"), [("seq_length", "options"), ("swiglu", "training"), ("fp4", "options")])
@@ -110,6 +111,31 @@ def test_the_command_names_an_argument_that_the_installed_megatron_lacks(monkeyp
     assert str(problem).startswith(
         "the argument 'swiglu' does not fit: expected an option, to run the pipeline schedule"
     )
+
+
+def test_a_release_series_may_lack_an_argument(monkeypatch):
+    from megatron.training import arguments
+
+    monkeypatch.setattr("sys.argv", ["script.py"])
+    without = parser(without={"swiglu"})
+    monkeypatch.setattr(arguments, "add_megatron_arguments", lambda given: without)
+    assert len(megatron_arguments.missing()) == 1
+    monkeypatch.setattr(megatron_arguments, "LACKS", {**LACKS, patches.present_series(): (*LACKS["0.19"], "swiglu")})
+    assert megatron_arguments.missing() == []
+    assert not hasattr(without.parse_args([]), "swiglu")
+    # Another series has it.
+    monkeypatch.setattr(megatron_arguments, "present_series", lambda: "9.1")
+    assert {str(each).split("'")[1] for each in megatron_arguments.missing()} == {"swiglu", *LACKS["0.19"]}
+
+
+def test_another_dtype_of_logits_is_refused_in_a_series_that_has_one():
+    given = argparse.Namespace(vocab_parallel=True, pipeline_schedule="1f1b")
+    (refusal,) = [each for each in REFUSALS if "--output-logit-dtype" in each.message]
+    assert not refusal.applies(given)
+    given.logit_dtype = None
+    assert not refusal.applies(given)
+    given.logit_dtype = "fp32"
+    assert refusal.applies(given)
 
 
 def test_what_megatron_derives_is_checked_when_it_has_validated(monkeypatch):

@@ -27,6 +27,30 @@ def test_the_installed_megatron_has_what_a_room_uses(room):
     assert megatron_symbols.check_symbols(room) == []
 
 
+def test_a_release_series_may_have_another_signature_or_lack_a_symbol(library, monkeypatch):
+    uses = {"room": {"library:function": "(a, b=1)", "library:gone": "present", "library:Kind": "class"}}
+    different = {"9.1": {"library:function": "(a, b=2)", "library:gone": megatron_symbols.UNUSED}}
+    monkeypatch.setattr(megatron_symbols, "IMPORTED", uses)
+    monkeypatch.setattr(megatron_symbols, "IN_SERIES", different)
+    (problem,) = megatron_symbols.check_symbols("room")
+    assert problem.target == "library:gone" and megatron_symbols.count("room") == 3
+    monkeypatch.setattr(megatron_symbols, "present_series", lambda: "9.1")
+    (problem,) = megatron_symbols.check_symbols("room")
+    assert problem.target == "library:function" and megatron_symbols.count("room") == 2
+    library.function = lambda a, b=2: None
+    assert megatron_symbols.check_symbols("room") == []
+
+
+def test_only_symbols_that_are_used_differ_between_series():
+    used = {
+        target
+        for table in (megatron_symbols.IMPORTED, megatron_symbols.REACHED)
+        for each in table.values()
+        for target in each
+    }
+    assert {target for each in megatron_symbols.IN_SERIES.values() for target in each} <= used
+
+
 def test_the_scan_sees_through_modules_classes_and_other_names():
     source = """
 import torch

@@ -14,7 +14,7 @@ from megatron_vp.jobs.command_line import name_of, option_of
 from megatron_vp.mcore import patch_table, patches
 from megatron_vp.mcore.options.early_arguments import LISTS, SWITCHES, VALUES, early_arguments
 from megatron_vp.mcore.patch_table import ALWAYS, Condition, PatchGroup, Run, Stage
-from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.patches import Patch, Variant
 from megatron_vp.mcore.platform.installed import Installed
 from tests.harness import run_ranks
 
@@ -105,48 +105,63 @@ def test_conditions_read_only_what_the_early_parser_gives():
 
 @pytest.fixture
 def library(monkeypatch):
-    """A module with two functions, and the patches of them for several release series."""
+    """A module with two functions, and patches of them that differ between release series."""
     module = types.ModuleType("library")
     module.first = lambda a: a
     module.second = lambda b: b
     module.OLD = (Patch("library:first", lambda original: lambda a: "old", "is old", "(a)"),)
-    module.NEW = (Patch("library:second", lambda original: lambda b: "new", "is new", "(b)"),)
+    module.BY_SERIES = (
+        Patch(
+            "library:first",
+            lambda original: lambda *a: "old",
+            "is patched everywhere",
+            "(a)",
+            {"9.1": Variant("(a, more)"), "9.2": Variant("(a, more)", lambda original: lambda a, more: "new")},
+        ),
+        Patch("library:second", lambda original: lambda b: "old", "is gone in 9.2", "(b)", {"9.2": None}),
+    )
     monkeypatch.setitem(sys.modules, "library", module)
     yield module
     patches.undo(patches.in_force())
 
 
-VARIANTS = PatchGroup(
-    "variants", {"0.19": "library:OLD", "9.1": "library:NEW", "9.2": ""}, ALWAYS, Stage.AFTER_VALIDATION
+def of_series(monkeypatch, series, *groups):
+    import megatron.core
+
+    monkeypatch.setattr(patches, "SUPPORTED_SERIES", ("0.19", series))
+    monkeypatch.setattr(megatron.core, "__version__", f"{series}.0")
+    monkeypatch.setattr(patch_table, "GROUPS", groups)
+
+
+@pytest.mark.parametrize(
+    ("series", "first", "found"),
+    [
+        ("0.19", lambda a: a, ("old", "old")),
+        ("9.1", lambda a, more: a, ("old", "old")),
+        ("9.2", lambda a, more: a, ("new", "b")),
+        ("9.3", lambda a: a, ("old", "old")),
+    ],
 )
-
-
-def of_series(monkeypatch, series):
-    monkeypatch.setattr(patches, "SUPPORTED_SERIES", (series,))
-    monkeypatch.setattr(patches, "installed_version", lambda: f"{series}.0")
-    monkeypatch.setattr(patch_table, "GROUPS", (VARIANTS,))
-
-
-@pytest.mark.parametrize(("series", "found"), [("0.19", ("old", "b")), ("9.1", ("a", "new")), ("9.2", ("a", "b"))])
-def test_a_release_series_has_its_own_variant_of_a_group(library, monkeypatch, series, found):
-    of_series(monkeypatch, series)
+def test_a_release_series_has_its_own_variant_of_a_patch(library, monkeypatch, series, first, found):
+    of_series(monkeypatch, series, PatchGroup("variants", "library:BY_SERIES", ALWAYS, Stage.AFTER_VALIDATION))
+    library.first = first
+    given = ["a", "more"][: first.__code__.co_argcount]
     run = Run(argparse.Namespace(), ENGINE)
     patch_table.require_fit(run)
     patch_table.apply(Stage.BEFORE_PARSING, run)
     assert patches.in_force() == ()
-    patch_table.apply(Stage.AFTER_VALIDATION, run)
-    assert (library.first("a"), library.second("b")) == found
+    for _ in range(2):  # the second time they are in force already
+        patch_table.apply(Stage.AFTER_VALIDATION, run)
+        assert (library.first(*given), library.second("b")) == found
+        assert patch_table.check(patch_table.GROUPS) == []
 
 
-def test_a_group_without_a_variant_for_the_installed_series_is_named(library, monkeypatch):
-    of_series(monkeypatch, "9.3")
+def test_a_variant_is_compared_in_its_own_series_alone(library, monkeypatch):
+    of_series(monkeypatch, "9.2", PatchGroup("variants", "library:BY_SERIES", ALWAYS, Stage.AFTER_VALIDATION))
+    run = Run(argparse.Namespace(), ENGINE)
     for start in (patch_table.require_fit, lambda run: patch_table.apply(Stage.AFTER_VALIDATION, run)):
-        with pytest.raises(UserError) as error:
-            start(Run(argparse.Namespace(), ENGINE))
-        assert (
-            "the patch group 'variants' does not fit: expected megatron-core 0.19, 9.1, 9.2, found megatron-core 9.3"
-            in str(error.value)
-        )
+        with pytest.raises(UserError, match=r"library:first does not fit: expected \(a, more\), found \(a\)"):
+            start(run)
     assert patches.in_force() == ()
 
 

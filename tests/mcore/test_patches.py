@@ -216,6 +216,17 @@ def test_the_command_fails_and_names_what_does_not_fit(monkeypatch, tamper, name
     assert result.exit_code == 1 and named in result.output and "0.19.2" in result.output
 
 
+def test_the_command_compares_an_unsupported_release_and_applies_nothing(monkeypatch):
+    import megatron.core
+
+    monkeypatch.setattr(megatron.core, "__version__", "0.21.0")
+    monkeypatch.setattr(patches, "patched", lambda declared: pytest.fail("applied"))
+    result = invoke()
+    assert result.exit_code == 1 and "megatron-core 0.21.0 is not supported" in result.output
+    assert "fits  megatron.training.arguments:validate_args" in result.output
+    assert "megatron-core 0.21.0 (not supported, and no run will start; tested: 0.19.0, 0.19.2)" in result.output
+
+
 def start_with(_rank, _world_size, tamper):
     """What a training start on a tampered Megatron writes and returns, and whether it came to a process group."""
     import torch

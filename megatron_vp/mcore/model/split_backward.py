@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_vp.mcore.model.delayed_weights import take_delayed
 from megatron_vp.mcore.model.sequence import whole_sequence
-from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.patches import Patch, Variant
 from megatron_vp.vocab.operations import operations_for
 
 
@@ -159,6 +159,13 @@ PATCHES = (
         "leave weight gradients of local layers to pass W",
         "(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, "
         "grad_output_buffer=None, wgrad_deferral_limit=0, tp_group=None, gtp_remat_size=1)",
+        {
+            # output_dtype is that of --output-logit-dtype, which no schedule of ours runs.
+            "0.20": Variant(
+                "(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, "
+                "grad_output_buffer=None, wgrad_deferral_limit=0, tp_group=None, gtp_remat_size=1, output_dtype=None)"
+            )
+        },
     ),
 )
 """Applied with a --pipeline-schedule whose backward is split."""

@@ -94,6 +94,11 @@ REFUSED_OPTIONS = (
         "leave them out",
     ),
     RefusedOption(
+        "--output-logit-dtype",
+        lambda a: getattr(a, "logit_dtype", None) is not None,  # megatron-core 0.19 has no such option
+        "vocabulary passes and split backwards compute logits in the model's dtype",
+    ),
+    RefusedOption(
         "--fp32-residual-connection",
         lambda a: a.fp32_residual_connection,
         "what stages and vocabulary layers hand to each other travels in the model's dtype",

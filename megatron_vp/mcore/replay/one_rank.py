@@ -26,7 +26,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig, read_job_config
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
 from megatron_vp.mcore import choices
-from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.patches import Patch, Variant
 from megatron_vp.mcore.replay.shapes_only import fake_tensors
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, PassCosts
 
@@ -268,6 +268,7 @@ PATCHES = (
         _shifted_alone,
         "a context-parallel rank without peers shifts its part of a sequence by itself, and receives no token ids",
         "(tensor, shifts=-1, dims=-1, cp_group=None, packed_seq_params=None)",
+        {"0.20": Variant("(tensor, shifts=-1, dims=-1, cp_group=None, packed_seq_params=None, return_sum=True)")},
     ),
 )
 """Applied with --fake-process-group, before the script binds their names."""
