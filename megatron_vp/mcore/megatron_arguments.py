@@ -122,8 +122,13 @@ READ = {
         "to check data and checkpoints",
         (
             *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "async_save"),
-            *("async_strategy", "ckpt_step", "data_args_path", "decoder_first_pipeline_num_layers"),
-            *("decoder_last_pipeline_num_layers", "decoupled_lr", "decoupled_min_lr"),
+            *("async_strategy", "ckpt_convert_format", "ckpt_convert_save", "ckpt_step", "data_args_path", "data_path"),
+            *(
+                "decoder_first_pipeline_num_layers",
+                "decoder_last_pipeline_num_layers",
+                "decoupled_lr",
+                "decoupled_min_lr",
+            ),
             *("dist_ckpt_optim_fully_reshardable", "end_weight_decay"),
             *("exit_on_missing_checkpoint", "expert_model_parallel_size", "finetune", "global_batch_size"),
             *("hybrid_layer_pattern", "load", "lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_style"),

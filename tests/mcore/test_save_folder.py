@@ -331,6 +331,24 @@ def test_a_run_whose_folder_was_taken_over_ends_without_saving(tmp_path):
     assert not (tmp_path / "iter_0000004").exists()
 
 
+def test_a_conversion_leaves_the_folder_of_a_run_as_it_is(tmp_path):
+    """Megatron writes it to a folder below the one that is named."""
+    saved, converted = tmp_path / "saved", tmp_path / "torch_dist"
+    assert [end for end, _ in run_ranks_to_their_end(2, train_with_fault, few_steps(save=saved, **SAVING))] == [0, 0]
+    converted.mkdir()
+    claim = claimed_by(converted, os.getpid())
+    conversion = {"ckpt_convert_format": "torch_dist", "ckpt_convert_save": tmp_path}
+    converting = few_steps(load=saved, **SAVING, **conversion)
+    for status, output in run_ranks_to_their_end(2, train_with_fault, converting):
+        assert status == 2 and "Traceback" not in output
+        (line,) = errors(output)
+        assert line.startswith(f"--ckpt-convert-save {converted} is in use by process ")
+    assert names(converted) == [claim.name]
+    claim.unlink()
+    assert [end for end, _ in run_ranks_to_their_end(2, train_with_fault, converting)] == [0, 0]
+    assert (converted / "latest_checkpointed_iteration.txt").read_text() == "8"
+
+
 def test_an_evaluation_needs_no_folder_of_its_own(tmp_path):
     claim = claimed_by(tmp_path, os.getpid())
     evaluating = few_steps(save=tmp_path, save_interval=2, skip_train=True, eval_iters=1)

@@ -51,6 +51,7 @@ from megatron_vp.mcore.reports.trace_iterations import check_trace_iterations
 from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
 from megatron_vp.mcore.storage.checkpoint_files import check_writable
 from megatron_vp.mcore.storage.dataset import check_inputs, check_room_for_tokens, check_room_without_files
+from megatron_vp.mcore.storage.save_folder import saves_to
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
 
 
@@ -268,6 +269,9 @@ def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: d
     return validated
 
 
+_FOLDERS = ("save", "tensorboard_dir", "rank_report", "pipeline_trace")
+
+
 def check_files(args: argparse.Namespace) -> None:
     """Check what validated arguments read and where they write: data, tokenizer, checkpoint, folders. Makes nothing.
 
@@ -275,10 +279,10 @@ def check_files(args: argparse.Namespace) -> None:
     """
     check_inputs(args)
     check_checkpoint(args)
-    for name in ("save", "tensorboard_dir", "rank_report", "pipeline_trace"):
-        folder = getattr(args, name)
+    written = [("--" + name.replace("_", "-"), getattr(args, name)) for name in _FOLDERS]
+    for option, folder in [*written, saves_to(args) or ("", None)]:
         if folder is not None and "://" not in folder:
-            check_writable(f"--{name.replace('_', '-')}", folder)
+            check_writable(option, folder)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from megatron_vp.mcore.options.arguments import write_resolved_configuration
 from megatron_vp.mcore.patches import Patch, installed_version
 from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.mcore.start.meeting import compare
-from megatron_vp.mcore.storage.save_folder import agreed, claim
+from megatron_vp.mcore.storage.save_folder import agreed, claim, saves_to
 
 OF_A_RANK = {
     "rank": "each process has its own",
@@ -169,8 +169,8 @@ def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
         order = [choices.order]  # of devices that may differ
         torch.distributed.broadcast_object_list(order, src=0)
         choices.order = order[0]
-        if arguments.save is not None and not arguments.skip_train:
-            claim(arguments.save)
+        if (folder := saves_to(arguments)) is not None:
+            claim(*folder)
         agreed(functools.partial(write_resolved_configuration, arguments))
         return None
 
@@ -195,7 +195,7 @@ PATCHES = (
         "megatron.training.initialize:_initialize_distributed",
         _with_the_same_job,
         "compares the ranks' arguments and versions: a node with another file would hang the others or spoil the "
-        "model; then takes the order costs of rank 0, claims the --save folder for this run and writes "
+        "model; then takes the order costs of rank 0, claims the folder that this run saves to and writes "
         "the resolved configuration",
         "(get_embedding_ranks, get_position_embedding_ranks, store, skip_model_parallel_init=False)",
     ),

@@ -11,6 +11,7 @@ with its node for instance. Should that run come back, it finds its claim gone a
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import functools
 import json
@@ -40,10 +41,14 @@ _FIELDS = ("token", "host", "process", "started", "machine", "job", "attempt", "
 
 
 class SaveFolder:
-    """A folder of checkpoints, from the point of view of a run that wants to save there. Used by rank 0 alone."""
+    """A folder of checkpoints, from the point of view of a run that wants to save there. Used by rank 0 alone.
 
-    def __init__(self, folder: Path) -> None:
+    `option` is the one that named the folder.
+    """
+
+    def __init__(self, folder: Path, option: str = "--save") -> None:
         self._folder = folder
+        self._named = f"{option} {folder}"
         self._own: Path | None = None
         self._descriptor: int | None = None
         self._watched: dict[Path, tuple[Any, float]] = {}
@@ -61,7 +66,7 @@ class SaveFolder:
             return all(map(self._is_void, void)) and self._create(void)
         except OSError as error:
             raise UserError(
-                f"cannot write to --save {self._folder}: {error.strerror}; make room or choose another directory"
+                f"cannot write to {self._named}: {error.strerror}; make room or choose another directory"
             ) from error
 
     def check(self) -> bool:
@@ -74,7 +79,7 @@ class SaveFolder:
         if others or not self._create([]):
             taker = _read(others[-1]) if others else None
             raise UserError(
-                f"--save {self._folder} was taken over by {_who(taker[0]) if taker else 'another run'}, because this "
+                f"{self._named} was taken over by {_who(taker[0]) if taker else 'another run'}, because this "
                 f"run had been silent for {SILENCE_SECONDS:g} s: it ends without saving, so as not to overwrite "
                 f"checkpoints of the other"
             )
@@ -109,7 +114,7 @@ class SaveFolder:
             alive = self._renewed(claim, owner, looks)
         if alive:
             raise UserError(
-                f"--save {self._folder} is in use by {_who(owner)}: wait until that run has ended, end it, or use "
+                f"{self._named} is in use by {_who(owner)}: wait until that run has ended, end it, or use "
                 f"another directory; two runs would overwrite each other's checkpoints"
             )
         return alive is False
@@ -120,7 +125,7 @@ class SaveFolder:
         if claim not in self._watched:
             self._watched[claim] = looks, now
             say(
-                f"megatron_vp: --save {self._folder} was claimed by {_who(owner)}: waiting up to "
+                f"megatron_vp: {self._named} was claimed by {_who(owner)}: waiting up to "
                 f"{SILENCE_SECONDS:g} s to see whether that run is alive"
             )
         before, since = self._watched[claim]
@@ -258,16 +263,26 @@ _guarded = False
 """Whether this run has claimed a folder; the same on all ranks."""
 
 
-def claim(folder: str | os.PathLike[str]) -> None:
-    """Claim a folder for this run; returns as soon as it is the run's. A collective operation of all ranks.
+def saves_to(args: argparse.Namespace) -> tuple[str, str] | None:
+    """The folder to which a run writes checkpoints, and the option that names it, first; None if it writes none.
+
+    Of a conversion Megatron sets `--save` itself, once the checkpoint is loaded.
+    """
+    if args.ckpt_convert_format is not None:
+        return "--ckpt-convert-save", os.path.join(args.ckpt_convert_save, args.ckpt_convert_format)
+    return None if args.save is None or args.skip_train else ("--save", args.save)
+
+
+def claim(option: str, folder: str) -> None:
+    """Claim the folder of `option` for this run; returns as soon as it is the run's. A collective of all ranks.
 
     Object storage (`SCHEME://`) is left alone. Raises UserError on every rank if another run uses the folder.
     """
     global _claimed, _guarded
-    if "://" in str(folder):
+    if "://" in folder:
         return
     if torch.distributed.get_rank() == 0:
-        _claimed = SaveFolder(Path(folder))
+        _claimed = SaveFolder(Path(folder), option)
     while not agreed(_take):
         pass
     _guarded = True
