@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from megatron_vp.cli.output import progress_bar
+from megatron_vp.errors import say
 
 
 def register(app: typer.Typer) -> None:
@@ -55,6 +56,7 @@ def data(
 
     from megatron_vp.data.texts import TextFiles
     from megatron_vp.mcore.storage.dataset import prepare
+    from megatron_vp.mcore.storage.split_check import MEGATRONS_SPLIT
 
     if workers is not None:
         os.environ["RAYON_NUM_THREADS"] = str(workers)
@@ -73,6 +75,12 @@ def data(
         prepared = prepare(
             texts, output, name=name, vocab_size=vocab_size, tokenizer=tokenizer, overwrite=overwrite, progress=show
         )
+    flags = prepared.flags()
+    if "--split" in flags:
+        say(
+            f"Megatron's default, --split {MEGATRONS_SPLIT}, leaves a part of {prepared.documents} documents empty: "
+            "train with the --split below"
+        )
     counts = f"{prepared.documents} documents, {prepared.tokens} tokens, vocabulary {prepared.vocab_size}"
     typer.echo(f"{counts}. Train on them with:")
-    typer.echo("  " + shlex.join(prepared.flags()))
+    typer.echo("  " + shlex.join(flags))

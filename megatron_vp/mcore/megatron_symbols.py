@@ -123,6 +123,10 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.training:get_args": "()",
     },
     "storage": {
+        "megatron.core.datasets.blended_megatron_dataset_config:convert_split_vector_to_split_matrix": (
+            "(vector_a, vector_b=None)"
+        ),
+        "megatron.core.datasets.blended_megatron_dataset_config:parse_and_normalize_split": "(split)",
         "megatron.core.datasets.indexed_dataset:DType": "class",
         "megatron.core.datasets.indexed_dataset:DType.optimal_dtype": "(cardinality)",
         "megatron.core.datasets.indexed_dataset:IndexedDatasetBuilder": "takes bin_path, dtype",

@@ -33,9 +33,10 @@ def test_prints_flags_that_train(run, tmp_path):
     assert result.exit_code == 0, result.output
     assert "30 documents" in result.stdout and "vocabulary 280" in result.stdout
     flags = result.stdout.splitlines()[-1].split()
-    assert flags[::2] == ["--data-path", "--tokenizer-type", "--tokenizer-model"]
+    assert flags[::2] == ["--data-path", "--tokenizer-type", "--tokenizer-model", "--split"]
     assert flags[3] == "HuggingFaceTokenizer"
-    check_dataset(flags[1])
+    assert flags[7] == "28,1,1" and "leaves a part of 30 documents empty" in result.stderr
+    check_dataset(flags[1], flags[7])
     check_tokenizer(flags[5])
 
 

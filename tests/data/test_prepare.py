@@ -10,6 +10,7 @@ import pytest
 
 from megatron_vp.data.tokenizer import END_OF_TEXT, check_tokenizer, load_tokenizer, train_tokenizer
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.storage import split_check
 from megatron_vp.mcore.storage.dataset import check_dataset, check_inputs, prepare
 
 TEXTS = [
@@ -238,9 +239,20 @@ def test_tokenizer_without_end_of_text(prepared, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--data-path", "0.5", "GOOD", "0.5", "gone"], "gone"),
+        (["--data-path", "0.5", "GOOD", "0.5", "gone", "--split", "1"], "gone"),
         (["--data-path", "gone"], "gone"),
         (["--data-path", "GOOD", "0.5", "0.5", "GOOD"], "pairs of a weight and a prefix"),
+        (["--data-path", "GOOD"], "--split 969,30,1 leaves no tokens of .* for test, because it has 52 documents"),
+        (
+            ["--data-path", "0.5", "GOOD", "0.5", "gone", "--split", "98,1,1"],
+            "for validation, because .* use --split 50,1,1",
+        ),
+        (["--data-path", "GOOD", "--split", "50,1,1"], None),
+        (["--data-path", "GOOD", "--split", "1"], None),
+        (["--data-args-path", "GOOD.txt"], "--data-args-path without --split"),
+        (["--data-args-path", "GOOD.txt", "--split", "99,1,0"], None),
+        (["--data-args-path", "GOOD.txt", "--split", "99.5,0.5,0"], "for validation, .* use --split 51,1,0"),
+        (["--train-data-path", "GOOD", "--valid-data-path", "GOOD"], None),
         (["--data-args-path", "gone.txt"], "list of datasets gone.txt"),
         (["--train-data-path", "GOOD", "--valid-data-path", "gone"], "gone"),
         (["--mock-data", "--tokenizer-type", "HuggingFaceTokenizer"], "needs --tokenizer-model"),
@@ -250,9 +262,52 @@ def test_tokenizer_without_end_of_text(prepared, tmp_path):
     ],
 )
 def test_inputs_of_a_run(prepared, flags, message):
-    args = megatron_args(*(str(prepared.dataset) if flag == "GOOD" else flag for flag in flags))
+    Path(f"{prepared.dataset}.txt").write_text(str(prepared.dataset))
+    args = megatron_args(*(flag.replace("GOOD", str(prepared.dataset)) for flag in flags))
     if message is None:
         check_inputs(args)
     else:
         with pytest.raises(UserError, match=message):
             check_inputs(args)
+
+
+@pytest.mark.parametrize("documents", [1, 2, 3, 17, 52, 683, 10_000])
+@pytest.mark.parametrize("split", ["98,1,1", "969, 30, 1", "1", "90,10", "1,0,1", "0,1,0", "33,33,34", ".5,.25,.25"])
+def test_a_split_is_cut_as_megatron_cuts_it(documents, split):
+    """And what is recommended gives every part that was asked for a document, or all to training."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        BlendedMegatronDatasetConfig,
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    class Dataset:
+        """Keeps what Megatron cuts for it."""
+
+        @staticmethod
+        def build_low_level_dataset(_path, _config):
+            return None
+
+        @staticmethod
+        def numel_low_level_dataset(_dataset):
+            return documents
+
+        def __init__(self, _dataset, _path, indices, *_):
+            self.indices = list(indices)
+
+    class Config(BlendedMegatronDatasetConfig):
+        def __post_init__(self):
+            """Needs no tokenizer."""
+
+    builder = BlendedMegatronDatasetBuilder.__new__(BlendedMegatronDatasetBuilder)
+    builder.cls, builder.config, builder.is_built_on_rank = Dataset, Config(0, 0), lambda: True
+
+    def parts(shares):
+        matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(shares))
+        return builder._build_megatron_dataset_splits("data", matrix, [1, 1, 1])
+
+    for shares in (split, split_check.split_with_documents(split, documents)):
+        ours = [place and list(range(*place)) for place in split_check.cut(shares, documents)]
+        assert ours == [part and part.indices for part in parts(shares)]
+    assert all(place is None or place[0] < place[1] for place in split_check.cut(shares, documents))

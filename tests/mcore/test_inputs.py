@@ -43,8 +43,9 @@ def _on(dataset, tokenizer, **changes):
         (".bin", {}, "bytes where its index lists"),
         (".idx", {}, "is corrupt or cut short"),
         (None, {"padded_vocab_size": 256}, "--padded-vocab-size 256 is smaller than the tokenizer's vocabulary of 264"),
+        (None, {"split": "98,1,1"}, "--split 98,1,1 leaves no tokens of"),
     ],
-    ids=["data cut short", "index cut short", "small vocabulary"],
+    ids=["data cut short", "index cut short", "small vocabulary", "empty parts"],
 )
 def test_what_does_not_fit_is_refused_on_every_rank(prepared, copy, cut, changes, said):
     if cut:

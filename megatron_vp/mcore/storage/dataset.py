@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import struct
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ from megatron_vp.data.tokenizer import (
 )
 from megatron_vp.errors import UserError
 from megatron_vp.files import removed_when_told_to_end
+from megatron_vp.mcore.storage.split_check import MEGATRONS_SPLIT, check_parts, check_split, split_for
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,11 +45,13 @@ class Prepared:
     tokens: int
 
     def flags(self) -> list[str]:
-        """The flags that make Megatron train on it."""
+        """The flags that make Megatron train on it, with a --split where Megatron's own leaves a part empty."""
+        split = split_for(self.documents)
         return [
             *("--data-path", str(self.dataset)),
             *("--tokenizer-type", "HuggingFaceTokenizer"),
             *("--tokenizer-model", str(self.tokenizer)),
+            *(("--split", split) if split else ()),
         ]
 
 
@@ -214,9 +216,10 @@ def _batches(texts: Iterable[str]) -> Iterable[list[str]]:
         yield batch
 
 
-def check_dataset(prefix: str | os.PathLike[str]) -> None:
+def check_dataset(prefix: str | os.PathLike[str], split: str | None = None) -> None:
     """Check that `prefix`.{bin,idx} are there and belong together; reads the index only, through Megatron's reader.
 
+    Checks also that every share of `split` gets tokens; None where a run uses the dataset for one purpose alone.
     Prefixes on object storage are left to Megatron. Raises UserError naming the file, what is wrong and what to do.
     """
     from megatron.core.datasets.indexed_dataset import _IndexReader
@@ -248,6 +251,8 @@ def check_dataset(prefix: str | os.PathLike[str]) -> None:
     actual = os.path.getsize(data)
     if actual != expected:
         raise UserError(f"{data} holds {actual} bytes where its index lists {expected}; {remedy}")
+    if split is not None:
+        check_parts(prefix, split, lengths)
 
 
 def check_inputs(args: argparse.Namespace) -> None:
@@ -270,35 +275,24 @@ def check_inputs(args: argparse.Namespace) -> None:
             raise UserError(f"{listed} is no list of datasets: {error}") from error
         except AssertionError as error:
             raise UserError("give --data-path either as prefixes or as pairs of a weight and a prefix") from error
+        split = None
         if blend is not None:
-            check_split(args.split)
+            if args.split is None and args.data_path is None:
+                raise UserError(
+                    "--data-args-path without --split: say the shares of training, validation and test data, such as "
+                    "--split 98,1,1"
+                )
+            split = args.split or MEGATRONS_SPLIT
+            check_split(split)
         for part in (blend, *(blend_per_split or ())):
             for prefix in part[0] if part else ():
-                check_dataset(prefix)
+                check_dataset(prefix, split)
     if args.tokenizer_type == "HuggingFaceTokenizer":
         if args.tokenizer_model is None:
             raise UserError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model DIRECTORY")
         check_tokenizer(args.tokenizer_model)
     if args.padded_vocab_size is not None:
         check_room_for_tokens(args.padded_vocab_size, _tokens_of(args))
-
-
-def check_split(split: str | None) -> None:
-    """Raise UserError for shares of training, validation and test data that Megatron cannot cut a dataset by.
-
-    None is Megatron's own choice.
-    """
-    if split is None:
-        return
-    try:
-        shares = [float(share) for share in re.findall(r"[.0-9]+", split)]  # as Megatron reads it
-    except ValueError:
-        shares = []
-    if len(shares) > 3 or not sum(shares):
-        raise UserError(
-            f"--split {split} is not the shares of training, validation and test data: give up to three numbers from "
-            "0 with commas between them, not all 0, such as 98,1,1"
-        )
 
 
 def check_room_for_tokens(padded: int, tokens: int) -> None:

@@ -1,0 +1,78 @@
+"""Whether every share of --split gets some of a dataset.
+
+Megatron repeats a part of a dataset until it has tokens enough. For a part without tokens it goes on without end on the
+rank that reads the data, and the other ranks wait.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+from megatron_vp.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy
+
+PARTS = ("training", "validation", "test")
+MEGATRONS_SPLIT = "969,30,1"
+"""What Megatron takes for --data-path without --split."""
+
+
+def check_split(split: str) -> None:
+    """Raise UserError for shares of training, validation and test data that Megatron cannot cut a dataset by."""
+    try:
+        shares = _shares(split)
+    except ValueError:
+        shares = []
+    if len(shares) > len(PARTS) or not sum(shares):
+        raise UserError(
+            f"--split {split} is not the shares of training, validation and test data: give up to three numbers from "
+            "0 with commas between them, not all 0, such as 98,1,1"
+        )
+
+
+def check_parts(dataset: str | os.PathLike[str], split: str, lengths: numpy.ndarray) -> None:
+    """Raise UserError for a share of `split` that gets no tokens of `dataset`; `lengths` are those of its documents."""
+    places = cut(split, len(lengths))
+    empty = [part for part, place in zip(PARTS, places, strict=True) if place and not lengths[slice(*place)].sum()]
+    if empty:
+        raise UserError(
+            f"--split {split} leaves no tokens of {dataset} for {' and '.join(empty)}, because it has {len(lengths)} "
+            f"document{'s' * (len(lengths) != 1)}: use --split {split_with_documents(split, len(lengths))}, "
+            f"or a dataset of more documents"
+        )
+
+
+def cut(split: str, documents: int) -> list[tuple[int, int] | None]:
+    """The first document and the one after the last of training, validation and test; None for a share of 0.
+
+    As Megatron's `BlendedMegatronDatasetBuilder` cuts a dataset.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    return [ends and (round(ends[0] * float(documents)), round(ends[1] * float(documents))) for ends in matrix]
+
+
+def split_with_documents(split: str, documents: int) -> str:
+    """The shares of a split that gives every part of `split` at least one document, or training alone if too few."""
+    shares = [*_shares(split), 0.0, 0.0]
+    others = [int(share > 0) for share in shares[1 : len(PARTS)]]
+    if not shares[0] or documents <= sum(others):
+        return "1,0,0"
+    return ",".join(map(str, (documents - sum(others), *others)))
+
+
+def split_for(documents: int) -> str | None:
+    """A --split for a dataset of so many documents where Megatron's own would leave a part empty; None elsewhere."""
+    suits = all(begin < end for begin, end in filter(None, cut(MEGATRONS_SPLIT, documents)))
+    return None if suits else split_with_documents(MEGATRONS_SPLIT, documents)
+
+
+def _shares(split: str) -> list[float]:
+    return [float(share) for share in re.findall(r"[.0-9]+", split)]  # as Megatron reads it
