@@ -19,7 +19,7 @@ from megatron_vp.jobs.pattern_text import Pattern
 from megatron_vp.jobs.resolved import read_resolved
 from megatron_vp.mcore import choices
 from megatron_vp.mcore.options import predicted_job, vocab_rows
-from megatron_vp.mcore.start.preflight import check_job, describe_job
+from megatron_vp.mcore.start.preflight import check_files, check_job, describe_job
 from megatron_vp.schedule import VocabMethod
 from tests.harness.training import comparable_model, tiny_model, train
 from tests.mcore.case_parts import DISTRIBUTED, FP32
@@ -206,6 +206,21 @@ def test_a_balanced_hybrid_run_trains_as_plain_megatron():
     plain = train(1, comparable_model(**job))
     ours = {"pipeline_model_parallel_size": 4, "vocab_parallel": True, "vocab_shards": "balanced"}
     assert_equal(train(4, comparable_model(**job, **ours)), plain, FP32)
+
+
+def test_chunks_that_were_asked_for_do_not_give_way_to_those_of_the_optimizer_state(tmp_path):
+    job = {**DISTRIBUTED, "num_layers": 6, "pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved"}
+    job |= {"vocab_parallel": True, "save": tmp_path, "load": tmp_path, "save_interval": 10}
+    job |= {"override_opt_param_scheduler": True, "vocab_shards": "balanced"}
+    layout = "Ettt|t|t|tL"
+    train(2, tiny_model(**job, pipeline_model_parallel_layout=layout, train_iters=1))
+    job = ["--cpu", *tiny_model(**job)]
+    for asked in ([], ["--num-virtual-stages-per-pipeline-rank", "2"]):
+        assert check_job([*job, *asked], 2).pipeline_model_parallel_layout == layout
+    for asked in (["--num-virtual-stages-per-pipeline-rank", "3"], ["--num-layers-per-virtual-pipeline-stage", "1"]):
+        args = check_job([*job, *asked], 2)
+        with pytest.raises(UserError, match=r"virtual_pipeline_model_parallel_size was 2, here it is 3: write it"):
+            check_files(args)
 
 
 def test_a_resumed_run_keeps_the_shards_that_its_optimizer_state_fits(tmp_path):

@@ -90,8 +90,18 @@ def cut_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None, str |
         args.pipeline_schedule, getattr(written_by, "pipeline_schedule", None)
     ):
         return None  # the state fits this run in no way
+    if _chunks_asked(args) not in (None, getattr(written_by, "virtual_pipeline_model_parallel_size", None) or 1):
+        return None
     layout = "pipeline_model_parallel_layout" if args.hybrid_layer_pattern is None else "hybrid_layer_pattern"
     return getattr(written_by, "vocab_rows", None), getattr(written_by, layout, None)
+
+
+def _chunks_asked(args: argparse.Namespace) -> int | None:
+    """Chunks per rank that parsed arguments ask for; None where they leave it open."""
+    layers = args.num_layers_per_virtual_pipeline_stage
+    if layers is not None and args.num_layers is not None:
+        return args.num_layers // (args.pipeline_model_parallel_size * layers)
+    return args.num_virtual_stages_per_pipeline_rank
 
 
 def _placed_alike(here: str, there: str | None) -> bool:
