@@ -12,6 +12,7 @@ import pytest
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.resolved import read_resolved
 from megatron_vp.schedule import PassKind, Placement, family, generate, to_csv, to_json, validate
+from megatron_vp.schedule.reorder import forwards
 from tests.harness.ranks import run_ranks
 from tests.harness.training import _merge, comparable_model, set_weights, tiny_model, train, train_case
 from tests.mcore.comparison import assert_equal
@@ -151,6 +152,7 @@ def refused_in_own_folder(rank, _world_size, arguments, folders):
 
 
 JOB = {"pipeline_model_parallel_size": 4, "vocab_parallel": True, "micro_batch_size": 1, "global_batch_size": 3}
+PLAIN = {"vocab_parallel": None, "vocab_shards": None}
 REFUSED = [
     ({"vocab_parallel": False}, "without --vocab-parallel has no vocabulary passes to interlace"),
     ({"vocab_parallel_algorithm": "vocab-1"}, "use --vocab-parallel-algorithm vocab-2"),
@@ -163,6 +165,12 @@ REFUSED = [
     ({"pipeline_schedule": "nowhere.json"}, "nowhere.json"),
     ({"pipeline_schedule": "some.json"}, "passes on ranks 1, 3, and vocabulary rows are on ranks 0, 1, 2, 3: use"),
     ({"vocab_shards": "256,128,128,0"}, "on ranks 0, 1, 2, 3, and vocabulary rows are on ranks 0, 1, 2: use --vocab-s"),
+    ({"pipeline_schedule": "forward.json", **PLAIN}, "has no backward passes and cannot train: use a file that has"),
+    (
+        {"step_batch_size_schedule": "0:3 6:6", "global_batch_size": None},
+        "the batch grows, and the file has one number of microbatches; leave them out",
+    ),
+    ({"rampup_batch_size": [3, 3, 6]}, "the batch grows, and the file has one number of"),
     ({"pipeline_schedule": "v-hlf"}, "nearest is 'v-half'"),
 ]
 
@@ -178,6 +186,7 @@ def messages(tmp_path_factory):
     files = {
         "good.json": to_json(sharded),
         "plain.csv": to_csv(generate("v-half", 4, 3)),
+        "forward.json": to_json(forwards(generate("1f1b", 4, 3), 3)),
         "late.json": to_json(replace(sharded, ranks=tuple(other_way_round))),
         "elsewhere.json": to_json(turned),
         "some.json": to_json(generate("v-half", 4, 3, vocab="vocab-2", vocab_ranks=(1, 3))),

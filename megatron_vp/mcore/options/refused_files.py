@@ -59,9 +59,14 @@ FILE_REFUSALS = (
         "are on ranks {row_holders}: use --vocab-shards with rows on ranks {file_holders} alone",
     ),
     Refusal(
-        lambda a: _fixed(a) and a.rampup_batch_size,
-        "--pipeline-schedule {pipeline_schedule} with --rampup-batch-size is not supported: the file has one number of "
-        "microbatches; leave --rampup-batch-size out, or name a family",
+        lambda a: (file := _fixed(a)) and not a.skip_train and not file.kinds & {PassKind.B, PassKind.BW},
+        "--pipeline-schedule {pipeline_schedule} has no backward passes and cannot train: use a file that has them, or "
+        "evaluate alone with --skip-train",
+    ),
+    Refusal(
+        lambda a: _fixed(a) and (a.step_batch_size_schedule or a.rampup_batch_size),
+        "--pipeline-schedule {pipeline_schedule} with --step-batch-size-schedule or --rampup-batch-size is not "
+        "supported: the batch grows, and the file has one number of microbatches; leave them out, or name a family",
     ),
     Refusal(
         lambda a: (file := _fixed(a)) and file.microbatches != _microbatches(a),
