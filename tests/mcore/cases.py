@@ -213,6 +213,7 @@ CASES = (
     ),
     Case("dropout", DROPOUT, ("1f1b/vocab-2", "zb-h1/none", "interlaced/vocab-1"), slow=True),
     Case("dropout, full recomputation", {**DROPOUT, **FULL_RECOMPUTE}, ("1f1b/vocab-2", "zb-h1/none"), slow=True),
+    Case("dropout, tensor parallelism", {**DROPOUT, **TENSOR}, ("1f1b/vocab-2", "zb-h1/none"), ranks=4, slow=True),
     Case(
         "dropout, tensor and sequence parallelism",
         {**DROPOUT, **SEQUENCE},

@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness import run_ranks
 from tests.harness.training import Run, tiny_model, train
-from tests.mcore.case_parts import BOTH, DISTRIBUTED, EXPERT, FP32, MOE, SEQUENCE
+from tests.mcore.case_parts import BOTH, DISTRIBUTED, DROPOUT, EXPERT, FP32, MOE, SEQUENCE
 from tests.mcore.comparison import assert_same_bits
 from tests.mcore.moves import AHEAD, ASYNCHRONOUS, LONG_HYBRID, MOVES, RESHARDABLE, Layout
 
@@ -47,6 +47,9 @@ RESUMED = [
             ("v-min/vocab-2 p4", DISTRIBUTED),
             ("interlaced/vocab-1 p2", {"fp16": True, "initial_loss_scale": 1024}),
             ("zb-h1/none p2", {}),
+            ("1f1b/none p2", DROPOUT),
+            ("1f1b/vocab-2 p2", DROPOUT),
+            ("v-half/vocab-2 p2", DROPOUT),
             ("v-half/none p2 d2", BOTH),
             ("interleaved/none p2", {}),
             ("v-half/vocab-2 p2 t2", {**SEQUENCE, **DISTRIBUTED}),

@@ -48,6 +48,37 @@ def torch_under_the_patches(_rank, _world_size):
     return seen
 
 
+class Noise(torch.utils.data.Dataset):
+    """Draws what it gives, as augmentations do."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, _):
+        return torch.rand(())
+
+
+def loaders_under_the_patches(_rank, _world_size):
+    """What two epochs of a loader give, and what is drawn before, between and after them."""
+    from megatron_vp.mcore import patches
+    from megatron_vp.mcore.platform import cpu
+
+    with patches.patched(cpu.PATCHES):
+        torch.cuda.manual_seed(5)
+        first = torch.rand(3)
+        torch.cuda.manual_seed(5)
+        loader = torch.utils.data.DataLoader(Noise(), shuffle=True)
+        epochs = [[float(each) for each in loader] for _ in range(2)]
+        return epochs, torch.equal(first, torch.rand(3))
+
+
+def test_loaders_draw_nothing_from_the_generator_that_stands_for_the_devices():
+    """As on a GPU, where dropout does not depend on who reads data, nor on how often a loader was started."""
+    ((epochs, undisturbed),) = run_ranks(1, loaders_under_the_patches)
+    assert undisturbed
+    assert len({*epochs[0], *epochs[1]}) == 8
+
+
 def unequal_parts(rank, world_size):
     import torch.distributed as dist
     from megatron.core.tensor_parallel import mappings

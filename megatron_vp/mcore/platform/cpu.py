@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -125,6 +125,44 @@ def copied_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[
     ]
 
 
+class _HostGenerator:
+    """Random numbers that a run with GPUs draws on the host, for data loaders and the datasets that they read.
+
+    torch's default generator stands for the device's. It must not depend on who reads data (one tensor rank of a
+    stage), nor on how often a loader was started (once more where a run resumes): both would change the elements that
+    dropout takes. Checkpoints do not hold this generator's state.
+    """
+
+    def __init__(self) -> None:
+        self._generator: torch.Generator | None = None
+
+    @contextlib.contextmanager
+    def drawn_from(self) -> Iterator[None]:
+        """What is drawn from torch's default generator comes from the host's."""
+        default = torch.default_generator
+        if self._generator is None:
+            self._generator = torch.Generator().manual_seed(default.initial_seed())
+        device_state = default.get_state()
+        default.set_state(self._generator.get_state())
+        try:
+            yield
+        finally:
+            self._generator.set_state(default.get_state())
+            default.set_state(device_state)
+
+
+_HOST = _HostGenerator()
+
+
+def _on_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def drawing(*args: Any, **kwargs: Any) -> Any:
+        with _HOST.drawn_from():
+            return original(*args, **kwargs)
+
+    return drawing
+
+
 def _always(replacement: Any) -> Callable[[Any], Any]:
     return lambda _original: replacement
 
@@ -232,6 +270,15 @@ PATCHES = (
         _always(lambda new_state, device=-1, graph_safe=False: torch.default_generator.set_state(new_state)),
         "the random state tracker restores the device generator",
         "(new_state, device=-1, graph_safe=False)",
+    ),
+    *(
+        Patch(
+            f"torch.utils.data.dataloader:{method}",
+            _on_the_host,
+            "loaders and datasets draw from the host's generator, dropout from the device's; here both are the CPU's",
+            "(self)",
+        )
+        for method in ("DataLoader.__iter__", "_BaseDataLoaderIter.__next__")
     ),
     Patch(
         "megatron.training.arguments:get_device_arch_version",
