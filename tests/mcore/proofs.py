@@ -176,6 +176,7 @@ NOT_YET = (
     "what Transformer Engine compiles; the Mamba, gated delta net and latent attention layers of hybrid models",
     "Transformer Engine's attention under `--context-parallel-size`",
     "the formats of `--fp8-recipe blockwise` and `mxfp8`, which keep no state between passes",
+    "`--tp-comm-overlap` under 1f1b: Transformer Engine's buffers need a device",
     "the flex token dispatcher: DeepEP, HybridEP and NCCL EP move tokens by kernels of their own, which need a device",
 )
 """Neither tested nor refused."""
