@@ -15,6 +15,7 @@ With a `World` (`tests.runtime.world`) the devices of all ranks run at once, and
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -49,6 +50,8 @@ WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2",
 
 Meeting = tuple[object, int]
 """A communicator, and how many ranks take part."""
+Buffer = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of what a message or a collective moves."""
 _THREAD = threading.local()
 """`device`: the device of the rank that this thread plays."""
 
@@ -89,6 +92,7 @@ class Block:
     alive: StorageWeakRef
     stream: int
     what: str
+    pinned: bool = False
     written: tuple[int, int] | None = None
     uses: Clock = field(default_factory=dict)
 
@@ -260,7 +264,7 @@ class Device(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         schema, name = function._schema, function._schema.name.removeprefix("aten::")
         named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | (kwargs or {})
-        if not self.may_wait and _waits(name, named):
+        if not self.may_wait and self._waits(name, named):
             raise Hazard(f"the host waits for the device in {name}")
         given = _tensors([*named.values()])
         known = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in given}
@@ -268,8 +272,9 @@ class Device(TorchDispatchMode):
             self.host_may_wait(Cause.ALLOCATION)
         result = function(*args, **(kwargs or {}))
         new = [each for each in _tensors(result) if StorageWeakRef(each.untyped_storage()).cdata not in known]
+        for each in new:
+            self.block(each, name).pinned = bool(named.get("pin_memory"))
         if name in MAKES_ROOM:
-            self.block(result, name)
             return result
         written = [
             argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write
@@ -280,6 +285,24 @@ class Device(TorchDispatchMode):
         if new or changed:  # else a view
             self.kernel(name, given, [*new, *changed])
         return result
+
+    def _waits(self, name: str, named: dict[str, object]) -> bool:
+        """Whether the host needs the result, or the end, of an operation on a device.
+
+        A copy from or to host memory that is not pinned is over when the call returns, whatever the caller asks for.
+        """
+        if name == "copy_":
+            source, target = named["src"], named["self"]
+            on_host = [each for each in (source, target) if each.device.type == "cpu"]
+            pinned = all(self.block(each, name).pinned for each in on_host)
+            return source.device != target.device and not (named.get("non_blocking") and pinned)
+        if name == "_to_copy":
+            source = named["self"]
+            pinned = source.is_cuda or self.block(source, name).pinned  # what a device copies to is pinned then
+            away = torch.device(named.get("device") or source.device) != source.device
+            return away and not (named.get("non_blocking") and pinned)
+        by_mask = name.startswith("index") and any(each.dtype == torch.bool for each in _tensors(named.get("indices")))
+        return name in WAITS or by_mask
 
 
 class Work:
@@ -304,11 +327,16 @@ class Messages:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._streams: dict[object, Stream] = {}
+        self.sent: defaultdict[object, list[Buffer]] = defaultdict(list)
+        self.received: defaultdict[object, list[Buffer]] = defaultdict(list)
+        """By group, what went and came."""
 
     def isend(self, tensor: torch.Tensor, target: int, group: object) -> Work:
+        self.sent[group].append(_buffer(tensor))
         return self._on_its_stream(group, "isend", [tensor], [])
 
     def irecv(self, buffer: torch.Tensor, source: int, group: object) -> Work:
+        self.received[group].append(_buffer(buffer))
         return self._on_its_stream(group, "irecv", [], [buffer])
 
     def _on_its_stream(self, group: object, name: str, reads: list, writes: list) -> Work:
@@ -327,20 +355,31 @@ class Collectives:
     def __init__(self, device: Device, rank: int, ranks: int) -> None:
         self._launch = partial(device.kernel, meeting=("vocabulary", ranks))
         self._launch_over_tensor_ranks = device.kernel
-        self._rank = rank
+        self._rank, self._ranks = rank, ranks
+        self.operations: list[tuple[object, ...]] = []
+        """What this rank took part in: all members must say the same. Rows of exchanges are in `rows`."""
+        self.rows: list[tuple[list[int], list[int]]] = []
+        """Of every exchange, what came from and what went to each member."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        assert root in range(self._ranks)
+        self.operations.append(("broadcast", root, _buffer(tensor)))
         own = self._rank == root
         self._launch("broadcast", [tensor] if own else [], [] if own else [tensor])
 
     def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
+        self.operations.append(("all_gather", _buffer(own)))
         self._launch("all_gather", [own], [gathered])
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
+        assert root in range(self._ranks)
+        self.operations.append(("reduce", root, _buffer(tensor)))
         self._launch("reduce", [tensor], [tensor])
 
     def exchange(self, received, sent, incoming, outgoing) -> None:
         assert len(received) == sum(incoming) and len(sent) == sum(outgoing)
+        self.operations.append(("exchange", _buffer(received[:0]), _buffer(sent[:0])))
+        self.rows.append((list(incoming), list(outgoing)))
         self._launch("exchange", [sent], [received])
 
     def over_tensor_ranks(self) -> SimpleNamespace:
@@ -387,18 +426,12 @@ class Kernels:
         return [derivative.largest_n, derivative.target_n, derivative.target_logit_n, total.max_n, total.sum_n]
 
 
+def _buffer(tensor: torch.Tensor) -> Buffer:
+    return tuple(tensor.shape), tensor.dtype
+
+
 def _tensors(values: object) -> list[torch.Tensor]:
     return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
-
-
-def _waits(name: str, named: dict[str, object]) -> bool:
-    """Whether the host needs the result, or the end, of an operation on a device."""
-    if name in ("copy_", "_to_copy") and not named.get("non_blocking"):
-        source = named["src" if name == "copy_" else "self"]
-        target = named["self"].device if name == "copy_" else named.get("device") or source.device
-        return source.device != torch.device(target)
-    by_mask = name.startswith("index") and any(each.dtype == torch.bool for each in _tensors(named.get("indices")))
-    return name in WAITS or by_mask
 
 
 def _merge(clock: Clock, other: Clock) -> None:

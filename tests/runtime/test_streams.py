@@ -6,18 +6,20 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, wraps
-from itertools import product
+from itertools import permutations, product
 from unittest import mock
 
 import pytest
 import torch
 
-from megatron_vp.runtime import collectives, links, pipeline
+from megatron_vp.runtime import collectives, links, pipeline, watchdog
 from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.model import Shapes
-from megatron_vp.runtime.streams import CudaEvent, CudaStream
-from megatron_vp.schedule import Channel, Message, Program, generate, lower
+from megatron_vp.runtime.progress import Progress
+from megatron_vp.runtime.rehearsal import MICROBATCHES
+from megatron_vp.runtime.streams import CudaEvent, CudaIterations, CudaMark, CudaStream
+from megatron_vp.schedule import Channel, Message, Program, Wait, generate, lower
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.vocab import embedding, output
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
@@ -105,13 +107,24 @@ class Model:
         pass
 
 
+def zero_gradients(output: torch.Tensor, gradient: torch.Tensor) -> None:
+    """As `Tensor.backward` where gradients are zero; autograd's engine wants a device that is there."""
+    assert (gradient.shape, gradient.dtype) == (output.shape, output.dtype)
+    nodes = [output.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        nodes += [following for following, _ in node.next_functions if following is not None]
+        if hasattr(node, "variable"):
+            node.variable.grad = torch.zeros_like(node.variable)
+
+
 @contextmanager
 def stand_ins() -> Iterator[None]:
     """In the runtime, in the place of communication and kernels, those of the thread's `Rank`."""
     make_counts = embedding.count_buffer
 
-    def each_by_itself(*sizes: object) -> list[torch.Tensor]:
-        return [row.clone() for row in make_counts(*sizes)]  # the device keeps account of whole storages
+    def each_by_itself(microbatches: int, *others: object) -> list[torch.Tensor]:
+        return [make_counts(1, *others)[0] for _ in range(microbatches)]  # the device keeps account of whole storages
 
     with ExitStack() as stack:
         for target, attribute, stand_in in (
@@ -123,6 +136,7 @@ def stand_ins() -> Iterator[None]:
             (embedding, "operations_for", lambda tensor: _THREAD.rank.kernels),
             (embedding, "_owner_tables", lambda *arguments: _THREAD.rank.tables(*arguments)),
             (collectives, "count_buffer", each_by_itself),
+            (torch.Tensor, "backward", zero_gradients),
             (RowExchange, "counts", property(lambda exchange: _THREAD.rank.counts(exchange))),
         ):
             stack.enter_context(mock.patch.object(target, attribute, stand_in))
@@ -146,8 +160,9 @@ class Here:
 class Rank:
     """What a rank's runtime uses in the place of communication and kernels."""
 
-    def __init__(self, device: Device, ranks: int, rank: int, tensor_size: int) -> None:
-        self.transfers = Collectives(device, rank, ranks)
+    def __init__(self, device: Device, rank: int, ranks: int, members: tuple[int, ...], tensor_size: int) -> None:
+        self.rank, self.members = rank, members
+        self.transfers = Collectives(device, members.index(rank) if rank in members else -1, len(members))
         self.over_tensor_ranks = self.transfers.over_tensor_ranks()
         self.messages, self.kernels = Messages(device), Kernels(device)
 
@@ -166,10 +181,30 @@ class Rank:
         self.tables, self.counts = tables, counts
 
 
-def iterations(device: Device, name: str, method: str, ranks: int, rank: int, **sizes: int) -> None:
+def iterations(device: Device, name: str, method: str, ranks: int, rank: int, **sizes: int) -> Rank:
     """`rank_iterations` of one rank whose peers are always ready."""
     with stand_ins(), device.active():
-        rank_iterations(device, name, method, ranks, rank, **sizes)
+        return rank_iterations(device, name, method, ranks, rank, **sizes)
+
+
+def iterations_of_all(name: str, method: str, ranks: int, **sizes: int) -> list[Rank]:
+    """`iterations` of all ranks, which must agree on every message and every collective."""
+    found = [iterations(Device(rank), name, method, ranks, rank, **sizes) for rank in range(ranks)]
+    assert_they_agree(found)
+    return found
+
+
+def assert_they_agree(ranks: list[Rank]) -> None:
+    """What ranks send is what their peers have room for, and members take part in the same collectives."""
+    for one, other in permutations(ranks, 2):
+        for edge, sent in one.messages.sent.items():
+            if edge[1] == other.rank:
+                assert sent == other.messages.received[edge], edge
+        if one.rank in one.members and other.rank in one.members:
+            ours, theirs = one.transfers, other.transfers
+            assert ours.operations == theirs.operations
+            for (_, outgoing), (incoming, _) in zip(ours.rows, theirs.rows, strict=True):
+                assert outgoing[one.members.index(other.rank)] == incoming[one.members.index(one.rank)]
 
 
 def rank_iterations(
@@ -183,12 +218,12 @@ def rank_iterations(
     sp_size: int = 1,
     written: Callable[[tuple[Program, ...]], tuple[Program, ...]] = tuple,
     stage_rows: tuple[int, ...] | None = None,
-) -> None:
+    rehearses: bool = False,
+) -> Rank:
     """Two iterations of training and one of evaluation; `written` may change their programs.
 
-    `stage_rows`: vocabulary rows by rank, of all its tensor ranks.
+    `stage_rows`: vocabulary rows by rank, of all its tensor ranks. `rehearses`: rehearsals of both kinds instead.
     """
-    here = _THREAD.rank = Rank(device, ranks, rank, tensor_size)
     edges = {
         (source, target, channel): (source, target, channel)
         for source in range(ranks)
@@ -198,27 +233,35 @@ def rank_iterations(
     tensor = "the ranks of a stage" if tensor_size > 1 else None
     shards = VocabShards(VOCAB, ranks * tensor_size, tensor_size if stage_rows else 1, stage_rows)
     holders = shards.holders if stage_rows else None
-    whole = expand_interlaced(generate(name, ranks, ranks + 1, vocab=method, vocab_ranks=holders))
+    microbatches = MICROBATCHES if rehearses else ranks + 1
+    whole = expand_interlaced(generate(name, ranks, microbatches, vocab=method, vocab_ranks=holders))
     members = whole.placement.vocab_members(whole.vocab_ranks)
+    here = _THREAD.rank = Rank(device, rank, ranks, members, tensor_size)
     vocabulary = here.transfers if rank in members else None
     groups = PipelineGroups(
         tuple(range(ranks)), rank, tensor_size, 0, vocabulary, tensor, edges, members, here.transfers
     )
     runner = pipeline.Pipeline(groups)
-    weights = [torch.nn.Parameter(torch.zeros(shards.rows(0), HIDDEN, device=CUDA)) for _ in range(2)]
+    empty = torch.zeros(shards.rows(0), HIDDEN, dtype=torch.bfloat16, device=CUDA)
+    weights = [torch.nn.Parameter(empty.clone()) for _ in range(2)]
     index = rank * tensor_size
-    layers = LayerShards(shards, EmbeddingLayer(weights[0], shards, index), OutputLayer(weights[1], shards, index))
-    if rank not in whole.vocab_ranks:
-        layers = LayerShards(shards, None, None)
-    for gradients in (True, False, True):
+    layers: LayerShards | None = None
+    if method != "none":
+        held = EmbeddingLayer(weights[0], shards, index), OutputLayer(weights[1], shards, index)
+        layers = LayerShards(shards, *(held if rank in whole.vocab_ranks else (None, None)))
+    for gradients in (True, False) if rehearses else (True, False, True):
         schedule = whole if gradients else whole.forward_only()
         depth = mtp_depth if gradients else 0
         shapes = Shapes(SEQUENCE, BATCH, HIDDEN, torch.bfloat16, CUDA, mtp_depth=depth, sp_size=sp_size)
         for weight in weights:
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
         stages = schedule.placement.stage_of[rank]
-        model = Model(device, shapes, stages, schedule.placement.stages - 1, gradients)
         program = written(lower(schedule, embeds_on_last_stage=depth > 0))[rank]
+        if rehearses:
+            with device.outside_the_loop():  # its tokens come from the host
+                runner.rehearse(schedule, program, layers, shapes, gradients=gradients)
+            continue
+        model = Model(device, shapes, stages, schedule.placement.stages - 1, gradients)
         device.behind.clear()
         runner.run(schedule, program, model, layers, shapes, gradients=gradients)
         if device.world is not None:
@@ -227,6 +270,7 @@ def rank_iterations(
         reads = rank in words or rank in whole.vocab_ranks
         assert len(device.behind) == reads * schedule.microbatches, "the host waits for nothing but tokens"
         assert all(behind > 0 for behind in device.behind[2:]), "and never until the device has nothing to do"
+    return here
 
 
 QUICK = {("1f1b", "vocab-1", 2), ("zb-h1", "vocab-2", 2), ("v-half", "vocab-1", 2), ("interlaced", "interlaced", 2)}
@@ -241,8 +285,7 @@ def cases() -> Iterator[object]:
 
 @pytest.mark.parametrize(("name", "method", "ranks"), list(cases()))
 def test_everything_is_ordered_and_kept_alive(name, method, ranks):
-    for rank in range(ranks):
-        iterations(Device(rank), name, method, ranks, rank)
+    iterations_of_all(name, method, ranks)
 
 
 @pytest.mark.parametrize(
@@ -255,8 +298,7 @@ def test_everything_is_ordered_and_kept_alive(name, method, ranks):
     ],
 )
 def test_with_tensor_ranks_and_further_heads(name, method, sizes):
-    for rank in range(2):
-        iterations(Device(rank), name, method, 2, rank, **sizes)
+    iterations_of_all(name, method, 2, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -264,14 +306,27 @@ def test_with_tensor_ranks_and_further_heads(name, method, sizes):
     [
         ("1f1b", "vocab-2", (0, 16, 0), {}),
         ("v-half", "vocab-1", (0, 10, 6), {"tensor_size": 2, "sp_size": 2, "mtp_depth": 1}),
-        pytest.param("1f1b", "vocab-1", (10, 0, 0, 6), {"mtp_depth": 1}, marks=pytest.mark.slow),
+        # Places among the members are not ranks here.
+        ("1f1b", "vocab-1", (10, 0, 0, 6), {"mtp_depth": 1}),
         pytest.param("zb-h1", "vocab-2", (0, 4, 12), {"tensor_size": 2}, marks=pytest.mark.slow),
         pytest.param("interleaved", "vocab-2", (0, 16), {"tensor_size": 2, "sp_size": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_with_ranks_without_rows(name, method, rows, sizes):
-    for rank in range(len(rows)):
-        iterations(Device(rank), name, method, len(rows), rank, stage_rows=rows, **sizes)
+    iterations_of_all(name, method, len(rows), stage_rows=rows, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "ranks", "sizes"),
+    [
+        ("1f1b", "vocab-2", 3, {"stage_rows": (10, 0, 6), "mtp_depth": 1}),
+        ("v-half", "vocab-1", 2, {"tensor_size": 2, "sp_size": 2}),
+        ("v-half", "none", 3, {}),
+        ("1f1b", "none", 2, {"sp_size": 2}),
+    ],
+)
+def test_in_rehearsals_ranks_send_what_their_peers_have_room_for(name, method, ranks, sizes):
+    iterations_of_all(name, method, ranks, rehearses=True, **sizes)
 
 
 def test_the_second_stream_is_urgent():
@@ -279,6 +334,33 @@ def test_the_second_stream_is_urgent():
     with device.active():
         CudaStream()
     assert device.streams[-1].priority < 0
+
+
+def test_the_watchdog_looks_at_host_memory_alone(monkeypatch):
+    """Beside a device that is held up it says where the rank is; reading from that device would never return."""
+    said, ended = [], threading.Event()
+
+    def item(tensor: torch.Tensor) -> int:
+        assert not tensor.is_cuda, "waits for a device that is held up"
+        return 0
+
+    def end_process(status: int, line: str) -> None:
+        said.append(line)
+        ended.set()
+        raise SystemExit
+
+    monkeypatch.setattr(torch.Tensor, "item", item)
+    monkeypatch.setattr(watchdog, "end_process", end_process)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)  # no roll call
+    with Device().active():
+        progress = Progress((0, 1), 1, CudaIterations(CUDA))
+        wait = Wait(Message(Channel.ACTIVATION, 0, 0, 1, 0, 1))
+        with progress.schedule():
+            progress.at(wait)
+            progress.mark(wait, CudaMark())
+        watchdog.Watchdog(progress, 0.1, 0.1).start()
+        ended.wait(10)  # the host has left the schedule
+    assert said and said[0].startswith("error: rank 1 waited for F of microbatch 0 from rank 0")
 
 
 def not_behind_the_passes(stream: CudaStream, function: Callable[[], None]) -> CudaEvent:
@@ -298,6 +380,10 @@ def not_kept(self: links.Links, message: Message, tensor: torch.Tensor, send: Ca
     self._sending.clear()
 
 
+def not_pinned(microbatches: int, ranks: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(microbatches, ranks + 2, dtype=torch.int64)
+
+
 def looked_at(self: GlobalStatistics, loss: TokenLoss, token_loss: Callable = GlobalStatistics.token_loss) -> object:
     token_loss_n = token_loss(self, loss)
     token_loss_n.sum().item()
@@ -315,6 +401,7 @@ def looked_at(self: GlobalStatistics, loss: TokenLoss, token_loss: Callable = Gl
         (links.Links, "send", not_kept, "is released while another stream uses it"),
         (links.Links, "wait", lambda self, message: self._receiving.pop(message)[-1], "may come before the write of"),
         (GlobalStatistics, "token_loss", looked_at, "the host waits for the device"),
+        (embedding, "count_buffer", not_pinned, "the host waits for the device in copy_"),
     ],
 )
 def test_a_broken_runtime_is_noticed(owner, name, broken, words):

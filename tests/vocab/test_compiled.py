@@ -24,11 +24,14 @@ from tests.vocab.compile_kernels import (  # noqa: E402
 
 
 def _compile(*arguments: str) -> str:
+    return _run(sys.executable, "-m", "tests.vocab.compile_kernels", *arguments)
+
+
+def _run(*command: str) -> str:
     """What the interpreter accepts, the compiler may not: down to machine code it needs no GPU, but no interpreter."""
     if not os.access(triton.knobs.nvidia.ptxas.path, os.X_OK):
         pytest.skip("this Triton comes without ptxas")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.vocab.compile_kernels", *arguments]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000)
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -90,6 +93,37 @@ def test_no_number_makes_another_kernel():
     variants = dict(line.split() for line in _compile("--variants").splitlines())
     assert len(variants) == 6
     assert set(variants.values()) == {"1"}
+
+
+SYNCHRONISATION = """
+import re
+import sys
+import torch
+from tests.vocab.compile_kernels import Shape, compiled_only, launch_all
+
+for columns in map(int, sys.argv[1:]):
+    with compiled_only(90) as made:
+        launch_all(Shape(columns=columns, softmax_alone=True))
+    ptx = made[0][1].asm["ptx"]
+    words = re.findall(r"bar\\.sync|ld\\.shared|ld\\.global\\.b16|st\\.global\\.v4|st\\.global\\.b16", ptx)
+    print(*words)
+"""
+
+
+def test_threads_meet_between_the_load_of_the_targets_logit_and_the_stores_of_the_row():
+    """Else a thread may load the exponential that another has stored there: only a device would show it, at times.
+
+    The barrier is the kernel's own: that of the maximum's reduction, which comes before the threads read their
+    result from shared memory, is Triton's affair. A second one stands ahead of the zero in the target's column.
+    """
+    widths = ("512", "8192", "9536", "65536")  # one piece, two, with pieces that are read again, read twice
+    for width, line in zip(widths, _run(sys.executable, "-c", SYNCHRONISATION, *widths).splitlines(), strict=True):
+        words = line.split()
+        target, row = words.index("ld.global.b16"), words.index("st.global.v4")
+        zero = len(words) - 1 - words[::-1].index("st.global.b16")
+        assert words[target + 1 : row] == ["bar.sync", "ld.shared", "bar.sync"], width
+        last_row = len(words) - 1 - words[::-1].index("st.global.v4")
+        assert words[last_row + 1 : zero] == ["bar.sync", "ld.shared", "bar.sync"], width
 
 
 @pytest.mark.slow

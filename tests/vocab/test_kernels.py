@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -174,6 +175,33 @@ def test_add_product(monkeypatch, dtype, main_dtype, inside_the_gemm):
     FusedOperations.add_product_(matrix, left, right)
     exact = inside_the_gemm and main_dtype == torch.float32
     assert _distance(matrix, expected) < (1e-6 if exact else ROUNDING[dtype])
+
+
+@pytest.mark.parametrize(
+    ("version", "inside"), [("2.8.0", False), ("2.9.1+cu130", False), ("2.10.0", True), ("2.15.0.dev1", True)]
+)
+def test_the_product_goes_into_fp32_where_pytorch_can(version, inside):
+    assert fused.adds_into_fp32(TorchVersion(version)) == inside
+    assert fused.adds_into_fp32(torch.__version__) == fused._ADDS_INTO_FP32
+
+
+def test_the_gemm_of_t_adds_without_rounding_its_product(monkeypatch):
+    """Here `addmm` does what it does on a GPU, and what PyTorch refuses on CPU: 16-bit factors, an fp32 sum."""
+
+    def addmm(summand, left, right, *, out_dtype, out):
+        assert out is summand and out_dtype == out.dtype == torch.float32
+        return out.addmm_(left.float(), right.float())
+
+    monkeypatch.setattr(fused, "_ADDS_INTO_FP32", True)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    matrix, left, right = (
+        _random(130, 60),
+        _random(77, 130, dtype=torch.bfloat16),
+        _random(77, 60, dtype=torch.bfloat16),
+    )
+    expected = matrix.double() + left.double().t() @ right.double()
+    FusedOperations.add_product_(matrix, left, right)
+    assert _distance(matrix, expected) < 1e-6
 
 
 def _rows_of_d(tokens, columns, loss):

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import torch
+from torch.torch_version import TorchVersion
 
 from megatron_vp.vocab.kernels import gradient_rows, rows, softmax
 
-_ADDS_INTO_FP32 = torch.__version__ >= "2.10"
-"""Where `addmm` takes fp32 beside 16-bit factors; PyTorch 2.8 and 2.9 have its `out_dtype`, too, and refuse that."""
+
+def adds_into_fp32(version: TorchVersion) -> bool:
+    """Whether `addmm` of this PyTorch adds a product of 16-bit factors to an fp32 matrix.
+
+    PyTorch 2.8 and 2.9 have its `out_dtype`, too, and refuse that.
+    """
+    return version >= "2.10"
+
+
+_ADDS_INTO_FP32 = adds_into_fp32(torch.__version__)
 
 
 class FusedOperations:
