@@ -7,7 +7,7 @@ no memory limit. A line is one job under one schedule, with the better of vocab-
 
     whole       the fastest run with whole vocabulary layers, of layers spread evenly or moved to balance the stages
     even        vocabulary parallelism with even shards
-    balanced    with the layers and rows that `megatron_vp.cost.balance` chooses
+    balanced    with the layers and rows that `megatron_vp.cost.balance.balanced` chooses
     over bound  balanced, over max(ceil(L / p), (L + v) / p) layers per microbatch plus fill and drain, all GPUs taken
                 to be equally fast; v: what one rank would take for the whole vocabulary, in layers. `1f1b` alone
 
@@ -25,14 +25,14 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from megatron_vp.cost.balance import balanced, least_passes
-from megatron_vp.cost.constants import CALIBRATED
-from megatron_vp.cost.hardware import find_hardware
-from megatron_vp.cost.job_sizes import job_of
-from megatron_vp.cost.layouts import spread_layers
-from megatron_vp.cost.planner import REDISTRIBUTED, Candidate, balanced_layers, evaluate
-from megatron_vp.cost.shapes import Job, Plan
-from megatron_vp.cost.workers import worker_pool
+from megatron_vp.cost.balance.balanced import balanced, least_passes
+from megatron_vp.cost.hardware.constants import CALIBRATED
+from megatron_vp.cost.hardware.gpus import find_hardware
+from megatron_vp.cost.planning.planner import REDISTRIBUTED, Candidate, balanced_layers, evaluate
+from megatron_vp.cost.planning.workers import worker_pool
+from megatron_vp.cost.sizes.job_sizes import job_of
+from megatron_vp.cost.sizes.layouts import spread_layers
+from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, VocabMethod, family

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_vp.cli.planning import GIB, Request, read_request
-from megatron_vp.cost.constants import CALIBRATED
-from megatron_vp.cost.flops import layer_weights
-from megatron_vp.cost.planner import REDISTRIBUTED, candidates
-from megatron_vp.cost.predict import Prediction, make_simulator, predict
-from megatron_vp.cost.shapes import CrossEntropy, Plan
-from megatron_vp.cost.stage_costs import layers_of, stage_costs
+from megatron_vp.cost.hardware.constants import CALIBRATED
+from megatron_vp.cost.planning.planner import REDISTRIBUTED, candidates
+from megatron_vp.cost.prediction.predict import Prediction, make_simulator, predict
+from megatron_vp.cost.prediction.stage_costs import layers_of, stage_costs
+from megatron_vp.cost.sizes.flops import layer_weights
+from megatron_vp.cost.sizes.shapes import CrossEntropy, Plan
 from megatron_vp.schedule import PassKind, Schedule, VocabMethod
 
 ROOT = Path(__file__).resolve().parents[1]

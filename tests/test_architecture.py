@@ -30,6 +30,16 @@ MEGATRON_ROOMS = {
     "start": {"platform", "storage", "reports", "options"},
     "replay": {"platform", "reports", "options", "start"},
 }
+COST_ROOMS = {
+    "hardware": set(),
+    "sizes": {"hardware"},
+    "times": {"hardware", "sizes"},
+    "memory": {"hardware", "sizes"},
+    "prediction": {"hardware", "sizes", "times", "memory"},
+    "balance": {"hardware", "sizes", "times", "memory", "prediction"},
+    "planning": {"hardware", "sizes", "times", "memory", "prediction", "balance"},
+    "paper": {"hardware", "sizes", "times", "memory", "prediction", "balance", "planning"},
+}
 STARTS = {"patch_table", "megatron_arguments"}
 """Files that only the rooms of the start need: they apply patches and check arguments for all others."""
 LIBRARIES = {
@@ -69,6 +79,8 @@ def _folders(of):
 def test_every_folder_is_a_known_room():
     assert _folders(PACKAGE) == set(ROOMS)
     assert _folders(PACKAGE / "mcore") == set(MEGATRON_ROOMS)
+    assert _folders(PACKAGE / "cost") == set(COST_ROOMS)
+    assert [path.name for path in (PACKAGE / "cost").glob("*.py")] == ["__init__.py"]
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -83,9 +95,12 @@ def test_imports_of_a_room(room):
                 assert first in LIBRARIES[room], f"{path} imports {name}"
 
 
-def test_the_cost_model_does_not_know_the_paper():
-    for path in sorted((PACKAGE / "cost").glob("*.py")):
-        assert not [name for name in _imports(path) if name.startswith("megatron_vp.cost.paper")], path
+@pytest.mark.parametrize("room", COST_ROOMS)
+def test_imports_of_a_room_of_the_cost_model(room):
+    for path in sorted((PACKAGE / "cost" / room).rglob("*.py")):
+        for name in _imports(path):
+            if name.startswith("megatron_vp.cost."):
+                assert name.split(".")[2] in COST_ROOMS[room] | {room}, f"{path} imports {name}"
 
 
 @pytest.mark.parametrize("room", MEGATRON_ROOMS)
@@ -141,9 +156,9 @@ def test_no_modules_import_each_other_in_a_circle():
 def test_schedules_and_help_need_neither_torch_nor_megatron():
     code = (
         "import sys, megatron_vp.cli.app, megatron_vp.schedule.lowering, megatron_vp.schedule.generators, "
-        "megatron_vp.cost.paper.tables_text, megatron_vp.cost.paper.curves, megatron_vp.cost.planner, "
-        "megatron_vp.cost.charts, megatron_vp.trace.report, "
-        "megatron_vp.cost.job_plan, megatron_vp.jobs.config_words, megatron_vp.jobs.resolved;"
+        "megatron_vp.cost.paper.tables_text, megatron_vp.cost.paper.curves, megatron_vp.cost.planning.planner, "
+        "megatron_vp.cost.planning.charts, megatron_vp.trace.report, "
+        "megatron_vp.cost.sizes.job_plan, megatron_vp.jobs.config_words, megatron_vp.jobs.resolved;"
         "print(sorted({'torch', 'megatron', 'numpy', 'matplotlib', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -61,7 +61,7 @@ def collect(
     MFU is counted as in the paper. Memory is the peak of PyTorch's allocator on the fullest rank, in GiB. A run that
     did not fit has empty fields. Missing and broken logs are listed on standard error.
     """
-    from megatron_vp.cost.hardware import find_hardware
+    from megatron_vp.cost.hardware.gpus import find_hardware
     from megatron_vp.cost.paper.cells import cell_name
     from megatron_vp.cost.paper.measured import read_run
     from megatron_vp.cost.paper.published import jobs
@@ -89,8 +89,8 @@ def collect(
 
 
 def _row(cell: Cell, run: Run, folder: Path, peak: float) -> tuple[object, ...]:
-    from megatron_vp.cost.flops import model_flops
-    from megatron_vp.cost.job_sizes import job_of
+    from megatron_vp.cost.sizes.flops import model_flops
+    from megatron_vp.cost.sizes.job_sizes import job_of
     from megatron_vp.jobs.resolved import RESOLVED_NAME, read_resolved
 
     mfu = memory = ""

@@ -75,17 +75,17 @@ def tables(
 
             write(to_text(rows, setting), output)
         case Format.PNG:
-            from megatron_vp.cost.hardware import GIB
+            from megatron_vp.cost.hardware.gpus import GIB
             from megatron_vp.cost.paper.curves import picture
 
             write(picture(rows) if setting is None else picture(rows, setting.hardware.memory / GIB), output)
 
 
 def _setting(hardware: str | None, fp8_recipe: str | None) -> Setting | None:
-    from megatron_vp.cost.hardware import find_hardware
+    from megatron_vp.cost.hardware.gpus import find_hardware
     from megatron_vp.cost.paper.published import jobs
     from megatron_vp.cost.paper.runs import Setting
-    from megatron_vp.cost.shapes import Fp8Recipe
+    from megatron_vp.cost.sizes.shapes import Fp8Recipe
 
     if fp8_recipe is not None and hardware is None:
         raise UserError("--fp8-recipe needs --hardware: the A100s of the paper have no fp8")

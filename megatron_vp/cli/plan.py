@@ -32,8 +32,8 @@ from megatron_vp.jobs.command_line import files_and_flags
 from megatron_vp.jobs.settings import flags_of
 
 if TYPE_CHECKING:
-    from megatron_vp.cost.planner import Choice, Evaluation, Infeasible
-    from megatron_vp.cost.shapes import Plan
+    from megatron_vp.cost.planning.planner import Choice, Evaluation, Infeasible
+    from megatron_vp.cost.sizes.shapes import Plan
 
 
 def register(app: typer.Typer) -> None:
@@ -83,9 +83,9 @@ def plan(
     megatron-vp plan configs/llama3_8b.yaml --hardware h100 --nodes 4 --pipeline-model-parallel-size 16
     megatron-vp plan configs/llama3_8b.yaml --hardware h100 --nodes 32 --search
     """
-    from megatron_vp.cost.chosen_shards import gain_of_next_start
-    from megatron_vp.cost.job_plan import plan_of
-    from megatron_vp.cost.planner import plan as make_plan
+    from megatron_vp.cost.balance.chosen_shards import gain_of_next_start
+    from megatron_vp.cost.planning.planner import plan as make_plan
+    from megatron_vp.cost.sizes.job_plan import plan_of
 
     output_format = format_for(asked_format, output, Format)
     if search:
@@ -114,7 +114,7 @@ def plan(
     chosen = checked.choice.chosen
     infeasible = [*infeasible, *checked.refused]
     if write_schedule is not None:
-        from megatron_vp.cost.predict import make_simulator
+        from megatron_vp.cost.prediction.predict import make_simulator
         from megatron_vp.schedule import to_json
 
         simulator = make_simulator(request.job, chosen.candidate.plan, request.hardware)
@@ -125,7 +125,7 @@ def plan(
         case Format.JSON:
             content = json.dumps(_document(request, evaluations, infeasible, checked), indent=1) + "\n"
         case Format.PNG:
-            from megatron_vp.cost.charts import plan_chart
+            from megatron_vp.cost.planning.charts import plan_chart
 
             content = plan_chart(evaluations, request.limit, request.title)
     write(content, output)
@@ -140,7 +140,7 @@ def _table(
 ) -> str:
     from rich.table import Table
 
-    from megatron_vp.cost.job_plan import settings_of
+    from megatron_vp.cost.sizes.job_plan import settings_of
 
     chosen = checked.choice.chosen
     table = Table()
@@ -182,8 +182,8 @@ def _shards(plan: Plan) -> str:
 
 def _comparison(choice: Choice) -> list[str]:
     """What the choice gains over runs without vocabulary parallelism, and whether it was a tie, in lines."""
-    from megatron_vp.cost.constants import ERROR_BAND
-    from megatron_vp.cost.planner import WITHOUT_SPLIT
+    from megatron_vp.cost.hardware.constants import ERROR_BAND
+    from megatron_vp.cost.planning.planner import WITHOUT_SPLIT
 
     chosen, whole = choice.chosen, choice.without_split
     if whole is None:
@@ -214,7 +214,7 @@ def _name(each: Evaluation) -> str:
 def _document(
     request: Request, evaluations: list[Evaluation], infeasible: list[Infeasible], checked: Checked
 ) -> dict[str, object]:
-    from megatron_vp.cost.job_plan import settings_of
+    from megatron_vp.cost.sizes.job_plan import settings_of
 
     choice = checked.choice
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from megatron_vp.cost.workers import worker_pool
+from megatron_vp.cost.planning.workers import worker_pool
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import CPU, option_of
 from megatron_vp.jobs.known_options import known_options
 
 if TYPE_CHECKING:
     from megatron_vp.cli.planning import Request
-    from megatron_vp.cost.planner import Choice, Evaluation, Infeasible
-    from megatron_vp.cost.shapes import Plan
+    from megatron_vp.cost.planning.planner import Choice, Evaluation, Infeasible
+    from megatron_vp.cost.sizes.shapes import Plan
 
 
 UNCHECKED = "not checked: Megatron is not installed here; run megatron-vp check"
@@ -69,7 +69,7 @@ def choose_checked(request: Request, evaluations: Sequence[Evaluation], ask: Ask
 
     Raises UserError where nothing is left.
     """
-    from megatron_vp.cost.planner import Infeasible, choose
+    from megatron_vp.cost.planning.planner import Infeasible, choose
 
     left = list(evaluations)
     refused: list[Infeasible] = []
@@ -96,7 +96,7 @@ def choose_checked(request: Request, evaluations: Sequence[Evaluation], ask: Ask
 
 
 def _plainest(evaluations: Sequence[Evaluation]) -> Evaluation:
-    from megatron_vp.cost.planner import simplicity
+    from megatron_vp.cost.planning.planner import simplicity
 
     return min(evaluations, key=simplicity)
 
@@ -110,7 +110,7 @@ def can_check() -> bool:
 
 def refusal(request: Request, plan: Plan, ask: Ask = refusal_here) -> str | None:
     """Why training would refuse the job with this plan; None where it would start."""
-    from megatron_vp.cost.job_plan import settings_of
+    from megatron_vp.cost.sizes.job_plan import settings_of
 
     words = _words(request.config.values | settings_of(request.config, plan, request.job))
     return ask([*words, CPU] if request.hardware.name == "cpu" else words, request.job.gpus)

@@ -15,8 +15,8 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.settings import flags_of
 
 if TYPE_CHECKING:
-    from megatron_vp.cost.hardware import Hardware
-    from megatron_vp.cost.search import Found, Search
+    from megatron_vp.cost.hardware.gpus import Hardware
+    from megatron_vp.cost.planning.search import Found, Search
     from megatron_vp.jobs.job_config import JobConfig
 
 SHOWN = 12
@@ -49,7 +49,7 @@ class Answer:
 
     def settings(self, found: Found) -> dict[str, object]:
         """What to change in the configuration for this run."""
-        from megatron_vp.cost.job_plan import settings_of
+        from megatron_vp.cost.sizes.job_plan import settings_of
 
         request = self.request(found)
         sizes = self.search.variants[found.variant].settings
@@ -81,8 +81,8 @@ def search_job(
     output: Path | None,
 ) -> None:
     """Search, and write the answer. Raises UserError."""
-    from megatron_vp.cost.charts import search_chart
-    from megatron_vp.cost.search import DIMENSIONS, search, variants
+    from megatron_vp.cost.planning.charts import search_chart
+    from megatron_vp.cost.planning.search import DIMENSIONS, search, variants
 
     for name in keep:
         if name not in DIMENSIONS:
@@ -170,7 +170,7 @@ def _thinned(frontier: list[Found]) -> list[Found]:
 
 
 def _counts(answer: Answer) -> list[str]:
-    from megatron_vp.cost.constants import ERROR_BAND
+    from megatron_vp.cost.hardware.constants import ERROR_BAND
 
     found, fastest = answer.search, answer.search.fitting(answer.limit)[0]
     lines = [

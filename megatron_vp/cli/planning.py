@@ -18,8 +18,8 @@ from megatron_vp.jobs.settings import ONE_QUEUE, flags_of, yaml_of
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from megatron_vp.cost.hardware import Hardware
-    from megatron_vp.cost.shapes import Job, Plan
+    from megatron_vp.cost.hardware.gpus import Hardware
+    from megatron_vp.cost.sizes.shapes import Job, Plan
     from megatron_vp.jobs.job_config import JobConfig
 
 GIB = 2**30
@@ -85,7 +85,7 @@ class Request:
 
     def segments_of(self, plan: Plan) -> list[str]:
         """Of a hybrid model, its pattern as the plan cuts it, in a line; no line of a GPT model."""
-        from megatron_vp.cost.job_plan import bars_of
+        from megatron_vp.cost.sizes.job_plan import bars_of
 
         text = bars_of(self.config, plan, self.job)
         return [] if text is None else [f"segments by stage: {text}"]
@@ -103,14 +103,14 @@ class Request:
     @property
     def uncounted(self) -> list[str]:
         """Options of the job that change time or memory and are unknown to the cost model."""
-        from megatron_vp.cost.job_plan import uncounted
+        from megatron_vp.cost.sizes.job_plan import uncounted
 
         return uncounted(self.config)
 
     @property
     def unused(self) -> list[str]:
         """All other options of the job that the cost model does not read."""
-        from megatron_vp.cost.job_plan import UNCOUNTED
+        from megatron_vp.cost.sizes.job_plan import UNCOUNTED
         from megatron_vp.jobs.job_config import OTHERS, SIZES
 
         return self.config.unused({*SIZES, *OTHERS, *UNCOUNTED})
@@ -118,7 +118,7 @@ class Request:
     @property
     def caveat(self) -> str:
         """How far a prediction may be off."""
-        from megatron_vp.cost.constants import ERROR_BAND
+        from megatron_vp.cost.hardware.constants import ERROR_BAND
 
         time, memory = (f"{100 * ERROR_BAND[name]:.0f} %" for name in ("time", "memory"))
         return (
@@ -171,8 +171,8 @@ def read_request(
 
     Raises UserError.
     """
-    from megatron_vp.cost.fp8 import refuse_fp8
-    from megatron_vp.cost.job_sizes import job_of
+    from megatron_vp.cost.sizes.fp8 import refuse_fp8
+    from megatron_vp.cost.sizes.job_sizes import job_of
 
     config, machine, gpus, limit = _read(paths, flags, hardware, nodes, memory, commands_own)
     job = job_of(config.values, gpus)
@@ -206,7 +206,7 @@ def _read(
     memory: float | None,
     commands_own: Sequence[str],
 ) -> tuple[JobConfig, Hardware, int | None, float]:
-    from megatron_vp.cost.hardware import find_hardware
+    from megatron_vp.cost.hardware.gpus import find_hardware
     from megatron_vp.jobs.job_config import read_sizes
 
     machine = find_hardware(hardware)

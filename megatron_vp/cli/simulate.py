@@ -29,8 +29,8 @@ from megatron_vp.jobs.command_line import files_and_flags
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from megatron_vp.cost.planner import Evaluation
-    from megatron_vp.cost.shapes import Job, Plan
+    from megatron_vp.cost.planning.planner import Evaluation
+    from megatron_vp.cost.sizes.shapes import Job, Plan
 
 MOST_FORWARDS = 131_072
 """Pipeline ranks x microbatches x chunks that one simulation covers: half a minute on one core."""
@@ -66,11 +66,11 @@ def simulate(
     \b
     megatron-vp simulate configs/llama3_8b.yaml --nodes 4 --vocab-parallel --pipeline-schedule v-half
     """
-    from megatron_vp.cost.chosen_shards import gain_of_next_start, with_cut, with_shards
-    from megatron_vp.cost.job_plan import plan_of
-    from megatron_vp.cost.planner import Candidate, evaluation_of, method_of
-    from megatron_vp.cost.predict import make_simulator, predict
-    from megatron_vp.cost.traced_costs import traced_costs
+    from megatron_vp.cost.balance.chosen_shards import gain_of_next_start, with_cut, with_shards
+    from megatron_vp.cost.planning.planner import Candidate, evaluation_of, method_of
+    from megatron_vp.cost.prediction.predict import make_simulator, predict
+    from megatron_vp.cost.prediction.traced_costs import traced_costs
+    from megatron_vp.cost.sizes.job_plan import plan_of
     from megatron_vp.schedule.gc_paused import gc_paused
     from megatron_vp.trace.rank_files import read_traces
 
@@ -95,7 +95,7 @@ def simulate(
             case Format.JSON:
                 content = json.dumps(_document(request, found), indent=1) + "\n"
             case Format.PNG:
-                from megatron_vp.cost.charts import rank_chart
+                from megatron_vp.cost.planning.charts import rank_chart
 
                 content = rank_chart(found, request.limit, request.title)
         write(content, output)

@@ -28,7 +28,7 @@ def trace(
 
     Trace a run with: pretrain_gpt_vp.py ... --vocab-parallel --pipeline-trace DIR
     """
-    from megatron_vp.cost.measured_rows import next_start, traced_run
+    from megatron_vp.cost.balance.measured_rows import next_start, traced_run
     from megatron_vp.schedule import VocabMethod
     from megatron_vp.trace.figures import figures, held_activations
     from megatron_vp.trace.rank_files import merge, read_traces

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vp.cost.balance import EVEN_BAND, balanced, least_passes, most_rows, unit_of_rows
-from megatron_vp.cost.constants import CALIBRATED
-from megatron_vp.cost.hardware import find_hardware
-from megatron_vp.cost.layer_choices import layer_choices
-from megatron_vp.cost.layouts import spread_layers
-from megatron_vp.cost.planner import balanced_layers
-from megatron_vp.cost.predict import predict
-from megatron_vp.cost.shapes import Job, ModelShape, Plan
-from megatron_vp.cost.water_filling import fill
+from megatron_vp.cost.balance.balanced import EVEN_BAND, balanced, least_passes, most_rows, unit_of_rows
+from megatron_vp.cost.balance.layer_choices import layer_choices
+from megatron_vp.cost.balance.water_filling import fill
+from megatron_vp.cost.hardware.constants import CALIBRATED
+from megatron_vp.cost.hardware.gpus import find_hardware
+from megatron_vp.cost.planning.planner import balanced_layers
+from megatron_vp.cost.prediction.predict import predict
+from megatron_vp.cost.sizes.layouts import spread_layers
+from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import Placement, VocabMethod
 

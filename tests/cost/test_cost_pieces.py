@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vp.cost.communication import LATENCY, NETWORK_LATENCY, CommunicationModel
-from megatron_vp.cost.constants import CALIBRATED
-from megatron_vp.cost.flops import Matrix, layer_flops, layer_weights, model_flops
-from megatron_vp.cost.hardware import HARDWARE, find_hardware
-from megatron_vp.cost.layer_memory import layer_activations
-from megatron_vp.cost.layouts import equal_layers, redistributed_layers
+from megatron_vp.cost.hardware.constants import CALIBRATED
+from megatron_vp.cost.hardware.gpus import HARDWARE, find_hardware
+from megatron_vp.cost.memory.layer_memory import layer_activations
 from megatron_vp.cost.paper.published import Cell, jobs
-from megatron_vp.cost.pass_times import PassTimes
-from megatron_vp.cost.shapes import CrossEntropy, Job, ModelShape, Recompute
+from megatron_vp.cost.sizes.flops import Matrix, layer_flops, layer_weights, model_flops
+from megatron_vp.cost.sizes.layouts import equal_layers, redistributed_layers
+from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, ModelShape, Recompute
+from megatron_vp.cost.times.communication import LATENCY, NETWORK_LATENCY, CommunicationModel
+from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import Channel, CollectiveKind, Placement, VocabMethod
 from megatron_vp.vocab.shards import VocabShards

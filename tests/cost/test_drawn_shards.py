@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vp.cost.constants import CALIBRATED
-from megatron_vp.cost.hardware import find_hardware
-from megatron_vp.cost.pass_times import PassTimes
-from megatron_vp.cost.predict import predict
-from megatron_vp.cost.shapes import Job, ModelShape, Plan
-from megatron_vp.cost.stage_costs import order_costs
+from megatron_vp.cost.hardware.constants import CALIBRATED
+from megatron_vp.cost.hardware.gpus import find_hardware
+from megatron_vp.cost.prediction.predict import predict
+from megatron_vp.cost.prediction.stage_costs import order_costs
+from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
+from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
 

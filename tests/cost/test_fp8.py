@@ -8,20 +8,20 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
-from megatron_vp.cost.constants import CALIBRATED
-from megatron_vp.cost.fp8 import activations_saved, fp8_matrices, quantised, refuse_fp8, weight_copies
-from megatron_vp.cost.hardware import HARDWARE
-from megatron_vp.cost.job_sizes import job_of
-from megatron_vp.cost.layer_memory import layer_activations
-from megatron_vp.cost.layer_types import LayerType, stage_layers
-from megatron_vp.cost.layouts import equal_layers
+from megatron_vp.cost.hardware.constants import CALIBRATED
+from megatron_vp.cost.hardware.gpus import HARDWARE
+from megatron_vp.cost.memory.layer_memory import layer_activations
+from megatron_vp.cost.memory.rank_memory import MemoryModel
 from megatron_vp.cost.paper.published import Cell
 from megatron_vp.cost.paper.runs import Setting, predict_cell, predict_cell_on
-from megatron_vp.cost.pass_times import PassTimes
-from megatron_vp.cost.planner import PLAIN, REDISTRIBUTED, Candidate, balanced_layers, evaluate
-from megatron_vp.cost.predict import predict
-from megatron_vp.cost.rank_memory import MemoryModel
-from megatron_vp.cost.shapes import Fp8Recipe, Job, ModelShape, Plan, Recompute
+from megatron_vp.cost.planning.planner import PLAIN, REDISTRIBUTED, Candidate, balanced_layers, evaluate
+from megatron_vp.cost.prediction.predict import predict
+from megatron_vp.cost.sizes.fp8 import activations_saved, fp8_matrices, quantised, refuse_fp8, weight_copies
+from megatron_vp.cost.sizes.job_sizes import job_of
+from megatron_vp.cost.sizes.layer_types import LayerType, stage_layers
+from megatron_vp.cost.sizes.layouts import equal_layers
+from megatron_vp.cost.sizes.shapes import Fp8Recipe, Job, ModelShape, Plan, Recompute
+from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.schedule import Placement, VocabMethod, generate

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vp.cost.balance import EVEN_BAND, balanced, least_passes
-from megatron_vp.cost.constants import CALIBRATED
-from megatron_vp.cost.flops import expert_weights, layer_flops, layer_weights, model_flops
-from megatron_vp.cost.hardware import find_hardware
-from megatron_vp.cost.job_plan import plan_of, settings_of, uncounted
-from megatron_vp.cost.job_sizes import job_of
-from megatron_vp.cost.layer_types import LayerType, stage_layers
-from megatron_vp.cost.pass_times import PassTimes
-from megatron_vp.cost.pattern_cuts import even_cut, letter_seconds, loads_of, unit_length
-from megatron_vp.cost.planner import candidates, evaluate
-from megatron_vp.cost.predict import predict
-from megatron_vp.cost.shapes import Fp8Recipe, Job, ModelShape, Plan, Recompute
+from megatron_vp.cost.balance.balanced import EVEN_BAND, balanced, least_passes
+from megatron_vp.cost.balance.pattern_cuts import even_cut, letter_seconds, loads_of, unit_length
+from megatron_vp.cost.hardware.constants import CALIBRATED
+from megatron_vp.cost.hardware.gpus import find_hardware
+from megatron_vp.cost.planning.planner import candidates, evaluate
+from megatron_vp.cost.prediction.predict import predict
+from megatron_vp.cost.sizes.flops import expert_weights, layer_flops, layer_weights, model_flops
+from megatron_vp.cost.sizes.job_plan import plan_of, settings_of, uncounted
+from megatron_vp.cost.sizes.job_sizes import job_of
+from megatron_vp.cost.sizes.layer_types import LayerType, stage_layers
+from megatron_vp.cost.sizes.shapes import Fp8Recipe, Job, ModelShape, Plan, Recompute
+from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.jobs.layer_kind import LayerKind

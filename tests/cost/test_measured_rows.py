@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_vp.cost.measured_rows import next_rows, read_run, refilled
+from megatron_vp.cost.balance.measured_rows import next_rows, read_run, refilled
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import PassCosts, PassKind, VocabMethod, generate, simulate
 from megatron_vp.schedule.perfetto import Lane

@@ -11,13 +11,13 @@ import pytest
 
 from megatron_vp.cli.plan_check import megatrons_check, refusal_here
 from megatron_vp.cli.planning import seconds
-from megatron_vp.cost import planner
-from megatron_vp.cost.chosen_shards import shard_choice
-from megatron_vp.cost.hardware import find_hardware
-from megatron_vp.cost.job_plan import UNCOUNTED, plan_of, settings_of
-from megatron_vp.cost.job_sizes import job_of
-from megatron_vp.cost.planner import candidates
-from megatron_vp.cost.shapes import Plan
+from megatron_vp.cost.balance.chosen_shards import shard_choice
+from megatron_vp.cost.hardware.gpus import find_hardware
+from megatron_vp.cost.planning import planner
+from megatron_vp.cost.planning.planner import candidates
+from megatron_vp.cost.sizes.job_plan import UNCOUNTED, plan_of, settings_of
+from megatron_vp.cost.sizes.job_sizes import job_of
+from megatron_vp.cost.sizes.shapes import Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import OTHERS, SIZES, read_sizes
 from megatron_vp.jobs.known_options import known_options

@@ -6,13 +6,10 @@ from unittest import mock
 
 import pytest
 
-from megatron_vp.cost import planner
-from megatron_vp.cost.communication import CommunicationModel
-from megatron_vp.cost.constants import CALIBRATED
-from megatron_vp.cost.hardware import GIB, find_hardware
-from megatron_vp.cost.layouts import spread_layers
-from megatron_vp.cost.pass_times import PassTimes
-from megatron_vp.cost.planner import (
+from megatron_vp.cost.hardware.constants import CALIBRATED
+from megatron_vp.cost.hardware.gpus import GIB, find_hardware
+from megatron_vp.cost.planning import planner
+from megatron_vp.cost.planning.planner import (
     Candidate,
     Loss,
     balanced_layers,
@@ -22,7 +19,10 @@ from megatron_vp.cost.planner import (
     method_of,
     plan,
 )
-from megatron_vp.cost.shapes import Job, ModelShape, Plan
+from megatron_vp.cost.sizes.layouts import spread_layers
+from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
+from megatron_vp.cost.times.communication import CommunicationModel
+from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import FAMILIES, Placement, VocabMethod
 from megatron_vp.vocab.shards import VocabShards

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vp.cost.communication import CommunicationModel
-from megatron_vp.cost.constants import CALIBRATED, FITTED
-from megatron_vp.cost.hardware import HARDWARE
-from megatron_vp.cost.layouts import redistributed_layers
+from megatron_vp.cost.hardware.constants import CALIBRATED, FITTED
+from megatron_vp.cost.hardware.gpus import HARDWARE
+from megatron_vp.cost.memory.rank_memory import GIB
 from megatron_vp.cost.paper.published import Cell, jobs, known_cells
 from megatron_vp.cost.paper.runs import predict_cell
-from megatron_vp.cost.pass_times import PassTimes
-from megatron_vp.cost.predict import predict
-from megatron_vp.cost.rank_memory import GIB
-from megatron_vp.cost.shapes import Job, ModelShape, Plan
+from megatron_vp.cost.prediction.predict import predict
+from megatron_vp.cost.sizes.layouts import redistributed_layers
+from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
+from megatron_vp.cost.times.communication import CommunicationModel
+from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import PassCosts, VocabMethod
 

@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vp.cost.hardware import HARDWARE
-from megatron_vp.cost.layer_memory import SPLIT_BACKWARD, WORKING_SET, layer_activations
-from megatron_vp.cost.layouts import equal_layers
-from megatron_vp.cost.rank_memory import (
+from megatron_vp.cost.hardware.gpus import HARDWARE
+from megatron_vp.cost.memory.layer_memory import SPLIT_BACKWARD, WORKING_SET, layer_activations
+from megatron_vp.cost.memory.rank_memory import (
     EMBEDDED,
     SCORES,
     SHARED_BUFFERS,
     WORKSPACES,
     MemoryModel,
 )
-from megatron_vp.cost.shapes import CrossEntropy, Job, ModelShape
+from megatron_vp.cost.sizes.layouts import equal_layers
+from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, ModelShape
 from megatron_vp.schedule import generate
 
 HIDDEN, ROWS = 64, 1008

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
-from megatron_vp.cost import planner, search
-from megatron_vp.cost.hardware import find_hardware
+from megatron_vp.cost.hardware.gpus import find_hardware
+from megatron_vp.cost.planning import planner, search
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
 

@@ -8,8 +8,8 @@ from statistics import fmean
 import pytest
 
 from megatron_vp.cli.app import main
-from megatron_vp.cost.constants import ERROR_BAND, FITTED
-from megatron_vp.cost.hardware import HARDWARE
+from megatron_vp.cost.hardware.constants import ERROR_BAND, FITTED
+from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.paper import calibration, runs
 from megatron_vp.cost.paper.calibration import (
     PathTime,

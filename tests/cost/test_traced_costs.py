@@ -6,11 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
-from megatron_vp.cost.hardware import HARDWARE
-from megatron_vp.cost.predict import predict
-from megatron_vp.cost.shapes import Job, ModelShape, Plan
-from megatron_vp.cost.stage_costs import order_costs
-from megatron_vp.cost.traced_costs import traced_costs
+from megatron_vp.cost.hardware.gpus import HARDWARE
+from megatron_vp.cost.prediction.predict import predict
+from megatron_vp.cost.prediction.stage_costs import order_costs
+from megatron_vp.cost.prediction.traced_costs import traced_costs
+from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import PassCosts, Simulator, VocabMethod, generate, simulate
 from megatron_vp.schedule.perfetto import Lane

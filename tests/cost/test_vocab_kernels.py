@@ -9,12 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
-from megatron_vp.cost.constants import CALIBRATED
-from megatron_vp.cost.hardware import HARDWARE, Rates
-from megatron_vp.cost.pass_times import PassTimes
-from megatron_vp.cost.roofline import Line, lines, markdown
-from megatron_vp.cost.shapes import Job, ModelShape
-from megatron_vp.cost.vocab_kernels import (
+from megatron_vp.cost.hardware.constants import CALIBRATED
+from megatron_vp.cost.hardware.gpus import HARDWARE, Rates
+from megatron_vp.cost.sizes.shapes import Job, ModelShape
+from megatron_vp.cost.times.pass_times import PassTimes
+from megatron_vp.cost.times.roofline import Line, lines, markdown
+from megatron_vp.cost.times.vocab_kernels import (
     ADD_LAUNCHES,
     ISSUE_SHARE,
     LAUNCH,

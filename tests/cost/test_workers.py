@@ -11,7 +11,7 @@ from tests.harness.broken import alive
 
 PARENT = """
 import os, time
-from megatron_vp.cost.workers import worker_pool
+from megatron_vp.cost.planning.workers import worker_pool
 
 def work():
     while True:

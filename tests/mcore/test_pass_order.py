@@ -7,11 +7,11 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_vp.cost.chosen_shards import with_shards
-from megatron_vp.cost.hardware import HARDWARE
-from megatron_vp.cost.job_plan import plan_of
-from megatron_vp.cost.job_sizes import job_of
-from megatron_vp.cost.predict import make_simulator
+from megatron_vp.cost.balance.chosen_shards import with_shards
+from megatron_vp.cost.hardware.gpus import HARDWARE
+from megatron_vp.cost.prediction.predict import make_simulator
+from megatron_vp.cost.sizes.job_plan import plan_of
+from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.mcore import choices
 from megatron_vp.mcore.start.preflight import check_job
@@ -44,7 +44,7 @@ def ordered_for(**changes):
     config = read_job_config([], words)
     job, plan = job_of(config.values), plan_of(config)
     plan = with_shards(config, plan, job, HARDWARE["cpu"])
-    with mock.patch("megatron_vp.cost.predict._simulator") as made:
+    with mock.patch("megatron_vp.cost.prediction.predict._simulator") as made:
         make_simulator(job, plan, HARDWARE["cpu"])
     return choices.order, made.call_args.args[5]
 
@@ -132,7 +132,7 @@ def test_all_ranks_take_the_order_of_rank_0_whatever_their_devices():
     config = read_job_config([], job)
     sizes = job_of(config.values), plan_of(config)
     assert sizes[1].vocab is VocabMethod.VOCAB_2
-    with mock.patch("megatron_vp.cost.predict._simulator") as made:
+    with mock.patch("megatron_vp.cost.prediction.predict._simulator") as made:
         for kind in ("cpu", "b200"):
             make_simulator(*sizes, HARDWARE[kind])
     expected, other = (call.args[5] for call in made.call_args_list)

@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from megatron_vp.cli import trace as command
-from megatron_vp.cost.measured_rows import read_run, refilled
+from megatron_vp.cost.balance.measured_rows import read_run, refilled
 from megatron_vp.mcore.reports.rank_report import KEPT
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.schedule import PassKind

@@ -13,14 +13,14 @@ from statistics import fmean
 
 import numpy as np
 
-from megatron_vp.cost.constants import Constants
-from megatron_vp.cost.flops import model_flops
+from megatron_vp.cost.hardware.constants import Constants
 from megatron_vp.cost.paper.published import Cell, Measurement, jobs, known_cells, pass_times, scaling_factors
 from megatron_vp.cost.paper.runs import A100, PEAK_FLOPS, plan_of, predict_cell, scaling_factor, simulator_of, software
 from megatron_vp.cost.paper.tables import layout_unknown
-from megatron_vp.cost.pass_times import PassTimes
-from megatron_vp.cost.predict import after_passes
-from megatron_vp.cost.stage_costs import stage_costs
+from megatron_vp.cost.prediction.predict import after_passes
+from megatron_vp.cost.prediction.stage_costs import stage_costs
+from megatron_vp.cost.sizes.flops import model_flops
+from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.schedule import Operation, Pass, StageCosts, VocabMethod
 from megatron_vp.schedule.dependencies import Step
 

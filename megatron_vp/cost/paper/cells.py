@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_vp.cost.paper.published import Cell, jobs
 from megatron_vp.cost.paper.runs import plan_of
-from megatron_vp.cost.shapes import Plan
+from megatron_vp.cost.sizes.shapes import Plan
 from megatron_vp.errors import UserError
 from megatron_vp.files import replacing
 from megatron_vp.jobs.layout_text import layout_of

@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_vp.cost.rank_memory import GIB
+from megatron_vp.cost.memory.rank_memory import GIB
 from megatron_vp.files import MIB, read_text
 
 WARM_UP = 3

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from megatron_vp.cost.shapes import Job, ModelShape
+from megatron_vp.cost.sizes.shapes import Job, ModelShape
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
 

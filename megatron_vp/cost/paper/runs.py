@@ -7,16 +7,16 @@ from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
 from functools import cache
 
-from megatron_vp.cost.constants import FITTED, Constants
-from megatron_vp.cost.fp8 import refuse_fp8
-from megatron_vp.cost.hardware import HARDWARE, Hardware
-from megatron_vp.cost.layouts import redistributed_layers
+from megatron_vp.cost.hardware.constants import FITTED, Constants
+from megatron_vp.cost.hardware.gpus import HARDWARE, Hardware
+from megatron_vp.cost.memory.rank_memory import GIB
 from megatron_vp.cost.paper.published import Cell, jobs
-from megatron_vp.cost.pass_times import PassTimes
-from megatron_vp.cost.predict import make_simulator, predict
-from megatron_vp.cost.rank_memory import GIB
-from megatron_vp.cost.shapes import Fp8Recipe, Job, Plan
-from megatron_vp.cost.workers import worker_pool
+from megatron_vp.cost.planning.workers import worker_pool
+from megatron_vp.cost.prediction.predict import make_simulator, predict
+from megatron_vp.cost.sizes.fp8 import refuse_fp8
+from megatron_vp.cost.sizes.layouts import redistributed_layers
+from megatron_vp.cost.sizes.shapes import Fp8Recipe, Job, Plan
+from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.schedule import PassCosts, Simulator, VocabMethod, family, generate
 
 A100 = replace(HARDWARE["a100"], rates=None)

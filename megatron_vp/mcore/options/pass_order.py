@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from megatron_vp.cost.stage_costs import order_costs
+from megatron_vp.cost.prediction.stage_costs import order_costs
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import choices
 from megatron_vp.mcore.choices import chosen_family, replaces_schedule

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_vp.cost.hardware import HARDWARE, Hardware
-from megatron_vp.cost.job_plan import plan_of, uncounted
-from megatron_vp.cost.job_sizes import job_of
-from megatron_vp.cost.shapes import Job, Plan
+from megatron_vp.cost.hardware.gpus import HARDWARE, Hardware
+from megatron_vp.cost.sizes.job_plan import plan_of, uncounted
+from megatron_vp.cost.sizes.job_sizes import job_of
+from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import SIZES, JobConfig, read_job_config
 from megatron_vp.mcore import choices

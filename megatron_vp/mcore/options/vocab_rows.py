@@ -6,10 +6,10 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_vp.cost.balance import Shards, balanced, most_rows
-from megatron_vp.cost.chosen_shards import with_cut
-from megatron_vp.cost.job_plan import cutting_option
-from megatron_vp.cost.measured_rows import next_rows
+from megatron_vp.cost.balance.balanced import Shards, balanced, most_rows
+from megatron_vp.cost.balance.chosen_shards import with_cut
+from megatron_vp.cost.balance.measured_rows import next_rows
+from megatron_vp.cost.sizes.job_plan import cutting_option
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layout_text import layout_of
 from megatron_vp.jobs.pattern_text import pattern_in

@@ -6,14 +6,14 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_vp.cost.shapes import Recompute
+from megatron_vp.cost.sizes.shapes import Recompute
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from megatron_vp.cost.planner import Evaluation
-    from megatron_vp.cost.search import Search
+    from megatron_vp.cost.planning.planner import Evaluation
+    from megatron_vp.cost.planning.search import Search
 
 GIB = 2**30
 LOSSES = {

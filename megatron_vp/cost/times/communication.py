@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_vp.cost.constants import Constants
-from megatron_vp.cost.hardware import Hardware
-from megatron_vp.cost.layer_types import LayerType, mlp_of
-from megatron_vp.cost.shapes import Job
+from megatron_vp.cost.hardware.constants import Constants
+from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.sizes.layer_types import LayerType, mlp_of
+from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.schedule import Channel, CollectiveKind, Placement, VocabMethod
 
 LINK_SHARE = 0.7

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from megatron_vp.cost.shapes import Job, ModelShape
+from megatron_vp.cost.sizes.shapes import Job, ModelShape
 
 
 class LayerType(StrEnum):

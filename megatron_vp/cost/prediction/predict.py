@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from megatron_vp.cost.communication import CommunicationModel
-from megatron_vp.cost.constants import CALIBRATED, Constants
-from megatron_vp.cost.flops import model_flops
-from megatron_vp.cost.hardware import Hardware
-from megatron_vp.cost.pass_times import PassTimes
-from megatron_vp.cost.rank_memory import MemoryModel, RankMemory
-from megatron_vp.cost.shapes import Job, Plan
-from megatron_vp.cost.stage_costs import layers_of, order_costs, stage_costs
+from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
+from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.memory.rank_memory import MemoryModel, RankMemory
+from megatron_vp.cost.prediction.stage_costs import layers_of, order_costs, stage_costs
+from megatron_vp.cost.sizes.flops import model_flops
+from megatron_vp.cost.sizes.shapes import Job, Plan
+from megatron_vp.cost.times.communication import CommunicationModel
+from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import (
     Costs,

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import accumulate
 
-from megatron_vp.cost.flops import expert_weights, layer_weights
-from megatron_vp.cost.fp8 import activations_saved, weight_copies
-from megatron_vp.cost.hardware import Hardware
-from megatron_vp.cost.layer_memory import SPLIT_BACKWARD, layer_memory, once_memory, pass_memory
-from megatron_vp.cost.layer_types import LayerType, model_layers, stage_layers
-from megatron_vp.cost.outside import GIB, OutsideMemory, outside_memory
-from megatron_vp.cost.shapes import CrossEntropy, Job, Recompute
+from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.memory.layer_memory import SPLIT_BACKWARD, layer_memory, once_memory, pass_memory
+from megatron_vp.cost.memory.outside import GIB, OutsideMemory, outside_memory
+from megatron_vp.cost.sizes.flops import expert_weights, layer_weights
+from megatron_vp.cost.sizes.fp8 import activations_saved, weight_copies
+from megatron_vp.cost.sizes.layer_types import LayerType, model_layers, stage_layers
+from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, Recompute
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import PassKind, Schedule, VocabMethod
 

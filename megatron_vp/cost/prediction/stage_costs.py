@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import NormalDist
 
-from megatron_vp.cost.communication import CommunicationModel
-from megatron_vp.cost.constants import CALIBRATED, Constants
-from megatron_vp.cost.hardware import Hardware
-from megatron_vp.cost.layer_types import stage_layers
-from megatron_vp.cost.layouts import equal_layers
-from megatron_vp.cost.pass_times import PassTimes, Split
-from megatron_vp.cost.shapes import Job, Plan
+from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
+from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.sizes.layer_types import stage_layers
+from megatron_vp.cost.sizes.layouts import equal_layers
+from megatron_vp.cost.sizes.shapes import Job, Plan
+from megatron_vp.cost.times.communication import CommunicationModel
+from megatron_vp.cost.times.pass_times import PassTimes, Split
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import Costs, PassCosts, Placement, Schedule, StageCosts, VocabMethod, generate
 

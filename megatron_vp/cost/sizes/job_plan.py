@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_vp.cost.job_sizes import job_of
-from megatron_vp.cost.layer_types import UNKNOWN_LETTERS
-from megatron_vp.cost.layouts import equal_layers
-from megatron_vp.cost.shapes import Job, Plan
+from megatron_vp.cost.sizes.job_sizes import job_of
+from megatron_vp.cost.sizes.layer_types import UNKNOWN_LETTERS
+from megatron_vp.cost.sizes.layouts import equal_layers
+from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE, JobConfig

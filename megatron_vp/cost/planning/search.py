@@ -17,13 +17,12 @@ from functools import lru_cache
 from itertools import accumulate, product
 from typing import Any, NamedTuple
 
-from megatron_vp.cost.balance import balanced
-from megatron_vp.cost.constants import CALIBRATED, ERROR_BAND, Constants
-from megatron_vp.cost.hardware import Hardware
-from megatron_vp.cost.job_sizes import job_of
-from megatron_vp.cost.layer_memory import layer_memory
-from megatron_vp.cost.layer_types import model_layers, stage_layers
-from megatron_vp.cost.planner import (
+from megatron_vp.cost.balance.balanced import balanced
+from megatron_vp.cost.hardware.constants import CALIBRATED, ERROR_BAND, Constants
+from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.memory.layer_memory import layer_memory
+from megatron_vp.cost.memory.rank_memory import MemoryModel
+from megatron_vp.cost.planning.planner import (
     LARGEST,
     PLAIN,
     REDISTRIBUTED,
@@ -33,10 +32,11 @@ from megatron_vp.cost.planner import (
     evaluate,
     simplicity,
 )
-from megatron_vp.cost.predict import after_passes, layers_of, stage_costs
-from megatron_vp.cost.rank_memory import MemoryModel
-from megatron_vp.cost.shapes import Job, Plan, Recompute
-from megatron_vp.cost.workers import worker_pool
+from megatron_vp.cost.planning.workers import worker_pool
+from megatron_vp.cost.prediction.predict import after_passes, layers_of, stage_costs
+from megatron_vp.cost.sizes.job_sizes import job_of
+from megatron_vp.cost.sizes.layer_types import model_layers, stage_layers
+from megatron_vp.cost.sizes.shapes import Job, Plan, Recompute
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.schedule import PassCosts, Schedule, VocabMethod, family, generate

@@ -6,8 +6,8 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from megatron_vp.cost.flops import layer_flops, output_flops
-from megatron_vp.cost.shapes import Job
+from megatron_vp.cost.sizes.flops import layer_flops, output_flops
+from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import Placement
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_vp.cost.layer_types import LayerType, mlp_of, model_layers
-from megatron_vp.cost.shapes import Job
+from megatron_vp.cost.sizes.layer_types import LayerType, mlp_of, model_layers
+from megatron_vp.cost.sizes.shapes import Job
 
 
 class Matrix(NamedTuple):

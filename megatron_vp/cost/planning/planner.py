@@ -9,17 +9,17 @@ from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatron_vp.cost.balance import balanced
-from megatron_vp.cost.communication import CommunicationModel
-from megatron_vp.cost.constants import CALIBRATED, ERROR_BAND, Constants
-from megatron_vp.cost.hardware import Hardware
-from megatron_vp.cost.layouts import least_work_layers, spread_layers
-from megatron_vp.cost.pass_times import PassTimes
-from megatron_vp.cost.pattern_cuts import even_cut, letter_seconds, unit_length
-from megatron_vp.cost.predict import Prediction, extended, make_simulator, predict
-from megatron_vp.cost.rank_memory import RankMemory
-from megatron_vp.cost.shapes import Job, Plan
-from megatron_vp.cost.workers import worker_pool
+from megatron_vp.cost.balance.balanced import balanced
+from megatron_vp.cost.balance.pattern_cuts import even_cut, letter_seconds, unit_length
+from megatron_vp.cost.hardware.constants import CALIBRATED, ERROR_BAND, Constants
+from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.memory.rank_memory import RankMemory
+from megatron_vp.cost.planning.workers import worker_pool
+from megatron_vp.cost.prediction.predict import Prediction, extended, make_simulator, predict
+from megatron_vp.cost.sizes.layouts import least_work_layers, spread_layers
+from megatron_vp.cost.sizes.shapes import Job, Plan
+from megatron_vp.cost.times.communication import CommunicationModel
+from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import (
     FAMILIES,

@@ -1,12 +1,12 @@
-"""What bounds S and T: `python -m megatron_vp.cost.roofline` prints the table of docs/cost_model.md."""
+"""What bounds S and T: `python -m megatron_vp.cost.times.roofline` prints the table of docs/cost_model.md."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_vp.cost.hardware import HARDWARE
-from megatron_vp.cost.vocab_kernels import ShardPasses
+from megatron_vp.cost.hardware.gpus import HARDWARE
+from megatron_vp.cost.times.vocab_kernels import ShardPasses
 from megatron_vp.schedule import VocabMethod
 
 TOKENS, ROWS, HIDDEN = (2048, 4096), (8192, 32768), (3072, 4096, 6144)

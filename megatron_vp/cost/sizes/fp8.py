@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_vp.cost.flops import Matrix, layer_matrices
-from megatron_vp.cost.hardware import HARDWARE, Hardware
-from megatron_vp.cost.layer_types import LayerType, mlp_of
-from megatron_vp.cost.shapes import Fp8Recipe, Job
+from megatron_vp.cost.hardware.gpus import HARDWARE, Hardware
+from megatron_vp.cost.sizes.flops import Matrix, layer_matrices
+from megatron_vp.cost.sizes.layer_types import LayerType, mlp_of
+from megatron_vp.cost.sizes.shapes import Fp8Recipe, Job
 from megatron_vp.errors import UserError
 
 

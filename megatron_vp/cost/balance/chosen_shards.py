@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_vp.cost.balance import balanced, most_rows
-from megatron_vp.cost.constants import CALIBRATED, Constants
-from megatron_vp.cost.hardware import Hardware
-from megatron_vp.cost.job_plan import cut_of, cutting_option, uncounted
-from megatron_vp.cost.measured_rows import next_rows, next_start, read_run
-from megatron_vp.cost.shapes import Job, Plan
+from megatron_vp.cost.balance.balanced import balanced, most_rows
+from megatron_vp.cost.balance.measured_rows import next_rows, next_start, read_run
+from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
+from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.sizes.job_plan import cut_of, cutting_option, uncounted
+from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.jobs.vocab_shards import EVEN_ALONE, NEEDS_VOCAB_PARALLEL, ShardChoice, ShardRule

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megatron_vp.cost.layer_types import LayerType, mlp_of, type_of
-from megatron_vp.cost.shapes import Job, Recompute
+from megatron_vp.cost.sizes.layer_types import LayerType, mlp_of, type_of
+from megatron_vp.cost.sizes.shapes import Job, Recompute
 from megatron_vp.jobs.layer_kind import LayerKind
 
 WORKING_SET = 24.5

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-from megatron_vp.cost.balance import Shards, unit_of_rows
-from megatron_vp.cost.water_filling import fill
+from megatron_vp.cost.balance.balanced import Shards, unit_of_rows
+from megatron_vp.cost.balance.water_filling import fill
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
 from megatron_vp.schedule import PassKind

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_vp.cost.shapes import CrossEntropy, Fp8Recipe, Job, ModelShape, Recompute
+from megatron_vp.cost.sizes.shapes import CrossEntropy, Fp8Recipe, Job, ModelShape, Recompute
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
 from megatron_vp.jobs.pattern_text import pattern_in

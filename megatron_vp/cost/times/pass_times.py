@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_vp.cost.constants import Constants
-from megatron_vp.cost.flops import Matrix, attention_flops, layer_matrices
-from megatron_vp.cost.fp8 import fp8_matrices, quantised
-from megatron_vp.cost.hardware import Hardware
-from megatron_vp.cost.layer_types import LayerType
-from megatron_vp.cost.shapes import CrossEntropy, Job, Recompute
-from megatron_vp.cost.vocab_kernels import ShardPasses
+from megatron_vp.cost.hardware.constants import Constants
+from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.sizes.flops import Matrix, attention_flops, layer_matrices
+from megatron_vp.cost.sizes.fp8 import fp8_matrices, quantised
+from megatron_vp.cost.sizes.layer_types import LayerType
+from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, Recompute
+from megatron_vp.cost.times.vocab_kernels import ShardPasses
 from megatron_vp.schedule import VocabMethod
 
 EAGER_SCORES_FORWARD, EAGER_SCORES_BACKWARD = 38, 14

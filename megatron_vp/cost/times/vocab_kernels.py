@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_vp.cost.hardware import Rates
+from megatron_vp.cost.hardware.gpus import Rates
 from megatron_vp.schedule import VocabMethod
 
 LAUNCH = 2.5e-6

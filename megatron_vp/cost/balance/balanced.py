@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from megatron_vp.cost.communication import CommunicationModel
-from megatron_vp.cost.constants import CALIBRATED, Constants
-from megatron_vp.cost.hardware import Hardware
-from megatron_vp.cost.layer_choices import LayerChoice, layer_choices
-from megatron_vp.cost.pass_times import PassTimes
-from megatron_vp.cost.pattern_cuts import even_cut, letter_seconds, loads_of, pattern_choices
-from megatron_vp.cost.predict import extended, make_simulator, predict
-from megatron_vp.cost.rank_memory import MemoryModel
-from megatron_vp.cost.shapes import Job, Plan
-from megatron_vp.cost.stage_costs import layers_of, stage_times
-from megatron_vp.cost.water_filling import fill
+from megatron_vp.cost.balance.layer_choices import LayerChoice, layer_choices
+from megatron_vp.cost.balance.pattern_cuts import even_cut, letter_seconds, loads_of, pattern_choices
+from megatron_vp.cost.balance.water_filling import fill
+from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
+from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.memory.rank_memory import MemoryModel
+from megatron_vp.cost.prediction.predict import extended, make_simulator, predict
+from megatron_vp.cost.prediction.stage_costs import layers_of, stage_times
+from megatron_vp.cost.sizes.shapes import Job, Plan
+from megatron_vp.cost.times.communication import CommunicationModel
+from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.schedule import Placement, Schedule, VocabMethod, family, generate
 from megatron_vp.schedule.gc_paused import gc_paused

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from megatron_vp.cost.hardware import Hardware
-from megatron_vp.cost.shapes import Job
+from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.schedule import FAMILIES, Schedule, VocabMethod
 from megatron_vp.schedule.communicators import CHANNELS, Edge, communicators
 

@@ -1,0 +1,1 @@
+"""How long one pass, message or collective takes."""
