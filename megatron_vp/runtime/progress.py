@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch.distributed as dist
 
-from megatron_vp.errors import PeerLost, UserError
+from megatron_vp.errors import PeerLost, UserError, printable
 from megatron_vp.schedule.instructions import Instruction, Load, Loss, Operation, Post, Run, Wait
 
 _POSITION = re.compile(r"^\[[^]]*\.(cc|h|cpp):\d+\] ")
@@ -34,6 +34,8 @@ class _Finishing:
 
 
 FINISHING = _Finishing()
+_HOSTS_OWN = (Load, Run, Loss)
+"""Instructions in which the host itself may stall, wherever its device is."""
 Place = tuple[int, "Instruction | _Finishing | None", Operation | None]
 
 
@@ -74,6 +76,8 @@ class Progress:
         """The first wait that the device had not passed when the main thread last looked; None if there was none."""
         self.collective: Operation | None = None
         """What the second stream is at, where the host runs it (on CPU)."""
+        self.others: Callable[[], str] = str
+        """Says of a lost peer which ranks held the pipeline up, if any; the watchdog knows."""
         self._marks: deque[tuple[Wait, Mark]] = deque()
         self._finished = finished
         self._counted = 0
@@ -93,7 +97,7 @@ class Progress:
         except Exception as error:
             reason = lost_peer(error)
             if reason is not None:
-                raise PeerLost(f"{self.sentence()}: {reason}") from error
+                raise PeerLost(f"{self.sentence()}: {reason}{self.others()}") from error
             error.add_note(self.sentence())
             raise
         finally:
@@ -118,12 +122,18 @@ class Progress:
         iteration, at, behind = self.iteration, self.instruction, self.behind
         if at is None and self._device_finished():
             behind = None  # nobody looks at marks outside a schedule
-        return iteration, behind or at, self.collective
+        return iteration, at if isinstance(at, _HOSTS_OWN) else behind or at, self.collective
 
     def sentence(self) -> str:
-        """One clause about this rank, without a full stop."""
-        _, at, collective = self.place()
-        return f"rank {self.members[self.rank]} {self._words(at, collective)}"
+        """One clause about this rank, without a full stop; never fails, because a rank says it when it has to end."""
+        try:
+            _, at, collective = self.place()
+            said, behind = self._words(at, collective), self.behind
+            if isinstance(at, _HOSTS_OWN) and behind is not None:
+                said += f", ahead of its device, last seen waiting for {self._named(behind.operation)}"
+        except Exception as error:
+            said = f"cannot say where it was ({printable(f'{type(error).__name__}: {error}')})"
+        return f"rank {self.members[self.rank]} {said}"
 
     def _device_finished(self) -> bool:
         return self._finished is None or self._finished.count() >= self._counted

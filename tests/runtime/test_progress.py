@@ -13,7 +13,8 @@ import torch.distributed as dist
 from megatron_vp.runtime import watchdog
 from megatron_vp.runtime.executor import Unobserved, execute
 from megatron_vp.runtime.progress import FINISHING, Progress, lost_peer
-from megatron_vp.schedule.instructions import Channel, Collective, CollectiveKind, Loss, Message, Post, Wait
+from megatron_vp.schedule.instructions import Channel, Collective, CollectiveKind, Load, Loss, Message, Post, Run, Wait
+from megatron_vp.schedule.passes import Pass, PassKind
 
 
 def wait(microbatch: int) -> Wait:
@@ -62,18 +63,45 @@ def run(progress: Progress, device: Device, waits: int, seen: list | None = None
             progress.mark(instruction, device.mark())
         time.sleep(seconds)
         if seen is not None:
-            seen.append((instruction, progress.place()[1]))
+            seen.append((instruction, progress.place()[1], progress.behind, progress.sentence()))
 
     with progress.schedule():
         execute(SimpleNamespace(instructions=steps), {Wait: note, Loss: note}, Unobserved(), progress)
         progress.at(FINISHING)
 
 
-def test_the_first_wait_that_the_device_has_not_passed_is_the_place():
+def test_the_first_wait_that_the_device_has_not_passed_is_the_place_of_a_host_that_waits():
     device, seen = Device(lag=2), []
     run(Progress((0, 1), 1, device), device, 6, seen)
-    places = [place.operation.microbatch for instruction, place in seen if isinstance(instruction, Loss)]
-    assert places == [0, 0, 1, 2, 3, 4], "the two last waits of the host are ahead of the device"
+    behind = [behind.operation.microbatch for instruction, _, behind, _ in seen if isinstance(instruction, Loss)]
+    assert behind == [0, 0, 1, 2, 3, 4], "the two last waits of the host are ahead of the device"
+    places = [place.operation.microbatch for instruction, place, _, _ in seen if isinstance(instruction, Wait)]
+    assert places == [0, 0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("stalled", "said"),
+    [
+        (Load(3), "was reading the data of microbatch 3"),
+        (Run(Pass(PassKind.B, 3)), "was in B of microbatch 3"),
+        (Loss(3), "was in the loss function of microbatch 3"),
+    ],
+    ids=["data", "pass", "loss function"],
+)
+def test_a_host_that_stalls_ahead_of_its_device_names_what_it_is_at(stalled, said):
+    """The device is idle, or will be: nobody asks it for its marks while the host stands still."""
+    device = Device(lag=2)
+    progress = Progress((0, 1), 1, device)
+    run(progress, device, 3)
+    progress.at(stalled)
+    assert progress.place() == (1, stalled, None)
+    ahead = ", ahead of its device, last seen waiting for F of microbatch 1 from rank 0"
+    assert progress.sentence() == f"rank 1 {said}{ahead}"
+    device.lag = 0
+    progress.at(stalled)
+    assert progress.sentence() == f"rank 1 {said}"
+    progress.at(wait(5))
+    assert progress.sentence() == "rank 1 waited for F of microbatch 5 from rank 0"
 
 
 def test_no_mark_is_kept_that_the_device_has_passed_and_no_other_is_lost():
