@@ -7,6 +7,7 @@ in `Progress`, and it can end the process.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import select
@@ -15,13 +16,11 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import NoReturn
-
-import torch.distributed as dist
 
 from megatron_vp.errors import at_last, printable, say
 from megatron_vp.runtime.progress import Progress
+from megatron_vp.runtime.roll_call import RollCall
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 """Sent by a launcher or a scheduler, and when the terminal is closed."""
@@ -29,8 +28,8 @@ _LOOKS_A_LIMIT = 20
 _LONGEST_LOOK_SECONDS = 5.0
 _LAST_WORDS_SECONDS = 1.0
 """How long a rank that has heard its peers leaves them to hear each other."""
-_LONGEST_WORD = 4096
-"""Bytes of what a peer left in the store that are looked at."""
+_TOLD_SECONDS = 2.0
+"""How long a process that is told to end may still ask its peers."""
 
 
 class Watchdog:
@@ -46,75 +45,79 @@ class Watchdog:
         self._progress = progress
         self._first_limit = first_limit
         self._limit = limit
+        self._roll_call = RollCall(progress)
+        self._told: int | None = None
+        """The first signal that told this process to end."""
         self._signals = _signals()
 
     def start(self) -> None:
-        """Start watching; the thread does not keep the process alive."""
+        """Start watching; the threads do not keep the process alive."""
+        self._progress.others = self._others
+        answer, look = self._roll_call.answer, _look(min(self._first_limit, self._limit))
+        threading.Thread(target=answer, args=(look,), name="roll call", daemon=True).start()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def _watch(self) -> None:
+        """Watch, and end the process in any case: without its watchdog it would heed neither limits nor signals."""
+        try:
+            self._watch_until_the_end()
+        except BaseException as error:
+            reason = printable(f"{type(error).__name__}: {error}")
+            self._end(f"{self._progress.sentence()}, and its watchdog failed ({reason})")
+
+    def _watch_until_the_end(self) -> None:
         place, since = self._progress.place(), time.monotonic()
         while True:
             limit = self._first_limit if self._progress.iteration < 2 else self._limit
-            self._end_if_told(min(limit / _LOOKS_A_LIMIT, _LONGEST_LOOK_SECONDS))
+            self._sleep(_look(limit))
             now, there = time.monotonic(), self._progress.place()
             if there != place:
                 place, since = there, now
-            elif there[1] is not None and now - since >= limit:
-                line = f"{self._progress.sentence()} ({now - since:.0f} s)"
-                end_process(1, f"error: {line}{self._others(seconds=min(max(limit / 5, 3.0), 20.0))}")
+            waited = now - since if there[1] is not None else 0.0
+            if self._told is None and waited < limit:
+                continue
+            said, others = self._progress.sentence(), ""
+            if self._told is None:
+                others = self._roll_call.ask(_patience(limit), self._sleep)
+                if self._told is None:  # the first process that ends breaks the others' connections
+                    self._sleep(_LAST_WORDS_SECONDS)
+            elif waited >= limit / 4:  # it was not about to go on
+                others = self._roll_call.ask(_LAST_WORDS_SECONDS, self._sleep)
+            self._end(f"{said} ({waited:.0f} s)" if self._told is None else said, others)
 
-    def _others(self, seconds: float) -> str:
-        """Who holds the pipeline up: ranks that say nothing within `seconds`, else those that do not wait for anybody.
+    def _end(self, said: str, others: str = "") -> NoReturn:
+        if self._told is None:
+            end_process(1, f"error: {said}{others}")
+        name = signal.Signals(self._told).name
+        end_process(128 + self._told, f"error: {said} when it was told to end ({name}){others}")
 
-        Whatever the store does meanwhile, the answer is there soon after, and a signal still ends the process.
-        """
-        progress, deadline = self._progress, time.monotonic() + seconds
-        said: dict[int, str] = {}
-        asking = threading.Thread(target=_roll_call, args=(progress, deadline, said), daemon=True)
-        with suppress(Exception):  # no room for a thread
-            asking.start()
-        while asking.is_alive() and time.monotonic() < deadline + 1:
-            self._end_if_told(0.05)
-        if not said:
-            return ""
-        # The first process that ends breaks the others' connections, and that error would hide what they have to say.
-        self._end_if_told(_LAST_WORDS_SECONDS)
-        silent = [f"rank {rank} does not answer" for rank in progress.members if rank not in said]
-        busy = [sentence for sentence in [*said.values()] if " waited " not in sentence]
-        return "".join(f"; {each}" for each in silent or busy)
+    def _others(self) -> str:
+        """Who holds the pipeline up if a rank has called the roll; for the main thread, where a connection breaks."""
 
-    def _end_if_told(self, seconds: float) -> None:
-        """Sleep, and wake up for a signal that ends the process."""
+        def sleep(seconds: float) -> float:
+            time.sleep(seconds)  # the watchdog looks for signals meanwhile
+            return math.inf
+
+        return self._roll_call.ask(_patience(self._limit), sleep, join=True)
+
+    def _sleep(self, seconds: float) -> float:
+        """Sleep, and wake up for a signal that tells to end; returns for how long this process may then still live."""
         if self._signals is None:
             time.sleep(seconds)
-            return
+            return math.inf
         ready, _, _ = select.select([self._signals.reader], [], [], seconds)
         told = self._signals.ours.intersection(os.read(self._signals.reader, 64)) if ready else ()
-        for number in told:
-            name = signal.Signals(number).name
-            end_process(128 + number, f"error: {self._progress.sentence()} when it was told to end ({name})")
+        self._told = self._told or next(iter(told), None)
+        return math.inf if self._told is None else _TOLD_SECONDS
 
 
-def _roll_call(progress: Progress, deadline: float, said: dict[int, str]) -> None:
-    """Put into `said` what the ranks of the pipeline say until `deadline`.
+def _look(limit: float) -> float:
+    return min(limit / _LOOKS_A_LIMIT, _LONGEST_LOOK_SECONDS)
 
-    The ranks of a stalled pipeline come here within moments of each other and leave word in the launcher's store. It
-    has no password, so whatever lies there is text that anybody may have written.
-    """
-    with suppress(Exception):  # the store may have been in the process that is gone
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        limit = timedelta(seconds=max(deadline - time.monotonic(), 0.1))
-        store = dist.TCPStore(*address, is_master=False, timeout=limit)
-        # A launcher that starts the ranks again keeps the store.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        keys = {rank: f"megatron_vp/stalled/{attempt}/{progress.iteration}/{rank}" for rank in progress.members}
-        store.set(keys[progress.members[progress.rank]], progress.sentence())
-        while len(said) < len(keys) and time.monotonic() < deadline:
-            time.sleep(0.1)
-            for rank, key in keys.items():
-                if rank not in said and store.check([key]):
-                    said[rank] = printable(store.get(key)[:_LONGEST_WORD].decode(errors="replace"))
+
+def _patience(limit: float) -> float:
+    """Seconds that other ranks are given to answer."""
+    return min(max(limit / 5, 3.0), 20.0)
 
 
 def end_process(status: int, line: str | None = None) -> NoReturn:

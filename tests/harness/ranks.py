@@ -53,15 +53,24 @@ def run_ranks_to_their_end(
     *args: Any,
     timeout: float = 120,
     stopped: int | None = None,
+    told_after: float | None = None,
     **kwargs: Any,
 ) -> list[tuple[int | None, str]]:
     """As `run_ranks`, for ranks that are expected to fail: exit status (-N for signal N) and output of every rank.
 
-    The rank `stopped` is not waited for, and has no exit status. Raises RankError, with all outputs, where another rank
-    still lives after `timeout` seconds.
+    The rank `stopped` is not waited for, and has no exit status. `told_after` seconds after it has been stopped all
+    ranks get SIGTERM. Raises RankError, with all outputs, where another rank still lives after `timeout` seconds.
     """
     with _started(world_size, function, args, kwargs) as (processes, _, outputs):
         deadline = time.monotonic() + timeout
+        if told_after is not None:
+            assert stopped is not None
+            while not _is_stopped(processes[stopped].pid) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            time.sleep(told_after)
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGTERM)
         for rank, process in enumerate(processes):
             if rank != stopped:
                 process.join(max(0.0, deadline - time.monotonic()))
@@ -73,6 +82,12 @@ def run_ranks_to_their_end(
             (process.exitcode, output.read_text(errors="replace"))
             for process, output in zip(processes, outputs, strict=True)
         ]
+
+
+def _is_stopped(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 @contextmanager

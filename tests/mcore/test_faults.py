@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+from enum import Enum
+from itertools import product
 
 import pytest
 
@@ -28,6 +30,7 @@ from tests.mcore.faults import (
 )
 
 THREE = {"pipeline_model_parallel_size": 3, "num_layers": 3}
+FOUR = {"pipeline_model_parallel_size": 4, "num_layers": 8}
 WAITED = r"^error: rank {rank} (waited|was) .* microbatch \d+.*"
 
 
@@ -37,31 +40,52 @@ def _said(output, rank):
     return lines[-1]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("v-half", marks=pytest.mark.slow)])
-def test_when_a_rank_is_killed_the_others_say_where_they_waited(schedule):
-    arguments = few_steps(**THREE, pipeline_schedule=schedule)
-    ends = run_ranks_to_their_end(3, train_with_fault, arguments, Fault(die, 1, "F"))
-    assert [status for status, _ in ends] == [1, -signal.SIGKILL, 1]
-    for rank in (0, 2):
-        assert _said(ends[rank][1], rank) and "Traceback" not in ends[rank][1]
+class Loss(Enum):
+    """How the others lose a rank."""
+
+    KILLED = "killed"
+    STOPPED = "stopped"
+    TOLD = "stopped, all told to end"
+
+
+V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
+DEFAULT = {("v-half", False, Loss.KILLED), ("zb-v", False, Loss.TOLD)}
+LOST = [
+    *((3, {**THREE, "pipeline_schedule": "1f1b"}, 1, loss) for loss in (Loss.KILLED, Loss.STOPPED)),
+    pytest.param(4, {"tensor_model_parallel_size": 2}, 2, Loss.STOPPED, marks=pytest.mark.slow),
+    *(
+        pytest.param(
+            *(4, {**FOUR, "pipeline_schedule": schedule, "vocab_parallel": sharded}, 1, loss),
+            marks=() if (schedule, sharded, loss) in DEFAULT else pytest.mark.slow,
+        )
+        for schedule, sharded, loss in product(V_SHAPED, (True, False), Loss)
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stopped", "options"),
-    [
-        (3, 1, THREE),
-        pytest.param(2, 0, {"pipeline_schedule": "v-half"}, marks=pytest.mark.slow),
-        pytest.param(4, 2, {"tensor_model_parallel_size": 2}, marks=pytest.mark.slow),
-    ],
-    ids=["1f1b", "v-half", "tensor parallelism"],
+    ("ranks", "options", "lost", "loss"),
+    LOST,
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
-def test_a_stopped_rank_is_named_by_the_others(ranks, stopped, options):
-    fault = Fault(stop, stopped, "F", chunk=1 if "pipeline_schedule" in options else 0)
-    ends = run_ranks_to_their_end(ranks, train_with_fault, few_steps(**options), fault, stopped=stopped)
-    assert [status for status, _ in ends] == [None if rank == stopped else 1 for rank in range(ranks)]
-    lines = [_said(output, rank) for rank, (_, output) in enumerate(ends) if rank != stopped]
-    # The first to end may take the others' connections along before they have spoken for themselves.
-    assert any(line.endswith(f"s); rank {stopped} does not answer") for line in lines), lines
+def test_the_others_end_and_name_the_rank_that_is_lost(ranks, options, lost, loss):
+    """Also where the last stage, and with it messages for the loss function, is on rank 0."""
+    fault = Fault(die if loss is Loss.KILLED else stop, lost, "F")
+    ends = run_ranks_to_their_end(
+        *(ranks, train_with_fault, few_steps(**options), fault),
+        stopped=None if loss is Loss.KILLED else lost,
+        told_after=LIMIT / 2 if loss is Loss.TOLD else None,
+    )
+    others = [rank for rank in range(ranks) if rank != lost]
+    lines = [_said(ends[rank][1], rank) for rank in others]
+    assert not any("Traceback" in output for _, output in ends)
+    if loss is Loss.KILLED:
+        assert ends[lost][0] == -signal.SIGKILL and all(ends[rank][0] == 1 for rank in others)
+        assert any(f"from rank {lost}: " in line or "from all ranks: " in line for line in lines), lines
+        return
+    # Where this machine was slow, a rank's time was up before it was told to end.
+    assert all(ends[rank][0] in ((128 + signal.SIGTERM, 1) if loss is Loss.TOLD else (1,)) for rank in others)
+    assert all(line.endswith(f"; no word from rank {lost}") for line in lines), lines
 
 
 def test_a_rank_whose_data_hangs_says_so():

@@ -52,6 +52,7 @@ def wait_in_a_backend(
     store: tuple[str, int] | None = None,
     words: tuple[tuple[int, bytes], ...] = SPOKEN,
     child: str | None = None,
+    broken: str | None = None,
 ) -> None:
     """Stall in code that no signal interrupts, in the third iteration.
 
@@ -63,13 +64,14 @@ def wait_in_a_backend(
         store: an address in place of the launcher's.
         words: what lies in the store, by rank.
         child: a file for the number of a process that this rank starts.
+        broken: what raises an error: the `words` of what this rank waits for, or its `place`.
     """
     if store is not None:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = store[0], str(store[1])
     elif words:
         there = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
         for rank, said in words:
-            there.set(f"megatron_vp/stalled/0/3/{rank}", said)
+            there.set(f"megatron_vp/stalled/0/{rank}", said)
     if child is not None:
         multiprocessing.Process(target=_work_on, args=(Path(child),), daemon=True).start()
         while not Path(child).exists():
@@ -80,7 +82,11 @@ def wait_in_a_backend(
     progress.iteration = 3
     progress.at(WAIT)
     progress.mark(WAIT, AskedByTheMainThread())
+    if broken == "words":
+        progress.behind = Wait(object())
     Watchdog(progress, 100, limit).start()
+    if broken == "place":
+        progress.place = lambda: {}["place"]
     break_stderr(stderr)
     if told:
         threading.Timer(0.5, os.kill, (os.getpid(), told)).start()
@@ -137,14 +143,27 @@ def test_a_signal_that_it_was_started_to_ignore_stays_ignored():
 
 def test_it_ends_although_the_store_does_not_answer(black_hole):
     [(ended, output)] = run_ranks_to_their_end(1, wait_in_a_backend, 0.5, store=black_hole, timeout=30)
-    assert ended == 1 and re.fullmatch(rf"{WAITED} \(\d s\)", output.strip())
+    assert ended == 1 and re.fullmatch(rf"{WAITED} \(\d s\); no word from ranks 4 and 6", output.strip())
 
 
 def test_sigterm_is_answered_while_the_store_does_not_answer(black_hole):
     started = time.monotonic()
     ends = run_ranks_to_their_end(1, wait_in_a_backend, 0.1, told=signal.SIGTERM, store=black_hole, timeout=30)
-    assert ends == [(143, f"{WAITED}{TOLD.format('SIGTERM')}\n")]
-    assert time.monotonic() - started < 3, "the roll call takes that long"
+    assert ends == [(143, f"{WAITED}{TOLD.format('SIGTERM')}; no word from ranks 4 and 6\n")]
+    assert time.monotonic() - started < 5, "the store is given longer than that"
+
+
+@pytest.mark.parametrize(("limit", "told", "status"), [(0.5, None, 1), (100, signal.SIGTERM, 143)])
+def test_it_ends_although_it_cannot_say_where_it_is(limit, told, status):
+    [(ended, output)] = run_ranks_to_their_end(1, wait_in_a_backend, limit, told, broken="words", timeout=30)
+    assert ended == status
+    assert re.match(r"error: rank 5 cannot say where it was \(AttributeError: .* no attribute 'words'\)", output)
+
+
+def test_it_ends_with_its_watchdog():
+    [(ended, output)] = run_ranks_to_their_end(1, wait_in_a_backend, 100, broken="place", timeout=30)
+    assert ended == 1
+    assert re.fullmatch(r"error: rank 5 .*, and its watchdog failed \(KeyError: 'place'\)\n", output)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +186,7 @@ def test_what_a_stranger_left_is_one_line(left, said):
 
 def test_one_broken_word_hides_no_silent_rank():
     [(ended, output)] = run_ranks_to_their_end(1, wait_in_a_backend, 0.5, words=((4, b"\xff"),), timeout=30)
-    assert ended == 1 and output.strip().endswith("; rank 6 does not answer")
+    assert ended == 1 and output.strip().endswith("; no word from rank 6")
 
 
 @pytest.mark.parametrize("stderr", [None, "full"])

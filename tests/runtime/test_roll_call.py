@@ -1,0 +1,118 @@
+"""Ranks of a stalled pipeline hear each other whichever gives up first, and name those that hold the others up."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from torch.distributed import TCPStore
+
+from megatron_vp.errors import PeerLost
+from megatron_vp.runtime import watchdog
+from megatron_vp.runtime.progress import Progress
+from megatron_vp.schedule.instructions import Channel, Instruction, Load, Message, Wait
+from tests.harness.ranks import run_ranks_to_their_end
+
+LATE = 60.0
+"""A limit that no rank reaches."""
+ACTIVATION = Wait(Message(Channel.ACTIVATION, 2, 0, 1, 0, 1))
+GRADIENT = Wait(Message(Channel.GRADIENT, 1, 2, 1, 2, 1))
+READS = "rank 0 was reading the data of microbatch 2"
+LOST = "error: rank 2 waited for B of microbatch 1 from rank 2: Connection closed by peer"
+Place = Instruction | str | None
+
+
+def stall(
+    rank: int,
+    world: int,
+    limits: tuple[float, ...],
+    places: tuple[Place, ...],
+    lost: str | None = None,
+    told: float | None = None,
+) -> None:
+    """Stand still at a place.
+
+    Args:
+        limits: of the ranks' watchdogs.
+        places: instructions; None: outside a schedule; "moving": from one to the next; "stopped": the process is.
+        lost: what breaks the connections of rank 2: "at once", or that a rank has "called" the roll.
+        told: seconds after which all ranks are told to end.
+    """
+    watchdog._LONGEST_LOOK_SECONDS = 0.2
+    store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    store.add("started", 1)
+    while store.add("started", 0) < world:
+        time.sleep(0.02)
+    progress, place, began = Progress(tuple(range(world)), rank), places[rank], time.monotonic()
+    watchdog.Watchdog(progress, limits[rank], limits[rank]).start()
+    try:
+        with progress.schedule():
+            progress.at(place)
+            while True:
+                time.sleep(0.02)
+                if place == "stopped":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if place == "moving":
+                    progress.at(Load(int(50 * time.monotonic())))
+                if rank == 2 and (lost == "at once" or (lost and store.check(["megatron_vp/stalled/0/called/0"]))):
+                    raise RuntimeError("[/gloo/pair.cc:5] Connection closed by peer")
+                if told is not None and time.monotonic() - began > told:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    told = None
+    except PeerLost as error:
+        print(f"error: {error}", flush=True)
+        os._exit(1)
+
+
+def ends(limits: tuple[float, ...], places: tuple[Place, ...], left: int | None = None, **options: object) -> list:
+    """Exit status and output of every rank; rank `left` is not waited for."""
+    return run_ranks_to_their_end(len(places), stall, limits, places, stopped=left, timeout=100, **options)
+
+
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)])
+def test_whoever_gives_up_first_the_cause_is_named(first):
+    """The others' time comes while the first one is asking, or when it is gone."""
+    limits = tuple(1.0 if rank == first else 4.0 for rank in range(3))
+    results = ends(limits, (Load(2), ACTIVATION, GRADIENT))
+    assert re.fullmatch(rf"error: {READS} \(\d s\)\n", results[0][1])
+    for status, output in results[1:]:
+        assert status == 1 and re.fullmatch(rf"error: rank \d waited .* \(\d s\); {READS}\n", output)
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        (Load(2), READS),
+        pytest.param(None, "rank 0 was outside the pipeline schedule", marks=pytest.mark.slow),
+        pytest.param("stopped", "no word from rank 0", marks=pytest.mark.slow),
+        pytest.param("moving", "no word from rank 0", marks=pytest.mark.slow),
+    ],
+    ids=["reading data", "outside", "stopped", "moving"],
+)
+def test_a_rank_that_stands_still_answers_long_before_its_own_limit(place, said):
+    """A rank that gets on does not look whether anybody asks."""
+    for status, output in ends((LATE, 1.0, 1.0), (place, ACTIVATION, GRADIENT), left=0)[1:]:
+        assert status == 1 and output.endswith(f"s); {said}\n")
+
+
+@pytest.mark.parametrize(("lost", "others"), [("called", f"; {READS}"), ("at once", "")])
+def test_a_rank_that_loses_its_connection_names_the_cause_if_another_has_given_up(lost, others):
+    limits = (LATE, 1.0 if others else LATE, LATE)
+    results = ends(
+        limits, (Load(2), ACTIVATION, GRADIENT), lost=lost, left=0 if others else None, told=None if others else 4
+    )
+    assert results[2] == (1, f"{LOST}{others}\n")
+
+
+@pytest.mark.parametrize(
+    ("limit", "told", "others"),
+    [(16.0, 6, "; no word from rank 0"), (LATE, 1, "")],
+    ids=["stalled", "in the middle of its work"],
+)
+def test_a_rank_that_is_told_to_end_asks_the_others_if_it_has_waited_for_long(limit, told, others):
+    for status, output in ends((limit,) * 3, ("stopped", ACTIVATION, GRADIENT), left=0, told=told)[1:]:
+        assert status == 143
+        assert re.fullmatch(rf"error: rank \d waited .* when it was told to end \(SIGTERM\){others}\n", output)
