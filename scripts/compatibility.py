@@ -124,11 +124,13 @@ def not_yet() -> str:
 
 
 def patched() -> str:
-    """Every group of patches: for which runs, when, and which symbols."""
-    lines = ["| group | applies | applied | symbols |", "|---|---|---|---|"]
+    """Every group of patches: for which runs, when, which symbols, and what happens without them."""
+    lines = ["| group | applies | applied | symbols | essential | without it |", "|---|---|---|---|---|---|"]
     for group in GROUPS:
-        symbols = dict.fromkeys(_symbol(patch.target) for patch in patches_of(group.name))
-        lines.append(f"| {group.name} | {typed(group.applies.sentence)} | {group.stage.value} | {', '.join(symbols)} |")
+        symbols = ", ".join(dict.fromkeys(_symbol(patch.target) for patch in patches_of(group.name)))
+        essential = "yes" if group.essential else "no"
+        cells = (typed(group.applies.sentence), group.stage.value, symbols, essential, typed(group.without))
+        lines.append(f"| {group.name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -39,17 +39,20 @@ def register(app: typer.Typer) -> None:
         except UserError as error:
             typer.echo(str(error))
             supported = False
-        series = patches.present_series()
         problems: list[patches.Problem] = []
+        left_out = []
         for group in patch_table.GROUPS:
-            found = patch_table.check([group])
-            declared = group.for_series(series)
+            declared, found = patch_table.examine(group)
             problems += found
+            if found and not group.essential:
+                left_out.append(group.name)
             if supported and not found and not dry_run:
                 with patches.patched(declared):
                     pass
             unfit = {problem.target for problem in found}
+            need = "essential" if group.essential else "left out where it does not fit"
             typer.echo(f"{group.name}: {group.applies.sentence}; applied {group.stage.value}")
+            typer.echo(f"  {need}; without it, {group.without}")
             for patch in declared:
                 typer.echo(f"  {'DOES NOT FIT' if patch.target in unfit else 'fits'}  {patch.target}  ({patch.reason})")
             if not declared and not found:
@@ -64,6 +67,8 @@ def register(app: typer.Typer) -> None:
         typer.echo(f"arguments that are read: {f'{len(found)} are missing' if found else 'all exist'}")
         for problem in problems:
             typer.echo(str(problem))
+        if supported and left_out:
+            typer.echo(f"runs leave out: {', '.join(left_out)}")
         verdict = f"{len(problems)} do not fit" if problems else "all patches fit"
         status = "tested" if supported else "not supported, and no run will start; tested"
         typer.echo(f"{verdict} megatron-core {version} ({status}: {', '.join(patches.TESTED_VERSIONS)})")

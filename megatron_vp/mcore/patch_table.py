@@ -73,12 +73,18 @@ class PatchGroup:
     patches: `module:attribute` of a tuple of patches.
     applies: the runs that need them.
     stage: when in the start they are applied.
+    without: what would happen without them.
+    essential: whether a Megatron that they do not fit can run nothing that selects them. True where a run without them
+        would compute something else than it was asked for, hang, or risk its checkpoints. Where it loses a convenience,
+        or ends with an error of Megatron's, they are left out with a line.
     """
 
     name: str
     patches: str
     applies: Condition
     stage: Stage
+    without: str
+    essential: bool = True
 
     def for_series(self, series: str) -> tuple[Patch, ...]:
         """The patches for a release series; imports the module that declares them, and with it parts of Megatron."""
@@ -94,36 +100,52 @@ GROUPS = (
         "megatron_vp.mcore.platform.cpu:WHEEL_PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
+        "Megatron compiles its index helpers at every start, and ends the job where it cannot",
+        essential=False,
     ),
     PatchGroup(
         "torch norms",
         "megatron_vp.mcore.platform.without_transformer_engine:NORM_PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
+        "Megatron ends a job of local layers with --sequence-parallel",
+        essential=False,
     ),
     PatchGroup(
         "arguments",
         "megatron_vp.mcore.options.arguments:PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
+        "a run would have none of our options, and what cannot work would be tried",
     ),
     PatchGroup(
         "checkpoint files",
         "megatron_vp.mcore.storage.checkpoint_files:PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
+        "checkpoints could hold the optimizer's state wrong, and two runs overwrite each other's",
     ),
     PatchGroup(
         "same job",
         "megatron_vp.mcore.start.same_job:PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
+        "ranks with other settings would hang the job or spoil the model in silence",
     ),
     PatchGroup(
         "no transformer engine",
         "megatron_vp.mcore.platform.without_transformer_engine:PATCHES",
         Condition("where Transformer Engine is not installed", lambda run: not run.machine.engine),
         Stage.BEFORE_PARSING,
+        "Adam would count a step for every parameter, and checkpoints would not load",
+    ),
+    PatchGroup(
+        "warm-up",
+        "megatron_vp.mcore.platform.without_transformer_engine:WARM_UP_PATCHES",
+        Condition("where Transformer Engine is not installed", lambda run: not run.machine.engine),
+        Stage.BEFORE_PARSING,
+        "a start on a GPU compiles for minutes what no layer uses",
+        essential=False,
     ),
     PatchGroup(
         "no fused accumulation",
@@ -133,24 +155,29 @@ GROUPS = (
             lambda run: not run.machine.apex_accumulation,
         ),
         Stage.BEFORE_PARSING,
+        "Megatron ends a job with gradient accumulation fusion, its default on a GPU",
+        essential=False,
     ),
     PatchGroup(
         "cpu platform",
         "megatron_vp.mcore.platform.cpu:PATCHES",
         Condition("only where no CUDA device is used", lambda run: run.cpu),
         Stage.BEFORE_PARSING,
+        "a run would ask for CUDA, and compute norms of gradients wrong",
     ),
     PatchGroup(
         "replay",
         "megatron_vp.mcore.replay.one_rank:PATCHES",
         Condition("only in a replay, with --fake-process-group", lambda run: run.args.fake_process_group),
         Stage.BEFORE_PARSING,
+        "the rank would compute with what its memory happened to hold, and wait for peers",
     ),
     PatchGroup(
         "shapes only",
         "megatron_vp.mcore.replay.shapes_only:PATCHES",
         Condition("only in a replay with --shapes-only", lambda run: run.shapes_only),
         Stage.BEFORE_PARSING,
+        "a replay would ask tensors without contents for random states",
     ),
     PatchGroup(
         "shapes of Transformer Engine",
@@ -160,6 +187,7 @@ GROUPS = (
             lambda run: run.counts_engine,
         ),
         Stage.BEFORE_PARSING,
+        "a replay would count memory that compiled kernels do not take",
     ),
     PatchGroup(
         "curves",
@@ -169,6 +197,8 @@ GROUPS = (
             lambda run: run.args.tensorboard_dir and run.args.rank == run.args.world_size - 1,
         ),
         Stage.AFTER_VALIDATION,
+        "a full disk behind --tensorboard-dir ends training",
+        essential=False,
     ),
     PatchGroup(
         "parameter groups",
@@ -178,6 +208,8 @@ GROUPS = (
             lambda run: run.args.override_opt_param_scheduler or run.args.use_checkpoint_opt_param_scheduler,
         ),
         Stage.AFTER_VALIDATION,
+        "a checkpoint of other learning rates does not load, and Megatron ends the job",
+        essential=False,
     ),
     PatchGroup(
         "chunk data",
@@ -187,6 +219,7 @@ GROUPS = (
             lambda run: run.args.iterations_to_skip or run.args.multiple_validation_sets,
         ),
         Stage.AFTER_VALIDATION,
+        "ranks with several chunks would evaluate on the wrong data",
     ),
     PatchGroup(
         "heterogeneous layers",
@@ -196,18 +229,29 @@ GROUPS = (
             lambda run: run.args.heterogeneous_layers_config_path or run.args.heterogeneous_layers_config_encoded_json,
         ),
         Stage.AFTER_VALIDATION,
+        "ranks with several chunks could build other layers than theirs",
     ),
     PatchGroup(
         "flash attention",
         "megatron_vp.mcore.model.attention:PATCHES",
         Condition("only with --core-attention sdpa", lambda run: run.args.core_attention == "sdpa"),
         Stage.AFTER_VALIDATION,
+        "a run would have other attention than it was asked for",
     ),
     PatchGroup(
         "vocabulary parallelism",
         "megatron_vp.mcore.training.vocab_patches:PATCHES",
         Condition("only with --vocab-parallel", lambda run: run.args.vocab_parallel),
         Stage.AFTER_VALIDATION,
+        "shards would be compared as if they were copies, and further predictions fail",
+    ),
+    PatchGroup(
+        "memory estimate",
+        "megatron_vp.mcore.training.vocab_patches:ESTIMATE_PATCHES",
+        Condition("only with --vocab-parallel", lambda run: run.args.vocab_parallel),
+        Stage.AFTER_VALIDATION,
+        "Megatron logs an estimate of memory that has whole vocabulary layers",
+        essential=False,
     ),
     PatchGroup(
         "pipeline schedule",
@@ -217,12 +261,14 @@ GROUPS = (
             lambda run: replaces_schedule(run.args),
         ),
         Stage.AFTER_VALIDATION,
+        "a run would have another schedule and whole vocabulary layers",
     ),
     PatchGroup(
         "split backward",
         "megatron_vp.mcore.model.split_backward:PATCHES",
         Condition("only with a --pipeline-schedule that has W passes", lambda run: splits_backward(run.args)),
         Stage.AFTER_VALIDATION,
+        "backwards would not be split, and W passes add nothing",
     ),
     PatchGroup(
         "delayed weight gradients",
@@ -234,6 +280,7 @@ GROUPS = (
             ),
         ),
         Stage.AFTER_VALIDATION,
+        "backwards would not be split, and W passes add nothing",
     ),
     PatchGroup(
         "chunk placement",
@@ -243,6 +290,7 @@ GROUPS = (
             lambda run: places_chunks(run.args),
         ),
         Stage.AFTER_VALIDATION,
+        "layers would run in another order than the model's",
     ),
     PatchGroup(
         "rank report",
@@ -252,6 +300,8 @@ GROUPS = (
             lambda run: run.args.rank_report is not None and not replaces_schedule(run.args),
         ),
         Stage.AFTER_VALIDATION,
+        "--rank-report writes nothing",
+        essential=False,
     ),
 )
 
@@ -266,27 +316,45 @@ def selected(run: Run, stage: Stage | None = None) -> tuple[PatchGroup, ...]:
     return tuple(group for group in GROUPS if stage in (None, group.stage) and group.applies.holds(run))
 
 
-def check(groups: Iterable[PatchGroup]) -> list[Problem]:
-    """Everything that keeps these groups from being applied to the Megatron that is here; empty if they all fit."""
-    series = patches.present_series()
-    return [problem for group in groups for problem in patches.check(group.for_series(series))]
+def examine(group: PatchGroup) -> tuple[tuple[Patch, ...], list[Problem]]:
+    """A group's patches for the Megatron that is here, and everything that keeps them from being applied."""
+    try:
+        declared = group.for_series(patches.present_series())
+    except ImportError as error:
+        module = group.patches.partition(":")[0]
+        return (), [Problem(f"the patch group '{group.name}'", f"what {module} imports", f"nothing ({error})")]
+    return declared, patches.check(declared)
 
 
 def require_fit(run: Run) -> None:
-    """Check all groups that a run selects, of every stage. Raises UserError for the first that does not fit."""
-    _require_fit(selected(run))
+    """Check all groups that a run selects, of every stage. Raises UserError if an essential one does not fit."""
+    _fitting(selected(run))
 
 
 def apply(stage: Stage, run: Run) -> None:
-    """Apply what a run selects of one stage: all of it or, raising UserError, nothing."""
-    groups = selected(run, stage)
-    _require_fit(groups)
-    series = patches.present_series()
-    patches.apply([patch for group in groups for patch in group.for_series(series)])
+    """Apply what a run selects of one stage: all of it or, raising UserError, nothing.
+
+    Groups that are not essential and do not fit are left out, each with a line on the rank that writes the log.
+    """
+    declared, left_out = _fitting(selected(run, stage))
+    if left_out and (run.args.fake_process_group or run.args.rank == run.args.world_size - 1):
+        print(*(f"megatron_vp: {line}" for line in left_out), sep="\n", flush=True)
+    patches.apply(declared)
 
 
-def _require_fit(groups: Iterable[PatchGroup]) -> None:
-    problems = check(groups)
+def _fitting(groups: Iterable[PatchGroup]) -> tuple[list[Patch], list[str]]:
+    """The patches of the groups that fit, and a line for every other. Raises UserError for an essential one."""
+    fitting: list[Patch] = []
+    left_out, problems = [], []
+    for group in groups:
+        declared, found = examine(group)
+        if not found:
+            fitting += declared
+        elif group.essential:
+            problems += found
+        else:
+            left_out.append(f"left out '{group.name}': {found[0]}; without it, {group.without}")
     if problems:
         more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise UserError(f"{problems[0]}{more}; none of these patches was applied, see `megatron-vp patches`")
+    return fitting, left_out

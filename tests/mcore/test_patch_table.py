@@ -5,6 +5,7 @@ import contextlib
 import io
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from megatron_vp.mcore.platform.installed import Installed
 from tests.harness import run_ranks
 
 ENGINE = Installed(engine="2.17.1", apex=True, apex_accumulation=True)
+WITHOUT_PACKAGES = {"no transformer engine", "warm-up", "no fused accumulation"}
+SHARDS = {"vocabulary parallelism", "memory estimate", "pipeline schedule"}
 ALL_RUNS = {group.name for group in patch_table.GROUPS if group.applies is ALWAYS}
 
 
@@ -32,9 +35,9 @@ def one_of_two_ranks(monkeypatch):
     ("words", "here", "chosen"),
     [
         ("", {}, set()),
-        ("", {"cpu": True, "machine": Installed()}, {"cpu platform", "no transformer engine", "no fused accumulation"}),
+        ("", {"cpu": True, "machine": Installed()}, {"cpu platform", *WITHOUT_PACKAGES}),
         ("--fake-process-group", {"shapes_only": True}, {"replay", "shapes only"}),
-        ("--vocab-parallel", {}, {"vocabulary parallelism", "pipeline schedule"}),
+        ("--vocab-parallel", {}, SHARDS),
         ("--pipeline-schedule interleaved", {}, {"pipeline schedule"}),
         ("--pipeline-schedule zb-h1 --transformer-impl local", {}, {"pipeline schedule", "split backward"}),
         (
@@ -48,13 +51,10 @@ def one_of_two_ranks(monkeypatch):
         (
             "--pipeline-schedule zb-h1",
             {"cpu": True, "machine": Installed()},  # a run on CPU does without Transformer Engine
-            {
-                *("pipeline schedule", "split backward", "cpu platform"),
-                *("no transformer engine", "no fused accumulation"),
-            },
+            {"pipeline schedule", "split backward", "cpu platform", *WITHOUT_PACKAGES},
         ),
         ("--rank-report there", {}, {"rank report"}),
-        ("--rank-report there --vocab-parallel", {}, {"vocabulary parallelism", "pipeline schedule"}),
+        ("--rank-report there --vocab-parallel", {}, SHARDS),
         ("--tensorboard-dir there", {}, {"curves"}),
         ("--override-opt_param-scheduler", {}, {"parameter groups"}),
         ("--use-checkpoint-opt-param-scheduler", {}, {"parameter groups"}),
@@ -143,7 +143,7 @@ def of_series(monkeypatch, series, *groups):
     ],
 )
 def test_a_release_series_has_its_own_variant_of_a_patch(library, monkeypatch, series, first, found):
-    of_series(monkeypatch, series, PatchGroup("variants", "library:BY_SERIES", ALWAYS, Stage.AFTER_VALIDATION))
+    of_series(monkeypatch, series, PatchGroup("variants", "library:BY_SERIES", ALWAYS, Stage.AFTER_VALIDATION, "harm"))
     library.first = first
     given = ["a", "more"][: first.__code__.co_argcount]
     run = Run(argparse.Namespace(), ENGINE)
@@ -153,11 +153,11 @@ def test_a_release_series_has_its_own_variant_of_a_patch(library, monkeypatch, s
     for _ in range(2):  # the second time they are in force already
         patch_table.apply(Stage.AFTER_VALIDATION, run)
         assert (library.first(*given), library.second("b")) == found
-        assert patch_table.check(patch_table.GROUPS) == []
+        assert patch_table.examine(patch_table.GROUPS[0])[1] == []
 
 
 def test_a_variant_is_compared_in_its_own_series_alone(library, monkeypatch):
-    of_series(monkeypatch, "9.2", PatchGroup("variants", "library:BY_SERIES", ALWAYS, Stage.AFTER_VALIDATION))
+    of_series(monkeypatch, "9.2", PatchGroup("variants", "library:BY_SERIES", ALWAYS, Stage.AFTER_VALIDATION, "harm"))
     run = Run(argparse.Namespace(), ENGINE)
     for start in (patch_table.require_fit, lambda run: patch_table.apply(Stage.AFTER_VALIDATION, run)):
         with pytest.raises(UserError, match=r"library:first does not fit: expected \(a, more\), found \(a\)"):
@@ -167,16 +167,75 @@ def test_a_variant_is_compared_in_its_own_series_alone(library, monkeypatch):
 
 def test_a_group_that_a_run_does_not_select_is_not_checked(library, monkeypatch):
     broken = PatchGroup(
-        "broken", "library:OLD", Condition("with --core-attention sdpa", lambda run: False), Stage.BEFORE_PARSING
+        "broken",
+        "library:OLD",
+        Condition("with --core-attention sdpa", lambda run: False),
+        Stage.BEFORE_PARSING,
+        "harm",
     )
     monkeypatch.setattr(patch_table, "GROUPS", (broken,))
     del library.first
     run = Run(argparse.Namespace(), ENGINE)
     patch_table.require_fit(run)
     patch_table.apply(Stage.BEFORE_PARSING, run)
-    monkeypatch.setattr(patch_table, "GROUPS", (PatchGroup("broken", "library:OLD", ALWAYS, Stage.BEFORE_PARSING),))
+    monkeypatch.setattr(patch_table, "GROUPS", (replace(broken, applies=ALWAYS),))
     with pytest.raises(UserError, match="library:first does not fit"):
         patch_table.require_fit(run)
+
+
+LAST = argparse.Namespace(fake_process_group=False, rank=3, world_size=4)
+FIRST = argparse.Namespace(fake_process_group=False, rank=0, world_size=4)
+ALONE = argparse.Namespace(fake_process_group=True, rank=0, world_size=4)
+
+
+@pytest.mark.parametrize(("args", "lines"), [(LAST, 1), (FIRST, 0), (ALONE, 1)])
+def test_a_group_that_is_not_essential_and_does_not_fit_is_left_out_with_one_line(
+    library, monkeypatch, capsys, args, lines
+):
+    library.UNFIT = (
+        Patch("library:first", lambda original: lambda a: "patched", "is fine", "(a)"),
+        Patch("library:second", lambda original: lambda b: "patched", "has changed", "(b, more)"),
+    )
+    groups = (
+        PatchGroup("curves", "library:UNFIT", ALWAYS, Stage.AFTER_VALIDATION, "nothing is drawn", essential=False),
+        PatchGroup("other", "library:OLD", ALWAYS, Stage.AFTER_VALIDATION, "harm"),
+    )
+    monkeypatch.setattr(patch_table, "GROUPS", groups)
+    run = Run(args, ENGINE)
+    patch_table.require_fit(run)
+    assert capsys.readouterr().out == ""
+    patch_table.apply(Stage.AFTER_VALIDATION, run)
+    assert (library.first("a"), library.second("b")) == ("old", "b")  # of the group left out, nothing is applied
+    line = (
+        "megatron_vp: left out 'curves': library:second does not fit: expected (b, more), found (b) (tested with "
+        "megatron-core 0.19.0, 0.19.2); without it, nothing is drawn\n"
+    )
+    assert capsys.readouterr().out == line * lines
+    # The same group ends the start where it is essential.
+    patches.undo(patches.in_force())
+    monkeypatch.setattr(patch_table, "GROUPS", (replace(groups[0], essential=True), groups[1]))
+    for start in (patch_table.require_fit, lambda run: patch_table.apply(Stage.AFTER_VALIDATION, run)):
+        with pytest.raises(UserError, match="library:second does not fit") as error:
+            start(run)
+        assert "\n" not in str(error.value)
+    assert patches.in_force() == () and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("place", ["no_such_module:PATCHES", "library_of_another_megatron:PATCHES"])
+@pytest.mark.parametrize("essential", [True, False])
+def test_a_module_that_imports_what_megatron_lacks_does_not_fit(monkeypatch, tmp_path, capsys, place, essential):
+    (tmp_path / "library_of_another_megatron.py").write_text("from megatron.core import no_such_name\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    group = PatchGroup("broken", place, ALWAYS, Stage.AFTER_VALIDATION, "nothing is drawn", essential=essential)
+    monkeypatch.setattr(patch_table, "GROUPS", (group,))
+    declared, (problem,) = patch_table.examine(group)
+    assert declared == () and str(problem).startswith("the patch group 'broken' does not fit: expected what ")
+    if essential:
+        with pytest.raises(UserError, match="no_such_"):
+            patch_table.require_fit(Run(LAST, ENGINE))
+    else:
+        patch_table.apply(Stage.AFTER_VALIDATION, Run(LAST, ENGINE))
+        assert capsys.readouterr().out.startswith("megatron_vp: left out 'broken': the patch group 'broken' does not")
 
 
 def test_delayed_weight_gradients_are_checked_at_the_start(monkeypatch):
@@ -191,18 +250,17 @@ def test_delayed_weight_gradients_are_checked_at_the_start(monkeypatch):
 
 UNFIT = {
     "checkpoint files": [],
-    "parameter groups": ["--override-opt-param-scheduler"],
     "flash attention": ["--core-attention", "sdpa"],
     "vocabulary parallelism": ["--vocab-parallel"],
     "pipeline schedule": ["--pipeline-schedule", "interleaved"],
     "split backward": ["--pipeline-schedule", "zb-h1"],
     "chunk placement": ["--pipeline-schedule", "zb-v"],
-    "rank report": ["--rank-report", "there"],
 }
-"""Groups of each stage, and the flags that select them on a CPU."""
+"""Essential groups of each stage, and the flags that select them on a CPU."""
 
 
-def test_groups_of_every_stage_are_tried():
+def test_essential_groups_of_every_stage_are_tried():
+    assert all(group.essential for group in patch_table.GROUPS if group.name in UNFIT)
     assert {group.stage for group in patch_table.GROUPS if group.name in UNFIT} == set(Stage)
 
 
@@ -240,6 +298,28 @@ def test_a_group_that_does_not_fit_stops_the_start_before_the_first_patch():
         if flags:  # nobody asked for it
             stopped, text, _, in_force = said[name, ()]
             assert stopped is None and in_force > 0 and text == "", (name, text)
+
+
+def start_without_the_wheel(_rank, _world_size):
+    """What a start prints, and what it leaves patched, where a group that is not essential does not fit."""
+    from unittest import mock
+
+    from megatron.core.datasets import utils
+
+    from megatron_vp.mcore.start import launch
+
+    output = io.StringIO()
+    with mock.patch.object(utils, "compile_helpers", lambda changed: None), mock.patch.object(sys, "argv", ["job.py"]):
+        with contextlib.redirect_stdout(output):
+            launch.prepare()
+        return output.getvalue(), [patch.target for patch in patches.in_force()]
+
+
+def test_a_start_leaves_out_what_it_can_do_without():
+    ((text, in_force),) = run_ranks(1, start_without_the_wheel)
+    assert text.count("\n") == 1 and text.startswith("megatron_vp: left out 'wheel': megatron.core.datasets.utils:")
+    assert "megatron.training.arguments:validate_args" in in_force
+    assert not any(target.endswith("compile_helpers") for target in in_force)
 
 
 def test_rooms_apply_patches_through_the_table_alone():

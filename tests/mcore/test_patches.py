@@ -138,11 +138,11 @@ def test_a_version_with_the_commit_of_a_surrounding_repository_is_the_same_versi
 
 def test_every_declared_patch_fits_the_installed_megatron_and_names_its_reason():
     declared = [patch for group in patch_table.GROUPS for patch in patch_table.patches_of(group.name)]
-    assert patch_table.check(patch_table.GROUPS) == []
+    assert [patch_table.examine(group)[1] for group in patch_table.GROUPS] == [[]] * len(patch_table.GROUPS)
     assert len({patch.target for patch in declared}) == len(declared)
     assert all(patch.reason and "\n" not in patch.reason for patch in declared)
     assert len({group.name for group in patch_table.GROUPS}) == len(patch_table.GROUPS)
-    assert all(group.applies.sentence for group in patch_table.GROUPS)
+    assert all(group.applies.sentence and group.without for group in patch_table.GROUPS)
 
 
 def invoke(*arguments):
@@ -162,6 +162,8 @@ def test_the_command_lists_everything_and_leaves_nothing_patched(arguments, monk
     assert applied == ([] if arguments else [patch_table.patches_of(group.name) for group in groups])
     for group in groups:
         assert f"{group.name}: {group.applies.sentence}; applied {group.stage.value}" in result.output
+        need = "essential" if group.essential else "left out where it does not fit"
+        assert f"  {need}; without it, {group.without}\n" in result.output
         for patch in patch_table.patches_of(group.name):
             assert patch.target in result.output and patch.reason in result.output
     for room in megatron_symbols.rooms():
@@ -225,6 +227,15 @@ def test_the_command_compares_an_unsupported_release_and_applies_nothing(monkeyp
     assert result.exit_code == 1 and "megatron-core 0.21.0 is not supported" in result.output
     assert "fits  megatron.training.arguments:validate_args" in result.output
     assert "megatron-core 0.21.0 (not supported, and no run will start; tested: 0.19.0, 0.19.2)" in result.output
+
+
+def test_the_command_says_what_runs_leave_out(monkeypatch):
+    from megatron.core.datasets import utils
+
+    monkeypatch.setattr(utils, "compile_helpers", lambda changed: None)
+    result = invoke("--dry-run")
+    assert result.exit_code == 1 and "DOES NOT FIT  megatron.core.datasets.utils:compile_helpers" in result.output
+    assert "runs leave out: wheel\n1 do not fit megatron-core" in result.output
 
 
 def start_with(_rank, _world_size, tamper):

@@ -29,6 +29,22 @@ def _replay(rank, world_size, flags, *, job_rank, ranks=None):
     return found
 
 
+def _replay_without_report(rank, world_size):
+    from unittest import mock
+
+    from megatron_vp.mcore.start import launch
+
+    with (
+        mock.patch.object(launch, "run_script", lambda script, arguments: None),
+        pytest.raises(UserError, match="the rank wrote no report"),
+    ):
+        _replay(rank, world_size, [], job_rank=0)
+
+
+def test_a_replay_whose_report_was_left_out_says_so():
+    run_ranks(1, _replay_without_report)
+
+
 # The rank of the job, its size, flags, its place in the pipeline, its microbatches, and the passes that it runs.
 SPLIT = {"IF", "F", "S", "T", "B", "W", "IB"}
 EVEN = ["--vocab-parallel", "--vocab-shards", "even"]

@@ -150,6 +150,9 @@ PATCHES = (
         "one step tensor shared by all parameters would count every parameter's update",
         "(self, state_dict)",
     ),
+)
+
+WARM_UP_PATCHES = (
     Patch(
         "megatron.training.initialize:_warmup_jit_function",
         _no_warm_up,

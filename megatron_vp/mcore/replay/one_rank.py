@@ -158,6 +158,8 @@ def run_alone(
         else:
             with mock.patch.object(choices, "replayed", job):
                 run_script(script, arguments)
+        if not report.exists():
+            raise UserError("the rank wrote no report, which holds a replay's figures: see `megatron-vp patches`")
         found = _read(next(report.iterdir()), sizes[0], timed=not shapes_only)
     if not shapes_only:
         return found

@@ -97,6 +97,10 @@ PATCHES: tuple[Patch, ...] = (
         "no rank holds the whole logits of a further head: its hits are counted from the softmax statistics",
         "(mtp_logits, mtp_labels, loss_mask, output_layer, runtime_gather_output, tp_group=None)",
     ),
+)
+"""Applied with --vocab-parallel."""
+
+ESTIMATE_PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.training.training:report_theoretical_memory",
         _theoretical_memory,
@@ -104,4 +108,3 @@ PATCHES: tuple[Patch, ...] = (
         "(args, num_microbatches=None, verbose=False)",
     ),
 )
-"""Applied with --vocab-parallel."""
