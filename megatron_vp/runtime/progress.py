@@ -27,6 +27,11 @@ _GLOO = re.compile("/gloo/|pair closure")
 _NCCL = re.compile(r"^(?=.*\bNCCL\b)(?=.*(fail|error|abort|timed out|timeout))", re.IGNORECASE)
 """A failed operation of PyTorch's newer NCCL backend, which raises plain RuntimeErrors for most of them. Other errors
 with the word, such as a dtype that NCCL does not know, are defects and keep their traceback."""
+_LOCAL = re.compile(r"\bNCCL\b.*\b(unhandled cuda error|invalid usage|invalid argument)\b")
+"""Results of NCCL whose cause is on this rank: no memory, another rank on the same device, an illegal access. The words
+are those of `ncclGetErrorString`, in the first line of both backends' errors."""
+_CAUSE = re.compile(r"^Last error:\n(.+)|^NCCL Last Error: (.+)", re.MULTILINE)
+"""What NCCL noticed last: the line after the older backend's heading, or the newer one's own line."""
 
 
 class _Finishing:
@@ -168,6 +173,8 @@ def lost_peer(error: Exception) -> str | None:
     first_line = said.partition("\n")[0]
     # gloo has no exception class of its own, and NCCL's newer backend uses one for time limits only.
     by_name = _GLOO.search(said) or (isinstance(error, RuntimeError) and _NCCL.search(first_line))
-    if not by_name and not isinstance(error, dist.DistError):
+    if _LOCAL.search(first_line) or not (by_name or isinstance(error, dist.DistError)):
         return None
-    return _POSITION.sub("", first_line).partition(". ")[0]
+    reason = _POSITION.sub("", first_line).partition(". ")[0].strip()
+    cause = _CAUSE.search(said)
+    return f"{reason} ({printable(cause[1] or cause[2])})" if cause else reason

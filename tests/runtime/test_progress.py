@@ -161,20 +161,46 @@ def test_a_wait_for_a_collective_names_it_and_whom_it_waits_for(kind):
     assert progress.sentence().endswith("to be received, and C0 of microbatch 2 from rank 6")
 
 
+OLDER = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, {result}, NCCL version 2.28.9"
+"""As ProcessGroupNCCL puts it; what NCCL noticed last follows, and with TORCH_SHOW_CPP_STACKTRACES a stack."""
+STACK = "Exception raised from checkForNCCLErrorsInternal at /pytorch/ProcessGroupNCCL.cpp:2 (most recent call first):"
+SYSTEM = "unhandled system error (run with NCCL_DEBUG=INFO for details)"
+INTERNAL = "internal error - please report this issue to the NCCL developers"
+REMOTE = "remote process exited or there was a network error"
+CUDA = "unhandled cuda error (run with NCCL_DEBUG=INFO for details)"
+USAGE = "invalid usage (run with NCCL_DEBUG=WARN for details)"
+ARGUMENT = "invalid argument (run with NCCL_DEBUG=WARN for details)"
+
+
+def older(result: str, meaning: str, cause: str) -> dist.DistBackendError:
+    return dist.DistBackendError(f"{OLDER.format(result=result)}\n{meaning}\nLast error:\n{cause}\n{STACK}\nframe #0")
+
+
+def newer(failed: str, result: str, cause: str) -> RuntimeError:
+    return RuntimeError(f"{failed}: {result} \nNCCL Last Error: {cause}")
+
+
+CLOSED = "socketProgress: Connection closed by remote peer node7<45123>"
 LOST = [
     (dist.DistBackendError("NCCL operation timed out"), "NCCL operation timed out"),
-    (
-        RuntimeError("NCCL Send failed: unhandled system error\nException raised from"),
-        "NCCL Send failed: unhandled system error",
-    ),
-    (RuntimeError("NCCL Async Error: remote process exited or there was a network error"), None),
-    (RuntimeError("Failed to initialize NCCL communicator: internal error"), None),
+    (newer("NCCL Send failed", SYSTEM, "Call to connect returned Connection refused"), None),
+    (newer("NCCL Async Error", REMOTE, CLOSED), f"NCCL Async Error: {REMOTE} ({CLOSED})"),
+    (newer("NCCL Recv failed", INTERNAL, ""), f"NCCL Recv failed: {INTERNAL}"),
+    (RuntimeError(f"NCCL Async Error: {REMOTE}"), None),
+    (RuntimeError(f"Failed to initialize NCCL communicator: {INTERNAL}"), None),
     (RuntimeError("NCCL communicator was aborted after a previous error"), None),
+    (RuntimeError("Watchdog caught collective operation timeout: NCCL operation timed out"), None),
     (
-        dist.DistBackendError(
-            "NCCL error in: /pytorch/NCCLUtils.cpp:133, remote process exited, NCCL version 2.27.3\nncclRemoteError"
-        ),
-        "NCCL error in: /pytorch/NCCLUtils.cpp:133, remote process exited, NCCL version 2.27.3",
+        older(REMOTE, "ncclRemoteError: A call failed possibly due to a network error or a remote process.", CLOSED),
+        f"{OLDER.format(result=REMOTE)} ({CLOSED})",
+    ),
+    (
+        older(SYSTEM, "ncclSystemError: System call (e.g. socket, malloc) failed.", "No space left on device"),
+        f"{OLDER.format(result=SYSTEM)} (No space left on device)",
+    ),
+    (
+        dist.DistBackendError("NCCL communicator was aborted on rank 1. Original reason for failure was: a time limit"),
+        "NCCL communicator was aborted on rank 1",
     ),
     (
         RuntimeError(
@@ -184,6 +210,21 @@ LOST = [
     ),
     (dist.DistNetworkError("The client socket has timed out. More"), "The client socket has timed out"),
 ]
+DUPLICATE = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device ac000"
+LOCAL = [
+    older(CUDA, "ncclUnhandledCudaError: Call to CUDA function failed.", "Cuda failure 2 'out of memory'"),
+    older(USAGE, "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.", DUPLICATE),
+    older(ARGUMENT, "ncclInvalidArgument: Invalid value for an argument.", "Broadcast : invalid root 5"),
+    newer("NCCL Send failed", CUDA, "Cuda failure 700 'an illegal memory access was encountered'"),
+    newer("NCCL Async Error", CUDA, "Cuda failure 2 'out of memory'"),
+    newer("NCCL GroupEnd failed", USAGE, DUPLICATE),
+    newer("NCCL Broadcast failed", ARGUMENT, ""),
+    RuntimeError(f"Failed to initialize NCCL communicator: {CUDA}"),
+    dist.DistBackendError(
+        f"NCCL communicator was aborted on rank 1. Original reason for failure was: NCCL error: {CUDA}"
+    ),
+]
+"""Errors of NCCL whose cause is on this rank."""
 DEFECTS = [
     RuntimeError("Unsupported tensor data type for NCCL"),
     RuntimeError("CUDA error: an illegal memory access was encountered\nNCCL may have failed"),
@@ -195,7 +236,18 @@ DEFECTS = [
 
 @pytest.mark.parametrize(("error", "said"), LOST, ids=lambda value: type(value).__name__)
 def test_a_lost_peer_is_known_by_the_error_of_the_backend(error, said):
-    assert lost_peer(error) == (said or str(error))
+    if said is None:
+        first, _, last = str(error).partition(" \nNCCL Last Error: ")
+        said = f"{first} ({last})" if last else first
+    assert lost_peer(error) == said
+
+
+@pytest.mark.parametrize("error", LOCAL, ids=lambda error: re.sub(r"\W+", "_", str(error))[-60:])
+def test_an_error_of_nccl_with_a_cause_on_this_rank_keeps_its_traceback(error):
+    assert lost_peer(error) is None
+    with pytest.raises(type(error)) as raised, Progress((0, 1), 1).schedule():
+        raise error
+    assert raised.value is error and raised.value.__notes__ == ["rank 1 was outside the pipeline schedule"]
 
 
 @pytest.mark.parametrize("error", DEFECTS, ids=str)
