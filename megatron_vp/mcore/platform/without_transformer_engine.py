@@ -150,6 +150,13 @@ PATCHES = (
         "one step tensor shared by all parameters would count every parameter's update",
         "(self, state_dict)",
     ),
+    Patch(
+        "megatron.core.transformer.multi_token_prediction:is_inference_column_parallel_linear",
+        lambda original: lambda module: False,
+        "a layer for further predictions asks for classes that Megatron has with Transformer Engine alone",
+        "(module)",
+        {"0.19": None},
+    ),
 )
 
 WARM_UP_PATCHES = (
