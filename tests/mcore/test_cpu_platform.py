@@ -119,7 +119,7 @@ def warmed_up(_rank, _world_size):
 
     from megatron_vp.mcore import patch_table, patches
 
-    with patches.patched(patch_table.patches_of("no transformer engine")):
+    with patches.patched(patch_table.patches_of("warm-up")):
         initialize.set_jit_fusion_options()
     with pytest.raises(AssertionError, match="not initialized"):  # it asks for the arguments first
         initialize.set_jit_fusion_options()
