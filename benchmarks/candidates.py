@@ -166,29 +166,35 @@ def ways(shape: Shape) -> dict[str, Way]:
     return found
 
 
-def parts(way: Way, name: str) -> dict[str, Callable[[], object]]:
-    """What is timed of a way, each part run once: whatever cannot compile has failed by then."""
+def parts(way: Way, name: str) -> tuple[dict[str, Callable[[], object]], dict[str, Callable[[], object]]]:
+    """What is timed of a way, each part run once: whatever cannot compile has failed by then; and what comes before.
+
+    T writes into E, and gets it as S has left it.
+    """
     kept_nv = way.s()
+    fresh_nv = kept_nv.clone()
     works: dict[str, Callable[[], object]] = {f"s {name}": way.s, f"t {name}": lambda: way.t(kept_nv)}
     for work in works.values():
         work()
-    return works
+    return works, {f"t {name}": lambda: kept_nv.copy_(fresh_nv)}
 
 
 def measure(shape: Shape, rounds: int, device: torch.device) -> dict[str, dict[str, object]]:
     """The ratios of every way, or why it has none."""
     works: dict[str, Callable[[], object]] = {"gemm of s": shape.s_gemm, "gemm of t": shape.t_gemm}
+    before: dict[str, Callable[[], object]] = {}
     results: dict[str, dict[str, object]] = {}
     for name, way in ways(shape).items():
         try:
             check(way)
-            works |= parts(way, name)
+            timed, prepared = parts(way, name)
+            works, before = works | timed, before | prepared
             results[name] = {}
         except Exception as error:
             traceback.print_exc()
             said = str(error).strip().partition("\n")[0]
             results[name] = {"error": f"{type(error).__name__}: {said}"}
-    times = medians(works, rounds, device)
+    times = medians(works, rounds, device, before)
     ours = times["s kernels"] + times["t kernels"] if "s kernels" in times else None
     for name, result in results.items():
         if result:

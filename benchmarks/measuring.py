@@ -22,6 +22,8 @@ CLEANING_BYTES = 2**28
 """Read after that, so that L2 holds lines that need not be written back: otherwise the first kernel that is timed pays
 for up to 50 MB of other writes."""
 
+SUSTAINED_SECONDS = 0.3
+
 HEAD_START_CYCLES = 4_000_000
 """The device then spins for about 2 ms, within which the host issues the call's kernels, as it is ahead in a run."""
 
@@ -49,19 +51,51 @@ def milliseconds(work: Callable[[], object], device: torch.device, *, dirty: boo
 
 
 def times(
-    works: dict[str, Callable[[], object]], rounds: int, device: torch.device, *, dirty: bool = False
+    works: dict[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    *,
+    dirty: bool = False,
+    before: dict[str, Callable[[], object]] | None = None,
 ) -> dict[str, list[float]]:
-    """Milliseconds of each in every round, in turns, after two rounds that warm up."""
+    """Milliseconds of each in every round, in turns, after two rounds that warm up.
+
+    `before` prepares some of them, for a work that changes its input, say. That is not in the times.
+    """
     found: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds + 2):
         for name, work in works.items():
+            if before and name in before:
+                before[name]()
             found[name].append(milliseconds(work, device, dirty=dirty))
     return {name: values[2:] for name, values in found.items()}
 
 
-def medians(works: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
+def sustained(work: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of a call among many that follow each other without a pause, for `SUSTAINED_SECONDS`.
+
+    At the clock that the device keeps up under load: after a pause, as in `milliseconds`, a single call may run at a
+    higher one. Inputs that fit L2 may still be there from the call before.
+    """
+    calls = max(3, int(1e3 * SUSTAINED_SECONDS / milliseconds(work, device)) if device.type == "cuda" else 3)
+
+    def many() -> None:
+        for _ in range(calls):
+            work()
+
+    for _ in range(2):  # the first loop brings the clock down
+        took = milliseconds(many, device)
+    return took / calls
+
+
+def medians(
+    works: dict[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    before: dict[str, Callable[[], object]] | None = None,
+) -> dict[str, float]:
     """Median milliseconds of each, in turns."""
-    return {name: statistics.median(values) for name, values in times(works, rounds, device).items()}
+    return {name: statistics.median(values) for name, values in times(works, rounds, device, before=before).items()}
 
 
 def spread(values: list[float]) -> tuple[float, float]:

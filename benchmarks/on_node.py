@@ -10,6 +10,7 @@ Steps, in this order; `losses` must run before those behind it, which start from
     blocking  three iterations with CUDA_LAUNCH_BLOCKING=1
     timers    three iterations with --timing-log-level 2
     tensor    two tensor ranks per stage with CUDA_DEVICE_MAX_CONNECTIONS=1, compared with plain Megatron
+    channels  1f1b with vocab-2 where a message between ranks may take one or two of NCCL's channels, not four
     start     how long jobs take to their first iteration, with each of PyTorch's NCCL backends
     memory    what the device holds outside PyTorch's allocator, per rank
 
@@ -41,6 +42,7 @@ OURS = {
     "1f1b vocab-2": ["--vocab-parallel"],
     "v-half vocab-1": ["--vocab-parallel", "--pipeline-schedule", "v-half", "--vocab-parallel-algorithm", "vocab-1"],
 }
+SCRIPT = ("pretrain_gpt_vp.py",)
 GIB = 2**30
 
 
@@ -89,6 +91,11 @@ class Run:
     memory: list[dict[str, int]] = field(default_factory=list)
     milliseconds: list[float] = field(default_factory=list)
 
+    @property
+    def median(self) -> float:
+        """Milliseconds of an iteration."""
+        return sorted(self.milliseconds)[len(self.milliseconds) // 2]
+
 
 class Node:
     """Runs the steps and writes down what they found."""
@@ -128,11 +135,13 @@ class Node:
                 status = None
         return status, time.monotonic() - start, log
 
-    def train(self, name: str, flags: list[str], limit: float = 90, **environment: str) -> Run:
+    def train(
+        self, name: str, flags: list[str], limit: float = 90, script: tuple[str, ...] = SCRIPT, **environment: str
+    ) -> Run:
         """A training job on all ranks."""
         reports = self.folder / f"{name.replace(' ', '_')}_ranks"
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        words += ["--nproc-per-node", str(self.machine.ranks), "pretrain_gpt_vp.py", *self.machine.model]
+        words += ["--nproc-per-node", str(self.machine.ranks), *script, *self.machine.model]
         if "--pipeline-model-parallel-size" not in flags:
             flags = [*flags, "--pipeline-model-parallel-size", str(self.machine.ranks)]
         begun = time.time()
@@ -188,13 +197,16 @@ class Node:
             runs.append(run)
             if self.ended(run):
                 self._compare(run, reference)
-                ours, theirs = (sorted(each.milliseconds)[len(each.milliseconds) // 2] for each in (run, reference))
-                self.say("figure", f"{name}: {ours:.1f} ms per iteration, plain Megatron {theirs:.1f} ms")
+                self.say(
+                    "figure", f"{name}: {run.median:.1f} ms per iteration, plain Megatron {reference.median:.1f} ms"
+                )
         return runs
 
-    def _from_weights(self, name: str, flags: list[str], more: list[str], **environment: str) -> Run:
+    def _from_weights(
+        self, name: str, flags: list[str], more: list[str], script: tuple[str, ...] = SCRIPT, **environment: str
+    ) -> Run:
         start = ["--load", str(self.folder / "weights"), "--finetune", "--no-load-optim", "--no-load-rng"]
-        return self.train(name, [*flags, *start, *more], **environment)
+        return self.train(name, [*flags, *start, *more], script=script, **environment)
 
     def _compare(self, run: Run, reference: Run) -> None:
         if run.losses.keys() != reference.losses.keys() or not run.losses:
@@ -233,6 +245,15 @@ class Node:
                 self._compare(runs[-1], reference)
         return runs
 
+    def _channels(self) -> list[Run]:
+        runs, flags = [], OURS["1f1b vocab-2"]
+        for channels in ("4", "2", "1"):  # in one step: times of iterations compare with those of the same minute
+            script = ("benchmarks/with_channels.py", channels, *SCRIPT)
+            runs.append(self._from_weights(f"channels {channels}", flags, ["--train-iters", "10"], script))
+            if self.ended(runs[-1]):
+                self.say("figure", f"{runs[-1].name} for a message: {runs[-1].median:.1f} ms per iteration")
+        return runs
+
     def _start(self) -> list[Run]:
         runs = []
         for name, flags in {"plain": [], **OURS}.items():
@@ -259,7 +280,7 @@ class Node:
         return found
 
 
-STEPS = ("env", "nccl", "losses", "blocking", "timers", "tensor", "start", "memory")
+STEPS = ("env", "nccl", "losses", "blocking", "timers", "tensor", "channels", "start", "memory")
 
 
 def main() -> None:

@@ -7,6 +7,10 @@ milliseconds belong to the machine.
 
     s_t_and_loss        our whole chain on one shard: S and T of vocab-2, the fold of C1's statistics, the losses, and
                         dX rescaled. Rivals (`rivals.py`) do as much, on a vocabulary of this shard's size
+    s_over_aim, t_over_aim
+                        over the aim: the GEMM, the bytes that the kernel next to it reads and writes at the speed of a
+                        copy, and 2.5 us for its launch, all on this device and in this process
+    sustained           the same of S, and S and T of vocab-2, over their GEMMs in a loop without pauses
     softmax_over_copy   time of S beyond its GEMM over a copy of as many bytes in the same process, which is its roof
     t_dirty             T with an L2 full of lines that must be written back first
     error               of dX and dW, by norm, against fp64 on a part of the tokens
@@ -27,9 +31,10 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from measuring import add_sizes, copy_bandwidth, device_state, sizes, spread, times, write
+from measuring import add_sizes, copy_bandwidth, device_state, sizes, spread, sustained, times, write
 from rivals import rivals, versions
 
+from megatron_vp.cost.times.vocab_kernels import LAUNCH
 from megatron_vp.vocab import output
 from megatron_vp.vocab.loss import CROSS_ENTROPY
 from megatron_vp.vocab.operations import EagerOperations
@@ -69,6 +74,11 @@ class Shape:
         total_3n = torch.empty_like(statistics_3n)
         output.operations_for(total_3n).fold_(total_3n, statistics_3n.repeat(shards, 1, 1))
         self.total = GlobalStatistics(*total_3n)
+        self._exp_nv = self.pending.exp_nv.clone()
+
+    def restore_exp(self) -> None:
+        """E as S has left it. T writes into it: in fp16 it scales the rows that have a target here, every time."""
+        self.pending.exp_nv.copy_(self._exp_nv)
 
     def s(self) -> PendingOutput:
         """S of vocab-1."""
@@ -93,6 +103,11 @@ class Shape:
     def t_gemm(self) -> None:
         """The GEMM of T alone, into fp32 where the device can."""
         output.operations_for(self.x_nh).add_product_(self.layer.weight.main_grad, self.pending.exp_nv, self.x_nh)
+
+    def s_and_t_gemms(self) -> None:
+        """The GEMMs of S and T alone."""
+        self.s_of_vocab_2_gemms()
+        self.t_gemm()
 
     def eager_s_and_t(self) -> None:
         """S and T of vocab-2 on plain PyTorch operations."""
@@ -193,11 +208,17 @@ def measure(shape: Shape, usable: list[str], rounds: int, device: torch.device) 
                 failed[name] = said(error)
             else:
                 works[name] = work
-    taken = times(works, rounds, device)
-    taken["t_dirty"] = times({"t": shape.t}, rounds, device, dirty=True)["t"]
+    fresh = {"t": shape.restore_exp}
+    taken = times(works, rounds, device, before=fresh)
+    taken["t_dirty"] = times({"t": shape.t}, rounds, device, dirty=True, before=fresh)["t"]
     middle = {name: statistics.median(values) for name, values in taken.items()}
     logits = shape.pending.exp_nv.nbytes
     bandwidth = copy_bandwidth(logits, device)
+    aims = {
+        part: middle[f"{part}_gemm"] + 1e3 * (2 * moved / bandwidth + LAUNCH)
+        for part, moved in (("s", logits), ("t", shape.x_nh.nbytes))
+    }
+    loop = {name: sustained(getattr(shape, name), device) for name in ("s_gemm", "s", "s_and_t_gemms", "s_and_t")}
     flops = 2e-9 * shape.x_nh.numel() * len(shape.layer.weight)
     whole = middle["s_t_and_loss"]
     on_gpu = device.type == "cuda"
@@ -210,6 +231,14 @@ def measure(shape: Shape, usable: list[str], rounds: int, device: torch.device) 
         "s_over_gemm": middle["s"] / middle["s_gemm"],
         "s_of_vocab_2_over_gemms": middle["s_of_vocab_2"] / middle["s_of_vocab_2_gemms"],
         "t_over_gemm": middle["t"] / middle["t_gemm"],
+        "s_over_aim": middle["s"] / aims["s"],
+        "t_over_aim": middle["t"] / aims["t"],
+        "sustained": {
+            "gemm_tflops": flops / loop["s_gemm"],
+            "s_over_gemm": loop["s"] / loop["s_gemm"],
+            "s_and_t_over_gemms": loop["s_and_t"] / loop["s_and_t_gemms"],
+            "milliseconds": loop,
+        },
         "t_dirty_over_gemm": middle["t_dirty"] / middle["t_gemm"],
         "softmax_over_copy": (middle["s"] - middle["s_gemm"]) / (2e3 * logits / bandwidth),
         "copy_bytes_per_second": bandwidth,

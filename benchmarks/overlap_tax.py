@@ -1,13 +1,20 @@
-"""What collectives in flight cost the passes beside them: F and B of a few layers, with and without copies.
+"""What communication in flight costs the passes beside it: F and B of a few layers, with and without kernels of NCCL.
 
     python benchmarks/overlap_tax.py [--tokens 4096] [--hidden 4096] [--layers 4] [--output FILE.jsonl]
 
-One GPU has no peers, so a kernel stands for NCCL's: a fixed number of thread blocks that move X, [n, h] in 16 bits,
-from one buffer to another. F runs beside one copy (C0) and B beside one (C1 of vocab-2), through the runtime's own
-second stream and events. What that shows is the price of the multiprocessors and of the memory traffic; what it cannot
-show is waiting for peers and traffic between devices. Every line is one number of thread blocks, all measured in turns
-in one process: the tax is a ratio of medians. Run it with several CUDA_DEVICE_MAX_CONNECTIONS. Without a GPU it runs
-tiny sizes in Triton's interpreter, whose times mean nothing.
+One GPU has no peers, so a kernel of a fixed number of thread blocks stands for NCCL's, of one of two kinds:
+
+    copy    moves X, [n, h] in 16 bits, from one buffer to another: C0 beside F, C1 of vocab-2 beside B. It is over long
+            before the pass is
+    held    waits until the pass has ended, as a receive waits for its message. A rank in the middle of a pipeline has
+            about one receive waiting at all times, so this is the tax that every pass pays
+
+They run on the runtime's own second stream, with its events. What that shows is the price of the multiprocessors and of
+the memory traffic; what it cannot show is traffic between devices, and how many registers and how much shared memory
+NCCL's own blocks keep from a GEMM. Every line is one kind and one number of thread blocks, all measured in turns in one
+process: the tax is a ratio of medians. The aim is a tax of `held` of 2 percent at most, and a copy that takes less than
+the shorter pass: that decides `CTAS` and `EDGE_CTAS` (`megatron_vp/runtime/groups.py`). Run it with several
+CUDA_DEVICE_MAX_CONNECTIONS. Without a GPU it runs tiny sizes in Triton's interpreter, whose times mean nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +22,9 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -32,7 +41,10 @@ from torch.nn.functional import gelu, scaled_dot_product_attention  # noqa: E402
 from megatron_vp.runtime.groups import CTAS  # noqa: E402
 from megatron_vp.runtime.streams import Event, second_stream  # noqa: E402
 
+KINDS = ("copy", "held")
 HEAD = 128 if ON_GPU else 8
+POLLS = 1 << 24 if ON_GPU else 50
+"""Looks at the flag after which a waiting block gives up, so that nothing can hang: about ten seconds on a GPU."""
 
 
 @triton.jit
@@ -41,6 +53,15 @@ def copy(source, target, count, BLOCK: tl.constexpr):
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
         here = start + tl.arange(0, BLOCK)
         tl.store(target + here, tl.load(source + here, mask=here < count), mask=here < count)
+
+
+@triton.jit
+def hold(flag, left, polls):
+    """Every program keeps its multiprocessor until the flag is up; `left` gets the looks that it did not need."""
+    remaining = polls
+    while (tl.load(flag, volatile=True) == 0) & (remaining > 0):
+        remaining -= 1
+    tl.store(left + tl.program_id(0), remaining)
 
 
 class Layer(torch.nn.Module):
@@ -63,7 +84,7 @@ class Layer(torch.nn.Module):
 
 
 class Passes:
-    """F and B of some layers with or without a copy each beside them."""
+    """F and B of some layers with or without a kernel of NCCL's each beside them."""
 
     def __init__(self, tokens: int, hidden: int, layers: int, device: torch.device) -> None:
         self.device = device
@@ -72,27 +93,36 @@ class Passes:
         self.gradient_nh = torch.randn_like(self.x_nh)
         self.source, self.target = (torch.randn_like(self.x_nh, requires_grad=False) for _ in range(2))
         self.stream = second_stream(device)
+        self.flag = torch.zeros(1, dtype=torch.int32, device=device)
+        self.left = torch.ones(64, dtype=torch.int32, device=device)
+        self.gave_up = False
+        """Whether a block has waited in vain for the end of a pass, whose time is then worth nothing."""
 
-    def post(self, blocks: int) -> Event | None:
-        """Start a copy on the second stream."""
+    def post(self, kind: str, blocks: int) -> Event | None:
+        """Start a kernel on the second stream; `kind` is one of `KINDS`."""
         if not blocks:
             return None
+        if kind == "held":
+            return self.stream.submit(lambda: hold[(blocks,)](self.flag, self.left, POLLS, num_warps=16))
         count = self.source.numel()
         return self.stream.submit(lambda: copy[(blocks,)](self.source, self.target, count, BLOCK=16384, num_warps=16))
 
-    def run(self, blocks: int) -> tuple[float, float]:
-        """Milliseconds of F and of B, each to its own end; the copy's end is waited for behind it."""
+    def run(self, kind: str, blocks: int) -> tuple[float, float]:
+        """Milliseconds of F and of B, each to its own end; the other kernel's end is waited for behind it."""
 
         def beside(work: Callable[[], object]) -> float:
             events = []
+            self.flag.zero_()
 
             def both() -> None:
-                events.append(self.post(blocks))
+                events.append(self.post(kind, blocks))
                 work()
+                self.flag.fill_(1)  # without blocks as well: the launch is in both times
 
             took = milliseconds(both, self.device)
             if events[0] is not None:
                 events[0].wait()
+                self.gave_up |= kind == "held" and not self.left[:blocks].all().item()
             return took
 
         outputs: list[torch.Tensor] = []
@@ -104,30 +134,31 @@ class Passes:
 
     def alone(self, blocks: int) -> float:
         """Milliseconds of a copy with nothing beside it."""
-        return milliseconds(lambda: self.post(blocks).wait(), self.device)
+        return milliseconds(lambda: self.post("copy", blocks).wait(), self.device)
 
 
-def main() -> None:
-    """Measure and print, or append to a file, a line of JSON for every number of thread blocks."""
+def main() -> int:
+    """Measure and print, or append to a file, a line of JSON for every choice; 1 where a block did not wait."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, here, tried in (("tokens", 4096, 16), ("hidden", 4096, 16), ("layers", 4, 1), ("rounds", 20, 1)):
         parser.add_argument(f"--{name}", type=int, default=here if ON_GPU else tried)
-    parser.add_argument("--blocks", default=f"1,2,{CTAS},8,16,32", help="thread blocks, comma-separated")
+    parser.add_argument("--blocks", default=f"1,2,{CTAS},8,16,32", help="thread blocks, comma-separated, at most 64")
     parser.add_argument("--output", type=Path, help="append the lines to this file")
     args = parser.parse_args()
     device = torch.device("cuda" if ON_GPU else "cpu")
     passes = Passes(args.tokens, args.hidden, args.layers, device)
-    choices = [0, *map(int, args.blocks.split(","))]
-    times: dict[int, list[tuple[float, float]]] = {blocks: [] for blocks in choices}
+    choices = [("nothing", 0), *product(KINDS, map(int, args.blocks.split(",")))]
+    times: dict[tuple[str, int], list[tuple[float, float]]] = {choice: [] for choice in choices}
     for _ in range(args.rounds + 2):
-        for blocks in choices:
-            times[blocks].append(passes.run(blocks))
+        for choice in choices:
+            times[choice].append(passes.run(*choice))
     # The first two rounds warm up.
     medians = {
-        blocks: [statistics.median(part) for part in zip(*taken[2:], strict=True)] for blocks, taken in times.items()
+        choice: [statistics.median(part) for part in zip(*taken[2:], strict=True)] for choice, taken in times.items()
     }
-    for blocks in choices[1:]:
-        copied = statistics.median(passes.alone(blocks) for _ in range(args.rounds))
+    forward, backward = medians[choices[0]]
+    for kind, blocks in choices[1:]:
+        copied = statistics.median(passes.alone(blocks) for _ in range(args.rounds)) if kind == "copy" else None
         line = {
             "machine": torch.cuda.get_device_name() if ON_GPU else "no GPU: times mean nothing",
             "torch": torch.__version__,
@@ -135,14 +166,18 @@ def main() -> None:
             "tokens": args.tokens,
             "hidden": args.hidden,
             "layers": args.layers,
+            "kind": kind,
             "blocks": blocks,
-            "forward_tax": medians[blocks][0] / medians[0][0] - 1,
-            "backward_tax": medians[blocks][1] / medians[0][1] - 1,
-            "copy_gb_per_s": 2e-6 * passes.source.numel() / copied,
-            "milliseconds": {"forward": medians[0][0], "backward": medians[0][1], "copy": copied},
+            "forward_tax": medians[kind, blocks][0] / forward - 1,
+            "backward_tax": medians[kind, blocks][1] / backward - 1,
+            "copy_gb_per_s": 2e-6 * passes.source.numel() / copied if copied else None,
+            "milliseconds": {"forward": forward, "backward": backward, "copy": copied},
         }
         write(line, args.output)
+    if passes.gave_up:
+        print("a block gave up before its pass had ended: the taxes of `held` are too low")
+    return int(ON_GPU and passes.gave_up)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

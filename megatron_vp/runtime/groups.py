@@ -25,6 +25,8 @@ CTAS = CHANNELS
 """Thread blocks, and so multiprocessors, that NCCL may use for an operation of ours, which runs beside transformer
 passes. It holds them while it waits for a peer, too: by default a receive would keep up to 32 busy over NVLink until
 its message comes, and those of all edges together nearly a whole device. Not yet measured on a GPU."""
+EDGE_CTAS = CTAS
+"""The same of a message. A middle rank waits for one at about all times, so fewer may cost the passes less."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class PipelineGroups:
         mine = None
 
         def collective(ranks: Sequence[int]) -> Any:  # a placeholder on ranks outside the group
-            return dist.new_group(list(ranks), timeout, pg_options=_nccl_options(timeout, urgent=False))
+            return dist.new_group(list(ranks), timeout, pg_options=_nccl_options(timeout, CTAS))
 
         for replica in map(tuple, replicas):
             stages = [replica[first : first + tensor_size] for first in range(0, len(replica), tensor_size)]
@@ -102,7 +104,7 @@ class PipelineGroups:
                     vocabulary = collective([members[each] for each in joined])
                 groups: dict[Edge, Any] = {
                     (source, target, channel): dist.new_group(
-                        [members[source], members[target]], timeout, pg_options=_nccl_options(timeout, urgent=True)
+                        [members[source], members[target]], timeout, pg_options=_nccl_options(timeout, EDGE_CTAS)
                     )
                     for source, target, channel in edges
                 }
@@ -116,12 +118,16 @@ class PipelineGroups:
         return mine
 
 
-def _nccl_options(timeout: timedelta | None, urgent: bool) -> object:
-    """Few thread blocks; `urgent` asks for a stream of high priority. None for other backends."""
+def _nccl_options(timeout: timedelta | None, ctas: int) -> object:
+    """A stream of high priority, and few thread blocks. None for other backends.
+
+    Megatron's groups take their streams from PyTorch's 32 of normal priority, in turn. On one of those, an exchange of
+    embedding rows could wait for an operation of theirs whose peers wait for ours.
+    """
     if dist.get_backend() != "nccl":
         return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
-    options.config.max_ctas = CTAS
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = ctas
     if hasattr(options, "lazy_init"):
         # PyTorch 2.15 splits a new group's communicator off the world's at once, which is a collective of all ranks of
         # the job for each of our groups. Made at the first use it concerns its members alone, as in older releases.

@@ -18,7 +18,7 @@ from megatron_vp.cost.memory.outside import (
     outside_memory,
 )
 from megatron_vp.cost.sizes.shapes import Job, ModelShape
-from megatron_vp.runtime.groups import CTAS
+from megatron_vp.runtime.groups import CTAS, EDGE_CTAS
 from megatron_vp.schedule import Channel, Placement, generate
 from megatron_vp.schedule.communicators import CHANNELS, all_edges, communicators, row_pairs
 
@@ -38,7 +38,7 @@ def outside(rank, job=JOB, name="1f1b", vocab="vocab-2", counted=0.0, hardware=H
 
 
 def test_the_channels_are_those_that_the_runtime_asks_for():
-    assert CHANNELS == CTAS
+    assert CHANNELS == CTAS == EDGE_CTAS
 
 
 def test_edges_of_a_chain_a_v_and_a_circle():

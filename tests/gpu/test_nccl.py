@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_vp.runtime.groups import CTAS, PipelineGroups, _nccl_options
+from megatron_vp.runtime.groups import CTAS, EDGE_CTAS, PipelineGroups, _nccl_options
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.streams import second_stream
 from megatron_vp.runtime.watchdog import Watchdog
@@ -140,9 +140,8 @@ def alone(rank: int, world: int, backend: str) -> dict[str, object]:
         with mock.patch.object(dist, "new_group", noted):
             groups = PipelineGroups.create([[0]], [], timedelta(seconds=60))
             # A rank has no edge to itself.
-            urgent = dist.new_group(
-                [0], timedelta(seconds=60), pg_options=_nccl_options(timedelta(seconds=60), urgent=True)
-            )
+            limit = timedelta(seconds=60)
+            edge = dist.new_group([0], limit, pg_options=_nccl_options(limit, EDGE_CTAS))
         stream, communicator = second_stream(device), groups.vocabulary
         sent = torch.arange(6.0, device=device).view(3, 2)
         results = {name: torch.full_like(sent, -1) for name in ("broadcast", "reduce", "exchange")}
@@ -158,7 +157,7 @@ def alone(rank: int, world: int, backend: str) -> dict[str, object]:
         event = stream.submit(operations)
         event.host_wait()
         event.wait()
-        dist.all_reduce(gathered, group=urgent)
+        dist.all_reduce(gathered, group=edge)
         found = {name: tensor.cpu() for name, tensor in (results | {"all_gather": gathered[0]}).items()}
         options = [
             None
@@ -178,6 +177,6 @@ def test_a_world_of_one(backend):
     for name, tensor in result["found"].items():
         assert tensor.equal(expected), name
     limit = timedelta(seconds=60)
-    ours = [(CTAS, False, True, limit), (CTAS, True, True, limit)] if backend == "nccl" else [None, None]
+    ours = [(CTAS, True, True, limit), (EDGE_CTAS, True, True, limit)] if backend == "nccl" else [None, None]
     assert result["options"] == ours
     assert result["said"] == []

@@ -125,9 +125,8 @@ def test_losses_and_gradients(device, schedule, world, method, dtype):
 
 
 @needs_gpu
-@pytest.mark.parametrize("dtype", BOUND)
-def test_two_runs_give_the_same_bits(dtype):
-    first, second = (_run("cuda", dtype, 3, "1f1b", "vocab-2") for _ in range(2))
+def test_two_runs_give_the_same_bits():
+    first, second = (_run("cuda", torch.bfloat16, 3, "1f1b", "vocab-2") for _ in range(2))
     for ours, theirs in zip(first, second, strict=True):
         for (losses, gradients, *_), (other_losses, other_gradients, *_) in zip(ours, theirs, strict=True):
             assert losses == other_losses
@@ -143,4 +142,4 @@ def test_hosts_may_wait_for_the_device():
 def test_with_early_receives_hosts_that_wait_hang():
     """The control: a test that cannot hang shows nothing."""
     with pytest.raises(ranks.RankError, match=STUCK):
-        _run("cuda", torch.float32, 3, "1f1b", "vocab-1", HostWaits.AFTER_PASSES, early_receives=True)
+        _run("cuda", torch.float32, 3, "1f1b", "vocab-1", HostWaits.AFTER_PASSES, early_receives=True, limit=20)

@@ -59,7 +59,8 @@ def test_with_early_receives_it_would_not():
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="PyTorch without NCCL")
-def test_nccl_may_take_few_thread_blocks_and_messages_are_urgent():
+def test_nccl_may_take_few_thread_blocks_on_streams_of_high_priority(monkeypatch):
+    """None of normal priority, which PyTorch deals out to Megatron's groups, too: an exchange has its group's."""
     made = []
 
     def new_group(ranks, timeout, pg_options):
@@ -68,14 +69,17 @@ def test_nccl_may_take_few_thread_blocks_and_messages_are_urgent():
         assert getattr(pg_options, "lazy_init", True)
         return mock.Mock()
 
+    monkeypatch.setattr(groups, "EDGE_CTAS", 2)
     with (
         mock.patch.multiple(dist, new_group=new_group, get_backend=lambda group=None: "nccl", get_rank=lambda: 0),
     ):
-        PipelineGroups.create([[0, 2], [1, 3]], [(0, 1, Channel.ACTIVATION)], timedelta(minutes=7))
-    pipelines, edges = [(0, 2), (1, 3)], [(0, 2), (1, 3)]
-    assert sorted(made) == sorted(
-        [*((ranks, False, CTAS) for ranks in pipelines), *((ranks, True, CTAS) for ranks in edges)]
-    )
+        replica, edge = list(range(6)), (0, 1, Channel.ACTIVATION)
+        PipelineGroups.create([replica], [edge], timedelta(minutes=7), tensor_size=2, vocab_members=(0, 2))
+    stages, pipelines, members, edges = (
+        [(0, 1), (2, 3), (4, 5)], [(0, 2, 4), (1, 3, 5)], [(0, 4), (1, 5)], [(0, 2), (1, 3)]
+    )  # fmt: skip
+    whole = [(ranks, True, CTAS) for ranks in (*stages, *pipelines, *members)]
+    assert sorted(made) == sorted([*whole, *((ranks, True, 2) for ranks in edges)])
 
 
 def splits_of_the_world(rank: int, world: int, size: int, lazy: bool) -> tuple[int, list[tuple[int, ...]]]:

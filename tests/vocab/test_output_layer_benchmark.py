@@ -59,3 +59,31 @@ def test_a_rival_that_fails_at_full_size_is_left_out(monkeypatch):
     found = output_layer.measure(shape, ["other"], 1, torch.device("cpu"))
     assert found["rivals_failed"] == {"other": "OutOfMemoryError: too many tokens"}
     assert found["rivals_over_ours"] == {}
+
+
+def test_t_is_always_timed_on_e_as_s_has_left_it(monkeypatch):
+    """In fp16 T scales the rows with targets: after some rounds on one E they would be zeros, which multiply faster."""
+    shape = output_layer.Shape(16, 16, 64, torch.device("cpu"), torch.float16, shards=1)
+    fresh_nv, t, rounds = shape.pending.exp_nv.clone(), shape.t, 2
+
+    def noted():
+        nonlocal rounds
+        rounds += torch.equal(shape.pending.exp_nv, fresh_nv)
+        t()
+        assert not torch.equal(shape.pending.exp_nv, fresh_nv)
+
+    monkeypatch.setattr(shape, "t", noted)
+    output_layer.measure(shape, [], rounds, torch.device("cpu"))
+    assert rounds == 2 + 2 * (2 + 2), "every time, warming up included, with a clean L2 and with a dirty one"
+
+
+def test_the_aim_is_the_gemm_the_bytes_and_the_launch():
+    tokens, hidden, rows = 32, 24, 40
+    shape = output_layer.Shape(tokens, hidden, rows, torch.device("cpu"), torch.float32)
+    found = output_layer.measure(shape, [], 2, torch.device("cpu"))
+    copy, took = found["copy_bytes_per_second"], found["milliseconds"]
+    for part, elements in (("s", tokens * rows), ("t", tokens * hidden)):
+        aim = took[f"{part}_gemm"] + 2 * 4 * elements / copy * 1e3 + 2.5e-3
+        assert abs(found[f"{part}_over_aim"] * aim / took[part] - 1) < 1e-6
+    sustained = found["sustained"]["milliseconds"]
+    assert found["sustained"]["s_over_gemm"] == sustained["s"] / sustained["s_gemm"]
