@@ -113,7 +113,7 @@ def injected(fault: Fault | None, rank: int) -> ExitStack:
     from megatron.training import get_args
 
     import pretrain_gpt_vp as script
-    from megatron_vp.mcore.training.driver import MegatronModel
+    from megatron_vp.mcore.training.megatron_model import MegatronModel
 
     def strike(microbatch: int) -> Callable | None:
         if rank == fault.rank and microbatch in fault.microbatches and get_args().curr_iteration == ITERATION:

@@ -18,7 +18,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import DelayedWeightGradient, leave_out_hooks, take_delayed
-from megatron_vp.mcore.training import driver
+from megatron_vp.mcore.training import megatron_model
 from megatron_vp.mcore.training.capture import Capture
 from megatron_vp.mcore.training.programs import late_weights
 from megatron_vp.schedule.passes import Pass
@@ -174,7 +174,7 @@ class _Freed:
 def test_w_frees_what_a_layer_has_used_before_the_next(monkeypatch):
     alive, seen = weakref.WeakSet(), []
     part = SimpleNamespace(before_weight_gradient=lambda _: None, after_weight_gradient=lambda _: None)
-    model = driver.MegatronModel.__new__(driver.MegatronModel)
+    model = megatron_model.MegatronModel.__new__(megatron_model.MegatronModel)
     model._chunks = [part]
     model._pending_weights = {(0, 0): [_Freed(alive, seen) for _ in range(3)]}
     model.weight_gradient(0, 0)
@@ -218,16 +218,18 @@ def test_the_first_microbatch_is_told_as_megatron_tells_it(monkeypatch, gradient
     from megatron.core.pipeline_parallel.schedules import check_first_val_step
 
     assert told == bool(check_first_val_step(first_val_step, not gradients, True))
-    monkeypatch.setattr(driver, "get_rerun_state_machine", lambda: SimpleNamespace(state=None))
-    monkeypatch.setattr(driver, "LossCheck", lambda _: None)
-    monkeypatch.setattr(driver.schedules, "forward_step_calc_loss", lambda *_, **__: None)
-    monkeypatch.setattr(driver.schedules, "set_current_microbatch", lambda *_: None)
-    monkeypatch.setattr(driver, "capture", lambda *_: Capture((), {}, None, inspect.signature(_Counting.forward)))
+    monkeypatch.setattr(megatron_model, "get_rerun_state_machine", lambda: SimpleNamespace(state=None))
+    monkeypatch.setattr(megatron_model, "LossCheck", lambda _: None)
+    monkeypatch.setattr(megatron_model.schedules, "forward_step_calc_loss", lambda *_, **__: None)
+    monkeypatch.setattr(megatron_model.schedules, "set_current_microbatch", lambda *_: None)
+    monkeypatch.setattr(
+        megatron_model, "capture", lambda *_: Capture((), {}, None, inspect.signature(_Counting.forward))
+    )
     chunk = _Counting()
     shapes = SimpleNamespace(device="cpu", heads=1)
     group = SimpleNamespace(size=lambda: 1)
     given = [chunk], None, [None], 2, shapes, gradients, True, group, False
-    model = driver.MegatronModel(*given, first_val_step=first_val_step)
+    model = megatron_model.MegatronModel(*given, first_val_step=first_val_step)
     for microbatch in range(2):
         model.forward(0, microbatch, None, None)
     assert chunk.told == told

@@ -46,7 +46,7 @@ def peak(_rank: int, _world_size: int, model: dict[str, Any], fused: bool, as_be
 
         from megatron_vp.mcore.model import split_backward
         from megatron_vp.mcore.replay.one_rank import run_alone
-        from megatron_vp.mcore.training import driver, forward_backward
+        from megatron_vp.mcore.training import forward_backward, megatron_model
 
         # With Transformer Engine the norm stays on the device, and Megatron makes a new tensor of its number.
         no_norm = mock.patch.object(training, "reduce_max_stat_across_model_parallel_group", lambda *_, **__: 0.0)
@@ -55,7 +55,7 @@ def peak(_rank: int, _world_size: int, model: dict[str, Any], fused: bool, as_be
             changed.enter_context(mock.patch.object(forward_backward, "late_weights", lambda *_: frozenset()))
             held: list[Any] = []
             make = split_backward.backward_without_weights
-            in_w = driver.MegatronModel.weight_gradient
+            in_w = megatron_model.MegatronModel.weight_gradient
 
             def backward(*args: Any) -> list[Any]:
                 pending = make(*args)
@@ -66,8 +66,8 @@ def peak(_rank: int, _world_size: int, model: dict[str, Any], fused: bool, as_be
                 in_w(self, *which)
                 held[:] = [(pending, kept) for pending, kept in held if pending]
 
-            changed.enter_context(mock.patch.object(driver, "backward_without_weights", backward))
-            changed.enter_context(mock.patch.object(driver.MegatronModel, "weight_gradient", weight_gradient))
+            changed.enter_context(mock.patch.object(megatron_model, "backward_without_weights", backward))
+            changed.enter_context(mock.patch.object(megatron_model.MegatronModel, "weight_gradient", weight_gradient))
         config = str(ROOT / "configs" / "quickstart.yaml")
         script = str(ROOT / "pretrain_gpt_vp.py")
         return run_alone(script, [config], 0, None, 1, job, shapes_only=True).memory_bytes["peak"]

@@ -19,8 +19,8 @@ from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, layer_shards, pi
 from megatron_vp.mcore.reports.pipeline_trace import pipeline_trace
 from megatron_vp.mcore.reports.rank_report import rank_report
 from megatron_vp.mcore.training.deferred_checks import deferred_checks
-from megatron_vp.mcore.training.driver import MegatronModel
 from megatron_vp.mcore.training.first_iteration import rehearse
+from megatron_vp.mcore.training.megatron_model import MegatronModel
 from megatron_vp.mcore.training.pass_costs import costs_of
 from megatron_vp.mcore.training.programs import late_weights, programs
 from megatron_vp.runtime.collectives import LayerShards
