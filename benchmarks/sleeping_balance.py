@@ -48,7 +48,7 @@ from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.trace_writer import PipelineTrace
 from megatron_vp.schedule import Placement, StageCosts, generate, lower, simulate
-from megatron_vp.trace.cut import Cut
+from megatron_vp.trace.partition import Partition
 
 LENGTHS = {"F": 40.0, "B": 80.0, "S": 10.0, "T": 10.0, "IF": 2.0, "IB": 2.0}
 """Milliseconds of a rank's passes in `slow-rank`: the vocabulary is a sixth of the work."""
@@ -118,7 +118,7 @@ def _rank(rank: int, run: Run, options: argparse.Namespace, port: int, folder: P
             layers = sleeping_layers(schedule, rank, run.costs, device, sum(run.rows), run.rows)
         trace = None
         if folder is not None:
-            trace = PipelineTrace(folder, range(2, options.iterations + 2), groups, Cut(run.layers, run.rows))
+            trace = PipelineTrace(folder, range(2, options.iterations + 2), groups, Partition(run.layers, run.rows))
         for _ in range(options.iterations + 1):
             traced = trace is not None and trace.begin()
             recorder = Recorder(torch.device("cpu")) if traced else None
@@ -151,7 +151,7 @@ def slow_rank(options: argparse.Namespace) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         first = Run("even shards", costs(slow, even), even)
         measure(first, options, Path(folder))
-        measured = refilled(read_run(Path(folder)).cut, read_run(Path(folder)).seconds)
+        measured = refilled(read_run(Path(folder)).partition, read_run(Path(folder)).seconds)
     assert measured.rows is not None
     second = Run("measured shards", costs(slow, measured.rows), measured.rows)
     reference = Run("equal ranks of the same total speed", costs(alike, even), even)

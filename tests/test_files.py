@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vp.cli.output import write
+from megatron_vp.cli.result_output import write
 from megatron_vp.cost.paper.cells import write_lists
 from megatron_vp.cost.paper.published import jobs
 from megatron_vp.errors import UserError

@@ -12,7 +12,7 @@ from megatron_vp.cli import (
     data,
     env,
     paper,
-    patches,
+    patch_list,
     plan,
     replay,
     run,
@@ -21,7 +21,7 @@ from megatron_vp.cli import (
     simulate,
     trace,
 )
-from megatron_vp.cli.streams import checked_output
+from megatron_vp.cli.standard_streams import checked_output
 from megatron_vp.errors import UserError, say
 
 app = typer.Typer(
@@ -40,7 +40,7 @@ for command in (
     data,
     env,
     check,
-    patches,
+    patch_list,
     run,
     replay,
     trace,

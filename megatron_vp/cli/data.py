@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_vp.cli.output import progress_bar
+from megatron_vp.cli.result_output import progress_bar
 from megatron_vp.errors import say
 
 

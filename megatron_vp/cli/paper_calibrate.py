@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from megatron_vp.cli.output import progress_bar
+from megatron_vp.cli.result_output import progress_bar
 
 
 def register(app: typer.Typer) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.cli.output import check_destination, write
+from megatron_vp.cli.result_output import check_destination, write
 from megatron_vp.errors import UserError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.cli.output import format_for, progress_bar, write
+from megatron_vp.cli.result_output import format_for, progress_bar, write
 from megatron_vp.errors import UserError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def tables(
             write(to_text(rows, setting), output)
         case Format.PNG:
             from megatron_vp.cost.hardware.gpus import GIB
-            from megatron_vp.cost.paper.curves import picture
+            from megatron_vp.cost.paper.tables_picture import picture
 
             write(picture(rows) if setting is None else picture(rows, setting.hardware.memory / GIB), output)
 

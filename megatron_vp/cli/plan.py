@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, options_of
-from megatron_vp.cli.output import check_destination, format_for, progress_bar, write
 from megatron_vp.cli.plan_check import Checked, choose_checked, megatrons_check
 from megatron_vp.cli.plan_search import search_job
 from megatron_vp.cli.planning import (
@@ -27,6 +26,7 @@ from megatron_vp.cli.planning import (
     rendered,
     seconds,
 )
+from megatron_vp.cli.result_output import check_destination, format_for, progress_bar, write
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import files_and_flags
 from megatron_vp.jobs.settings import flags_of

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_vp.cli.output import progress_bar, write
 from megatron_vp.cli.plan_check import UNCHECKED, can_check, refusal
 from megatron_vp.cli.planning import GIB, Format, Request, how_to_run, rendered, seconds
+from megatron_vp.cli.result_output import progress_bar, write
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.settings import flags_of
 

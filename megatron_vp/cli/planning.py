@@ -75,7 +75,7 @@ class Request:
         return f"vocabulary shards of {job.shard_rows} rows, {100 * job.shard_imbalance:.1f} % above the mean"
 
     def shards_of(self, plan: Plan) -> str:
-        """The rows of a plan whose vocabulary is split, in a line; drawn ones with the layers next to them."""
+        """The rows of a plan whose vocabulary is split, in a line; assigned ones with the layers next to them."""
         if plan.vocab_rows is None:
             return self.shards
         rows = f"vocabulary rows by rank {','.join(map(str, plan.vocab_rows))}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument
-from megatron_vp.cli.output import check_destination, write
+from megatron_vp.cli.result_output import check_destination, write
 from megatron_vp.jobs.command_line import files_and_flags
 
 if TYPE_CHECKING:

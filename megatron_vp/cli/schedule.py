@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.cli.output import format_for, progress_bar, write
+from megatron_vp.cli.result_output import format_for, progress_bar, write
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.families import FAMILIES
 

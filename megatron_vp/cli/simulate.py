@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, options_of
-from megatron_vp.cli.output import format_for, write
 from megatron_vp.cli.planning import (
     GIB,
     Format,
@@ -23,6 +22,7 @@ from megatron_vp.cli.planning import (
     rendered,
     seconds,
 )
+from megatron_vp.cli.result_output import format_for, write
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import files_and_flags
 
@@ -66,7 +66,7 @@ def simulate(
     \b
     megatron-vp simulate configs/llama3_8b.yaml --nodes 4 --vocab-parallel --pipeline-schedule v-half
     """
-    from megatron_vp.cost.balance.chosen_shards import gain_of_next_start, with_cut, with_shards
+    from megatron_vp.cost.balance.chosen_shards import gain_of_next_start, with_partition, with_shards
     from megatron_vp.cost.planning.planner import Candidate, evaluation_of, method_of
     from megatron_vp.cost.prediction.predict import make_simulator, predict
     from megatron_vp.cost.prediction.traced_costs import traced_costs
@@ -83,7 +83,7 @@ def simulate(
         limit = request.limit if request.hardware.is_gpu else None
         plan = with_shards(request.config, plan, request.job, request.hardware, memory_limit=limit)
     else:
-        plan = with_cut(plan, read_traces(trace)[0].cut)
+        plan = with_partition(plan, read_traces(trace)[0].partition)
         measured = traced_costs(trace, request.job, plan)
     with gc_paused():
         simulator = make_simulator(request.job, plan, request.hardware)

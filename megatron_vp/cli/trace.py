@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_vp.cli.output import check_destination, write
+from megatron_vp.cli.result_output import check_destination, write
 
 
 def register(app: typer.Typer) -> None:
@@ -37,7 +37,7 @@ def trace(
     check_destination(False, output)
     traces = read_traces(folder)
     typer.echo(report(traces, figures(traces)))
-    if traces[0].cut.vocab_rows is not None and VocabMethod(traces[0].vocab).is_sharded:
+    if traces[0].partition.vocab_rows is not None and VocabMethod(traces[0].vocab).is_sharded:
         typer.echo(next_start(folder, traced_run(traces)))
     if output is not None:
         write(merge(traces, held_activations(traces)), output)

@@ -20,12 +20,12 @@ _NAMES = ("hybrid_layer_pattern", "hybrid_override_pattern")
 class Pattern:
     """A hybrid model as its pattern describes it.
 
-    letters: the layers of the main decoder in their order. cut: how many of them each virtual stage has, in the order
+    letters: of the main decoder, in their order. layers: how many of them each virtual stage has, in the order
     of the stages; None without bars. heads: the letters of each further head (multi-token prediction).
     """
 
     letters: str
-    cut: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | None = None
     heads: tuple[str, ...] = ()
 
     @classmethod
@@ -49,16 +49,16 @@ class Pattern:
             heads = []
         if len(set(heads)) > 1:
             raise UserError(f"--hybrid-layer-pattern {text!r}: the parts behind slashes must be alike")
-        cut = tuple(map(len, segments)) if len(segments) > 1 else None
-        return cls(letters, cut, tuple(heads))
+        layers = tuple(map(len, segments)) if len(segments) > 1 else None
+        return cls(letters, layers, tuple(heads))
 
-    def segments(self, cut: Sequence[int]) -> tuple[str, ...]:
-        """The letters of every stage, of which each has as many as `cut` says."""
-        return tuple(self.letters[start:end] for start, end in pairwise(accumulate(cut, initial=0)))
+    def segments(self, layers: Sequence[int]) -> tuple[str, ...]:
+        """The letters of every stage, of which each has as many as `layers` says."""
+        return tuple(self.letters[start:end] for start, end in pairwise(accumulate(layers, initial=0)))
 
-    def with_bars(self, cut: Sequence[int]) -> str:
-        """The text of the same model with this cut."""
-        return "/".join(["|".join(self.segments(cut)), *self.heads])
+    def with_bars(self, layers: Sequence[int]) -> str:
+        """The text of the same model with these layers."""
+        return "/".join(["|".join(self.segments(layers)), *self.heads])
 
 
 def pattern_in(arguments: Mapping[str, Any]) -> Pattern | None:

@@ -191,7 +191,7 @@ GROUPS = (
     ),
     PatchGroup(
         "curves",
-        "megatron_vp.mcore.reports.curves:PATCHES",
+        "megatron_vp.mcore.reports.tensorboard_events:PATCHES",
         Condition(
             "only with --tensorboard-dir, on the rank that writes there",
             lambda run: run.args.tensorboard_dir and run.args.rank == run.args.world_size - 1,

@@ -13,7 +13,7 @@ from megatron_vp.schedule.instructions import Load, Loss, Post, Run, Wait
 from megatron_vp.schedule.pass_kinds import PassKind
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.perfetto import Lane
-from megatron_vp.trace.cut import UNKNOWN, Cut
+from megatron_vp.trace.partition import UNKNOWN, Partition
 from megatron_vp.trace.rank_files import LOAD, LOSS, WAIT, RankTrace, TracedSpan, path_of
 
 
@@ -35,14 +35,16 @@ class PipelineTrace:
         folder: every rank writes `rank_<r>.json` there.
         iterations: to trace, counted from 1 at the start of the job.
         groups: of the pipeline; all its ranks must trace the same iterations.
-        cut: of the model, to be recorded with the times.
+        partition: of the model, to be recorded with the times.
     """
 
-    def __init__(self, folder: Path, iterations: range, groups: PipelineGroups, cut: Cut | None = None) -> None:
+    def __init__(
+        self, folder: Path, iterations: range, groups: PipelineGroups, partition: Partition | None = None
+    ) -> None:
         self._folder = folder
         self._iterations = iterations
         self._groups = groups
-        self._cut = cut or UNKNOWN
+        self._partition = partition or UNKNOWN
         self._iteration = 0
         self._first: Alignment | None = None
         self._now: Alignment | None = None
@@ -71,7 +73,7 @@ class PipelineTrace:
             microbatches={},
             clock_error=0.0,
             spans=(),
-            cut=self._cut,
+            partition=self._partition,
         )
         self._trace = replace(
             trace,

@@ -16,7 +16,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
 from megatron_vp.schedule import perfetto
 from megatron_vp.schedule.perfetto import Lane
-from megatron_vp.trace.cut import UNKNOWN, Cut
+from megatron_vp.trace.partition import UNKNOWN, Partition
 
 COLLECTIVE = "collective"
 LOSS = "loss"
@@ -50,7 +50,7 @@ class RankTrace:
 
     run: identifies the run. placement: as in a schedule. microbatches: of each traced iteration.
     clock_error: milliseconds by which this rank's times may be off against rank 0's. spans: in order of their start.
-    cut: of the model.
+    partition: of the model.
     """
 
     run: str
@@ -61,7 +61,7 @@ class RankTrace:
     microbatches: dict[int, int]
     clock_error: float
     spans: tuple[TracedSpan, ...]
-    cut: Cut = UNKNOWN
+    partition: Partition = UNKNOWN
 
     def to_json(self) -> str:
         """A Perfetto trace that `from_json` reads back."""
@@ -73,7 +73,7 @@ class RankTrace:
             "placement": self.placement,
             "microbatches": self.microbatches,
             "clock_error_ms": self.clock_error,
-            **self.cut.document(),
+            **self.partition.document(),
         }
         return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": self.events()})
 
@@ -106,7 +106,7 @@ class RankTrace:
             microbatches={int(iteration): int(count) for iteration, count in about["microbatches"].items()},
             clock_error=float(about["clock_error_ms"]),
             spans=tuple(_span(event) for event in document["traceEvents"] if event["ph"] == "X"),
-            cut=Cut.of(about),
+            partition=Partition.of(about),
         )
 
 

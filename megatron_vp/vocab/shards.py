@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from megatron_vp.errors import UserError
-from megatron_vp.shards import check_stage_rows, rows_per_shard
+from megatron_vp.row_counts import check_stage_rows, rows_per_shard
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class VocabShards:
     def _stage_start(self, stage: int) -> int:
         if self.stage_rows is None:
             return min(stage * self.tensor * self.rows_per_shard, self.vocab_size)
-        return self._drawn_starts[min(stage, self.stages)]
+        return self._assigned_starts[min(stage, self.stages)]
 
     @cached_property
-    def _drawn_starts(self) -> list[int]:
+    def _assigned_starts(self) -> list[int]:
         return [0, *accumulate(self.stage_rows or ())]

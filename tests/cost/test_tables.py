@@ -19,10 +19,10 @@ from megatron_vp.cost.paper.calibration import (
     leave_out,
     pass_errors,
 )
-from megatron_vp.cost.paper.curves import picture
 from megatron_vp.cost.paper.published import Cell, Measurement, jobs, known_cells, read_cells
 from megatron_vp.cost.paper.runs import CellPrediction, Setting, plan_of, predict_cell, predict_cells
 from megatron_vp.cost.paper.tables import COLUMNS, errors, make_rows, other_layout_rows, to_csv
+from megatron_vp.cost.paper.tables_picture import picture
 from megatron_vp.cost.paper.tables_text import to_text
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod

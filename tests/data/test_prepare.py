@@ -308,6 +308,6 @@ def test_a_split_is_cut_as_megatron_cuts_it(documents, split):
         return builder._build_megatron_dataset_splits("data", matrix, [1, 1, 1])
 
     for shares in (split, split_check.split_with_documents(split, documents)):
-        ours = [place and list(range(*place)) for place in split_check.cut(shares, documents)]
+        ours = [place and list(range(*place)) for place in split_check.split_documents(shares, documents)]
         assert ours == [part and part.indices for part in parts(shares)]
-    assert all(place is None or place[0] < place[1] for place in split_check.cut(shares, documents))
+    assert all(place is None or place[0] < place[1] for place in split_check.split_documents(shares, documents))

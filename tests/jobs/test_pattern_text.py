@@ -32,11 +32,11 @@ def test_patterns_are_read_as_megatron_reads_them(text):
         return
     ours = Pattern.parse(text)
     assert len(ours.letters) == get_hybrid_total_layer_count(text)
-    assert len(ours.cut or [0]) == get_hybrid_total_pipeline_segment_count(text)
+    assert len(ours.layers or [0]) == get_hybrid_total_pipeline_segment_count(text)
     assert (ours.heads[0] if ours.heads else None, len(ours.heads)) == (theirs.mtp_pattern, theirs.mtp_num_depths)
-    if ours.cut:
-        assert Pattern.parse(ours.with_bars(ours.cut)) == ours
-        assert "|".join(ours.segments(ours.cut)) == theirs.main_pattern
+    if ours.layers:
+        assert Pattern.parse(ours.with_bars(ours.layers)) == ours
+        assert "|".join(ours.segments(ours.layers)) == theirs.main_pattern
 
 
 def test_the_older_name_is_the_same_argument():

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from megatron_vp.jobs.pattern_text import Pattern
-from megatron_vp.mcore.model.initial_weights import PlainCut, moves_layers
+from megatron_vp.mcore.model.initial_weights import PlainLayout, moves_layers
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
 from tests.harness.ranks import run_ranks
 from tests.harness.training import Run, _merge, tiny_model, train, train_case
@@ -263,15 +263,15 @@ def _arguments(**given: object) -> argparse.Namespace:
 
 
 def _layers(**given: object) -> list[str]:
-    return ["".join(kind.name[0] for kind in stage) for stage in PlainCut.of(_arguments(**given)).layout]
+    return ["".join(kind.name[0] for kind in stage) for stage in PlainLayout.of(_arguments(**given)).layout]
 
 
 def test_neighbouring_segments_of_a_v_are_one_stage_of_plain_megatron():
     assert _layers() == ["edd", "ddl"]
     assert _layers(num_layers=5, mtp_num_layers=1) == ["edd", "dddml"]
     assert _layers(_given_layout="Et|tt||tmL") == ["eddd", "dml"]
-    hybrid = PlainCut.of(_arguments(hybrid_layer_pattern="*-|*||-/*-/*-"))
-    assert hybrid == PlainCut(1, None, "*-*|-/*-/*-")
+    hybrid = PlainLayout.of(_arguments(hybrid_layer_pattern="*-|*||-/*-/*-"))
+    assert hybrid == PlainLayout(1, None, "*-*|-/*-/*-")
 
 
 def test_chunks_in_rounds_and_layers_that_we_cut_ourselves_start_as_megatron_would_cut_them():
@@ -285,6 +285,6 @@ def test_chunks_in_rounds_and_layers_that_we_cut_ourselves_start_as_megatron_wou
     assert not moves_layers(_arguments(**chosen, pipeline_model_parallel_layout="Ett|ttL"))
     chosen |= {"_given_pattern": Pattern("*-*-")}
     assert moves_layers(_arguments(**chosen, hybrid_layer_pattern="*-*|-"))
-    assert PlainCut.of(_arguments(**chosen, hybrid_layer_pattern="*-*|-")) == PlainCut(1, None, "*-|*-")
+    assert PlainLayout.of(_arguments(**chosen, hybrid_layer_pattern="*-*|-")) == PlainLayout(1, None, "*-|*-")
     assert not moves_layers(_arguments(**chosen, hybrid_layer_pattern="*-|*-"))
     assert moves_layers(_arguments())

@@ -13,7 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.model.check import check_model, check_vocabulary_layers, refuse_outside_of_passes
+from megatron_vp.mcore.model.model_check import check_model, check_vocabulary_layers, refuse_outside_of_passes
 from megatron_vp.mcore.training.capture import capture
 
 CONFIG = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1)

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from megatron_vp.cli import patches as command
+from megatron_vp.cli import patch_list as command
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import megatron_symbols, patch_table, patches
 from megatron_vp.mcore.patches import Patch

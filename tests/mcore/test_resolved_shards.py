@@ -65,7 +65,7 @@ def test_a_hybrid_model_without_bars_gets_them_with_its_rows(schedule):
     values = {**vars(args), "padded_vocab_size": 16384, "hybrid_layer_pattern": HYBRID["hybrid_layer_pattern"]}
     expected = balanced(job_of(values, 4), Plan(schedule, VocabMethod.VOCAB_2), HARDWARE["cpu"])
     found = Pattern.parse(args.hybrid_layer_pattern)
-    assert found.letters == HYBRID["hybrid_layer_pattern"] and found.cut == expected.layers
+    assert found.letters == HYBRID["hybrid_layer_pattern"] and found.layers == expected.layers
     assert args.vocab_rows == expected.rows and args.pipeline_model_parallel_layout is None
 
 
@@ -76,7 +76,7 @@ def test_the_users_bars_stay():
 
 def test_a_v_without_bars_gets_even_ones():
     args = resolved(**HYBRID, vocab_parallel=None, pipeline_schedule="v-half")
-    assert Pattern.parse(args.hybrid_layer_pattern).cut == (1, 2, 2, 2, 1, 2, 2, 2)
+    assert Pattern.parse(args.hybrid_layer_pattern).layers == (1, 2, 2, 2, 1, 2, 2, 2)
 
 
 def test_it_is_the_default_and_every_rank_comes_to_the_same():

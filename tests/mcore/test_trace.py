@@ -79,9 +79,10 @@ def test_the_report_counts_every_iteration_beside_the_trace(folders):
 def test_both_tell_the_next_start_how_fast_each_rank_was(folders):
     for name in ("report", "trace"):
         run = read_run(folders / name)
-        assert len(set(run.cut.vocab_rows)) == 1 and len(run.cut.vocab_rows) == RANKS and run.cut.tensor == 1
+        rows = run.partition.vocab_rows
+        assert len(set(rows)) == 1 and len(rows) == RANKS and run.partition.tensor == 1
         assert all(min(each[kind] for kind in ("F", "B", "S", "T")) > 0 for each in run.seconds)
-        assert sum(refilled(run.cut, run.seconds).rows) == sum(run.cut.vocab_rows)
+        assert sum(refilled(run.partition, run.seconds).rows) == sum(rows)
     shown = CliRunner().invoke(app, ["trace", str(folders / "trace")]).stdout
     assert "--vocab-shards measured:" in shown
 

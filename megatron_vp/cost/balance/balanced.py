@@ -31,7 +31,7 @@ EVEN_BAND = 0.01
 """Even shards are kept where they are predicted to take at most this much longer than the best."""
 
 UNITS = (128, 64, 8)
-"""Multiples of rows in which shards are drawn, the first that leaves an even shard FINE_ENOUGH of them. GEMMs like 128;
+"""Multiples in which rows are assigned: the first that leaves an even shard FINE_ENOUGH of them. GEMMs like 128;
 logits start at aligned addresses with 64, in 16-bit dtypes, and with 8 in small shards."""
 
 FINE_ENOUGH = 16
@@ -79,7 +79,7 @@ def balanced(
     """The layers and rows for which `plan`, a vocab-1 or vocab-2 one, is predicted to be fastest within memory_limit.
 
     Args:
-        plan: with `layers` where the user gave a layout. Then only rows are drawn. `vocab_rows` are ignored.
+        plan: with `layers` where the user gave a layout. Then only rows are assigned. `vocab_rows` are ignored.
         memory_limit: bytes per rank; None: any amount. Where nothing fits, the limit is left aside.
 
     A pure function: all ranks of a job compute the same. Even shards are kept where they fit and are predicted to
@@ -165,9 +165,9 @@ class _Search:
         found = []
         for group in groups:
             full = [each for each in group if self.plan.layers is not None or min(each.layers)]
-            drawn = [each for each in map(self._drawn, full) if each is not None]
-            if drawn:
-                found.append(min(drawn, key=lambda each: each[1])[0])
+            assigned = [each for each in map(self._assigned, full) if each is not None]
+            if assigned:
+                found.append(min(assigned, key=lambda each: each[1])[0])
         return list(dict.fromkeys(found))
 
     def _choices(self) -> list[list[LayerChoice]]:
@@ -177,7 +177,7 @@ class _Search:
         layer = sum(self.times.layer()) + 2 * traffic
         return layer_choices(self.job.model.layers, self.placement, layer, self.cost)
 
-    def _drawn(self, choice: LayerChoice) -> tuple[Plan, tuple[float, float]] | None:
+    def _assigned(self, choice: LayerChoice) -> tuple[Plan, tuple[float, float]] | None:
         """The plan with rows filled over the holders; its work: of the busiest rank in thousandths of a mean one, of
         all ranks. None where the rows do not fit into the memory of the holders.
         """

@@ -8,13 +8,13 @@ from megatron_vp.cost.balance.balanced import balanced, most_rows
 from megatron_vp.cost.balance.measured_rows import next_rows, next_start, read_run
 from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.sizes.job_plan import cut_of, cutting_option, uncounted
+from megatron_vp.cost.sizes.job_plan import layers_given, layout_option, uncounted
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.jobs.vocab_shards import EVEN_ALONE, NEEDS_VOCAB_PARALLEL, ShardChoice, ShardRule
 from megatron_vp.schedule import VocabMethod
-from megatron_vp.trace.cut import Cut
+from megatron_vp.trace.partition import Partition
 
 
 def shard_choice(config: JobConfig, plan: Plan) -> ShardChoice:
@@ -41,12 +41,12 @@ def with_shards(
 ) -> Plan:
     """`plan` of a configuration with the layers and rows that training takes.
 
-    Rows are drawn for the user's layout where there is one, and together with the layers otherwise. Raises UserError.
+    Rows are assigned for the user's layout where there is one, otherwise together with the layers. Raises UserError.
     """
     choice = shard_choice(config, plan)
     if not plan.vocab.is_sharded or choice.rule is ShardRule.EVEN:
         return plan
-    layout_given = cut_of(config) is not None
+    layout_given = layers_given(config) is not None
     if choice.rule is ShardRule.ROWS:
         return replace(plan, vocab_rows=choice.rows)
     if choice.rule is ShardRule.BALANCED:
@@ -56,20 +56,20 @@ def with_shards(
         return balanced(job, free, hardware, constants, memory_limit).plan(plan)
     assert choice.folder is not None
 
-    def room(cut: Cut) -> tuple[int, ...] | None:
+    def room(partition: Partition) -> tuple[int, ...] | None:
         if memory_limit is None:
             return None
-        return most_rows(job, with_cut(plan, cut), hardware, memory_limit, constants)
+        return most_rows(job, with_partition(plan, partition), hardware, memory_limit, constants)
 
     layers = plan.layers if layout_given else None
     return next_rows(
-        choice.folder, job.pipeline, job.tensor, job.model.vocab, layers, cutting_option(config.values), room
+        choice.folder, job.pipeline, job.tensor, job.model.vocab, layers, layout_option(config.values), room
     ).plan(plan)
 
 
-def with_cut(plan: Plan, cut: Cut) -> Plan:
+def with_partition(plan: Plan, partition: Partition) -> Plan:
     """`plan` with the layers and rows that a run recorded, where it did."""
-    return replace(plan, layers=cut.layers or plan.layers, vocab_rows=cut.vocab_rows)
+    return replace(plan, layers=partition.layers or plan.layers, vocab_rows=partition.vocab_rows)
 
 
 def gain_of_next_start(config: JobConfig, plan: Plan) -> str | None:

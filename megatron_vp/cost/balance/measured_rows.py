@@ -17,8 +17,8 @@ from megatron_vp.cost.balance.water_filling import fill
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
 from megatron_vp.schedule import PassKind
-from megatron_vp.trace.cut import Cut
 from megatron_vp.trace.figures import mean_pass_times
+from megatron_vp.trace.partition import Partition
 from megatron_vp.trace.rank_files import RankTrace, read_traces
 
 ROW_KINDS = (PassKind.S, PassKind.T, PassKind.IF, PassKind.IB)
@@ -33,7 +33,7 @@ class MeasuredRun:
     """What a run measured: seconds by pipeline rank, and the layers and rows that it had."""
 
     seconds: tuple[Seconds, ...]
-    cut: Cut
+    partition: Partition
 
 
 def read_run(folder: Path) -> MeasuredRun:
@@ -50,7 +50,7 @@ def read_run(folder: Path) -> MeasuredRun:
         )
     first = _document(paths[0])
     run = _traced(folder) if "traceEvents" in first else _reported(folder, paths)
-    rows = run.cut.vocab_rows
+    rows = run.partition.vocab_rows
     if rows is None:
         raise UserError(f"{folder} is of a run without vocabulary shards: measure one with --vocab-parallel")
     if len(rows) != len(run.seconds):
@@ -68,22 +68,22 @@ def next_rows(
     vocab: int | None,
     layers: tuple[int, ...] | None,
     layout_option: str,
-    room: Callable[[Cut], Sequence[int] | None],
+    room: Callable[[Partition], Sequence[int] | None],
 ) -> Shards:
     """What `--vocab-shards measured:FOLDER` gives a job: rows from the run's pass times, and the run's layers.
 
     Args:
         ranks, tensor, vocab: pipeline and tensor ranks of the job, and its padded vocabulary (None: not known yet).
         layers: by virtual stage where the user gave a layout, with `layout_option`.
-        room: rows that each pipeline rank has memory for with the cut of the run; None where that is not known.
+        room: rows that each pipeline rank has memory for with the partition of the run; None where that is not known.
 
-    Raises UserError for a run of another cut, and for what `read_run` and `refilled` refuse.
+    Raises UserError for a run of another partition, and for what `read_run` and `refilled` refuse.
     """
     run = read_run(folder)
-    cut, rows = run.cut, run.cut.vocab_rows or ()
+    partition, rows = run.partition, run.partition.vocab_rows or ()
     for what, there, here in (
         ("pipeline ranks", len(rows), ranks),
-        ("tensor ranks", cut.tensor, tensor),
+        ("tensor ranks", partition.tensor, tensor),
         ("vocabulary rows", sum(rows), sum(rows) if vocab is None else vocab),
     ):
         if there != here:
@@ -91,16 +91,17 @@ def next_rows(
                 f"--vocab-shards measured:{folder} is of a run with {there} {what}, and this job has {here}: measure a "
                 "run of this job"
             )
-    if layers is not None and cut.layers is not None and layers != cut.layers:
+    if layers is not None and partition.layers is not None and layers != partition.layers:
         raise UserError(
-            f"--vocab-shards measured:{folder} is of a run with the layers {list(cut.layers)}, and {layout_option} has "
-            "others: measure a run of this layout, or leave the layout (of a pattern, its bars) out"
+            f"--vocab-shards measured:{folder} is of a run with the layers {list(partition.layers)}, and "
+            f"{layout_option} has others: measure a run of this layout, or leave the layout (of a "
+            "pattern, its bars) out"
         )
-    return refilled(cut, run.seconds, room(cut))
+    return refilled(partition, run.seconds, room(partition))
 
 
-def refilled(cut: Cut, pass_seconds: Sequence[Seconds], most: Sequence[int] | None = None) -> Shards:
-    """Rows for a start with the layers of `cut`, from the pass times of a run of it.
+def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequence[int] | None = None) -> Shards:
+    """Rows for a start with the layers of `partition`, from the pass times of a run of it.
 
     Args:
         pass_seconds: by pipeline rank, see `Seconds`.
@@ -111,10 +112,10 @@ def refilled(cut: Cut, pass_seconds: Sequence[Seconds], most: Sequence[int] | No
     had some. Raises UserError for a run whose vocabulary passes took no time, and where the rows do not fit into the
     memory.
     """
-    rows = cut.vocab_rows
+    rows = partition.vocab_rows
     assert rows is not None
     vocab = sum(rows)
-    unit = unit_of_rows(vocab, len(rows), cut.tensor) or cut.tensor
+    unit = unit_of_rows(vocab, len(rows), partition.tensor) or partition.tensor
     of_rows = [sum(each.get(kind, 0.0) for kind in ROW_KINDS) for each in pass_seconds]
     others = [sum(took for kind, took in each.items() if kind not in ROW_KINDS) for each in pass_seconds]
     holders = [rank for rank, own in enumerate(rows) if own]
@@ -122,9 +123,9 @@ def refilled(cut: Cut, pass_seconds: Sequence[Seconds], most: Sequence[int] | No
         raise UserError("the measured run has no times of vocabulary passes: measure one with --vocab-parallel")
     by_row = {rank: of_rows[rank] / rows[rank] for rank in holders}
     mean = fmean(by_row.values())
-    usual = fmean(others[rank] / _layers(cut, rank, len(rows)) for rank in holders)
+    usual = fmean(others[rank] / _layers(partition, rank, len(rows)) for rank in holders)
     per_row = [
-        by_row.get(rank, mean * others[rank] / _layers(cut, rank, len(rows)) / usual if usual else mean)
+        by_row.get(rank, mean * others[rank] / _layers(partition, rank, len(rows)) / usual if usual else mean)
         for rank in range(len(rows))
     ]
     units = vocab // unit
@@ -133,16 +134,16 @@ def refilled(cut: Cut, pass_seconds: Sequence[Seconds], most: Sequence[int] | No
     filled = fill(others, cost, limits, [max(each, 1e-9 * mean) / mean for each in per_row])
     if filled is None:
         raise UserError("the vocabulary does not fit into the memory of all ranks together: use more ranks")
-    drawn = [unit * count for count in filled]
-    drawn[max(rank for rank, count in enumerate(filled) if count)] += vocab % unit
+    assigned = [unit * count for count in filled]
+    assigned[max(rank for rank, count in enumerate(filled) if count)] += vocab % unit
     before = max(own + more for own, more in zip(others, of_rows, strict=True))
-    after = max(own + each * count for own, each, count in zip(others, per_row, drawn, strict=True))
-    return Shards(cut.layers, tuple(drawn), before / after)
+    after = max(own + each * count for own, each, count in zip(others, per_row, assigned, strict=True))
+    return Shards(partition.layers, tuple(assigned), before / after)
 
 
 def next_start(folder: Path, run: MeasuredRun) -> str:
     """What `--vocab-shards measured:FOLDER` would make of the next start, in a line."""
-    found = refilled(run.cut, run.seconds)
+    found = refilled(run.partition, run.seconds)
     assert found.rows is not None
     busiest = max(sum(each.values()) for each in run.seconds)
     return (
@@ -152,16 +153,16 @@ def next_start(folder: Path, run: MeasuredRun) -> str:
     )
 
 
-def _layers(cut: Cut, rank: int, ranks: int) -> float:
+def _layers(partition: Partition, rank: int, ranks: int) -> float:
     """Layers of a rank, in any unit: equal ones without a layout, and where chunks are placed in another way."""
-    if cut.layers is None or len(cut.layers) != ranks:
+    if partition.layers is None or len(partition.layers) != ranks:
         return 1.0
-    return cut.layers[rank] or 1.0
+    return partition.layers[rank] or 1.0
 
 
 def _reported(folder: Path, paths: Sequence[Path]) -> MeasuredRun:
     found: dict[int, Seconds] = {}
-    cuts = set()
+    partitions = set()
     for path in paths:
         document = _document(path)
         try:
@@ -171,14 +172,14 @@ def _reported(folder: Path, paths: Sequence[Path]) -> MeasuredRun:
                 kind: median(each.get(kind, 0.0) for each in iterations) / 1e3 / document["microbatches"]
                 for kind in sorted(kinds)
             }
-            cuts.add(Cut.of(document))
+            partitions.add(Partition.of(document))
         except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
             raise UserError(
                 f"{path} is neither a rank report nor a trace; give a folder that holds nothing else"
             ) from None
-    if len(cuts) > 1 or sorted(found) != list(range(len(paths))):
+    if len(partitions) > 1 or sorted(found) != list(range(len(paths))):
         raise UserError(f"{folder} holds the rank reports of different runs: report into an empty folder")
-    return MeasuredRun(tuple(found[rank] for rank in range(len(paths))), cuts.pop())
+    return MeasuredRun(tuple(found[rank] for rank in range(len(paths))), partitions.pop())
 
 
 def _traced(folder: Path) -> MeasuredRun:
@@ -188,7 +189,7 @@ def _traced(folder: Path) -> MeasuredRun:
 def traced_run(traces: Sequence[RankTrace]) -> MeasuredRun:
     """What the traces of all ranks say."""
     times = mean_pass_times(traces)
-    return MeasuredRun(tuple({kind: 1e-3 * took for kind, took in each.items()} for each in times), traces[0].cut)
+    return MeasuredRun(tuple({kind: 1e-3 * took for kind, took in each.items()} for each in times), traces[0].partition)
 
 
 def _document(path: Path) -> Mapping:

@@ -237,12 +237,12 @@ def _vocabulary_work(times: PassTimes, placement: Placement) -> list[float]:
 
 def _even(job: Job, placement: Placement, hardware: Hardware, constants: Constants) -> tuple[int, ...] | None:
     """As even a layout as whole layers allow, of a hybrid model as letters allow; None for equally many per stage."""
-    cut = None
+    letters = None
     if job.model.pattern:
-        cut = even_cut(letter_seconds(PassTimes(job, hardware, constants)), placement)
-    if cut is None:
+        letters = even_cut(letter_seconds(PassTimes(job, hardware, constants)), placement)
+    if letters is None:
         return spread_layers(job, placement)
-    return None if len(set(cut)) == 1 else cut
+    return None if len(set(letters)) == 1 else letters
 
 
 @gc_paused()
@@ -332,16 +332,16 @@ def plan(
 def _evaluate_all(
     group: Sequence[Candidate], job: Job, hardware: Hardware, constants: Constants, limit: float | None
 ) -> list[Evaluation | Infeasible]:
-    """The candidates of a group, and behind each whose shards can be drawn the balanced one if it is another."""
+    """The candidates of a group, and behind each whose rows can be assigned the balanced one if it is another."""
     found: list[Evaluation | Infeasible] = []
     for candidate in group:
         try:
             found.append(evaluate(candidate, job, hardware, constants))
             plan = candidate.plan
             if plan.vocab.is_sharded and job.pipeline <= MOST_BALANCED:
-                drawn = balanced(job, replace(plan, layers=None), hardware, constants, limit).plan(plan)
-                if drawn.vocab_rows is not None:
-                    found.append(evaluate(Candidate(candidate.method, drawn), job, hardware, constants))
+                assigned = balanced(job, replace(plan, layers=None), hardware, constants, limit).plan(plan)
+                if assigned.vocab_rows is not None:
+                    found.append(evaluate(Candidate(candidate.method, assigned), job, hardware, constants))
         except UserError as error:
             found.append(Infeasible(candidate, str(error)))
     return found

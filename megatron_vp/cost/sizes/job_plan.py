@@ -106,13 +106,13 @@ def plan_of(config: JobConfig) -> Plan:
         if algorithm not in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2):
             raise UserError(f"--vocab-parallel-algorithm {algorithm!r} is unknown; use vocab-1 or vocab-2")
         vocab = VocabMethod(algorithm)
-    cut = cut_of(config)
-    if cut is not None:
-        return Plan(chosen.name, vocab, chunks, cut)
+    layers = layers_given(config)
+    if layers is not None:
+        return Plan(chosen.name, vocab, chunks, layers)
     return Plan(chosen.name, vocab, chunks, _uneven_layers(config, chosen))
 
 
-def cut_of(config: JobConfig) -> tuple[int, ...] | None:
+def layers_given(config: JobConfig) -> tuple[int, ...] | None:
     """Layers by virtual stage as the configuration's layout or the bars of its pattern say; None without either.
 
     Raises UserError for what Megatron refuses next to a pattern.
@@ -120,21 +120,21 @@ def cut_of(config: JobConfig) -> tuple[int, ...] | None:
     pattern, layout = pattern_in(config.values), config.values.get("pipeline_model_parallel_layout")
     if pattern is None:
         return None if layout is None else layers_in(str(layout))
-    for name in _CUTS:
+    for name in _LAYOUT_OPTIONS:
         if config.values.get(name) is not None:
             raise UserError(
                 f"{option_of(name)} does not go with --hybrid-layer-pattern: leave it out, and cut the pattern by bars "
                 "(*-|*-), one segment per stage"
             )
-    return pattern.cut
+    return pattern.layers
 
 
-def cutting_option(values: Mapping[str, Any]) -> str:
+def layout_option(values: Mapping[str, Any]) -> str:
     """The option that cuts this job's layers into stages."""
     return "--pipeline-model-parallel-layout" if pattern_in(values) is None else "--hybrid-layer-pattern"
 
 
-_CUTS = (
+_LAYOUT_OPTIONS = (
     "pipeline_model_parallel_layout",
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
@@ -159,15 +159,15 @@ def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
     own = not split and plan.schedule == megatrons_own(chunks).name
     bars = bars_of(config, plan, job)
     if bars is None:
-        cut = _layout_settings(config, plan, job)
+        layout = _layout_settings(config, plan, job)
     else:
-        cut = {"hybrid_layer_pattern": bars, "hybrid_override_pattern": None, **dict.fromkeys(_CUTS)}
+        layout = {"hybrid_layer_pattern": bars, "hybrid_override_pattern": None, **dict.fromkeys(_LAYOUT_OPTIONS)}
     wanted = {
         "vocab_parallel": split,
         "vocab_parallel_algorithm": plan.vocab.value if plan.vocab.is_sharded else None,
         "vocab_shards": _shards_text(plan),
         "pipeline_schedule": DEFAULT_SCHEDULE if own else plan.schedule,
-        **cut,
+        **layout,
     }
     defaults = {"vocab_parallel": False, "pipeline_schedule": DEFAULT_SCHEDULE}
     settings = {name: value for name, value in wanted.items() if value != config.values.get(name, defaults.get(name))}
@@ -218,11 +218,11 @@ def _chunks(config: JobConfig) -> int | None:
         chunks, uneven = divmod(stages, job.pipeline)
         if rest or uneven:
             raise UserError(f"--num-layers-per-virtual-pipeline-stage {each} does not divide the layers of a rank")
-    cut = cut_of(config)
+    layers = layers_given(config)
     chosen = family(config.values.get("pipeline_schedule") or DEFAULT_SCHEDULE)
-    if chunks is None and cut is not None and chosen.chunks in (1, None):
+    if chunks is None and layers is not None and chosen.chunks in (1, None):
         # As Megatron does; a number of stages that does not go with the ranks is refused with the layers.
-        chunks = max(1, len(cut) // (config.values.get("pipeline_model_parallel_size") or 1))
+        chunks = max(1, len(layers) // (config.values.get("pipeline_model_parallel_size") or 1))
     if chosen.chunks is None and (chunks or 1) == 1:
         needed = option_of("num_virtual_stages_per_pipeline_rank")
         raise UserError(f"--pipeline-schedule {chosen.name} needs several chunks: use it with {needed} 2")

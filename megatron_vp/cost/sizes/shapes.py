@@ -1,4 +1,4 @@
-"""What is trained and how it is cut: sizes of the model, of the job, and the plan for its pipeline."""
+"""What is trained and how it is split: sizes of the model, of the job, and the plan for its pipeline."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from enum import StrEnum
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layer_kind import LayerKind
+from megatron_vp.row_counts import check_stage_rows, rows_per_shard
 from megatron_vp.schedule import DEFAULT_SCHEDULE, VocabMethod
-from megatron_vp.shards import check_stage_rows, rows_per_shard
 
 
 class Recompute(StrEnum):
@@ -213,7 +213,7 @@ class Plan:
         """Vocabulary rows of one tensor rank of each pipeline rank, as the cost model counts them.
 
         An even cut counts as full shards everywhere, though its last ones may be shorter.
-        Raises UserError for rows that do not fit the job, and for drawn shards of a method that has even ones only.
+        Raises UserError for rows that do not fit the job, and for assigned rows of a method that has even ones only.
         """
         if self.vocab_rows is None:
             return (job.shard_rows,) * job.pipeline

@@ -45,8 +45,8 @@ _LAYERS = "decoder.layers."
 
 
 @dataclass(frozen=True)
-class PlainCut:
-    """How plain Megatron cuts the model over the same ranks: the settings in which its run differs from ours.
+class PlainLayout:
+    """How plain Megatron splits the model over the same ranks: the settings in which its run differs from ours.
 
     chunks: stages per rank.
     layout: what each stage holds; None where a pattern says it.
@@ -58,8 +58,8 @@ class PlainCut:
     pattern: str | None
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> PlainCut:
-        """The cut that belongs to a job's validated arguments."""
+    def of(cls, args: argparse.Namespace) -> PlainLayout:
+        """The layout that belongs to a job's validated arguments."""
         chunks = args.virtual_pipeline_model_parallel_size or 1
         joined = chunks if places_chunks(args) else 1
         layout, pattern, given = args._given_layout, args.hybrid_layer_pattern, args._given_pattern
@@ -69,7 +69,7 @@ class PlainCut:
             segments = PipelineParallelLayerLayout.parse_str_to_list(layout)
             layout = tuple(tuple(chain(*part)) for part in _in_groups(segments, joined))
         else:
-            if given is not None and given.cut is None and "|" in pattern:
+            if given is not None and given.layers is None and "|" in pattern:
                 stages = chunks * args.pipeline_model_parallel_size
                 pattern = given.with_bars(even_layers(len(given.letters), stages))
             main, *heads = pattern.split("/")
@@ -87,17 +87,17 @@ class PlainCut:
 
     def of_model(self, config: Any) -> Any:
         """A copy of a model configuration, or of a transformer configuration, with these settings."""
-        cut = copy.copy(config)
+        changed = copy.copy(config)
         if hasattr(config, "transformer"):
-            cut.transformer = copy.copy(config.transformer)
+            changed.transformer = copy.copy(config.transformer)
         for name, value in self.settings(config.pipeline_model_parallel_size).items():
-            if hasattr(cut, name):
-                setattr(cut, name, value)
-        return cut
+            if hasattr(changed, name):
+                setattr(changed, name, value)
+        return changed
 
 
-BuildPlain = Callable[[PlainCut, dict[str, Any]], nn.Module]
-"""Makes a chunk as Megatron would: of a cut, with `pre_process`, `post_process` and, if a rank has several, `vp_stage`.
+BuildPlain = Callable[[PlainLayout, dict[str, Any]], nn.Module]
+"""Makes a layout's chunk as Megatron would, with `pre_process`, `post_process` and, if a rank has several, `vp_stage`.
 """
 
 
@@ -111,14 +111,14 @@ class PlainStart:
 
     def __init__(self, groups: ProcessGroupCollection, build: BuildPlain) -> None:
         args = get_args()
-        cut = PlainCut.of(args)
+        layout = PlainLayout.of(args)
         rank, ranks = groups.pp.rank(), groups.pp.size()
-        self._placement = Placement.round_robin(ranks, cut.chunks)
-        with _settings_of(args, cut), placed_as_megatron():
+        self._placement = Placement.round_robin(ranks, layout.chunks)
+        with _settings_of(args, layout), placed_as_megatron():
             self._held = []
             for index, stage in enumerate(self._placement.stage_of[rank]):
                 ends = {"pre_process": stage == 0, "post_process": stage + 1 == self._placement.stages}
-                chunk = build(cut, ends | ({"vp_stage": index} if cut.chunks > 1 else {}))
+                chunk = build(layout, ends | ({"vp_stage": index} if layout.chunks > 1 else {}))
                 self._held.append(dict(_tensors(chunk)))
         self._group, self._tensor_size = groups.mp, groups.tp.size()
         self._holdings = self._from_all([_forms(held) for held in self._held])
@@ -196,11 +196,11 @@ def moves_layers(args: argparse.Namespace) -> bool:
     """Whether some layers are on other ranks than in plain Megatron."""
     layout, pattern = args.pipeline_model_parallel_layout, args.hybrid_layer_pattern
     if pattern is not None and "|" in pattern and not places_chunks(args):
-        return pattern != PlainCut.of(args).pattern
+        return pattern != PlainLayout.of(args).pattern
     if places_chunks(args) or layout is None or layout == args._given_layout:
         return places_chunks(args)
     segments = map(tuple, PipelineParallelLayerLayout.parse_str_to_list(layout))
-    return tuple(segments) != PlainCut.of(args).layout
+    return tuple(segments) != PlainLayout.of(args).layout
 
 
 @contextmanager
@@ -214,9 +214,9 @@ def own_chunk(start: PlainStart | None) -> Iterator[None]:
 
 
 @contextmanager
-def _settings_of(args: argparse.Namespace, cut: PlainCut) -> Iterator[None]:
-    """Inside, Megatron's arguments and state are those of a job that is cut so."""
-    settings = cut.settings(args.pipeline_model_parallel_size)
+def _settings_of(args: argparse.Namespace, layout: PlainLayout) -> Iterator[None]:
+    """Inside, Megatron's arguments and state are those of a job with this layout."""
+    settings = layout.settings(args.pipeline_model_parallel_size)
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     ours = {name: getattr(args, name) for name in settings}
     try:

@@ -29,9 +29,9 @@ from megatron.training.models.hybrid import HybridModelBuilder
 from torch import nn
 
 from megatron_vp.mcore.choices import chosen_family, replaces_schedule
-from megatron_vp.mcore.model.check import check_model, check_vocabulary_layers, refuse_outside_of_passes
 from megatron_vp.mcore.model.delayed_weights import leave_out_hooks
-from megatron_vp.mcore.model.initial_weights import PlainCut, PlainStart, own_chunk, plain_start
+from megatron_vp.mcore.model.initial_weights import PlainLayout, PlainStart, own_chunk, plain_start
+from megatron_vp.mcore.model.model_check import check_model, check_vocabulary_layers, refuse_outside_of_passes
 from megatron_vp.mcore.model.multi_token import attach_mtp_block
 from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
@@ -138,9 +138,9 @@ class _VocabParallelBuilder:
         self._first = self._first if vp_stage else chunk
         return prepare_chunk(chunk, self._first, pg_collection, vp_stage or 0, self._start)
 
-    def _plain_chunk(self, groups: ProcessGroupCollection, cut: PlainCut, place: dict[str, Any]) -> nn.Module:
+    def _plain_chunk(self, groups: ProcessGroupCollection, layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
         builder = copy.copy(self)
-        builder._model_config = cut.of_model(self._model_config)
+        builder._model_config = layout.of_model(self._model_config)
         return super(_VocabParallelBuilder, builder).build_model(groups, **place)
 
 
@@ -170,10 +170,10 @@ def patched_get_model(original: Callable[..., list[nn.Module]]) -> Callable[...,
             groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
             index = kwargs.get("vp_stage") or 0
 
-            def plain_chunk(cut: PlainCut, place: dict[str, Any]) -> nn.Module:
+            def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
                 given = {name: value for name, value in kwargs.items() if name != "vp_stage"}
                 if given.get("config") is not None:
-                    given["config"] = cut.of_model(given["config"])
+                    given["config"] = layout.of_model(given["config"])
                 return model_provider_func(*args, **given | place)
 
             if not index:

@@ -322,7 +322,7 @@ def _lay_out_chunks(args: argparse.Namespace) -> None:
     chunks = chosen_family(args).chunks
     pattern, stages = pattern_in(vars(args)), chunks * args.pipeline_model_parallel_size
     if pattern is not None:
-        if pattern.cut is None:
+        if pattern.layers is None:
             args.hybrid_layer_pattern = pattern.with_bars(even_layers(len(pattern.letters), stages))
             args.hybrid_override_pattern = None
     elif args.pipeline_model_parallel_layout is None and args.num_layers is not None:

@@ -10,7 +10,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore import choices
 from megatron_vp.mcore.choices import chosen_family, replaces_schedule
 from megatron_vp.mcore.options.predicted_job import predicted_job
-from megatron_vp.mcore.reports.cut import layers_given
+from megatron_vp.mcore.reports.job_partition import layers_given
 
 
 def resolve_order(args: argparse.Namespace) -> None:

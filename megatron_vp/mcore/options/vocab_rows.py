@@ -7,20 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_vp.cost.balance.balanced import Shards, balanced, most_rows
-from megatron_vp.cost.balance.chosen_shards import with_cut
+from megatron_vp.cost.balance.chosen_shards import with_partition
 from megatron_vp.cost.balance.measured_rows import next_rows
-from megatron_vp.cost.sizes.job_plan import cutting_option
+from megatron_vp.cost.sizes.job_plan import layout_option
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layout_text import layout_of
 from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
 from megatron_vp.mcore.choices import chosen_family
 from megatron_vp.mcore.options.predicted_job import predicted_job, vocabulary
-from megatron_vp.mcore.reports.cut import layers_given
-from megatron_vp.mcore.storage.checkpoint_check import cut_to_keep
+from megatron_vp.mcore.reports.job_partition import layers_given
+from megatron_vp.mcore.storage.checkpoint_check import partition_to_keep
+from megatron_vp.row_counts import check_stage_rows
 from megatron_vp.schedule import VocabMethod
-from megatron_vp.shards import check_stage_rows
-from megatron_vp.trace.cut import Cut
+from megatron_vp.trace.partition import Partition
 
 
 def resolve_rows(args: argparse.Namespace) -> None:
@@ -71,7 +71,7 @@ def _balance(args: argparse.Namespace) -> None:
 
     A job of which the cost model does not know all sizes keeps equal shards.
     """
-    kept = cut_to_keep(args)
+    kept = partition_to_keep(args)
     if kept is not None:
         args.vocab_rows, layout = kept
         args._shards_said = "as in the checkpoint, whose optimizer state fits no others" if args.vocab_rows else None
@@ -89,19 +89,19 @@ def _balance(args: argparse.Namespace) -> None:
 
 
 def _follow(args: argparse.Namespace, folder: Path) -> None:
-    """Take the rows, and the layers, that a run's pass times give. Raises UserError for a run of another cut."""
+    """Take the rows, and the layers, that a run's pass times give. Raises UserError for a run of another partition."""
 
-    def room(cut: Cut) -> tuple[int, ...] | None:
+    def room(partition: Partition) -> tuple[int, ...] | None:
         try:
             job, plan, hardware = predicted_job(args)
             if not hardware.is_gpu:
                 return None
-            return most_rows(job, with_cut(plan, cut), hardware, hardware.memory)
+            return most_rows(job, with_partition(plan, partition), hardware, hardware.memory)
         except UserError:  # a job that the cost model does not count
             return None
 
     ranks, tensor = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
-    layers, option = layers_given(args) if _is_laid_out(args) else None, cutting_option(vars(args))
+    layers, option = layers_given(args) if _is_laid_out(args) else None, layout_option(vars(args))
     chosen = next_rows(folder, ranks, tensor, vocabulary(args), layers, option, room)
     _take(args, chosen, f"--vocab-shards measured:{folder}: the busiest rank had {chosen.gain:.3f} times this work")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron.training import get_args
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.reports.cut import cut_of
+from megatron_vp.mcore.reports.job_partition import partition_of
 from megatron_vp.mcore.reports.rank_report import in_first_pipeline
 from megatron_vp.mcore.reports.trace_iterations import iterations_in
 from megatron_vp.runtime.groups import PipelineGroups
@@ -29,7 +29,7 @@ def pipeline_trace(groups: PipelineGroups) -> PipelineTrace | None:
         return None
     if _current is None:
         iterations = iterations_in(args.pipeline_trace_iterations)
-        _current = PipelineTrace(Path(args.pipeline_trace), iterations, groups, cut_of(args))
+        _current = PipelineTrace(Path(args.pipeline_trace), iterations, groups, partition_of(args))
     return _current if _current.begin() else None
 
 

@@ -20,7 +20,7 @@ from megatron.training import get_args
 
 from megatron_vp.files import write_report
 from megatron_vp.mcore.patches import Patch
-from megatron_vp.mcore.reports.cut import cut_of
+from megatron_vp.mcore.reports.job_partition import partition_of
 from megatron_vp.mcore.reports.memory import around_tensors, meter
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.recorder import Recorder
@@ -93,7 +93,7 @@ class RankReport:
             "pass_milliseconds_by_iteration": list(self._pass_milliseconds),
             "host_milliseconds_by_iteration": list(self._host_milliseconds),
             "memory_bytes": self._memory(parameters),
-            **cut_of(get_args()).document(),
+            **partition_of(get_args()).document(),
         }
         write_report(path, json.dumps(content, indent=1) + "\n", "the rank report")
 

@@ -66,12 +66,12 @@ def check_checkpoint(args: argparse.Namespace) -> None:
         check_optimizer(args, written_by, common, folder)
 
 
-def cut_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None, str | None] | None:
+def partition_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None, str | None] | None:
     """The vocabulary rows and the layout of the run whose checkpoint these parsed arguments load, if they must stay.
 
     The layout of a hybrid model is its pattern.
-    They must where the optimizer state is in the distributed optimizer's default form, which fits only the cut that
-    wrote it. None where any other cut will do, and for a checkpoint that cannot be read, which is refused later.
+    They must where the optimizer state is in the distributed optimizer's default form, which fits only the partition
+    that wrote it. None where any other will do, and for a checkpoint that cannot be read, which is refused later.
     """
     fresh = args.no_load_optim or args.skip_train or args.dist_ckpt_optim_fully_reshardable
     if fresh or not args.use_distributed_optimizer or args.load is None:

@@ -35,7 +35,7 @@ def check_split(split: str) -> None:
 
 def check_parts(dataset: str | os.PathLike[str], split: str, lengths: numpy.ndarray) -> None:
     """Raise UserError for a share of `split` that gets no tokens of `dataset`; `lengths` are those of its documents."""
-    places = cut(split, len(lengths))
+    places = split_documents(split, len(lengths))
     empty = [part for part, place in zip(PARTS, places, strict=True) if place and not lengths[slice(*place)].sum()]
     if empty:
         raise UserError(
@@ -45,7 +45,7 @@ def check_parts(dataset: str | os.PathLike[str], split: str, lengths: numpy.ndar
         )
 
 
-def cut(split: str, documents: int) -> list[tuple[int, int] | None]:
+def split_documents(split: str, documents: int) -> list[tuple[int, int] | None]:
     """The first document and the one after the last of training, validation and test; None for a share of 0.
 
     As Megatron's `BlendedMegatronDatasetBuilder` cuts a dataset.
@@ -70,7 +70,7 @@ def split_with_documents(split: str, documents: int) -> str:
 
 def split_for(documents: int) -> str | None:
     """A --split for a dataset of so many documents where Megatron's own would leave a part empty; None elsewhere."""
-    suits = all(begin < end for begin, end in filter(None, cut(MEGATRONS_SPLIT, documents)))
+    suits = all(begin < end for begin, end in filter(None, split_documents(MEGATRONS_SPLIT, documents)))
     return None if suits else split_with_documents(MEGATRONS_SPLIT, documents)
 
 

@@ -1,4 +1,4 @@
-"""How this job cuts its model, for the files from which a later start draws its vocabulary shards."""
+"""How this job splits its model, for the files from which a later start takes its vocabulary shards."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import argparse
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layout_text import layers_in
 from megatron_vp.jobs.pattern_text import pattern_in
-from megatron_vp.trace.cut import Cut
+from megatron_vp.trace.partition import Partition
 from megatron_vp.vocab.shards import VocabShards
 
 
-def cut_of(args: argparse.Namespace) -> Cut:
+def partition_of(args: argparse.Namespace) -> Partition:
     """Layers by virtual stage where a layout names them, and vocabulary rows by pipeline rank where they are split."""
     tensor, rows = args.tensor_model_parallel_size, args.vocab_rows
     if rows is None and args.vocab_parallel and args.padded_vocab_size:
         shards = VocabShards(args.padded_vocab_size, args.pipeline_model_parallel_size * tensor, tensor)
         ranks = range(args.pipeline_model_parallel_size)
         rows = tuple(sum(shards.rows(rank * tensor + place) for place in range(tensor)) for rank in ranks)
-    return Cut(layers_given(args), rows, tensor)
+    return Partition(layers_given(args), rows, tensor)
 
 
 def layers_given(args: argparse.Namespace) -> tuple[int, ...] | None:
     """Layers by virtual stage as a layout or the bars of a pattern name them; of a pattern its letters."""
     pattern, layout = pattern_in(vars(args)), args.pipeline_model_parallel_layout
     if pattern is not None:
-        return pattern.cut
+        return pattern.layers
     try:
         return None if layout is None else layers_in(str(layout))
     except UserError:  # layers of several kinds

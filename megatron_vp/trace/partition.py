@@ -1,4 +1,4 @@
-"""How a recorded run had cut its model: what its pass times were measured with."""
+"""How a recorded run had split its model over the pipeline: what its pass times were measured with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Cut:
+class Partition:
     """The layers and rows of every part of a run's pipeline; None where they are not known.
 
     layers: by virtual stage, None also for equally many. vocab_rows: by pipeline rank, tensor ranks together; None also
@@ -24,7 +24,7 @@ class Cut:
         return asdict(self)
 
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Cut:
+    def of(cls, document: Mapping[str, Any]) -> Partition:
         """Of a JSON object with more in it. Raises ValueError or TypeError for values of another kind."""
         found = {}
         for name in ("layers", "vocab_rows"):
@@ -33,5 +33,5 @@ class Cut:
         return cls(**found, tensor=int(document.get("tensor", 1)))
 
 
-UNKNOWN = Cut()
+UNKNOWN = Partition()
 """Of a run that recorded none."""
