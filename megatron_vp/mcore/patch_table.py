@@ -97,7 +97,7 @@ class PatchGroup:
 GROUPS = (
     PatchGroup(
         "wheel",
-        "megatron_vp.mcore.platform.cpu:WHEEL_PATCHES",
+        "megatron_vp.mcore.platform.index_helpers:PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
         "Megatron compiles its index helpers at every start, and ends the job where it cannot",

@@ -45,6 +45,7 @@ from megatron_vp.mcore.options.refused_precision import describe_precision
 from megatron_vp.mcore.options.vocab_rows import check_rows, describe_rows, resolve_rows
 from megatron_vp.mcore.patch_table import Stage, run_here
 from megatron_vp.mcore.platform.flags import platform_arguments, uses_cpu
+from megatron_vp.mcore.platform.index_helpers import check_index_helpers
 from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.mcore.platform.parts import describe, parts_of_job
 from megatron_vp.mcore.reports.trace_iterations import check_trace_iterations
@@ -277,6 +278,7 @@ def check_files(args: argparse.Namespace) -> None:
 
     Raises UserError for the first that cannot be used.
     """
+    check_index_helpers()
     check_inputs(args)
     check_checkpoint(args)
     written = [("--" + name.replace("_", "-"), getattr(args, name)) for name in _FOLDERS]

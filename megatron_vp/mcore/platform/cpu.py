@@ -1,15 +1,14 @@
 """Patches that let unmodified Megatron run without CUDA, over gloo.
 
-Two groups, by when they are needed. WHEEL_PATCHES: always, because the wheel as shipped cannot start. PATCHES: where no
-CUDA device is used. Each was found necessary by leaving it out; `torch.cuda.is_available` is overridden while Megatron
-initialises and never longer, because Megatron's checkpointing and torch's compiler ask it in earnest.
+Applied where no CUDA device is used. Each was found necessary by leaving it out; `torch.cuda.is_available` is
+overridden while Megatron initialises and never longer, because Megatron's checkpointing and torch's compiler ask it
+in earnest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -87,15 +86,6 @@ def _pretend_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     return initialize_megatron
 
 
-def _compile_only_if_missing(original: Callable[[], None]) -> Callable[[], None]:
-    @functools.wraps(original)
-    def compile_helpers() -> None:
-        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-            original()
-
-    return compile_helpers
-
-
 def _exact_l2_norm(
     chunk_size: Any, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], per_tensor: bool, *args: Any
 ) -> tuple[torch.Tensor, None]:
@@ -166,15 +156,6 @@ def _on_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
 def _always(replacement: Any) -> Callable[[Any], Any]:
     return lambda _original: replacement
 
-
-WHEEL_PATCHES = (
-    Patch(
-        "megatron.core.datasets.utils:compile_helpers",
-        _compile_only_if_missing,
-        "the wheel holds the compiled index helpers but no Makefile: compiling them again ends the job",
-        "()",
-    ),
-)
 
 _INITIALIZE = (
     "(allow_no_cuda=False, skip_mpu_initialization=False, get_embedding_ranks=None, get_position_embedding_ranks=None, "

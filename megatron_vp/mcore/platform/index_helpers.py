@@ -1,0 +1,75 @@
+"""Megatron's compiled helpers for the indices of datasets: in the wheel, and compiled by a checkout at its first start.
+
+Rank 0 compiles them while the other ranks wait for it, so what is missing for that is found before, on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.patches import Patch
+
+_MODULE = "megatron.core.datasets.helpers_cpp"
+_REMEDY = (
+    "install it, compile them yourself with `make -C {folder}`, or use the wheel's megatron-core, which holds them "
+    "compiled"
+)
+
+
+def check_index_helpers() -> None:
+    """Raise UserError where Megatron's helpers are neither compiled nor can be, as Megatron's Makefile would do it."""
+    if importlib.util.find_spec(_MODULE) is not None:
+        return
+    folder = _folder()
+    compiler = os.environ.get("CXX", "g++")
+    missing = [tool for tool in ("make", compiler, "python3", "python3-config") if shutil.which(tool) is None]
+    if not missing and not _has_pybind11():
+        missing = ["pybind11 (for the python3 that is found first)"]
+    if missing:
+        raise UserError(
+            f"Megatron in {folder} compiles its index helpers with {missing[0]}, which is missing here: "
+            f"{_REMEDY.format(folder=folder)}"
+        )
+
+
+def _folder() -> str:
+    from megatron.core import datasets
+
+    return os.path.dirname(os.path.abspath(datasets.__file__))
+
+
+def _has_pybind11() -> bool:
+    return subprocess.run(["python3", "-m", "pybind11", "--includes"], capture_output=True, check=False).returncode == 0
+
+
+def _compile_only_if_missing(original: Callable[[], None]) -> Callable[[], None]:
+    @functools.wraps(original)
+    def compile_helpers() -> None:
+        if importlib.util.find_spec(_MODULE) is not None:
+            return
+        try:
+            original()
+        except SystemExit as error:
+            raise UserError(
+                f"Megatron could not compile its index helpers (the compiler's output is above): "
+                f"{_REMEDY.format(folder=_folder()).removeprefix('install it, ')}"
+            ) from error
+
+    return compile_helpers
+
+
+PATCHES = (
+    Patch(
+        "megatron.core.datasets.utils:compile_helpers",
+        _compile_only_if_missing,
+        "the wheel holds the compiled index helpers but no Makefile: compiling them again ends the job",
+        "()",
+    ),
+)
+"""Applied always: the wheel as shipped cannot start."""
