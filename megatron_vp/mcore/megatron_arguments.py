@@ -57,7 +57,7 @@ READ = {
             *("high_priority_stream_groups", "hybrid_context_parallel", "hybrid_layer_pattern"),
             *("init_method_std", "init_method_xavier_uniform"),
             *("init_model_with_meta_device", "inprocess_restart", "kv_channels", "layernorm_epsilon", "load"),
-            "local_rank",
+            *("layernorm_zero_centered_gamma", "local_rank", "normalization"),
             *("log_interval", "log_straggler", "logit_dtype", "logits_load_dir", "logits_save_dir", "loss_scale", "lr"),
             *("lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples"),
             *("make_vocab_size_divisible_by", "max_position_embeddings", "micro_batch_size"),
@@ -77,7 +77,7 @@ READ = {
             *("tensor_model_parallel_size", "tensorboard_dir", "tensorboard_log_interval", "tokenizer_type"),
             *("tp_comm_overlap", "train_iters", "train_samples", "transformer_impl"),
             *("untie_embeddings_and_output_weights", "use_grouped_gemm_for_shared_expert", "use_megatron_fsdp"),
-            *("use_ring_exchange_p2p", "use_torch_fsdp2", "use_transformer_engine_op_fuser"),
+            *("use_ring_exchange_p2p", "use_torch_fsdp2", "use_tp_pp_dp_mapping", "use_transformer_engine_op_fuser"),
             *("validation_set_names", "virtual_pipeline_model_parallel_size", "vocab_size", "weight_decay"),
             *("window_size", "world_size", "yaml_cfg"),
             # Of a run's length, and of the iterations that are treated apart.

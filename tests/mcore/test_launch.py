@@ -55,7 +55,20 @@ REFUSED = [
     ),
     ({"validation_set_names": ["a", "b"]}, "cannot work without --multiple-validation-sets"),
     ({"no_pad_vocab_size": True}, "cannot work without --padded-vocab-size"),
-    ({"multi_latent_attention": True, "position_embedding_type": "rope"}, "takes keys and values of one size"),
+    ({"multi_latent_attention": True, "position_embedding_type": "rope"}, "take keys and values of one size"),
+    (
+        {"multi_latent_attention": True, "position_embedding_type": "rope", "core_attention": "sdpa"},
+        "take keys and values of one size",
+    ),
+    ({"apply_layernorm_1p": True}, "Apex's LayerNorm alone has weights around 0"),
+    (
+        {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2},
+        "einops, which is missing here",
+    ),
+    (
+        {**TWO_STAGES, "use_tp_pp_dp_mapping": True, "context_parallel_size": 2, "core_attention": "sdpa"},
+        "--use-tp-pp-dp-mapping cannot work: with --pipeline-model-parallel-size 2",
+    ),
     ({**VP, "ckpt_format": "torch", "save": "there", "save_interval": 2}, "use --ckpt-format torch_dist, which every"),
     (
         {**VP, "ckpt_convert_format": "torch", "ckpt_convert_save": "there", "load": "here"},

@@ -51,6 +51,16 @@ def _evenly_cut(a: argparse.Namespace) -> bool:
     return a.pipeline_model_parallel_layout is None and a.hybrid_layer_pattern is None and not _shifts_layers(a)
 
 
+def _dense_ranks(a: argparse.Namespace) -> int:
+    """Ranks that share a layer and its tokens outside experts."""
+    return a.tensor_model_parallel_size * a.context_parallel_size
+
+
+def _expert_ranks(a: argparse.Namespace) -> int:
+    """Ranks that share the experts of a layer."""
+    return a.expert_model_parallel_size * (a.expert_tensor_parallel_size or a.tensor_model_parallel_size)
+
+
 OUR_SCHEDULE = "--vocab-parallel or --pipeline-schedule {pipeline_schedule}"
 """What may have been typed to get a schedule of ours; a message says which for {our_schedule}."""
 
@@ -319,14 +329,29 @@ REFUSALS = (
         "cannot work: Megatron's local attention takes whole sequences; use --core-attention sdpa",
     ),
     Refusal(
+        lambda a: a.multi_latent_attention and a.transformer_impl == "local" and a.hybrid_layer_pattern is None,
+        "--multi-latent-attention with --transformer-impl local cannot work: Megatron's local attention and "
+        "--core-attention sdpa take keys and values of one size; leave it out, or use Transformer Engine's layers",
+    ),
+    Refusal(
         lambda a: (
-            a.multi_latent_attention
+            a.layernorm_zero_centered_gamma
             and a.transformer_impl == "local"
-            and a.core_attention == "megatron"
-            and a.hybrid_layer_pattern is None
+            and (a.normalization != "LayerNorm" or not installed().apex)
         ),
-        "--multi-latent-attention with --transformer-impl local cannot work: Megatron's local attention takes keys and "
-        "values of one size; leave it out, or use Transformer Engine's layers",
+        "--apply-layernorm-1p with --transformer-impl local and --normalization {normalization} cannot work: of the "
+        "norms of Megatron's local layers, Apex's LayerNorm alone has weights around 0; leave it out, or use "
+        "Transformer Engine's layers",
+    ),
+    Refusal(
+        lambda a: a.num_distributed_optimizer_instances > 1 and not installed().einops,
+        "--num-distributed-optimizer-instances {num_distributed_optimizer_instances} cannot work: Megatron groups the "
+        "instances with the package einops, which is missing here; pip install einops, or leave it out",
+    ),
+    Refusal(
+        lambda a: a.use_tp_pp_dp_mapping and a.pipeline_model_parallel_size > 1 and _expert_ranks(a) != _dense_ranks(a),
+        "--use-tp-pp-dp-mapping cannot work: with --pipeline-model-parallel-size {pipeline_model_parallel_size}, "
+        "Megatron needs tensor times context parallelism to equal expert times expert tensor parallelism; leave it out",
     ),
     Refusal(
         lambda a: a.core_attention == "sdpa" and a.transformer_impl != "local",

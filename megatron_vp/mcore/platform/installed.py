@@ -41,6 +41,8 @@ class Installed:
     """Apex with its norms and its optimizer."""
     apex_fault: str | None = None
     """Why Megatron must not use the package `apex` that is installed."""
+    einops: bool = False
+    """With which Megatron groups instances of the distributed optimizer."""
 
 
 of_nodes: Installed | None = None
@@ -65,6 +67,7 @@ def here() -> Installed:
         apex_softmax=all(map(_is_there, _SOFTMAX)),
         apex=_is_there(_APEX) and apex_fault is None,
         apex_fault=apex_fault,
+        einops=_is_there("einops"),
     )
 
 
