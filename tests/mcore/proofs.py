@@ -58,16 +58,13 @@ PROOFS = (
         "mcore/test_same_job.py::test_ranks_of_different_jobs_end_with_one_line_each",
     ),
     Proof(
-        "a rank that is killed in a pass: the others end and name pass, microbatch and rank that they waited for",
-        "mcore/test_faults.py::test_when_a_rank_is_killed_the_others_say_where_they_waited",
+        "a rank that is killed or stopped in a pass: the others end, also where they are told to, and name it, the "
+        "pass and the microbatch",
+        "mcore/test_faults.py::test_the_others_end_and_name_the_rank_that_is_lost",
     ),
     Proof(
         "ranks started again by `torchrun --max-restarts` go on with the same losses, bit for bit",
         "mcore/test_faults.py::test_ranks_that_a_launcher_starts_again_go_on_with_the_same_losses",
-    ),
-    Proof(
-        "a rank that stands still is named by the others",
-        "mcore/test_faults.py::test_a_stopped_rank_is_named_by_the_others",
     ),
     Proof("data that does not come", "mcore/test_faults.py::test_a_rank_whose_data_hangs_says_so"),
     Proof("an exception in a pass", "mcore/test_faults.py::test_a_defect_keeps_its_traceback_and_ends_all_ranks"),
