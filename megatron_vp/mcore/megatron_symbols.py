@@ -94,6 +94,7 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.core.utils:is_te_min_version": "(version, check_equality=True)",
     },
     "platform": {
+        "megatron.core.datasets:__file__": "value",
         "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller": "class",
         "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.async_loop": (
             "(rank, queue, preload_q, comp_q, log_level=20, cpu_priority=10, io_priority=None)"
