@@ -25,6 +25,7 @@ from megatron_vp.schedule.passes import Pass, Schedule, ScheduleError, VocabMeth
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.program_formats import programs_to_json
 from megatron_vp.schedule.reorder import evaluation
+from megatron_vp.schedule.request import ScheduleRequest
 from megatron_vp.schedule.timeline import Simulator, Timeline, simulate
 from megatron_vp.schedule.validate import validate, validate_programs
 
@@ -51,6 +52,7 @@ __all__ = [
     "Run",
     "Schedule",
     "ScheduleError",
+    "ScheduleRequest",
     "Simulator",
     "StageCosts",
     "Timeline",

@@ -17,7 +17,6 @@ from megatron_vp.files import MIB, read_text
 from megatron_vp.schedule.costs import Costs
 from megatron_vp.schedule.family import Family
 from megatron_vp.schedule.formats import from_text
-from megatron_vp.schedule.gc_paused import gc_paused
 from megatron_vp.schedule.generators.dual_pipe_v import dual_pipe_v
 from megatron_vp.schedule.generators.interlaced import interlaced
 from megatron_vp.schedule.generators.interleaved import interleaved
@@ -29,6 +28,7 @@ from megatron_vp.schedule.generators.zb_v import zb_v
 from megatron_vp.schedule.lowering import check_reading, lower
 from megatron_vp.schedule.passes import Schedule, ScheduleError, VocabMethod
 from megatron_vp.schedule.placement import Placement
+from megatron_vp.schedule.request import ScheduleRequest
 
 DEFAULT_SCHEDULE = "1f1b"
 """What runs where no schedule is asked for."""
@@ -183,7 +183,6 @@ def megatrons_own(chunks: int | None = None) -> Family:
     return next(each for each in FAMILIES.values() if each.in_megatron and (each.chunks is None) == several)
 
 
-@gc_paused()
 def generate(
     name: str,
     pipeline_size: int,
@@ -195,19 +194,21 @@ def generate(
     vocab_ranks: Iterable[int] | None = None,
     further_orders: bool = True,
 ) -> Schedule:
-    """A complete schedule of family `name`, vocabulary passes included, ordered for `costs`.
+    """The schedule of a `ScheduleRequest` for the family or file of this name.
 
-    With `StageCosts` every rank's passes are ordered for that rank's own durations. `vocab_ranks` hold the vocabulary
-    rows and run the vocabulary passes (None: all ranks). Without `further_orders` only the first orders compete: see
-    `reorder_for_costs`.
-
-    Raises UserError for an unknown family or vocabulary method, fewer than one rank or microbatch, vocabulary passes
-    on fewer than two ranks, chunks that the family cannot have, ranks that cannot hold rows, costs for another number
-    of stages or ranks, and more than LARGEST forwards.
+    Raises UserError for an unknown family or vocabulary method, and as `ScheduleRequest` does.
     """
-    chosen = family(name)
     try:
-        vocab = VocabMethod(vocab)
+        method = VocabMethod(vocab)
     except ValueError:
         raise UserError(f"vocab method {vocab!r} is unknown; use one of {', '.join(VocabMethod)}") from None
-    return chosen.schedule(pipeline_size, microbatches, vocab, chunks, costs, vocab_ranks, further_orders)
+    return ScheduleRequest.of(
+        family(name),
+        pipeline_size,
+        microbatches,
+        method=method,
+        chunks=chunks,
+        costs=costs,
+        vocab_ranks=vocab_ranks,
+        further_orders=further_orders,
+    ).schedule()

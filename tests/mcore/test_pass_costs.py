@@ -9,7 +9,7 @@ import pytest
 from megatron_vp.mcore.training.pass_costs import LOOK_UP, costs_of, pass_costs
 from megatron_vp.mcore.training.programs import programs
 from megatron_vp.mcore.training.stage_layers import Layers, layers_by_stage
-from megatron_vp.schedule import FAMILIES, PassCosts, Placement, StageCosts, VocabMethod
+from megatron_vp.schedule import FAMILIES, PassCosts, Placement, ScheduleRequest, StageCosts, VocabMethod
 from megatron_vp.vocab.shards import VocabShards
 
 SIZES = {
@@ -113,8 +113,17 @@ def test_programs_are_made_for_costs_by_rank(name, forward_only):
     interlaced = name == "interlaced"
     shards = VocabShards(512, 4, stage_rows=None if interlaced else (0, 0, 300, 212))
     costs = costs_of(args, VocabMethod.VOCAB_2, LINEAR, shards, interlaced)
-    job = (FAMILIES[name], 4, 1, 6, VocabMethod.VOCAB_2, costs, forward_only, False, shards.holders)
-    schedule, lowered = programs(*job)
-    assert programs(*job)[1] is lowered, "made once"
+    family = FAMILIES[name]
+    request = ScheduleRequest.of(
+        family,
+        4,
+        6,
+        method=family.method(VocabMethod.VOCAB_2),
+        costs=costs,
+        vocab_ranks=shards.holders,
+        forward_only=forward_only,
+    )
+    schedule, lowered = programs(request, False)
+    assert programs(request, False)[1] is lowered, "made once"
     assert schedule.vocab_ranks == shards.holders
     assert lowered[0].vocab_members == ((0, 1, 2, 3) if interlaced else (0, 2, 3))

@@ -46,7 +46,7 @@ def ordered_for(**changes):
     plan = with_shards(config, plan, job, HARDWARE["cpu"])
     with mock.patch("megatron_vp.cost.prediction.predict._simulator") as made:
         make_simulator(job, plan, HARDWARE["cpu"])
-    return choices.order, made.call_args.args[5]
+    return choices.order, made.call_args.args[0].costs
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-half"])
@@ -112,9 +112,9 @@ def order_of(rank, _world_size, words):
     sys.argv = ["pretrain_gpt_vp.py", *words]
     script.prepare()
 
-    def programs(*given, **more):
-        seen.append(given[5])
-        return original(*given, **more)
+    def programs(request, **more):
+        seen.append(request.costs)
+        return original(request, **more)
 
     with (
         mock.patch.object(predicted_job, "_hardware", lambda args: hardware),
@@ -135,6 +135,6 @@ def test_all_ranks_take_the_order_of_rank_0_whatever_their_devices():
     with mock.patch("megatron_vp.cost.prediction.predict._simulator") as made:
         for kind in ("cpu", "b200"):
             make_simulator(*sizes, HARDWARE[kind])
-    expected, other = (call.args[5] for call in made.call_args_list)
+    expected, other = (call.args[0].costs for call in made.call_args_list)
     assert expected != other
     assert run_ranks(2, order_of, job) == [expected, expected]

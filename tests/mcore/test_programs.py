@@ -3,18 +3,20 @@
 import pytest
 
 from megatron_vp.mcore.training.programs import programs
-from megatron_vp.schedule import FAMILIES, PassCosts, VocabMethod, evaluation, expand_interlaced, generate, lower
+from megatron_vp.schedule import FAMILIES, ScheduleRequest, VocabMethod, evaluation, expand_interlaced, generate, lower
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize(("name", "method"), [("1f1b", "vocab-2"), ("v-half", "vocab-1"), ("interlaced", "vocab-1")])
 def test_every_iteration_runs_the_same_programs(name, method, forward_only):
     chunks = 2 if name == "v-half" else 1
-    job = (FAMILIES[name], 4, chunks, 6, VocabMethod(method), PassCosts(), forward_only, False)
+    family = FAMILIES[name]
+    method = family.method(VocabMethod(method))
+    request = ScheduleRequest.of(family, 4, 6, method=method, chunks=chunks, forward_only=forward_only)
     programs.cache_clear()
-    schedule, lowered = programs(*job)
-    expected = generate(name, 4, 6, vocab="interlaced" if name == "interlaced" else method)
+    schedule, lowered = programs(request, False)
+    expected = generate(name, 4, 6, vocab=method)
     expected = evaluation(expected) if forward_only else expected
     assert schedule == expand_interlaced(expected)
     assert lowered == lower(expected)
-    assert programs(*job)[1] is lowered
+    assert programs(request, False)[1] is lowered

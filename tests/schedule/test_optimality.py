@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vp.schedule import FAMILIES, PassCosts, ScheduleError, VocabMethod, generate, simulate
+from megatron_vp.schedule import FAMILIES, PassCosts, ScheduleError, ScheduleRequest, generate, simulate
 from megatron_vp.schedule.list_scheduler import MemoryLimits
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -61,7 +61,7 @@ def test_the_model_knows_1f1b_and_its_memory():
 
     costs, p, m = PassCosts(), 3, 4
     schedule = generate("1f1b", p, m)
-    nominal = FAMILIES["1f1b"].nominal(p, m, VocabMethod.NONE, 1, costs, ())
+    nominal = ScheduleRequest.of(FAMILIES["1f1b"], p, m, costs=costs).nominal()
     found = shortest(schedule, nominal.limits, (), costs, 5.0)
     assert found.proven and found.makespan == pytest.approx((m + p - 1) * 3)
     # One microbatch at a time: nothing overlaps.

@@ -22,6 +22,7 @@ from megatron_vp.schedule import (
     Run,
     Schedule,
     ScheduleError,
+    ScheduleRequest,
     StageCosts,
     VocabMethod,
     Wait,
@@ -251,11 +252,12 @@ def test_a_file_says_which_ranks_hold_rows(tmp_path):
     path.write_text(to_json(generate("1f1b", 4, 6, vocab="vocab-1", vocab_ranks=(0, 3))))
     record = family(str(path))
     for ranks in (None, (0, 3), (3, 0)):
-        assert record.schedule(4, 6, VocabMethod.VOCAB_1, vocab_ranks=ranks).vocab_ranks == (0, 3)
-        assert record.evaluation(4, 9, VocabMethod.VOCAB_1, vocab_ranks=ranks).vocab_ranks == (0, 3)
-    for make in (record.schedule, record.evaluation):
+        request = ScheduleRequest.of(record, 4, 6, method=VocabMethod.VOCAB_1, vocab_ranks=ranks)
+        assert request.schedule().vocab_ranks == (0, 3)
+        assert replace(request, microbatches=9, forward_only=True).schedule().vocab_ranks == (0, 3)
+    for forward_only in (False, True):
         with pytest.raises(UserError, match=r"ranks 1 do not go with the schedule in .*, which has .* on ranks 0, 3;"):
-            make(4, 6, VocabMethod.VOCAB_1, vocab_ranks=(1,))
+            ScheduleRequest.of(record, 4, 6, vocab_ranks=(1,), forward_only=forward_only)
 
 
 @pytest.mark.parametrize(

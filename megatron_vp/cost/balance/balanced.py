@@ -24,7 +24,7 @@ from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.cost.times.communication import CommunicationModel
 from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.jobs.layout_text import even_layers
-from megatron_vp.schedule import Placement, Schedule, VocabMethod, family, generate
+from megatron_vp.schedule import Placement, Schedule, VocabMethod, family
 from megatron_vp.schedule.gc_paused import gc_paused
 
 EVEN_BAND = 0.01
@@ -138,7 +138,7 @@ class _Search:
         per_rank = SAMPLED_PER_RANK if job.pipeline <= MANY else SAMPLED_OF_MANY
         simulated = max(per_rank * job.pipeline, SAMPLED // job.pipeline)
         self.sample = replace(job, microbatches=min(job.microbatches, simulated))
-        self.single = generate(plan.schedule, job.pipeline, 1, vocab=plan.vocab, chunks=plan.chunks)
+        self.single = plan.request(job, microbatches=1).schedule()
         self.placement = self.single.placement
         self.times = PassTimes(job, hardware, self.constants)
         self.unit = unit_of_rows(job.model.vocab, job.pipeline, job.tensor)
@@ -236,8 +236,7 @@ class _Search:
 
     @cached_property
     def _order(self) -> Schedule:
-        job, plan = self.sample, self.plan
-        return generate(plan.schedule, job.pipeline, job.microbatches, vocab=plan.vocab, chunks=plan.chunks)
+        return self.plan.request(self.sample).schedule()
 
 
 def least_passes(job: Job, method: VocabMethod, hardware: Hardware, constants: Constants = CALIBRATED) -> float:

@@ -39,7 +39,7 @@ from megatron_vp.cost.sizes.layer_types import model_layers, stage_layers
 from megatron_vp.cost.sizes.shapes import Job, Plan, Recompute
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.pattern_text import pattern_in
-from megatron_vp.schedule import PassCosts, Schedule, VocabMethod, family, generate
+from megatron_vp.schedule import Schedule, ScheduleRequest, VocabMethod, family
 from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD
 from megatron_vp.schedule.reorder import EMBEDDING_GRADIENTS
 
@@ -354,7 +354,7 @@ def estimate(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CA
     Of its vocabulary passes a few run before and after that: see the limits in `schedule.reorder`.
     Raises UserError where the job cannot run `plan`.
     """
-    single, most = _single(plan.schedule, job.pipeline, plan.vocab, plan.chunks)
+    single, most = _single(plan.request(job, microbatches=1))
     placement, costs = single.placement, stage_costs(job, plan, single, hardware, constants)
     layers = layers_of(job, plan, placement)
     if job.model.tied and plan.vocab is VocabMethod.NONE and not family(plan.schedule).ends_on_last_rank:
@@ -386,11 +386,6 @@ def estimate(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CA
 
 
 @lru_cache(maxsize=512)
-def _single(name: str, ranks: int, vocab: VocabMethod, chunks: int | None) -> tuple[Schedule, tuple[int, ...]]:
+def _single(request: ScheduleRequest) -> tuple[Schedule, tuple[int, ...]]:
     """The schedule of one microbatch, and the most chunk activations by rank of many."""
-    record = family(name)
-    count = record.chunks_of(chunks)
-    single = generate(name, ranks, 1, vocab=vocab, chunks=chunks)
-    assert record.block is not None
-    most = record.block(ranks, count, PassCosts()).max_activations
-    return single, tuple(each + vocab.barriers * count for each in most)
+    return request.schedule(), request.nominal().limits.activations

@@ -15,15 +15,14 @@ from megatron_vp.cost.times.communication import CommunicationModel
 from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import (
-    Costs,
     PassCosts,
     Schedule,
+    ScheduleRequest,
     Simulator,
     StageCosts,
     Timeline,
     VocabMethod,
     family,
-    generate,
 )
 
 
@@ -144,7 +143,7 @@ def make_simulator(
 ) -> Simulator:
     """The schedule of `plan` in the order that training runs, see `order_costs`; made once for nearly equal costs.
 
-    `further_orders`: see `generate`.
+    `further_orders`: see `ScheduleRequest`.
     Raises UserError for what training refuses: whole vocabulary layers that share one weight on both chunks of a rank.
     """
     if job.model.tied and plan.vocab is VocabMethod.NONE and not family(plan.schedule).ends_on_last_rank:
@@ -153,32 +152,10 @@ def make_simulator(
             "--untie-embeddings-and-output-weights"
         )
     plan.shard_rows(job)  # refuses rows that are no cut
-    holders = None if plan.vocab_rows is None else tuple(rank for rank, rows in enumerate(plan.vocab_rows) if rows)
     costs = order_costs(job, plan, hardware, constants)
-    return _simulator(
-        plan.schedule, job.pipeline, job.microbatches, plan.vocab, plan.chunks, costs, holders, further_orders
-    )
+    return _simulator(plan.request(job, costs=costs, further_orders=further_orders))
 
 
 @lru_cache(maxsize=3)
-def _simulator(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    vocab: VocabMethod,
-    chunks: int | None,
-    costs: Costs,
-    vocab_ranks: tuple[int, ...] | None,
-    further_orders: bool,
-) -> Simulator:
-    made = generate(
-        name,
-        ranks,
-        microbatches,
-        vocab=vocab,
-        chunks=chunks,
-        costs=costs,
-        vocab_ranks=vocab_ranks,
-        further_orders=further_orders,
-    )
-    return Simulator(made, costs)
+def _simulator(request: ScheduleRequest) -> Simulator:
+    return Simulator(request.schedule(), request.costs)

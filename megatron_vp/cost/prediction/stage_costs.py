@@ -14,7 +14,7 @@ from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.cost.times.communication import CommunicationModel
 from megatron_vp.cost.times.pass_times import PassTimes, Split
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import Costs, PassCosts, Placement, Schedule, StageCosts, VocabMethod, generate
+from megatron_vp.schedule import Costs, PassCosts, Placement, Schedule, StageCosts, VocabMethod
 
 IDLE = 0.85
 """A rank with less than this share of the busiest one's work is not throttled."""
@@ -73,7 +73,7 @@ def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants =
     equally fast: which of them is the slowest is not known before a run.
     """
     alike = replace(constants, speed_spread=0.0, idle_boost=0.0)
-    single = generate(plan.schedule, job.pipeline, 1, vocab=plan.vocab, chunks=plan.chunks)
+    single = plan.request(job, microbatches=1).schedule()
     costs = stage_costs(job, plan, single, hardware, alike)
     held = stage_layers(job, layers_of(job, plan, single.placement))
     if plan.vocab_rows is None and all(stage.counts == held[0].counts for stage in held):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import StageCosts, generate
+from megatron_vp.schedule import StageCosts
 from megatron_vp.trace.figures import mean_costs
 from megatron_vp.trace.rank_files import read_traces
 
@@ -18,7 +18,7 @@ def traced_costs(folder: Path, job: Job, plan: Plan) -> StageCosts:
     on `job`: its times say nothing about those.
     """
     first, *_ = traces = read_traces(folder)
-    ours = generate(plan.schedule, job.pipeline, 1, vocab=plan.vocab, chunks=plan.chunks)
+    ours = plan.request(job, microbatches=1).schedule()
     if (first.schedule, first.vocab, first.placement) != (ours.name, ours.vocab, ours.placement.stage_of):
         raise UserError(
             f"{folder} is a run of {_words(first.schedule, first.vocab, first.placement)}, not of "

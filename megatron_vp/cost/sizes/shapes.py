@@ -8,7 +8,7 @@ from enum import StrEnum
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.row_counts import check_stage_rows, rows_per_shard
-from megatron_vp.schedule import DEFAULT_SCHEDULE, VocabMethod
+from megatron_vp.schedule import DEFAULT_SCHEDULE, Costs, ScheduleRequest, VocabMethod, family
 
 
 class Recompute(StrEnum):
@@ -208,6 +208,25 @@ class Plan:
     chunks: int | None = None
     layers: tuple[int, ...] | None = None
     vocab_rows: tuple[int, ...] | None = None
+
+    def request(
+        self, job: Job, microbatches: int | None = None, costs: Costs | None = None, further_orders: bool = True
+    ) -> ScheduleRequest:
+        """What this plan asks of a schedule for `job`, of so many `microbatches` (None: as many as the job has).
+
+        Raises UserError for what no schedule answers.
+        """
+        holders = None if self.vocab_rows is None else [rank for rank, rows in enumerate(self.vocab_rows) if rows]
+        return ScheduleRequest.of(
+            family(self.schedule),
+            job.pipeline,
+            job.microbatches if microbatches is None else microbatches,
+            method=self.vocab,
+            chunks=self.chunks,
+            costs=costs,
+            vocab_ranks=holders,
+            further_orders=further_orders,
+        )
 
     def shard_rows(self, job: Job) -> tuple[int, ...]:
         """Vocabulary rows of one tensor rank of each pipeline rank, as the cost model counts them.

@@ -32,6 +32,7 @@ from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.rehearsal import MICROBATCHES
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.passes import Schedule, VocabMethod
+from megatron_vp.schedule.request import ScheduleRequest
 
 
 @deferred_checks()
@@ -158,17 +159,17 @@ def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> 
     method = VocabMethod(args.vocab_parallel_algorithm if args.vocab_parallel else VocabMethod.NONE)
     shards = job.layer_shards.shards if job.layer_shards else None
     interlaced = chosen.own_method is VocabMethod.INTERLACED
-    return programs(
+    request = ScheduleRequest.of(
         chosen,
         len(job.pipeline.groups.members),
-        len(job.chunks),
         microbatches,
-        method,
-        choices.order or costs_of(args, method, pipeline_placement(args), shards, interlaced),
-        forward_only=not gradients,
-        embeds_on_last_stage=shapes.mtp_depth > 0,
+        method=chosen.method(method),
+        chunks=len(job.chunks),
+        costs=choices.order or costs_of(args, method, pipeline_placement(args), shards, interlaced),
         vocab_ranks=shards.holders if shards else None,
+        forward_only=not gradients,
     )
+    return programs(request, embeds_on_last_stage=shapes.mtp_depth > 0)
 
 
 def _run(

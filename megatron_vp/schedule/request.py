@@ -1,0 +1,175 @@
+"""What is asked of a schedule, checked once, and the schedule that answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from megatron_vp.errors import UserError
+from megatron_vp.schedule.costs import Costs, PassCosts, StageCosts
+from megatron_vp.schedule.family import Family
+from megatron_vp.schedule.gc_paused import gc_paused
+from megatron_vp.schedule.passes import Schedule, VocabMethod
+from megatron_vp.schedule.reorder import evaluation, forwards, reorder_for_costs
+from megatron_vp.schedule.vocab_passes import Nominal, nominal_schedule
+
+LARGEST = 1_000_000
+"""Ranks x microbatches x chunks that are asked for: some three minutes on one core and 6 GB."""
+
+
+@dataclass(frozen=True)
+class ScheduleRequest:
+    """Everything that decides a schedule: equal requests give equal schedules. `of` fills in what is left open.
+
+    Raises UserError for a method, chunks or ranks that do not go with the family, other ranks or more microbatches
+    than a file has, fewer than one rank or microbatch, vocabulary passes on fewer than two ranks, costs for another
+    number of stages or ranks, and more than LARGEST forwards.
+    """
+
+    family: Family
+    """the record; of a file, the one that holds its schedule"""
+    pipeline_size: int
+    """ranks p"""
+    microbatches: int
+    """m"""
+    method: VocabMethod
+    """of the vocabulary layers"""
+    chunks: int
+    """per rank, v"""
+    costs: Costs
+    """what the passes are ordered for; with `StageCosts` every rank's for that rank's own durations"""
+    vocab_ranks: tuple[int, ...]
+    """the ranks with vocabulary rows, which run the vocabulary passes, in ascending order"""
+    forward_only: bool = False
+    """an evaluation: forward passes alone, in an order of their own; a file's for any number of microbatches"""
+    further_orders: bool = True
+    """False: only the first orders compete, see `reorder_for_costs`"""
+
+    @classmethod
+    def of(
+        cls,
+        family: Family,
+        pipeline_size: int,
+        microbatches: int,
+        *,
+        method: VocabMethod = VocabMethod.NONE,
+        chunks: int | None = None,
+        costs: Costs | None = None,
+        vocab_ranks: Iterable[int] | None = None,
+        forward_only: bool = False,
+        further_orders: bool = True,
+    ) -> ScheduleRequest:
+        """A request in which None stands for the family's own chunks, for `PassCosts()` and for all ranks.
+
+        The method none stands for that of a family which has only one.
+        """
+        if method is VocabMethod.NONE:
+            method = family.method(method)
+        if vocab_ranks is None:
+            vocab_ranks = _every_rank(family, pipeline_size, method)
+        return cls(
+            family,
+            pipeline_size,
+            microbatches,
+            method,
+            family.chunks_of(chunks),
+            costs or PassCosts(),
+            tuple(sorted(vocab_ranks)),
+            forward_only,
+            further_orders,
+        )
+
+    def __post_init__(self) -> None:
+        self._check_method()
+        self._check_sizes()
+        self._check_vocab_ranks()
+        self.family.chunks_of(self.chunks)
+        if isinstance(self.costs, StageCosts):
+            self.costs.check_size(self.family.name, self.pipeline_size, self.chunks)
+
+    @gc_paused()
+    def schedule(self) -> Schedule:
+        """The complete schedule, vocabulary passes included."""
+        fixed = self.family.fixed
+        if self.forward_only:
+            forward = self._complete() if fixed is None else forwards(fixed, self.microbatches)
+            return evaluation(forward, self.costs)
+        if fixed is None:
+            return self._complete()
+        return fixed if fixed.microbatches == self.microbatches else fixed.first_microbatches(self.microbatches)
+
+    def _complete(self) -> Schedule:
+        if self.family.order is not None:
+            return self.family.order(self.pipeline_size, self.microbatches)
+        nominal = self.nominal()
+        return reorder_for_costs(nominal.schedule, nominal.limits, self.costs, nominal.pairs, self.further_orders)
+
+    def nominal(self) -> Nominal:
+        """The passes of a family that has a building block, not yet ordered for the costs, and their limits."""
+        assert self.family.block is not None
+        # Nominal times only order the passes, so means over ranks and stages do. The block's forwards are longer by the
+        # vocabulary work, so that its nominal times leave room for it.
+        mean = self.costs.nominal(self.pipeline_size)
+        work = mean.S + mean.T + mean.IF + mean.IB if self.method.is_sharded else 0.0
+        block = self.family.block(self.pipeline_size, self.chunks, replace(mean, F=mean.F + work).without_zeros())
+        return nominal_schedule(self.family.name, block, self.microbatches, self.method, self.vocab_ranks)
+
+    def _check_method(self) -> None:
+        if self.method not in self.family.methods:
+            own = self.family.own_method
+            takes = f"which has {own}" if own else f"which takes {', '.join(self.family.methods)}"
+            raise UserError(f"vocab method {self.method} does not go with schedule {self.family.name}, {takes}")
+
+    def _check_sizes(self) -> None:
+        name, ranks, microbatches = self.family.name, self.pipeline_size, self.microbatches
+        if self.family.fixed is not None:
+            self._check_file(self.family.fixed)
+        least = 1 if self.method is VocabMethod.NONE else 2
+        if ranks < least:
+            raise UserError(
+                f"pipeline size {ranks} is too small for {name}, vocab method {self.method}; give at least {least}"
+            )
+        if microbatches < 1:
+            raise UserError(f"{microbatches} microbatches make no schedule; give at least 1")
+        chunks = self.chunks if self.family.chunks is None else 1
+        if ranks * microbatches * chunks > LARGEST:
+            size = f"{ranks} ranks x {microbatches} microbatches" + (f" x {chunks} chunks" if chunks > 1 else "")
+            raise UserError(
+                f"{size} are more than {LARGEST:,} forwards, which would take "
+                "minutes and gigabytes; fewer microbatches show the same steady state"
+            )
+
+    def _check_file(self, fixed: Schedule) -> None:
+        ranks = f"{fixed.pipeline_size} ranks, and {self.pipeline_size} are asked for"
+        steps = f"{fixed.microbatches} microbatches, and {self.microbatches} are asked for"
+        enough = self.forward_only or self.microbatches <= fixed.microbatches
+        for has, fits in ((ranks, fixed.pipeline_size == self.pipeline_size), (steps, enough)):
+            if not fits:
+                raise UserError(f"the schedule in {self.family.name} has {has}; write one for these")
+
+    def _check_vocab_ranks(self) -> None:
+        holders, every = self.vocab_ranks, _every_rank(self.family, self.pipeline_size, self.method)
+        if holders == every:
+            return
+        asked, name = f"vocabulary rows on ranks {_listed(holders)}", self.family.name
+        if self.family.fixed is not None:
+            raise UserError(
+                f"{asked} do not go with the schedule in {name}, which has vocabulary passes on ranks "
+                f"{_listed(every)}; write one for these ranks"
+            )
+        if not self.method.is_sharded:
+            need = "which every rank takes part in" if every else "which has no vocabulary passes"
+            raise UserError(f"{asked} do not go with schedule {name}, vocab method {self.method}, {need}")
+        if not holders or len(set(holders)) < len(holders) or not set(holders) <= set(every):
+            raise UserError(f"{asked}: give at least one of the ranks 0 to {self.pipeline_size - 1}, each at most once")
+
+
+def _every_rank(family: Family, pipeline_size: int, method: VocabMethod) -> tuple[int, ...]:
+    """All ranks that can have vocabulary rows."""
+    if family.fixed is not None:
+        return family.fixed.vocab_ranks
+    return () if method is VocabMethod.NONE else tuple(range(pipeline_size))
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks)) or "none"
