@@ -39,7 +39,7 @@ from megatron.training.argument_utils import (
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron_vp.mcore.options.arguments import refused_by_megatron
+from megatron_vp.mcore.options.settle import refused_by_megatron
 from megatron_vp.mcore.options.unserved import refuse_unserved
 from megatron_vp.mcore.storage.attempt import noting_the_end
 

@@ -115,7 +115,7 @@ def test_imports_of_a_room_that_knows_megatron(room):
         for name in _imports(path):
             if name.startswith("megatron_vp.mcore."):
                 target = name.split(".")[2]
-                shared = {"patches", "choices"} | (STARTS if room in ("options", "start") else set())
+                shared = {"patches", "settled"} | (STARTS if room in ("options", "start") else set())
                 assert target in MEGATRON_ROOMS[room] | {room} | shared, f"{path} imports {name}"
 
 

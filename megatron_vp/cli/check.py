@@ -55,13 +55,13 @@ def check(
     from megatron_vp.mcore.start import preflight
 
     here = ranks_per_node is not None
-    args = preflight.check_job(arguments(*files_and_flags(job, overlays)), ranks, here=here, nodes=nodes)
-    preflight.check_files(args)
+    checked = preflight.check_job(arguments(*files_and_flags(job, overlays)), ranks, here=here, nodes=nodes)
+    preflight.check_files(checked.args)
     if ranks_per_node is not None:
-        preflight.check_node(args, ranks_per_node)
+        preflight.check_node(checked.args, ranks_per_node)
         if output == "text":
             typer.echo(preflight.describe_node())
     if output == "json":
-        typer.echo(json.dumps({"flags": args._platform_flags, "parts": args._parts}))
+        typer.echo(json.dumps({"flags": list(checked.words.platform_flags), "parts": dict(checked.parts)}))
     elif os.environ.get("SLURM_PROCID", "0") == "0":
-        typer.echo("\n".join([*preflight.describe_job(args, ranks), *preflight.describe_parts(args)]))
+        typer.echo("\n".join([*preflight.describe_job(checked, ranks), *preflight.describe_parts(checked)]))

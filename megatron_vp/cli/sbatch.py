@@ -64,7 +64,7 @@ def sbatch(
     if nodes is None:
         nodes = math.ceil(ranks_of_one_replica(arguments(files, flags)) / per_node)
     ranks = nodes * per_node
-    args = check_job(arguments(files, flags), ranks)
+    checked = check_job(arguments(files, flags), ranks)
     resources = f"--gpus-per-node={per_node}" if ntasks_per_node is None else f"--ntasks-per-node={per_node}"
     # The job runs with the Python that checked it. A comma would end a variable in sbatch's list.
     python, export = f"MEGATRON_VP_PYTHON={sys.executable}", "--export=ALL"
@@ -74,13 +74,13 @@ def sbatch(
     command += [f"--{option.lstrip('-')}" for option in slurm or ()]
     command += [str(BATCH_SCRIPT), spelled(files[0]), *arguments(files[1:], flags)]
     if not dry_run:
-        check_files(args)
-    typer.echo(f"{nodes} nodes x {per_node}; " + "\n".join(describe_job(args, ranks)))
+        check_files(checked.args)
+    typer.echo(f"{nodes} nodes x {per_node}; " + "\n".join(describe_job(checked, ranks)))
     typer.echo(shlex.join(command))
     if dry_run:
         # The inputs may be elsewhere than the person who asks.
         try:
-            check_files(args)
+            check_files(checked.args)
         except UserError as error:
             typer.echo(f"would be refused on this machine: {error}", err=True)
         return

@@ -23,11 +23,12 @@ class Reads:
 
 READ = {
     "mcore": Reads(
-        "to choose the patches that a run needs",
+        "to choose the patches that a run needs, and to place its chunks",
         (
             *("fake_process_group", "heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path"),
             *("iterations_to_skip", "multiple_validation_sets", "override_opt_param_scheduler", "rank"),
-            *("tensorboard_dir", "transformer_impl", "use_checkpoint_opt_param_scheduler", "world_size"),
+            *("pipeline_model_parallel_layout", "pipeline_model_parallel_size", "tensorboard_dir", "transformer_impl"),
+            *("use_checkpoint_opt_param_scheduler", "virtual_pipeline_model_parallel_size", "world_size"),
         ),
     ),
     "model": Reads(

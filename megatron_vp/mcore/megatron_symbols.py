@@ -82,7 +82,6 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.core.utils:get_pg_rank": "(group=None)",
         "megatron.training.models.gpt:GPTModelBuilder": "(model_config)",
         "megatron.training.models.hybrid:HybridModelBuilder": "(model_config)",
-        "megatron.training:get_args": "()",
     },
     "options": {
         "megatron.core.transformer.enums:LayerType": "class",
@@ -106,13 +105,11 @@ IMPORTED: dict[str, dict[str, str]] = {
     },
     "replay": {
         "megatron.core.parallel_state:get_tensor_model_parallel_rank": "()",
-        "megatron.training:get_args": "()",
     },
     "reports": {
         "megatron.core.parallel_state:get_data_parallel_rank": "takes with_context_parallel",
         "megatron.core.parallel_state:get_pipeline_model_parallel_rank": "()",
         "megatron.core.parallel_state:get_tensor_model_parallel_rank": "()",
-        "megatron.training:get_args": "()",
     },
     "start": {
         "megatron.training.argument_utils:core_transformer_config_from_args": "(args, config_class=None)",
@@ -121,7 +118,6 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.training.checkpointing:load_args_from_checkpoint": (
             "(args, load_arg='load', checkpointing_context=None)"
         ),
-        "megatron.training:get_args": "()",
     },
     "storage": {
         "megatron.core.datasets.blended_megatron_dataset_config:convert_split_vector_to_split_matrix": (
@@ -139,7 +135,6 @@ IMPORTED: dict[str, dict[str, str]] = {
             "(orig_vocab_size, args, logging_enabled=True)"
         ),
         "megatron.training.utils:get_blend_and_blend_per_split": "(args)",
-        "megatron.training:get_args": "()",
     },
     "training": {
         "megatron.core.num_microbatches_calculator:get_num_microbatches": "()",
@@ -162,7 +157,6 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.core.utils:get_model_config": "(model)",
         "megatron.core.utils:unwrap_model": "(model, module_instances=None)",
         "megatron.training.utils:print_rank_0": "(message, rank=None)",
-        "megatron.training:get_args": "()",
         "megatron.training:print_rank_0": "(message, rank=None)",
     },
     "pretrain_gpt_vp.py": {

@@ -14,11 +14,10 @@ from enum import Enum
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import patches
-from megatron_vp.mcore.choices import counts_engine, places_chunks, replaces_schedule, splits_backward
 from megatron_vp.mcore.patches import Patch, Problem
 from megatron_vp.mcore.platform.flags import uses_cpu
 from megatron_vp.mcore.platform.installed import Installed, installed
-from megatron_vp.mcore.reports import memory
+from megatron_vp.mcore.settled import RunSettings, replay, run_settings
 
 
 class Stage(Enum):
@@ -43,6 +42,11 @@ class Run:
     counts_engine: bool = False
     """It counts Transformer Engine's layers."""
 
+    @property
+    def settings(self) -> RunSettings:
+        """What the arguments make of the run."""
+        return run_settings(self.args)
+
 
 def run_here(args: argparse.Namespace) -> Run:
     """The run of this process."""
@@ -50,8 +54,8 @@ def run_here(args: argparse.Namespace) -> Run:
         args,
         installed(),
         cpu=uses_cpu([]),
-        shapes_only=memory.of_shapes is not None,
-        counts_engine=counts_engine(),
+        shapes_only=replay().meter is not None,
+        counts_engine=replay().counts_engine,
     )
 
 
@@ -258,7 +262,7 @@ GROUPS = (
         "megatron_vp.mcore.training.vocab_patches:SCHEDULE_PATCHES",
         Condition(
             "only with --vocab-parallel or a --pipeline-schedule other than 1f1b",
-            lambda run: replaces_schedule(run.args),
+            lambda run: run.settings.replaces_schedule,
         ),
         Stage.AFTER_VALIDATION,
         "a run would have another schedule and whole vocabulary layers",
@@ -266,7 +270,7 @@ GROUPS = (
     PatchGroup(
         "split backward",
         "megatron_vp.mcore.model.split_backward:PATCHES",
-        Condition("only with a --pipeline-schedule that has W passes", lambda run: splits_backward(run.args)),
+        Condition("only with a --pipeline-schedule that has W passes", lambda run: run.settings.splits_backward),
         Stage.AFTER_VALIDATION,
         "backwards would not be split, and W passes add nothing",
     ),
@@ -276,7 +280,9 @@ GROUPS = (
         Condition(
             "only with a --pipeline-schedule that has W passes and Transformer Engine's layers",
             lambda run: (
-                splits_backward(run.args) and run.args.transformer_impl == "transformer_engine" and run.machine.engine
+                run.settings.splits_backward
+                and run.args.transformer_impl == "transformer_engine"
+                and run.machine.engine
             ),
         ),
         Stage.AFTER_VALIDATION,
@@ -287,7 +293,7 @@ GROUPS = (
         "megatron_vp.mcore.model.chunk_layout:PATCHES",
         Condition(
             "only with a --pipeline-schedule that places chunks otherwise than Megatron",
-            lambda run: places_chunks(run.args),
+            lambda run: run.settings.places_chunks,
         ),
         Stage.AFTER_VALIDATION,
         "layers would run in another order than the model's",
@@ -297,7 +303,7 @@ GROUPS = (
         "megatron_vp.mcore.reports.rank_report:PLAIN_PATCHES",
         Condition(
             "only with --rank-report and Megatron's own schedule",
-            lambda run: run.args.rank_report is not None and not replaces_schedule(run.args),
+            lambda run: run.args.rank_report is not None and not run.settings.replaces_schedule,
         ),
         Stage.AFTER_VALIDATION,
         "--rank-report writes nothing",

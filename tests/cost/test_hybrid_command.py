@@ -51,7 +51,7 @@ def test_the_recommended_pattern_passes_the_check_of_training():
     best = document["plans"][document["best"]]
     pattern = Pattern.parse(best["settings"]["hybrid_layer_pattern"])
     assert pattern.letters == PATTERN[1] and (best["layers"] is None or list(pattern.layers) == best["layers"])
-    args = check_job(["--cpu", *HYBRID, *shlex.split(best["flags"])], 4)
+    args = check_job(["--cpu", *HYBRID, *shlex.split(best["flags"])], 4).args
     assert args.hybrid_layer_pattern == best["settings"]["hybrid_layer_pattern"]
 
 

@@ -25,7 +25,7 @@ TINY = {
 def test_defaults_are_megatrons(path):
     leaves = {leaf.key: leaf.value for leaf in read_leaves([path])}
     written = job_of(leaves)
-    args = check_job([f"--config={path}", f"--config={CONFIGS / 'data' / 'mock.yaml'}"], written.gpus)
+    args = check_job([f"--config={path}", f"--config={CONFIGS / 'data' / 'mock.yaml'}"], written.gpus).args
     # Which layers run here depends on what is installed.
     found = replace(
         job_of(vars(args), written.gpus), layers=written.layers, glu_intermediates=written.glu_intermediates

@@ -10,7 +10,7 @@ from tests.harness.training import tiny_model
 
 
 def check(flags, **settings):
-    args = check_job(["--cpu", *tiny_model(pipeline_model_parallel_size=2, **settings), *shlex.split(flags)], 2)
+    args = check_job(["--cpu", *tiny_model(pipeline_model_parallel_size=2, **settings), *shlex.split(flags)], 2).args
     check_files(args)
 
 

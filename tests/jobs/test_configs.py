@@ -28,7 +28,7 @@ RANKS = {"gemma2_9b": 8, "llama3_8b": 8, "llama3_70b": 64, "qwen3_8b": 4, "quick
 def validated(*files: Path, ranks: int) -> argparse.Namespace:
     """The arguments of a job without data, as Megatron and the plug-in accept them."""
     files = (*files, ROOT / "data" / "mock.yaml")
-    return check_job([f"--config={file}" for file in files] + ["--vocab-size", "512"], ranks)
+    return check_job([f"--config={file}" for file in files] + ["--vocab-size", "512"], ranks).args
 
 
 def test_every_model_is_listed():

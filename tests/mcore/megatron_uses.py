@@ -60,7 +60,7 @@ def _is_module(name: str) -> bool:
         return False
 
 
-_HOLDERS = {"args", "a", "parsed"}
+_HOLDERS = {"args", "_args", "a", "parsed"}
 """Names of variables that hold Megatron's arguments in our sources."""
 
 

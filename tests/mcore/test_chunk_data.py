@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -53,7 +54,7 @@ def _counted(lengths, names=None, eval_iters=7):
         args.eval_iters = found.pop(0)
 
     found = list(lengths)
-    with mock.patch.object(chunk_data, "get_args", lambda: args):
+    with mock.patch.object(chunk_data, "current", lambda: SimpleNamespace(args=args)):
         patched = COUNT(build)
         for _ in lengths:
             patched(None)
@@ -83,6 +84,6 @@ def test_names_for_other_validation_sets_are_an_error_before_training():
 @pytest.mark.parametrize(("several", "expected"), [(True, [["a", "c"], ["b", "d"]]), (False, [["a", "b"], ["c", "d"]])])
 def test_the_data_of_chunks_is_handed_out_by_validation_set(several, expected):
     args = argparse.Namespace(multiple_validation_sets=several)
-    with mock.patch.object(chunk_data, "get_args", lambda: args):
+    with mock.patch.object(chunk_data, "current", lambda: SimpleNamespace(args=args)):
         evaluate = EVALUATE(lambda prefix, forward_step, data_iterator, model: data_iterator)
         assert evaluate("", None, [["a", "b"], ["c", "d"]], ["chunk", "chunk"]) == expected

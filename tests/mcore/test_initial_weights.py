@@ -21,6 +21,7 @@ import torch
 
 from megatron_vp.jobs.pattern_text import Pattern
 from megatron_vp.mcore.model.initial_weights import PlainLayout, moves_layers
+from megatron_vp.mcore.settled import ChosenRows, GivenLayout, SettledJob, Words, run_settings
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
 from tests.harness.ranks import run_ranks
 from tests.harness.training import Run, _merge, tiny_model, train, train_case
@@ -255,36 +256,38 @@ def test_a_run_that_loads_a_checkpoint_does_not_build_plain_megatrons_stage(tmp_
     assert run_ranks(2, counted, words) == [0, 0]
 
 
-def _arguments(**given: object) -> argparse.Namespace:
+def _settled(layout: str | None = None, pattern: Pattern | None = None, **arguments: object) -> SettledJob:
+    """A job whose user gave this layout or pattern, and whose arguments are these by now."""
     defaults = {"pipeline_model_parallel_layout": None, "hybrid_layer_pattern": None, "mtp_num_layers": None}
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "num_layers": 4}
-    ours = {"_given_layout": None, "_given_pattern": None, "pipeline_schedule": "v-half", "vocab_parallel": True}
-    return argparse.Namespace(**defaults | sizes | ours | given)
+    ours = {"pipeline_schedule": "v-half", "vocab_parallel": True}
+    args = argparse.Namespace(**defaults | sizes | ours | arguments)
+    return SettledJob(args, run_settings(args), GivenLayout(layout, pattern), ChosenRows(), None, {}, Words(), None)
 
 
 def _layers(**given: object) -> list[str]:
-    return ["".join(kind.name[0] for kind in stage) for stage in PlainLayout.of(_arguments(**given)).layout]
+    return ["".join(kind.name[0] for kind in stage) for stage in PlainLayout.of(_settled(**given)).layout]
 
 
 def test_neighbouring_segments_of_a_v_are_one_stage_of_plain_megatron():
     assert _layers() == ["edd", "ddl"]
     assert _layers(num_layers=5, mtp_num_layers=1) == ["edd", "dddml"]
-    assert _layers(_given_layout="Et|tt||tmL") == ["eddd", "dml"]
-    hybrid = PlainLayout.of(_arguments(hybrid_layer_pattern="*-|*||-/*-/*-"))
+    assert _layers(layout="Et|tt||tmL") == ["eddd", "dml"]
+    hybrid = PlainLayout.of(_settled(hybrid_layer_pattern="*-|*||-/*-/*-"))
     assert hybrid == PlainLayout(1, None, "*-*|-/*-/*-")
 
 
 def test_chunks_in_rounds_and_layers_that_we_cut_ourselves_start_as_megatron_would_cut_them():
     interleaved = {"pipeline_schedule": "interleaved", "num_layers": 8}
     assert _layers(**interleaved) == ["edd", "dd", "dd", "ddl"]
-    assert not moves_layers(_arguments(**interleaved))
-    given = {"_given_layout": "Et|ttt|t|tttL", "pipeline_model_parallel_layout": "Et|ttt|t|tttL"}
-    assert not moves_layers(_arguments(**interleaved, **given))
+    assert not moves_layers(_settled(**interleaved))
+    given = {"layout": "Et|ttt|t|tttL", "pipeline_model_parallel_layout": "Et|ttt|t|tttL"}
+    assert not moves_layers(_settled(**interleaved, **given))
     chosen = {"pipeline_schedule": "1f1b", "virtual_pipeline_model_parallel_size": None}
-    assert moves_layers(_arguments(**chosen, pipeline_model_parallel_layout="Et|tttL"))
-    assert not moves_layers(_arguments(**chosen, pipeline_model_parallel_layout="Ett|ttL"))
-    chosen |= {"_given_pattern": Pattern("*-*-")}
-    assert moves_layers(_arguments(**chosen, hybrid_layer_pattern="*-*|-"))
-    assert PlainLayout.of(_arguments(**chosen, hybrid_layer_pattern="*-*|-")) == PlainLayout(1, None, "*-|*-")
-    assert not moves_layers(_arguments(**chosen, hybrid_layer_pattern="*-|*-"))
-    assert moves_layers(_arguments())
+    assert moves_layers(_settled(**chosen, pipeline_model_parallel_layout="Et|tttL"))
+    assert not moves_layers(_settled(**chosen, pipeline_model_parallel_layout="Ett|ttL"))
+    chosen |= {"pattern": Pattern("*-*-")}
+    assert moves_layers(_settled(**chosen, hybrid_layer_pattern="*-*|-"))
+    assert PlainLayout.of(_settled(**chosen, hybrid_layer_pattern="*-*|-")) == PlainLayout(1, None, "*-|*-")
+    assert not moves_layers(_settled(**chosen, hybrid_layer_pattern="*-|*-"))
+    assert moves_layers(_settled())

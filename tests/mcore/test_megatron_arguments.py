@@ -149,10 +149,10 @@ def test_what_megatron_derives_is_checked_when_it_has_validated(monkeypatch):
 
 
 def test_validation_asks_for_what_megatron_derives(monkeypatch, capsys):
-    from megatron_vp.mcore.options import arguments
+    from megatron_vp.mcore.options import settle
 
     monkeypatch.setattr("sys.argv", ["script.py"])
     args = parser().parse_args([])
     # A Megatron whose validation derives nothing.
     with pytest.raises(UserError, match="has no argument 'rank'"):
-        arguments.validate(lambda args, defaults: args, args, {})
+        settle.settled_job(lambda args, defaults: args, args, {})

@@ -13,7 +13,6 @@ from megatron_vp.cost.prediction.predict import make_simulator
 from megatron_vp.cost.sizes.job_plan import plan_of
 from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.jobs.job_config import read_job_config
-from megatron_vp.mcore import choices
 from megatron_vp.mcore.start.preflight import check_job
 from megatron_vp.schedule import PassCosts, StageCosts, VocabMethod
 from tests.harness.ranks import run_ranks
@@ -40,13 +39,13 @@ HYBRID = {
 def ordered_for(**changes):
     """What a start of a job orders for, and what `simulate` orders the same words for."""
     words = tiny_model(**changes)
-    check_job(["--cpu", *words], 4)
+    settled = check_job(["--cpu", *words], 4)
     config = read_job_config([], words)
     job, plan = job_of(config.values), plan_of(config)
     plan = with_shards(config, plan, job, HARDWARE["cpu"])
     with mock.patch("megatron_vp.cost.prediction.predict._simulator") as made:
         make_simulator(job, plan, HARDWARE["cpu"])
-    return choices.order, made.call_args.args[0].costs
+    return settled.order, made.call_args.args[0].costs
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-half"])
@@ -91,11 +90,9 @@ def test_layouts_patterns_and_given_rows_are_those_of_the_run(changes):
 
 
 def test_flops_stand_in_where_the_cost_model_does_not_know_the_job():
-    ordered_for(**SIXTEEN, vocab_parallel=True)
-    assert choices.order is not None
+    assert ordered_for(**SIXTEEN, vocab_parallel=True)[0] is not None
     job = SIXTEEN | {"vocab_parallel": True, "mtp_num_layers": 1, "position_embedding_type": "rope"}
-    check_job(["--cpu", *tiny_model(**job)], 4)
-    assert choices.order is None, "nothing is left of another job"
+    assert check_job(["--cpu", *tiny_model(**job)], 4).order is None, "nothing is left of another job"
 
 
 def order_of(rank, _world_size, words):

@@ -17,7 +17,7 @@ from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.jobs.layout_text import layers_in
 from megatron_vp.jobs.pattern_text import Pattern
 from megatron_vp.jobs.resolved import read_resolved
-from megatron_vp.mcore import choices
+from megatron_vp.mcore import settled
 from megatron_vp.mcore.options import predicted_job, vocab_rows
 from megatron_vp.mcore.start.preflight import check_files, check_job, describe_job
 from megatron_vp.schedule import VocabMethod
@@ -37,16 +37,21 @@ SEVEN = {
 
 
 def resolved(ranks=4, **changes):
+    return settled_job(ranks, **changes).args
+
+
+def settled_job(ranks=4, **changes):
     return check_job(["--cpu", *tiny_model(**SEVEN | changes)], ranks)
 
 
 def test_balanced_takes_what_the_cost_model_chooses():
-    args = resolved(vocab_shards="balanced")
+    checked = settled_job(vocab_shards="balanced")
+    args = checked.args
     plan = Plan("1f1b", VocabMethod.VOCAB_2)
     expected = balanced(job_of({**vars(args), "padded_vocab_size": 16384}, 4), plan, HARDWARE["cpu"])
     assert sum(args.vocab_rows) == 16384 and args.vocab_rows == expected.rows
     assert layers_in(args.pipeline_model_parallel_layout) == expected.layers and sum(expected.layers) == 7
-    (line,) = [line for line in describe_job(args, 4) if line.startswith("vocabulary rows by pipeline rank: ")]
+    (line,) = [line for line in describe_job(checked, 4) if line.startswith("vocabulary rows by pipeline rank: ")]
     assert ",".join(map(str, args.vocab_rows)) in line and f"{expected.gain:.3f} times as fast" in line
     assert f"layers by stage: {','.join(map(str, expected.layers))}" in line
 
@@ -94,15 +99,15 @@ def test_equal_shards_stay_where_others_gain_less_than_a_percent():
     # Two layers on each rank and a vocabulary that all can share.
     equal = {"num_layers": 8, "vocab_size": 31999, "hidden_size": 128, "seq_length": 256}
     equal |= {"max_position_embeddings": 256}
-    args = resolved(vocab_shards="balanced", **equal)
-    assert args.vocab_rows is None and args.pipeline_model_parallel_layout is None
-    assert vocab_rows.describe_rows(args) is None
+    checked = settled_job(vocab_shards="balanced", **equal)
+    assert checked.shards.rows is None and checked.args.pipeline_model_parallel_layout is None
+    assert vocab_rows.describe_rows(checked) is None
 
 
 def test_a_job_that_the_cost_model_does_not_count_keeps_equal_shards_and_says_so():
-    args = resolved(vocab_shards="balanced", num_layers=8, mtp_num_layers=1, position_embedding_type="rope")
-    assert args.vocab_rows is None and args.pipeline_model_parallel_layout is None
-    assert vocab_rows.describe_rows(args).endswith("this job: the cost model does not count --mtp-num-layers")
+    checked = settled_job(vocab_shards="balanced", num_layers=8, mtp_num_layers=1, position_embedding_type="rope")
+    assert checked.shards.rows is None and checked.args.pipeline_model_parallel_layout is None
+    assert vocab_rows.describe_rows(checked).endswith("this job: the cost model does not count --mtp-num-layers")
     with pytest.raises(UserError, match="Number of layers should be divisible"):
         resolved(vocab_shards="balanced", mtp_num_layers=1, position_embedding_type="rope")
 
@@ -117,7 +122,7 @@ def test_a_replay_of_few_microbatches_takes_the_rows_of_the_whole_job():
     job = read_job_config([], tiny_model(**SEVEN, vocab_shards="balanced"))
     whole, few = (resolved(vocab_shards="balanced", global_batch_size=batch) for batch in (32, 2))
     assert few.vocab_rows != whole.vocab_rows
-    with mock.patch.object(choices, "replayed", job):
+    with settled.replaying(job=job):
         few = resolved(vocab_shards="balanced", global_batch_size=2)
     assert few.vocab_rows == whole.vocab_rows
     assert few.pipeline_model_parallel_layout == whole.pipeline_model_parallel_layout
@@ -162,10 +167,11 @@ def reports(folder, rows, slowness, **changes):
 
 def test_measured_rows_leave_a_slow_rank(tmp_path):
     rows = (4096, 4096, 4096, 4096)
-    args = resolved(vocab_shards=reports(tmp_path, rows, (1, 1.05, 1, 1)))
+    checked = settled_job(vocab_shards=reports(tmp_path, rows, (1, 1.05, 1, 1)))
+    args = checked.args
     assert sum(args.vocab_rows) == 16384 and args.vocab_rows[1] < 4096 < args.vocab_rows[0]
     assert layers_in(args.pipeline_model_parallel_layout) == (2, 2, 2, 1), "the layers that were measured"
-    assert f"--vocab-shards measured:{tmp_path}" in vocab_rows.describe_rows(args)
+    assert f"--vocab-shards measured:{tmp_path}" in vocab_rows.describe_rows(checked)
 
 
 @pytest.mark.parametrize(
@@ -216,9 +222,9 @@ def test_chunks_that_were_asked_for_do_not_give_way_to_those_of_the_optimizer_st
     train(2, tiny_model(**job, pipeline_model_parallel_layout=layout, train_iters=1))
     job = ["--cpu", *tiny_model(**job)]
     for asked in ([], ["--num-virtual-stages-per-pipeline-rank", "2"]):
-        assert check_job([*job, *asked], 2).pipeline_model_parallel_layout == layout
+        assert check_job([*job, *asked], 2).args.pipeline_model_parallel_layout == layout
     for asked in (["--num-virtual-stages-per-pipeline-rank", "3"], ["--num-layers-per-virtual-pipeline-stage", "1"]):
-        args = check_job([*job, *asked], 2)
+        args = check_job([*job, *asked], 2).args
         with pytest.raises(UserError, match=r"virtual_pipeline_model_parallel_size was 2, here it is 3: write it"):
             check_files(args)
 

@@ -137,7 +137,7 @@ def parsed(parser, words):
 
     values = vars(argparse.ArgumentParser.parse_args(parser, words))
     with mock.patch.object(same_job, "code", lambda package: "the same"):
-        return same_job.facts(values | {"_given": parser.given(words)})
+        return same_job.facts(values, given=parser.given(words))
 
 
 def test_every_option_of_megatron_is_compared_or_has_a_reason(parser):

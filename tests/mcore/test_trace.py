@@ -121,9 +121,8 @@ CUT = {
 def _long_run(rank, world_size, folder, iterations):
     from megatron_vp.mcore.reports import rank_report
 
-    rank_report.get_args = lambda: SimpleNamespace(rank_report=folder, **CUT)
     rank_report.parallel_state.get_pipeline_model_parallel_rank = lambda: rank
-    report = rank_report.RankReport()
+    report = rank_report.RankReport(SimpleNamespace(rank_report=folder, **CUT))
     with process_group(rank, world_size):
         for microbatches in range(iterations):
             recorder = Recorder(torch.device("cpu"))

@@ -40,7 +40,7 @@ def said(capsys, monkeypatch):
 
 def accepted(cell: Cell) -> None:
     """Megatron takes the cell's arguments, and they are the cell's."""
-    args = check_job(cell_arguments(cell), cell.gpus)
+    args = check_job(cell_arguments(cell), cell.gpus).args
     job = jobs()[cell]
     assert args.data_parallel_size == 1 and args.fp16 and args.save is None and args.mock_data
     assert (args.pipeline_model_parallel_size, args.seq_length) == (cell.gpus, cell.sequence)

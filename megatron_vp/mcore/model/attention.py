@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.choices import counts_engine
 from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.settled import replay
 
 
 class ScaledDotProductAttention(MegatronModule):
@@ -62,7 +62,7 @@ class ScaledDotProductAttention(MegatronModule):
         if config.window_size is not None:
             raise UserError("--core-attention sdpa has no sliding window: use --core-attention megatron")
         # Transformer Engine, which this stands for in a replay of shapes, sends keys and values on and keeps its own.
-        in_parts = config.context_parallel_size > 1 and not counts_engine()
+        in_parts = config.context_parallel_size > 1 and not replay().counts_engine
         self.context_group = pg_collection.cp if in_parts else None
         if self.context_group is not None and attn_mask_type is not AttnMaskType.causal:
             raise UserError(

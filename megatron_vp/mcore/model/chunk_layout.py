@@ -8,8 +8,7 @@ is what checkpoints and logs record. The same holds for the segments of `--hybri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.settled import current
 from megatron_vp.schedule import Family
 from megatron_vp.schedule.placement import Placement
 
@@ -47,25 +47,6 @@ def even_layout(layers: int, stages: int, further_heads: int) -> str:
     return "E" + "|".join("t" * count for count in even_layers(layers, stages)) + "m" * further_heads + "L"
 
 
-_family: list[Family] = []
-
-
-def place_chunks_as(family: Family) -> None:
-    """Let the patches below place chunks as `family` does."""
-    _family[:] = [family]
-
-
-@contextmanager
-def placed_as_megatron() -> Iterator[None]:
-    """Inside, the patches below leave the placement of chunks to Megatron."""
-    families = _family[:]
-    _family.clear()
-    try:
-        yield
-    finally:
-        _family[:] = families
-
-
 @lru_cache  # Megatron parses the string again for every batch
 def _parsed(layout: str, family: Family, pipeline_size: int) -> PipelineParallelLayerLayout:
     return PlacedLayout(layout, pipeline_size, family.placement_of(pipeline_size))
@@ -73,9 +54,10 @@ def _parsed(layout: str, family: Family, pipeline_size: int) -> PipelineParallel
 
 def _placed(original: Callable[..., PipelineParallelLayerLayout]) -> Callable[..., PipelineParallelLayerLayout]:
     def from_str(layout: str, pipeline_model_parallel_size: int) -> PipelineParallelLayerLayout:
-        if not _family:
+        settings = current().settings
+        if not settings.places_chunks:
             return original(layout, pipeline_model_parallel_size)
-        return _parsed(layout, _family[0], pipeline_model_parallel_size)
+        return _parsed(layout, settings.family, pipeline_model_parallel_size)
 
     return from_str
 
@@ -85,10 +67,11 @@ def _placed_segments(original: Callable[..., tuple[list[str], int]]) -> Callable
         main_pattern: str, pp_group: dist.ProcessGroup, vp_stage: int | None, **options: object
     ) -> tuple[list[str], int]:
         """Layer types of the chunk's segment, and the number of layers before it."""
-        if not _family:
+        settings = current().settings
+        if not settings.places_chunks:
             return original(main_pattern, pp_group, vp_stage, **options)
         segments = main_pattern.split("|")
-        stage = _family[0].placement_of(pp_group.size()).stage_of[pp_group.rank()][vp_stage or 0]
+        stage = settings.family.placement_of(pp_group.size()).stage_of[pp_group.rank()][vp_stage or 0]
         return list(segments[stage]), sum(map(len, segments[:stage]))
 
     return select_pipeline_segment

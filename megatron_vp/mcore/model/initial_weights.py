@@ -32,12 +32,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import _fork_rng
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.training import get_args
 from torch import nn
 
 from megatron_vp.jobs.layout_text import even_layers
-from megatron_vp.mcore.choices import places_chunks
-from megatron_vp.mcore.model.chunk_layout import even_layout, placed_as_megatron
+from megatron_vp.mcore.model.chunk_layout import even_layout
+from megatron_vp.mcore.settled import SettledJob, placed_as_megatron
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.schedule.placement import Placement
 
@@ -58,11 +57,12 @@ class PlainLayout:
     pattern: str | None
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> PlainLayout:
-        """The layout that belongs to a job's validated arguments."""
+    def of(cls, job: SettledJob) -> PlainLayout:
+        """The layout that belongs to a job."""
+        args = job.args
         chunks = args.virtual_pipeline_model_parallel_size or 1
-        joined = chunks if places_chunks(args) else 1
-        layout, pattern, given = args._given_layout, args.hybrid_layer_pattern, args._given_pattern
+        joined = chunks if job.settings.places_chunks else 1
+        layout, pattern, given = job.given.layout, args.hybrid_layer_pattern, job.given.pattern
         if pattern is None:
             stages = chunks * args.pipeline_model_parallel_size
             layout = layout or even_layout(args.num_layers, stages, args.mtp_num_layers or 0)
@@ -105,16 +105,16 @@ class PlainStart:
     """The chunks that this rank would hold in plain Megatron, until ours have taken over their weights.
 
     Args:
+        job: the settled job.
         groups: Megatron's process groups of this rank.
         build: called for each of the rank's chunks in turn.
     """
 
-    def __init__(self, groups: ProcessGroupCollection, build: BuildPlain) -> None:
-        args = get_args()
-        layout = PlainLayout.of(args)
+    def __init__(self, job: SettledJob, groups: ProcessGroupCollection, build: BuildPlain) -> None:
+        layout = PlainLayout.of(job)
         rank, ranks = groups.pp.rank(), groups.pp.size()
         self._placement = Placement.round_robin(ranks, layout.chunks)
-        with _settings_of(args, layout), placed_as_megatron():
+        with _settings_of(job.args, layout), placed_as_megatron():
             self._held = []
             for index, stage in enumerate(self._placement.stage_of[rank]):
                 ends = {"pre_process": stage == 0, "post_process": stage + 1 == self._placement.stages}
@@ -176,31 +176,31 @@ class PlainStart:
         return min(holders)[1:] if holders else None
 
 
-def plain_start(groups: ProcessGroupCollection, build: BuildPlain) -> PlainStart | None:
+def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPlain) -> PlainStart | None:
     """What our chunks start from; None where they draw plain Megatron's weights themselves, or need none.
 
     Collective over a model replica, before the first chunk is built. Not needed where every layer is on the rank that
     it has in plain Megatron, for weights that a checkpoint replaces, and for those that are never drawn: on the meta
     device, or on a rank that is replayed without its peers.
     """
-    args = get_args()
-    if not moves_layers(args) or args.init_model_with_meta_device or args.fake_process_group:
+    if not moves_layers(job) or job.args.init_model_with_meta_device or job.args.fake_process_group:
         return None
     # Nodes may see different files. Megatron loads what any rank finds.
     loads: list[Any] = [None] * groups.mp.size()
-    dist.all_gather_object(loads, args._checkpoint_to_load is not None, group=groups.mp)
-    return None if all(loads) else PlainStart(groups, build)
+    dist.all_gather_object(loads, job.checkpoint_to_load is not None, group=groups.mp)
+    return None if all(loads) else PlainStart(job, groups, build)
 
 
-def moves_layers(args: argparse.Namespace) -> bool:
+def moves_layers(job: SettledJob) -> bool:
     """Whether some layers are on other ranks than in plain Megatron."""
-    layout, pattern = args.pipeline_model_parallel_layout, args.hybrid_layer_pattern
-    if pattern is not None and "|" in pattern and not places_chunks(args):
-        return pattern != PlainLayout.of(args).pattern
-    if places_chunks(args) or layout is None or layout == args._given_layout:
-        return places_chunks(args)
+    layout, pattern = job.args.pipeline_model_parallel_layout, job.args.hybrid_layer_pattern
+    places_chunks = job.settings.places_chunks
+    if pattern is not None and "|" in pattern and not places_chunks:
+        return pattern != PlainLayout.of(job).pattern
+    if places_chunks or layout is None or layout == job.given.layout:
+        return places_chunks
     segments = map(tuple, PipelineParallelLayerLayout.parse_str_to_list(layout))
-    return tuple(segments) != PlainLayout.of(args).layout
+    return tuple(segments) != PlainLayout.of(job).layout
 
 
 @contextmanager

@@ -23,22 +23,20 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from megatron.core.utils import get_pg_rank
-from megatron.training import get_args
 from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.models.hybrid import HybridModelBuilder
 from torch import nn
 
-from megatron_vp.mcore.choices import chosen_family, replaces_schedule
 from megatron_vp.mcore.model.delayed_weights import leave_out_hooks
 from megatron_vp.mcore.model.initial_weights import PlainLayout, PlainStart, own_chunk, plain_start
 from megatron_vp.mcore.model.model_check import check_model, check_vocabulary_layers, refuse_outside_of_passes
 from megatron_vp.mcore.model.multi_token import attach_mtp_block
+from megatron_vp.mcore.settled import SettledJob, current
 from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.watchdog import Watchdog
 from megatron_vp.schedule.communicators import all_edges
-from megatron_vp.schedule.placement import Placement
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
 from megatron_vp.vocab.loss import TokenLoss
 from megatron_vp.vocab.output import OutputLayer
@@ -130,13 +128,14 @@ class _VocabParallelBuilder:
         vp_stage: int | None = None,
     ) -> nn.Module:
         """Build one chunk; the placement decides whether it holds the first or the last virtual stage."""
+        job = current()
         if not vp_stage:
-            self._start = plain_start(pg_collection, partial(self._plain_chunk, pg_collection))
-        ends = _ends(pg_collection.pp, vp_stage or 0)
+            self._start = plain_start(job, pg_collection, partial(self._plain_chunk, pg_collection))
+        ends = _ends(job, pg_collection.pp, vp_stage or 0)
         with own_chunk(self._start):
             chunk = super().build_model(pg_collection, vp_stage=vp_stage, **ends)
         self._first = self._first if vp_stage else chunk
-        return prepare_chunk(chunk, self._first, pg_collection, vp_stage or 0, self._start)
+        return prepare_chunk(job, chunk, self._first, pg_collection, vp_stage or 0, self._start)
 
     def _plain_chunk(self, groups: ProcessGroupCollection, layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
         builder = copy.copy(self)
@@ -167,6 +166,7 @@ def patched_get_model(original: Callable[..., list[nn.Module]]) -> Callable[...,
 
         def provider(*args: Any, **kwargs: Any) -> nn.Module:
             nonlocal start
+            job = current()
             groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
             index = kwargs.get("vp_stage") or 0
 
@@ -177,10 +177,10 @@ def patched_get_model(original: Callable[..., list[nn.Module]]) -> Callable[...,
                 return model_provider_func(*args, **given | place)
 
             if not index:
-                start = plain_start(groups, plain_chunk)
+                start = plain_start(job, groups, plain_chunk)
             with own_chunk(start):
-                built.append(model_provider_func(*args, **kwargs | _ends(groups.pp, index)))
-            return prepare_chunk(built[-1], built[0], groups, index, start)
+                built.append(model_provider_func(*args, **kwargs | _ends(job, groups.pp, index)))
+            return prepare_chunk(job, built[-1], built[0], groups, index, start)
 
         optional = {} if model_type is None else {"model_type": model_type}
         return original(provider, wrap_with_ddp=wrap_with_ddp, config=config, pg_collection=pg_collection, **optional)
@@ -189,29 +189,36 @@ def patched_get_model(original: Callable[..., list[nn.Module]]) -> Callable[...,
 
 
 def prepare_chunk(
-    chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int, start: PlainStart | None = None
+    job: SettledJob,
+    chunk: nn.Module,
+    first: nn.Module,
+    groups: ProcessGroupCollection,
+    index: int,
+    start: PlainStart | None = None,
 ) -> nn.Module:
-    """Make a freshly built chunk of this rank, of which `first` is the first one, ready for our schedules.
+    """Make a freshly built chunk of this rank of a job, of which `first` is the first one, ready for our schedules.
 
     Its weights become those of `start`. With its last chunk the rank gets its communicators, which the first one keeps.
     Collective over all ranks; each builds its chunks in order. Raises UserError for a model that cannot be cut as
     --vocab-parallel asks.
     """
-    args = get_args()
+    vocab_parallel, placement = job.settings.vocab_parallel, job.placement
     check_model(chunk)
     if start is not None:
-        start.fill(chunk, index, pipeline_placement(args))
+        start.fill(chunk, index, placement)
     leave_out_hooks(chunk)
-    if args.vocab_parallel:
-        _shard_vocabulary(chunk, first, groups, index)
+    if vocab_parallel:
+        _shard_vocabulary(job, chunk, first, groups, index)
     # Not before: with tied weights Megatron's first and last chunk communicate while they are built.
-    if index + 1 == pipeline_placement(args).chunks:
-        members = _vocab_members(chunk) if args.vocab_parallel else None
-        setattr(first, PIPELINE_ATTRIBUTE, _pipeline(groups, members))
+    if index + 1 == placement.chunks:
+        members = placement.vocab_members(vocab_shards(job, chunk).holders) if vocab_parallel else None
+        setattr(first, PIPELINE_ATTRIBUTE, _pipeline(job, groups, members))
     return chunk
 
 
-def _shard_vocabulary(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int) -> None:
+def _shard_vocabulary(
+    job: SettledJob, chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int
+) -> None:
     """Turn a chunk into a middle chunk; one gets a shard of the embedding, one of the output layer.
 
     They are the chunks that hold the whole layers where the first or the last stage is on this rank. A rank without
@@ -220,15 +227,15 @@ def _shard_vocabulary(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCo
     check_vocabulary_layers(chunk)
     if getattr(chunk, "mtp_process", False):
         attach_mtp_block(chunk)
-    placement = pipeline_placement(get_args())
+    placement = job.placement
     # Megatron orders this group by pipeline rank, then by tensor rank: so are the shards.
     rank = dist.get_rank(groups.mp)
-    shards = vocab_shards(chunk)
+    shards = vocab_shards(job, chunk)
     holds_rows = rank // shards.tensor in shards.holders
     tied = chunk.share_embeddings_and_output_weights
     if index == placement.chunk_of(0):
         full = chunk.embedding.word_embeddings.weight if chunk.pre_process else None
-        weight = _shard(full, shards, placement.first_rank, groups, chunk.config)
+        weight = _shard(job, full, shards, placement.first_rank, groups, chunk.config)
         word_embeddings = ShardedWordEmbedding(weight, shards, rank) if holds_rows else ReceivedWords()
         if chunk.pre_process:
             chunk.embedding.word_embeddings = word_embeddings
@@ -241,7 +248,7 @@ def _shard_vocabulary(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCo
             weight = first.embedding.word_embeddings.weight if holds_rows else None
         else:
             full = chunk.output_layer.weight if chunk.post_process else None
-            weight = _shard(full, shards, placement.last_rank, groups, chunk.config)
+            weight = _shard(job, full, shards, placement.last_rank, groups, chunk.config)
         if holds_rows:
             chunk.output_layer = ShardedOutputLayer(weight, shards, rank, tied)
         elif chunk.post_process:
@@ -256,53 +263,37 @@ def _shard_vocabulary(chunk: nn.Module, first: nn.Module, groups: ProcessGroupCo
     chunk.register_forward_pre_hook(refuse_outside_of_passes)
 
 
-def pipeline_placement(args: Any) -> Placement:
-    """Which virtual stage each chunk of each pipeline rank is, under the chosen schedule."""
-    chunks = args.virtual_pipeline_model_parallel_size or 1
-    if not replaces_schedule(args):
-        return Placement.round_robin(args.pipeline_model_parallel_size, chunks)
-    return chosen_family(args).placement_of(args.pipeline_model_parallel_size, chunks)
-
-
-def vocab_shards(chunk: nn.Module) -> VocabShards:
+def vocab_shards(job: SettledJob, chunk: nn.Module) -> VocabShards:
     """How the vocabulary of a chunk's model is cut. Raises UserError for rows that do not fit it."""
-    args = get_args()
-    tensor = args.tensor_model_parallel_size
-    return VocabShards(chunk.vocab_size, args.pipeline_model_parallel_size * tensor, tensor, args.vocab_rows)
+    tensor = job.args.tensor_model_parallel_size
+    return VocabShards(chunk.vocab_size, job.placement.ranks * tensor, tensor, job.shards.rows)
 
 
-def _ends(pipeline_group: dist.ProcessGroup, index: int) -> dict[str, bool]:
-    placement = pipeline_placement(get_args())
-    stage = placement.stage_of[dist.get_rank(pipeline_group)][index]
-    return {"pre_process": stage == 0, "post_process": stage + 1 == placement.stages}
+def _ends(job: SettledJob, pipeline_group: dist.ProcessGroup, index: int) -> dict[str, bool]:
+    stage = job.placement.stage_of[dist.get_rank(pipeline_group)][index]
+    return {"pre_process": stage == 0, "post_process": stage + 1 == job.placement.stages}
 
 
-def layer_shards(chunks: Sequence[nn.Module]) -> LayerShards | None:
+def layer_shards(job: SettledJob, chunks: Sequence[nn.Module]) -> LayerShards | None:
     """The shards of a rank's chunks and the loss that the arguments ask for; None without --vocab-parallel."""
-    args = get_args()
-    if not args.vocab_parallel:
+    if not job.settings.vocab_parallel:
         return None
-    loss = TokenLoss(args.vocab_label_smoothing, args.vocab_z_loss)
-    placement = pipeline_placement(args)
+    loss = TokenLoss(job.args.vocab_label_smoothing, job.args.vocab_z_loss)
+    placement = job.placement
     first, last = (chunks[placement.chunk_of(stage)] for stage in (0, placement.stages - 1))
     output = getattr(last, "output_layer", None)
     embedding = None if output is None else first.embedding.word_embeddings
-    return LayerShards(vocab_shards(first), embedding, output, loss)
+    return LayerShards(vocab_shards(job, first), embedding, output, loss)
 
 
-def _vocab_members(chunk: nn.Module) -> tuple[int, ...]:
-    """The pipeline ranks that take part in the vocabulary collectives."""
-    return pipeline_placement(get_args()).vocab_members(vocab_shards(chunk).holders)
-
-
-def _pipeline(groups: ProcessGroupCollection, vocab_members: Sequence[int] | None) -> Pipeline:
-    args = get_args()
+def _pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_members: Sequence[int] | None) -> Pipeline:
+    args = job.args
     first = 60 * args.distributed_timeout_minutes
     later = args.distributed_timeout_seconds_after_init or first
     # The watchdog speaks first, because it knows where the schedule is. The backend's own limit counts from the launch
     # of an operation, which may be some microbatches ahead of the device.
     backend_limit = timedelta(seconds=1.1 * first)
-    edges = all_edges(pipeline_placement(args), args.vocab_parallel)
+    edges = all_edges(job.placement, job.settings.vocab_parallel)
     communicators = PipelineGroups.create(
         _all_replicas(groups.mp),
         edges,
@@ -324,6 +315,7 @@ def _all_replicas(own: dist.ProcessGroup) -> list[list[int]]:
 
 @torch.no_grad()
 def _shard(
+    job: SettledJob,
     full_vh: nn.Parameter | None,
     shards: VocabShards,
     owner: int,
@@ -337,7 +329,7 @@ def _shard(
     device, rank = pipeline_device(), dist.get_rank(groups.mp)
     size = {"dtype": config.params_dtype, "device": device}
     own_vh = torch.empty(shards.rows(rank), config.hidden_size, **size)
-    if get_args().fake_process_group:
+    if job.args.fake_process_group:
         config.init_method(own_vh)  # a rank without peers receives nothing
     root = dist.get_process_group_ranks(groups.mp)[owner * groups.tp.size()]
     if full_vh is not None:

@@ -10,49 +10,29 @@ import argparse
 import functools
 import os
 import sys
-import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.command_line import flag_value, name_of, option_of, split_config
+from megatron_vp.jobs.command_line import name_of, option_of, split_config
 from megatron_vp.jobs.config_words import arguments_from_config
 from megatron_vp.jobs.known_options import nearest_name
-from megatron_vp.jobs.layout_text import even_layers
-from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.jobs.resolved import RESOLVED_NAME, write_resolved
 from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
 from megatron_vp.mcore import patch_table, patches
-from megatron_vp.mcore.choices import (
-    ALGORITHMS,
-    chosen_family,
-    describe_schedule_file,
-    family_of,
-    places_chunks,
-    replaces_schedule,
-    schedule_file,
-    splits_backward,
-)
-from megatron_vp.mcore.megatron_arguments import check_parsed, check_validated
+from megatron_vp.mcore.megatron_arguments import check_parsed
 from megatron_vp.mcore.options.ignored import warn_of_ignored
-from megatron_vp.mcore.options.pass_order import resolve_order
-from megatron_vp.mcore.options.ranges import check_ranges
-from megatron_vp.mcore.options.refusals import refuse
 from megatron_vp.mcore.options.refused_precision import describe_precision
-from megatron_vp.mcore.options.vocab_rows import check_rows, describe_rows, resolve_rows
+from megatron_vp.mcore.options.settle import check_files, settled_job
+from megatron_vp.mcore.options.vocab_rows import describe_rows
 from megatron_vp.mcore.patch_table import Stage, run_here
 from megatron_vp.mcore.platform.flags import platform_arguments, uses_cpu
-from megatron_vp.mcore.platform.index_helpers import check_index_helpers
-from megatron_vp.mcore.platform.installed import installed
-from megatron_vp.mcore.platform.parts import describe, parts_of_job
-from megatron_vp.mcore.reports.trace_iterations import check_trace_iterations
-from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
-from megatron_vp.mcore.storage.checkpoint_files import check_writable
-from megatron_vp.mcore.storage.dataset import check_inputs, check_room_for_tokens, check_room_without_files
-from megatron_vp.mcore.storage.save_folder import saves_to
+from megatron_vp.mcore.platform.parts import describe
+from megatron_vp.mcore.settled import ALGORITHMS, SettledJob, Words, family_of, note_words, settle
+from megatron_vp.mcore.storage.dataset import check_room_for_tokens
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
 
 
@@ -97,9 +77,7 @@ class _Parser(argparse.ArgumentParser):
         sys.argv[1:] = chosen + given
         parsed = super().parse_args(sys.argv[1:], namespace)
         check_parsed(parsed)
-        parsed._platform_flags, parsed._words = chosen, list(sys.argv[1:])
-        parsed._given = self.given(sys.argv[1:])
-        parsed._algorithm_given = flag_value(sys.argv[1:], "--vocab-parallel-algorithm") is not None
+        note_words(Words(tuple(sys.argv[1:]), tuple(chosen), self.given(sys.argv[1:])))
         if parsed.yaml_cfg is not None:
             raise UserError(f"--yaml-cfg {parsed.yaml_cfg} bypasses Megatron's checks: use --config FILE.yaml instead")
         return parsed
@@ -211,16 +189,15 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
 
 def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Any:
+    def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:
         # It imports functions that are patched before.
         from megatron_vp.mcore.reports.pipeline_trace import make_trace_folder
 
-        validated = validate(original, args, defaults or {})
-        check_files(args)
+        job = settled_job(original, args, defaults or {})
+        job = replace(job, checkpoint_to_load=check_files(args))
+        settle(job)
         if args.rank == 0:
-            precision = describe_precision(args) if replaces_schedule(args) else None
-            lines = describe(args._parts), precision, describe_rows(args), describe_schedule_file(args)
-            for line in filter(None, lines):
+            for line in _lines(job):
                 print(f"megatron_vp: {line}", flush=True)
         make_trace_folder(args)
         warn_of_ignored(args)
@@ -228,107 +205,22 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
             args.do_train = True  # rank 0, which has the data, would tell the others
         if args.vocab_parallel:
             _warn_of_one_queue(args)
-        if replaces_schedule(args) and places_chunks(args):
-            from megatron_vp.mcore.model.chunk_layout import place_chunks_as
-
-            place_chunks_as(chosen_family(args))
         patch_table.apply(Stage.AFTER_VALIDATION, run_here(args))
-        return validated
+        return args
 
     return validate_args
 
 
-def validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> Any:
-    """Validate parsed arguments by Megatron's own function and our refusals; opens no file. Raises UserError."""
-    check_ranges(args)
-    args._given_layout, args._given_pattern = args.pipeline_model_parallel_layout, pattern_in(vars(args))
-    has_chunks = (chosen_family(args).chunks or 1) > 1
-    if has_chunks:
-        _refuse_numbers_of_chunks(args)
-    resolve_rows(args)
-    if has_chunks:
-        _lay_out_chunks(args)
-    resolve_order(args)
-    # Local layers take no grouped products; Megatron would ask for a device that can do them.
-    grouped = args.moe_grouped_gemm
-    args.moe_grouped_gemm = grouped and args.transformer_impl != "local"
-    with refused_by_megatron():
-        validated = megatron(args, defaults)
-    check_validated(args)
-    args.moe_grouped_gemm = grouped
-    refuse(args)
-    check_room_without_files(args)
-    check_rows(args)
-    check_trace_iterations(args)
-    if replaces_schedule(args) and places_chunks(args):
-        # Checkpoints record it with the other arguments.
-        args.chunk_placement = chosen_family(args).placement_of(args.pipeline_model_parallel_size).stage_of
-    file = schedule_file(args.pipeline_schedule)
-    if file is not None:
-        args.schedule_fingerprint = f"sha256:{file.digest}"
-    args._parts = parts_of_job(args, installed(), replaces_schedule(args) and splits_backward(args))
-    return validated
-
-
-_FOLDERS = ("save", "tensorboard_dir", "rank_report", "pipeline_trace")
-
-
-def check_files(args: argparse.Namespace) -> None:
-    """Check what validated arguments read and where they write: data, tokenizer, checkpoint, folders. Makes nothing.
-
-    Raises UserError for the first that cannot be used.
-    """
-    check_index_helpers()
-    check_inputs(args)
-    check_checkpoint(args)
-    written = [("--" + name.replace("_", "-"), getattr(args, name)) for name in _FOLDERS]
-    for option, folder in [*written, saves_to(args) or ("", None)]:
-        if folder is not None and "://" not in folder:
-            check_writable(option, folder)
-
-
-@contextmanager
-def refused_by_megatron() -> Iterator[None]:
-    """Turn the assertions and errors by which Megatron rejects arguments into a UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        # Megatron states some conditions without a message; the condition itself is the next best thing.
-        said = " ".join(str(error).split()) or f"it requires {_condition(error)}"
-        raise UserError(f"Megatron refuses these arguments: {said}") from error
-
-
-def _condition(error: Exception) -> str:
-    return (traceback.extract_tb(error.__traceback__)[-1].line or "").removeprefix("assert ")
-
-
-def _refuse_numbers_of_chunks(args: argparse.Namespace) -> None:
-    """Raise UserError for another way to say how many chunks a rank has than the schedule."""
-    chosen = (args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank)
-    chunks = chosen_family(args).chunks
-    if any(value is not None for value in chosen):
-        raise UserError(
-            f"--pipeline-schedule {args.pipeline_schedule} has {'two' if chunks == 2 else chunks} chunks a rank by "
-            f"itself: leave --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank out"
-        )
-
-
-def _lay_out_chunks(args: argparse.Namespace) -> None:
-    """The chunks that the schedule has before Megatron derives anything: an even layout string, or even bars in a
-    hybrid model's pattern, unless these are given.
-    """
-    from megatron_vp.mcore.model.chunk_layout import even_layout
-
-    chunks = chosen_family(args).chunks
-    pattern, stages = pattern_in(vars(args)), chunks * args.pipeline_model_parallel_size
-    if pattern is not None:
-        if pattern.layers is None:
-            args.hybrid_layer_pattern = pattern.with_bars(even_layers(len(pattern.letters), stages))
-            args.hybrid_override_pattern = None
-    elif args.pipeline_model_parallel_layout is None and args.num_layers is not None:
-        args.pipeline_model_parallel_layout = even_layout(args.num_layers, stages, args.mtp_num_layers or 0)
+def _lines(job: SettledJob) -> list[str]:
+    """Who computes what, which rows the ranks hold, and where the schedule is from, in lines."""
+    file = job.settings.file
+    lines = (
+        describe(job.parts),
+        describe_precision(job.args) if job.settings.replaces_schedule else None,
+        describe_rows(job),
+        file and f"--pipeline-schedule {job.args.pipeline_schedule} as it is now (sha256 {file.digest})",
+    )
+    return [line for line in lines if line is not None]
 
 
 def _warn_of_one_queue(args: argparse.Namespace) -> None:

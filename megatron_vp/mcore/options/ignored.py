@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vp.mcore.choices import replaces_schedule
+from megatron_vp.mcore.settled import run_settings
 
 
 @dataclass(frozen=True)
@@ -34,34 +34,36 @@ IGNORED = (
     ),
     Ignored(
         "--microbatch-group-size-per-virtual-pipeline-stage",
-        lambda a: replaces_schedule(a) and a.microbatch_group_size_per_vp_stage is not None,
+        lambda a: run_settings(a).replaces_schedule and a.microbatch_group_size_per_vp_stage is not None,
         "the order of passes follows from their costs",
     ),
     Ignored(
         "--overlap-p2p-communication-warmup-flush",
-        lambda a: replaces_schedule(a) and a.overlap_p2p_comm_warmup_flush,
+        lambda a: run_settings(a).replaces_schedule and a.overlap_p2p_comm_warmup_flush,
         "messages between stages run beside the passes throughout the schedule",
     ),
     Ignored(
         "--use-ring-exchange-p2p",
-        lambda a: replaces_schedule(a) and a.use_ring_exchange_p2p,
+        lambda a: run_settings(a).replaces_schedule and a.use_ring_exchange_p2p,
         "every edge of the pipeline has a communicator of its own",
     ),
     Ignored(
         "--pipeline-model-parallel-comm-backend",
-        lambda a: replaces_schedule(a) and a.pipeline_model_parallel_comm_backend is not None,
+        lambda a: run_settings(a).replaces_schedule and a.pipeline_model_parallel_comm_backend is not None,
         "the pipeline's communicators are of --distributed-backend",
     ),
     Ignored(
         "--no-overlap-p2p-communication",
         lambda a: (
-            replaces_schedule(a) and a.virtual_pipeline_model_parallel_size is not None and not a.overlap_p2p_comm
+            run_settings(a).replaces_schedule
+            and a.virtual_pipeline_model_parallel_size is not None
+            and not a.overlap_p2p_comm
         ),
         "messages between stages always run beside the passes",
     ),
     Ignored(
         "--high-priority-stream-groups pp",
-        lambda a: replaces_schedule(a) and "pp" in a.high_priority_stream_groups,
+        lambda a: run_settings(a).replaces_schedule and "pp" in a.high_priority_stream_groups,
         "the pipeline's communicators have streams of high priority anyway",
     ),
     Ignored(

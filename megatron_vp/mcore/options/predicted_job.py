@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +15,9 @@ from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import SIZES, JobConfig, read_job_config
-from megatron_vp.mcore import choices
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.flags import uses_cpu
-from megatron_vp.mcore.reports import memory
+from megatron_vp.mcore.settled import replay, words
 from megatron_vp.mcore.storage.dataset import padded_vocabulary
 
 UNKNOWN_GPU = "h100"
@@ -33,44 +33,48 @@ class PredictedJob(NamedTuple):
     hardware: Hardware
 
 
-def predicted_job(args: argparse.Namespace) -> PredictedJob:
-    """The sizes of this job, its plan and the device of this rank.
+class Prediction:
+    """What the cost model is asked about one start's arguments, which are parsed and may not be validated yet."""
 
-    Raises UserError for a job that the cost model does not know all sizes of.
-    """
-    config = _job_config(args)
-    unknown = uncounted(config)
-    if unknown:
-        raise UserError(f"the cost model does not count {', '.join(unknown)}")
-    return PredictedJob(job_of(config.values, args.world_size), plan_of(config), _hardware(args))
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
 
+    @cached_property
+    def vocabulary(self) -> int | None:
+        """The padded vocabulary, None before its tokenizer can be read. It is read once: a large one takes seconds."""
+        return padded_vocabulary(self._args)
 
-def vocabulary(args: argparse.Namespace) -> int | None:
-    """The padded vocabulary, None before its tokenizer can be read; a large one takes seconds, so it is read once."""
-    if "_vocabulary" not in vars(args):
-        args._vocabulary = padded_vocabulary(args)
-    return args._vocabulary
+    def job(self) -> PredictedJob:
+        """The sizes of this job, its plan and the device of this rank.
 
+        Raises UserError for a job that the cost model does not know all sizes of.
+        """
+        config = self._config()
+        unknown = uncounted(config)
+        if unknown:
+            raise UserError(f"the cost model does not count {', '.join(unknown)}")
+        return PredictedJob(job_of(config.values, self._args.world_size), plan_of(config), _hardware(self._args))
 
-def _job_config(args: argparse.Namespace) -> JobConfig:
-    """The job in the words of all commands, with the sizes that a checkpoint may have replaced. Raises UserError.
+    def _config(self) -> JobConfig:
+        """The job in the words of all commands, with the sizes that a checkpoint may have replaced. Raises UserError.
 
-    Of a replay it is the whole job, so that every rank that is replayed has the rows and the order that it has in it.
-    """
-    vocab_size = vocabulary(args)
-    if vocab_size is None:
-        raise UserError("the vocabulary's size is not known before its tokenizer can be read")
-    sizes: dict[str, Any] = {"padded_vocab_size": vocab_size}
-    given = choices.replayed
-    if given is None:
-        given = read_job_config([], args._words)
-        sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None} | sizes
-    return JobConfig(given.values | sizes, given.origins | dict.fromkeys(sizes, "the job's"))
+        Of a replay it is the whole job, so that every rank that is replayed has the rows and the order that it has in
+        it.
+        """
+        args = self._args
+        if self.vocabulary is None:
+            raise UserError("the vocabulary's size is not known before its tokenizer can be read")
+        sizes: dict[str, Any] = {"padded_vocab_size": self.vocabulary}
+        given = replay().job
+        if given is None:
+            given = read_job_config([], words().all)
+            sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None} | sizes
+        return JobConfig(given.values | sizes, given.origins | dict.fromkeys(sizes, "the job's"))
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:
     """What the cost model knows of this rank's device: by the GPU's name, or as of a usual GPU or CPU core."""
-    if installed.of_nodes is not None or memory.of_shapes is not None:  # of a job that runs on GPUs elsewhere
+    if installed.of_nodes is not None or replay().meter is not None:  # of a job that runs on GPUs elsewhere
         return HARDWARE[UNKNOWN_GPU]
     if uses_cpu([]):
         return HARDWARE["cpu"]

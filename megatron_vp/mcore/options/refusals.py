@@ -11,13 +11,6 @@ from megatron.core.utils import get_te_version, is_te_min_version
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE
 from megatron_vp.jobs.vocab_shards import EVEN_ALONE, NEEDS_VOCAB_PARALLEL, ShardChoice, ShardRule
-from megatron_vp.mcore.choices import (
-    chosen_family,
-    ends_elsewhere,
-    places_chunks,
-    replaces_schedule,
-    splits_backward,
-)
 from megatron_vp.mcore.model.delayed_weights import MINIMUM_VERSION
 from megatron_vp.mcore.options.refusal import Refusal
 from megatron_vp.mcore.options.refused_files import FILE_REFUSALS, file_words
@@ -26,17 +19,18 @@ from megatron_vp.mcore.options.refused_options import REFUSED_OPTIONS
 from megatron_vp.mcore.options.refused_precision import REFUSED_PRECISION, UNSAFE_STATE, cannot_resume
 from megatron_vp.mcore.options.vocab_rows import needs_even_shards
 from megatron_vp.mcore.platform.installed import installed
+from megatron_vp.mcore.settled import run_settings, words
 from megatron_vp.schedule import VocabMethod
 
 
 def _keeps_layers(a: argparse.Namespace) -> bool:
     """A schedule of ours with Megatron's own vocabulary layers."""
-    return replaces_schedule(a) and not a.vocab_parallel
+    return run_settings(a).replaces_schedule and not a.vocab_parallel
 
 
 def _delays_weights(a: argparse.Namespace) -> bool:
     """Weight gradients are split off Transformer Engine's layers."""
-    return splits_backward(a) and a.transformer_impl == "transformer_engine"
+    return run_settings(a).splits_backward and a.transformer_impl == "transformer_engine"
 
 
 def _shifts_layers(a: argparse.Namespace) -> bool:
@@ -83,7 +77,7 @@ REFUSALS = (
         "of groups that divides the heads",
     ),
     Refusal(
-        lambda a: VocabMethod.NONE not in chosen_family(a).methods and not a.vocab_parallel,
+        lambda a: VocabMethod.NONE not in run_settings(a).family.methods and not a.vocab_parallel,
         "--pipeline-schedule {pipeline_schedule} without --vocab-parallel has no vocabulary passes to interlace: use "
         "it with --vocab-parallel, or use 1f1b",
     ),
@@ -94,27 +88,29 @@ REFUSALS = (
         "--pipeline-model-parallel-size 2 or more, or leave --pipeline-schedule out",
     ),
     Refusal(
-        lambda a: _keeps_layers(a) and ends_elsewhere(a) and not a.untie_embeddings_and_output_weights,
+        lambda a: (
+            _keeps_layers(a) and run_settings(a).last_stage_elsewhere and not a.untie_embeddings_and_output_weights
+        ),
         "--pipeline-schedule {pipeline_schedule} with tied embeddings and without --vocab-parallel is not supported: "
         "the weight would belong to both chunks of the first rank; add --vocab-parallel or "
         "--untie-embeddings-and-output-weights, or use zb-h1",
     ),
     Refusal(
-        lambda a: _keeps_layers(a) and ends_elsewhere(a) and a.mtp_num_layers,
+        lambda a: _keeps_layers(a) and run_settings(a).last_stage_elsewhere and a.mtp_num_layers,
         "--pipeline-schedule {pipeline_schedule} with --mtp-num-layers and without --vocab-parallel is not supported: "
         "the heads' copy of the word embedding would lie beside the first rank's own; add --vocab-parallel, or use "
         "zb-h1 or interleaved",
     ),
     *(
         Refusal(
-            lambda a, given=option.given: replaces_schedule(a) and given(a),
+            lambda a, given=option.given: run_settings(a).replaces_schedule and given(a),
             f"{{our_schedule}} with {option.name} is not supported: {option.why}; {option.instead}, or use Megatron's "
             "own schedule (1f1b without --vocab-parallel)",
         )
         for option in (*REFUSED_OPTIONS, *REFUSED_PRECISION)
     ),
     Refusal(
-        lambda a: splits_backward(a) and a.transformer_impl not in ("local", "transformer_engine"),
+        lambda a: run_settings(a).splits_backward and a.transformer_impl not in ("local", "transformer_engine"),
         "--pipeline-schedule {pipeline_schedule} with --transformer-impl {transformer_impl} is not supported: weight "
         "gradients are split off Transformer Engine's and Megatron's local layers; use --transformer-impl "
         "transformer_engine or local, or use 1f1b",
@@ -183,14 +179,14 @@ REFUSALS = (
         "out, or build Apex with APEX_CPP_EXT=1 APEX_CUDA_EXT=1",
     ),
     Refusal(
-        lambda a: not a.vocab_parallel and a._algorithm_given,
+        lambda a: not a.vocab_parallel and "vocab_parallel_algorithm" in words().options,
         ALGORITHM_ALONE,
     ),
     Refusal(
         lambda a: not a.vocab_parallel and ShardChoice.parse(a.vocab_shards).rule is not ShardRule.BALANCED,
         NEEDS_VOCAB_PARALLEL,
     ),
-    Refusal(lambda a: a.vocab_rows is not None and needs_even_shards(a), EVEN_ALONE),
+    Refusal(lambda a: a.vocab_rows is not None and needs_even_shards(run_settings(a)), EVEN_ALONE),
     Refusal(
         lambda a: a.vocab_parallel and a.pipeline_model_parallel_size < 2,
         "--vocab-parallel with one pipeline stage has nothing to split: use --pipeline-model-parallel-size 2 or more, "
@@ -198,21 +194,23 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: (
-            replaces_schedule(a) and a.virtual_pipeline_model_parallel_size is not None and chosen_family(a).chunks == 1
+            run_settings(a).replaces_schedule
+            and a.virtual_pipeline_model_parallel_size is not None
+            and run_settings(a).family.chunks == 1
         ),
         "--pipeline-schedule {pipeline_schedule} has one chunk a rank: use --pipeline-schedule interleaved for virtual "
         "pipeline stages, or leave them out (--num-layers-per-virtual-pipeline-stage, "
         "--num-virtual-stages-per-pipeline-rank, layouts with more segments than ranks)",
     ),
     Refusal(
-        lambda a: chosen_family(a).chunks is None and (a.virtual_pipeline_model_parallel_size or 1) < 2,
+        lambda a: run_settings(a).family.chunks is None and (a.virtual_pipeline_model_parallel_size or 1) < 2,
         "--pipeline-schedule {pipeline_schedule} needs several chunks: use it with "
         "--num-virtual-stages-per-pipeline-rank 2, or with a hybrid model whose --hybrid-layer-pattern has two or "
         "more segments a rank",
     ),
     Refusal(
         lambda a: (
-            replaces_schedule(a)
+            run_settings(a).replaces_schedule
             and _evenly_cut(a)
             and a.num_layers % (a.pipeline_model_parallel_size * (a.virtual_pipeline_model_parallel_size or 1))
         ),
@@ -221,7 +219,7 @@ REFUSALS = (
         "their product, or say with --pipeline-model-parallel-layout which stage holds what",
     ),
     Refusal(
-        lambda a: places_chunks(a) and _shifts_layers(a),
+        lambda a: run_settings(a).places_chunks and _shifts_layers(a),
         "--pipeline-schedule {pipeline_schedule} with fewer layers in the first or last stage "
         "(--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers, "
         "--account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split) is not supported: in a V "
@@ -229,20 +227,21 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: (
-            (chosen_family(a).chunks or 1) > 1 and a.virtual_pipeline_model_parallel_size != chosen_family(a).chunks
+            (run_settings(a).family.chunks or 1) > 1
+            and a.virtual_pipeline_model_parallel_size != run_settings(a).family.chunks
         ),
         "--pipeline-schedule {pipeline_schedule} has {own_chunks} chunks a rank: leave "
         "--pipeline-model-parallel-layout out, or give it (of a hybrid model, --hybrid-layer-pattern) "
         "{own_chunks} segments a rank",
     ),
     Refusal(
-        lambda a: a.mtp_num_layers and a.hybrid_layer_pattern and ends_elsewhere(a),
+        lambda a: a.mtp_num_layers and a.hybrid_layer_pattern and run_settings(a).last_stage_elsewhere,
         "--pipeline-schedule {pipeline_schedule} with a hybrid model of several heads is not supported: Megatron "
         "builds the heads on the last rank, a V ends on the first; use 1f1b, interleaved, zb-h1 or interlaced",
     ),
     Refusal(
         lambda a: (
-            replaces_schedule(a)
+            run_settings(a).replaces_schedule
             and a.mtp_num_layers
             and "m" in (a.pipeline_model_parallel_layout or "").lower().rpartition("|")[0]
         ),
@@ -275,7 +274,7 @@ REFUSALS = (
         "one gradients are wrong; leave --overlap-grad-reduce out",
     ),
     Refusal(
-        lambda a: ends_elsewhere(a) and a.reset_attention_mask,
+        lambda a: run_settings(a).last_stage_elsewhere and a.reset_attention_mask,
         "--pipeline-schedule {pipeline_schedule} with --reset-attention-mask is not supported: Megatron hands masks to "
         "the first and to the last rank, and a V's last stage is on the first; use 1f1b, interleaved, zb-h1 or "
         "interlaced",
@@ -286,12 +285,12 @@ REFUSALS = (
         "weights; leave --init-model-with-meta-device out",
     ),
     Refusal(
-        lambda a: (a.vocab_parallel or places_chunks(a)) and a.ckpt_format == "torch" and a.save,
+        lambda a: (a.vocab_parallel or run_settings(a).places_chunks) and a.ckpt_format == "torch" and a.save,
         "{our_schedule} with --ckpt-format torch is not supported: it saves what each rank holds, which fits this "
         "schedule on as many ranks alone; use --ckpt-format torch_dist, which every run can load, or leave --save out",
     ),
     Refusal(
-        lambda a: (a.vocab_parallel or places_chunks(a)) and a.ckpt_convert_format == "torch",
+        lambda a: (a.vocab_parallel or run_settings(a).places_chunks) and a.ckpt_convert_format == "torch",
         "{our_schedule} with --ckpt-convert-format torch is not supported: it saves what each rank holds, which fits "
         "this schedule on as many ranks alone; use a plain run to convert it, which can load it",
     ),
@@ -405,7 +404,7 @@ REFUSALS = (
         "then; use --make-vocab-size-divisible-by 1 to pad as little as the ranks allow",
     ),
     Refusal(
-        lambda a: a.pipeline_trace and not replaces_schedule(a),
+        lambda a: a.pipeline_trace and not run_settings(a).replaces_schedule,
         "--pipeline-trace without --vocab-parallel or --pipeline-schedule is not supported: Megatron's own schedule is "
         "not recorded; add one of them, or use --rank-report for each rank's pass times",
     ),
@@ -424,7 +423,7 @@ def refuse(args: argparse.Namespace) -> None:
             found = {
                 "transformer_engine_version": get_te_version(),
                 "our_schedule": asked,
-                "own_chunks": "two" if chosen_family(args).chunks == 2 else chosen_family(args).chunks,
+                "own_chunks": "two" if run_settings(args).family.chunks == 2 else run_settings(args).family.chunks,
                 **file_words(args),
                 **vars(args),
             }

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_vp.mcore.choices import chosen_family
 from megatron_vp.mcore.options.refusal import Refusal
+from megatron_vp.mcore.settled import run_settings
 from megatron_vp.schedule import PassKind, Placement, Schedule, VocabMethod
 
 
 def _fixed(a: argparse.Namespace) -> Schedule | None:
     """The schedule in the file that --pipeline-schedule names; None where it names a family."""
-    return chosen_family(a).fixed
+    return run_settings(a).family.fixed
 
 
 def _holders(a: argparse.Namespace) -> tuple[int, ...]:

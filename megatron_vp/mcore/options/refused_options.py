@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vp.mcore.choices import splits_backward
+from megatron_vp.mcore.settled import run_settings
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ REFUSED_OPTIONS = (
     ),
     RefusedOption(
         "--cuda-graph-impl {cuda_graph_impl}",
-        lambda a: a.cuda_graph_impl in ("local", "transformer_engine") and splits_backward(a),
+        lambda a: a.cuda_graph_impl in ("local", "transformer_engine") and run_settings(a).splits_backward,
         "replaying a graph of B runs no Python, so nothing would be left for W, and no graph can hold a W that comes "
         "microbatches later",
         "use --cuda-graph-impl none",

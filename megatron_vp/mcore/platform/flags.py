@@ -12,8 +12,8 @@ import torch
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import asks_for_cpu, flag_value
-from megatron_vp.mcore.choices import counts_engine
 from megatron_vp.mcore.platform.installed import INSTALL_ENGINE, Installed, installed
+from megatron_vp.mcore.settled import replay
 
 _FALLBACK_WARNINGS = (
     "Transformer Engine and Apex are not installed",
@@ -106,7 +106,7 @@ def platform_arguments(given: list[str], cpu: bool) -> list[str]:
         )
     local = cpu or machine.engine is None or layers == "local"
     torch_norm = not machine.apex or flag_value(given, "--normalization") == "RMSNorm"
-    situation = _Situation(cpu, local, torch_norm, machine, counts_engine())
+    situation = _Situation(cpu, local, torch_norm, machine, replay().counts_engine)
     chosen: list[str] = []
     for choice in _CHOICES:
         if not choice.needed(situation):

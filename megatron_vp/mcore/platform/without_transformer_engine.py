@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
-from megatron_vp.mcore.choices import counts_engine
 from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.settled import replay
 
 
 def _norm_under_sequence_parallelism(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        if not config.sequence_parallel and not counts_engine():
+        if not config.sequence_parallel and not replay().counts_engine:
             return original(cls, config, *args, **kwargs)
         whole = copy.copy(config)
         whole.sequence_parallel = False
         # Where local layers stand for Transformer Engine's, which know weights around zero.
-        whole.layernorm_zero_centered_gamma &= not counts_engine()
+        whole.layernorm_zero_centered_gamma &= not replay().counts_engine
         norm = original(cls, whole, *args, **kwargs)
         for parameter in norm.parameters():
             # Megatron sums the gradients of parameters with this mark over the tensor-parallel ranks.

@@ -15,8 +15,8 @@ from unittest import mock
 
 import torch
 
-from megatron_vp.mcore.choices import counts_engine
 from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.settled import replay
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _norm(self: Any, rows: torch.Tensor) -> torch.Tensor:
-    if counts_engine():
+    if replay().counts_engine:
         # Transformer Engine copies what is not contiguous; PyTorch keeps the whole of what it is a part of.
         rows = rows.contiguous()
     return _Norm.apply(rows, self.weight, getattr(self, "bias", None))

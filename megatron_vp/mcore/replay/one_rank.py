@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import yaml
@@ -25,9 +24,9 @@ import yaml
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig, read_job_config
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
-from megatron_vp.mcore import choices
 from megatron_vp.mcore.patches import Patch, Variant
 from megatron_vp.mcore.replay.shapes_only import fake_tensors
+from megatron_vp.mcore.settled import current, replaying
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, PassCosts
 
 LEFT_OUT = {
@@ -153,10 +152,10 @@ def run_alone(
             if engine:
                 # Local layers stand for Transformer Engine's, which need a device.
                 host += " --transformer-impl local --core-attention sdpa"
-            with fake_tensors(engine), mock.patch.object(choices, "replayed", job):
+            with fake_tensors(engine), replaying(job=job):
                 run_script(script, [*arguments, *host.split()])
         else:
-            with mock.patch.object(choices, "replayed", job):
+            with replaying(job=job):
                 run_script(script, arguments)
         if not report.exists():
             raise UserError("the rank wrote no report, which holds a replay's figures: see `megatron-vp patches`")
@@ -197,11 +196,10 @@ def _made_up_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
         from megatron.core import parallel_state
-        from megatron.training import get_args
 
         batch = original(*args, **kwargs)
         if parallel_state.get_tensor_model_parallel_rank():
-            _fill(batch, get_args().padded_vocab_size)
+            _fill(batch, current().args.padded_vocab_size)
         return batch
 
     return get_batch_on_this_tp_rank

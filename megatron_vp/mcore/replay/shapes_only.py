@@ -26,10 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore import choices
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.replay.device_kernels import device_kernels
-from megatron_vp.mcore.reports import memory
+from megatron_vp.mcore.settled import replaying
 
 _READ = torch.ops.aten._local_scalar_dense.default
 
@@ -117,8 +116,7 @@ def fake_tensors(engine: bool = False) -> Iterator[None]:
         mock.patch.object(torch.nn.Module, "_apply", _in_place),
         # Objects travel as bytes in tensors, and fake tensors have none.
         mock.patch.object(torch.distributed, "all_gather_object", _own_everywhere),
-        mock.patch.object(memory, "of_shapes", live),
-        mock.patch.object(choices, "engine_in_shapes", engine),
+        replaying(meter=live, counts_engine=engine),
         FakeTensorMode(allow_non_fake_inputs=True),
         live,
     ):

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from megatron_vp.mcore.settled import replay
 from megatron_vp.runtime.groups import pipeline_device
 
 
@@ -39,14 +40,10 @@ class _DeviceMemory:
         torch.cuda.reset_peak_memory_stats()
 
 
-of_shapes: Meter | None = None
-"""The meter of the replay of shapes that runs now."""
-
-
 def meter() -> Meter | None:
     """What counts this rank's memory; None on a CPU, where nobody does."""
-    if of_shapes is not None:
-        return of_shapes
+    if replay().meter is not None:
+        return replay().meter
     return _DeviceMemory() if pipeline_device().type == "cuda" else None
 
 
@@ -56,7 +53,7 @@ def around_tensors() -> dict[str, int]:
     reserved: the most that PyTorch's allocator has had since `restart`. outside: what is used now and not the
     allocator's: CUDA's context, loaded kernels, libraries' workspaces, communicators, and other processes.
     """
-    if of_shapes is not None or pipeline_device().type != "cuda":
+    if replay().meter is not None or pipeline_device().type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info()
     return {"reserved": torch.cuda.max_memory_reserved(), "outside": total - free - torch.cuda.memory_reserved()}

@@ -5,27 +5,26 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron.training import get_args
-
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.reports.job_partition import partition_of
 from megatron_vp.mcore.reports.rank_report import in_first_pipeline
 from megatron_vp.mcore.reports.trace_iterations import iterations_in
+from megatron_vp.mcore.settled import SettledJob
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.trace_writer import PipelineTrace
 
 _current: PipelineTrace | None = None
 
 
-def pipeline_trace(groups: PipelineGroups) -> PipelineTrace | None:
+def pipeline_trace(job: SettledJob, groups: PipelineGroups) -> PipelineTrace | None:
     """Called once before each training iteration: the trace that wants it, or None.
 
     None without --pipeline-trace, outside the wanted iterations, and in all pipelines but the first. All ranks of a
     pipeline call it together: for a wanted iteration it compares their clocks.
     """
     global _current
-    args = get_args()
-    if args.pipeline_trace is None or not in_first_pipeline():
+    args = job.args
+    if args.pipeline_trace is None or not in_first_pipeline(job):
         return None
     if _current is None:
         iterations = iterations_in(args.pipeline_trace_iterations)

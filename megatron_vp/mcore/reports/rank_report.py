@@ -8,6 +8,7 @@ whole run.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -16,12 +17,12 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.training import get_args
 
 from megatron_vp.files import write_report
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.reports.job_partition import partition_of
 from megatron_vp.mcore.reports.memory import around_tensors, meter
+from megatron_vp.mcore.settled import SettledJob, current
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.store import Occupancy
@@ -33,9 +34,10 @@ KEPT = 200
 
 
 class RankReport:
-    """Sums up the training iterations of this rank."""
+    """Sums up the training iterations of this rank, for the folder that the arguments name."""
 
-    def __init__(self) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
         self._pass_milliseconds: deque[dict[str, float]] = deque(maxlen=KEPT)
         self._host_milliseconds: deque[dict[str, float]] = deque(maxlen=KEPT)
         self._iteration_milliseconds: deque[float] = deque(maxlen=KEPT)
@@ -80,7 +82,7 @@ class RankReport:
 
     def _write(self, parameters: Sequence[torch.nn.Parameter], microbatches: int) -> None:
         rank = parallel_state.get_pipeline_model_parallel_rank()
-        path = Path(get_args().rank_report) / f"rank_{rank}.json"
+        path = Path(self._args.rank_report) / f"rank_{rank}.json"
         content = {
             "pipeline_rank": rank,
             "parameters": sum(parameter.numel() for parameter in parameters),
@@ -93,7 +95,7 @@ class RankReport:
             "pass_milliseconds_by_iteration": list(self._pass_milliseconds),
             "host_milliseconds_by_iteration": list(self._host_milliseconds),
             "memory_bytes": self._memory(parameters),
-            **partition_of(get_args()).document(),
+            **partition_of(self._args).document(),
         }
         write_report(path, json.dumps(content, indent=1) + "\n", "the rank report")
 
@@ -117,12 +119,12 @@ def _sums(of_iterations: Sequence[dict[str, float]]) -> dict[str, float]:
     return {kind: sum(each[kind] for each in of_iterations) for kind in of_iterations[0]}
 
 
-def in_first_pipeline() -> bool:
+def in_first_pipeline(job: SettledJob) -> bool:
     """Whether this rank belongs to the first data-parallel replica's first tensor rank: one pipeline reports.
 
     A rank without peers always does: nobody else would.
     """
-    if get_args().fake_process_group:
+    if job.args.fake_process_group:
         return True
     other = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     return not other and not parallel_state.get_tensor_model_parallel_rank()
@@ -131,13 +133,13 @@ def in_first_pipeline() -> bool:
 _current: RankReport | None = None
 
 
-def rank_report() -> RankReport | None:
+def rank_report(job: SettledJob) -> RankReport | None:
     """The report of this process; None without --rank-report, and in all pipelines but the first."""
     global _current
-    if get_args().rank_report is None or not in_first_pipeline():
+    if job.args.rank_report is None or not in_first_pipeline(job):
         return None
     if _current is None:
-        _current = RankReport()
+        _current = RankReport(job.args)
     return _current
 
 
@@ -148,7 +150,7 @@ _recorder: Recorder | None = None
 def _timed_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward_backward(**arguments: Any) -> Any:
         global _recorder
-        report = rank_report()
+        report = rank_report(current())
         if report is None or arguments["forward_only"]:
             return original(**arguments)
         report.begin()

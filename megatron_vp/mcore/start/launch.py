@@ -212,7 +212,7 @@ def patch_megatron(argv: list[str], together: bool = False) -> None:
     patched then. Takes `--cpu` out of `argv`.
     """
     # Torch is imported here and Megatron after the environment is set; a launcher's mistake was reported before either.
-    from megatron_vp.mcore import choices, patch_table, patches
+    from megatron_vp.mcore import patch_table, patches, settled
     from megatron_vp.mcore.options.early_arguments import early_arguments
     from megatron_vp.mcore.platform import installed
     from megatron_vp.mcore.platform.flags import prepare_environment, quiet_fallback_warnings, uses_cpu
@@ -233,7 +233,7 @@ def patch_megatron(argv: list[str], together: bool = False) -> None:
     patches.installed_version()
     early = early_arguments(argv[1:])
     text_of = first_ranks_text if together and not early.fake_process_group else text_of_file
-    choices.read_schedule(early.pipeline_schedule, text_of)
+    settled.begin(early.pipeline_schedule, text_of)
     run = patch_table.run_here(early)
     patch_table.require_fit(run)
     patch_table.apply(patch_table.Stage.BEFORE_PARSING, run)

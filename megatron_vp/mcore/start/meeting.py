@@ -38,7 +38,7 @@ def first_ranks_text(name: str) -> str:
     rank, ranks = _place()
     if ranks == 1:
         return text_of_file(name)
-    store = _store(PATIENCE)
+    store = _store()
     if rank == 0:
         try:
             text = text_of_file(name)
@@ -47,7 +47,7 @@ def first_ranks_text(name: str) -> str:
             _end_together(store, str(error))
         _set_text(store, name, text)
         return text
-    said = json.loads(store.get(_SCHEDULE))
+    said = _get(store, _SCHEDULE, PATIENCE)
     if "error" in said:
         _end_together(store, said["error"])
     try:
@@ -75,18 +75,19 @@ def compare(own: dict[str, Any], verdict: Callable[[list[dict[str, Any]]], str],
     rank, ranks = _place()
     if ranks == 1:
         return
-    store = _store(patience)
+    store = _store()
     if rank == 0:
         _set(store, "facts", own)
         # Another rank may have been given a schedule file, and wait for its text.
         store.compare_set(_SCHEDULE, "", json.dumps({"name": None}))
-    first = _get(store, "facts")
+    first = _get(store, "facts", patience)
     if first != own:
         _set(store, f"other {store.add('others', 1)}", {"rank": rank, "facts": own})
     if store.add("compared", 1) == ranks:  # the last one sees them all
-        found = [_get(store, f"other {number + 1}") for number in range(store.add("others", 0))]
+        found = [_get(store, f"other {number + 1}", patience) for number in range(store.add("others", 0))]
         others = {each["rank"]: each["facts"] for each in found}
         store.set("verdict", verdict([others.get(each, first) for each in range(ranks)]) if others else "")
+    store.wait(["verdict"], patience)
     if said := store.get("verdict").decode():
         _end_together(store, said)
 
@@ -95,10 +96,8 @@ def _place() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _store(patience: timedelta) -> Store:
-    store = PrefixStore(f"megatron_vp/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _meeting_point())
-    store.set_timeout(patience)
-    return store
+def _store() -> Store:
+    return PrefixStore(f"megatron_vp/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _meeting_point())
 
 
 @functools.cache
@@ -114,7 +113,8 @@ def _set(store: Store, key: str, value: dict[str, Any]) -> None:
     store.set(key, json.dumps(value))
 
 
-def _get(store: Store, key: str) -> dict[str, Any]:
+def _get(store: Store, key: str, patience: timedelta) -> dict[str, Any]:
+    store.wait([key], patience)
     return json.loads(store.get(key))
 
 

@@ -25,13 +25,14 @@ from megatron_vp.jobs.settings import ONE_QUEUE
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.parts import describe
 from megatron_vp.mcore.platform.pretend_gpu import ENGINE, assumed_nodes, assumptions, pretend_engine, pretend_gpu
+from megatron_vp.mcore.settled import SettledJob
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
 
 _PLATFORM = ("transformer_impl", "distributed_backend")
 
 
-def check_job(arguments: list[str], ranks: int, here: bool = False, nodes: str | None = None) -> argparse.Namespace:
-    """Parse and validate a job's arguments as its `ranks` processes would, and return them. Starts nothing.
+def check_job(arguments: list[str], ranks: int, here: bool = False, nodes: str | None = None) -> SettledJob:
+    """Parse and validate a job's arguments as its `ranks` processes would, and settle the job. Starts nothing.
 
     Environment, `sys.argv` and patches are put back afterwards. The platform is that of this machine: without a CUDA
     device the arguments are checked with the layers and the backend that a CPU run would choose. Unless the job runs
@@ -48,17 +49,16 @@ def check_job(arguments: list[str], ranks: int, here: bool = False, nodes: str |
         from megatron.training import arguments as megatron
         from megatron.training.argument_utils import core_transformer_config_from_args
 
-        from megatron_vp.mcore.options.arguments import refused_by_megatron, validate
+        from megatron_vp.mcore.options.settle import refused_by_megatron, settled_job
         from megatron_vp.mcore.options.unserved import refuse_unserved
 
         if args.use_checkpoint_args:
             _take_sizes_of_checkpoint(args)
-        validate(megatron.validate_args.__wrapped__, args, {})
+        job = settled_job(megatron.validate_args.__wrapped__, args, {})
         refuse_unserved(args)
         with refused_by_megatron():
             core_transformer_config_from_args(args)
-        args._nodes = installed.of_nodes
-        return args
+        return job
 
 
 def refusal_of(arguments: list[str], ranks: int) -> str | None:
@@ -114,7 +114,7 @@ def _take_sizes_of_checkpoint(args: argparse.Namespace) -> None:
     """What --use-checkpoint-args asks for: the model's sizes of the run that wrote the checkpoint to load."""
     from megatron.training.checkpointing import load_args_from_checkpoint
 
-    from megatron_vp.mcore.options.arguments import refused_by_megatron
+    from megatron_vp.mcore.options.settle import refused_by_megatron
 
     with refused_by_megatron(), redirect_stdout(None):  # it prints every size that it sets
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
@@ -123,7 +123,7 @@ def _take_sizes_of_checkpoint(args: argparse.Namespace) -> None:
 
 def check_files(args: argparse.Namespace) -> None:
     """Check what validated `args` read and where they write, as a start would. Raises UserError."""
-    from megatron_vp.mcore.options.arguments import (
+    from megatron_vp.mcore.options.settle import (
         check_files as check,  # imports Megatron, whose warnings a check silences
     )
 
@@ -184,19 +184,20 @@ def describe_node() -> str:
     return f"{socket.gethostname()}: {', '.join([*versions, devices, *nccl])}"
 
 
-def describe_job(args: argparse.Namespace, ranks: int) -> list[str]:
-    """What validated `args` make of `ranks` ranks, and where a start of this job begins, in lines."""
+def describe_job(job: SettledJob, ranks: int) -> list[str]:
+    """What a checked job makes of `ranks` ranks, and where a start of it begins, in lines."""
     from megatron_vp.mcore.options.vocab_rows import describe_rows  # imports readers of data
 
+    args = job.args
     split = f"{args.pipeline_model_parallel_size} pipeline x {args.data_parallel_size} data"
     split += f" x {args.tensor_model_parallel_size} tensor" if args.tensor_model_parallel_size > 1 else ""
     microbatches = args.global_batch_size // args.micro_batch_size // args.data_parallel_size
     vocabulary = args.vocab_parallel_algorithm if args.vocab_parallel else "Megatron's own vocabulary layers"
     lines = [f"{ranks} ranks = {split}; {microbatches} microbatches; {args.pipeline_schedule}, {vocabulary}"]
-    if (rows := describe_rows(args)) is not None:
+    if (rows := describe_rows(job)) is not None:
         lines.append(rows)
-    if args._nodes is not None:
-        lines.append(f"checked for GPUs elsewhere: {assumptions(args._nodes)}")
+    if job.nodes is not None:
+        lines.append(f"checked for GPUs elsewhere: {assumptions(job.nodes)}")
     if args.save is None:
         return [*lines, "no --save: a job that is stopped starts again from nothing"]
     if args.save != args.load:
@@ -209,14 +210,13 @@ def describe_job(args: argparse.Namespace, ranks: int) -> list[str]:
     return [*lines, f"checkpoints in {args.save}: {start} of {args.train_iters}"]
 
 
-def describe_parts(args: argparse.Namespace) -> list[str]:
+def describe_parts(job: SettledJob) -> list[str]:
     """Who computes what in a checked job, and the Megatron flags that would be added, in lines."""
-    from megatron_vp.mcore.choices import replaces_schedule
     from megatron_vp.mcore.options.refused_precision import describe_precision  # imports Megatron
 
-    precision = describe_precision(args) if replaces_schedule(args) else None
-    added = f"flags added: {' '.join(args._platform_flags)}" if args._platform_flags else None
-    return [line for line in (describe(args._parts), precision, added) if line is not None]
+    precision = describe_precision(job.args) if job.settings.replaces_schedule else None
+    added = f"flags added: {' '.join(job.words.platform_flags)}" if job.words.platform_flags else None
+    return [line for line in (describe(job.parts), precision, added) if line is not None]
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> int:
@@ -231,7 +231,7 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> int:
 @contextmanager
 def _parsed(arguments: list[str], ranks: int) -> Iterator[argparse.Namespace]:
     """The arguments as the patched Megatron parses them, which stays patched inside."""
-    from megatron_vp.mcore import patches
+    from megatron_vp.mcore import patches, settled
     from megatron_vp.mcore.start import launch
 
     before = patches.in_force()
@@ -243,6 +243,7 @@ def _parsed(arguments: list[str], ranks: int) -> Iterator[argparse.Namespace]:
             yield megatron.parse_args()
         finally:
             patches.undo([patch for patch in patches.in_force() if patch not in before])
+            settled.clear()
 
 
 @contextmanager

@@ -11,21 +11,21 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.training import get_args
 
 import megatron_vp
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.vocab_shards import ShardChoice
-from megatron_vp.mcore import choices
 from megatron_vp.mcore.options.arguments import write_resolved_configuration
 from megatron_vp.mcore.patches import Patch, installed_version
 from megatron_vp.mcore.platform.installed import installed
+from megatron_vp.mcore.settled import current, settle
 from megatron_vp.mcore.start.meeting import compare
 from megatron_vp.mcore.storage.save_folder import agreed, claim, saves_to
 
@@ -69,11 +69,18 @@ PLACES = {name: reason for reason, names in _PLACES.items() for name in names.sp
 """
 
 
-def facts(arguments: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """What all ranks must have alike, as text by name, and the options that were given by the names of their arguments.
+def facts(
+    arguments: Mapping[str, Any], parts: Mapping[str, str] | None = None, given: Mapping[str, str] | None = None
+) -> dict[str, dict[str, str]]:
+    """What all ranks must have alike, as text by name ("alike"), and the options that were given ("given").
 
     Compared are all arguments, those that Megatron and this plug-in derive included, the versions of packages, and our
-    code. Names that begin with an underscore are no arguments.
+    code.
+
+    Args:
+        arguments: by name; what begins with an underscore is left out.
+        parts: who computes what.
+        given: the options that were typed, by the names of their arguments.
     """
     alike = {
         name: _place(value) if name in PLACES else _text(value)
@@ -88,10 +95,10 @@ def facts(arguments: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         "torch": torch.__version__,
         "Transformer Engine": installed().engine,
     }
-    parts = {f"who computes the {part}": who for part, who in arguments.get("_parts", {}).items()}
+    parts = {f"who computes the {part}": who for part, who in (parts or {}).items()}
     versions = {f"the version of {package}": str(found) for package, found in packages.items()}
     ours = {"the code of megatron_vp": code(Path(megatron_vp.__file__).parent)}
-    return {"alike": alike | parts | versions | ours, "given": dict(arguments.get("_given", {}))}
+    return {"alike": alike | parts | versions | ours, "given": dict(given or {})}
 
 
 def _place(value: Any) -> str:
@@ -160,15 +167,17 @@ def _counted(ranks: list[int]) -> str:
 def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def initialize_distributed(*args: Any, **kwargs: Any) -> None:
-        arguments = get_args()
+        job = current()
+        arguments = job.args
         if arguments.fake_process_group:
             return original(*args, **kwargs)
         # Before the groups: ranks that would make others have no communicator in which to say so.
-        require_same_job(facts(vars(arguments)), timedelta(minutes=arguments.distributed_timeout_minutes))
+        patience = timedelta(minutes=arguments.distributed_timeout_minutes)
+        require_same_job(facts(vars(arguments), job.parts, job.words.options), patience)
         original(*args, **kwargs)
-        order = [choices.order]  # of devices that may differ
+        order = [job.order]  # of devices that may differ
         torch.distributed.broadcast_object_list(order, src=0)
-        choices.order = order[0]
+        settle(replace(job, order=order[0]))
         if (folder := saves_to(arguments)) is not None:
             claim(*folder)
         agreed(functools.partial(write_resolved_configuration, arguments))

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
-from megatron_vp.mcore.choices import places_chunks
+from megatron_vp.mcore.settled import run_settings
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
 from megatron_vp.mcore.storage.checkpoint_metadata import read_metadata
 from megatron_vp.mcore.storage.optimizer_check import check_optimizer
@@ -27,10 +27,10 @@ NON_PERSISTENT = "non_persistent"
 _PARTS = ("metadata.json", ".metadata")
 
 
-def check_checkpoint(args: argparse.Namespace) -> None:
+def check_checkpoint(args: argparse.Namespace) -> str | None:
     """Check the checkpoint that validated Megatron arguments ask for; reads its metadata only.
 
-    Sets `args._checkpoint_to_load` to its directory; None where the run starts afresh, or where none is checked.
+    Returns its directory; None where the run starts afresh, or where none is checked.
 
     Left to Megatron: checkpoints on object storage, those that each node keeps (`--non-persistent-ckpt-type local`),
     and formats other than torch_dist. An empty directory is where a run starts that saves to and loads from the same
@@ -42,10 +42,13 @@ def check_checkpoint(args: argparse.Namespace) -> None:
             "Megatron's own writer, or install it"
         )
     chosen = _chosen(args)
-    args._checkpoint_to_load = None if chosen is None else str(chosen[0])
     if chosen is None:
-        return
-    folder, finetunes = chosen
+        return None
+    _check(args, *chosen)
+    return str(chosen[0])
+
+
+def _check(args: argparse.Namespace, folder: Path, finetunes: bool) -> None:
     if not folder.is_dir():
         raise UserError(f"the checkpoint {folder} is not there; {_others(folder)}")
     if not any((folder / name).exists() for name in _PARTS):
@@ -170,7 +173,7 @@ def _number(folder: Path) -> int:
 
 def _check_ranks_own_files(args: argparse.Namespace, folder: Path) -> None:
     """Megatron's format before torch_dist, a file for each rank, needs ranks that hold what plain Megatron's hold."""
-    if args.vocab_parallel or places_chunks(args):
+    if args.vocab_parallel or run_settings(args).places_chunks:
         raise UserError(
             f"{folder} is in Megatron's format before torch_dist, whose files fit the ranks of plain Megatron alone: "
             f"convert it in a plain run (--ckpt-format torch --ckpt-convert-format torch_dist --ckpt-convert-save DIR) "

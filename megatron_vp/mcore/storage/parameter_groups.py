@@ -11,10 +11,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron.training import get_args
-
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.settled import current
 
 RATES = ("max_lr", "min_lr")
 _LASTING = ("is_expert_parallel", "is_decoupled_lr", "default_config", "wd_mult", "lr_mult", "optimizer")
@@ -62,7 +61,7 @@ def _under_other_rates(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
         """As the original, of a checkpoint that may have been written under other learning rates."""
-        args = get_args()
+        args = current().args
         if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
             states = (
                 [state_dict] if len(self.chained_optimizers) == 1 else [state_dict[key] for key in sorted(state_dict)]

@@ -13,10 +13,10 @@ from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.training import get_args
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.settled import current
 
 
 def _skipping(original: Callable[..., None]) -> Callable[..., None]:
@@ -40,7 +40,7 @@ def _counting_validation_sets(original: Callable[..., Any]) -> Callable[..., Any
     def build_train_valid_test_data_iterators(*arguments: Any, **options: Any) -> Any:
         """As the original, once per chunk, where a chunk without data does not forget how long each set is."""
         nonlocal given
-        args = get_args()
+        args = current().args
         if isinstance(args.eval_iters, list):  # what the chunk before made of it
             counted, args.eval_iters = args.eval_iters, given
         else:
@@ -71,7 +71,11 @@ def _by_validation_set(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         """As the original, with the chunks' iterators of each set in place of each chunk's iterators of all sets."""
         by_chunk = isinstance(data_iterator, list) and len(data_iterator) == len(model) > 1
-        if get_args().multiple_validation_sets and by_chunk and all(isinstance(each, list) for each in data_iterator):
+        if (
+            current().args.multiple_validation_sets
+            and by_chunk
+            and all(isinstance(each, list) for each in data_iterator)
+        ):
             data_iterator = [list(chunks) for chunks in zip(*data_iterator, strict=True)]
         return original(prefix, forward_step_func, data_iterator, model, *arguments, **options)
 

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
-from megatron.training import get_args
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore import choices
-from megatron_vp.mcore.choices import chosen_family
-from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, layer_shards, pipeline_placement
+from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, layer_shards
 from megatron_vp.mcore.reports.pipeline_trace import pipeline_trace
 from megatron_vp.mcore.reports.rank_report import rank_report
+from megatron_vp.mcore.settled import SettledJob, current
 from megatron_vp.mcore.training.deferred_checks import deferred_checks
 from megatron_vp.mcore.training.first_iteration import rehearse
 from megatron_vp.mcore.training.megatron_model import MegatronModel
@@ -66,7 +64,7 @@ def forward_backward(
     gradients = not forward_only
     shapes = _shapes(job, seq_length, micro_batch_size, gradients)
     make_programs = partial(_programs, job)
-    rehearsed = chosen_family(get_args()).at_most(MICROBATCHES)
+    rehearsed = job.settled.settings.family.at_most(MICROBATCHES)
     rehearse(job.pipeline, make_programs, rehearsed, job.layer_shards, shapes, gradients)
 
     timers, rank = job.config.timers, job.pipeline.groups.rank
@@ -112,8 +110,9 @@ def _refuse(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any, p2p_commu
 
 @dataclass(frozen=True)
 class _Job:
-    """This rank's model, and what its arguments say about every iteration."""
+    """This rank's model, and what is settled about every iteration."""
 
+    settled: SettledJob
     chunks: list[torch.nn.Module]
     pipeline: Pipeline
     layer_shards: LayerShards | None
@@ -124,7 +123,7 @@ class _Job:
 
 def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessGroupCollection | None) -> _Job:
     """Raises UserError for a model that was not prepared for our schedules."""
-    chunks = model if isinstance(model, list) else [model]
+    settled, chunks = current(), model if isinstance(model, list) else [model]
     cores = unwrap_model(chunks)
     pipeline: Pipeline | None = getattr(cores[0], PIPELINE_ATTRIBUTE, None)
     if pipeline is None:
@@ -133,12 +132,12 @@ def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessG
             f"--pipeline-schedule know nothing of: use Megatron's builder or a model_provider, or leave both out"
         )
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    return _Job(chunks, pipeline, layer_shards(cores), get_model_config(chunks[0]), groups)
+    return _Job(settled, chunks, pipeline, layer_shards(settled, cores), get_model_config(chunks[0]), groups)
 
 
 def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) -> Shapes:
     """Sizes of a microbatch; a rank without peers gets buffers that are filled."""
-    args, config, context = get_args(), job.config, job.groups.cp.size()
+    args, config, context = job.settled.args, job.config, job.groups.cp.size()
     own = job.pipeline.groups
     sp_size, sp_rank = (own.tensor_size, own.tensor_rank) if config.sequence_parallel else (1, 0)
     cut = {
@@ -153,19 +152,18 @@ def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) 
 
 
 def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> tuple[Schedule, tuple[Program, ...]]:
-    """The schedule that the arguments ask for, and the programs of all ranks."""
-    args = get_args()
-    chosen = chosen_family(args)
-    method = VocabMethod(args.vocab_parallel_algorithm if args.vocab_parallel else VocabMethod.NONE)
+    """The job's schedule, and the programs of all ranks."""
+    settled = job.settled
+    family, method = settled.settings.family, settled.method
     shards = job.layer_shards.shards if job.layer_shards else None
-    interlaced = chosen.own_method is VocabMethod.INTERLACED
+    interlaced = family.own_method is VocabMethod.INTERLACED
     request = ScheduleRequest.of(
-        chosen,
+        family,
         len(job.pipeline.groups.members),
         microbatches,
-        method=chosen.method(method),
+        method=family.method(method),
         chunks=len(job.chunks),
-        costs=choices.order or costs_of(args, method, pipeline_placement(args), shards, interlaced),
+        costs=settled.order or costs_of(settled.args, method, settled.placement, shards, interlaced),
         vocab_ranks=shards.holders if shards else None,
         forward_only=not gradients,
     )
@@ -176,7 +174,8 @@ def _run(
     job: _Job, schedule: Schedule, program: Program, megatron: MegatronModel, shapes: Shapes, gradients: bool
 ) -> None:
     """Run the program, watched by --rank-report and --pipeline-trace; evaluation is not watched."""
-    report, trace = (rank_report(), pipeline_trace(job.pipeline.groups)) if gradients else (None, None)
+    settled, groups = job.settled, job.pipeline.groups
+    report, trace = (rank_report(settled), pipeline_trace(settled, groups)) if gradients else (None, None)
     if report:
         report.begin()
     recorder = Recorder(shapes.device) if report or trace else None

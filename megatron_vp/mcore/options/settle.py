@@ -1,0 +1,150 @@
+"""From parsed arguments to a settled job: what is chosen, written into Megatron's arguments, validated and refused.
+
+Everything here runs before a process group exists, and on every rank alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.layout_text import even_layers
+from megatron_vp.jobs.pattern_text import pattern_in
+from megatron_vp.mcore.megatron_arguments import check_validated
+from megatron_vp.mcore.options.pass_order import choose_order
+from megatron_vp.mcore.options.predicted_job import Prediction
+from megatron_vp.mcore.options.ranges import check_ranges
+from megatron_vp.mcore.options.refusals import refuse
+from megatron_vp.mcore.options.vocab_rows import check_rows, choose_rows
+from megatron_vp.mcore.platform import installed
+from megatron_vp.mcore.platform.index_helpers import check_index_helpers
+from megatron_vp.mcore.platform.parts import parts_of_job
+from megatron_vp.mcore.reports.trace_iterations import check_trace_iterations
+from megatron_vp.mcore.settled import ChosenRows, GivenLayout, RunSettings, SettledJob, run_settings, words
+from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
+from megatron_vp.mcore.storage.checkpoint_files import check_writable
+from megatron_vp.mcore.storage.dataset import check_inputs, check_room_without_files
+from megatron_vp.mcore.storage.save_folder import saves_to
+
+
+def settled_job(megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> SettledJob:
+    """Validate parsed arguments by Megatron's own function and our refusals; opens no file.
+
+    Args:
+        megatron: Megatron's `validate_args`.
+        args: parsed. They get the layout, the rows and what else of our choices Megatron has to know.
+        defaults: of the script.
+
+    Raises:
+        UserError: for arguments that cannot work.
+    """
+    # What the user's arguments say, before anything is derived from them.
+    check_ranges(args)
+    settings, given, prediction = run_settings(args), GivenLayout.of(args), Prediction(args)
+    _refuse_numbers_of_chunks(args, settings)
+
+    # What we choose.
+    shards = choose_rows(args, settings, prediction)
+    _write_choices(args, settings, shards)
+    order = choose_order(args, settings, prediction)
+
+    # What Megatron makes of it, and what cannot work.
+    _validate(megatron, args, defaults)
+    refuse(args)
+    check_room_without_files(args)
+    check_rows(args, prediction)
+    check_trace_iterations(args)
+    parts = parts_of_job(args, installed.installed(), settings.replaces_schedule and settings.splits_backward)
+    return SettledJob(args, settings, given, shards, order, parts, words(), installed.of_nodes)
+
+
+def _write_choices(args: argparse.Namespace, settings: RunSettings, shards: ChosenRows) -> None:
+    """Write what we chose into the arguments, from which Megatron builds its stages, and which checkpoints record."""
+    args.vocab_rows = shards.rows
+    if shards.layout is not None and pattern_in(vars(args)) is None:
+        args.pipeline_model_parallel_layout = shards.layout
+        args.num_virtual_stages_per_pipeline_rank = args.num_layers_per_virtual_pipeline_stage = None
+    elif shards.layout is not None:
+        args.hybrid_layer_pattern, args.hybrid_override_pattern = shards.layout, None
+    if (settings.family.chunks or 1) > 1:
+        _lay_out_chunks(args, settings.family.chunks)
+    if settings.replaces_schedule and settings.places_chunks:
+        args.chunk_placement = settings.family.placement_of(args.pipeline_model_parallel_size).stage_of
+    if settings.file is not None:
+        args.schedule_fingerprint = f"sha256:{settings.file.digest}"
+
+
+def _validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> None:
+    # Local layers take no grouped products; Megatron would ask for a device that can do them.
+    grouped = args.moe_grouped_gemm
+    args.moe_grouped_gemm = grouped and args.transformer_impl != "local"
+    with refused_by_megatron():
+        megatron(args, defaults)
+    check_validated(args)
+    args.moe_grouped_gemm = grouped
+
+
+_FOLDERS = ("save", "tensorboard_dir", "rank_report", "pipeline_trace")
+
+
+def check_files(args: argparse.Namespace) -> str | None:
+    """Check what validated arguments read and where they write: data, tokenizer, checkpoint, folders. Makes nothing.
+
+    Returns the directory of the checkpoint to load: see `check_checkpoint`. Raises UserError for the first that cannot
+    be used.
+    """
+    check_index_helpers()
+    check_inputs(args)
+    checkpoint = check_checkpoint(args)
+    written = [("--" + name.replace("_", "-"), getattr(args, name)) for name in _FOLDERS]
+    for option, folder in [*written, saves_to(args) or ("", None)]:
+        if folder is not None and "://" not in folder:
+            check_writable(option, folder)
+    return checkpoint
+
+
+@contextmanager
+def refused_by_megatron() -> Iterator[None]:
+    """Turn the assertions and errors by which Megatron rejects arguments into a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        # Megatron states some conditions without a message; the condition itself is the next best thing.
+        said = " ".join(str(error).split()) or f"it requires {_condition(error)}"
+        raise UserError(f"Megatron refuses these arguments: {said}") from error
+
+
+def _condition(error: Exception) -> str:
+    return (traceback.extract_tb(error.__traceback__)[-1].line or "").removeprefix("assert ")
+
+
+def _refuse_numbers_of_chunks(args: argparse.Namespace, settings: RunSettings) -> None:
+    """Raise UserError for another way to say how many chunks a rank has than a schedule that says it."""
+    chosen = (args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank)
+    chunks = settings.family.chunks or 1
+    if chunks > 1 and any(value is not None for value in chosen):
+        raise UserError(
+            f"--pipeline-schedule {args.pipeline_schedule} has {'two' if chunks == 2 else chunks} chunks a rank by "
+            f"itself: leave --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank out"
+        )
+
+
+def _lay_out_chunks(args: argparse.Namespace, chunks: int) -> None:
+    """The chunks that the schedule has before Megatron derives anything: an even layout string, or even bars in a
+    hybrid model's pattern, unless these are given.
+    """
+    from megatron_vp.mcore.model.chunk_layout import even_layout
+
+    pattern, stages = pattern_in(vars(args)), chunks * args.pipeline_model_parallel_size
+    if pattern is not None:
+        if pattern.layers is None:
+            args.hybrid_layer_pattern = pattern.with_bars(even_layers(len(pattern.letters), stages))
+            args.hybrid_override_pattern = None
+    elif args.pipeline_model_parallel_layout is None and args.num_layers is not None:
+        args.pipeline_model_parallel_layout = even_layout(args.num_layers, stages, args.mtp_num_layers or 0)

@@ -1,0 +1,273 @@
+"""What this process has settled about its job: the value that everything else takes, and the one place that holds it.
+
+A start goes through these steps, in this order:
+
+1. `begin` reads the schedule file, if one is named (`start/launch.py`).
+2. The parser notes the words of the command line (`options/arguments.py`).
+3. `options/settle.py` validates the arguments and makes the `SettledJob`.
+4. With process groups, all ranks take rank 0's order costs (`start/same_job.py`).
+
+Functions of ours that Megatron calls ask `current()` and hand the job on. This module imports no Megatron.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.job_config import JobConfig
+from megatron_vp.jobs.pattern_text import Pattern, pattern_in
+from megatron_vp.mcore.platform.installed import Installed
+from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, Costs, Family, Placement, VocabMethod, family
+from megatron_vp.schedule.families import family_of_text, is_file, megatrons_own, text_of_file
+
+ALGORITHMS = tuple(method.value for method in VocabMethod if method.is_sharded)
+
+
+@dataclass(frozen=True)
+class ScheduleFile:
+    """A schedule file as it was at the start: the run never reads it again."""
+
+    family: Family
+    digest: str
+    """SHA-256 of its text, in hexadecimal digits."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """What was typed for this run."""
+
+    all: tuple[str, ...] = ()
+    """The words of the command line, after those of configuration files and those added for the platform."""
+    platform_flags: tuple[str, ...] = ()
+    """Megatron's flags that were added for the platform."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """The options in `all`, by the names of their arguments."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a replay of one rank knows that its arguments do not say."""
+
+    job: JobConfig | None = None
+    """The whole job, before the replay's changes to it."""
+    meter: Any = None
+    """In a replay of shapes, what counts the memory: a `reports.memory.Meter`."""
+    counts_engine: bool = False
+    """Local layers keep what Transformer Engine's would."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What --pipeline-schedule and --vocab-parallel make of a run. Arguments need not be validated for it."""
+
+    family: Family
+    """Of the schedule, or of the file that holds it."""
+    file: ScheduleFile | None
+    vocab_parallel: bool
+
+    @property
+    def replaces_schedule(self) -> bool:
+        """Whether the plug-in runs the pipeline. Without either option Megatron does, virtual stages included."""
+        return self.vocab_parallel or self.family.name != DEFAULT_SCHEDULE
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some weight gradients are computed in passes of their own."""
+        return self.family.splits_backward
+
+    @property
+    def places_chunks(self) -> bool:
+        """Whether chunks are placed otherwise than by Megatron, whose chunk c of rank r is stage c p + r."""
+        return not self.family.in_rounds
+
+    @property
+    def last_stage_elsewhere(self) -> bool:
+        """Whether the last stage is on another rank than p-1."""
+        return not self.family.ends_on_last_rank
+
+    def placement(self, ranks: int, chunks: int) -> Placement:
+        """Which virtual stage each chunk of each of `ranks` pipeline ranks is."""
+        if not self.replaces_schedule:
+            return Placement.round_robin(ranks, chunks)
+        return self.family.placement_of(ranks, chunks)
+
+
+@dataclass(frozen=True)
+class GivenLayout:
+    """How the user's arguments cut the model into stages, before a schedule or balanced shards gave it a layout."""
+
+    layout: str | None
+    pattern: Pattern | None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> GivenLayout:
+        """That of parsed arguments which nothing was derived from yet."""
+        return cls(args.pipeline_model_parallel_layout, pattern_in(vars(args)))
+
+
+@dataclass(frozen=True)
+class ChosenRows:
+    """The vocabulary rows of a job, and what else was chosen with them."""
+
+    rows: tuple[int, ...] | None = None
+    """By pipeline rank, the tensor ranks of a stage together; None for equal shards."""
+    reason: str | None = None
+    """Why these, where not the user named them; of equal shards, None where they need no reason."""
+    layout: str | None = None
+    """A layout that comes with the rows, of a hybrid model a pattern with bars; None leaves the user's."""
+
+
+@dataclass(frozen=True)
+class SettledJob:
+    """Everything that the plug-in has decided for a run."""
+
+    args: argparse.Namespace
+    """Megatron's validated arguments. It is Megatron's own object: training changes some of them."""
+    settings: RunSettings
+    given: GivenLayout
+    shards: ChosenRows
+    order: Costs | None
+    """What the passes are ordered for; None: for FLOPs. All ranks of a run take rank 0's."""
+    parts: Mapping[str, str]
+    """Who computes the layers, the norms and so on: see `platform.parts`."""
+    words: Words
+    nodes: Installed | None
+    """What the nodes have, where the job was checked for others than this machine."""
+    checkpoint_to_load: str | None = None
+    """Its directory; None where the run starts afresh, or where none is checked."""
+
+    @property
+    def method(self) -> VocabMethod:
+        """Of the vocabulary layers, where the schedule does not have its own."""
+        return VocabMethod(self.args.vocab_parallel_algorithm if self.settings.vocab_parallel else VocabMethod.NONE)
+
+    @property
+    def placement(self) -> Placement:
+        """Which virtual stage each chunk of each pipeline rank is."""
+        chunks = self.args.virtual_pipeline_model_parallel_size or 1
+        return self.settings.placement(self.args.pipeline_model_parallel_size, chunks)
+
+
+class _Process:
+    """What this process holds of its job."""
+
+    def __init__(self) -> None:
+        self.replay = Replay()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the job, but not that this is a replay."""
+        self.files: dict[str, ScheduleFile] = {}
+        self.words = Words()
+        self.job: SettledJob | None = None
+
+
+_process = _Process()
+
+
+def begin(schedule: str, text_of: Callable[[str], str] = text_of_file) -> None:
+    """Begin a start: forget any other, and read the file that --pipeline-schedule names, if it names one.
+
+    `text_of` returns a file's text. Raises UserError for a file that cannot be used.
+    """
+    clear()
+    if _names_file(schedule):
+        with _named():
+            _read(schedule, text_of)
+
+
+def note_words(words: Words) -> None:
+    """Note what was typed, once it has been parsed."""
+    _process.words = words
+
+
+def words() -> Words:
+    """What was typed; nothing before it has been parsed."""
+    return _process.words
+
+
+def settle(job: SettledJob) -> None:
+    """Make `job` the one of this process."""
+    _process.job = job
+
+
+def current() -> SettledJob:
+    """The job of this process."""
+    assert _process.job is not None, "a function of ours was called before Megatron's arguments were validated"
+    return _process.job
+
+
+@contextmanager
+def placed_as_megatron() -> Iterator[None]:
+    """Inside, chunks are placed as Megatron places them: what plain Megatron would build is built there."""
+    job = current()
+    settle(replace(job, settings=replace(job.settings, family=megatrons_own())))
+    try:
+        yield
+    finally:
+        settle(job)
+
+
+def clear() -> None:
+    """Forget the job of this process."""
+    _process.clear()
+
+
+@contextmanager
+def replaying(**changes: Any) -> Iterator[None]:
+    """Inside, this process replays a rank; `changes` are fields of `Replay`."""
+    before = _process.replay
+    _process.replay = replace(before, **changes)
+    try:
+        yield
+    finally:
+        _process.replay = before
+
+
+def replay() -> Replay:
+    """What is known of the replay in this process; in a run, nothing."""
+    return _process.replay
+
+
+def schedule_file(name: str) -> ScheduleFile | None:
+    """The file of a --pipeline-schedule as it was read first; None where it names a family. Raises UserError."""
+    if not _names_file(name):
+        return None
+    return _process.files.get(name) or _read(name, text_of_file)
+
+
+def family_of(name: str) -> Family:
+    """The record of a value of --pipeline-schedule. Raises UserError for a name that is neither family nor file."""
+    file = schedule_file(name)
+    return file.family if file else family(name)
+
+
+def run_settings(args: argparse.Namespace) -> RunSettings:
+    """What parsed arguments, or those of `options.early_arguments`, make of a run. Raises UserError as `family_of`."""
+    with _named():
+        name = args.pipeline_schedule
+        return RunSettings(family_of(name), schedule_file(name), bool(args.vocab_parallel))
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"--pipeline-schedule: {error}") from None
+
+
+def _names_file(name: str) -> bool:
+    return name not in FAMILIES and is_file(name)
+
+
+def _read(name: str, text_of: Callable[[str], str]) -> ScheduleFile:
+    text = text_of(name)
+    _process.files[name] = ScheduleFile(family_of_text(name, text), hashlib.sha256(text.encode()).hexdigest())
+    return _process.files[name]

@@ -1,0 +1,99 @@
+"""What a run has settled is one value in one place: no module asks Megatron for its arguments, or keeps its own."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_vp.mcore import settled
+from megatron_vp.mcore.start.preflight import check_job
+from megatron_vp.schedule import PassCosts, VocabMethod
+from tests.harness.training import tiny_model
+from tests.mcore.megatron_uses import _holds_arguments
+
+MCORE = Path(__file__).parents[2] / "megatron_vp" / "mcore"
+TREES = {path.relative_to(MCORE).as_posix(): ast.parse(path.read_text()) for path in sorted(MCORE.rglob("*.py"))}
+RUNNING = {
+    "model/split_backward.py": {"_collected"},  # the weight gradients that the pass B which runs now has put aside
+    "training/deferred_checks.py": {"_deferred"},  # the checks of the iteration that runs now
+    "reports/rank_report.py": {"_current", "_recorder"},  # what has been measured
+    "reports/pipeline_trace.py": {"_current"},  # what has been recorded
+    "storage/save_folder.py": {"_claimed", "_guarded"},  # a file that this process holds
+    "storage/attempt.py": {"_told_to_stop"},  # a signal that came
+}
+"""Globals that say what happens, not what was decided."""
+
+
+def nodes(kind):
+    return ((name, node) for name, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, kind))
+
+
+def test_no_module_asks_megatron_for_its_arguments():
+    asks = [(name, node.lineno) for name, node in nodes(ast.Name) if node.id == "get_args"]
+    assert asks == []
+
+
+def test_nothing_of_ours_hides_in_megatrons_arguments():
+    hidden = [
+        (name, node.attr)
+        for name, node in nodes(ast.Attribute)
+        if node.attr.startswith("_") and not node.attr.startswith("__") and _holds_arguments(node.value)
+    ]
+    assert hidden == []
+
+
+def test_no_module_but_one_keeps_what_a_run_decides():
+    found: dict[str, set[str]] = {}
+    for name, node in nodes(ast.Global):
+        found.setdefault(name, set()).update(node.names)
+    assert found == RUNNING
+    changed = [
+        (name, ast.unparse(node)) for name, node in nodes(ast.Assign) for each in node.targets if _of_module(name, each)
+    ]
+    assert changed == []
+
+
+def _of_module(name, target):
+    """Whether an assignment changes what another module of ours holds."""
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_vp")
+        for alias in node.names
+    }
+    return isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in imported
+
+
+def test_a_job_is_settled_from_its_words():
+    words = ["--cpu", *tiny_model(pipeline_model_parallel_size=2, vocab_parallel=True, pipeline_schedule="v-half")]
+    job = check_job(words, 2)
+    assert job.settings.family.name == "v-half" and job.settings.file is None
+    assert job.settings.replaces_schedule and job.settings.places_chunks and job.settings.last_stage_elsewhere
+    assert job.method is VocabMethod.VOCAB_2 and job.placement.stage_of == ((0, 3), (1, 2))
+    assert job.given == settled.GivenLayout(None, None) and job.args.pipeline_model_parallel_layout == "Et|t|t|tL"
+    assert isinstance(job.order, PassCosts) and job.shards == settled.ChosenRows()
+    assert job.parts["layers"] == "local" and "--transformer-impl" in job.words.platform_flags
+    assert job.words.options["pipeline_schedule"] == "--pipeline-schedule" and job.nodes is None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        job.order = None
+    plain = check_job(["--cpu", *tiny_model(pipeline_model_parallel_size=2)], 2)
+    assert not plain.settings.replaces_schedule and plain.method is VocabMethod.NONE and plain.order is None
+
+
+def test_a_check_leaves_no_job_behind():
+    check_job(["--cpu", *tiny_model()], 1)
+    assert settled.words() == settled.Words()
+    with pytest.raises(AssertionError, match="before Megatron's arguments were validated"):
+        settled.current()
+
+
+def test_a_replay_is_known_inside_alone():
+    with settled.replaying(counts_engine=True):
+        with settled.replaying(meter="a meter"):
+            assert settled.replay() == settled.Replay(None, "a meter", True)
+        settled.clear()
+        assert settled.replay().counts_engine
+    assert settled.replay() == settled.Replay()
