@@ -82,7 +82,7 @@ class Progress:
         self.collective: Operation | None = None
         """What the second stream is at, where the host runs it (on CPU)."""
         self.others: Callable[[], str] = str
-        """Says of a lost peer which ranks held the pipeline up, if any; the watchdog knows."""
+        """Says which ranks hold the pipeline up, where a connection breaks; a watchdog can ask them."""
         self._marks: deque[tuple[Wait, Mark]] = deque()
         self._finished = finished
         self._counted = 0

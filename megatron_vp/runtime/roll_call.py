@@ -1,8 +1,8 @@
 """What the ranks of a stalled pipeline tell each other, in the launcher's store: who holds the others up.
 
-The first rank that gives up calls the roll. Every rank that stands still then leaves word of where it is, also before
-its own time is up, so nobody's answer depends on whose limit comes first. Ranks that give up later, and ranks whose
-connection breaks because another has ended, read what was left.
+The first rank that cannot go on calls the roll: its limit is reached, or a connection is broken. Every rank that stands
+still then leaves word of where it is, also before its own time is up, so nobody's answer depends on whose limit comes
+first. Whoever comes later reads what was left. A rank without a word is stopped, gone or out of reach, or it gets on.
 
 The store has no password, so whatever lies there is text that anybody may have written.
 """
@@ -22,6 +22,7 @@ from megatron_vp.errors import printable
 from megatron_vp.runtime.progress import Progress
 
 _ROUND_SECONDS = 0.1
+_LONGEST_LOOK_SECONDS = 1.0
 _STORE_SECONDS = 10.0
 """How long the store may take to let a rank answer."""
 _LONGEST_WORD = 4096
@@ -38,14 +39,14 @@ class RollCall:
         self._keys = f"megatron_vp/stalled/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._called = f"{self._keys}/called/{progress.members[0]}"
 
-    def answer(self, look_seconds: float) -> None:
+    def answer(self, limit: float) -> None:
         """Leave word when another rank calls while this one stands still; never returns, for a thread of its own.
 
-        A rank that gets on does not ask the store anything.
+        A rank that gets on does not ask the store anything. `limit`: seconds that a rank may be in one place.
         """
         place = store = None
         while True:
-            time.sleep(look_seconds)
+            time.sleep(min(limit / 20, _LONGEST_LOOK_SECONDS))
             with suppress(Exception):  # the store may have been in a process that is gone
                 before, place = place, self._progress.place()
                 if place == before:
@@ -53,8 +54,8 @@ class RollCall:
                     if store.check([self._called]):
                         self._leave_word(store)
 
-    def ask(self, seconds: float, sleep: Callable[[float], float], join: bool = False) -> str:
-        """Call the roll, and say who holds the pipeline up: ranks that do not wait for anybody, then silent ones.
+    def ask(self, seconds: float, sleep: Callable[[float], float], call: bool = True) -> str:
+        """Leave word, and say who holds the pipeline up: ranks that do not wait for anybody, then those without a word.
 
         Returns soon after `seconds`, whatever the store does. A machine that is slow in asking waits longer for
         answers: it counts rounds.
@@ -62,34 +63,36 @@ class RollCall:
         Args:
             seconds: that a machine at rest gives the others to answer.
             sleep: sleeps for that many seconds and returns how many more this may take at most.
-            join: take part only if another rank has called; else return an empty text at once.
+            call: call the roll; else return an empty text at once unless another rank has called it.
         """
         heard: dict[int, str] = {}
-        asking = threading.Thread(target=self._ask, args=(seconds, heard, join), daemon=True)
+        asking = threading.Thread(target=self._ask, args=(seconds, heard, call), daemon=True)
         began, most = time.monotonic(), 3 * seconds + 1
         with suppress(Exception):  # no room for a thread
             asking.start()
         while asking.is_alive() and time.monotonic() - began < most:
             most = min(most, time.monotonic() - began + sleep(_ROUND_SECONDS / 2))
-        if join and self._own not in heard:
-            return ""
+        if self._own not in heard:
+            return "; the launcher's store does not answer" if call else ""
         others = [rank for rank in self._progress.members if rank != self._own]
         busy = [heard[rank] for rank in others if rank in heard and " waited " not in heard[rank]]
         silent = [rank for rank in others if rank not in heard]
         return "".join(f"; {each}" for each in [*busy, *([f"no word from {_named(silent)}"] if silent else [])])
 
-    def _ask(self, seconds: float, heard: dict[int, str], join: bool) -> None:
+    def _ask(self, seconds: float, heard: dict[int, str], call: bool) -> None:
         with suppress(Exception):
             store = _store(2 * seconds)
-            if join and not store.check([self._called]):
+            said = self._leave_word(store)
+            if call:
+                store.set(self._called, "")
+            elif not store.check([self._called]):
                 return
-            store.set(self._called, "")
-            heard[self._own] = self._leave_word(store)
+            heard[self._own] = said
             for _ in range(round(seconds / _ROUND_SECONDS)):
                 for rank in self._progress.members:
                     if rank not in heard and store.check([self._key(rank)]):
-                        said = store.get(self._key(rank))[:_LONGEST_WORD]
-                        heard[rank] = printable(said.decode(errors="replace"))
+                        word = store.get(self._key(rank))[:_LONGEST_WORD]
+                        heard[rank] = printable(word.decode(errors="replace"))
                 if len(heard) == len(self._progress.members):
                     return
                 time.sleep(_ROUND_SECONDS)

@@ -26,6 +26,8 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 """Sent by a launcher or a scheduler, and when the terminal is closed."""
 _LOOKS_A_LIMIT = 20
 _LONGEST_LOOK_SECONDS = 5.0
+_SECONDS_TO_ANSWER = 3.0
+"""What other ranks are given at least, three times as long as they may take to look whether anybody asks."""
 _LAST_WORDS_SECONDS = 1.0
 """How long a rank that has heard its peers leaves them to hear each other."""
 _TOLD_SECONDS = 2.0
@@ -53,8 +55,8 @@ class Watchdog:
     def start(self) -> None:
         """Start watching; the threads do not keep the process alive."""
         self._progress.others = self._others
-        answer, look = self._roll_call.answer, _look(min(self._first_limit, self._limit))
-        threading.Thread(target=answer, args=(look,), name="roll call", daemon=True).start()
+        answer, limit = self._roll_call.answer, min(self._first_limit, self._limit)
+        threading.Thread(target=answer, args=(limit,), name="roll call", daemon=True).start()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def _watch(self) -> None:
@@ -69,7 +71,7 @@ class Watchdog:
         place, since = self._progress.place(), time.monotonic()
         while True:
             limit = self._first_limit if self._progress.iteration < 2 else self._limit
-            self._sleep(_look(limit))
+            self._sleep(min(limit / _LOOKS_A_LIMIT, _LONGEST_LOOK_SECONDS))
             now, there = time.monotonic(), self._progress.place()
             if there != place:
                 place, since = there, now
@@ -78,11 +80,11 @@ class Watchdog:
                 continue
             said, others = self._progress.sentence(), ""
             if self._told is None:
-                others = self._roll_call.ask(_patience(limit), self._sleep)
+                others = self._roll_call.ask(min(max(limit / 5, _SECONDS_TO_ANSWER), 20.0), self._sleep)
                 if self._told is None:  # the first process that ends breaks the others' connections
                     self._sleep(_LAST_WORDS_SECONDS)
-            elif waited >= limit / 4:  # it was not about to go on
-                others = self._roll_call.ask(_LAST_WORDS_SECONDS, self._sleep)
+            else:  # one that has waited for long was not about to go on
+                others = self._roll_call.ask(_LAST_WORDS_SECONDS, self._sleep, call=waited >= limit / 4)
             self._end(f"{said} ({waited:.0f} s)" if self._told is None else said, others)
 
     def _end(self, said: str, others: str = "") -> NoReturn:
@@ -92,13 +94,13 @@ class Watchdog:
         end_process(128 + self._told, f"error: {said} when it was told to end ({name}){others}")
 
     def _others(self) -> str:
-        """Who holds the pipeline up if a rank has called the roll; for the main thread, where a connection breaks."""
+        """Who holds the pipeline up; for the main thread, where a connection breaks."""
 
         def sleep(seconds: float) -> float:
             time.sleep(seconds)  # the watchdog looks for signals meanwhile
             return math.inf
 
-        return self._roll_call.ask(_patience(self._limit), sleep, join=True)
+        return self._roll_call.ask(_SECONDS_TO_ANSWER, sleep)
 
     def _sleep(self, seconds: float) -> float:
         """Sleep, and wake up for a signal that tells to end; returns for how long this process may then still live."""
@@ -109,15 +111,6 @@ class Watchdog:
         told = self._signals.ours.intersection(os.read(self._signals.reader, 64)) if ready else ()
         self._told = self._told or next(iter(told), None)
         return math.inf if self._told is None else _TOLD_SECONDS
-
-
-def _look(limit: float) -> float:
-    return min(limit / _LOOKS_A_LIMIT, _LONGEST_LOOK_SECONDS)
-
-
-def _patience(limit: float) -> float:
-    """Seconds that other ranks are given to answer."""
-    return min(max(limit / 5, 3.0), 20.0)
 
 
 def end_process(status: int, line: str | None = None) -> NoReturn:

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from megatron_vp.errors import PeerLost
-from megatron_vp.runtime import watchdog
+from megatron_vp.runtime import roll_call, watchdog
 from megatron_vp.runtime.progress import Progress
 from megatron_vp.schedule.instructions import Channel, Instruction, Load, Message, Wait
 from tests.harness.ranks import run_ranks_to_their_end
@@ -38,10 +38,10 @@ def stall(
     Args:
         limits: of the ranks' watchdogs.
         places: instructions; None: outside a schedule; "moving": from one to the next; "stopped": the process is.
-        lost: what breaks the connections of rank 2: "at once", or that a rank has "called" the roll.
+        lost: breaks the connections of rank 2 "at once", or when another rank has "called" the roll.
         told: seconds after which all ranks are told to end.
     """
-    watchdog._LONGEST_LOOK_SECONDS = 0.2
+    watchdog._LONGEST_LOOK_SECONDS = roll_call._LONGEST_LOOK_SECONDS = 0.2
     store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     store.add("started", 1)
     while store.add("started", 0) < world:
@@ -98,13 +98,18 @@ def test_a_rank_that_stands_still_answers_long_before_its_own_limit(place, said)
         assert status == 1 and output.endswith(f"s); {said}\n")
 
 
-@pytest.mark.parametrize(("lost", "others"), [("called", f"; {READS}"), ("at once", "")])
-def test_a_rank_that_loses_its_connection_names_the_cause_if_another_has_given_up(lost, others):
-    limits = (LATE, 1.0 if others else LATE, LATE)
-    results = ends(
-        limits, (Load(2), ACTIVATION, GRADIENT), lost=lost, left=0 if others else None, told=None if others else 4
-    )
-    assert results[2] == (1, f"{LOST}{others}\n")
+@pytest.mark.parametrize("lost", ["called", pytest.param("at once", marks=pytest.mark.slow)])
+def test_a_rank_that_loses_its_connection_names_the_cause(lost):
+    """Another rank has given up, or this is the first to ask; the others answer, as they stand still."""
+    limits = (LATE, 1.0 if lost == "called" else LATE, LATE)
+    results = ends(limits, (Load(2), ACTIVATION, GRADIENT), lost=lost, told=None if lost == "called" else 10, left=0)
+    assert results[2] == (1, f"{LOST}; {READS}\n")
+
+
+def test_a_rank_that_loses_its_connection_names_the_one_without_a_word():
+    results = ends((LATE,) * 3, ("stopped", ACTIVATION, GRADIENT), lost="at once", told=8, left=0)
+    assert results[2] == (1, f"{LOST}; no word from rank 0\n")
+    assert results[1] == (143, results[1][1]) and results[1][1].endswith("(SIGTERM); no word from rank 0\n")
 
 
 @pytest.mark.parametrize(
