@@ -75,7 +75,8 @@ class RollCall:
         if self._own not in heard:
             return "; the launcher's store does not answer" if call else ""
         others = [rank for rank in self._progress.members if rank != self._own]
-        busy = [heard[rank] for rank in others if rank in heard and " waited " not in heard[rank]]
+        waits = self._progress.place()[1] is not None
+        busy = [heard[rank] for rank in others if waits and rank in heard and " waited " not in heard[rank]]
         silent = [rank for rank in others if rank not in heard]
         return "".join(f"; {each}" for each in [*busy, *([f"no word from {_named(silent)}"] if silent else [])])
 

@@ -54,12 +54,12 @@ class Watchdog:
 
     def start(self) -> None:
         """Start watching; the threads do not keep the process alive."""
-        self._progress.others = self._others
+        self._progress.others = self.others
         answer, limit = self._roll_call.answer, min(self._first_limit, self._limit)
         threading.Thread(target=answer, args=(limit,), name="roll call", daemon=True).start()
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        _Watching(self).start()
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         """Watch, and end the process in any case: without its watchdog it would heed neither limits nor signals."""
         try:
             self._watch_until_the_end()
@@ -75,17 +75,17 @@ class Watchdog:
             now, there = time.monotonic(), self._progress.place()
             if there != place:
                 place, since = there, now
-            waited = now - since if there[1] is not None else 0.0
-            if self._told is None and waited < limit:
+            stood = now - since
+            if self._told is None and (stood < limit or there[1] is None):  # Megatron's own limits hold outside
                 continue
             said, others = self._progress.sentence(), ""
             if self._told is None:
                 others = self._roll_call.ask(min(max(limit / 5, _SECONDS_TO_ANSWER), 20.0), self._sleep)
                 if self._told is None:  # the first process that ends breaks the others' connections
                     self._sleep(_LAST_WORDS_SECONDS)
-            else:  # one that has waited for long was not about to go on
-                others = self._roll_call.ask(_LAST_WORDS_SECONDS, self._sleep, call=waited >= limit / 4)
-            self._end(f"{said} ({waited:.0f} s)" if self._told is None else said, others)
+            else:  # one that has stood still for long was not about to go on
+                others = self._roll_call.ask(_LAST_WORDS_SECONDS, self._sleep, call=stood >= limit / 4)
+            self._end(f"{said} ({stood:.0f} s)" if self._told is None else said, others)
 
     def _end(self, said: str, others: str = "") -> NoReturn:
         if self._told is None:
@@ -93,7 +93,7 @@ class Watchdog:
         name = signal.Signals(self._told).name
         end_process(128 + self._told, f"error: {said} when it was told to end ({name}){others}")
 
-    def _others(self) -> str:
+    def others(self) -> str:
         """Who holds the pipeline up; for the main thread, where a connection breaks."""
 
         def sleep(seconds: float) -> float:
@@ -111,6 +111,20 @@ class Watchdog:
         told = self._signals.ours.intersection(os.read(self._signals.reader, 64)) if ready else ()
         self._told = self._told or next(iter(told), None)
         return math.inf if self._told is None else _TOLD_SECONDS
+
+
+class _Watching(threading.Thread):
+    """The thread of a watchdog, by which the rest of the process finds it."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        super().__init__(target=watchdog.watch, name="watchdog", daemon=True)
+        self.watchdog = watchdog
+
+
+def others_of_a_lost_peer() -> str:
+    """Who holds the pipeline up, where a connection breaks outside its schedule; empty if nobody watches yet."""
+    watching = (thread for thread in threading.enumerate() if isinstance(thread, _Watching))
+    return next((thread.watchdog.others() for thread in watching), "")
 
 
 def end_process(status: int, line: str | None = None) -> NoReturn:

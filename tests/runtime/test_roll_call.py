@@ -63,7 +63,9 @@ def stall(
                     os.kill(os.getpid(), signal.SIGTERM)
                     told = None
     except PeerLost as error:
-        print(f"error: {error}", flush=True)
+        # Outside a schedule it is the launcher that reports a lost peer.
+        said = str(error) if place is not None else f"outside{watchdog.others_of_a_lost_peer()}"
+        print(f"error: {said}", flush=True)
         os._exit(1)
 
 
@@ -107,9 +109,16 @@ def test_a_rank_that_loses_its_connection_names_the_cause(lost):
 
 
 def test_a_rank_that_loses_its_connection_names_the_one_without_a_word():
-    results = ends((LATE,) * 3, ("stopped", ACTIVATION, GRADIENT), lost="at once", told=8, left=0)
+    results = ends((LATE,) * 3, ("stopped", ACTIVATION, GRADIENT), lost="at once", told=7, left=0)
     assert results[2] == (1, f"{LOST}; no word from rank 0\n")
     assert results[1] == (143, results[1][1]) and results[1][1].endswith("(SIGTERM); no word from rank 0\n")
+
+
+def test_ranks_outside_the_schedule_name_the_one_without_a_word_too():
+    results = ends((16.0,) * 3, ("stopped", None, None), lost="at once", told=7, left=0)
+    assert results[2] == (1, "error: outside; no word from rank 0\n")
+    said = "rank 1 was outside the pipeline schedule when it was told to end (SIGTERM)"
+    assert results[1] == (143, f"error: {said}; no word from rank 0\n")
 
 
 @pytest.mark.parametrize(

@@ -103,13 +103,14 @@ def _storage_line(error: BaseException) -> str | None:
 def _lost_peer_line(error: BaseException) -> str | None:
     """Where this rank waited for a peer that is lost or silent; None for any other error."""
     from megatron_vp.runtime.progress import lost_peer
+    from megatron_vp.runtime.watchdog import others_of_a_lost_peer
 
     if isinstance(error, PeerLost):
         return str(error)
     reason = lost_peer(error)
     if reason is None:
         return None
-    return f"{_who()} waited in {_place(error)}, outside the pipeline schedule: {reason}"
+    return f"{_who()} waited in {_place(error)}, outside the pipeline schedule: {reason}{others_of_a_lost_peer()}"
 
 
 def _who() -> str:
