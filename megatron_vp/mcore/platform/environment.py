@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_vp.mcore.platform import triton_start
 from megatron_vp.mcore.platform.flags import platform_arguments, uses_cpu
 from megatron_vp.mcore.platform.installed import Installed, here
 from megatron_vp.mcore.platform.parts import TITLES, parts_of_job
@@ -142,6 +143,18 @@ _PARTS: tuple[tuple[str, Callable[[], str | None], str], ...] = (
         "Triton",
         _package("triton", "triton"),
         "S and T run on eager PyTorch, which moves the logits several times",
+    ),
+    (
+        "C compiler",
+        triton_start.c_compiler,
+        "Triton compiles a small library at its first start on a machine: S and T stop there with an error without a C "
+        "compiler (gcc, clang or CC) and Python's headers",
+    ),
+    (
+        "Triton's cache",
+        triton_start.cache,
+        "all ranks of all nodes would read and write compiled kernels over the network when they start: set "
+        "TRITON_CACHE_DIR to a folder on each node's own disk, such as /tmp/triton-$USER",
     ),
     (
         "hardware queues",

@@ -1,0 +1,68 @@
+"""What Triton needs at its first start on a machine: a C compiler with Python's headers, and a folder for its cache.
+
+Triton compiles a small library in C when it first meets a device, and its kernels when they are first launched. It
+keeps both in one folder, which all ranks of a node read and write.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sysconfig
+from pathlib import Path
+
+_MOUNTS = Path("/proc/self/mounts")
+_NETWORK = {
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs"),
+    *("lustre", "gpfs", "beegfs", "panfs", "wekafs", "orangefs", "pvfs2", "vastnfs", "quobyte", "daos"),
+}
+_OCTAL = re.compile(r"\\([0-7]{3})")
+"""How a mount point's spaces are written."""
+_LOCAL_FUSE = {"fuse.fuse-overlayfs", "fuse.squashfuse", "fuse.squashfuse_ll", "fuseblk"}
+
+
+def c_compiler() -> str | None:
+    """The compiler that Triton would use, or None. Raises OSError where it cannot compile a library for Python."""
+    chosen = os.environ.get("CC")
+    found = shutil.which(chosen.split()[0]) if chosen else shutil.which("gcc") or shutil.which("clang")
+    if chosen and found is None:
+        raise OSError(f"CC={chosen} is not a command on this machine: unset CC or name a C compiler")
+    headers = Path(sysconfig.get_paths()["include"])
+    if found is not None and not (headers / "Python.h").is_file():
+        raise OSError(f"{found} is there, but not {headers}/Python.h: install Python's headers (python3-dev)")
+    return found
+
+
+def cache_folder() -> Path:
+    """Where Triton keeps what it has compiled, whether the folder exists or not."""
+    home = os.environ.get("TRITON_HOME") or Path.home()
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache").absolute()
+
+
+def file_system(folder: Path) -> str | None:
+    """The type of the file system that a folder is or would be on; None where the machine does not say."""
+    try:
+        lines = _MOUNTS.read_text().splitlines()
+    except OSError:
+        return None
+    above = []
+    for _, point, kind, *_ in map(str.split, lines):
+        mounted = Path(_OCTAL.sub(lambda number: chr(int(number[1], 8)), point))
+        if folder.resolve().is_relative_to(mounted):
+            above.append((len(mounted.parts), len(above), kind))  # of two mounts in one place the later one counts
+    return max(above)[-1] if above else None
+
+
+def is_network(kind: str | None) -> bool:
+    """Whether files of this type of file system are on other machines, as far as its name tells."""
+    return kind in _NETWORK or (kind is not None and kind.startswith("fuse") and kind not in _LOCAL_FUSE)
+
+
+def cache() -> str:
+    """Triton's cache and its file system. Raises OSError where that is a network's."""
+    folder = cache_folder()
+    kind = file_system(folder)
+    if is_network(kind):
+        raise OSError(f"{folder} is on a network file system ({kind})")
+    return f"{folder} ({kind or 'file system unknown'})"
