@@ -112,7 +112,7 @@ step() {
     nccl) limited nccl 50 "${tests[@]}" -k "$nccl" tests/gpu/test_nccl.py ;;
     env) limited env 30 bash -c "nvidia-smi; '$python' -m megatron_vp.cli.app env" ;;
     kernels)
-        limited kernels 150 "${tests[@]}" tests/vocab/test_kernels.py \
+        limited kernels 150 "${tests[@]}" tests/vocab/test_kernels.py tests/vocab/test_token_plan.py \
             tests/mcore/test_attention.py::test_fused_attention_on_a_device
         ;;
     layer)

@@ -169,8 +169,8 @@ class VocabularyCollectives:
                 exchange.plan()
             if not self._holds_rows:
                 return
-            labels_psb = torch.stack([shapes.ahead(labels_be, depth).t() for depth in range(shapes.predictions)])
-            labels_n.copy_(shapes.by_output(labels_psb))
+            for depth, target in enumerate(shapes.predictions_of(labels_n)):
+                target.copy_(shapes.ahead(labels_be, depth).t().unflatten(0, (shapes.sp_size, -1)))
 
         def complete() -> None:
             # IF, where there are rows, and EMBED; then the same way back.

@@ -60,8 +60,14 @@ class Shapes:
         cut = values_n.view(self.sp_size, self.predictions, -1, self.batch)
         return cut.transpose(0, 1).reshape(self.predictions, self.sequence, self.batch)
 
+    def predictions_of(self, values_n: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """For each prediction a view [sp_size, s / sp_size, b] of values in the order of the last stage's output."""
+        return values_n.view(self.sp_size, self.predictions, -1, self.batch).unbind(1)
+
     def ahead(self, values_be: torch.Tensor, depth: int) -> torch.Tensor:
         """What stands `depth` positions further, [b, s, ...], of values laid out as `token_ids`, [b, e, ...]."""
+        if not depth:
+            return values_be[:, : self.sequence]
         own, following = (
             each.unflatten(1, (self.cp_chunks, -1)) for each in values_be.tensor_split([self.sequence], dim=1)
         )

@@ -49,21 +49,19 @@ class RowExchange:
         self._tensor_size = tensor_size
         self._tensor_rank = tensor_rank
         self._ranks = shards.count // tensor_size
-        self._starts, self._owners, self._bounds = _owner_tables(shards, tensor_size, tensor_rank, tokens_n.device)
+        self._spans = _owner_spans(shards, tensor_size, tensor_rank, tokens_n.device)
         self.order_n = torch.empty_like(tokens_n)
         """Positions sorted by owner, within an owner by token id and then by position, those of other pipelines last.
         The first k are the layout of the [k, h] buffer that stage 0 receives and of the gradients that it sends, so the
         rows of an owner ascend."""
+        self._counted = tokens_n.new_empty(self._ranks + 2)
         self._counts = count_buffer(1, self._ranks, tokens_n.device)[0] if counts is None else counts
 
     def plan(self) -> None:
         """Find the owners; asynchronous on a GPU. The one sort of a microbatch, whose size never changes."""
-        # Among the starts, a token's place is one more than the number of its shard.
-        owner_n = self._owners[torch.bucketize(self.tokens_n, self._starts, right=True)]
-        key_n = owner_n * self.shards.vocab_size + self.tokens_n.clamp(0, self.shards.vocab_size - 1)
-        sorted_n, order_n = key_n.sort(stable=True)
-        self.order_n.copy_(order_n)
-        self._counts.copy_(torch.searchsorted(sorted_n, self._bounds).diff(), non_blocking=True)
+        tokens_n, vocab_size = self.tokens_n, self.shards.vocab_size
+        operations_for(tokens_n).sort_by_owner_(self.order_n, self._counted, tokens_n, self._spans, vocab_size)
+        self._counts.copy_(self._counted, non_blocking=True)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -113,25 +111,17 @@ def count_buffer(microbatches: int, ranks: int, device: torch.device) -> torch.T
 
 
 @lru_cache
-def _owner_tables(
-    shards: VocabShards, tensor_size: int, tensor_rank: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What tells the pipeline rank that owns a token, all int64; p stands for "other pipelines", p + 1 for "nobody".
+def _owner_spans(shards: VocabShards, tensor_size: int, tensor_rank: int, device: torch.device) -> torch.Tensor:
+    """Which keys of `Operations.sort_by_owner_` belong to whom, int64 [2, p + 2]: the least, and the least one beyond.
 
-    Returns:
-        starts [p t + 1]: the first row of every shard, then the end of the vocabulary.
-        owners [p t + 2]: of a token before all starts, of one after each.
-        bounds [p + 3]: the least sort key of every owner, and of one more.
+    The keys of a pipeline rank's words are their ids. Those of other pipelines' words are from V on, of nobody's from
+    2 V on.
     """
-    ranks = shards.count // tensor_size
-    owned_by = [index // tensor_size if index % tensor_size == tensor_rank else ranks for index in range(shards.count)]
-    tables = (
-        [shards.start(index) for index in range(shards.count + 1)],
-        [ranks + 1, *owned_by, ranks + 1],
-        [owner * shards.vocab_size for owner in range(ranks + 3)],
-    )
-    starts, owners, bounds = (torch.tensor(table, device=device) for table in tables)
-    return starts, owners, bounds
+    size = shards.vocab_size
+    own = range(tensor_rank, shards.count, tensor_size)
+    first = [*map(shards.start, own), size, 2 * size]
+    beyond = [*(shards.start(index + 1) for index in own), 2 * size, 3 * size]
+    return torch.tensor([first, beyond], device=device)
 
 
 class EmbeddingLayer(nn.Module):

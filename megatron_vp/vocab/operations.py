@@ -1,5 +1,5 @@
-"""What S, C1, T and IB do besides GEMMs and collectives: six operations, in plain PyTorch here, as Triton kernels in
-`kernels`.
+"""What TOKENS, S, C1, T and IB do besides GEMMs and collectives: seven operations, in plain PyTorch here, as Triton
+kernels in `kernels`.
 
 `operations_for` picks by device and dtype. The eager versions serve CPU and fp64 and say what a kernel has to compute;
 tests compare both with fp64.
@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_vp.vocab.derivative import Derivative, smallest_scale
+from megatron_vp.vocab.owner_sort import sort_by_owner_
 from megatron_vp.vocab.statistics import LINEAR, MAX, SUM, statistics_dtype
 
 ROWS_PER_BLOCK = 1024
@@ -83,6 +84,22 @@ class Operations(Protocol):
         """matrix[row_i] += source_i for the rows that are not negative; the same bits in every run.
 
         sorted_rows: whether `row_n` ascends.
+        """
+
+    def sort_by_owner_(
+        self, order_n: torch.Tensor, counts: torch.Tensor, tokens_n: torch.Tensor, spans: torch.Tensor, vocab_size: int
+    ) -> None:
+        """Sort the positions of a microbatch by their keys, equal ones by position, and count those of every owner.
+
+        The key of a position is its token id where a shard of this pipeline owns it, V more where another pipeline's
+        does, and 2 V more where the id is outside the vocabulary, of which then the nearest word counts.
+
+        Args:
+            order_n: int64 [n], the sorted positions.
+            counts: int64 [p + 2], positions of each pipeline rank, of other pipelines, of nobody.
+            tokens_n: int64 [n].
+            spans: int64 [2, p + 2], of each of these the least key, and the least one beyond its own.
+            vocab_size: V.
         """
 
 
@@ -183,6 +200,8 @@ class EagerOperations:
         else:
             matrix_vh.index_add_(0, row_n[kept_n], rows_kh)
 
+    sort_by_owner_ = staticmethod(sort_by_owner_)
+
 
 class ShapeOperations:
     """For fake tensors, which have no contents: allocates what Triton's kernels do, and computes nothing."""
@@ -216,12 +235,15 @@ class ShapeOperations:
     def add_rows_(self, matrix_vh: torch.Tensor, *others: torch.Tensor, sorted_rows: bool = False) -> None:
         """See `Operations`."""
 
+    def sort_by_owner_(self, order_n: torch.Tensor, *others: object) -> None:
+        """See `Operations`."""
+
 
 def operations_for(tensor: torch.Tensor) -> Operations:
-    """Triton's kernels for CUDA tensors in fp32, bf16 and fp16 where Triton is installed, else the eager operations."""
+    """Triton's kernels for CUDA tensors in other dtypes than fp64 where Triton is installed, else eager operations."""
     if isinstance(tensor, FakeTensor):
         return _SHAPES
-    fused = tensor.is_cuda and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and _has_triton()
+    fused = tensor.is_cuda and tensor.dtype != torch.float64 and _has_triton()
     return _fused() if fused else _EAGER
 
 

@@ -162,6 +162,8 @@ class Device(TorchDispatchMode):
         self._variants = Random(seed)
         self.may_wait = False
         self.blocks: dict[int, Block] = {}
+        self.launches: list[str] = []
+        """Names of the kernels that were launched, messages and collectives among them."""
         self.loaded: set[tuple[str, int]] = set()
         """Kernels that have been used."""
 
@@ -202,6 +204,7 @@ class Device(TorchDispatchMode):
     ) -> None:
         """Launch something on the current stream; with `meeting` it ends when its peers have got there, too."""
         self.sweep()
+        self.launches.append(name)
         variant = name, self._variants.randrange(VARIANTS)
         if variant not in self.loaded:
             self.loaded.add(variant)
@@ -420,6 +423,9 @@ class Kernels:
 
     def add_rows_(self, matrix_vh, row_n, source_nh, *, sorted_rows=False) -> None:
         self._launch("add_rows_", [row_n, source_nh, matrix_vh], [matrix_vh])
+
+    def sort_by_owner_(self, order_n, counts, tokens_n, spans, vocab_size) -> None:
+        self._launch("sort_by_owner_", [tokens_n, spans], [order_n, counts])
 
     def _read(self, derivative: Derivative) -> list[torch.Tensor]:
         total = derivative.total

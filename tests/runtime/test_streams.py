@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, wraps
@@ -14,13 +15,15 @@ import torch
 
 from megatron_vp.runtime import collectives, links, pipeline, watchdog
 from megatron_vp.runtime.collectives import LayerShards
+from megatron_vp.runtime.executor import Observer, Unobserved
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.progress import Progress
 from megatron_vp.runtime.rehearsal import MICROBATCHES
 from megatron_vp.runtime.streams import CudaEvent, CudaIterations, CudaMark, CudaStream
-from megatron_vp.schedule import Channel, Message, Program, Wait, generate, lower
+from megatron_vp.schedule import Channel, Collective, CollectiveKind, Message, Program, Wait, generate, lower
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
+from megatron_vp.schedule.instructions import Operation
 from megatron_vp.vocab import embedding, output
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
 from megatron_vp.vocab.loss import TokenLoss
@@ -34,7 +37,7 @@ from tests.schedule.early_receives import with_early_receives
 CUDA = torch.device("cuda", 0)
 SCHEDULES = ["1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "v-min"]
 VOCAB, HIDDEN, SEQUENCE, BATCH = 16, 4, 8, 2
-MAKE_TABLES = embedding._owner_tables.__wrapped__
+MAKE_SPANS = embedding._owner_spans.__wrapped__
 
 
 def timed(run_pass: Callable) -> Callable:
@@ -134,7 +137,7 @@ def stand_ins() -> Iterator[None]:
             (output, "operations_for", lambda tensor: _THREAD.rank.kernels),
             (collectives, "operations_for", lambda tensor: _THREAD.rank.kernels),
             (embedding, "operations_for", lambda tensor: _THREAD.rank.kernels),
-            (embedding, "_owner_tables", lambda *arguments: _THREAD.rank.tables(*arguments)),
+            (embedding, "_owner_spans", lambda *arguments: _THREAD.rank.spans(*arguments)),
             (collectives, "count_buffer", each_by_itself),
             (torch.Tensor, "backward", zero_gradients),
             (RowExchange, "counts", property(lambda exchange: _THREAD.rank.counts(exchange))),
@@ -167,9 +170,9 @@ class Rank:
         self.messages, self.kernels = Messages(device), Kernels(device)
 
         @lru_cache
-        def tables(*arguments: object) -> tuple[torch.Tensor, ...]:
+        def spans(*arguments: object) -> torch.Tensor:
             with device.outside_the_loop():  # once in the life of a job
-                return MAKE_TABLES(*arguments)
+                return MAKE_SPANS(*arguments)
 
         def counts(exchange: RowExchange) -> tuple[int, ...]:
             device.read_by_host(exchange._counts)
@@ -178,7 +181,7 @@ class Rank:
             rest = len(exchange.tokens_n) - each * len(holders) if tensor_size == 1 else 0
             return tuple(each * (r in holders) + rest * (r == holders[0]) for r in range(ranks))
 
-        self.tables, self.counts = tables, counts
+        self.spans, self.counts = spans, counts
 
 
 def iterations(device: Device, name: str, method: str, ranks: int, rank: int, **sizes: int) -> Rank:
@@ -219,6 +222,7 @@ def rank_iterations(
     written: Callable[[tuple[Program, ...]], tuple[Program, ...]] = tuple,
     stage_rows: tuple[int, ...] | None = None,
     rehearses: bool = False,
+    observer: Observer | None = None,
 ) -> Rank:
     """Two iterations of training and one of evaluation; `written` may change their programs.
 
@@ -263,7 +267,7 @@ def rank_iterations(
             continue
         model = Model(device, shapes, stages, schedule.placement.stages - 1, gradients)
         device.behind.clear()
-        runner.run(schedule, program, model, layers, shapes, gradients=gradients)
+        runner.run(schedule, program, model, layers, shapes, gradients=gradients, observer=observer)
         if device.world is not None:
             continue
         words = {0, schedule.placement.last_rank} if depth else {0}
@@ -327,6 +331,39 @@ def test_with_ranks_without_rows(name, method, rows, sizes):
 )
 def test_in_rehearsals_ranks_send_what_their_peers_have_room_for(name, method, ranks, sizes):
     iterations_of_all(name, method, ranks, rehearses=True, **sizes)
+
+
+class Launches(Unobserved):
+    """Notes what each collective launches."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.by_kind: defaultdict[CollectiveKind, set[tuple[str, ...]]] = defaultdict(set)
+
+    @contextmanager
+    def communicating(self, operation: Operation) -> Iterator[None]:
+        before = len(self._device.launches)
+        yield
+        assert isinstance(operation, Collective)
+        self.by_kind[operation.kind].add(tuple(self._device.launches[before:]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "labels"),
+    [
+        ({}, ["copy_"]),
+        ({"tensor_size": 2, "sp_size": 2}, ["copy_"]),
+        ({"mtp_depth": 1}, ["copy_", "cat", "copy_"]),
+    ],
+)
+def test_tokens_take_two_broadcasts_a_kernel_and_two_copies(sizes, labels):
+    device = Device()
+    launches = Launches(device)
+    iterations(device, "1f1b", "vocab-2", 2, 0, observer=launches, **sizes)
+    tokens = {("broadcast", "broadcast", "sort_by_owner_", "copy_", *labels)}
+    evaluated = {("broadcast", "broadcast", "sort_by_owner_", "copy_", "copy_")}
+    assert launches.by_kind[CollectiveKind.TOKENS] == tokens | evaluated
+    assert launches.by_kind[CollectiveKind.LOSS_GRAD] == {("broadcast",)}
 
 
 def test_the_second_stream_is_urgent():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.torch_version import TorchVersion
 
-from megatron_vp.vocab.kernels import gradient_rows, rows, softmax
+from megatron_vp.vocab.kernels import gradient_rows, rows, softmax, tokens
+from megatron_vp.vocab.owner_sort import sort_by_owner_
 
 
 def adds_into_fp32(version: TorchVersion) -> bool:
@@ -37,3 +38,13 @@ class FusedOperations:
             torch.addmm(matrix_vh, left_nv.t(), right_nh, out_dtype=torch.float32, out=matrix_vh)
         else:
             matrix_vh.add_(left_nv.t() @ right_nh)
+
+    @staticmethod
+    def sort_by_owner_(
+        order_n: torch.Tensor, counts: torch.Tensor, tokens_n: torch.Tensor, spans: torch.Tensor, vocab_size: int
+    ) -> None:
+        """See `Operations`. One launch for up to `tokens.MOST_TOKENS` tokens; PyTorch's sort beyond."""
+        if tokens.takes(tokens_n, vocab_size):
+            tokens.sort_by_owner_(order_n, counts, tokens_n, spans, vocab_size)
+        else:
+            sort_by_owner_(order_n, counts, tokens_n, spans, vocab_size)
