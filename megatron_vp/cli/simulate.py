@@ -80,8 +80,7 @@ def simulate(
     _refuse_endless(request.job, plan)
     measured = None
     if trace is None:
-        limit = request.limit if request.hardware.is_gpu else None
-        plan = with_shards(request.config, plan, request.job, request.hardware, memory_limit=limit)
+        plan = with_shards(request.config, plan, request.job, request.hardware, memory_limit=request.limit)
     else:
         plan = with_partition(plan, read_traces(trace)[0].partition)
         measured = traced_costs(trace, request.job, plan)

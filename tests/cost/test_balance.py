@@ -111,10 +111,11 @@ def test_rows_go_where_there_are_fewer_layers():
 
 def test_a_layout_of_the_user_stays():
     given_layers = (1, 2, 3, 1)
-    found = balanced(JOB, Plan(vocab=TWO, layers=given_layers), H100)
+    found = balanced(JOB, Plan(vocab=TWO, layers=given_layers), H100, layout_given=True)
     assert found.layers == given_layers and found.rows[2] == 0 and found.rows[3] > found.rows[1]
     with pytest.raises(UserError, match="no layout of 7 layers"):
-        balanced(JOB, Plan(vocab=TWO, layers=(1, 2, 3, 2)), H100)
+        balanced(JOB, Plan(vocab=TWO, layers=(1, 2, 3, 2)), H100, layout_given=True)
+    assert balanced(JOB, Plan(vocab=TWO, layers=given_layers), H100) == balanced(JOB, Plan(vocab=TWO), H100)
 
 
 def test_even_shards_stay_where_they_are_good_enough():
@@ -132,6 +133,8 @@ def test_on_cpu_cores_rows_are_moved_only_where_layers_are_uneven():
     even = replace(JOB, model=replace(MODEL, layers=8))
     assert balanced(even, plan, cpu).rows is None and balanced(even, plan, cpu).layers is None
     assert balanced(JOB, plan, cpu).rows is not None
+    assert balanced(JOB, plan, cpu, memory_limit=1.0) == balanced(JOB, plan, cpu), "memory is the machine's"
+    assert most_rows(JOB, replace(plan, layers=(1, 2, 2, 2)), cpu, 1e12) is None
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "v-half"])

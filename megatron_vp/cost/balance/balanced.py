@@ -75,19 +75,22 @@ def balanced(
     hardware: Hardware,
     constants: Constants = CALIBRATED,
     memory_limit: float | None = None,
+    layout_given: bool = False,
 ) -> Shards:
     """The layers and rows for which `plan`, a vocab-1 or vocab-2 one, is predicted to be fastest within memory_limit.
 
     Args:
-        plan: with `layers` where the user gave a layout. Then only rows are assigned. `vocab_rows` are ignored.
-        memory_limit: bytes per rank; None: any amount. Where nothing fits, the limit is left aside.
+        plan: its `vocab_rows` are ignored, and its `layers` unless `layout_given`.
+        memory_limit: bytes per rank; None: any amount. Where nothing fits, and on CPU cores, it is left aside.
+        layout_given: the user gave the plan's layers, so only rows are assigned.
 
     A pure function: all ranks of a job compute the same. Even shards are kept where they fit and are predicted to
     be within EVEN_BAND of the best, and for methods and vocabularies that have no others. On CPU cores, whose times are
     known to an order of magnitude, they are kept wherever all stages have equally many layers.
     Raises UserError where the layers cannot be put on the stages.
     """
-    search = _Search(job, replace(plan, vocab_rows=None), hardware, constants, memory_limit)
+    plan = replace(plan, vocab_rows=None) if layout_given else replace(plan, vocab_rows=None, layers=None)
+    search = _Search(job, plan, hardware, constants, memory_limit if hardware.is_gpu else None)
     even = search.even
     if not plan.vocab.is_sharded or search.unit is None or family(plan.schedule).fixed is not None:
         return Shards(even.layers, None)
@@ -109,9 +112,12 @@ def most_rows(
 ) -> tuple[int, ...] | None:
     """Rows, tensor ranks together, with which each pipeline rank stays within `memory_limit` bytes.
 
-    None where the vocabulary cannot be cut in several ways, and where all of it does not fit whatever the shards: then
-    the limit is left aside, as `balanced` does. Raises UserError where the layers cannot be put on the stages.
+    None on CPU cores, where the vocabulary cannot be cut in several ways, and where all of it does not fit whatever the
+    shards: then the limit is left aside, as `balanced` does. Raises UserError where the layers cannot be put on the
+    stages.
     """
+    if not hardware.is_gpu:
+        return None
     search = _Search(job, replace(plan, vocab_rows=None), hardware, constants, memory_limit)
     if search.unit is None or family(plan.schedule).fixed is not None:
         return None

@@ -52,8 +52,7 @@ def with_shards(
     if choice.rule is ShardRule.BALANCED:
         if uncounted(config):
             return plan  # training keeps even shards, too, where the cost model does not know all sizes
-        free = plan if layout_given else replace(plan, layers=None)
-        return balanced(job, free, hardware, constants, memory_limit).plan(plan)
+        return balanced(job, plan, hardware, constants, memory_limit, layout_given).plan(plan)
     assert choice.folder is not None
 
     def room(partition: Partition) -> tuple[int, ...] | None:

@@ -339,7 +339,7 @@ def _evaluate_all(
             found.append(evaluate(candidate, job, hardware, constants))
             plan = candidate.plan
             if plan.vocab.is_sharded and job.pipeline <= MOST_BALANCED:
-                assigned = balanced(job, replace(plan, layers=None), hardware, constants, limit).plan(plan)
+                assigned = balanced(job, plan, hardware, constants, limit).plan(plan)
                 if assigned.vocab_rows is not None:
                     found.append(evaluate(Candidate(candidate.method, assigned), job, hardware, constants))
         except UserError as error:

@@ -307,7 +307,7 @@ def _evaluation(option: _Option, job: Job, hardware: Hardware, constants: Consta
     candidate = option.candidate
     try:
         if option.balanced:
-            plan = replace(candidate.plan, layers=None)
+            plan = candidate.plan
             candidate = replace(candidate, plan=balanced(job, plan, hardware, constants, limit).plan(plan))
             if candidate.plan.vocab_rows is None:
                 return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 from megatron_vp.cost.balance.balanced import Shards, balanced, most_rows
@@ -77,9 +76,7 @@ def _balanced(args: argparse.Namespace, prediction: Prediction) -> ChosenRows:
         return ChosenRows(rows, reason, None if is_laid_out(args) else layout)
     try:
         job, plan, hardware = prediction.job()
-        if not is_laid_out(args):
-            plan = replace(plan, layers=None)
-        found = balanced(job, plan, hardware, memory_limit=hardware.memory if hardware.is_gpu else None)
+        found = balanced(job, plan, hardware, memory_limit=hardware.memory, layout_given=is_laid_out(args))
     except UserError as error:
         return ChosenRows(reason=f"equal, because --vocab-shards balanced cannot predict this job: {error}")
     return _chosen(args, found, f"predicted {found.gain:.3f} times as fast as equal ones on {hardware.name}")
@@ -91,8 +88,6 @@ def _measured(args: argparse.Namespace, prediction: Prediction, folder: Path) ->
     def room(partition: Partition) -> tuple[int, ...] | None:
         try:
             job, plan, hardware = prediction.job()
-            if not hardware.is_gpu:
-                return None
             return most_rows(job, with_partition(plan, partition), hardware, hardware.memory)
         except UserError:  # a job that the cost model does not count
             return None
