@@ -21,7 +21,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_vp.schedule import FAMILIES, Costs, PassCosts, Schedule, StageCosts, VocabMethod, generate, simulate
+from megatron_vp.schedule import (
+    FAMILIES,
+    Costs,
+    PassCosts,
+    Schedule,
+    ScheduleRequest,
+    StageCosts,
+    VocabMethod,
+    simulate,
+)
 from megatron_vp.schedule.list_scheduler import MemoryLimits
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,16 +111,20 @@ class Case:
         embedding = tuple(0.05 * count for count in rows)
         return StageCosts(tuple(time), tuple(time), tuple(time), S, T, embedding, embedding)
 
-    def schedule(self) -> Schedule:
-        """Ours."""
-        return generate(
-            self.name,
+    def request(self) -> ScheduleRequest:
+        """What is asked of a schedule."""
+        return ScheduleRequest.of(
+            FAMILIES[self.name],
             self.ranks,
             self.microbatches,
-            vocab=self.vocab,
+            method=VocabMethod(self.vocab),
             costs=self.costs(),
             vocab_ranks=self.vocab_ranks,
         )
+
+    def schedule(self) -> Schedule:
+        """Ours."""
+        return self.request().schedule()
 
     @property
     def key(self) -> dict[str, object]:
@@ -158,11 +171,8 @@ def solve(case: Case, effort: float) -> dict:
         # A family that is ordered by hand has the memory that its order takes.
         limits, pairs = MemoryLimits(tuple(map(round, simulate(schedule).peak_activation))), ()
     else:
-        holders = range(case.ranks) if case.vocab_ranks is None else case.vocab_ranks
-        nominal = family.nominal(
-            case.ranks, case.microbatches, VocabMethod(case.vocab), case.chunks, costs, tuple(holders)
-        )
-        limits, pairs = nominal.limits, nominal.pairs
+        request = case.request()
+        limits, pairs = MemoryLimits(request.promised_peaks), request.nominal().pairs
     found = shortest(schedule, limits, pairs, costs, effort)
     return case.key | {
         "memory_limit": [limit / case.chunks for limit in limits.activations],

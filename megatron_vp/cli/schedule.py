@@ -126,12 +126,16 @@ def _generate(
     chunks: int | None,
     costs: PassCosts,
 ) -> Schedule:
-    from megatron_vp.schedule import generate
+    from megatron_vp.schedule import family, generate
+    from megatron_vp.schedule.validate import check_memory
 
     if name is None or pipeline_size is None or microbatches is None:
         raise UserError(f"give NAME (one of {', '.join(FAMILIES)}), -p RANKS and -m MICROBATCHES, or --from FILE")
     holders = None if vocab_ranks is None else _ranks(vocab_ranks)
-    return generate(name, pipeline_size, microbatches, vocab=vocab, chunks=chunks, costs=costs, vocab_ranks=holders)
+    found = generate(name, pipeline_size, microbatches, vocab=vocab, chunks=chunks, costs=costs, vocab_ranks=holders)
+    sizes, promise = (found.chunks, found.microbatches, found.vocab), family(name).promised_peak
+    check_memory(found, [promise(pipeline_size, rank, *sizes) / found.chunks for rank in range(pipeline_size)])
+    return found
 
 
 def _ranks(text: str) -> list[int]:

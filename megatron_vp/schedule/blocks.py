@@ -19,11 +19,10 @@ class BuildingBlock:
 
     Microbatches come in groups of `group`. Groups follow each other as fast as their work allows, `group` intervals
     apart; those of a larger group `interval` / chunks, as the group goes through one chunk after the other.
-    `weight` is None where B includes the weight gradient. `max_activations[r]` is the most chunk activations rank r
-    may hold. `overlaps` names pairs of a forward and a backward of different microbatches that stay next to each other;
-    the backward of a pair is whole, the others are split. Times need only respect the dependencies: they say which pass
-    goes first, not when it runs. `forward_time` and `backward_time` are the durations of F and B (with W where it is
-    included) that they allow for.
+    `weight` is None where B includes the weight gradient. `overlaps` names pairs of a forward and a backward of
+    different microbatches that stay next to each other; the backward of a pair is whole, the others are split. Times
+    need only respect the dependencies: they say which pass goes first, not when it runs. `forward_time` and
+    `backward_time` are the durations of F and B (with W where it is included) that they allow for.
     """
 
     placement: Placement
@@ -33,7 +32,6 @@ class BuildingBlock:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     weight: tuple[float, ...] | None
-    max_activations: tuple[int, ...]
     group: int = 1
     overlaps: Overlaps | None = None
 
@@ -62,7 +60,7 @@ def weights_in_free_slots(
 
 
 def v_shaped_block(
-    pipeline_size: int, interval: float, forward: Sequence[int], backward: Sequence[int], max_activations: int
+    pipeline_size: int, interval: float, forward: Sequence[int], backward: Sequence[int]
 ) -> BuildingBlock:
     """Two chunks a rank in V shape, B and W split, all passes on a grid of six slots an interval.
 
@@ -72,6 +70,4 @@ def v_shaped_block(
     weight = weights_in_free_slots(placement, 6, forward, backward)
     slot = interval / 6
     first, second, third = (tuple(place * slot for place in places) for places in (forward, backward, weight))
-    return BuildingBlock(
-        placement, interval, slot, slot, first, second, third, max_activations=(max_activations,) * pipeline_size
-    )
+    return BuildingBlock(placement, interval, slot, slot, first, second, third)

@@ -26,6 +26,7 @@ from megatron_vp.schedule.generators.v_min import v_min
 from megatron_vp.schedule.generators.zb_h1 import zb_h1
 from megatron_vp.schedule.generators.zb_v import zb_v
 from megatron_vp.schedule.lowering import check_reading, lower
+from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule, ScheduleError, VocabMethod
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.request import ScheduleRequest
@@ -45,6 +46,7 @@ FAMILIES = {
             DEFAULT_SCHEDULE,
             "one forward, one backward; Megatron's default",
             Placement.round_robin,
+            lambda p, r, v, m: p - r,
             "p - r",
             block=one_f_one_b,
             in_megatron=True,
@@ -53,7 +55,8 @@ FAMILIES = {
             "interleaved",
             "1F1B with several chunks per rank, in rounds",
             Placement.round_robin,
-            "(2(p - 1 - r) + (v - 1)p + 1) / v",
+            lambda p, r, v, m: 2 * (p - 1 - r) + (v - 1) * p + 1,
+            "(2(p - 1 - r) + (v - 1)p + 1)/v",
             block=interleaved,
             chunks=None,
             in_megatron=True,
@@ -62,6 +65,7 @@ FAMILIES = {
             "zb-h1",
             "1F1B with the backward split, W in the cool-down",
             Placement.round_robin,
+            lambda p, r, v, m: p,
             "p",
             block=zb_h1,
             splits_backward=True,
@@ -70,6 +74,7 @@ FAMILIES = {
             "zb-v",
             "V shape, 1F1B's memory, hardly a bubble",
             _v_shape,
+            lambda p, r, v, m: 2 * p,
             "p",
             block=zb_v,
             chunks=2,
@@ -79,7 +84,8 @@ FAMILIES = {
             "v-half",
             "V shape, half of 1F1B's memory",
             _v_shape,
-            "p/2 + 1, (p + 1)/2 for odd p",
+            lambda p, r, v, m: 2 * (p // 2 + 1),
+            "floor(p/2) + 1",
             block=v_half,
             chunks=2,
             splits_backward=True,
@@ -88,6 +94,7 @@ FAMILIES = {
             "v-min",
             "V shape, a third of 1F1B's memory",
             _v_shape,
+            lambda p, r, v, m: 2 * ((p + 4) // 3),
             "ceil((p + 2)/3)",
             block=v_min,
             chunks=2,
@@ -97,6 +104,7 @@ FAMILIES = {
             "interlaced",
             "1F1B with one synchronous vocabulary pass",
             Placement.round_robin,
+            lambda p, r, v, m: 3 * p // 2 - r,
             "floor(1.5 p) - r",
             order=interlaced,
             methods=(VocabMethod.INTERLACED,),
@@ -105,6 +113,7 @@ FAMILIES = {
             "dualpipe-v",
             "V shape, forwards next to whole backwards",
             _v_shape,
+            lambda p, r, v, m: 2 * p + 1,
             "p + 1/2",
             block=dual_pipe_v,
             chunks=2,
@@ -169,6 +178,7 @@ def family_of_text(path: str, text: str) -> Family:
         path,
         f"the schedule in {path}",
         lambda ranks, chunks: placement,
+        lambda p, r, v, m: max((during for during, _ in schedule.levels(Held.ACTIVATIONS, r)), default=0),
         "as the file has it",
         chunks=placement.chunks,
         methods=(schedule.vocab,),

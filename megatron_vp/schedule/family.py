@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.blocks import BuildingBlock
@@ -15,6 +16,18 @@ Block = Callable[[int, int, PassCosts], BuildingBlock]
 """(pipeline size, chunks, costs) -> building block."""
 Order = Callable[[int, int], Schedule]
 """(pipeline size, microbatches) -> schedule."""
+Peak = Callable[[int, int, int, int], int]
+"""(pipeline size p, rank r, chunks v, microbatches m) -> chunk activations."""
+
+
+class OrderPolicy(StrEnum):
+    """What becomes of the order that a building block gives."""
+
+    TIGHTEN = "tighten"
+    """It is where the search begins for the shortest order for the real costs, within the promised peaks."""
+    KEEP = "keep"
+    """It counts, whatever the costs."""
+
 
 SHARDED = (VocabMethod.NONE, VocabMethod.VOCAB_1, VocabMethod.VOCAB_2)
 
@@ -28,10 +41,14 @@ class Family:
     """one line, for help texts and tables"""
     placement: Callable[[int, int], Placement]
     """(pipeline size, chunks) -> which virtual stage sits where"""
-    peak_activation: str
-    """most microbatches that rank r of p holds, as a formula, without vocabulary passes"""
+    peak: Peak
+    """most chunk activations that a rank holds without vocabulary passes; for any m, it may be more than there are"""
+    peak_formula: str
+    """the same in microbatches of a whole rank, to be read: of p, r, v and m"""
     block: Block | None = None
-    """its building block, into which vocabulary passes are put, and which is then ordered by real costs"""
+    """its building block, into which vocabulary passes are put"""
+    order_policy: OrderPolicy = OrderPolicy.TIGHTEN
+    """what becomes of the block's order"""
     order: Order | None = None
     """the whole order, for a family that leaves nothing to be reordered"""
     chunks: int | None = 1
@@ -84,6 +101,13 @@ class Family:
     def method(self, vocab: VocabMethod) -> VocabMethod:
         """The method that a run uses where `vocab` is asked for."""
         return self.own_method or vocab
+
+    def promised_peak(self, pipeline_size: int, rank: int, chunks: int, microbatches: int, method: VocabMethod) -> int:
+        """Most chunk activations that `rank` may hold: the family's own peak, and a microbatch for each barrier."""
+        peak = self.peak(pipeline_size, rank, chunks, microbatches)
+        if method.is_sharded and self.fixed is None:
+            peak += method.barriers * chunks
+        return min(peak, microbatches * chunks)
 
     def at_most(self, microbatches: int) -> int:
         """So many microbatches, or as many as a file has."""

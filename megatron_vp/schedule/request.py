@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.costs import Costs, PassCosts, StageCosts
-from megatron_vp.schedule.family import Family
+from megatron_vp.schedule.family import Family, OrderPolicy
 from megatron_vp.schedule.gc_paused import gc_paused
+from megatron_vp.schedule.list_scheduler import MemoryLimits
 from megatron_vp.schedule.passes import Schedule, VocabMethod
 from megatron_vp.schedule.reorder import evaluation, forwards, reorder_for_costs
 from megatron_vp.schedule.vocab_passes import Nominal, nominal_schedule
@@ -102,10 +103,19 @@ class ScheduleRequest:
         if self.family.order is not None:
             return self.family.order(self.pipeline_size, self.microbatches)
         nominal = self.nominal()
-        return reorder_for_costs(nominal.schedule, nominal.limits, self.costs, nominal.pairs, self.further_orders)
+        if self.family.order_policy is OrderPolicy.KEEP:
+            return nominal.schedule
+        limits = MemoryLimits(self.promised_peaks)
+        return reorder_for_costs(nominal.schedule, limits, self.costs, nominal.pairs, self.further_orders)
+
+    @property
+    def promised_peaks(self) -> tuple[int, ...]:
+        """Most chunk activations that each rank may hold; a limit to the search for orders, and to be proven."""
+        sizes = self.chunks, self.microbatches, self.method
+        return tuple(self.family.promised_peak(self.pipeline_size, rank, *sizes) for rank in range(self.pipeline_size))
 
     def nominal(self) -> Nominal:
-        """The passes of a family that has a building block, not yet ordered for the costs, and their limits."""
+        """The passes of a family that has a building block in the block's order."""
         assert self.family.block is not None
         # Nominal times only order the passes, so means over ranks and stages do. The block's forwards are longer by the
         # vocabulary work, so that its nominal times leave room for it.

@@ -19,7 +19,14 @@ def validate(schedule: Schedule, costs: Costs | None = None, memory_bound: Seque
     a missing, repeated or foreign pass, an order that cannot proceed, and a bound that is passed.
     """
     timeline = simulate(schedule, costs)
-    for rank, bound in enumerate(memory_bound or ()):
+    check_memory(schedule, memory_bound or ())
+    validate_programs(lower(schedule, costs))
+    return timeline
+
+
+def check_memory(schedule: Schedule, memory_bound: Sequence[float]) -> None:
+    """Raise ScheduleError where rank r holds more than `memory_bound[r]`, in microbatches of a whole rank."""
+    for rank, bound in enumerate(memory_bound):
         for place, (level, _) in enumerate(schedule.activation_levels(rank)):
             if level > bound + 1e-9:
                 step = schedule.ranks[rank][place]
@@ -27,8 +34,6 @@ def validate(schedule: Schedule, costs: Costs | None = None, memory_bound: Seque
                     f"rank {rank} holds {level:g} microbatches at {step}, more than its bound of {bound:g}\n"
                     + around(rank, schedule.ranks[rank], place)
                 )
-    validate_programs(lower(schedule, costs))
-    return timeline
 
 
 def around(rank: int, steps: Sequence[object], place: int) -> str:

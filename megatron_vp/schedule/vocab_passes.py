@@ -13,7 +13,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megatron_vp.schedule.blocks import BuildingBlock
-from megatron_vp.schedule.list_scheduler import MemoryLimits
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 
 TimedPass = tuple[float, Pass]
@@ -22,21 +21,18 @@ TimedPass = tuple[float, Pass]
 
 @dataclass(frozen=True)
 class Nominal:
-    """A schedule in nominal order, the memory each rank may use, and by rank the forwards and backwards that stay
-    next to each other.
-
-    The order is valid and within this memory.
+    """A schedule in nominal order, which is valid, and by rank the forwards and backwards that stay next to each
+    other.
     """
 
     schedule: Schedule
-    limits: MemoryLimits
     pairs: tuple[tuple[tuple[Pass, Pass], ...], ...] = ()
 
 
 def nominal_schedule(
     name: str, block: BuildingBlock, microbatches: int, vocab: VocabMethod, vocab_ranks: Collection[int]
 ) -> Nominal:
-    """Every rank's passes in nominal order; its memory is the block's plus a microbatch for each barrier.
+    """Every rank's passes in nominal order; each barrier keeps a microbatch more in flight.
 
     `vocab_ranks` hold the vocabulary rows.
     """
@@ -51,12 +47,11 @@ def nominal_schedule(
             if block.weight is not None:
                 timed.append((block.weight[stage] + delay, Pass(PassKind.W, 0, chunk)))
         ranks.append(_repeat(timed, block, microbatches))
-    limits = MemoryLimits(tuple(most + vocab.barriers * block.placement.chunks for most in block.max_activations))
     if block.overlaps is None:
-        return Nominal(Schedule(name, vocab, block.placement, microbatches, tuple(map(tuple, ranks))), limits)
+        return Nominal(Schedule(name, vocab, block.placement, microbatches, tuple(map(tuple, ranks))))
     pairs = tuple(tuple(block.overlaps(rank, microbatches, vocab.barriers)) for rank in range(len(ranks)))
     orders = tuple(map(_with_whole_backwards, ranks, pairs))
-    return Nominal(Schedule(name, vocab, block.placement, microbatches, orders), limits, pairs)
+    return Nominal(Schedule(name, vocab, block.placement, microbatches, orders), pairs)
 
 
 def _with_whole_backwards(order: list[Pass], pairs: Sequence[tuple[Pass, Pass]]) -> tuple[Pass, ...]:

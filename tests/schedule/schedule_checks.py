@@ -2,28 +2,14 @@
 
 from itertools import pairwise
 
-from megatron_vp.schedule import VocabMethod
-
-HELD = {
-    "1f1b": lambda p, rank, chunks: p - rank,
-    "interleaved": lambda p, rank, chunks: (2 * (p - 1 - rank) + (chunks - 1) * p + 1) / chunks,
-    "zb-h1": lambda p, rank, chunks: p,
-    "zb-v": lambda p, rank, chunks: p,
-    "v-half": lambda p, rank, chunks: p // 2 + 1,
-    "v-min": lambda p, rank, chunks: (p + 4) // 3,
-    "dualpipe-v": lambda p, rank, chunks: p + 0.5,
-    "interlaced": lambda p, rank, chunks: 3 * p // 2 - rank,
-}
-"""Most microbatches of a whole rank that a rank may hold without vocabulary passes."""
-
-EXTRA = {"none": 0, "vocab-1": 2, "vocab-2": 1, "interlaced": 0}
-"""Most microbatches that the vocabulary passes add to that."""
+from megatron_vp.schedule import FAMILIES, VocabMethod
 
 
 def memory_bound(schedule):
-    """Most microbatches each rank may hold."""
-    p, m = schedule.pipeline_size, schedule.microbatches
-    return [min(m, HELD[schedule.name](p, rank, schedule.chunks) + EXTRA[schedule.vocab]) for rank in range(p)]
+    """Most microbatches each rank may hold, as the record of the schedule's family promises."""
+    p, v = schedule.pipeline_size, schedule.chunks
+    promise = FAMILIES[schedule.name].promised_peak
+    return [promise(p, rank, v, schedule.microbatches, schedule.vocab) / v for rank in range(p)]
 
 
 def assert_follows_the_table(timeline):

@@ -61,8 +61,8 @@ def test_the_model_knows_1f1b_and_its_memory():
 
     costs, p, m = PassCosts(), 3, 4
     schedule = generate("1f1b", p, m)
-    nominal = ScheduleRequest.of(FAMILIES["1f1b"], p, m, costs=costs).nominal()
-    found = shortest(schedule, nominal.limits, (), costs, 5.0)
+    peaks = ScheduleRequest.of(FAMILIES["1f1b"], p, m).promised_peaks
+    found = shortest(schedule, MemoryLimits(peaks), (), costs, 5.0)
     assert found.proven and found.makespan == pytest.approx((m + p - 1) * 3)
     # One microbatch at a time: nothing overlaps.
     serial = replace(

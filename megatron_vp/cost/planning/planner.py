@@ -172,14 +172,11 @@ def candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED, 
     for name, record in FAMILIES.items():
         own = chunks if record.chunks is None else None
         placement = record.placement_of(job.pipeline, own)
-        if record.own_method is not None:
-            layers = _even(job, placement, hardware, constants)
-            found.append(Candidate(str(record.own_method), Plan(name, record.own_method, own, layers)))
-            continue
         even = _even(job, placement, hardware, constants)
-        found.append(Candidate(PLAIN, Plan(name, chunks=own, layers=even)))
-        found += [Candidate(str(v), Plan(name, v, own, even)) for v in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2)]
-        if job.model.layers < placement.stages:
+        for vocab in record.methods:
+            method = PLAIN if vocab is VocabMethod.NONE else str(vocab)
+            found.append(Candidate(method, Plan(name, vocab, own, even)))
+        if VocabMethod.NONE not in record.methods or job.model.layers < placement.stages:
             continue
         for layers in dict.fromkeys(_redistributed(job, placement, hardware, constants)):
             if layers != even and len(set(layers)) > 1:

@@ -354,7 +354,7 @@ def estimate(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CA
     Of its vocabulary passes a few run before and after that: see the limits in `schedule.reorder`.
     Raises UserError where the job cannot run `plan`.
     """
-    single, most = _single(plan.request(job, microbatches=1))
+    single, peaks = _single(plan.request(job, microbatches=1)), plan.request(job).promised_peaks
     placement, costs = single.placement, stage_costs(job, plan, single, hardware, constants)
     layers = layers_of(job, plan, placement)
     if job.model.tied and plan.vocab is VocabMethod.NONE and not family(plan.schedule).ends_on_last_rank:
@@ -376,8 +376,7 @@ def estimate(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CA
             sum(most_outside * costs.named()[kind][rank] for kind, most_outside in OUTSIDE.items()) if sharded else 0.0
         )
         seconds = max(seconds, job.microbatches * work, before[first] + job.microbatches * work + drain - outside)
-        in_flight = min(most[rank], job.microbatches * placement.chunks) / placement.chunks
-        activations = (in_flight - 1) * sum(
+        activations = (peaks[rank] / placement.chunks - 1) * sum(
             count * kept[kind] for stage in stages for kind, count in held[stage].counts.items()
         )
         fullest = max(fullest, memory.rank(rank).total + activations)
@@ -386,6 +385,5 @@ def estimate(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CA
 
 
 @lru_cache(maxsize=512)
-def _single(request: ScheduleRequest) -> tuple[Schedule, tuple[int, ...]]:
-    """The schedule of one microbatch, and the most chunk activations by rank of many."""
-    return request.schedule(), request.nominal().limits.activations
+def _single(request: ScheduleRequest) -> Schedule:
+    return request.schedule()

@@ -50,6 +50,5 @@ def dual_pipe_v(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBl
         forward=tuple(stage * slot for stage in stages),
         backward=tuple(backward),
         weight=tuple(start + 0.5 * (slot - behind_forward) for start in backward),
-        max_activations=(2 * p + 1,) * p,
         overlaps=overlaps,
     )

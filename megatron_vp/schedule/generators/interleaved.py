@@ -21,6 +21,5 @@ def interleaved(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBl
         forward=tuple(stage * step for stage in range(stages)),
         backward=tuple((2 * stages - 2 - stage) * step + costs.F / v for stage in range(stages)),
         weight=None,
-        max_activations=tuple(2 * (p - 1 - rank) + (v - 1) * p + 1 for rank in range(p)),
         group=p,
     )

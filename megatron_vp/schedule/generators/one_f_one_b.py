@@ -18,5 +18,4 @@ def one_f_one_b(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBl
         forward=tuple(stage * costs.F for stage in range(pipeline_size)),
         backward=tuple(pipeline_size * costs.F + (pipeline_size - 1 - s) * backward for s in range(pipeline_size)),
         weight=None,
-        max_activations=tuple(pipeline_size - rank for rank in range(pipeline_size)),
     )

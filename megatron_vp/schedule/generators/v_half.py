@@ -16,4 +16,4 @@ def v_half(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
     down, up = range(p), range(p - 1, -1, -1)
     forward = [2 * rank for rank in down] + [3 * p - rank - 2 for rank in up]
     backward = [6 * p + gap - rank - 2 for rank in down] + [3 * p + gap + 2 * rank - 1 for rank in up]
-    return v_shaped_block(p, costs.F + costs.B + costs.W, forward, backward, max_activations=p + 1 if p % 2 else p + 2)
+    return v_shaped_block(p, costs.F + costs.B + costs.W, forward, backward)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
-
 from megatron_vp.schedule.blocks import BuildingBlock, v_shaped_block
 from megatron_vp.schedule.costs import PassCosts
 
@@ -18,4 +16,4 @@ def v_min(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
     p, gap = pipeline_size, 0 if pipeline_size % 3 else 2
     forward = list(range(2 * p))
     backward = [4 * p + gap - 1 - stage for stage in range(2 * p)]
-    return v_shaped_block(p, costs.F + costs.B + costs.W, forward, backward, max_activations=2 * ceil((p + 2) / 3))
+    return v_shaped_block(p, costs.F + costs.B + costs.W, forward, backward)

@@ -22,5 +22,4 @@ def zb_h1(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
         forward=tuple(stage * costs.F for stage in range(p)),
         backward=tuple(starts),
         weight=tuple(start + costs.B for start in starts),
-        max_activations=(p,) * p,
     )

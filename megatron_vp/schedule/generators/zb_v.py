@@ -15,4 +15,4 @@ def zb_v(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
     p, stages = pipeline_size, range(2 * pipeline_size)
     forward = [3 * stage - 2 * (stage >= p) for stage in stages]
     backward = [12 * p - 7 - 3 * stage - 2 * (stage < p) for stage in stages]
-    return v_shaped_block(p, costs.F + costs.B + costs.W, forward, backward, max_activations=2 * p)
+    return v_shaped_block(p, costs.F + costs.B + costs.W, forward, backward)
