@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vp.cost.balance.balanced import EVEN_BAND, balanced, least_passes, most_rows, unit_of_rows
+from megatron_vp.cost.balance.balanced import EVEN_BAND, _Search, balanced, least_passes, most_rows, unit_of_rows
 from megatron_vp.cost.balance.layer_choices import layer_choices
 from megatron_vp.cost.balance.water_filling import fill
 from megatron_vp.cost.hardware.constants import CALIBRATED
@@ -118,7 +118,35 @@ def test_a_layout_of_the_user_stays():
     assert balanced(JOB, Plan(vocab=TWO, layers=given_layers), H100) == balanced(JOB, Plan(vocab=TWO), H100)
 
 
-def test_even_shards_stay_where_they_are_good_enough():
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("layers", [7, 8, 12])
+@pytest.mark.parametrize("limit", [None, 22e9])
+def test_what_cannot_be_chosen_is_not_simulated(monkeypatch, schedule, layers, limit):
+    job, plan = replace(JOB, model=replace(MODEL, layers=layers), microbatches=64), Plan(schedule, vocab=TWO)
+    if schedule == "zb-v" and layers == 7:
+        plan = replace(plan, layers=(1, 1, 1, 0, 1, 1, 1, 1))
+    outcome, tried, least = _Search.outcome, [], []
+
+    def noted(search, each):
+        found = outcome(search, each)
+        tried.append(found)
+        least.append((search.least_of_all() if plan.layers is None else 0.0, search.least(each), found.seconds))
+        return found
+
+    monkeypatch.setattr(_Search, "outcome", noted)
+    found, simulated = balanced(job, plan, H100, memory_limit=limit), len(tried)
+    assert all(of_all <= of_this <= seconds for of_all, of_this, seconds in least)
+    for bound in ("least", "least_of_all"):
+        monkeypatch.setattr(_Search, bound, lambda *_: 0.0)
+    assert balanced(job, plan, H100, memory_limit=limit) == found
+    assert simulated <= len(tried) - simulated
+
+
+def test_even_shards_stay_where_they_are_good_enough(monkeypatch):
+    few = [_Search.outcome]
+    monkeypatch.setattr(_Search, "outcome", lambda *each: few.append(each) or few[0](*each))
+    long = replace(JOB, model=replace(MODEL, layers=8), microbatches=512)
+    assert balanced(long, Plan(vocab=TWO), H100).rows is None and len(few) == 2, "even shards alone are simulated"
     job = replace(JOB, model=replace(MODEL, layers=8))
     found = balanced(job, Plan(vocab=TWO), H100)
     assert (found.layers, found.rows, found.gain) == (None, None, 1.0)

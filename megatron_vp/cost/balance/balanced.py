@@ -7,9 +7,10 @@ fast. `measured` (in `measured_rows.py`) follows the speed that each GPU really 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 
 from megatron_vp.cost.balance.layer_choices import LayerChoice, layer_choices
@@ -18,8 +19,8 @@ from megatron_vp.cost.balance.water_filling import fill
 from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.rank_memory import MemoryModel
-from megatron_vp.cost.prediction.predict import extended, make_simulator, predict
-from megatron_vp.cost.prediction.stage_costs import layers_of, stage_times
+from megatron_vp.cost.prediction.predict import after_passes, extended, make_simulator, predict
+from megatron_vp.cost.prediction.stage_costs import layers_of, stage_costs, stage_times
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.cost.times.communication import CommunicationModel
 from megatron_vp.cost.times.pass_times import PassTimes
@@ -96,14 +97,24 @@ def balanced(
         return Shards(even.layers, None)
     if not hardware.is_gpu and even.layers is None:
         return Shards(None, None)
-    outcomes = [search.outcome(each) for each in (even, *search.candidates())]
-    first = outcomes[0]
-    offered = [each for each in outcomes if each.fits] or outcomes
-    limit = min(each.seconds for each in offered)
-    if first in offered and first.seconds <= (1 + EVEN_BAND) * limit:
-        best = first
-    else:
-        best = min((each for each in offered if each.seconds <= (1 + TIE) * limit), key=lambda each: each.memory)
+    outcome = cache(search.outcome)
+    first = outcome(even)
+    # Even shards that fit are kept unless something takes fewer seconds than this. The work alone shows of most
+    # candidates, and often of all that there could be, that they do not: those are not simulated.
+    needed = first.seconds / (1 + EVEN_BAND) if first.fits else math.inf
+    if search.least_of_all() > needed:
+        return Shards(even.layers, None)
+    candidates = [(plan, search.least(plan)) for plan in search.candidates()]
+
+    def offered(longest: float) -> list[_Outcome]:
+        outcomes = [first, *(outcome(plan) for plan, least in candidates if least <= longest)]
+        return [each for each in outcomes if each.fits] or outcomes
+
+    limit = min(each.seconds for each in offered(needed))
+    if first in offered(needed) and first.seconds <= (1 + EVEN_BAND) * limit:
+        return Shards(even.layers, None)
+    tie = (1 + TIE) * limit
+    best = min((each for each in offered(tie) if each.seconds <= tie), key=lambda each: each.memory)
     return Shards(best.plan.layers, best.plan.vocab_rows, first.seconds / best.seconds)
 
 
@@ -162,6 +173,29 @@ class _Search:
         memory = max(rank.total for rank in found.memory)
         return _Outcome(plan, seconds, memory, self.limit is None or memory <= self.limit)
 
+    def least(self, plan: Plan) -> float:
+        """Seconds that `outcome` takes at least, in whatever order: the busiest rank's work, and what follows it."""
+        costs = stage_costs(self.job, plan, self.single, self.hardware, self.constants)
+        stages = list(map(sum, zip(costs.F, costs.B, costs.W, strict=True)))
+        vocabulary = map(sum, zip(costs.S, costs.T, costs.IF, costs.IB, strict=True))
+        work = [
+            own + sum(stages[stage] for stage in row)
+            for own, row in zip(vocabulary, self.placement.stage_of, strict=True)
+        ]
+        return self.job.microbatches * max(work) + after_passes(
+            self.sample, plan, self.single, self.hardware, self.constants
+        )
+
+    def least_of_all(self) -> float:
+        """Seconds that every layout with any rows takes at least: all work, spread over the ranks without a remainder,
+        rows in shards of the size that takes least per row.
+        """
+        layers = layers_of(self.job, self.even, self.placement)
+        stages = stage_times(self.times, self.plan.vocab, layers, self.single.split_backward)
+        units = len(self.row_seconds) - 1
+        rows = units * min(seconds / count for count, seconds in enumerate(self.row_seconds) if count)
+        return self.job.microbatches * (sum(map(sum, stages)) + rows) / self.job.pipeline
+
     def candidates(self) -> list[Plan]:
         """The plans worth simulating: of every group of layouts the one with the least bound."""
         if self.plan.layers is not None:
@@ -205,12 +239,15 @@ class _Search:
 
     @cached_property
     def cost(self) -> list[float]:
-        """Seconds that 0, 1, 2, ... units of rows add to a rank's microbatch."""
+        """Seconds that 0, 1, 2, ... units of rows add to a rank's microbatch, never less for more rows."""
+        return list(accumulate(self.row_seconds, max))
+
+    @cached_property
+    def row_seconds(self) -> list[float]:
+        """Seconds of a microbatch's passes over 0, 1, 2, ... units of rows."""
         assert self.unit is not None
         units, each = self.job.model.vocab // self.unit, self.unit // self.job.tensor
-        return list(
-            accumulate((sum(self.times.vocabulary_passes(self.plan.vocab, each * n)) for n in range(units + 1)), max)
-        )
+        return [sum(self.times.vocabulary_passes(self.plan.vocab, each * count)) for count in range(units + 1)]
 
     def _rows(self, units: Sequence[int]) -> tuple[int, ...]:
         """What is left of the vocabulary beyond whole units goes to the last holder."""
