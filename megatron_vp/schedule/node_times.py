@@ -53,22 +53,24 @@ def node_times(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[flo
     """
     successors, lanes = graph.successors, graph.lanes
     waits = list(map(len, graph.predecessors))
-    following: list[list[int]] = [[] for _ in waits]
+    following: list[int | None] = [None] * len(waits)
     for order in orders:
         for before, after in pairwise(order):
-            following[before].append(after)
+            following[before] = after
             waits[after] += 1
     start, end = [0.0] * len(waits), [0.0] * len(waits)
     free = [0.0] * (1 + max(lanes))
     ready = [(0.0, number) for number, count in enumerate(waits) if not count]
     done: list[int] = []
     while ready:
-        _, number = heappop(ready)
+        begin, number = heappop(ready)
         done.append(number)
         lane = lanes[number]
-        start[number] = max(start[number], free[lane])
-        end[number] = free[lane] = finish = start[number] + took[number]
-        for successor in successors[number] + following[number]:
+        if begin < free[lane]:
+            start[number] = begin = free[lane]
+        end[number] = free[lane] = finish = begin + took[number]
+        after_it = following[number]
+        for successor in successors[number] if after_it is None else (*successors[number], after_it):
             if start[successor] < finish:
                 start[successor] = finish
             waits[successor] -= 1
