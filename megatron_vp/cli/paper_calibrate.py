@@ -27,8 +27,8 @@ def calibrate() -> None:
     with progress_bar() as progress:
         task = progress.add_task("fitting", total=1 + len(parts))
         constants = fit(cells)
-        progress.advance(task)
-        left_out = leave_out(cells, parts, lambda: progress.advance(task))
+        progress.update(task, advance=1)
+        left_out = leave_out(cells, parts, lambda: progress.update(task, advance=1))
     lines = [f"fitted on {len(cells)} published cells, {len(setups)} setups, pass times on 8 GPUs and table 3", ""]
     lines += [
         *report(constants),

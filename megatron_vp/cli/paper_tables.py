@@ -106,5 +106,5 @@ def _predict(cells: list[Cell], setting: Setting | None) -> list[CellPrediction]
         task = progress.add_task("predicting cells", total=len(cells))
         for group in predict_cells(cells, len(os.sched_getaffinity(0)), setting):
             found += group
-            progress.advance(task, len(group))
+            progress.update(task, advance=len(group))
     return found

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megatron_vp.errors import UserError
+from megatron_vp.errors import UserError, say
 from megatron_vp.files import replacing
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn
+    from rich.progress import Progress, ProgressColumn, TaskID
 
 
 TOLD_BY_SUFFIX = ("json", "csv", "svg", "png")
@@ -22,6 +23,9 @@ TOLD_BY_SUFFIX = ("json", "csv", "svg", "png")
 
 UNSERVED_SUFFIXES = ("pdf", "jpg", "jpeg", "gif", "yaml", "yml", "xlsx", "html")
 """Suffixes of files that no command writes."""
+
+LINE_EVERY, DRAWN_EVERY = 2.0, 0.1
+"""Seconds between two lines of progress in a pipe or file, and between two drawings of the bar on a terminal."""
 
 _WRITTEN_AS = {"perfetto": "json", "programs": "json"}
 
@@ -84,12 +88,29 @@ def write(content: str | bytes, output: Path | None) -> None:
 
 
 def progress_bar(*columns: ProgressColumn, transient: bool = True) -> Progress:
-    """On standard error; nothing where that is no terminal, not even an empty line. `transient`: gone when it is done.
+    """On standard error: a bar on a terminal, elsewhere a line now and then. `transient`: the bar is gone when done.
 
-    Without `columns` it has rich's own.
+    Without `columns` it has rich's own. It is drawn when it moves, not by a thread of its own: a process with threads
+    cannot start workers as copies of itself.
     """
     from rich.console import Console
     from rich.progress import Progress
 
+    class Shown(Progress):
+        shown_at = time.monotonic()
+
+        def update(self, task_id: TaskID, **changes: Any) -> None:
+            super().update(task_id, **changes)
+            now = time.monotonic()
+            if now < self.shown_at + (LINE_EVERY if self.disable else DRAWN_EVERY):
+                return
+            self.shown_at = now
+            if not self.disable:
+                self.refresh()
+                return
+            task = next(each for each in self.tasks if each.id == task_id)
+            if task.total:
+                say(f"{task.description}: {task.percentage:.0f} %")
+
     console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=transient, disable=not console.is_terminal)
+    return Shown(*columns, console=console, transient=transient, auto_refresh=False, disable=not console.is_terminal)

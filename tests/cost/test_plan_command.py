@@ -313,6 +313,26 @@ def test_megatron_is_asked_in_a_process_that_loads_it_meanwhile(small, monkeypat
         assert ask is refusal_here
 
 
+def test_progress_goes_into_a_pipe_too(small, monkeypatch):
+    monkeypatch.setattr("megatron_vp.cli.result_output.LINE_EVERY", 1e9)
+    silent = run("plan", small)
+    monkeypatch.setattr("megatron_vp.cli.result_output.LINE_EVERY", 0.0)
+    said = run("plan", small)
+    assert said.stdout == silent.stdout and "predicting" not in silent.stderr
+    shares = [int(line.split()[1]) for line in said.stderr.splitlines() if line.startswith("predicting: ")]
+    assert len(shares) > 3 and shares == sorted(shares) and shares[-1] == 100
+
+
+@pytest.mark.slow
+def test_a_check_loads_no_compiler():
+    code = (
+        "import sys\nfrom megatron_vp.mcore.start.preflight import load_megatron\nload_megatron()\n"
+        "print({'torch._inductor.compile_fx', 'megatron.training.arguments'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "{'megatron.training.arguments'}"
+
+
 def test_what_training_refuses_under_any_schedule_is_said(small):
     small.write_text(SMALL + "optimizer:\n  weight_decay: -1\n")
     table = run("plan", small).stdout
