@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from megatron_vp.cost.planning.workers import worker_pool
+from megatron_vp.cost.planning.workers import asked_process
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import CPU, option_of
 from megatron_vp.jobs.known_options import known_options
@@ -40,7 +40,7 @@ Ask = Callable[[list[str], int], str | None]
 
 
 def refusal_here(words: list[str], ranks: int) -> str | None:
-    """An `Ask` in this process, which then loads Megatron: some ten seconds."""
+    """An `Ask` in this process, which then loads Megatron: some seconds."""
     from megatron_vp.mcore.start.preflight import refusal_of
 
     return refusal_of(words, ranks)
@@ -52,9 +52,8 @@ def megatrons_check() -> Iterator[Ask]:
     if "megatron.training" in sys.modules or not can_check():
         yield refusal_here
         return
-    with worker_pool(1) as pool:
-        pool.submit(_load_megatron)
-        yield lambda words, ranks: pool.submit(refusal_here, words, ranks).result()
+    with asked_process(_load_megatron, refusal_here) as ask:
+        yield ask
 
 
 def _load_megatron() -> None:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import active_children, get_context, parent_process
+from multiprocessing import Pipe, active_children, get_context, parent_process
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext, SpawnContext
+from typing import Any
+
+from megatron_vp.errors import UserError
 
 
 @contextmanager
@@ -17,7 +23,7 @@ def worker_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
 
     A process that is killed leaves its block without one. The workers notice that by themselves.
     """
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=_end_with_parent) as pool:
+    with ProcessPoolExecutor(processes, _context(), initializer=_end_with_parent) as pool:
         _start(pool, processes)
         try:
             yield pool
@@ -27,12 +33,66 @@ def worker_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
             raise
 
 
-def _start(pool: ProcessPoolExecutor, processes: int) -> None:
-    """Start all workers, deaf to the interruption that a terminal sends them too: they inherit what is blocked here."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+@contextmanager
+def asked_process(prepare: Callable[[], None], answer: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """`answer` as a function that runs in another process, which prepares itself for it while this one goes on.
+
+    Both are functions of a module. The process ends with the block. Unlike a pool it starts no thread here, so a pool
+    that is started inside the block is as cheap as without it.
+    """
+    context = _context()
+    ours, theirs = Pipe()
+    process = context.Process(target=_answer, args=(theirs, prepare, answer), daemon=True)
+    with _deaf_to_interruptions():
+        process.start()
+    theirs.close()
+
+    def ask(*question: Any) -> Any:
+        try:
+            ours.send(question)
+            return ours.recv()
+        except (EOFError, OSError):
+            process.join(timeout=1)
+            raise UserError(
+                f"the process that runs the check ended with exit code {process.exitcode}; if it was killed, free "
+                "memory and try again"
+            ) from None
+
     try:
+        yield ask
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _answer(questions: Connection, prepare: Callable[[], None], answer: Callable[..., Any]) -> None:
+    _end_with_parent()
+    prepare()
+    while True:
+        questions.send(answer(*questions.recv()))
+
+
+def _context() -> ForkContext | SpawnContext:
+    """How processes are started. A copy of this one is ready at once, and safe where no other thread can hold a lock:
+    torch has threads that Python does not count. Elsewhere a process starts from nothing and imports all it needs.
+    """
+    alone = threading.active_count() == 1 and "torch" not in sys.modules
+    return get_context("fork") if alone else get_context("spawn")
+
+
+def _start(pool: ProcessPoolExecutor, processes: int) -> None:
+    """Start all workers."""
+    with _deaf_to_interruptions():
         for _ in range(processes):
             pool.submit(int)
+
+
+@contextmanager
+def _deaf_to_interruptions() -> Iterator[None]:
+    """Processes started inside ignore the interruption that a terminal sends them too: they inherit what is blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

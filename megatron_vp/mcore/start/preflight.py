@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -85,9 +85,18 @@ _SPLIT_LAYERS = ("--tensor-model-parallel-size", "--context-parallel-size")
 
 
 def load_megatron() -> None:
-    """Load what a check needs, ahead of the first one: some ten seconds."""
+    """Load what a check needs, in a process that only checks: Megatron's fused functions are left as they are written.
+
+    `torch.compile` would load PyTorch's compilers for them, which takes as long as all of Megatron.
+    """
     warnings.simplefilter("ignore")  # of what Megatron does not find on this machine
-    from megatron.training import arguments  # noqa: F401
+    with mock.patch.object(torch, "compile", _uncompiled):
+        from megatron.training import arguments  # noqa: F401
+
+
+def _uncompiled(function: Callable | None = None, **options: object) -> Callable:
+    """`torch.compile`, which decorates a function with or without options, without compiling anything."""
+    return (lambda decorated: decorated) if function is None else function
 
 
 def _platform(arguments: list[str], here: bool, nodes: str | None = None) -> AbstractContextManager[None]:
