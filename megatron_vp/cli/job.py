@@ -16,7 +16,8 @@ JobArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="CONFIG [FLAGS]",
-        help="The job, as for training: a configuration such as configs/llama3_8b.yaml, then any flags.",
+        help="The job, as for training: a file such as configs/llama3_8b.yaml, or the name of one that comes with "
+        "megatron_vp (llama3_8b), then any flags.",
     ),
 ]
 ConfigOption = Annotated[

@@ -17,6 +17,7 @@ import typer
 from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument
 from megatron_vp.cli.result_output import check_destination, write
 from megatron_vp.jobs.command_line import files_and_flags
+from megatron_vp.jobs.shipped import TRAINING_SCRIPT
 
 if TYPE_CHECKING:
     from megatron_vp.mcore.replay.one_rank import Replayed
@@ -40,7 +41,9 @@ def replay(
     shapes_only: Annotated[
         bool, typer.Option("--shapes-only", help="Only count memory, on fake tensors. Takes seconds and no GPU.")
     ] = False,
-    script: Annotated[str, typer.Option("--script", help="The training script.")] = "pretrain_gpt_vp.py",
+    script: Annotated[str, typer.Option("--script", help="The training script.", show_default="megatron_vp's")] = str(
+        TRAINING_SCRIPT
+    ),
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the results as JSON to this file.")
     ] = None,

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
 from megatron_vp.jobs.secret_variables import environment_without_secrets
+from megatron_vp.jobs.shipped import configuration
 
 _BASE = "base"
 
@@ -43,11 +44,12 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
 
     Interpolations (`${section.key}`, `${oc.env:NAME}`) are OmegaConf's and see the overlaid whole; variables that hold
     secrets are refused, because arguments are written to files and logs. A top-level `base: other.yaml` (relative to
-    its file) is read before the file that names it. Raises UserError for a file that is missing or malformed.
+    its file) is read before the file that names it. A path may be the name of a configuration that comes with
+    megatron_vp. Raises UserError for a file that is missing or malformed.
     """
     if not paths:
         return []
-    layers = [layer for path in paths for layer in _layers(Path(path), ())]
+    layers = [layer for path in paths for layer in _layers(configuration(Path(path)), ())]
     _refuse_mixed_sections(layers)
     try:
         with environment_without_secrets() as refused:

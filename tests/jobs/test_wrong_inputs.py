@@ -45,7 +45,7 @@ FILES = {
 OF_SIZES = [
     ("plan", "hidden_size is missing"),
     ("plan nowhere.yaml", "cannot read configuration file nowhere.yaml: No such file or directory"),
-    ("plan llama3_8b", "cannot read configuration file llama3_8b: No such file or directory"),
+    ("plan llama4_8b", "llama4_8b is neither a file nor a configuration of megatron_vp: these are gemma2_9b, gpt_10b,"),
     ("plan configs", "cannot read configuration file configs: Is a directory"),
     ("simulate {}/list.yaml", "list.yaml holds no mapping"),
     ("simulate {}/word.yaml", "a section holds 'argument_name: value' lines"),
