@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Lint, format check, types and tests, in an environment that is made if needed. Arguments go to pytest, except for the
-# first:
-#   --quick             what an inner loop needs, in a minute or so: schedules, cost model, configuration, the vocabulary
+# Lint, format check, types and tests, in an environment that is made if needed. Without arguments two pytests run at
+# once: one for the tests that run on several ranks, which wait for one another much of the time, one for all others,
+# whose output follows at the end. Arguments go to a single pytest, except for the first:
+#   --quick             what an inner loop needs, in a minute: schedules, cost model, configuration, the vocabulary
 #                       layers against fp64, and one small run against plain Megatron
 #   --megatron VERSION  run the tests against that megatron-core, in an environment of its own
 #   --latest            install the newest versions of everything instead of those that were tested together
@@ -29,15 +30,28 @@ esac
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-if [[ $quick == no ]]; then
-    .venv/bin/python -m mypy
-    if [[ $# -eq 0 ]]; then set -- --durations=25 tests; fi
-    exec "$venv/bin/python" -m pytest -q "$@"
+
+types() { .venv/bin/python -m mypy; }
+
+tests() { "$venv/bin/python" -m pytest -q "$@"; }
+
+# timed NAME COMMAND...: runs it and says how long it took.
+timed() {
+    local name=$1 start=$SECONDS status=0
+    shift
+    "$@" || status=$?
+    printf '%s took %d s\n' "$name" $((SECONDS - start))
+    return "$status"
+}
+
+if [[ $quick == no && $# -gt 0 ]]; then
+    types
+    tests "$@"
+    exit
 fi
 
-.venv/bin/python -m mypy &
-types=$!
-tests=(
+rank_tests=(tests/gpu tests/harness tests/mcore tests/runtime tests/slurm)
+quick_tests=(
     tests/test_architecture.py
     tests/test_docs.py
     tests/test_files.py
@@ -62,8 +76,34 @@ tests=(
     tests/vocab/test_embedding.py
     tests/vocab/test_output.py
 )
+
+with_ranks() {
+    if [[ $quick == yes ]]; then
+        tests tests/mcore/test_parity.py -k "test_parity and 1f1b-2-vocab-2" "$@" || return
+        types
+    else
+        timed "the lane of tests with ranks" tests --durations=25 "${rank_tests[@]}"
+    fi
+}
+
+all_others() {
+    if [[ $quick == yes ]]; then
+        tests "${quick_tests[@]}" "$@"
+    else
+        timed "the type checker" types || return
+        timed "the lane of all other tests" tests --durations=25 tests "${rank_tests[@]/#/--ignore=}"
+    fi
+}
+
+output=$(mktemp)
 status=0
-"$venv/bin/python" -m pytest -q "${tests[@]}" "$@" || status=$?
-"$venv/bin/python" -m pytest -q tests/mcore/test_parity.py -k "test_parity and 1f1b-2-vocab-2" "$@" || status=$?
-wait "$types" || status=$?
+set -m # a process group of its own: it ends as a whole, and is not deaf to interruptions as background commands are
+all_others "$@" >"$output" 2>&1 &
+others=$!
+set +m
+trap 'exit 130' INT TERM
+trap 'kill -- "-$others" 2>/dev/null || true; rm -f "$output"' EXIT
+with_ranks "$@" || status=$?
+wait "$others" || status=$?
+cat "$output"
 exit "$status"

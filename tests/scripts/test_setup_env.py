@@ -69,7 +69,7 @@ def test_without_python_one_sentence_says_what_to_install(checkout):
     assert result.stderr.count("\n") == 1 and "install one" in result.stderr
 
 
-def test_shims_and_old_versions_are_passed_over(checkout):
+def run_test_shims_and_old_versions_are_passed_over(checkout):
     place(checkout / "bin" / "python3.12", SHIM)
     place(checkout / "bin" / "python3", OLD)
     found = place(checkout / "home" / ".pyenv" / "versions" / "3.13.0" / "bin" / "python", STAND_IN)
@@ -211,26 +211,52 @@ def test_latest_reaches_the_set_up(checkout, script):
         assert (done.returncode, done.stdout.strip()) == (7, expected)
 
 
-def quick(checkout, failing, *options):
-    """What `test.sh --quick` runs, and its exit status where commands that contain `failing` fail."""
+def run_test_sh(checkout, failing, *options):
+    """Exit status of `test.sh` where commands that contain `failing` fail, what it runs, and what it prints."""
     shutil.copy(ROOT / "scripts" / "test.sh", checkout / "repo" / "scripts")
     place(checkout / "repo" / "scripts" / "setup_env.sh", "#!/bin/bash\n")
     for tool in ("ruff", "python"):
-        runs = f'#!/bin/bash\necho "{tool} $*" >>ran.log\n[[ "$*" != *"{failing}"* ]]\n'
+        runs = f'#!/bin/bash\necho "{tool} $*" >>ran.log\necho "says $*"\n[[ "$*" != *"{failing}"* ]]\n'
         place(checkout / "repo" / ".venv" / "bin" / tool, runs)
-    command = ["bash", str(checkout / "repo" / "scripts" / "test.sh"), "--quick", *options]
-    done = subprocess.run(command, capture_output=True, timeout=60)
-    return done.returncode, (checkout / "repo" / "ran.log").read_text()
+    command = ["bash", str(checkout / "repo" / "scripts" / "test.sh"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done.returncode, (checkout / "repo" / "ran.log").read_text().splitlines(), done.stdout
 
 
 def test_quick_runs_lint_types_and_tests_that_exist(checkout):
-    status, ran = quick(checkout, "nothing", "-x")
-    assert status == 0 and "ruff check ." in ran and "python -m mypy" in ran and "tests/mcore/test_parity.py" in ran
-    named = [word for word in ran.split() if word.startswith("tests/")]
+    status, ran, _ = run_test_sh(checkout, "nothing", "--quick", "-x")
+    assert status == 0 and {"ruff check .", "python -m mypy"} <= {*ran}
+    lanes = [line for line in ran if "pytest" in line]
+    assert len(lanes) == 2 and all(line.endswith(" -x") for line in lanes)
+    named = [word for line in lanes for word in line.split() if word.startswith("tests/")]
     assert len(named) > 15 and [word for word in named if not (ROOT / word).is_file()] == []
-    assert ran.count(" -x\n") == 2
+    assert "tests/mcore/test_parity.py" in named
 
 
-@pytest.mark.parametrize("failing", ["format", "mypy", "tests/vocab", "parity"])
-def test_quick_fails_where_any_part_fails(checkout, failing):
-    assert quick(checkout, failing)[0] != 0
+def test_each_test_is_in_one_lane_and_each_lane_says_how_long_it_took(checkout):
+    status, ran, said = run_test_sh(checkout, "nothing")
+    assert status == 0 and {"ruff check .", "python -m mypy"} <= {*ran}
+    others, ranks = sorted((line for line in ran if "pytest" in line), key=lambda line: "--ignore" not in line)
+    left_out = {word.removeprefix("--ignore=") for word in others.split() if word.startswith("--ignore=")}
+    assert left_out == {word for word in ranks.split() if word.startswith("tests/")}
+    assert all((ROOT / name).is_dir() for name in left_out) and others.split().count("tests") == 1
+    took = [line for line in said.splitlines() if " took " in line]
+    assert [line.partition(" took ")[0] for line in took] == [
+        "the lane of tests with ranks",
+        "the type checker",
+        "the lane of all other tests",
+    ]
+    # The lanes' outputs are not mixed.
+    assert said.splitlines().index(took[0]) < said.splitlines().index("says -m mypy")
+
+
+def test_arguments_go_to_one_pytest(checkout):
+    status, ran, _ = run_test_sh(checkout, "nothing", "tests/cost", "-k", "plan")
+    assert status == 0 and [line for line in ran if "pytest" in line] == ["python -m pytest -q tests/cost -k plan"]
+
+
+@pytest.mark.parametrize("options", [[], ["--quick"]], ids=["all", "quick"])
+@pytest.mark.parametrize("failing", ["format", "mypy", "tests/vocab", "tests/mcore", "--ignore"])
+def test_any_part_that_fails_fails_the_whole(checkout, options, failing):
+    expected = not (failing == "--ignore" and options) and not (failing == "tests/vocab" and not options)
+    assert (run_test_sh(checkout, failing, *options)[0] != 0) == expected
