@@ -6,6 +6,8 @@ import signal
 import pytest
 import torch
 
+import tests.harness.parsers  # noqa: F401
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which Megatron's utilities do, too
 

@@ -109,14 +109,14 @@ def signature_of(value: Any) -> str:
 
 def present_version() -> str:
     """Version of the megatron-core that is imported here, supported or not; UserError if there is none."""
-    _distribution_version()
+    _distribution()
     # It adds "+<commit>" when its files lie inside somebody's git repository.
     return importlib.import_module("megatron.core").__version__.partition("+")[0]
 
 
 def installed_version() -> str:
     """Version of the installed megatron-core; UserError if there is none or it is in no supported series."""
-    require_supported(_distribution_version())
+    require_supported(_distribution().version)
     # The module may be another copy than the one that the metadata describes (an editable checkout on the path).
     module = present_version()
     require_supported(module)
@@ -207,9 +207,9 @@ def require_supported(version: str) -> None:
         )
 
 
-def _distribution_version() -> str:
+def _distribution() -> importlib.metadata.Distribution:
     try:
-        return importlib.metadata.version("megatron-core")
+        return importlib.metadata.distribution("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         raise UserError(
             f"megatron-core is not installed; install megatron-core[training]=={TESTED_VERSIONS[-1]}"

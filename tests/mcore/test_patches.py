@@ -172,8 +172,7 @@ def test_the_command_lists_everything_and_leaves_nothing_patched(arguments, monk
 
 
 def fake_metadata(monkeypatch):
-    real = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.18.2" if name == "megatron-core" else real(name))
+    monkeypatch.setattr(importlib.metadata.Distribution, "version", "0.18.2")
 
 
 def fake_module(monkeypatch):

@@ -1,0 +1,6 @@
+"""Importing this makes Megatron's parsers quick: for their help texts they read Megatron's source each time anew."""
+
+import inspect
+from functools import cache
+
+inspect.getsource = cache(inspect.getsource)
