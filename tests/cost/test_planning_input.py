@@ -5,11 +5,7 @@ import pytest
 from megatron_vp.errors import UserError
 from tests.cost.small_job import SMALL, run
 
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded():
-    """Megatron in this process: each `plan` would start one of its own to load it."""
-    import megatron.training.arguments  # noqa: F401
+pytestmark = pytest.mark.usefixtures("megatron_loaded")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +127,8 @@ def test_chunks_that_the_layers_cannot_fill_are_named_beside_the_plans(small):
 def test_a_plan_that_nothing_fits_is_one_line(small):
     found = run("plan", small, "--memory", "2")
     error = found.exception
-    assert isinstance(error, UserError) and not found.stderr
+    # A slow machine also says how far it is.
+    assert isinstance(error, UserError) and all(line.startswith("predicting: ") for line in found.stderr.splitlines())
     assert str(error).startswith("nothing fits 2 GiB: the least is ") and "\n" not in str(error)
 
 
