@@ -30,6 +30,7 @@ def test_the_readme_shows_the_present_predictions(script, runs):
     assert script.block_of(page, "predicted") == script.table(script.request(), runs)
 
 
+@pytest.mark.slow
 def test_the_readme_shows_what_plan_says(script):
     page = script.README.read_text(encoding="utf-8")
     assert script.block_of(page, "plan") == script.plan_output()

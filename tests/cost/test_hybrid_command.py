@@ -45,7 +45,7 @@ def test_segments_are_cut_in_finer_steps_than_layers():
     assert any(count % 2 for count in layers), "half a layer more or less than a neighbour"
 
 
-def test_the_recommended_pattern_passes_the_check_of_training():
+def test_the_recommended_pattern_passes_the_check_of_training(megatron_loaded):
     document = json.loads(run("plan", *HYBRID, *PATTERN, "--cpu", "--hardware", "cpu", "--format", "json"))
     assert document["check"] is None
     best = document["plans"][document["best"]]

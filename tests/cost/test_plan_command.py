@@ -26,11 +26,7 @@ from megatron_vp.jobs.settings import flags_of, yaml_of
 from megatron_vp.schedule import VocabMethod
 from tests.cost.small_job import CONFIGS, SMALL, run
 
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded():
-    """Megatron in this process: each `plan` would start one of its own to load it."""
-    import megatron.training.arguments  # noqa: F401
+pytestmark = pytest.mark.usefixtures("megatron_loaded")
 
 
 def test_the_configuration_gives_the_job_and_flags_win(small):

@@ -158,7 +158,7 @@ def _flag(name: str, value: object) -> list[str]:
     return [option] if value is True else [option, str(value)]
 
 
-def test_the_command_answers_in_all_formats(tmp_path):
+def test_the_command_answers_in_all_formats(megatron_loaded, tmp_path):
     keep = [word for name in sorted(SOME) for word in ("--keep", name)]
     out = tmp_path / "found.json"
     done = command(tmp_path, "--search", *keep, "-o", str(out))

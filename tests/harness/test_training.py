@@ -10,16 +10,14 @@ from tests.harness.training import OUTPUT, WORD_EMBEDDING, tiny_model
 SHARED = {"clip_grad": 0, "eval_iters": 1}
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["untied", "tied"])
-def reference(request):
-    return request.param, train(1, tiny_model(**SHARED, untie_embeddings_and_output_weights=request.param))
-
-
-@pytest.mark.parametrize("stages", [2, 4])
-def test_pipeline_sizes_agree(reference, stages):
-    untied, one = reference
-    many = train(
-        stages, tiny_model(**SHARED, untie_embeddings_and_output_weights=untied, pipeline_model_parallel_size=stages)
+@pytest.mark.parametrize(
+    ("untied", "stages"),
+    [(True, 4), (False, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, 2), (False, 4)))],
+)
+def test_pipeline_sizes_agree(untied, stages):
+    one, many = (
+        train(size, tiny_model(**SHARED, untie_embeddings_and_output_weights=untied, pipeline_model_parallel_size=size))
+        for size in (1, stages)
     )
     # A tied weight adds the gradients of its two uses in another order where they sit on two ranks.
     near = 0 if untied else 1e-6

@@ -41,12 +41,18 @@ CASES = (
     Case("data parallelism", ranks=4, slow=True),
     Case("overlapped gradient reduction", OVERLAPPED, ranks=4, slow=True),
     Case("distributed optimizer", DISTRIBUTED, ranks=4, slow=True),
-    Case("distributed optimizer, everything overlapped", BOTH, EVERY_SHAPE + WHOLE_LAYERS, ranks=4),
+    Case("distributed optimizer, everything overlapped", BOTH, EVERY_SHAPE + WHOLE_LAYERS, ranks=4, slow=True),
     Case("everything overlapped, tied, several chunks", {**BOTH, **TIED}, ("v-half/vocab-2", "zb-h1/none"), ranks=4),
     Case("the same, not aligned between ranks", {**BOTH, "no_align_grad_reduce": True}, ranks=4, slow=True),
-    Case("everything overlapped, bf16, tied", {**BOTH, **TIED, "bf16": True}, ranks=4),
-    Case("loss averaged over tokens", {"calculate_per_token_loss": True}, ranks=4),
-    Case("tensor parallelism", TENSOR, (*EVERY_SHAPE, "1f1b/vocab-1", "v-half/vocab-1", *WHOLE_LAYERS), ranks=4),
+    Case("everything overlapped, bf16, tied", {**BOTH, **TIED, "bf16": True}, ranks=4, slow=True),
+    Case("loss averaged over tokens", {"calculate_per_token_loss": True}, ranks=4, slow=True),
+    Case(
+        "tensor parallelism",
+        TENSOR,
+        (*EVERY_SHAPE, "1f1b/vocab-1", "v-half/vocab-1", *WHOLE_LAYERS),
+        ranks=4,
+        slow=True,
+    ),
     Case("tensor parallelism, tied", {**TENSOR, **TIED}, ranks=4, slow=True),
     Case(
         "tensor and sequence parallelism",
@@ -66,6 +72,7 @@ CASES = (
         {**SEQUENCE, **BOTH},
         EVERY_SHAPE + WHOLE_LAYERS,
         ranks=8,
+        slow=True,
     ),
     Case(
         "tensor parallelism, multi-token prediction",
@@ -86,6 +93,7 @@ CASES = (
         {**CONTEXT, **AHEAD},
         ("1f1b/vocab-2", "v-half/vocab-1", "interleaved/vocab-2", "zb-h1/vocab-2", "zb-h1/none"),
         ranks=4,
+        slow=True,
     ),
     Case(
         "context, tensor and sequence parallelism, multi-token prediction, tied",
@@ -115,7 +123,9 @@ CASES = (
         ranks=8,
         slow=True,
     ),
-    Case("mixture of experts", MOE, ("v-half/vocab-2", "1f1b/vocab-2", "interleaved/vocab-1", *WHOLE_LAYERS)),
+    Case(
+        "mixture of experts", MOE, ("v-half/vocab-2", "1f1b/vocab-2", "interleaved/vocab-1", *WHOLE_LAYERS), slow=True
+    ),
     Case(
         "mixture of experts, multi-token prediction",
         {**MOE, **AHEAD},
@@ -271,7 +281,7 @@ CASES = (
         slow=True,
     ),
     Case("SGD, no clipping, growing weight decay", SGD, slow=True),
-    Case("uneven layers", {"decoder_last_pipeline_num_layers": 1}),
+    Case("uneven layers", {"decoder_last_pipeline_num_layers": 1}, slow=True),
     Case("a layout of uneven stages", {"pipeline_model_parallel_layout": "Et|tttL"}, ONE_CHUNK, slow=True),
     Case(
         "a layout of uneven chunks, some empty, the vocabulary layers alone",
@@ -288,8 +298,8 @@ CASES = (
         ranks=8,
         slow=True,
     ),
-    Case("decoupled learning rate, weight decay", GROUPS),
-    Case("MuP", MUP, EVERY_SHAPE),
+    Case("decoupled learning rate, weight decay", GROUPS, slow=True),
+    Case("MuP", MUP, EVERY_SHAPE, slow=True),
     Case("MuP, tied", {**MUP, **TIED}, slow=True),
     Case("multi-token prediction, everything overlapped, bf16", {**AHEAD, **BOTH, "bf16": True}, ranks=4, slow=True),
     Case("multi-token prediction, fp16, loss scaling", {**AHEAD, "fp16": True, "initial_loss_scale": 1024}, slow=True),

@@ -74,11 +74,11 @@ class Shards:
 BY_DEFAULT = (
     Shards("1f1b", "vocab-2", (0, 40), {**TIED, **GROUPS}),
     Shards("v-half", "vocab-1", (0, 26, 14), BOTH),
-    Shards("interleaved", "vocab-2", (40, 0), {**SEQUENCE, **BOTH, **TIED}, tensor=2),
 )
-"""A rank without rows at either end and in a V; tied and untied; what a rank without rows shares with others."""
+"""A rank without rows at an end and in a V; tied and untied; what a rank without rows shares with others."""
 
 CHOSEN = (
+    Shards("interleaved", "vocab-2", (40, 0), {**SEQUENCE, **BOTH, **TIED}, tensor=2),
     Shards("1f1b", "vocab-1", (23, 0, 0, 17)),
     Shards("zb-h1", "vocab-2", (0, 31, 9, 0), TIED),
     Shards("1f1b", "vocab-2", (0, 24, 16), AHEAD),

@@ -124,7 +124,6 @@ MOVES = (
             "1f1b/vocab-2 p3",
             "plain t2",
         ),
-        default=True,
     ),
     Move(
         "drawn vocabulary shards, tied, fully reshardable",

@@ -34,10 +34,10 @@ slow = pytest.mark.slow
 IN_BUCKETS = ("1f1b/vocab-2 p2 d2", {**BOTH, **RESHARDABLE, "ddp_bucket_size": 2000})
 RESUMED = [
     DEFAULT_FORM,
-    IN_BUCKETS,
     *(
         pytest.param(layout, options, marks=slow, id=" ".join((layout, *options)))
         for layout, options in [
+            IN_BUCKETS,
             ("1f1b/vocab-1 p3", {}),
             ("interleaved/vocab-2 p2", RESHARDABLE),
             ("zb-h1/vocab-2 p3", {"bf16": True}),
@@ -128,7 +128,9 @@ def test_resuming_at_the_same_layout_gives_the_same_bits(train_along, layout, op
     assert_same_bits(rest.parameters, whole.parameters)
 
 
-@pytest.mark.parametrize(("layout", "options"), [IN_BUCKETS])
+@pytest.mark.parametrize(
+    ("layout", "options"), [("1f1b/vocab-2 p2", RESHARDABLE), pytest.param(*IN_BUCKETS, marks=slow, id="in buckets")]
+)
 def test_a_checkpoint_moves_between_shards_of_other_sizes(train_along, tmp_path, layout, options):
     """Twenty rows on either of two ranks, then 24 and 16 (even shards are rounded), then twenty again."""
     (whole,), _ = train_along((layout,), (6,), options)

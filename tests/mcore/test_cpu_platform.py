@@ -181,6 +181,7 @@ def test_sequence_parallel_training_equals_pipeline_training():
     assert sequence.grad_norms == pytest.approx(pipeline.grad_norms, rel=2e-6)
 
 
+@pytest.mark.slow
 def test_the_distributed_optimizer_resumes_exactly(tmp_path):
     case = {
         "pipeline_model_parallel_size": 1,

@@ -45,15 +45,6 @@ def _case(ranks: int, schedule: str, method: str, size: int = 2, ours=None, plai
 
 DEFAULT = [
     _case(2, "v-half", "none"),
-    _case(4, "zb-v", "vocab-2", **SEQUENCE, **LLAMA, **TIED),
-    _case(
-        2,
-        "v-min",
-        "vocab-1",
-        **HYBRID,
-        ours={"hybrid_layer_pattern": "*-|*||-"},
-        plain={"hybrid_layer_pattern": "*-*|-"},
-    ),
     _case(
         2,
         "dualpipe-v",
@@ -77,6 +68,15 @@ def _matrix() -> Iterator[Case]:
                     yield _case(size, name, method, size, num_layers=layers, **virtual)
     for schedule, rows in (("1f1b", "128,384"), ("v-half", "384,128"), ("zb-v", "0,512"), ("dualpipe-v", "512,0")):
         yield _case(2, schedule, "vocab-2", ours={"vocab_shards": rows})
+    yield _case(4, "zb-v", "vocab-2", **SEQUENCE, **LLAMA, **TIED)
+    yield _case(
+        2,
+        "v-min",
+        "vocab-1",
+        **HYBRID,
+        ours={"hybrid_layer_pattern": "*-|*||-"},
+        plain={"hybrid_layer_pattern": "*-*|-"},
+    )
     yield _case(4, "v-min", "vocab-1", **TIED, **TENSOR, ours={"vocab_shards": "0,512"})
     yield _case(4, "v-half", "vocab-2", **TENSOR)
     yield _case(4, "v-half", "none", **TENSOR, use_cpu_initialization=True)

@@ -207,6 +207,7 @@ def test_a_balanced_run_trains_as_plain_megatron_and_writes_what_it_chose(tmp_pa
     assert sum(layers_in(written["pipeline_model_parallel_layout"])) == 7
 
 
+@pytest.mark.slow
 def test_a_balanced_hybrid_run_trains_as_plain_megatron():
     job = {**HYBRID, "train_iters": 3, "global_batch_size": 12}
     plain = train(1, comparable_model(**job))

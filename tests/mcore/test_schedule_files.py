@@ -22,6 +22,7 @@ FOLDER = Path(__file__).parent / "schedules"
 BY_HAND = FOLDER / "by_hand.json"
 STEPS = 3
 BOUND = 1e-6
+slow = pytest.mark.slow
 
 
 def _arguments(microbatches, layers=6, **changes):
@@ -65,14 +66,17 @@ def test_a_schedule_by_hand_that_is_no_family_trains():
     _assert_trains_as_plain_megatron(BY_HAND)
 
 
-@pytest.mark.parametrize("name", ["torch_interleaved_1f1b", "torch_zbv", "torch_dualpipe_v"])
+@pytest.mark.parametrize("name", [pytest.param("torch_interleaved_1f1b", marks=slow), "torch_zbv", "torch_dualpipe_v"])
 def test_schedules_that_pytorch_wrote_are_proven_and_train(name):
     path = FOLDER / f"{name}.csv"
     validate(family(str(path)).fixed)
     _assert_trains_as_plain_megatron(path, layers=4)
 
 
-@pytest.mark.parametrize(("name", "vocab", "write"), [("v-half", "vocab-1", to_json), ("interleaved", "none", to_csv)])
+@pytest.mark.parametrize(
+    ("name", "vocab", "write"),
+    [pytest.param("v-half", "vocab-1", to_json, marks=slow), ("interleaved", "none", to_csv)],
+)
 def test_a_family_written_to_a_file_trains_from_it(name, vocab, write, tmp_path):
     path = tmp_path / f"own.{'json' if write is to_json else 'csv'}"
     path.write_text(write(generate(name, 2, 3, vocab=vocab)))

@@ -53,14 +53,14 @@ def check(data, name, most_ranks, most_microbatches):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_any_sizes_and_costs_give_a_valid_schedule_within_memory(name, data):
     check(data, name, 16, 40)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=280, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_small_sizes_give_a_valid_schedule_within_memory(name, data):
     check(data, name, 5, 9)
@@ -71,7 +71,7 @@ def test_small_sizes_give_a_valid_schedule_within_memory(name, data):
 @settings(max_examples=2000, deadline=None)
 @given(st.data())
 def test_many_more_sizes_and_costs_give_a_valid_schedule_within_memory(name, data):
-    check(data, name, 16, 40)
+    check(data, name, *data.draw(st.sampled_from([(5, 9), (16, 40)]), "largest sizes"))
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (4, 2), (4, 8), (7, 20)])

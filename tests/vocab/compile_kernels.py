@@ -1,6 +1,6 @@
 """Compile every kernel as our wrappers launch it, for GPUs that are not there, and count its machine code.
 
-    python -m tests.vocab.compile_kernels [--capabilities 80,90,100] [--all] [--write | --variants]
+    python -m tests.vocab.compile_kernels [--capabilities 80,90,100] [--all | --few] [--write | --variants]
 
 The wrappers run on tensors without data, and a launch ends with the machine code. One line of CSV per kernel: for
 which Triton, capability, dtype, width of the row and label smoothing; warps per program, registers and spilt bytes per
@@ -83,6 +83,9 @@ COUNTED = [
     Shape(torch.float16),
 ]
 """Those of the committed table."""
+
+FEW = [shape for shape in COUNTED if not shape.softmax_alone]
+"""Of those as many as have every kernel."""
 
 EVERYTHING = [
     Shape(dtype, columns, hidden, smoothed)
@@ -245,10 +248,13 @@ def main() -> None:
     """Compile what is asked for, and print or write its lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capabilities", default="90")
-    parser.add_argument("--all", action="store_true", help="all dtypes and widths, also such that do not divide by 16")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--all", action="store_true", help="all dtypes and widths, also such that do not divide by 16")
+    which.add_argument("--few", action="store_true", help="of those of the table as many as have every kernel")
     parser.add_argument("--write", action="store_true", help="replace this Triton's lines of the committed table")
     parser.add_argument("--variants", action="store_true", help="count the kernels that each function becomes instead")
     args = parser.parse_args()
+    shapes = EVERYTHING if args.all else FEW if args.few else COUNTED
     names = [field.name for field in fields(Counts)]
     lines = []
     with tempfile.TemporaryDirectory() as cache:
@@ -260,7 +266,7 @@ def main() -> None:
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(names)
         for capability in map(int, args.capabilities.split(",")):
-            for line in count(EVERYTHING if args.all else COUNTED, capability):
+            for line in count(shapes, capability):
                 writer.writerow(astuple(line))
                 sys.stdout.flush()
                 lines.append(line)

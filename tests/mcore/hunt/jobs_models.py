@@ -191,7 +191,6 @@ MIXTURES = (
         {**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss", "moe_z_loss_coeff": 1e-3}
         | {"moe_layer_freq": "([0,1,1,1])"},
         MANY_WAYS,
-        default=("zb-h1/vocab-2",),
     ),
     Job(
         "experts: three balances at once, groups of experts, router in fp64",

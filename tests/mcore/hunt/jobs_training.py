@@ -42,7 +42,6 @@ LOOP = (
         "an iteration skipped",
         {"iterations_to_skip": [4]},
         (*MANY_WAYS, "v-min/vocab-2", "zb-v/none"),
-        default=("v-half/vocab-1",),
     ),
     Job("iterations skipped, others logged", {"iterations_to_skip": [1, 4], "log_interval": 2}, by_name=True),
     Job("an iteration skipped, p = 3", {"iterations_to_skip": [4]}, ranks=3, size=3),
@@ -51,7 +50,7 @@ LOOP = (
     Job(
         "skipped iterations and disabled reruns", {"iterations_to_skip": [2, 3], "rerun_mode": "disabled"}, by_name=True
     ),
-    Job("several validation sets", VALIDATION, MANY_WAYS, default=("v-half/vocab-1",)),
+    Job("several validation sets", VALIDATION, MANY_WAYS),
     Job(
         "several validation sets, named, p = 3",
         {**VALIDATION, "validation_set_names": ["first", "second"]},
@@ -174,7 +173,7 @@ RATES = (
         TWO_WAYS,
     ),
     Job("gradients not clipped, no weight decay", {"clip_grad": 0.0, "weight_decay": 0.0}, TWO_WAYS),
-    Job("little clipped, p = 4", {"clip_grad": 0.05}, ranks=4, size=4, default=("interleaved/vocab-2",)),
+    Job("little clipped, p = 4", {"clip_grad": 0.05}, ranks=4, size=4),
 )
 
 PRECISION = (
