@@ -67,7 +67,6 @@ quick_tests=(
     tests/trace/test_rank_files.py
     tests/cost/test_cost_pieces.py
     tests/cost/test_outside.py
-    tests/cost/test_plan_command.py
     tests/cost/test_planner.py
     tests/cost/test_predict.py
     tests/cost/test_rank_memory.py
