@@ -74,7 +74,7 @@ limited() {
 }
 
 limits=0
-short=() whole=() unaligned=() half=() jobs=() job_1=() rest=() both_ends=() device=cpu nccl=
+short=() whole=() unaligned=() half=() ways=() jobs=() job_1=() rest=() both_ends=() device=cpu nccl=
 if [ -n "$listed" ]; then
     :
 elif timeout 120 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
@@ -99,6 +99,7 @@ else
     whole=("${short[@]}")
     unaligned=(--tokens 64 --hidden 32 --rows "48,47" --rounds 2)
     half=("${short[@]}" --dtype float16)
+    ways=(--rounds 2)
     tiny=(-- --num-layers 8 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4)
     jobs=(--models gpt_4b --methods baseline --vocab-sizes 512 --sequence 32 --ranks=-1 "${tiny[@]}")
     job_1=("${jobs[@]}") rest=("${jobs[@]}")
@@ -137,7 +138,7 @@ step() {
                 "$python" benchmarks/overlap_tax.py "${results[@]}"
         done
         ;;
-    candidates) limited candidates 95 "$python" benchmarks/candidates.py "${results[@]}" ;;
+    candidates) limited candidates 95 "$python" benchmarks/candidates.py "${ways[@]}" "${results[@]}" ;;
     rest)
         limited rest 140 "$python" benchmarks/replay_tables.py "${results[@]}" "${rest[@]}"
         limited rest_v 140 "$python" benchmarks/replay_tables.py "${results[@]}" "${both_ends[@]}"
