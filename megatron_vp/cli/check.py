@@ -55,8 +55,8 @@ def check(
     from megatron_vp.mcore.start import preflight
 
     here = ranks_per_node is not None
-    preflight.load_megatron()
-    checked = preflight.check_job(arguments(*files_and_flags(job, overlays)), ranks, here=here, nodes=nodes)
+    with preflight.without_compilers():
+        checked = preflight.check_job(arguments(*files_and_flags(job, overlays)), ranks, here=here, nodes=nodes)
     preflight.check_files(checked.args)
     if ranks_per_node is not None:
         preflight.check_node(checked.args, ranks_per_node)

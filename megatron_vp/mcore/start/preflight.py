@@ -85,13 +85,21 @@ _SPLIT_LAYERS = ("--tensor-model-parallel-size", "--context-parallel-size")
 
 
 def load_megatron() -> None:
-    """Load what a check needs, in a process that only checks: Megatron's fused functions are left as they are written.
+    """Load what a check needs, in a process that only checks."""
+    warnings.simplefilter("ignore")  # of what Megatron does not find on this machine
+    installed.hide_what_is_broken()
+    with without_compilers():
+        from megatron.training import arguments  # noqa: F401
+
+
+@contextmanager
+def without_compilers() -> Iterator[None]:
+    """Inside, Megatron's fused functions are left as they are written, in a process that only checks.
 
     `torch.compile` would load PyTorch's compilers for them, which takes as long as all of Megatron.
     """
-    warnings.simplefilter("ignore")  # of what Megatron does not find on this machine
     with mock.patch.object(torch, "compile", _uncompiled):
-        from megatron.training import arguments  # noqa: F401
+        yield
 
 
 def _uncompiled(function: Callable | None = None, **options: object) -> Callable:
