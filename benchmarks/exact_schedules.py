@@ -23,9 +23,9 @@ from ortools.sat.python import cp_model
 from megatron_vp.schedule import Costs, Held, Pass, PassKind, Schedule, VocabMethod, validate
 from megatron_vp.schedule.dependencies import build_graph, join_vocabulary_passes
 from megatron_vp.schedule.graph import Graph
+from megatron_vp.schedule.ledger import lives
 from megatron_vp.schedule.list_scheduler import MemoryLimits
 from megatron_vp.schedule.node_times import durations, node_times
-from megatron_vp.schedule.pass_kinds import givers, takers
 from megatron_vp.schedule.reorder import link_limits
 
 GRID = 400
@@ -144,17 +144,11 @@ class _Model:
 
     def limit_memory(self, rank: int, held: Held, limit: int) -> None:
         """Let at most `limit` passes of a rank have taken this memory and not given it back."""
-        kinds = {self.graph.kinds[number] for number in self.orders[rank]}
-        took, gave = {}, {}
-        for number in self.orders[rank]:
-            step = self.graph.step(number).action
-            for passes, which in ((took, takers(held, kinds)), (gave, givers(held, kinds))):
-                if step.kind in which:
-                    passes[step.microbatch, step.chunk] = number
-        if len(took) <= limit or not gave:
-            return
-        lives = [self._interval(number, gave[place]) for place, number in took.items()]
-        self.model.add_cumulative(lives, [1] * len(lives), limit)
+        numbers = self.orders[rank]
+        found = lives(self.schedule.ranks[rank], held)
+        if len(found) > limit:
+            intervals = [self._interval(numbers[first], numbers[last]) for first, last in found]
+            self.model.add_cumulative(intervals, [1] * len(intervals), limit)
 
     def solve(self, effort: float) -> tuple[Schedule, float]:
         """The schedule found, and the lower bound."""

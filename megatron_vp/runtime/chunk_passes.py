@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from megatron_vp.runtime.model import Model
-from megatron_vp.runtime.store import Occupancy, Slot, Store
+from megatron_vp.runtime.store import Slot, Store
 from megatron_vp.schedule.passes import PassKind
 from megatron_vp.schedule.placement import Placement
 
@@ -17,12 +17,7 @@ Handler = Callable[[int, int], None]
 
 
 class VocabLayers(Protocol):
-    """The vocabulary layers: what virtual stage 0 reads, and what becomes of the last stage's output.
-
-    logits_in_flight: microbatches whose E and X are held for T.
-    """
-
-    logits_in_flight: Occupancy
+    """The vocabulary layers: what virtual stage 0 reads, and what becomes of the last stage's output."""
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
@@ -80,8 +75,6 @@ class ChunkPasses:
         self._last = placement.stages - 1
         self._gradients = gradients
         self._split_backward = split_backward
-        self.in_flight = Occupancy()
-        """Passes F whose activations are held for a B, or for a W where there is one, in chunks."""
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
@@ -106,7 +99,6 @@ class ChunkPasses:
         if self._gradients:
             self._model.release_output(output)
             self._store.put(Slot.CHUNK_GRAPH, microbatch, (leaf, output), at=chunk)
-            self.in_flight.enter()
         if stage == self._last:
             self._vocab_layers.last_output(microbatch, result)
         else:
@@ -122,8 +114,8 @@ class ChunkPasses:
         self._model.backward(chunk, microbatch, output, gradient)
         if stage == self._last:
             self._vocab_layers.finish_last(microbatch)
-        if not self._split_backward:
-            self.in_flight.leave()
+        if self._split_backward:
+            self._store.put(Slot.LEFT_FOR_W, microbatch, None, at=chunk)
         if stage == 0:
             self._vocab_layers.first_gradient(microbatch, leaf)
         else:
@@ -137,4 +129,4 @@ class ChunkPasses:
 
     def _weight_gradient(self, microbatch: int, chunk: int) -> None:
         self._model.weight_gradient(chunk, microbatch)
-        self.in_flight.leave()
+        self._store.take(Slot.LEFT_FOR_W, microbatch, at=chunk)

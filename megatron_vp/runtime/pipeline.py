@@ -21,6 +21,7 @@ from megatron_vp.runtime.store import Slot, Store
 from megatron_vp.runtime.streams import CudaIterations, CudaMark, second_stream
 from megatron_vp.runtime.whole_vocab_layers import WholeVocabLayers
 from megatron_vp.schedule.instructions import Channel, Collective, Load, Loss, Message, Post, Program, Run, Wait
+from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule
 
 _CONTENT: dict[Channel, tuple[Slot, Callable[[Shapes], torch.Tensor]]] = {
@@ -201,7 +202,9 @@ class Pipeline:
             for runner in runners.values():
                 runner.finish()
         store.assert_empty()
-        return Report(chunks.in_flight.peak / schedule.chunks, vocab_layers.logits_in_flight.peak)
+        if gradients:
+            store.assert_peaks(program.peaks)
+        return Report(store.held[Held.ACTIVATIONS].peak / schedule.chunks, store.held[Held.LOGITS].peak)
 
 
 def _awaited_collectives(instructions: Sequence[object]) -> frozenset[Collective]:

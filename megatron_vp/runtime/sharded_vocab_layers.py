@@ -7,7 +7,7 @@ import torch
 from megatron_vp.runtime.chunk_passes import Handler
 from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.model import Model, Shapes
-from megatron_vp.runtime.store import Occupancy, Slot, Store
+from megatron_vp.runtime.store import Slot, Store
 from megatron_vp.schedule.passes import PassKind, VocabMethod
 from megatron_vp.vocab.embedding import EmbeddingLayer
 from megatron_vp.vocab.loss import CROSS_ENTROPY
@@ -51,7 +51,6 @@ class ShardedVocabLayers:
         for layer in (layer_shards.embedding, layer_shards.output):
             if layer is not None:
                 self._contributions[layer.weight] = self._contributions.get(layer.weight, 0) + microbatches
-        self.logits_in_flight = Occupancy()
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
@@ -147,10 +146,8 @@ class ShardedVocabLayers:
         x_nh, labels_n = self._store.take(Slot.X, microbatch), self._store.take(Slot.TARGETS, microbatch)
         pending = output(x_nh, labels_n, self._token_loss)
         self._store.put(Slot.PENDING_OUTPUT, microbatch, pending, uses=1 + self._gradients)
-        if self._gradients:
-            self.logits_in_flight.enter()
-            if self._method is VocabMethod.VOCAB_2:
-                self._store.put(Slot.UNSCALED_GRAD, microbatch, output.unscaled_input_gradient(pending))
+        if self._gradients and self._method is VocabMethod.VOCAB_2:
+            self._store.put(Slot.UNSCALED_GRAD, microbatch, output.unscaled_input_gradient(pending))
 
     def _output_t(self, microbatch: int, chunk: int) -> None:
         returns_gradient = self._method is VocabMethod.VOCAB_1
@@ -160,7 +157,6 @@ class ShardedVocabLayers:
             self._store.take(Slot.LOSS_GRAD, microbatch),
             input_gradient=returns_gradient,
         )
-        self.logits_in_flight.leave()
         if returns_gradient:
             self._store.put(Slot.GRAD_PART, microbatch, part_nh)
         self._contributed(self._output.weight)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any
+
+from megatron_vp.schedule.pass_kinds import Held
 
 
 class Slot(Enum):
@@ -24,6 +27,9 @@ class Slot(Enum):
     CHUNK_GRAPH = auto()
     """A chunk's input, a leaf of autograd's graph (None for a chunk that embeds its tokens), and the output that ends
     the graph, by chunk. Put by F, taken by B."""
+    LEFT_FOR_W = auto()
+    """Nothing: what W needs is with the model. By chunk; put by a B that leaves the weight gradient to a W, taken by
+    that."""
 
     TOKENS = auto()
     """Token ids, int64 [b, e], on rank 0. Put by the load of the microbatch, taken by TOKENS."""
@@ -85,49 +91,15 @@ class Slot(Enum):
     stage."""
 
 
+HOLDS = {
+    Slot.CHUNK_GRAPH: Held.ACTIVATIONS,
+    Slot.LEFT_FOR_W: Held.ACTIVATIONS,
+    Slot.PENDING_OUTPUT: Held.LOGITS,
+}
+"""The memory of the schedule's ledger that is taken as long as a value is in the store."""
+
 Key = tuple[Slot, int, int | None]
 """What it is, the microbatch, and the stage or chunk of those slots that have one."""
-
-
-class Store:
-    """Values by slot and microbatch.
-
-    Nothing is overwritten and nothing is left behind: either would be a value of another microbatch or iteration.
-    """
-
-    def __init__(self) -> None:
-        self._values: dict[Key, tuple[Any, int]] = {}
-
-    def put(self, slot: Slot, microbatch: int, value: Any, *, at: int | None = None, uses: int = 1) -> None:
-        """Keep a new value until it has been taken `uses` times; `at` is its stage or chunk."""
-        key = _key(slot, microbatch, at)
-        assert key not in self._values, f"{_words(key)} is kept already"
-        if uses:
-            self._values[key] = (value, uses)
-
-    def take(self, slot: Slot, microbatch: int, *, at: int | None = None) -> Any:
-        """A value; its last use removes it."""
-        key = _key(slot, microbatch, at)
-        assert key in self._values, f"{_words(key)} is taken and was not put, or has been used up"
-        value, uses = self._values.pop(key)
-        if uses > 1:
-            self._values[key] = (value, uses - 1)
-        return value
-
-    def assert_empty(self) -> None:
-        """Check the end of an iteration."""
-        assert not self._values, f"left over at the end of an iteration: {sorted(map(_words, self._values))}"
-
-
-def _key(slot: Slot, microbatch: int, at: int | None) -> Key:
-    if not isinstance(slot, Slot):
-        raise TypeError(f"{slot!r} is not a slot of the store: add a member to Slot")
-    return (slot, microbatch, at)
-
-
-def _words(key: Key) -> str:
-    slot, microbatch, at = key
-    return f"{slot.name} of microbatch {microbatch}" + ("" if at is None else f" at {at}")
 
 
 class Occupancy:
@@ -145,3 +117,55 @@ class Occupancy:
     def leave(self) -> None:
         """One less."""
         self.now -= 1
+
+
+class Store:
+    """Values by slot and microbatch.
+
+    Nothing is overwritten and nothing is left behind: either would be a value of another microbatch or iteration.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[Key, tuple[Any, int]] = {}
+        self.held = {held: Occupancy() for held in Held}
+
+    def put(self, slot: Slot, microbatch: int, value: Any, *, at: int | None = None, uses: int = 1) -> None:
+        """Keep a new value until it has been taken `uses` times; `at` is its stage or chunk."""
+        key = _key(slot, microbatch, at)
+        assert key not in self._values, f"{_words(key)} is kept already"
+        if uses:
+            self._values[key] = (value, uses)
+            if slot in HOLDS:
+                self.held[HOLDS[slot]].enter()
+
+    def take(self, slot: Slot, microbatch: int, *, at: int | None = None) -> Any:
+        """A value; its last use removes it."""
+        key = _key(slot, microbatch, at)
+        assert key in self._values, f"{_words(key)} is taken and was not put, or has been used up"
+        value, uses = self._values.pop(key)
+        if uses > 1:
+            self._values[key] = (value, uses - 1)
+        elif slot in HOLDS:
+            self.held[HOLDS[slot]].leave()
+        return value
+
+    def assert_empty(self) -> None:
+        """Check the end of an iteration."""
+        assert not self._values, f"left over at the end of an iteration: {sorted(map(_words, self._values))}"
+
+    def assert_peaks(self, promised: Mapping[Held, int]) -> None:
+        """Check that the iteration held as much at once as its program's passes say: see `Program.peaks`."""
+        for held, peak in promised.items():
+            found = self.held[held].peak
+            assert found == peak, f"held {held} of {found} microbatches at once where the program's passes hold {peak}"
+
+
+def _key(slot: Slot, microbatch: int, at: int | None) -> Key:
+    if not isinstance(slot, Slot):
+        raise TypeError(f"{slot!r} is not a slot of the store: add a member to Slot")
+    return (slot, microbatch, at)
+
+
+def _words(key: Key) -> str:
+    slot, microbatch, at = key
+    return f"{slot.name} of microbatch {microbatch}" + ("" if at is None else f" at {at}")

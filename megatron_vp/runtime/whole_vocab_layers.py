@@ -6,7 +6,7 @@ import torch
 
 from megatron_vp.runtime.chunk_passes import Handler
 from megatron_vp.runtime.model import Model
-from megatron_vp.runtime.store import Occupancy, Slot, Store
+from megatron_vp.runtime.store import Slot, Store
 from megatron_vp.schedule.passes import PassKind
 from megatron_vp.schedule.placement import Placement
 
@@ -26,7 +26,6 @@ class WholeVocabLayers:
         self._reads_labels = rank == placement.ranks - 1
         self._last_chunk = placement.chunks - 1
         self._labels_travel = placement.last_rank != placement.ranks - 1
-        self.logits_in_flight = Occupancy()
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:

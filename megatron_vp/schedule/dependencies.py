@@ -178,15 +178,23 @@ class _Rules:
         return done
 
     def passes_of_choice(self) -> None:
-        """Passes that only this schedule has: each waits for what its kind's entry names."""
+        """Passes that only this schedule has: each waits for what its kind's entry names.
+
+        A backward or W that gives back memory which one of them takes waits for that one.
+        """
+        own = [(rank, step) for rank, step in sorted(self.variant) if step.kind not in BASE_KINDS]
         places = {node: place for place, node in enumerate(self.nodes)}
-        for rank, step in sorted(self.variant):
-            if step.kind not in BASE_KINDS:
-                named = [places.get(Step(rank, step._replace(kind=PassKind(kind)))) for kind in step.kind.follows]
-                before = [place for place in named if place is not None]
-                if step.kind.through is not None:
-                    before = [self.add(step.kind.through(rank, step), before)]
-                self.add(Step(rank, step), before)
+        places |= {Step(rank, step): self.add(Step(rank, step), []) for rank, step in own}
+        for rank, step in own:
+            of_kind = {kind: places.get(Step(rank, step._replace(kind=kind))) for kind in PassKind}
+            before = [place for kind in step.kind.follows if (place := of_kind[PassKind(kind)]) is not None]
+            if step.kind.through is not None:
+                before = [self.add(step.kind.through(rank, step), before)]
+            self.before[places[Step(rank, step)]] += before
+            for kind in BASE_KINDS:
+                giver = of_kind[kind]
+                if giver is not None and set(kind.releases) & set(step.kind.holds):
+                    self.before[giver].append(places[Step(rank, step)])
 
     def output_layer(self, last_forward: int) -> list[int]:
         """S, T, their collectives and the loss, or V; returns what B of the last stage waits for."""

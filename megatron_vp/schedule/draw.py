@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from megatron_vp.schedule import perfetto
+from megatron_vp.schedule.ledger import activation_levels
 from megatron_vp.schedule.pass_kinds import PassKind
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.perfetto import Lane
@@ -154,7 +155,7 @@ def _second_stream(timeline: Timeline) -> dict[int, list[tuple[float, float]]]:
 
 def _draw_memory(axes: Axes, timeline: Timeline, rank: int, peak: float) -> None:
     times, levels = [0.0], [0.0]
-    held = timeline.schedule.activation_levels(rank)
+    held = activation_levels(timeline.schedule, rank)
     for (start, end), (during, after) in zip(timeline.spans[rank], held, strict=True):
         times += [start, end]
         levels += [during, after]
@@ -192,7 +193,7 @@ def to_perfetto(timeline: Timeline) -> str:
     events: list[perfetto.Event] = []
     for rank, (order, spans) in enumerate(zip(timeline.schedule.ranks, timeline.spans, strict=True)):
         events += perfetto.process(rank, Lane.COMPUTE, Lane.SECOND_STREAM)
-        held = timeline.schedule.activation_levels(rank)
+        held = activation_levels(timeline.schedule, rank)
         for step, (start, end), (during, after) in zip(order, spans, held, strict=True):
             args: dict[str, object] = {"microbatch": step.microbatch, "chunk": step.chunk}
             events += [

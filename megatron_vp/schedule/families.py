@@ -25,6 +25,7 @@ from megatron_vp.schedule.generators.v_half import v_half
 from megatron_vp.schedule.generators.v_min import v_min
 from megatron_vp.schedule.generators.zb_h1 import zb_h1
 from megatron_vp.schedule.generators.zb_v import zb_v
+from megatron_vp.schedule.ledger import peak
 from megatron_vp.schedule.lowering import check_reading, lower
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule, ScheduleError, VocabMethod
@@ -178,7 +179,7 @@ def family_of_text(path: str, text: str) -> Family:
         path,
         f"the schedule in {path}",
         lambda ranks, chunks: placement,
-        lambda p, r, v, m: max((during for during, _ in schedule.levels(Held.ACTIVATIONS, r)), default=0),
+        lambda p, r, v, m: peak(schedule.ranks[r], Held.ACTIVATIONS),
         "as the file has it",
         chunks=placement.chunks,
         methods=(schedule.vocab,),

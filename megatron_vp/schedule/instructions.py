@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
+from functools import cached_property
 from typing import NamedTuple, Protocol, Self
 
+from megatron_vp.schedule.ledger import peak
+from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Pass
 
 
@@ -290,7 +293,7 @@ class Wait:
 Instruction = Load | Run | Loss | Post | Wait
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
     """What one rank executes."""
 
@@ -300,3 +303,9 @@ class Program:
     """in the order in which all members post them; empty on a rank that is not a member"""
     vocab_members: tuple[int, ...]
     """the ranks that post the collectives, the same in the programs of all ranks"""
+
+    @cached_property
+    def peaks(self) -> dict[Held, int]:
+        """How often its passes take each kind of memory at most at once."""
+        order = [each.action for each in self.instructions if isinstance(each, Run)]
+        return {held: peak(order, held) for held in Held}

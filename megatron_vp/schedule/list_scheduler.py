@@ -20,7 +20,9 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from megatron_vp.schedule.graph import Graph
-from megatron_vp.schedule.pass_kinds import Held, PassKind, givers, takers
+from megatron_vp.schedule.ledger import lives
+from megatron_vp.schedule.pass_kinds import Held
+from megatron_vp.schedule.passes import Pass
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,39 @@ class MemoryLimits:
     activations: tuple[int, ...]
     logits: int = 2
 
+    def of(self, rank: int) -> dict[Held, int]:
+        """By kind of memory."""
+        return {Held.ACTIVATIONS: self.activations[rank], Held.LOGITS: self.logits}
 
-Kind = PassKind | str | None
-JOINED = "F+B"
-"""In place of a kind: a forward with the backward right behind it. Meanwhile a chunk's activations more are held."""
+
+@dataclass(frozen=True)
+class Users:
+    """Of one kind of memory: the numbers of the passes that take it, and of those that give it back when they end."""
+
+    take: set[int]
+    give: set[int]
+
+    def joined(self, backward_of: Mapping[int, int]) -> Users:
+        """A pair, which has the forward's number, does what either half does."""
+        take, give = (
+            each | {forward for forward, backward in backward_of.items() if backward in each}
+            for each in (self.take, self.give)
+        )
+        return Users(take, give)
+
+
+Memory = Mapping[Held, Users]
+
+
+def memory_of(ranks: Sequence[Sequence[Pass]], numbers: Sequence[Sequence[int]]) -> Memory:
+    """What the ledger says of all ranks' passes, in valid orders; `numbers[r]` are those of the passes `ranks[r]`."""
+    found = {held: Users(set(), set()) for held in Held}
+    for order, named in zip(ranks, numbers, strict=True):
+        for held, users in found.items():
+            for first, last in lives(order, held):
+                users.take.add(named[first])
+                users.give.add(named[last])
+    return found
 
 
 @dataclass(frozen=True)
@@ -41,26 +72,25 @@ class Problem:
     """What there is to order: a graph's nodes by number, and a valid order of each rank's passes."""
 
     lanes: Sequence[int]
-    kinds: Sequence[Kind]
     predecessors: Sequence[Sequence[int]]
     successors: Sequence[Sequence[int]]
     durations: Sequence[float]
     orders: Sequence[Sequence[int]]
+    memory: Memory
     backward_of: Mapping[int, int] = field(default_factory=dict)
     """by forward: the backward that runs right behind it; such a pair has the forward's number"""
 
     @classmethod
-    def of(cls, graph: Graph, orders: Sequence[Sequence[int]], durations: Sequence[float]) -> Problem:
+    def of(cls, graph: Graph, orders: Sequence[Sequence[int]], durations: Sequence[float], memory: Memory) -> Problem:
         """The nodes of `graph`; `orders[r]` are the numbers of rank r's passes."""
-        return cls(graph.lanes, graph.kinds, graph.predecessors, graph.successors, durations, orders)
+        return cls(graph.lanes, graph.predecessors, graph.successors, durations, orders, memory)
 
     def joined(self, backward_of: Mapping[int, int]) -> Problem:
         """The same with pairs of a forward and a backward, whose backwards are no longer listed in the orders."""
-        kinds, second = list(self.kinds), set(backward_of.values())
-        for forward in backward_of:
-            kinds[forward] = JOINED
+        second = set(backward_of.values())
         orders = [[number for number in order if number not in second] for order in self.orders]
-        return replace(self, kinds=kinds, orders=orders, backward_of=backward_of)
+        memory = {held: users.joined(backward_of) for held, users in self.memory.items()}
+        return replace(self, orders=orders, memory=memory, backward_of=backward_of)
 
 
 def list_schedule(problem: Problem, limits: MemoryLimits, backwards: bool) -> tuple[float, list[list[int]]]:
@@ -77,55 +107,39 @@ def list_schedule(problem: Problem, limits: MemoryLimits, backwards: bool) -> tu
 class _MemoryPool:
     """One kind of memory of a rank; `levels` says how full it is during each pass that is left, the next one last.
 
-    `during` and `change` say, by kind of pass, what it takes while it runs and what has changed when it ends.
+    `takes` and `gives` are those of the rank's passes, of which the last one runs first.
     """
 
-    def __init__(
-        self,
-        kinds: Sequence[Kind],
-        during: Mapping[Kind, int],
-        change: Mapping[Kind, int],
-        limit: int,
-    ) -> None:
-        self.takers = {kind for kind, taken in during.items() if taken}
-        self.limit, self.change = limit, change
+    def __init__(self, takes: Sequence[bool], gives: Sequence[bool], limit: int) -> None:
+        self.takes, self.limit = takes, limit
+        self.change = [taken - given for taken, given in zip(takes, gives, strict=True)]
         self.levels = []
         level = 0
-        for kind in reversed(kinds):
-            self.levels.append(level + during.get(kind, 0))
-            level += change.get(kind, 0)
+        for taken, change in zip(reversed(takes), reversed(self.change), strict=True):
+            self.levels.append(level + taken)
+            level += change
         self.levels.reverse()
 
-    def fits(self, place: int) -> bool:
+    def fits(self, index: int) -> bool:
         """Whether a taker may go ahead of all that were to run before it."""
-        return max(self.levels[place + 1 :], default=0) < self.limit
+        return max(self.levels[index + 1 :], default=0) < self.limit
 
-    def remove(self, place: int, kind: Kind) -> None:
-        """Run a pass ahead of all that were to run before it."""
-        change = self.change.get(kind, 0)
-        if change and place + 1 < len(self.levels):
-            self.levels[place + 1 :] = [level + change for level in self.levels[place + 1 :]]
-        del self.levels[place]
+    def remove(self, index: int, place: int) -> None:
+        """Run a pass ahead of all that were to run before it: the one at `place` of all, at `index` of those left."""
+        change = self.change[place]
+        if change and index + 1 < len(self.levels):
+            self.levels[index + 1 :] = [level + change for level in self.levels[index + 1 :]]
+        del self.levels[index]
 
 
-def _pools(kinds: Sequence[Kind], limits: dict[Held, int], backwards: bool) -> list[_MemoryPool]:
+def _pools(order: Sequence[int], memory: Memory, limits: Mapping[Held, int], backwards: bool) -> list[_MemoryPool]:
     """The pools that these passes take from; `backwards`: time runs from the last pass to the first."""
-    listed, pools = {kind for kind in kinds if isinstance(kind, PassKind)}, []
-    if JOINED in kinds:
-        listed |= {PassKind.F, PassKind.BW}
+    pools = []
     for held, limit in limits.items():
-        taking, giving = takers(held, listed), givers(held, listed)
-        if not taking or not giving:
-            continue  # without a backward nothing is kept
-        change: dict[Kind, int] = dict.fromkeys(taking, 1)
-        change.update((kind, -1) for kind in giving)
-        if backwards:
-            change = {kind: -net for kind, net in change.items()}
-        # What takes holds it already while it runs; so does, the other way round, what gives back.
-        during = {kind: 1 for kind, net in change.items() if net > 0}
-        if held is Held.ACTIVATIONS:
-            during[JOINED] = 1
-        pools.append(_MemoryPool(kinds, during, change, limit))
+        users = memory[held]
+        takes, gives = ([number in each for number in order] for each in (users.take, users.give))
+        if takes != gives:  # in an evaluation nothing is kept from one pass to another
+            pools.append(_MemoryPool(*((gives, takes) if backwards else (takes, gives)), limit))
     return pools
 
 
@@ -136,8 +150,8 @@ Ready = list[int]
 class _Rank:
     """What a rank has left. Passes are known by their place in `order`, which names the pass to run first last."""
 
-    def __init__(self, order: Sequence[int], kinds: Sequence[Kind], pools: Sequence[_MemoryPool]) -> None:
-        self.order, self.kinds, self.pools = order, kinds, pools
+    def __init__(self, order: Sequence[int], pools: Sequence[_MemoryPool]) -> None:
+        self.order, self.pools = order, pools
         self.left = list(range(len(order)))
         # Of the ready passes that take from one pool, the first in order fits or none does.
         self.takers: list[tuple[_MemoryPool, Ready]] = [(pool, []) for pool in pools]
@@ -168,7 +182,7 @@ class _Rank:
     def _run(self, place: int) -> int:
         index = len(self.left) - 1 if self.left[-1] == place else bisect_left(self.left, place)
         for pool in self.pools:
-            pool.remove(index, self.kinds[place])
+            pool.remove(index, place)
         del self.left[index]
         self.result.append(self.order[place])
         return self.order[place]
@@ -192,15 +206,15 @@ class _ListScheduler:
         # Where a pass goes when it is ready, and what stands for it there.
         self.ready: list[Ready | None] = [None] * len(durations)
         self.entry = [0] * len(durations)
-        for order, most in zip(orders, limits.activations, strict=True):
-            kinds = [problem.kinds[number] for number in order]
-            by_memory = {Held.ACTIVATIONS: most, Held.LOGITS: limits.logits}
-            rank = _Rank(order, kinds, _pools(kinds, by_memory, backwards))
+        for index, order in enumerate(orders):
+            rank = _Rank(order, _pools(order, problem.memory, limits.of(index), backwards))
             self.ranks.append(rank)
-            takers = {kind: ready for pool, ready in rank.takers for kind in pool.takers}
-            for place, (number, kind) in enumerate(zip(order, kinds, strict=True)):
-                self.ready[number] = takers[kind] if kind in takers else rank.others if after[number] else rank.fillers
+            for place, number in enumerate(order):
+                self.ready[number] = rank.others if after[number] else rank.fillers
                 self.entry[number] = -place
+                for pool, ready in rank.takers:
+                    if pool.takes[place]:
+                        self.ready[number] = ready
         self.waits = list(map(len, before))
         # The halves of a pair in order of time, by the pair's number; and the pair of either half.
         self.halves: dict[int, tuple[int, int]] = {}

@@ -7,7 +7,7 @@ says, and takes no time unless costs name it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -16,9 +16,11 @@ class Held(StrEnum):
     """Memory that lives from one pass of a microbatch to another."""
 
     ACTIVATIONS = "activations"
-    """of a chunk"""
+    """of a chunk, on the device"""
     LOGITS = "logits"
-    """of the rank's vocabulary shard: E, kept from S to T"""
+    """of the rank's vocabulary shard, on the device: E, kept from S to T"""
+    HOST_ACTIVATIONS = "host activations"
+    """a copy of a chunk's activations in the memory of the host"""
 
 
 class _Table(type):
@@ -68,10 +70,10 @@ class PassKind(str, metaclass=_Table):
     through: Callable[[int, Any], Any] | None
     """makes the operation (`instructions.Operation`) through which it waits for them, of a rank and one of its passes;
     None: it waits for the passes themselves"""
-    holds: Held | None
+    holds: tuple[Held, ...]
     """memory that it takes and that stays taken when it ends"""
-    releases: Held | None
-    """memory that is free when it ends, unless a kind that follows it releases the same"""
+    releases: tuple[Held, ...]
+    """memory that is free when it ends, unless a later pass of its microbatch and chunk releases the same"""
 
     @classmethod
     def define(
@@ -86,8 +88,8 @@ class PassKind(str, metaclass=_Table):
         forward: bool = False,
         follows: tuple[str, ...] = (),
         through: Callable[[int, Any], Any] | None = None,
-        holds: Held | None = None,
-        releases: Held | None = None,
+        holds: tuple[Held, ...] = (),
+        releases: tuple[Held, ...] = (),
     ) -> PassKind:
         """Add an entry. Raises ValueError for a name that is taken."""
         if name in cls.entries:
@@ -117,22 +119,11 @@ class PassKind(str, metaclass=_Table):
 
 
 PassKind.define("IF", "embedding", "#B07AA1", mark="i", forward=True)
-PassKind.define("F", "forward", "#4C78A8", per_chunk=True, forward=True, holds=Held.ACTIVATIONS)
-PassKind.define("S", "output layer, first pass", "#F28E2B", forward=True, holds=Held.LOGITS)
-PassKind.define("T", "output layer, second pass", "#EDC948", releases=Held.LOGITS)
+PassKind.define("F", "forward", "#4C78A8", per_chunk=True, forward=True, holds=(Held.ACTIVATIONS,))
+PassKind.define("S", "output layer, first pass", "#F28E2B", forward=True, holds=(Held.LOGITS,))
+PassKind.define("T", "output layer, second pass", "#EDC948", releases=(Held.LOGITS,))
 PassKind.define("V", "vocabulary", "#E15759", forward=True)
-PassKind.define("B", "backward", "#59A14F", per_chunk=True, releases=Held.ACTIVATIONS)
-PassKind.define("W", "weight gradient", "#B6C95B", per_chunk=True, follows=("B",), releases=Held.ACTIVATIONS)
-PassKind.define("BW", "whole backward", "#3A7D34", mark="B", per_chunk=True, releases=Held.ACTIVATIONS)
+PassKind.define("B", "backward", "#59A14F", per_chunk=True, releases=(Held.ACTIVATIONS,))
+PassKind.define("W", "weight gradient", "#B6C95B", per_chunk=True, follows=("B",), releases=(Held.ACTIVATIONS,))
+PassKind.define("BW", "whole backward", "#3A7D34", mark="B", per_chunk=True, releases=(Held.ACTIVATIONS,))
 PassKind.define("IB", "embedding gradient", "#D37295", mark="b")
-
-
-def takers(held: Held, kinds: Iterable[PassKind]) -> set[PassKind]:
-    """Those of `kinds` that take this memory."""
-    return {kind for kind in kinds if kind.holds is held}
-
-
-def givers(held: Held, kinds: Iterable[PassKind]) -> set[PassKind]:
-    """Those of `kinds` at whose end it is free: B where there is no W, else W."""
-    found = {kind for kind in kinds if kind.releases is held}
-    return {kind for kind in found if not any(kind in later.follows for later in found)}

@@ -8,7 +8,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron_vp.schedule.pass_kinds import Held, PassKind, givers, takers
+from megatron_vp.schedule.pass_kinds import PassKind
 from megatron_vp.schedule.placement import Placement
 
 
@@ -132,29 +132,6 @@ class Schedule:
         return {
             (rank, step): None for rank, order in enumerate(self.ranks) for step in order if step.kind is PassKind.BW
         }
-
-    def levels(self, held: Held, rank: int) -> list[tuple[int, int]]:
-        """How often this memory is taken during and after each pass of `rank`.
-
-        It is held from the start of the pass that takes it to the end of the one that gives it back; in a schedule
-        where none does, during the first only.
-        """
-        taking, giving = takers(held, self.kinds), givers(held, self.kinds)
-        giving = giving or taking
-        levels, level = [], 0
-        for step in self.ranks[rank]:
-            during = level + (step.kind in taking)
-            level = during - (step.kind in giving)
-            levels.append((during, level))
-        return levels
-
-    def activation_levels(self, rank: int) -> list[tuple[float, float]]:
-        """Activations held during and after each pass of `rank`, in microbatches of a whole rank.
-
-        A chunk holds 1/chunks.
-        """
-        levels = self.levels(Held.ACTIVATIONS, rank)
-        return [(during / self.chunks, after / self.chunks) for during, after in levels]
 
     def forward_only(self) -> Schedule:
         """The same order with only IF, F and S, or F and V: what evaluation runs."""

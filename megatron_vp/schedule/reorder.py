@@ -16,7 +16,7 @@ from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import VOCABULARY_KINDS, build_graph
 from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD, expand_interlaced
 from megatron_vp.schedule.graph import Graph, Node, Step
-from megatron_vp.schedule.list_scheduler import MemoryLimits, Problem, list_schedule
+from megatron_vp.schedule.list_scheduler import Memory, MemoryLimits, Problem, list_schedule, memory_of
 from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 
@@ -50,7 +50,7 @@ def reorder_for_costs(
         for forwards, backwards in zip(*halves, strict=True):
             backward_of |= zip(forwards, backwards, strict=True)
     times, even = (durations(graph, schedule, each) for each in (costs, costs.evened()))
-    search = _Search(graph, limits, backward_of, times)
+    search = _Search(graph, limits, memory_of(schedule.ranks, orders), backward_of, times)
     given, forwards, backwards = search.first_orders(orders)
     found = [given, forwards, backwards]
     if further_orders:
@@ -81,6 +81,7 @@ class _Search:
 
     graph: Graph
     limits: MemoryLimits
+    memory: Memory
     backward_of: Mapping[int, int]
     times: Sequence[float]
 
@@ -130,7 +131,7 @@ class _Search:
 
         The given order, without a time, where the scheduler comes to no end.
         """
-        problem = Problem.of(self.graph, given, durations)
+        problem = Problem.of(self.graph, given, durations, self.memory)
         if self.backward_of:
             problem = problem.joined(self.backward_of)
         makespan, orders = list_schedule(problem, self.limits, backwards)

@@ -11,6 +11,7 @@ from megatron_vp.schedule.dependencies import build_graph, check_passes, join_vo
 from megatron_vp.schedule.gc_paused import gc_paused
 from megatron_vp.schedule.graph import Graph, Node, Step
 from megatron_vp.schedule.instructions import Operation
+from megatron_vp.schedule.ledger import peak
 from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule, VocabMethod
@@ -60,17 +61,13 @@ class Timeline:
 
     @cached_property
     def peak_activation(self) -> tuple[float, ...]:
-        """Most activations held at once on each rank, in microbatches: see `Schedule.activation_levels`."""
-        return tuple(
-            max((during for during, _ in self.schedule.activation_levels(rank)), default=0.0)
-            for rank in range(len(self.spans))
-        )
+        """Most activations held at once on each rank, in microbatches: see `ledger.activation_levels`."""
+        return tuple(peak(order, Held.ACTIVATIONS) / self.schedule.chunks for order in self.schedule.ranks)
 
     @cached_property
     def logits_in_flight(self) -> tuple[int, ...]:
         """Most microbatches that are at once past the start of S and not yet past the end of T, on each rank."""
-        levels = (self.schedule.levels(Held.LOGITS, rank) for rank in range(len(self.spans)))
-        return tuple(max((during for during, _ in each), default=0) for each in levels)
+        return tuple(peak(order, Held.LOGITS) for order in self.schedule.ranks)
 
 
 class Simulator:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from megatron_vp.schedule.costs import Costs
 from megatron_vp.schedule.instructions import Instruction, Operation, Post, Program, Wait
+from megatron_vp.schedule.ledger import activation_levels
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import Schedule, ScheduleError
 from megatron_vp.schedule.timeline import Timeline, simulate
@@ -27,7 +28,7 @@ def validate(schedule: Schedule, costs: Costs | None = None, memory_bound: Seque
 def check_memory(schedule: Schedule, memory_bound: Sequence[float]) -> None:
     """Raise ScheduleError where rank r holds more than `memory_bound[r]`, in microbatches of a whole rank."""
     for rank, bound in enumerate(memory_bound):
-        for place, (level, _) in enumerate(schedule.activation_levels(rank)):
+        for place, (level, _) in enumerate(activation_levels(schedule, rank)):
             if level > bound + 1e-9:
                 step = schedule.ranks[rank][place]
                 raise ScheduleError(

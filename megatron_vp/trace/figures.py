@@ -11,6 +11,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import perfetto
 from megatron_vp.schedule.costs import StageCosts
 from megatron_vp.schedule.instructions import Channel, CollectiveKind
+from megatron_vp.schedule.ledger import activation_levels
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.placement import Placement
@@ -146,7 +147,7 @@ def held_activations(traces: Sequence[RankTrace]) -> list[perfetto.Event]:
     for iteration in sorted(traces[0].microbatches):
         schedule = ran(traces, iteration)
         for rank, trace in enumerate(traces):
-            for span, (during, after) in zip(_passes(trace, iteration), schedule.activation_levels(rank), strict=True):
+            for span, (during, after) in zip(_passes(trace, iteration), activation_levels(schedule, rank), strict=True):
                 events += [perfetto.activations(rank, span.start, during), perfetto.activations(rank, span.end, after)]
     return events
 

@@ -25,6 +25,7 @@ from megatron_vp.schedule import (
     validate,
 )
 from megatron_vp.schedule.draw import to_perfetto, to_picture, to_text
+from megatron_vp.schedule.ledger import activation_levels
 from megatron_vp.schedule.list_scheduler import MemoryLimits
 from megatron_vp.schedule.reorder import reorder_for_costs
 
@@ -197,11 +198,11 @@ def test_an_evaluation_leaves_it_out_unless_its_entry_says_forward(schedule, kin
 def test_it_may_hold_and_release_memory(kind):
     """A kind that takes over what another holds: the activations live until the last of the two."""
     PassKind.remove("Q")
-    later = PassKind.define("Q", "gradient check", COLOUR, per_chunk=True, follows=("W",), releases=Held.ACTIVATIONS)
+    later = PassKind.define("Q", "gradient check", COLOUR, per_chunk=True, follows=("W",), releases=(Held.ACTIVATIONS,))
     split = inserted(generate("zb-h1", 2, MICROBATCHES), later, chunks=(0,))
     for rank, order in enumerate(split.ranks):
         level = 0
-        for step, (during, after) in zip(order, split.activation_levels(rank), strict=True):
+        for step, (during, after) in zip(order, activation_levels(split, rank), strict=True):
             during_expected = level + (step.kind is PassKind.F)
             level = during_expected - (step.kind is later)
             assert (during, after) == (during_expected, level), (rank, step)
@@ -211,7 +212,7 @@ def test_it_may_hold_and_release_memory(kind):
 def test_memory_that_it_releases_bounds_the_reordering(kind, ranks):
     """The list scheduler runs no forward for which there is no room until the new pass has released it."""
     PassKind.remove("Q")
-    later = PassKind.define("Q", "gradient check", COLOUR, per_chunk=True, follows=("W",), releases=Held.ACTIVATIONS)
+    later = PassKind.define("Q", "gradient check", COLOUR, per_chunk=True, follows=("W",), releases=(Held.ACTIVATIONS,))
     schedule = inserted(generate("zb-h1", ranks, 8), later, microbatches=range(8), chunks=(0,))
     bound = [ranks] * ranks
     for costs in (PassCosts(other={"Q": 0.1}), PassCosts(other={"Q": 1.0}), PassCosts(F=0.5, W=2, other={"Q": 3.0})):

@@ -14,7 +14,8 @@ from megatron_vp.cost.sizes.fp8 import activations_saved, weight_copies
 from megatron_vp.cost.sizes.layer_types import LayerType, model_layers, stage_layers
 from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, Recompute
 from megatron_vp.jobs.layer_kind import LayerKind
-from megatron_vp.schedule import PassKind, Schedule, VocabMethod
+from megatron_vp.schedule import Held, PassKind, Schedule, VocabMethod
+from megatron_vp.schedule.ledger import changes
 
 EMBEDDED = 2.7
 """Of the paper's code: bytes per token and hidden unit of a microbatch in flight on the first stage. These are the
@@ -161,19 +162,29 @@ class MemoryModel:
                 waiting[placement.stages - 1] += self.job.element_bytes * self._unit
         held, scores = once_memory(self.job, split, (kind for kind, count in self._layers(rank) if count)), 0.0
         peak = (0.0, 0.0)
-        for step in self.schedule.ranks[rank]:
-            stage = placement.stage_of[rank][step.chunk]
+        order = self.schedule.ranks[rank]
+        own: dict[tuple[int, int], float] = {}  # of each microbatch and chunk, at present
+        for step, (taken, given) in zip(order, changes(order, Held.ACTIVATIONS), strict=True):
+            stage, account = placement.stage_of[rank][step.chunk], (step.microbatch, step.chunk)
             has_output = whole and stage == placement.stages - 1
             left = split and step.kind is not PassKind.BW  # the weight gradient, for a W
+            if taken:
+                own[account] = kept[stage]
+                held += kept[stage]
+            after = held
+            if given:
+                after -= own.pop(account)
+            elif left and step.kind is PassKind.B:
+                # Layer by layer, what waits for W takes the place of what was kept.
+                after -= own[account] - waiting[stage]
+                own[account] = waiting[stage]
             match step.kind:
                 case PassKind.F:
-                    held += kept[stage]
                     in_layers = held + in_pass[stage].forward, scores + shared
                     scores += has_output * kept_score * logits
                     at_end = held, scores + shared + has_output * 2 * logits
                     during = max(in_layers, at_end, key=sum)
                 case PassKind.B | PassKind.BW:
-                    # Layer by layer, what waits for W takes the place of what was kept.
                     grows = max(0.0, waiting[stage] - kept[stage]) if left else 0.0
                     in_layers = held + grows + in_pass[stage].backward, scores + shared + has_output * 2 * logits
                     at_start = in_layers
@@ -182,19 +193,18 @@ class MemoryModel:
                         at_start = held, in_layers[1]
                         in_layers = in_layers[0], in_layers[1] - (kept_score + 2 * (not left)) * logits
                     during = max(at_start, in_layers, key=sum)
-                    held -= kept[stage] - (waiting[stage] if left else 0.0)
                     # Where W follows, it needs the logits' gradient in 16 bits.
                     scores -= has_output * ((kept_score - 2 * left) * logits)
                     if whole and stage == 0:
                         peak = max(peak, during, key=sum)
                         # The embedding's dense gradient comes last in its backward.
-                        during = held + left * self._embedding_s_backward(waiting[stage]), scores + dense
+                        during = after + left * self._embedding_s_backward(waiting[stage]), scores + dense
                 case PassKind.W:
                     during = held, scores + shared + has_output * dense
-                    held -= waiting[stage]
                     scores -= has_output * 2 * logits
                 case _:
-                    continue
+                    during = held, scores + shared
+            held = after
             peak = max(peak, during, key=sum)
         return peak
 

@@ -1,0 +1,76 @@
+"""The ledger of memory: what every pass takes, and which pass gives it back.
+
+All that counts memory reads it here: the list scheduler's limits, peaks and proofs of a schedule, the cost model, the
+runtime's own count. A pass takes what its kind `holds`, and gives back what its kind `releases` of the same microbatch
+and chunk. Where several passes release it, the last of them gives it back, as a W does where the backward is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron_vp.schedule.pass_kinds import Held
+from megatron_vp.schedule.passes import Pass, Schedule
+
+
+class Change(NamedTuple):
+    """What a pass does to one kind of memory of its rank, in microbatches of a chunk or shard."""
+
+    taken: int
+    """from its start on"""
+    given: int
+    """back when it ends"""
+
+
+def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
+    """Places in a rank's order of the passes that take this memory, each with that of the pass that gives it back.
+
+    The two are the same where no pass gives it back, as in an evaluation: it is held while the pass runs.
+    """
+    kinds = {step.kind for step in order}
+    takers = {kind for kind in kinds if held in kind.holds}
+    concerned = takers | {kind for kind in kinds if held in kind.releases}
+    ends: dict[int, int] = {}
+    taken_at: dict[tuple[int, int], int] = {}
+    for place, step in enumerate(order):
+        if step.kind in concerned:
+            account = step.microbatch, step.chunk
+            if step.kind in takers:
+                taken_at[account] = ends[place] = place
+            elif account in taken_at:
+                ends[taken_at[account]] = place
+    return list(ends.items())
+
+
+def changes(order: Sequence[Pass], held: Held) -> list[Change]:
+    """What each pass of a rank's order takes and gives back of this memory."""
+    taken, given = [0] * len(order), [0] * len(order)
+    for first, last in lives(order, held):
+        taken[first] += 1
+        given[last] += 1
+    return list(map(Change, taken, given))
+
+
+def levels(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
+    """How often this memory is taken during and after each pass of a rank's order."""
+    found, level = [], 0
+    for taken, given in changes(order, held):
+        during = level + taken
+        level = during - given
+        found.append((during, level))
+    return found
+
+
+def peak(order: Sequence[Pass], held: Held) -> int:
+    """How often this memory is taken at most at once."""
+    return max((during for during, _ in levels(order, held)), default=0)
+
+
+def activation_levels(schedule: Schedule, rank: int) -> list[tuple[float, float]]:
+    """Activations held during and after each pass of `rank`, in microbatches of a whole rank.
+
+    A chunk holds 1/chunks.
+    """
+    found = levels(schedule.ranks[rank], Held.ACTIVATIONS)
+    return [(during / schedule.chunks, after / schedule.chunks) for during, after in found]
