@@ -46,6 +46,7 @@ class PassCosts:
     def parse(cls, text: str) -> PassCosts:
         """Read `F=1,B=1,S=0.25`; what is not named keeps its default. Raises UserError."""
         known = {*_OWN, *(kind.value for kind in PassKind if kind not in _FOLLOWING)}
+        known |= {kind.through(0, Pass(kind, 0)).cost for kind in PassKind if kind.through is not None}
         given: dict[str, float] = {}
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, separator, value = (part.strip() for part in item.partition("="))

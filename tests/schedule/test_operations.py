@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
+from megatron_vp.errors import UserError
 from megatron_vp.runtime.progress import Progress
 from megatron_vp.schedule import (
     Channel,
@@ -104,6 +105,12 @@ def test_it_is_proven_and_timed(schedule):
         assert all(end <= start for (_, end), (start, _) in pairwise(spans)), "one lane"
     free = copies(simulate(schedule))
     assert all(start == end for start, end in free.values()), "costs that do not name it"
+
+
+def test_its_cost_is_named_on_the_command_line(schedule):
+    assert PassCosts.parse("copy=0.75") == COSTS
+    with pytest.raises(UserError, match="'copies=1' is not NAME=NUMBER with NAME one of .*, copy"):
+        PassCosts.parse("copies=1")
 
 
 def test_costs_by_place_know_it_by_its_key(schedule):
