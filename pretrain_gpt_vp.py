@@ -39,8 +39,8 @@ from megatron.training.argument_utils import (
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
+from megatron_vp.mcore.options.script_options import refuse_script_options
 from megatron_vp.mcore.options.settle import refused_by_megatron
-from megatron_vp.mcore.options.unserved import refuse_unserved
 from megatron_vp.mcore.storage.attempt import noting_the_end
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -175,7 +175,7 @@ def main() -> None:
     """Parse, check and train. Raises UserError for arguments and inputs that cannot work, before any process group."""
     set_startup_timestamps(program_start=STARTED, main_entry=time.time())
     args = parse_and_validate_args()
-    refuse_unserved(args)
+    refuse_script_options(args)
     with refused_by_megatron():
         model_config = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
         config = pretrain_cfg_container_from_args(args, model_config(args))

@@ -69,11 +69,11 @@ def line(model: str, ranks: int, schedule: str) -> dict | None:
     for method in METHODS:
         plan = Plan(schedule, method, chunks)
         shards = balanced(job, plan, H100)
-        drawn = Candidate(method, shards.plan(plan))
+        assigned = Candidate(method, shards.plan(plan))
         even = Candidate(method, replace(plan, layers=spread_layers(job, placement)))
-        seconds = [evaluate(each, job, H100).iteration_seconds for each in (drawn, even)]
-        runs.append((*seconds, method, shards, drawn))
-    seconds, even, method, shards, drawn = min(runs, key=lambda run: run[0])
+        seconds = [evaluate(each, job, H100).iteration_seconds for each in (assigned, even)]
+        runs.append((*seconds, method, shards, assigned))
+    seconds, even, method, shards, assigned = min(runs, key=lambda run: run[0])
     found = {
         "model": model,
         "pipeline": ranks,
@@ -87,7 +87,7 @@ def line(model: str, ranks: int, schedule: str) -> dict | None:
         "vocab_rows": shards.rows,
     }
     if schedule == DEFAULT_SCHEDULE:
-        alike = evaluate(drawn, job, H100, ALIKE)
+        alike = evaluate(assigned, job, H100, ALIKE)
         passes = alike.iteration_seconds - alike.loss.step
         found["over_bound"] = passes / least_passes(job, method, H100, ALIKE)
     return found

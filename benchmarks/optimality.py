@@ -86,9 +86,9 @@ class Case:
 
     def costs(self) -> Costs:
         """The costs; see `SIZES` for their names."""
-        return ALIKE[self.costs_name] if self.costs_name in ALIKE else self._drawn()
+        return ALIKE[self.costs_name] if self.costs_name in ALIKE else self._by_stage()
 
-    def _drawn(self) -> StageCosts:
+    def _by_stage(self) -> StageCosts:
         """Stages of unequal layers. Holders share the rows so that all ranks with rows work about equally long.
 
         A stage has two layers of F = B = W = 1 / (2 chunks); the last rank has a layer less, and so has each chunk of

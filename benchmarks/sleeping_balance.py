@@ -1,4 +1,4 @@
-"""What drawn shards gain, with real processes and real communication and computation replaced by sleep.
+"""What assigned shards gain, with real processes and real communication and computation replaced by sleep.
 
     python benchmarks/sleeping_balance.py slow-rank [--ranks 4] [--slower 0.05]
     python benchmarks/sleeping_balance.py layers [--layers 7] [--ranks 4]

@@ -24,7 +24,7 @@ def rows_per_shard(vocab_size: int, count: int) -> int:
 
 
 def check_stage_rows(rows: Sequence[int], vocab_size: int, ranks: int, tensor: int) -> None:
-    """Raise UserError for rows by pipeline rank (tensor ranks together) that are no cut of `vocab_size` rows."""
+    """Raise UserError for rows by pipeline rank (tensor ranks together) that do not split `vocab_size` rows."""
     said, found = f"--vocab-shards {','.join(map(str, rows))}", sum(rows)
     if len(rows) != ranks:
         raise UserError(

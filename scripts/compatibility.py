@@ -20,9 +20,9 @@ from megatron_vp.mcore.options.ignored import IGNORED  # noqa: E402
 from megatron_vp.mcore.options.refusals import OUR_SCHEDULE, REFUSALS  # noqa: E402
 from megatron_vp.mcore.patch_table import GROUPS, patches_of  # noqa: E402
 from tests.mcore.cases import CASES  # noqa: E402
-from tests.mcore.hunt.job import BOUND, WAYS, covered  # noqa: E402
-from tests.mcore.hunt.jobs import JOBS  # noqa: E402
 from tests.mcore.moves import MOVES  # noqa: E402
+from tests.mcore.option_survey.job import BOUND, WAYS, covered  # noqa: E402
+from tests.mcore.option_survey.jobs import JOBS  # noqa: E402
 from tests.mcore.proofs import NOT_YET, PROOFS  # noqa: E402
 
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -59,8 +59,8 @@ def tested() -> str:
     return "\n".join(lines)
 
 
-def hunted() -> str:
-    """How much the option hunt covers, and every job of it."""
+def surveyed() -> str:
+    """How much the option survey covers, and every job of it."""
     jobs = [job for group in JOBS.values() for job in group]
     runs = sum(len(job.ways) for job in jobs)
     lines = [
@@ -142,7 +142,7 @@ def _symbol(target: str) -> str:
 
 def page(present: str) -> str:
     """The page with its generated parts, between `<!-- begin NAME -->` and `<!-- end NAME -->`, made anew."""
-    for part in (tested, hunted, moved, refused, ignored, not_yet, patched):
+    for part in (tested, surveyed, moved, refused, ignored, not_yet, patched):
         begin, end = f"<!-- begin {part.__name__} -->\n", f"\n<!-- end {part.__name__} -->"
         before, rest = present.split(begin)
         present = before + begin + part() + end + rest.split(end)[1]

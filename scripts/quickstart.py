@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RANKS = 4
 VOCABULARY = 16384
 ALGORITHM = VocabMethod.VOCAB_2
-DRAWN_MICROBATCHES = 8
+PICTURE_MICROBATCHES = 8
 FEWEST_ITERATIONS = 6
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*?lm loss: (\S+)")
 
@@ -255,7 +255,7 @@ def _draw_losses(plain: Run, split: Run, path: Path) -> None:
 def _draw_schedule(split: Run, path: Path) -> None:
     """The schedule with the measured mean times of the passes, for a few microbatches."""
     costs = split.costs()
-    schedule = generate("1f1b", RANKS, DRAWN_MICROBATCHES, vocab=split.vocab, costs=costs.nominal(RANKS))
+    schedule = generate("1f1b", RANKS, PICTURE_MICROBATCHES, vocab=split.vocab, costs=costs.nominal(RANKS))
     path.write_bytes(to_picture(simulate(schedule, costs), "png"))
 
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 TOLD_BY_SUFFIX = ("json", "csv", "svg", "png")
 """Formats that the suffix of an output file stands for."""
 
-UNSERVED_SUFFIXES = ("pdf", "jpg", "jpeg", "gif", "yaml", "yml", "xlsx", "html")
+UNKNOWN_SUFFIXES = ("pdf", "jpg", "jpeg", "gif", "yaml", "yml", "xlsx", "html")
 """Suffixes of files that no command writes."""
 
-LINE_EVERY, DRAWN_EVERY = 2.0, 0.1
+LINE_EVERY, REDRAW_EVERY = 2.0, 0.1
 """Seconds between two lines of progress in a pipe or file, and between two drawings of the bar on a terminal."""
 
 _WRITTEN_AS = {"perfetto": "json", "programs": "json"}
@@ -38,7 +38,7 @@ def format_for[F: StrEnum](asked: F | None, output: Path | None, formats: type[F
     """
     suffix = "" if output is None else output.suffix.lower().removeprefix(".")
     known = [each.value for each in formats]
-    if suffix in UNSERVED_SUFFIXES or (suffix in TOLD_BY_SUFFIX and suffix not in known):
+    if suffix in UNKNOWN_SUFFIXES or (suffix in TOLD_BY_SUFFIX and suffix not in known):
         raise UserError(f"cannot write {output}: this command writes {', '.join(known)}; choose another suffix")
     chosen = asked if asked is not None else formats(suffix if suffix in TOLD_BY_SUFFIX else "table")
     if suffix in TOLD_BY_SUFFIX and _WRITTEN_AS.get(chosen.value, chosen.value) != suffix:
@@ -102,7 +102,7 @@ def progress_bar(*columns: ProgressColumn, transient: bool = True) -> Progress:
         def update(self, task_id: TaskID, **changes: Any) -> None:
             super().update(task_id, **changes)
             now = time.monotonic()
-            if now < self.shown_at + (LINE_EVERY if self.disable else DRAWN_EVERY):
+            if now < self.shown_at + (LINE_EVERY if self.disable else REDRAW_EVERY):
                 return
             self.shown_at = now
             if not self.disable:

@@ -52,13 +52,13 @@ class Shapes:
 
     def by_output(self, values_psb: torch.Tensor) -> torch.Tensor:
         """Values [predictions, s, b] in the order of the last stage's output, [outputs]."""
-        cut = values_psb.view(self.predictions, self.sp_size, -1, self.batch)
-        return cut.transpose(0, 1).flatten()
+        by_part = values_psb.view(self.predictions, self.sp_size, -1, self.batch)
+        return by_part.transpose(0, 1).flatten()
 
     def by_prediction(self, values_n: torch.Tensor) -> torch.Tensor:
         """Values in the order of the last stage's output, [outputs], as [predictions, s, b]."""
-        cut = values_n.view(self.sp_size, self.predictions, -1, self.batch)
-        return cut.transpose(0, 1).reshape(self.predictions, self.sequence, self.batch)
+        by_part = values_n.view(self.sp_size, self.predictions, -1, self.batch)
+        return by_part.transpose(0, 1).reshape(self.predictions, self.sequence, self.batch)
 
     def predictions_of(self, values_n: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """For each prediction a view [sp_size, s / sp_size, b] of values in the order of the last stage's output."""

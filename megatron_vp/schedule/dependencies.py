@@ -187,7 +187,7 @@ class _Rules:
         places |= {Step(rank, step): self.add(Step(rank, step), []) for rank, step in own}
         for rank, step in own:
             of_kind = {kind: places.get(Step(rank, step._replace(kind=kind))) for kind in PassKind}
-            before = [place for kind in step.kind.follows if (place := of_kind[PassKind(kind)]) is not None]
+            before = [place for kind in step.kind.waits_for if (place := of_kind[PassKind(kind)]) is not None]
             if step.kind.through is not None:
                 before = [self.add(step.kind.through(rank, step), before)]
             self.before[places[Step(rank, step)]] += before

@@ -65,7 +65,7 @@ class PassKind(str, metaclass=_Table):
     """every chunk of a rank has its own; otherwise a rank runs one per microbatch"""
     forward: bool
     """evaluation runs it"""
-    follows: tuple[str, ...]
+    waits_for: tuple[str, ...]
     """kinds of the same rank, microbatch and chunk whose passes it waits for"""
     through: Callable[[int, Any], Any] | None
     """makes the operation (`instructions.Operation`) through which it waits for them, of a rank and one of its passes;
@@ -86,7 +86,7 @@ class PassKind(str, metaclass=_Table):
         lane: str = "compute",
         per_chunk: bool = False,
         forward: bool = False,
-        follows: tuple[str, ...] = (),
+        waits_for: tuple[str, ...] = (),
         through: Callable[[int, Any], Any] | None = None,
         holds: tuple[Held, ...] = (),
         releases: tuple[Held, ...] = (),
@@ -97,7 +97,7 @@ class PassKind(str, metaclass=_Table):
         kind = str.__new__(cls, name)
         kind.meaning, kind.colour, kind.mark = meaning, colour, mark or name[0]
         kind.lane, kind.per_chunk, kind.forward = lane, per_chunk, forward
-        kind.follows, kind.through, kind.holds, kind.releases = follows, through, holds, releases
+        kind.waits_for, kind.through, kind.holds, kind.releases = waits_for, through, holds, releases
         cls.entries[name] = kind
         # An attribute of the class itself is found without a call of `_Table.__getattr__`.
         setattr(cls, name, kind)
@@ -124,6 +124,6 @@ PassKind.define("S", "output layer, first pass", "#F28E2B", forward=True, holds=
 PassKind.define("T", "output layer, second pass", "#EDC948", releases=(Held.LOGITS,))
 PassKind.define("V", "vocabulary", "#E15759", forward=True)
 PassKind.define("B", "backward", "#59A14F", per_chunk=True, releases=(Held.ACTIVATIONS,))
-PassKind.define("W", "weight gradient", "#B6C95B", per_chunk=True, follows=("B",), releases=(Held.ACTIVATIONS,))
+PassKind.define("W", "weight gradient", "#B6C95B", per_chunk=True, waits_for=("B",), releases=(Held.ACTIVATIONS,))
 PassKind.define("BW", "whole backward", "#3A7D34", mark="B", per_chunk=True, releases=(Held.ACTIVATIONS,))
 PassKind.define("IB", "embedding gradient", "#D37295", mark="b")

@@ -26,7 +26,7 @@ class VocabShards:
 
     Raises:
         UserError: a size that is not positive, a vocabulary that the tensor ranks cannot share equally, and
-            `stage_rows` that are no cut of the vocabulary.
+            `stage_rows` that do not add up to the vocabulary.
     """
 
     vocab_size: int

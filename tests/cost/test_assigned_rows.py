@@ -22,14 +22,14 @@ ALIKE = replace(CALIBRATED, speed_spread=0.0, idle_boost=0.0)
 ROWS = (65536, 40960, 24576, 0)
 
 
-def drawn(rows=ROWS, **changes):
+def assigned(rows=ROWS, **changes):
     return predict(replace(JOB, **changes), Plan(vocab=TWO, vocab_rows=rows), H100, ALIKE)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_vocabulary_passes_take_what_the_rows_of_their_rank_take(tensor):
     job = replace(JOB, tensor=tensor)
-    costs = drawn(tensor=tensor).timeline.costs
+    costs = assigned(tensor=tensor).timeline.costs
     for rank in range(4):
         own = PassTimes(job, H100, CALIBRATED).vocabulary_passes(TWO, ROWS[rank] // tensor)
         assert (costs.S[rank], costs.T[rank], costs.IF[rank], costs.IB[rank]) == pytest.approx(own)
@@ -39,14 +39,14 @@ def test_vocabulary_passes_take_what_the_rows_of_their_rank_take(tensor):
 
 def test_even_rows_cost_what_even_shards_cost():
     even = predict(JOB, Plan(vocab=TWO), H100, ALIKE)
-    same = drawn((32768,) * 4)
+    same = assigned((32768,) * 4)
     for kind, values in even.timeline.costs.named().items():
         assert same.timeline.costs.named()[kind] == pytest.approx(values)
     assert [rank.parts() for rank in same.memory] == [rank.parts() for rank in even.memory]
 
 
 def test_memory_follows_the_rows():
-    found, even = drawn().memory, predict(JOB, Plan(vocab=TWO), H100).memory
+    found, even = assigned().memory, predict(JOB, Plan(vocab=TWO), H100).memory
     rows = 2 * 2048  # both layers, bytes per parameter below
     for rank in range(4):
         more = ROWS[rank] - 32768
@@ -54,7 +54,7 @@ def test_memory_follows_the_rows():
         assert found[rank].gradients - even[rank].gradients == 4 * rows * more
         assert found[rank].optimizer - even[rank].optimizer == 12 * rows * more
     assert found[0].vocabulary - even[0].vocabulary == 6 * 2048 * 32768
-    assert drawn((65536, 65536, 0, 0)).memory[2].vocabulary == 0  # not a member of any collective
+    assert assigned((65536, 65536, 0, 0)).memory[2].vocabulary == 0  # not a member of any collective
     assert found[3].vocabulary > 0  # the last stage has X and its gradient
 
 
@@ -73,9 +73,9 @@ def test_rows_that_are_no_cut_are_refused():
         ((65536 * 2, 128, -128, 0), "negative number of rows"),
     ):
         with pytest.raises(UserError, match=words):
-            drawn(rows)
+            assigned(rows)
     with pytest.raises(UserError, match="cannot be shared equally by the 2 tensor ranks"):
-        drawn((65535, 65537, 0, 0), tensor=2)
+        assigned((65535, 65537, 0, 0), tensor=2)
     with pytest.raises(UserError, match="not with interlaced"):
         predict(JOB, Plan("interlaced", VocabMethod.INTERLACED, vocab_rows=ROWS), H100)
     assert Plan(vocab=TWO, vocab_rows=ROWS).rows_by_rank(JOB) == ROWS and Plan().rows_by_rank(JOB) is None

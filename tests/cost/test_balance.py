@@ -152,8 +152,8 @@ def test_even_shards_stay_where_they_are_good_enough(monkeypatch):
     assert (found.layers, found.rows, found.gain) == (None, None, 1.0)
     spread = balanced(JOB, Plan(vocab=TWO), H100)
     even = predict(JOB, Plan(vocab=TWO, layers=(1, 2, 2, 2)), H100).iteration_seconds
-    drawn = predict(JOB, spread.plan(Plan(vocab=TWO)), H100).iteration_seconds
-    assert drawn < even / (1 + EVEN_BAND)
+    assigned = predict(JOB, spread.plan(Plan(vocab=TWO)), H100).iteration_seconds
+    assert assigned < even / (1 + EVEN_BAND)
 
 
 def test_on_cpu_cores_rows_are_moved_only_where_layers_are_uneven():
@@ -174,7 +174,7 @@ def test_every_schedule_is_balanced(schedule):
     assert predict(job, found.plan(plan), H100).iteration_seconds > 0
 
 
-def test_methods_without_drawn_shards_stay_even():
+def test_methods_without_assigned_shards_stay_even():
     assert balanced(JOB, Plan(), H100).rows is None
     assert balanced(JOB, Plan("interlaced", VocabMethod.INTERLACED), H100).rows is None
 
@@ -187,8 +187,8 @@ def test_rows_leave_ranks_that_are_full():
     limit = 0.97 * totals[0]
     found = balanced(job, Plan(vocab=TWO), H100, memory_limit=limit)
     assert found.rows[0] < 32768 < found.rows[3]
-    drawn = predict(job, found.plan(Plan(vocab=TWO)), H100)
-    assert max(rank.total for rank in drawn.memory) <= limit
+    assigned = predict(job, found.plan(Plan(vocab=TWO)), H100)
+    assert max(rank.total for rank in assigned.memory) <= limit
     # Where nothing fits, the limit is left aside.
     assert balanced(job, Plan(vocab=TWO), H100, memory_limit=1e9).rows is None
 

@@ -135,16 +135,16 @@ def test_the_best_cut_is_never_slower_than_whole_layers(ranks, layers, hidden, u
                 continue
         whole = min((seconds for vocab, seconds in found if vocab is VocabMethod.NONE), default=None)
         plan = Plan(schedule, VocabMethod.VOCAB_2)
-        drawn = predict(one, balanced(one, plan, H100).plan(plan), H100, ALIKE).iteration_seconds
-        return whole, drawn
+        assigned = predict(one, balanced(one, plan, H100).plan(plan), H100, ALIKE).iteration_seconds
+        return whole, assigned
 
     try:
-        whole, drawn = fastest(job)
+        whole, assigned = fastest(job)
     except UserError:  # fewer layers than stages
         return
-    finer, finer_drawn = fastest(hybrid(job))
+    finer, finer_assigned = fastest(hybrid(job))
     assert whole is None or finer <= whole * (1 + 1e-9)
-    assert finer_drawn <= drawn * (1 + EVEN_BAND)
+    assert finer_assigned <= assigned * (1 + EVEN_BAND)
 
 
 def test_the_bound_of_a_pattern_is_not_above_that_of_whole_layers():

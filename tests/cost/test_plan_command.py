@@ -81,18 +81,18 @@ def test_simulate_takes_the_shards_that_training_takes(small, tmp_path):
     def simulated(*flags):
         return json.loads(run("simulate", small, *split, *flags, "--format", "json").stdout)["plan"]
 
-    even, drawn = (
+    even, assigned = (
         simulated("--vocab-shards", "even", "--pipeline-model-parallel-layout", "Et*2|t*3|t*2|t*3L"),
         simulated(),
     )
-    assert drawn["iteration_seconds"] < even["iteration_seconds"] / 1.01
-    assert simulated("--vocab-shards", "balanced") == drawn and sum(drawn["layers"]) == 10
-    assert len(set(even["vocab_rows"])) == 1 < len(set(zip(drawn["layers"], drawn["vocab_rows"], strict=True)))
-    rows = ",".join(map(str, drawn["vocab_rows"]))
-    same = simulated("--vocab-shards", rows, "--pipeline-model-parallel-layout", layout_of(drawn["layers"]))
-    assert same == drawn
+    assert assigned["iteration_seconds"] < even["iteration_seconds"] / 1.01
+    assert simulated("--vocab-shards", "balanced") == assigned and sum(assigned["layers"]) == 10
+    assert len(set(even["vocab_rows"])) == 1 < len(set(zip(assigned["layers"], assigned["vocab_rows"], strict=True)))
+    rows = ",".join(map(str, assigned["vocab_rows"]))
+    same = simulated("--vocab-shards", rows, "--pipeline-model-parallel-layout", layout_of(assigned["layers"]))
+    assert same == assigned
     table = run("simulate", small, *split).stdout
-    assert f"vocabulary rows by rank {rows}; layers by stage {','.join(map(str, drawn['layers']))}" in table
+    assert f"vocabulary rows by rank {rows}; layers by stage {','.join(map(str, assigned['layers']))}" in table
     given = simulated("--pipeline-model-parallel-layout", "Et|t*4|t*4|tL")
     assert given["layers"] == [1, 4, 4, 1] and given["vocab_rows"][1:3] == [0, 0]
 

@@ -82,8 +82,8 @@ def test_a_large_vocabulary_is_split_and_the_seconds_add_up():
     evaluations, infeasible = plan(JOB, H100, progress=lambda done, of: heard.append((done, of)))
     tried = len(candidates(JOB, H100))
     assert not infeasible and heard[-1] == (tried, tried)
-    drawn = [each for each in evaluations if each.candidate.plan.vocab_rows]
-    assert drawn and len(evaluations) == tried + len(drawn)
+    assigned = [each for each in evaluations if each.candidate.plan.vocab_rows]
+    assert assigned and len(evaluations) == tried + len(assigned)
     times = [each.iteration_seconds for each in evaluations]
     assert times == sorted(times)
     for each in evaluations:

@@ -114,7 +114,7 @@ MOVES = (
         ),
     ),
     Move(
-        "drawn vocabulary shards",
+        "assigned vocabulary shards",
         "1f1b/vocab-2 p3 r0,26,14",
         (
             "plain p2",
@@ -126,25 +126,25 @@ MOVES = (
         ),
     ),
     Move(
-        "drawn vocabulary shards, tied, fully reshardable",
+        "assigned vocabulary shards, tied, fully reshardable",
         "v-half/vocab-2 p2 r0,40",
         ("1f1b/vocab-2 p2 d2 r24,16", "plain p2", "interleaved/vocab-2 p3 r3,37,0", "plain p2 t2 d2"),
         {**RESHARDABLE, **TIED},
     ),
     Move(
-        "drawn vocabulary shards, multi-token prediction",
+        "assigned vocabulary shards, multi-token prediction",
         "1f1b/vocab-2 p3 r22,18,0",
         ("plain p2", "v-half/vocab-2 p2 r0,40"),
         AHEAD,
     ),
     Move(
-        "drawn vocabulary shards, hybrid model",
+        "assigned vocabulary shards, hybrid model",
         "1f1b/vocab-2 p2 r40,0",
         ("plain p2", "1f1b/vocab-2 p3 r0,0,40"),
         LONG_HYBRID,
     ),
     Move(
-        "drawn vocabulary shards, other paddings",
+        "assigned vocabulary shards, other paddings",
         "plain p2 V40",
         ("1f1b/vocab-2 p3 r0,12,32 V44", "v-half/vocab-2 p2 r48,0 V48"),
     ),

@@ -21,14 +21,14 @@ PROOFS = (
         _PARITY,
     ),
     Proof(
-        "80 jobs of drawn schedules, sizes and options: what meets in them is left to chance",
-        "mcore/test_drawn.py::test_every_step_equals_plain_megatron",
+        "80 jobs of random schedules, sizes and options: what meets in them is left to chance",
+        "mcore/test_random_jobs.py::test_every_step_equals_plain_megatron",
     ),
     Proof("tied and untied; learned and rotary positions; loss masks", _PARITY),
     Proof(
         "vocabulary shards of any size (`--vocab-shards`), ranks without rows included: six schedules with vocab-1 and "
-        "vocab-2, tied and untied, tensor and sequence parallelism, the distributed optimizer; 48 runs are drawn",
-        "mcore/test_drawn_shards.py::test_every_step_equals_plain_megatron",
+        "vocab-2, tied and untied, tensor and sequence parallelism, the distributed optimizer; 48 runs are random",
+        "mcore/test_assigned_shards.py::test_every_step_equals_plain_megatron",
     ),
     Proof(
         "shards and layers that `--vocab-shards balanced` chooses: layers that p does not divide",

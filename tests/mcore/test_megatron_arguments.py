@@ -12,14 +12,14 @@ from megatron_vp.mcore.megatron_arguments import DERIVED, LACKS, READ
 from megatron_vp.mcore.options import ranges
 from megatron_vp.mcore.options.arguments import with_ours
 from megatron_vp.mcore.options.refusals import REFUSALS
-from megatron_vp.mcore.options.unserved import UNSERVED
+from megatron_vp.mcore.options.script_options import SCRIPT_OPTIONS
 from megatron_vp.mcore.storage import optimizer_check
 from tests.mcore.megatron_uses import arguments_of, sources
 
 TABLES = {
     "options": {
         *(*ranges.AT_LEAST_ONE, *ranges.AT_LEAST_ZERO, *ranges.FROM_ZERO_BELOW_ONE),
-        *UNSERVED,
+        *SCRIPT_OPTIONS,
         *(name for refusal in REFUSALS for name in re.findall(r"{(\w+)}", refusal.message)),
     },
     "storage": set(optimizer_check._LAYOUT),

@@ -82,15 +82,15 @@ def test_equal_layers_and_even_shards_keep_the_costs_of_a_mean_rank(method, voca
     assert costs_of(args, VocabMethod.NONE, LINEAR, None) == pass_costs(args, VocabMethod.NONE)
 
 
-def test_drawn_rows_cost_what_they_multiply():
+def test_assigned_rows_cost_what_they_multiply():
     args, shards = arguments(), VocabShards(512, 8, 2, (0, 256, 64, 192))
-    mean, drawn = (costs_of(args, VocabMethod.VOCAB_2, LINEAR, cut) for cut in (VocabShards(512, 8, 2), shards))
-    assert isinstance(mean, PassCosts) and isinstance(drawn, StageCosts)
-    for found, each in ((drawn.S, mean.S), (drawn.T, mean.T)):
+    mean, assigned = (costs_of(args, VocabMethod.VOCAB_2, LINEAR, cut) for cut in (VocabShards(512, 8, 2), shards))
+    assert isinstance(mean, PassCosts) and isinstance(assigned, StageCosts)
+    for found, each in ((assigned.S, mean.S), (assigned.T, mean.T)):
         assert found == pytest.approx([each * rows / 128 for rows in shards.stage_rows])
-    assert drawn.IF == drawn.IB == (0, LOOK_UP, LOOK_UP, LOOK_UP)
-    assert drawn.F == (1, 1, 1, 1)
-    nominal = drawn.nominal(4).named()
+    assert assigned.IF == assigned.IB == (0, LOOK_UP, LOOK_UP, LOOK_UP)
+    assert assigned.F == (1, 1, 1, 1)
+    nominal = assigned.nominal(4).named()
     assert nominal == pytest.approx(mean.named() | {"IF": 0.75 * LOOK_UP, "IB": 0.75 * LOOK_UP})
 
 

@@ -50,7 +50,7 @@ def ordered_for(**changes):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-half"])
 @pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
-def test_with_drawn_layers_and_rows_every_stage_and_rank_counts(schedule, method):
+def test_with_assigned_layers_and_rows_every_stage_and_rank_counts(schedule, method):
     found, simulated = ordered_for(
         **SEVEN, vocab_parallel=True, vocab_parallel_algorithm=method, pipeline_schedule=schedule
     )

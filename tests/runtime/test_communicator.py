@@ -65,7 +65,7 @@ def test_every_operation_moves_what_it_says(kind, dtype, found):
         assert found[dtype][rank][kind, "exchange"] == exchanged.tolist(), rank
 
 
-def drawn_counts(seed, ranks):
+def random_counts(seed, ranks):
     """Rows that rank i sends to rank j; about every other pair has none."""
     draw = random.Random(seed)
     return [[draw.choice([0, 0, 1, 3]) for _ in range(ranks)] for _ in range(ranks)]
@@ -86,7 +86,7 @@ def exchanges(rank, world, seeds):
         group = dist.new_group(list(range(world)))
         communicator = NativeCommunicator(group)
         for seed in seeds:
-            counts = drawn_counts(seed, world)
+            counts = random_counts(seed, world)
             incoming, outgoing = [row[rank] for row in counts], counts[rank]
             sent = torch.arange(2 * sum(outgoing), dtype=torch.float32).view(-1, 2) + 100 * rank
             ours, theirs = (torch.full((sum(incoming), 2), torch.nan) for _ in range(2))
@@ -104,8 +104,8 @@ def test_an_exchange_moves_what_an_all_to_all_does_by_messages_of_pairs_with_row
     for rank, results in enumerate(run_ranks(world, exchanges, seeds, timeout=60)):
         for seed, (ours, theirs, made) in zip(seeds, results, strict=True):
             assert ours == theirs
-            counts = drawn_counts(seed, world)
+            counts = random_counts(seed, world)
             others = [peer for peer in range(world) if peer != rank]
             sends = [("isend", peer) for peer in others if counts[rank][peer]]
             assert made == [("irecv", peer) for peer in others if counts[peer][rank]] + sends
-    assert any(not any(counts[rank]) for counts in map(drawn_counts, seeds, [4] * 12) for rank in range(4))
+    assert any(not any(counts[rank]) for counts in map(random_counts, seeds, [4] * 12) for rank in range(4))

@@ -45,7 +45,7 @@ def test_losses_and_gradients_equal_one_process(name, world, method, tied):
             assert results[rank][iteration][3] == (1 if tied else 2), "every weight is reported complete once"
 
 
-DRAWN = [
+ASSIGNED = [
     ("1f1b", 2, (23, 0)),
     ("1f1b", 3, (0, 23, 0)),
     ("1f1b", 4, (0, 13, 10, 0)),
@@ -55,15 +55,15 @@ DRAWN = [
 ]
 
 
-DRAWN_CASES = [
+ASSIGNED_CASES = [
     pytest.param(*case, method, tied, marks=() if place == number % 4 else pytest.mark.slow)
-    for number, case in enumerate(DRAWN)
+    for number, case in enumerate(ASSIGNED)
     for place, (method, tied) in enumerate(product(("vocab-1", "vocab-2"), (False, True)))
 ]
 """One method of each by default, tied or untied."""
 
 
-@pytest.mark.parametrize(("name", "world", "rows", "method", "tied"), DRAWN_CASES)
+@pytest.mark.parametrize(("name", "world", "rows", "method", "tied"), ASSIGNED_CASES)
 def test_shards_of_any_size_and_ranks_without_rows(name, world, rows, method, tied):
     steps = [(world + 1, True), (2, False), (3, True)]
     results = run_ranks(world, run_pipeline, name, method, steps, tied, rehearses=True, stage_rows=rows, timeout=120)

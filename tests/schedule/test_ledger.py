@@ -56,9 +56,9 @@ def test_levels_hold_during_a_pass_what_it_takes_and_what_it_gives_back():
 def offload():
     """O: the activations leave the device for the host; R, before their backward: they are back."""
     held = {"holds": (HOST,), "releases": (ACTIVATIONS,)}
-    PassKind.define("O", "release", "#111111", per_chunk=True, follows=("F",), **held)
+    PassKind.define("O", "release", "#111111", per_chunk=True, waits_for=("F",), **held)
     held = {"holds": (ACTIVATIONS,), "releases": (HOST,)}
-    PassKind.define("R", "restore", "#222222", per_chunk=True, follows=("O",), **held)
+    PassKind.define("R", "restore", "#222222", per_chunk=True, waits_for=("O",), **held)
     yield
     PassKind.remove("O")
     PassKind.remove("R")

@@ -66,7 +66,7 @@ def schedule(request):
         "#123456",
         mark="o",
         per_chunk=True,
-        follows=("F",),
+        waits_for=("F",),
         through=lambda rank, step: Copy(rank, step.chunk, step.microbatch),
     )
     plain = generate("v-half", 2, MICROBATCHES, vocab=request.param)
@@ -109,7 +109,7 @@ def test_it_is_proven_and_timed(schedule):
 
 def test_its_cost_is_named_on_the_command_line(schedule):
     assert PassCosts.parse("copy=0.75") == COSTS
-    with pytest.raises(UserError, match="'copies=1' is not NAME=NUMBER with NAME one of .*, copy"):
+    with pytest.raises(UserError, match=r"'copies=1' is not NAME=NUMBER with NAME one of .*, copy"):
         PassCosts.parse("copies=1")
 
 

@@ -36,12 +36,12 @@ MICROBATCHES = 3
 @pytest.fixture
 def kind():
     """A pass that checks the weights' gradients of a chunk, after the W of the same chunk and microbatch."""
-    yield PassKind.define("Q", "gradient check", COLOUR, mark="q", per_chunk=True, follows=("W",))
+    yield PassKind.define("Q", "gradient check", COLOUR, mark="q", per_chunk=True, waits_for=("W",))
     PassKind.remove("Q")
 
 
 def inserted(schedule, kind, microbatches=range(MICROBATCHES), chunks=(0, 1), behind=PassKind.W):
-    """`schedule` with a pass of `kind` right behind each pass that it follows."""
+    """`schedule` with a pass of `kind` right behind each pass that it waits for."""
     ranks = []
     for order in schedule.ranks:
         found = []
@@ -149,9 +149,9 @@ def test_it_is_refused_twice_and_where_there_is_no_such_microbatch_or_chunk(sche
 
 
 def test_it_is_drawn_as_text_with_its_mark_and_its_cost(schedule):
-    drawn = to_text(simulate(schedule, PassCosts(other={"Q": 1.0})))
-    assert "q" in drawn.splitlines()[-1] and "Q=1" in drawn
-    assert "q is Q" in drawn
+    picture = to_text(simulate(schedule, PassCosts(other={"Q": 1.0})))
+    assert "q" in picture.splitlines()[-1] and "Q=1" in picture
+    assert "q is Q" in picture
 
 
 def test_it_is_drawn_in_pictures_with_colour_and_legend(schedule):
@@ -186,7 +186,7 @@ def test_it_is_reordered_with_the_others(schedule, kind):
 
 def test_an_evaluation_leaves_it_out_unless_its_entry_says_forward(schedule, kind):
     assert kind not in evaluation(schedule).kinds
-    PassKind.define("P", "probe", COLOUR, per_chunk=True, forward=True, follows=("F",))
+    PassKind.define("P", "probe", COLOUR, per_chunk=True, forward=True, waits_for=("F",))
     try:
         probed = inserted(schedule, PassKind.P, behind=PassKind.F)
         assert PassKind.P in evaluation(probed).kinds
@@ -198,7 +198,9 @@ def test_an_evaluation_leaves_it_out_unless_its_entry_says_forward(schedule, kin
 def test_it_may_hold_and_release_memory(kind):
     """A kind that takes over what another holds: the activations live until the last of the two."""
     PassKind.remove("Q")
-    later = PassKind.define("Q", "gradient check", COLOUR, per_chunk=True, follows=("W",), releases=(Held.ACTIVATIONS,))
+    later = PassKind.define(
+        "Q", "gradient check", COLOUR, per_chunk=True, waits_for=("W",), releases=(Held.ACTIVATIONS,)
+    )
     split = inserted(generate("zb-h1", 2, MICROBATCHES), later, chunks=(0,))
     for rank, order in enumerate(split.ranks):
         level = 0
@@ -212,7 +214,9 @@ def test_it_may_hold_and_release_memory(kind):
 def test_memory_that_it_releases_bounds_the_reordering(kind, ranks):
     """The list scheduler runs no forward for which there is no room until the new pass has released it."""
     PassKind.remove("Q")
-    later = PassKind.define("Q", "gradient check", COLOUR, per_chunk=True, follows=("W",), releases=(Held.ACTIVATIONS,))
+    later = PassKind.define(
+        "Q", "gradient check", COLOUR, per_chunk=True, waits_for=("W",), releases=(Held.ACTIVATIONS,)
+    )
     schedule = inserted(generate("zb-h1", ranks, 8), later, microbatches=range(8), chunks=(0,))
     bound = [ranks] * ranks
     for costs in (PassCosts(other={"Q": 0.1}), PassCosts(other={"Q": 1.0}), PassCosts(F=0.5, W=2, other={"Q": 3.0})):

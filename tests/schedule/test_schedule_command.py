@@ -70,12 +70,12 @@ def test_schedules_with_chunks_and_w_and_v_passes_read_back_and_draw(family, tmp
         path = tmp_path / f"schedule.{kind}"
         assert run(*family, "--format", kind, "-o", path).exit_code == 0
         assert run("--from", path, "--format", kind).stdout == path.read_text()
-    drawn = run("--from", path, "--format", "svg").stdout
+    picture = run("--from", path, "--format", "svg").stdout
     passes = slices(run(*family, "--format", "perfetto").stdout, "compute")
     assert len(passes) == sum(len(order) for order in json.loads((tmp_path / "schedule.json").read_text())["ranks"])
-    assert ("W weight gradient" in drawn) == any(event["cat"] == "W" for event in passes)
-    assert ("chunk 1" in drawn) == any(event["args"]["chunk"] == 1 for event in passes)
-    assert ("V vocabulary" in drawn) == (family[0] == "interlaced")
+    assert ("W weight gradient" in picture) == any(event["cat"] == "W" for event in passes)
+    assert ("chunk 1" in picture) == any(event["args"]["chunk"] == 1 for event in passes)
+    assert ("V vocabulary" in picture) == (family[0] == "interlaced")
 
 
 def test_a_schedule_is_ordered_for_the_costs_it_is_given():
@@ -128,23 +128,23 @@ def test_a_picture_has_every_pass_at_its_time_and_memory_up_to_the_peak():
     for rank, spans in enumerate(timeline.spans):
         axes = Figure().add_subplot()
         draw._draw_passes(axes, timeline, rank, points_per_unit=10)
-        boxes = [path.get_extents() for drawn in axes.collections for path in drawn.get_paths()]
+        boxes = [path.get_extents() for patch in axes.collections for path in patch.get_paths()]
         assert sorted((box.x0, box.x1) for box in boxes) == [pytest.approx(span) for span in spans]
         assert {box.y0 for box in boxes} == {rank}
         axes = Figure().add_subplot()
         draw._draw_memory(axes, timeline, rank, peak=timeline.peak_activation[rank])
-        (strip,) = (path.get_extents() for drawn in axes.collections for path in drawn.get_paths())
+        (strip,) = (path.get_extents() for patch in axes.collections for path in patch.get_paths())
         assert (strip.x0, strip.x1) == (0, timeline.makespan)
         assert rank + 0.56 < strip.y0 == pytest.approx(strip.y1 - 0.28) and strip.y1 < rank + 1
 
 
 def test_a_picture_has_every_collective_on_every_rank():
     timeline = simulate(generate("1f1b", 3, 4, vocab="vocab-2"), PassCosts(comm=0.2))
-    drawn = draw.to_picture(timeline, "svg").decode()
+    picture = draw.to_picture(timeline, "svg").decode()
     collectives = sum(isinstance(operation, Collective) for operation in timeline.operations)
     assert collectives == 4 * 4
     in_legend = 1
-    assert drawn.lower().count(f"fill: {draw.SECOND_STREAM.lower()}") == 3 * collectives + in_legend
+    assert picture.lower().count(f"fill: {draw.SECOND_STREAM.lower()}") == 3 * collectives + in_legend
 
 
 def test_perfetto_trace_has_every_pass_on_its_rank():

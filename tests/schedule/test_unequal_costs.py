@@ -44,7 +44,7 @@ def fill_and_drain(schedule, costs, busiest):
 
 
 @st.composite
-def drawn(draw, name, most_ranks=8, most_microbatches=24):
+def random_jobs(draw, name, most_ranks=8, most_microbatches=24):
     p, m = draw(st.integers(2, most_ranks)), draw(st.integers(1, most_microbatches))
     method = draw(st.sampled_from(SHARDED))
     layers = draw(st.lists(st.integers(1, 6), min_size=p, max_size=p))
@@ -98,7 +98,7 @@ def assert_paced_by_the_busiest_rank(name, job):
 
 
 @settings(max_examples=100, deadline=None)
-@given(drawn("1f1b"))
+@given(random_jobs("1f1b"))
 def test_the_busiest_rank_sets_the_pace_of_1f1b(job):
     assert_paced_by_the_busiest_rank("1f1b", job)
 

@@ -52,7 +52,7 @@ VOCABULARY = {"IF", "S", "T", "IB"}
 
 
 @st.composite
-def drawn(draw, most_ranks=8, most_microbatches=12):
+def random_jobs(draw, most_ranks=8, most_microbatches=12):
     """A job: family, method, ranks, microbatches, chunks, the ranks with rows, and costs by stage and rank."""
     name, method = draw(st.sampled_from(JOBS))
     p, m = draw(st.integers(2, most_ranks)), draw(st.integers(1, most_microbatches))
@@ -115,8 +115,8 @@ def assert_runs(schedule, holders, costs):
 
 
 @settings(max_examples=80, deadline=None)
-@given(drawn())
-def test_drawn_ranks_train_and_evaluate_within_memory(job):
+@given(random_jobs())
+def test_random_ranks_train_and_evaluate_within_memory(job):
     _, _, p, _, _, holders, costs = job
     schedule = made(job)
     assert_runs(schedule, holders, costs)
@@ -129,16 +129,16 @@ def test_drawn_ranks_train_and_evaluate_within_memory(job):
 
 
 @settings(max_examples=40, deadline=None)
-@given(drawn(), st.integers(1, 9))
-def test_drawn_ranks_evaluate_any_number_of_microbatches(job, microbatches):
+@given(random_jobs(), st.integers(1, 9))
+def test_random_ranks_evaluate_any_number_of_microbatches(job, microbatches):
     schedule = forwards(made(job), microbatches)
     validate(schedule)
     assert_runs(evaluation(schedule, job[-1]), job[5], job[-1])
 
 
 @settings(max_examples=40, deadline=None)
-@given(drawn(5, 6))
-def test_files_of_drawn_ranks_read_back(job):
+@given(random_jobs(5, 6))
+def test_files_of_random_ranks_read_back(job):
     schedule = made(job)
     timeline = simulate(schedule, job[-1])
     for write, read in ((to_json, from_json), (to_csv, from_csv)):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.mcore.cases import CASES
-from tests.mcore.hunt.job import covered
-from tests.mcore.hunt.jobs import JOBS
+from tests.mcore.option_survey.job import covered
+from tests.mcore.option_survey.jobs import JOBS
 from tests.mcore.proofs import PROOFS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ def test_cases_have_names_of_their_own():
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-def test_the_evidence_page_says_how_much_the_option_hunt_covers():
+def test_the_evidence_page_says_how_much_the_option_survey_covers():
     jobs = [job for group in JOBS.values() for job in group]
     expected = f"in {len(jobs)} jobs with {len(covered(jobs))} of Megatron's options"
     assert expected in (ROOT / "docs" / "evidence.md").read_text(), expected

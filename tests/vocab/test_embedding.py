@@ -120,7 +120,7 @@ def test_the_tensor_ranks_of_a_stage_hold_equally_many_rows(size, pipeline, tens
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_drawn_shards_cover_every_row_once(tensor):
+def test_assigned_shards_cover_every_row_once(tensor):
     for seed in range(50):
         draw = random.Random(seed)
         rows = tuple(tensor * draw.choice((0, 0, 1, 3, 8, 17)) for _ in range(draw.randint(1, 6)))

@@ -73,7 +73,7 @@ def test_the_same_bits_in_blocks_as_they_are():
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_drawn_cuts_with_empty_shards_tensor_ranks_and_ids_of_nobody(small_blocks, seed):
+def test_random_shards_tensor_ranks_and_ids_of_nobody(small_blocks, seed):
     draw = random.Random(seed)
     tensor, stages = draw.choice((1, 1, 2, 3)), draw.choice((1, 2, 3, 5, 8, 20))
     if draw.random() < 0.5:

@@ -120,14 +120,14 @@ def search_chart(search: Search, limit: float, title: str) -> bytes:
     )
     for each in frontier:
         job, plan = search.variants[each.variant].job, each.evaluation.candidate.plan
-        cut = "".join(
+        parallel = "".join(
             f" {size} {name}"
             for size, name in ((job.tensor, "tensor"), (job.context, "context"), (job.expert, "expert"))
             if size > 1
         )
         again = ", recomputed" if job.recompute is not Recompute.NONE else ""
         axes.annotate(
-            f"{plan.schedule}, {each.evaluation.candidate.method},{cut or ' no tensor ranks'}{again}",
+            f"{plan.schedule}, {each.evaluation.candidate.method},{parallel or ' no tensor ranks'}{again}",
             (each.memory / GIB, each.seconds),
             xytext=(4, -7),
             textcoords="offset points",

@@ -151,7 +151,7 @@ def make_simulator(
             "tied embeddings would belong to both chunks of the first rank; add --vocab-parallel or "
             "--untie-embeddings-and-output-weights"
         )
-    plan.shard_rows(job)  # refuses rows that are no cut
+    plan.shard_rows(job)  # refuses rows that do not add up to the vocabulary
     costs = order_costs(job, plan, hardware, constants)
     return _simulator(plan.request(job, costs=costs, further_orders=further_orders))
 

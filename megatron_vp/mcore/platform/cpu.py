@@ -127,8 +127,8 @@ class _HostGenerator:
         self._generator: torch.Generator | None = None
 
     @contextlib.contextmanager
-    def drawn_from(self) -> Iterator[None]:
-        """What is drawn from torch's default generator comes from the host's."""
+    def from_the_host(self) -> Iterator[None]:
+        """Random numbers from torch's default generator come from the host's."""
         default = torch.default_generator
         if self._generator is None:
             self._generator = torch.Generator().manual_seed(default.initial_seed())
@@ -147,7 +147,7 @@ _HOST = _HostGenerator()
 def _on_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def drawing(*args: Any, **kwargs: Any) -> Any:
-        with _HOST.drawn_from():
+        with _HOST.from_the_host():
             return original(*args, **kwargs)
 
     return drawing

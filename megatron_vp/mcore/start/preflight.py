@@ -49,13 +49,13 @@ def check_job(arguments: list[str], ranks: int, here: bool = False, nodes: str |
         from megatron.training import arguments as megatron
         from megatron.training.argument_utils import core_transformer_config_from_args
 
+        from megatron_vp.mcore.options.script_options import refuse_script_options
         from megatron_vp.mcore.options.settle import refused_by_megatron, settled_job
-        from megatron_vp.mcore.options.unserved import refuse_unserved
 
         if args.use_checkpoint_args:
             _take_sizes_of_checkpoint(args)
         job = settled_job(megatron.validate_args.__wrapped__, args, {})
-        refuse_unserved(args)
+        refuse_script_options(args)
         with refused_by_megatron():
             core_transformer_config_from_args(args)
         return job

@@ -140,7 +140,7 @@ def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) 
     args, config, context = job.settled.args, job.config, job.groups.cp.size()
     own = job.pipeline.groups
     sp_size, sp_rank = (own.tensor_size, own.tensor_rank) if config.sequence_parallel else (1, 0)
-    cut = {
+    split = {
         # Evaluation predicts the next token only, and so do our passes where the layers are whole.
         "mtp_depth": (args.mtp_num_layers or 0) if gradients and args.vocab_parallel else 0,
         "cp_chunks": 2 if context > 1 else 1,  # of the whole sequence, one from its front, one from its end
@@ -148,7 +148,9 @@ def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) 
         "sp_rank": sp_rank,
     }
     sizes = (seq_length // context, micro_batch_size, config.hidden_size, config.params_dtype, pipeline_device())
-    return RandomBuffers(*sizes, args.padded_vocab_size, **cut) if args.fake_process_group else Shapes(*sizes, **cut)
+    return (
+        RandomBuffers(*sizes, args.padded_vocab_size, **split) if args.fake_process_group else Shapes(*sizes, **split)
+    )
 
 
 def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> tuple[Schedule, tuple[Program, ...]]:

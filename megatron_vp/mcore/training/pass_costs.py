@@ -51,8 +51,8 @@ def costs_of(
     """
     stages = layers_by_stage(args, placement)
     without_heads = layers_by_stage(argparse.Namespace(**vars(args) | {"mtp_num_layers": 0}), placement)
-    drawn = shards is not None and shards.stage_rows is not None
-    if not drawn and len(set(without_heads)) == 1:
+    assigned = shards is not None and shards.stage_rows is not None
+    if not assigned and len(set(without_heads)) == 1:
         return pass_costs(args, method)
     mean = _work(args, all_layers(args))
     unit = sum(mean) / placement.ranks

@@ -1,6 +1,6 @@
-"""Combinations that nobody thought of: sizes, a schedule and Megatron's options, drawn by number.
+"""Combinations that nobody thought of: sizes, a schedule and Megatron's options, chosen at random by number.
 
-`cases.py` lists what people train; what meets in a drawn job is left to chance. The same number draws the same job.
+`cases.py` lists what people train; what meets in a random job is left to chance. The same number gives the same job.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHUNKS = {"1f1b": 1, "zb-h1": 1, "interlaced": 1, "interleaved": 2, "zb-v": 2, "
 
 
 @dataclass
-class Drawn:
+class RandomJob:
     """A job for plain Megatron (`options`) and for us (`options` and `ours`) on the same ranks.
 
     sizes: of the parallel dimensions, by the first word of their names; `data` are the replicas.
@@ -54,42 +54,42 @@ class Drawn:
         return 5 * FP32 if "qk_layernorm" in self.options else FP32
 
     def has(self, **options: object) -> bool:
-        """Whether these options are drawn already, with these values."""
+        """Whether it has these options already, with these values."""
         return all(self.options.get(name) == value for name, value in options.items())
 
 
 @dataclass(frozen=True)
 class Feature:
-    """Options that are drawn with a probability where they fit what was drawn before them."""
+    """Options that a job has with a probability where they fit what was chosen before them."""
 
     probability: float
     options: Mapping[str, object]
-    fits: Callable[[Drawn], bool] = lambda drawn: True
+    fits: Callable[[RandomJob], bool] = lambda job: True
 
 
-def _rotary(drawn: Drawn) -> bool:
-    return drawn.has(position_embedding_type="rope")
+def _rotary(job: RandomJob) -> bool:
+    return job.has(position_embedding_type="rope")
 
 
-def _linear(drawn: Drawn) -> bool:
+def _linear(job: RandomJob) -> bool:
     """One chunk a rank: dropout draws the masks that plain Megatron draws."""
-    return CHUNKS[drawn.schedule] == 1
+    return CHUNKS[job.schedule] == 1
 
 
-def _one_owner(drawn: Drawn) -> bool:
+def _one_owner(job: RandomJob) -> bool:
     """Both chunks of a V's first rank would hold the word embedding."""
-    return not (drawn.whole_layers and drawn.schedule in ("zb-v", "v-half", "v-min"))
+    return not (job.whole_layers and job.schedule in ("zb-v", "v-half", "v-min"))
 
 
-def _aligned(drawn: Drawn) -> bool:
+def _aligned(job: RandomJob) -> bool:
     """Plain Megatron itself fails with further heads, tied, when it reduces gradients as stages finish."""
-    return not drawn.has(no_align_grad_reduce=True, **TIED)
+    return not job.has(no_align_grad_reduce=True, **TIED)
 
 
-def _masks_everywhere(drawn: Drawn) -> bool:
+def _masks_everywhere(job: RandomJob) -> bool:
     """Megatron hands attention masks to the first and to the last rank: others' layers look across documents, and which
     layers those are depends on the chunks."""
-    return _linear(drawn) or (drawn.schedule == "interleaved" and drawn.sizes["pipeline"] == 2)
+    return _linear(job) or (job.schedule == "interleaved" and job.sizes["pipeline"] == 2)
 
 
 # In the order of drawing.
@@ -136,7 +136,7 @@ FEATURES = (
 )
 
 
-def draw(number: int) -> Drawn:
+def random_job(number: int) -> RandomJob:
     """The job of this number, on at most 8 ranks."""
     chance = random.Random(number)
     schedule = chance.choice(tuple(CHUNKS))
@@ -150,7 +150,7 @@ def draw(number: int) -> Drawn:
     if schedule == "interleaved":
         microbatches = sizes["pipeline"] * chance.choice((1, 2, 3))
     stages = sizes["pipeline"] * chunks
-    drawn = Drawn(
+    job = RandomJob(
         schedule,
         whole_layers,
         sizes,
@@ -176,8 +176,8 @@ def draw(number: int) -> Drawn:
         masked=micro_batch > 1 and chance.random() < 0.3,
     )
     if sizes["context"] > 1:
-        drawn.options.update(CONTEXT)
+        job.options.update(CONTEXT)
     for feature in FEATURES:
-        if feature.fits(drawn) and chance.random() < feature.probability:
-            drawn.options.update(feature.options)
-    return drawn
+        if feature.fits(job) and chance.random() < feature.probability:
+            job.options.update(feature.options)
+    return job

@@ -1,10 +1,10 @@
-"""Jobs of the option hunt about replicas, data and checkpoints."""
+"""Jobs of the option survey about replicas, data and checkpoints."""
 
 from __future__ import annotations
 
 from tests.mcore.case_parts import BOTH, CONTEXT, DISTRIBUTED, MOE, SEQUENCE, TIED
-from tests.mcore.hunt.job import FEWER_CHUNKS, HALF, LOCAL_INIT, MANY_WAYS, ONE_CHUNK, Job
 from tests.mcore.moves import ASYNCHRONOUS, RESHARDABLE
+from tests.mcore.option_survey.job import FEWER_CHUNKS, HALF, LOCAL_INIT, MANY_WAYS, ONE_CHUNK, Job
 
 DATA = {"mock_data": None, "data_cache_path": "{folder}/cache", "null_tokenizer_eod_id": 499}
 ONE_FILE = {**DATA, "data_path": ["{data}/a"], "split": "80,10,10"}

@@ -1,4 +1,4 @@
-"""Run a job of the option hunt, in plain Megatron or under a schedule of ours, and read every number that it logged."""
+"""Run a job of the option survey, in plain Megatron or under a schedule of ours, and read all that it logged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unittest import mock
 
 from tests.harness.ranks import run_ranks
 from tests.harness.training import set_weights, tiny_model
-from tests.mcore.hunt.job import BASE, Job, chunks, way_options
+from tests.mcore.option_survey.job import BASE, Job, chunks, way_options
 
 PLAIN = "plain"
 SAVED_AT = 2

@@ -1,11 +1,11 @@
-"""Jobs of the option hunt about models: vocabularies, layers, further heads, experts, hybrid models."""
+"""Jobs of the option survey about models: vocabularies, layers, further heads, experts, hybrid models."""
 
 from __future__ import annotations
 
 import json
 
 from tests.mcore.case_parts import AHEAD, FULL_RECOMPUTE, HYBRID, LLAMA, MOE, SEQUENCE, TENSOR, TIED
-from tests.mcore.hunt.job import FEWER_CHUNKS, HALF, LOCAL_INIT, MANY_WAYS, ONE_CHUNK, Job
+from tests.mcore.option_survey.job import FEWER_CHUNKS, HALF, LOCAL_INIT, MANY_WAYS, ONE_CHUNK, Job
 
 _COUNTED = "hits of further heads are counted from the start of a run"
 ROPE = {"position_embedding_type": "rope"}

@@ -1,4 +1,4 @@
-"""The option hunt: every number that a run logs equals plain Megatron's, with Megatron's less common options."""
+"""The option survey: every number that a run logs equals plain Megatron's, with Megatron's less common options."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.harness.ranks import run_ranks
-from tests.mcore.hunt.data import make_data
-from tests.mcore.hunt.job import BOUND, covered
-from tests.mcore.hunt.jobs import JOBS
-from tests.mcore.hunt.run import PLAIN, differences, train
+from tests.mcore.option_survey.data import make_data
+from tests.mcore.option_survey.job import BOUND, covered
+from tests.mcore.option_survey.jobs import JOBS
+from tests.mcore.option_survey.run import PLAIN, differences, train
 
 BY_NAME = {job.name: job for jobs in JOBS.values() for job in jobs}
 RUNS = [
@@ -24,7 +24,7 @@ RUNS = [
 
 
 @pytest.fixture(scope="module")
-def hunt(tmp_path_factory):
+def survey(tmp_path_factory):
     """Small datasets, and plain Megatron's runs, made once each: `data`; `plain(name)` gives runs and their folder."""
     data = tmp_path_factory.mktemp("data")
     make_data(data)
@@ -38,11 +38,11 @@ def hunt(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "way"), RUNS)
-def test_every_logged_number_equals_plain_megatrons(hunt, tmp_path, name, way):
+def test_every_logged_number_equals_plain_megatrons(survey, tmp_path, name, way):
     job = BY_NAME[name]
-    expected, folder = hunt.plain(name)
+    expected, folder = survey.plain(name)
     moved = job.starts_from_checkpoint(way)
-    runs = train(job, way, hunt.data, tmp_path, folder / "saved")
+    runs = train(job, way, survey.data, tmp_path, folder / "saved")
     for number, (found, plain) in enumerate(zip(runs, expected, strict=True)):
         assert found.lines
         assert not differences(job, found, plain, moved), f"run {number}"
@@ -58,7 +58,9 @@ def test_every_name_is_an_option_of_megatrons_and_of_one_job(capsys):
     for job in jobs:
         assert set(job.default) <= set(job.ways) and (job.bound == BOUND or job.why), job.name
     with capsys.disabled():
-        print(f"\nthe option hunt: {len(jobs)} jobs, {len(RUNS)} runs, {len(covered(jobs))} of {len(options)} options")
+        print(
+            f"\nthe option survey: {len(jobs)} jobs, {len(RUNS)} runs, {len(covered(jobs))} of {len(options)} options"
+        )
 
 
 def megatron_options(_rank, _world_size):
@@ -78,8 +80,8 @@ def megatron_options(_rank, _world_size):
         pytest.param("another rate, the checkpoint's kept", 1e-3, 1e-4, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_with_the_rate_that_it_was_told_to_take(hunt, name, highest, lowest):
-    (_, resumed), _ = hunt.plain(name)
+def test_a_run_goes_on_with_the_rate_that_it_was_told_to_take(survey, name, highest, lowest):
+    (_, resumed), _ = survey.plain(name)
     rates = resumed.scalars["learning-rate"]
     # Linear, in ten iterations.
     expected = {(step, 0): lowest + (1 - step / 10) * (highest - lowest) for step in (6, 7, 8)}

@@ -1,4 +1,4 @@
-"""Jobs that are drawn: every step of each equals plain Megatron's, whatever meets in it."""
+"""Random jobs: every step of each equals plain Megatron's, whatever meets in it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import pytest
 
 from tests.harness.training import comparable_model, train
 from tests.mcore.comparison import assert_equal
-from tests.mcore.drawn import draw
+from tests.mcore.random_jobs import random_job
 
-DRAWN = 80
+JOBS = 80
 NO_GRADIENT = "k_layernorm.bias"
 """Adds the same to all scores of a query: its gradient is zero, and what is found is rounding."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(DRAWN))
+@pytest.mark.parametrize("number", range(JOBS))
 def test_every_step_equals_plain_megatron(number):
-    job = draw(number)
+    job = random_job(number)
     plain = train(job.ranks, comparable_model(**job.options), masked=job.masked)
     found = train(job.ranks, comparable_model(**job.options, **job.ours), masked=job.masked)
     for step in (*plain.steps, *found.steps):
@@ -24,8 +24,8 @@ def test_every_step_equals_plain_megatron(number):
     assert_equal(found, plain, job.bound)
 
 
-def test_a_number_draws_one_job_and_all_schedules_are_drawn():
-    jobs = [draw(number) for number in range(DRAWN)]
-    assert jobs == [draw(number) for number in range(DRAWN)]
-    drawn = {(job.schedule, job.ours["vocab_parallel_algorithm"]) for job in jobs}
-    assert len(drawn) == 19
+def test_a_number_gives_one_job_and_all_schedules_occur():
+    jobs = [random_job(number) for number in range(JOBS)]
+    assert jobs == [random_job(number) for number in range(JOBS)]
+    found = {(job.schedule, job.ours["vocab_parallel_algorithm"]) for job in jobs}
+    assert len(found) == 19

@@ -7,15 +7,15 @@ import argparse
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
 
-UNSERVED = (
+SCRIPT_OPTIONS = (
     *("sft", "fim_data", "dataloader_inter_document_masking", "hybrid_context_parallel", "per_dataset_sequences_path"),
     *("logits_save_dir", "logits_load_dir", "perform_rl_step", "log_straggler"),
 )
 
 
-def refuse_unserved(args: argparse.Namespace) -> None:
+def refuse_script_options(args: argparse.Namespace) -> None:
     """Raise UserError for the first of them that is asked for."""
-    asked = [option_of(name) for name in UNSERVED if getattr(args, name)]
+    asked = [option_of(name) for name in SCRIPT_OPTIONS if getattr(args, name)]
     if args.dataloader_type == "external":
         asked.append("--dataloader-type external")
     if asked:

@@ -17,7 +17,7 @@ _CHUNKS = {"interleaved": 2, "zb-v": 2, "v-half": 2, "v-min": 2}
 
 @dataclass(frozen=True)
 class Shards:
-    """A run with drawn shards.
+    """A run with assigned shards.
 
     schedule, method: family, and vocab-1 or vocab-2.
     rows: by pipeline rank, the tensor ranks of a stage together.
@@ -90,7 +90,7 @@ CHOSEN = (
 )
 
 
-def draw(number: int) -> Shards:
+def random_shards(number: int) -> Shards:
     """The case of this number, on at most 8 ranks."""
     chance = random.Random(number)
     schedule = SCHEDULES[number % len(SCHEDULES)]
@@ -101,7 +101,7 @@ def draw(number: int) -> Shards:
     unit = 2 * tensor
     cuts = sorted(chance.randint(0, VOCABULARY // unit) * unit for _ in range(ranks - 1))
     rows = [end - start for start, end in zip([0, *cuts], [*cuts, VOCABULARY], strict=True)]
-    if chance.random() < 0.5:  # drawn cuts seldom meet
+    if chance.random() < 0.5:  # random ends of shards seldom meet
         rows[chance.randrange(ranks)] = 0
         rows[max(range(ranks), key=rows.__getitem__)] += VOCABULARY - sum(rows)
     options: dict[str, object] = {}
@@ -114,4 +114,4 @@ def draw(number: int) -> Shards:
     return Shards(schedule, method, tuple(rows), options, tensor, data)
 
 
-DRAWN = tuple(draw(number) for number in range(48))
+RANDOM = tuple(random_shards(number) for number in range(48))

@@ -1,9 +1,9 @@
-"""Jobs of the option hunt about the loop: iterations, batches, evaluation, logging, rates, optimizers, precision."""
+"""Jobs of the option survey about the loop: iterations, batches, evaluation, logging, rates, optimizers, precision."""
 
 from __future__ import annotations
 
 from tests.mcore.case_parts import BOTH, MOE, TENSOR, TIED
-from tests.mcore.hunt.job import FEWER_CHUNKS, HALF, MANY_WAYS, TWO_WAYS, WAYS, Job
+from tests.mcore.option_survey.job import FEWER_CHUNKS, HALF, MANY_WAYS, TWO_WAYS, WAYS, Job
 
 BY_SAMPLES = {"train_iters": None, "train_samples": 40}
 DECAY = {"lr_decay_style": "WSD", "lr_decay_iters": 5, "lr_wsd_decay_iters": 3, "min_lr": 1e-5}

@@ -1,10 +1,10 @@
-"""The option hunt: all jobs with Megatron's less common options."""
+"""The option survey: all jobs with Megatron's less common options."""
 
 from __future__ import annotations
 
-from tests.mcore.hunt.jobs_models import HYBRIDS, LAYERS, MIXTURES, VOCABULARIES
-from tests.mcore.hunt.jobs_storage import CHECKPOINTS, DATASETS, REPLICAS
-from tests.mcore.hunt.jobs_training import LOOP, PRECISION, RATES
+from tests.mcore.option_survey.jobs_models import HYBRIDS, LAYERS, MIXTURES, VOCABULARIES
+from tests.mcore.option_survey.jobs_storage import CHECKPOINTS, DATASETS, REPLICAS
+from tests.mcore.option_survey.jobs_training import LOOP, PRECISION, RATES
 
 JOBS = {
     "loop": LOOP,
