@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import run_ranks_to_their_end
 from tests.harness.training import tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -70,28 +71,52 @@ def test_commands_leave_no_secret(planted, tmp_path, what):
     assert not leaks(tmp_path, done.stdout, done.stderr)
 
 
-def run(planted, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """A training run of two ranks that leaves all that a run can leave, in `folder`."""
+def job(folder: Path) -> list[str]:
+    """The arguments of a training run of two ranks that leaves all that a run can leave, in `folder`."""
     options = {
         **{"pipeline_model_parallel_size": 2, "vocab_parallel": True, "train_iters": 4, "cpu": True},
         **{"save": folder / "checkpoints", "save_interval": 2, "tensorboard_dir": folder / "tensorboard"},
         **{"rank_report": folder / "report", "pipeline_trace": folder / "trace"},
         **{"wandb_project": "project", "wandb_exp_name": "name", "log_params_norm": True},
     }
+    return tiny_model(**options)
+
+
+def run(planted, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """`job`, by a launcher that keeps logs."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     launcher += [f"--log-dir={folder / 'logs'}", "--redirects=3", "--tee=3"]
-    command = [*launcher, str(ROOT / "pretrain_gpt_vp.py"), *tiny_model(**options), *flags]
+    command = [*launcher, str(ROOT / "pretrain_gpt_vp.py"), *job(folder), *flags]
     return subprocess.run(command, env=planted, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
 
 
-def test_a_run_leaves_no_secret(planted, tmp_path):
-    done = run(planted, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+def start(_rank: int, _world_size: int, environment: dict[str, str], folder: Path) -> None:
+    """`job`, in a rank of the harness."""
+    os.environ.update({name: value for name, value in environment.items() if MARK in value or str(folder) in value})
+    os.environ["WANDB_MODE"] = environment["WANDB_MODE"]
+    os.chdir(folder)
+    sys.argv = ["pretrain_gpt_vp.py", *job(folder)]
+    import pretrain_gpt_vp
+
+    pretrain_gpt_vp.prepare()
+    pretrain_gpt_vp.main()
+
+
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ranks", "launcher"])
+def test_a_run_leaves_no_secret(planted, tmp_path, launched):
+    if launched:
+        done = run(planted, tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+        said = [done.stdout, done.stderr]
+    else:
+        ends = run_ranks_to_their_end(2, start, planted, tmp_path)
+        said = [output for _, output in ends]
+        assert [status for status, _ in ends] == [0, 0], said
     left = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()}
-    assert {"checkpoints", "tensorboard", "report", "trace", "logs"} <= left
+    assert {"checkpoints", "tensorboard", "report", "trace", *(["logs"] if launched else [])} <= left
     (curves,) = tmp_path.rglob("*.wandb")
     assert b"hidden_size" in curves.read_bytes(), "what W&B writes can be searched"
-    assert not leaks(tmp_path, done.stdout, done.stderr)
+    assert "iteration        4/" in "".join(said) and not leaks(tmp_path, *said)
 
 
 @pytest.mark.slow

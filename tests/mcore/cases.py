@@ -123,9 +123,7 @@ CASES = (
         ranks=8,
         slow=True,
     ),
-    Case(
-        "mixture of experts", MOE, ("v-half/vocab-2", "1f1b/vocab-2", "interleaved/vocab-1", *WHOLE_LAYERS), slow=True
-    ),
+    Case("mixture of experts", MOE, ("v-half/vocab-2", "1f1b/vocab-2", "interleaved/vocab-1", *WHOLE_LAYERS)),
     Case(
         "mixture of experts, multi-token prediction",
         {**MOE, **AHEAD},
@@ -171,6 +169,7 @@ CASES = (
         {**ALL_TO_ALL, **BOTH},
         ("v-half/vocab-2", "1f1b/vocab-2", "interleaved/vocab-1", *WHOLE_LAYERS),
         ranks=4,
+        slow=True,
     ),
     Case(
         "expert parallelism by all-to-all over tensor ranks, sequence parallelism, experts without tokens",

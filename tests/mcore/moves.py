@@ -158,7 +158,6 @@ MOVES = (
         "1f1b/vocab-2 p2",
         ("plain t2", "plain p2 t2", "1f1b/vocab-2 p2 t2", "v-half/vocab-1 p3 t2"),
         {**RESHARDABLE, **TIED},
-        default=True,
     ),
     Move(
         "tensor parallelism, several chunks a rank",

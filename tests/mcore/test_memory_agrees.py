@@ -66,9 +66,9 @@ def slow(*values):
     ("config", "flags", "pipeline_rank"),
     [
         (CONFIG, SMALL, 0),
-        (CONFIG, [*SMALL, *LOCAL], 0),
-        (CONFIG, [*SMALL, *SEQUENCE_PARALLEL], 1),
-        (CONFIG, [*SMALL, *SEQUENCE_PARALLEL, "--vocab-parallel"], 3),
+        slow(CONFIG, [*SMALL, *LOCAL], 0),
+        slow(CONFIG, [*SMALL, *SEQUENCE_PARALLEL], 1),
+        slow(CONFIG, [*SMALL, *SEQUENCE_PARALLEL, "--vocab-parallel"], 3),
         (CONFIG, [*SMALL, *SEQUENCE_PARALLEL, *V_HALF, "--vocab-parallel"], 3),
         slow(CONFIG, [*SMALL, *V_HALF, "--vocab-parallel"], 0),
         slow(CONFIG, [*SMALL, *LOCAL], 3),

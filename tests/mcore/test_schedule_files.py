@@ -66,7 +66,9 @@ def test_a_schedule_by_hand_that_is_no_family_trains():
     _assert_trains_as_plain_megatron(BY_HAND)
 
 
-@pytest.mark.parametrize("name", [pytest.param("torch_interleaved_1f1b", marks=slow), "torch_zbv", "torch_dualpipe_v"])
+@pytest.mark.parametrize(
+    "name", ["torch_zbv", *(pytest.param(f"torch_{each}", marks=slow) for each in ("interleaved_1f1b", "dualpipe_v"))]
+)
 def test_schedules_that_pytorch_wrote_are_proven_and_train(name):
     path = FOLDER / f"{name}.csv"
     validate(family(str(path)).fixed)
@@ -116,7 +118,7 @@ def train_from_own_folder(rank, world_size, arguments, folders, afterwards):
         return train_case(rank, world_size, arguments), ran
 
 
-@pytest.mark.parametrize(("there", "afterwards"), [("other", None), (None, "other")])
+@pytest.mark.parametrize(("there", "afterwards"), [("other", None), pytest.param(None, "other", marks=slow)])
 def test_all_ranks_run_what_rank_0_read_at_the_start(there, afterwards, tmp_path):
     files = {"own": generate("1f1b", 2, 4), "other": generate("zb-h1", 2, 4)}
     texts = {name: to_json(schedule) for name, schedule in files.items()} | {None: None}
