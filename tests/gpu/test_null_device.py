@@ -131,7 +131,9 @@ def test_ranks_that_share_it_wait_for_every_message_where_it_is_posted(
     script = tmp_path / "waiting.py"
     script.write_text(WAITING)
     command = [sys.executable, str(script), schedule, method, receives]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    # No kernel writes a number: what is counted has to be zero from the start, and not what a tensor left behind.
+    fresh = {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=fresh, capture_output=True, text=True, timeout=200)
     assert (done.returncode, (done.stdout + done.stderr).strip().splitlines()[-1]) == (status, said), done.stderr
 
 
