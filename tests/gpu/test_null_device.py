@@ -118,7 +118,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("schedule", "method", "receives", "status", "said"),
     [
-        ("1f1b", "vocab-1", "late", 0, "2 ranks"),
+        pytest.param("1f1b", "vocab-1", "late", 0, "2 ranks", marks=pytest.mark.slow),
         pytest.param("zb-h1", "vocab-2", "late", 0, "2 ranks", marks=pytest.mark.slow),
         ("v-half", "vocab-2", "late", 0, "2 ranks"),
         ("1f1b", "vocab-1", "early", 1, "hangs"),

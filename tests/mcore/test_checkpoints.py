@@ -146,8 +146,8 @@ def test_a_checkpoint_moves_between_shards_of_other_sizes(train_along, tmp_path,
     assert norms == pytest.approx(whole.grad_norms, rel=FP32, abs=0)
 
 
-def refusals(_rank, _world_size, cases):
-    """What parsing says to each case's arguments; None where they are accepted."""
+def refusals(rank, _world_size, cases):
+    """What parsing says to each case's arguments, on another rank than the first to some; None if they are accepted."""
     import torch
 
     import pretrain_gpt_vp as script
@@ -157,7 +157,7 @@ def refusals(_rank, _world_size, cases):
     from megatron.training.training import destroy_global_state
 
     said = []
-    for arguments in cases:
+    for arguments in cases[:: 5 if rank else 1]:
         sys.argv = ["pretrain_gpt_vp.py", *arguments]
         try:
             script.parse_and_validate_args()
@@ -285,7 +285,7 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
     overridden = {"override_opt_param_scheduler": True}  # where the case is not about it
     arguments = [_arguments(Layout.read("plain"), **overridden | changes) for changes, _ in cases]
     said, other = run_ranks(2, refusals, arguments)
-    assert said == other and _contents(cut) == before
+    assert said[::5] == other and _contents(cut) == before
     for (changes, expected), found in zip(cases, said, strict=True):
         assert (found is None) == (expected is None) and (expected or "") in (found or ""), (changes, found)
         assert "\n" not in (found or "")

@@ -41,8 +41,8 @@ ENDS_IN_16_BITS = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16"
 TWO_CHUNKS = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
 INTERLEAVED = {**TWO_CHUNKS, "pipeline_schedule": "interleaved"}
 
-CASES = [("v-half", APART, MEGATRON, CURRENT)]
-SLOW_CASES = [
+CASES = [
+    ("v-half", APART, MEGATRON, CURRENT),
     ("zb-h1", FUSED, NEWEST, CURRENT),
     ("1f1b", FUSED, NEWEST, CURRENT),
     ("interleaved", FUSED, NEWEST, CURRENT),
@@ -79,10 +79,8 @@ def assert_same_bits(found: Run, expected: Run) -> None:
     assert found.grad_norms == pytest.approx(expected.grad_norms, rel=BOUND)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "fused", "version", "model"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "fused", "version", "model"), CASES)
 def test_without_vocabulary_passes_every_bit_is_plain_megatrons(schedule, fused, version, model):
     plain, _ = trained(version, 1, fused, **model)
     ours, products = trained(version, 2, fused, **_schedule(schedule, None), **model)
