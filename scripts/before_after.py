@@ -98,7 +98,7 @@ class Run:
                 found += [Box(start, start + cut, "vocabulary"), Box(start + cut, end, colour)]
             else:
                 found += [Box(start, end - cut, colour), Box(end - cut, end, "vocabulary")]
-        return [Box(box.start, min(box.end, WINDOW), box.colour) for box in found if box.end > box.start]
+        return [Box(box.start, min(box.end, WINDOW), box.colour) for box in found if min(box.end, WINDOW) > box.start]
 
     def vocabulary_share(self, stage: int, kind: PassKind) -> float:
         """The part of a pass that is a whole vocabulary layer's, on the first and the last stage of a plain run."""

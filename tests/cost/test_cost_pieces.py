@@ -9,11 +9,19 @@ from megatron_vp.cost.hardware.gpus import HARDWARE, find_hardware
 from megatron_vp.cost.memory.layer_memory import layer_activations
 from megatron_vp.cost.paper.published import Cell, jobs
 from megatron_vp.cost.sizes.flops import Matrix, layer_flops, layer_weights, model_flops
+from megatron_vp.cost.sizes.layer_types import LayerType
 from megatron_vp.cost.sizes.layouts import equal_layers, redistributed_layers
 from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, ModelShape, Recompute
-from megatron_vp.cost.times.communication import LATENCY, NETWORK_LATENCY, CommunicationModel
-from megatron_vp.cost.times.pass_times import PassTimes
+from megatron_vp.cost.times.communication import (
+    CONTENTION,
+    EXPOSED_SUM,
+    LATENCY,
+    NETWORK_LATENCY,
+    CommunicationModel,
+)
+from megatron_vp.cost.times.pass_times import OWN_SHARE, PassTimes
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import Channel, CollectiveKind, Placement, VocabMethod
 from megatron_vp.vocab.shards import VocabShards
 
@@ -157,7 +165,8 @@ def test_recomputation_repeats_the_forward_and_sequence_parallelism_shares_what_
     changes = ({}, {"recompute": Recompute.FULL}, {"sequence_parallel": True})
     plain, again, shared = (PassTimes(job(tensor=2, **each), A100, CALIBRATED).layer() for each in changes)
     assert pytest.approx((plain.F, plain.B + plain.F, plain.W)) == (again.F, again.B, again.W)
-    half = PassTimes(job(), A100, CALIBRATED).memory_time(CALIBRATED.layer_bytes * 2048 * 3072 / 2)
+    own = OWN_SHARE * CALIBRATED.layer_bytes * 2048 * 3072
+    half = PassTimes(job(), A100, CALIBRATED).memory_time(own / 2)
     assert pytest.approx(half) == plain.F - shared.F and pytest.approx(2 * half) == plain.B - shared.B
 
 
@@ -240,11 +249,18 @@ def test_what_stays_in_a_node_takes_its_links():
     assert node.tensor_sum == node.all_reduce(2 * 2048 * 3072, 8, nodes=1)
     assert node.layer_traffic() == 2 * node.tensor_sum
     wider = CommunicationModel(job(tensor=8, context=2), A100, CALIBRATED)
-    assert wider.tensor_sum == wider.all_reduce(2 * 1024 * 3072, 8, nodes=2)
+    assert wider.tensor_sum == wider.all_reduce(2 * 1024 * 3072, 8, nodes=1)  # tensor ranks are innermost
+    overlapped = replace(node, job=replace(node.job, tensor_overlap=True))
+    assert overlapped.tensor_sum == pytest.approx(EXPOSED_SUM * node.tensor_sum)
     experts = CommunicationModel(job(gpt(experts=8, experts_per_token=2), tensor=4, data=4, expert=4), A100, CALIBRATED)
-    moved = 2 * experts.whole_hidden_bytes * 3 / 4 / 4
-    exchange = 2 * (experts.hops(4, 2) + moved / experts.bandwidth(False))
-    assert experts.layer_traffic() == pytest.approx(2 * experts.tensor_sum + exchange)
+    # Two experts a token, four ranks on two nodes: one token in two goes over the network for each, once if for both.
+    moved = experts.whole_hidden_bytes * 2 / 4
+    far, near = moved * 0.75 / 2 / experts.bandwidth(False), moved / 4 / experts.bandwidth(True)
+    gathered = experts.all_reduce(4 * moved, 4, nodes=1)
+    exchange = 2 * (experts.hops(4, 2) + far + near)
+    assert experts.layer_traffic() == pytest.approx(experts.tensor_sum + gathered + exchange)
+    alone = replace(experts, job=replace(experts.job, expert_tensor=1, expert_overlap=True))
+    assert alone.layer_traffic() == pytest.approx(experts.tensor_sum)
 
 
 def test_replicas_sum_what_they_share():
@@ -254,4 +270,35 @@ def test_replicas_sum_what_they_share():
     expected = communication.all_reduce(4 * 1e9, 4, nodes=1) + communication.all_reduce(4 * 3e8, 2, nodes=1)
     assert communication.gradient_sync(1e9, 3e8) == pytest.approx(expected)
     narrow = CommunicationModel(replace(communication.job, wide_gradients=False), A100, CALIBRATED)
-    assert narrow.gradient_sync(1e9, 0) == pytest.approx(communication.all_reduce(2 * 1e9, 4, nodes=1))
+    assert narrow.gradient_sync(1e9, 0) == pytest.approx(communication.all_reduce(2 * 1e9, 4, nodes=1), rel=1e-3)
+    # A distributed optimizer gathers parameters in place of gradients; behind passes, a part remains.
+    shared = replace(communication, job=replace(communication.job, distributed_optimizer=True))
+    assert shared.gradient_sync(1e9, 3e8) == pytest.approx(0.75 * expected, rel=1e-3)
+    hidden = replace(shared, job=replace(shared.job, data_overlap=True))
+    assert hidden.gradient_sync(1e9, 3e8, 0, 9.0, 9.0) == pytest.approx(CONTENTION * shared.gradient_sync(1e9, 3e8))
+    assert hidden.gradient_sync(1e9, 3e8) == pytest.approx(shared.gradient_sync(1e9, 3e8))
+
+
+def test_each_of_a_nodes_replicas_has_its_own_port():
+    wide, tall = (CommunicationModel(job(data=16 // t, tensor=t), A100, CALIBRATED) for t in (1, 8))
+    near, far = wide.bandwidth(True), wide.bandwidth(False)
+    assert wide.replicas_sum(1e9, 16, 16) - wide.hops(16, 2) == pytest.approx(1e9 * 15 / 16 / min(near, 8 * far))
+    assert tall.replicas_sum(1e9, 2, 16) - tall.hops(2, 2) == pytest.approx(1e9 / 2 / far)
+
+
+def test_keys_and_values_of_other_context_ranks_are_waited_for_where_attention_is_short():
+    ring = CommunicationModel(job(tensor=8, context=2), A100, CALIBRATED)
+    hop = NETWORK_LATENCY + 2 * 2 * 1024 * 3072 / 8 / ring.bandwidth(False)
+    assert ring.exposed_keys(0.0) == pytest.approx(hop)
+    assert ring.exposed_keys(hop) == pytest.approx(hop / 2)
+    assert ring.exposed_keys(2 * hop) == 0
+    assert CommunicationModel(job(), A100, CALIBRATED).exposed_keys(0.0) == 0
+
+
+def test_fused_layers_move_what_is_counted_and_local_attention_all_scores():
+    engine, local = (
+        PassTimes(job(sequence_parallel=True, layers=kind), HARDWARE["h100"], CALIBRATED)
+        for kind in (LayerKind.ENGINE, LayerKind.LOCAL)
+    )
+    assert engine.layer_bytes(LayerType.WHOLE) < 0.5 * local.layer_bytes(LayerType.WHOLE)
+    assert local.layer().F > engine.layer().F

@@ -16,7 +16,9 @@ class Rates:
 
     gemm: FLOP/s of large bf16 products. fp8_gemm: of fp8 ones, 0 without them. copy: bytes/s of a copy, reads and
     writes together. issue: instructions/s, counted by thread. source: where the figures are from. any_layout_fp8:
-    tensor cores multiply fp8 operands in any layout, so none is transposed, and scale blocks of 32 (mxfp8).
+    tensor cores multiply fp8 operands in any layout, so none is transposed, and scale blocks of 32 (mxfp8). attention:
+    shares of the peak that fused attention reaches, forward and backward, counting the causal half; None: the paper's.
+    gap: seconds that a pass takes in addition to its work; 0: the paper's.
     """
 
     gemm: float
@@ -25,6 +27,8 @@ class Rates:
     issue: float
     source: str
     any_layout_fp8: bool = False
+    attention: tuple[float, float] | None = None
+    gap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ _ALL = (
             fp8_gemm=0.0,
             copy=1.75 * TERA,
             issue=108 * 88 * 1.41 * GIGA,
+            gap=0.85e-3,
             source="the share of its peak that the paper's A100s reach (constants.py); copies at 0.86 of the nominal "
             "bandwidth; 108 SMs at 1.41 GHz, whose fp32 lanes are half of the 128",
         ),
@@ -85,6 +90,7 @@ _ALL = (
             fp8_gemm=1280 * TERA,
             copy=3.0 * TERA,
             issue=132 * 128 * 1.7 * GIGA,
+            attention=(0.48, 0.38),
             source="large bf16 products: 700 of the 650 to 790 TFLOP/s in public benchmarks; 1280 in fp8; "
             "public device-to-device copies; 132 SMs x 128 lanes at 1.7 GHz",
         ),
@@ -104,6 +110,7 @@ _ALL = (
             fp8_gemm=1280 * TERA,
             copy=4.3 * TERA,
             issue=132 * 128 * 1.7 * GIGA,
+            attention=(0.48, 0.38),
             source="products and issue rate of the H100; copies at 0.9 of the nominal bandwidth, as its own",
         ),
     ),
@@ -122,6 +129,7 @@ _ALL = (
             fp8_gemm=2910 * TERA,
             copy=6.0 * TERA,
             issue=148 * 128 * 1.7 * GIGA,
+            attention=(0.44, 0.35),
             source="assumed: the H100's shares of its nominal bf16 and fp8 rates; public copies on the device of just "
             "over 6 TB/s; 148 SMs x 128 lanes at 1.7 GHz",
             any_layout_fp8=True,

@@ -10,7 +10,7 @@ from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.layer_memory import SPLIT_BACKWARD, layer_memory, once_memory, pass_memory
 from megatron_vp.cost.memory.outside import GIB, OutsideMemory, outside_memory
 from megatron_vp.cost.sizes.flops import expert_weights, layer_weights
-from megatron_vp.cost.sizes.fp8 import activations_saved, weight_copies
+from megatron_vp.cost.sizes.fp8 import activations_saved, quantised, weight_copies
 from megatron_vp.cost.sizes.layer_types import LayerType, model_layers, stage_layers
 from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, Recompute
 from megatron_vp.jobs.layer_kind import LayerKind
@@ -98,6 +98,12 @@ class MemoryModel:
             for kind, count in stages[stage].counts.items()
         )
 
+    def fp8_parameters(self, rank: int) -> float:
+        """Parameters on a rank of which fp8 copies alone are kept."""
+        if not self.job.fp8_parameters or self.job.fp8 is None:
+            return 0.0
+        return self.fp8_copies(rank) / quantised(self.job.fp8, self.hardware).kept
+
     def expert_parameters(self, rank: int) -> int:
         """Those of them that belong to experts: each is on a part of the replicas only."""
         return sum(count * expert_weights(self.job, kind) for kind, count in self._layers(rank))
@@ -112,7 +118,7 @@ class MemoryModel:
         job, parameters, experts = self.job, self.parameters(rank), self.expert_parameters(rank)
         if not job.distributed_optimizer:
             return parameters
-        return (parameters - experts + job.expert * experts) / (job.data * job.context)
+        return (parameters - experts) / (job.data * job.context) + experts / job.expert_replicas
 
     def rank(self, rank: int) -> RankMemory:
         """The peak of a rank: inside the passes, or in the optimizer step, which holds narrow gradients in fp32 too."""
@@ -122,7 +128,7 @@ class MemoryModel:
         activations, vocabulary = self._peak_of_passes(rank)
         in_step = widened > activations + vocabulary
         counted = {
-            "parameters": job.element_bytes * parameters + self.fp8_copies(rank),
+            "parameters": job.element_bytes * (parameters - self.fp8_parameters(rank)) + self.fp8_copies(rank),
             "gradients": gradient * parameters + in_step * widened,
             # Adam's two moments, and the fp32 copy of 16-bit parameters.
             "optimizer": (12 if job.element_bytes < 4 else 8) * stepped,

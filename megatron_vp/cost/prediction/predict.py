@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.rank_memory import MemoryModel, RankMemory
-from megatron_vp.cost.prediction.stage_costs import layers_of, order_costs, stage_costs
+from megatron_vp.cost.prediction.stage_costs import layers_of, order_costs, stage_costs, stage_times
 from megatron_vp.cost.sizes.flops import model_flops
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.cost.times.communication import CommunicationModel
@@ -130,8 +130,15 @@ def after_passes(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, c
     memory = memory_model(job, plan, schedule, hardware)
     fullest = max(range(job.pipeline), key=memory.parameters)
     experts = memory.expert_parameters(fullest)
-    sync = CommunicationModel(job, hardware, constants).gradient_sync(memory.parameters(fullest) - experts, experts)
-    return sync + PassTimes(job, hardware, constants).optimizer_step(memory.stepped_parameters(fullest))
+    times, communication = PassTimes(job, hardware, constants), CommunicationModel(job, hardware, constants)
+    backward = forward = 0.0
+    if job.data_overlap:
+        stages = stage_times(times, plan.vocab, memory.layers, schedule.split_backward)
+        held = [stages[stage] for stage in schedule.placement.stage_of[fullest]]
+        forward, backward = sum(stage.F for stage in held), sum(stage.B + stage.W for stage in held)
+    narrow = memory.fp8_parameters(fullest)
+    sync = communication.gradient_sync(memory.parameters(fullest) - experts, experts, narrow, forward, backward)
+    return sync + times.optimizer_step(memory.stepped_parameters(fullest))
 
 
 def make_simulator(

@@ -45,7 +45,7 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, co
             by_rows = dict.fromkeys(by_rows, times.vocabulary_passes(plan.vocab))
         passes = [by_rows[each] for each in rows]
     work = [sum(sum(stages[stage]) for stage in row) for row in placement.stage_of]
-    pace = _pace([own + sum(each) for own, each in zip(work, passes, strict=True)], constants)
+    pace = _pace([own + sum(each) for own, each in zip(work, passes, strict=True)], job.gpus, constants)
     placed_at = [pace[placement.rank_of(stage)] for stage in range(placement.stages)]
     vocabulary: dict[str, tuple[float, ...]] = {}
     if plan.vocab.is_sharded:
@@ -98,7 +98,7 @@ def stage_times(times: PassTimes, vocab: VocabMethod, layers: tuple[int, ...], s
     held = stage_layers(times.job, layers)
     kinds = {kind for stage in held for kind in stage.counts}
     by_kind = {kind: (times.layer(kind), times.plain_layer(kind), communication.layer_traffic(kind)) for kind in kinds}
-    gap, stages = times.constants.gap, []
+    gap, stages = times.gap, []
     for counts, wides in held:
         forward = backward = weight = traffic = 0.0
         for kind, count in counts.items():
@@ -124,12 +124,13 @@ def _members(plan: Plan, placement: Placement) -> Sequence[int]:
     return placement.vocab_members([rank for rank, rows in enumerate(plan.vocab_rows) if rows])
 
 
-def _pace(work: list[float], constants: Constants) -> list[float]:
+def _pace(work: list[float], gpus: int, constants: Constants) -> list[float]:
     """How much longer each rank takes than a mean rank at sustained speed, by its `work` in a microbatch.
 
-    The slowest of p ranks, by the expected largest of p normal values (Blom's approximation), is put in the middle.
+    The slowest of all `gpus`, by the expected largest of so many normal values (Blom's approximation), is put in the
+    middle: its tensor ranks and its replicas wait for it.
     """
     pace = [1 - constants.idle_boost if own < IDLE * max(work) else 1.0 for own in work]
-    slowest = NormalDist().inv_cdf((len(work) - 0.375) / (len(work) + 0.25))
+    slowest = NormalDist().inv_cdf((gpus - 0.375) / (gpus + 0.25))
     pace[len(work) // 2] *= 1 + constants.speed_spread * slowest
     return pace

@@ -40,7 +40,8 @@ def layer_matrices(job: Job, kind: LayerType = LayerType.WHOLE) -> tuple[Matrix,
     mlp = mlp_of(model, kind)
     if mlp is not None:
         copies = max(1, mlp.experts // job.expert)
-        routed = tokens * mlp.per_token / copies
+        t = job.expert_tensor if mlp.experts else t
+        routed = tokens * mlp.per_token / copies * t / job.tensor
         if mlp.experts:
             matrices.append(Matrix(model.hidden, mlp.experts, tokens))
         matrices.append(Matrix(model.hidden, (2 if model.gated else 1) * mlp.width // t, routed, copies))

@@ -30,12 +30,12 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("moe_layer_freq",), (1,)),
     **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_latent_size"), ()),
     **dict.fromkeys(("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor", "moe_paged_stash"), ()),
-    **dict.fromkeys(("moe_pad_expert_input_to_capacity", "moe_layer_recompute", "expert_tensor_parallel_size"), ()),
+    **dict.fromkeys(("moe_pad_expert_input_to_capacity", "moe_layer_recompute"), ()),
     **dict.fromkeys(("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"), (1,)),
     # Precision.
-    **dict.fromkeys(("fp4_format", "fp8_param_gather", "fp8_output_proj", "te_precision_config_file"), ()),
+    **dict.fromkeys(("fp4_format", "fp8_output_proj", "te_precision_config_file"), ()),
     **dict.fromkeys(("no_fp8_wgrad", "disable_fp8_wgrad", "keep_fp8_transpose_cache"), ()),
-    **dict.fromkeys(("fp32_residual_connection", "fp16_lm_cross_entropy", "grad_reduce_in_bf16"), ()),
+    **dict.fromkeys(("fp32_residual_connection", "fp16_lm_cross_entropy"), ()),
     **dict.fromkeys(("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), ("fp32",)),
     # Optimizer, recomputation, offloading, sharding, overlap.
     **dict.fromkeys(("optimizer",), ("adam",)),
@@ -48,7 +48,7 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_distributed_optimizer_instances",), (1,)),
     **dict.fromkeys(("hybrid_context_parallel", "hierarchical_context_parallel_sizes"), ()),
     **dict.fromkeys(("cuda_graph_impl",), ("none",)),
-    **dict.fromkeys(("tp_comm_overlap", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"), ()),
+    **dict.fromkeys(("delay_wgrad_compute",), ()),
     **dict.fromkeys(("no_overlap_p2p_communication", "microbatch_group_size_per_virtual_pipeline_stage"), ()),
     # Which layers a stage has, and which microbatches an iteration.
     **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), ()),

@@ -115,7 +115,11 @@ class Job:
     optimizer step. element_bytes: of parameters and activations. fp8: recipe of the transformer layers' products, but
     for `bf16_at_start` layers at the start of the model and `bf16_at_end` at its end. cross_entropy: of whole output
     layers; split ones have their own. exact_shards: vocabulary shards as the authors cut them, unrounded. layers: whose
-    layers' activations are counted. glu_intermediates: tensors of width `ffn` that a gated MLP keeps besides the input
+    layers' activations are counted. data_overlap: gradients are summed behind the last backward, and parameters
+    gathered behind the first forward. tensor_overlap: products run while tensor ranks exchange hidden states.
+    expert_overlap: tokens travel to their experts behind another microbatch's passes. expert_tensor: tensor ranks of an
+    expert (0: those of all else). fp8_parameters: those of the layers' products are kept and gathered in fp8 alone.
+    glu_intermediates: tensors of width `ffn` that a gated MLP keeps besides the input
     and the result of its activation. attention_dropout: the attention drops scores. wide_softmax: Megatron's own
     attention computes its softmax in fp32.
     Raises UserError for sizes that do not fit each other.
@@ -144,22 +148,35 @@ class Job:
     glu_intermediates: int = 0
     attention_dropout: bool = False
     wide_softmax: bool = False
+    data_overlap: bool = False
+    tensor_overlap: bool = False
+    expert_overlap: bool = False
+    expert_tensor: int = 0
+    fp8_parameters: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sequence", "micro_batch", "microbatches", "pipeline", "tensor", "context", "data", "expert"):
             _at_least_one(name, getattr(self, name))
         model, t = self.model, self.tensor
-        if model.heads % t or model.ffn % t or model.dense_ffn % t or (model.kv_groups % t and t % model.kv_groups):
+        object.__setattr__(self, "expert_tensor", self.expert_tensor or t)
+        ffn_ranks = self.expert_tensor if model.experts else t
+        if (
+            model.heads % t
+            or model.ffn % ffn_ranks
+            or model.dense_ffn % t
+            or (model.kv_groups % t and t % model.kv_groups)
+        ):
             raise UserError(
                 f"tensor parallel size {t} does not divide {model.heads} heads, {model.kv_groups} key-value groups or "
                 f"ffn size {model.ffn}{f' and {model.dense_ffn}' if model.dense_ffn else ''}; choose one that does"
             )
         if self.sequence % (self.context * (t if self.sequence_parallel else 1)):
             raise UserError(f"sequence length {self.sequence} cannot be cut into {self.context} x {t} equal parts")
-        if self.expert > 1 and (self.data % self.expert or not model.experts or model.experts % self.expert):
+        holders = self.expert * self.expert_tensor
+        if self.expert > 1 and (self.gpus_per_stage % holders or not model.experts or model.experts % self.expert):
             raise UserError(
-                f"expert parallel size {self.expert} must divide data parallel size {self.data} and {model.experts} "
-                "experts: experts that are spread over tensor or context ranks are not counted"
+                f"expert parallel size {self.expert} must divide {model.experts} experts, and times expert tensor "
+                f"parallel size {self.expert_tensor} the {self.gpus_per_stage} ranks of a pipeline stage"
             )
 
     @property
@@ -171,6 +188,11 @@ class Job:
     def gpus_per_stage(self) -> int:
         """Ranks that share a pipeline stage."""
         return self.tensor * self.context * self.data
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks of a stage that have the same experts."""
+        return self.gpus_per_stage // (self.expert * self.expert_tensor)
 
     @property
     def gpus(self) -> int:

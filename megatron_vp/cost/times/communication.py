@@ -15,6 +15,19 @@ from megatron_vp.schedule import Channel, CollectiveKind, Placement, VocabMethod
 LINK_SHARE = 0.7
 """Share of the nominal NVLink bandwidth that NCCL reaches with messages of some ten megabytes."""
 
+EXPOSED_SUM = 0.4
+"""Part of the sums over tensor ranks that `--tp-comm-overlap` leaves in the way: it cuts them into pieces, of which the
+first and the last have no product to hide behind.
+"""
+
+BUCKET = 40e6
+"""Parameters whose gradients are summed at once, at least; a million for each replica where that is more. The last such
+part has no backward to hide behind. Megatron's default.
+"""
+
+CONTENTION = 0.4
+"""Part of a collective's time by which it delays the products that it runs behind: it takes processors and memory."""
+
 LATENCY, NETWORK_LATENCY = 2e-6, 12e-6
 """Seconds that each hop of a message or collective takes besides its bytes, inside a node and between nodes. NCCL's own
 tuning tables assume 0.6 to 3.4 and 2.7 to 14 microseconds, depending on the protocol.
@@ -84,7 +97,8 @@ class CommunicationModel:
     @property
     def tensor_sum(self) -> float:
         """Hidden states summed over the tensor ranks of a stage; with sequence parallelism scattered and gathered."""
-        return self.all_reduce(self.whole_hidden_bytes, self.job.tensor, self.nodes(self.job.tensor * self.job.context))
+        took = self.all_reduce(self.whole_hidden_bytes, self.job.tensor, self.nodes(self.job.tensor))
+        return took * EXPOSED_SUM if self.job.tensor_overlap else took
 
     @property
     def pipeline_nodes(self) -> int:
@@ -134,21 +148,73 @@ class CommunicationModel:
     def layer_traffic(self, kind: LayerType = LayerType.WHOLE) -> float:
         """What one layer's forward waits for: sums over the tensor ranks, and tokens to and from their experts.
 
-        The exchange of keys and values over context ranks runs behind the attention and is not counted.
+        The exchange of keys and values over context ranks is in `exposed_keys`.
         """
         job, sums, mlp = self.job, 2 * kind.share * self.tensor_sum, mlp_of(self.job.model, kind)
-        if job.expert == 1 or mlp is None or not mlp.experts:
+        if mlp is None or not mlp.experts:
             return sums
-        nodes = self.nodes(job.tensor * job.context * job.expert)
-        moved = self.whole_hidden_bytes * mlp.per_token * (job.expert - 1) / job.expert / job.tensor
-        return sums + 2 * (self.hops(job.expert, nodes) + moved / self.bandwidth(nodes == 1))
+        if job.tensor > 1:
+            sums /= 2  # of the attention alone
+        own = self.whole_hidden_bytes * mlp.per_token / job.tensor
+        if job.expert_tensor > 1:
+            # The tokens of a rank's experts are gathered from the tensor ranks of these, and the results scattered.
+            sums += self.all_reduce(own * job.expert_tensor, job.expert_tensor, self.nodes(job.expert_tensor))
+        if job.expert == 1 or job.expert_overlap:
+            return sums
+        ranks, stride = job.expert, job.expert_tensor
+        nodes = self.nodes(ranks * stride)
+        # A token goes to a node once, however many of its experts are there.
+        copies = nodes * (1 - (1 - 1 / nodes) ** mlp.per_token) / mlp.per_token
+        far = own * copies * (nodes - 1) / nodes / self.bandwidth(False)
+        near = own * (min(ranks, ranks / nodes) - 1) / ranks / self.bandwidth(True)
+        return sums + 2 * (self.hops(ranks, nodes) + max(far, 0.0) + max(near, 0.0))
 
-    def gradient_sync(self, shared: float, experts: float) -> float:
-        """Gradients summed over the replicas, once an iteration, behind no computation.
-
-        Of a rank's parameters all replicas have the `shared` ones, and one in `job.expert` those of its experts.
+    def exposed_keys(self, attention: float, kind: LayerType = LayerType.WHOLE) -> float:
+        """What a layer's forward waits for keys and values of other context ranks, of whose `attention` each part runs
+        while the next one's travel round a ring.
         """
-        nodes = self.nodes(self.job.gpus_per_stage)
-        width, replicas = 4 if self.job.wide_gradients else self.job.element_bytes, self.job.data * self.job.context
-        of_experts = self.all_reduce(width * experts, replicas // self.job.expert, nodes) if experts else 0.0
-        return self.all_reduce(width * shared, replicas, nodes) + of_experts
+        job = self.job
+        if job.context == 1 or not kind.attends:
+            return 0.0
+        near = self.nodes(job.tensor * job.context) == 1
+        count = 2 * job.element_bytes * job.tokens * max(job.model.keys // job.tensor, job.model.head_size)
+        hop = (LATENCY if near else NETWORK_LATENCY) + count / self.bandwidth(near)
+        return (job.context - 1) * max(0.0, hop - attention / job.context)
+
+    def replicas_sum(self, count: float, ranks: int, spread: int) -> float:
+        """`count` bytes gathered from, or summed and scattered over `ranks` replicas of a stage's `spread` GPUs. Each
+        of a node's replicas has its own port, and the links inside the node are fast enough to feed all of them.
+        """
+        if ranks == 1:
+            return 0.0
+        nodes = self.nodes(spread)
+        moved, ports = count * (ranks - 1) / ranks, max(1, ranks // nodes)
+        rate = self.bandwidth(True) if nodes == 1 else min(self.bandwidth(True), ports * self.bandwidth(False))
+        return self.hops(ranks, nodes) + moved / rate
+
+    def gradient_sync(
+        self, shared: float, experts: float, narrow: float = 0.0, forward: float = 0.0, backward: float = 0.0
+    ) -> float:
+        """Gradients summed over the replicas and parameters gathered from them, once an iteration: what no `forward` or
+        `backward` of a microbatch hides.
+
+        Of a rank's parameters all replicas have the `shared` ones, and `job.expert_replicas` those of its experts.
+        `narrow` of them are gathered in fp8.
+        """
+        job = self.job
+        replicas, total = job.data * job.context, shared + experts
+        width = 4 if job.wide_gradients else job.element_bytes
+        # Without a distributed optimizer an all-reduce: gradients are gathered, and no parameters.
+        gathered = (job.element_bytes * total - narrow * (job.element_bytes - 1)) / total
+        gathered = gathered if job.distributed_optimizer else width
+
+        def took(each: float) -> float:
+            of_experts = self.replicas_sum(each * experts, job.expert_replicas, job.gpus_per_stage)
+            return self.replicas_sum(each * shared, replicas, job.gpus_per_stage) + of_experts
+
+        reduce, gather = took(width), took(gathered)
+        if not job.data_overlap:
+            return reduce + gather
+        alone = min(1.0, max(BUCKET, 1e6 * replicas) / total)
+        alone = max(alone, CONTENTION)
+        return max(reduce * alone, reduce - backward) + max(gather * alone, gather - forward)

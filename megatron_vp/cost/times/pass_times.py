@@ -9,9 +9,11 @@ from megatron_vp.cost.hardware.constants import Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.sizes.flops import Matrix, attention_flops, layer_matrices
 from megatron_vp.cost.sizes.fp8 import fp8_matrices, quantised
-from megatron_vp.cost.sizes.layer_types import LayerType
+from megatron_vp.cost.sizes.layer_types import LayerType, mlp_of
 from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, Recompute
+from megatron_vp.cost.times.communication import CommunicationModel
 from megatron_vp.cost.times.vocab_kernels import ShardPasses
+from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import VocabMethod
 
 EAGER_SCORES_FORWARD, EAGER_SCORES_BACKWARD = 38, 14
@@ -37,6 +39,30 @@ EMBED_FORWARD, EMBED_BACKWARD = 115, 55
 SHARD_EMBEDDING_GRADIENT, WHOLE_EMBEDDING_GRADIENT = 8, 2
 """Bytes an element of an embedding's dense gradient. A shard's is filled with zeros and added to the accumulated one:
 that shows in the published times of IB. Of a whole embedding's, the V-Half baselines show the filling alone.
+"""
+
+FUSED_HIDDEN = 22
+"""Bytes a token and hidden unit of a fused layer's forward, twice: a norm 4, a sum with the residual and its copy 7.
+A mask of dropout comes on top.
+"""
+
+OWN_SHARE = 0.4
+"""Share of the bytes between the products of the paper's layers that norms, dropouts and residuals move."""
+
+EXPERT_COPIES = 12
+"""Passes over the tokens of experts in 16 bits: into the order of ranks, into that of experts, and back, each a kernel
+that gathers short rows, with their probabilities and indices. Fitted to public jobs with experts on H100.
+"""
+
+GROUPED = 0.8
+"""Speed of the products of several experts on one rank, against one product as large as all of them."""
+
+SCORE_BYTES = 13
+"""Bytes a score that unfused attention moves in its forward: written and read as product, softmax and dropped ones."""
+
+EXPERT_LAUNCHES = 0.4e-3
+"""Seconds of a layer with experts for what is too small to keep a GPU busy: the router's top k, the counts that the
+host waits for, some hundred launches. The backward takes twice as long.
 """
 
 SHARED_HIDDEN = 50
@@ -78,13 +104,15 @@ class PassTimes:
         operands = matrix.tokens * (matrix.inputs + matrix.outputs) * matrix.copies + matrix.weights
         rates = self.hardware.rates
         arithmetic = matrix.flops / rates.gemm if rates else self.compute(matrix.flops, self.constants.matrix)
+        arithmetic /= GROUPED if rates and matrix.copies > 1 else 1.0
         return max(arithmetic, self.memory_time(self.job.element_bytes * operands))
 
     def fp8_gemm_time(self, matrix: Matrix) -> float:
         """The same with fp8 operands and a result in 16 bits."""
         operands = matrix.tokens * (matrix.inputs + 2 * matrix.outputs) * matrix.copies + matrix.weights
         assert self.hardware.rates is not None  # see `refuse_fp8`
-        return max(matrix.flops / self.hardware.rates.fp8_gemm, self.memory_time(operands))
+        arithmetic = matrix.flops / self.hardware.rates.fp8_gemm / (GROUPED if matrix.copies > 1 else 1.0)
+        return max(arithmetic, self.memory_time(operands))
 
     def layer(self, kind: LayerType = LayerType.WHOLE) -> Split:
         """One layer, its products in the job's precision."""
@@ -110,12 +138,61 @@ class PassTimes:
         matrices = layer_matrices(job, kind)
         products = sum(map(self.gemm_time, matrices))
         causal = attention_flops(job, kind) / 2
-        units = job.tokens * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
-        elementwise = kind.share * self.memory_time(constants.layer_bytes * units)
-        forward = products + self.compute(causal, constants.attention_forward) + elementwise
-        backward = products + self.compute(ATTENTION_BACKWARD * causal, constants.attention_backward) + 2 * elementwise
+        elementwise = self.memory_time(self.layer_bytes(kind))
+        reached = constants.attention_forward, constants.attention_backward
+        if self.counted:
+            assert self.hardware.rates is not None and self.hardware.rates.attention is not None
+            reached = self.hardware.rates.attention
+        attention = self.compute(causal, reached[0])
+        twice = self.compute(ATTENTION_BACKWARD * causal, reached[1])
+        communication = CommunicationModel(job, self.hardware, constants)
+        if job.layers is LayerKind.LOCAL:
+            # All scores are computed, written and read.
+            scores = self.memory_time(SCORE_BYTES * job.tokens * job.sequence * job.model.heads / job.tensor)
+            attention = self.compute(2 * causal, constants.matrix) + kind.attends * scores
+            twice = 2 * attention
+        # The backward sends keys and values once more, and their gradients on.
+        keys = communication.exposed_keys(attention, kind), 2 * communication.exposed_keys(twice / 2, kind)
+        mlp = mlp_of(job.model, kind)
+        launches = EXPERT_LAUNCHES if self.counted and mlp and mlp.experts else 0.0
+        forward = products + attention + elementwise + keys[0] + launches
+        backward = products + twice + 2 * elementwise + keys[1] + 2 * launches
         weight = products + self.memory_time(ACCUMULATE * sum(matrix.weights for matrix in matrices))
         return Split(forward, backward + (forward if job.recompute is Recompute.FULL else 0.0), weight)
+
+    @property
+    def counted(self) -> bool:
+        """Whether layers are Transformer Engine's on hardware where its attention is known; others are the paper's."""
+        rates = self.hardware.rates
+        return rates is not None and rates.attention is not None and self.job.layers is LayerKind.ENGINE
+
+    @property
+    def gap(self) -> float:
+        """Seconds that a pass takes in addition to its work."""
+        rates = self.hardware.rates
+        return rates.gap if rates and rates.gap else self.constants.gap
+
+    def layer_bytes(self, kind: LayerType) -> float:
+        """Bytes that a layer's forward moves outside its products; the backward moves twice as many.
+
+        Fused layers by count, see `FUSED_HIDDEN`; the paper's by what was fitted to them.
+        """
+        job, model, t = self.job, self.job.model, self.job.tensor
+        units = job.tokens * model.hidden / (t if job.sequence_parallel else 1)
+        if not self.counted:
+            # Without sequence parallelism, tensor ranks share what lies between the products of a block alone.
+            inner = OWN_SHARE * units + (1 - OWN_SHARE) * job.tokens * model.hidden / t
+            return kind.share * self.constants.layer_bytes * inner
+        wide, mlp, inside = job.element_bytes, mlp_of(model, kind), 0.0
+        if kind.attends:
+            # Queries, keys and values are split; positions are turned into queries and keys.
+            keys = max(model.keys // t, model.head_size)
+            inside += wide * (2 + 2 * model.rotary + 2 * model.query_key_norms) * (model.queries / t + 2 * keys)
+        if mlp:
+            inside += wide * mlp.per_token * (3 if model.gated else 2) * mlp.width / t
+            if mlp.experts:
+                inside += EXPERT_COPIES * wide * mlp.per_token * model.hidden / t
+        return kind.share * (FUSED_HIDDEN + 2 * model.dropout) * units + job.tokens * inside
 
     def whole_output(self) -> Split:
         """The output layer and loss on the last stage alone."""
