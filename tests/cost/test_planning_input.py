@@ -1,9 +1,14 @@
 """Bad input to `megatron-vp plan` and `simulate`: one line and exit status 2."""
 
+from pathlib import Path
+
 import pytest
 
+from megatron_vp.cli.planning import read_request
 from megatron_vp.errors import UserError
 from tests.cost.small_job import SMALL, run
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 pytestmark = pytest.mark.usefixtures("megatron_loaded")
 
@@ -158,3 +163,16 @@ def test_an_incomplete_configuration_names_what_is_missing(tmp_path):
     path.write_text("model:\n  num_layers: 8\n")
     error = run("simulate", path).exception
     assert isinstance(error, UserError) and "hidden_size" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "flags", "said"),
+    [
+        ("h100", [], "15 published runs of this kind (H100, dense, bf16"),
+        ("h100", ["--fp8-format", "hybrid"], "31 published runs of this kind (H100, dense, fp8"),
+        ("b200", [], "No published run of this kind"),
+    ],
+)
+def test_an_answer_says_which_public_runs_stand_behind_it(hardware, flags, said):
+    asked = read_request([CONFIGS / "llama3_8b.yaml"], flags, hardware, None, None)
+    assert said in asked.caveat and said in asked.document()["note"]

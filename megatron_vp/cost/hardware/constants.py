@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -63,3 +64,26 @@ CALIBRATED = FITTED.with_newer_attention()
 
 ERROR_BAND = {"time": 0.03, "memory": 0.03}
 """Largest relative error, rounded, of setups that the fit had not seen (`megatron-vp paper calibrate`): A100s, fp16."""
+
+
+class Compared(NamedTuple):
+    """Published runs of Megatron of one kind, and the mean and the largest error of their tokens/s in percent."""
+
+    kind: str
+    runs: int
+    mean: int
+    worst: int
+
+
+_COMPARED = {
+    ("h100", False, False): Compared("H100, dense, bf16", 15, 2, 5),
+    ("h100", True, False): Compared("H100, dense, fp8", 31, 6, 15),
+    ("h100", False, True): Compared("H100, experts, bf16 and fp8", 16, 13, 31),
+    ("h100", True, True): Compared("H100, experts, bf16 and fp8", 16, 13, 31),
+    ("a100", False, False): Compared("A100, dense, fp16", 22, 6, 16),
+}
+
+
+def compared(hardware: str, fp8: bool, experts: bool) -> Compared | None:
+    """What was compared of the jobs of a kind; None where nothing was published with enough of its configuration."""
+    return _COMPARED.get((hardware, fp8, experts))
