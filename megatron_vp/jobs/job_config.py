@@ -44,6 +44,7 @@ SIZES = (
     "expert_model_parallel_size",
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
+    "mtp_num_layers",
 )
 OTHERS = (
     *("vocab_parallel", "vocab_parallel_algorithm", "vocab_shards"),

@@ -148,13 +148,8 @@ READ = {
     "training": Reads(
         "to run the pipeline schedule",
         (
-            *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-            *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "eval_iters"),
-            *("fake_process_group", "ffn_hidden_size", "group_query_attention", "hidden_size"),
-            *("hybrid_layer_pattern", "kv_channels", "mtp_num_layers", "multiple_validation_sets"),
-            *("num_attention_heads", "num_layers", "num_query_groups", "padded_vocab_size"),
-            *("pipeline_model_parallel_layout", "pipeline_model_parallel_size", "seq_length", "swiglu"),
-            *("validation_set_names",),
+            *("eval_iters", "fake_process_group", "mtp_num_layers", "multiple_validation_sets"),
+            *("padded_vocab_size", "validation_set_names"),
         ),
     ),
     "pretrain_gpt_vp.py": Reads(

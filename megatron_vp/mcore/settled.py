@@ -133,7 +133,7 @@ class SettledJob:
     given: GivenLayout
     shards: ChosenRows
     order: Costs | None
-    """What the passes are ordered for; None: for FLOPs. All ranks of a run take rank 0's."""
+    """What the passes are ordered for; None: for `PassCosts()`. All ranks of a run take rank 0's."""
     parts: Mapping[str, str]
     """Who computes the layers, the norms and so on: see `platform.parts`."""
     words: Words

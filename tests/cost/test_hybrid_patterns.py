@@ -177,7 +177,8 @@ def test_bars_are_the_users_layout():
     assert read("*-*-*", "--pipeline-schedule", "v-half", "--vocab-parallel")[2].layers == (1, 1, 1, 2)
     config, job, plan = read("*-*-/*-/*-", "--vocab-parallel")
     assert settings_of(config, replace(plan, layers=(1, 3)), job)["hybrid_layer_pattern"] == "*|-*-/*-/*-"
-    assert uncounted(config) == ["--hybrid-layer-pattern (the heads behind /)"]
+    (said,) = uncounted(config)
+    assert said.startswith("--hybrid-layer-pattern (of each head the projection")
 
 
 def test_letters_that_are_not_known_are_named():

@@ -5,12 +5,8 @@ The reference is plain Megatron in one process, with the same layers. A case is 
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
-from megatron_vp.mcore.training.pass_costs import pass_costs
-from megatron_vp.schedule.passes import VocabMethod
 from tests.harness.training import comparable_model, train
 from tests.mcore.case_parts import FP32, TIED
 from tests.mcore.comparison import assert_equal
@@ -59,27 +55,3 @@ def test_every_step_equals_plain_megatron(size, schedule, algorithm, pattern, op
         ),
     )
     assert_equal(split, plain, FP32)
-
-
-def test_pass_costs_count_the_layers_of_a_pattern():
-    sizes = {
-        "hidden_size": 8,
-        "pipeline_model_parallel_size": 2,
-        "num_attention_heads": 2,
-        "kv_channels": 4,
-        "group_query_attention": False,
-        "ffn_hidden_size": 32,
-        "swiglu": False,
-        "seq_length": 16,
-        "padded_vocab_size": 64,
-    }
-
-    def costs(pattern, heads=None):
-        layers = 2 if pattern is None else len(pattern.replace("|", ""))
-        arguments = argparse.Namespace(**sizes, num_layers=layers, hybrid_layer_pattern=pattern, mtp_num_layers=heads)
-        return pass_costs(arguments, VocabMethod.VOCAB_2)
-
-    assert costs("*-|*-/*-/*-") == costs(None)
-    assert costs(None, heads=2).T == 3 * costs(None).T
-    assert costs("-|-").W == costs("-|-").F  # no product without weights
-    assert costs("M|M").S > costs("MM|MM").S > costs("MM|MM*").S

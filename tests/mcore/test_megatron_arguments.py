@@ -91,7 +91,7 @@ def test_the_installed_megatron_has_every_argument(monkeypatch, capsys):
     assert absent == {*DERIVED, *LACKS.get(patches.present_series(), ())}
 
 
-@pytest.mark.parametrize(("name", "use"), [("seq_length", "options"), ("swiglu", "training"), ("fp4", "options")])
+@pytest.mark.parametrize(("name", "use"), [("seq_length", "options"), ("async_save", "storage"), ("fp4", "options")])
 def test_a_renamed_argument_is_one_line_when_the_arguments_are_parsed(monkeypatch, capsys, name, use):
     monkeypatch.setattr("sys.argv", ["script.py"])
     with pytest.raises(UserError) as error:
@@ -105,11 +105,11 @@ def test_the_command_names_an_argument_that_the_installed_megatron_lacks(monkeyp
     from megatron.training import arguments
 
     assert megatron_arguments.missing() == []
-    lacking = parser(without={"swiglu"})
+    lacking = parser(without={"async_save"})
     monkeypatch.setattr(arguments, "add_megatron_arguments", lambda given: lacking)
     (problem,) = megatron_arguments.missing()
     assert str(problem).startswith(
-        "the argument 'swiglu' does not fit: expected an option, to run the pipeline schedule"
+        "the argument 'async_save' does not fit: expected an option, to check data and checkpoints"
     )
 
 
@@ -117,15 +117,17 @@ def test_a_release_series_may_lack_an_argument(monkeypatch):
     from megatron.training import arguments
 
     monkeypatch.setattr("sys.argv", ["script.py"])
-    without = parser(without={"swiglu"})
+    without = parser(without={"async_save"})
     monkeypatch.setattr(arguments, "add_megatron_arguments", lambda given: without)
     assert len(megatron_arguments.missing()) == 1
-    monkeypatch.setattr(megatron_arguments, "LACKS", {**LACKS, patches.present_series(): (*LACKS["0.19"], "swiglu")})
+    monkeypatch.setattr(
+        megatron_arguments, "LACKS", {**LACKS, patches.present_series(): (*LACKS["0.19"], "async_save")}
+    )
     assert megatron_arguments.missing() == []
-    assert not hasattr(without.parse_args([]), "swiglu")
+    assert not hasattr(without.parse_args([]), "async_save")
     # Another series has it.
     monkeypatch.setattr(megatron_arguments, "present_series", lambda: "9.1")
-    assert {str(each).split("'")[1] for each in megatron_arguments.missing()} == {"swiglu", *LACKS["0.19"]}
+    assert {str(each).split("'")[1] for each in megatron_arguments.missing()} == {"async_save", *LACKS["0.19"]}
 
 
 def test_another_dtype_of_logits_is_refused_in_a_series_that_has_one():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from unittest import mock
 
 import pytest
@@ -12,9 +13,12 @@ from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.prediction.predict import make_simulator
 from megatron_vp.cost.sizes.job_plan import plan_of
 from megatron_vp.cost.sizes.job_sizes import job_of
+from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_job_config
+from megatron_vp.mcore.options.pass_order import _layers_by_ends
 from megatron_vp.mcore.start.preflight import check_job
-from megatron_vp.schedule import PassCosts, StageCosts, VocabMethod
+from megatron_vp.mcore.training.programs import programs
+from megatron_vp.schedule import FAMILIES, PassCosts, Placement, ScheduleRequest, StageCosts, VocabMethod
 from tests.harness.ranks import run_ranks
 from tests.harness.training import tiny_model
 
@@ -89,10 +93,94 @@ def test_layouts_patterns_and_given_rows_are_those_of_the_run(changes):
     assert isinstance(found, StageCosts) and found == simulated
 
 
-def test_flops_stand_in_where_the_cost_model_does_not_know_the_job():
-    assert ordered_for(**SIXTEEN, vocab_parallel=True)[0] is not None
-    job = SIXTEEN | {"vocab_parallel": True, "mtp_num_layers": 1, "position_embedding_type": "rope"}
-    assert check_job(["--cpu", *tiny_model(**job)], 4).order is None, "nothing is left of another job"
+@pytest.mark.parametrize(
+    ("changes", "longer"), [({}, 6 / 4), (HYBRID | {"hybrid_layer_pattern": "*-" * 8, "num_layers": None}, 4 / 2)]
+)
+def test_the_heads_of_multi_token_prediction_are_work_of_the_last_stage_and_of_the_vocabulary(changes, longer):
+    job = SIXTEEN | {"vocab_parallel": True, "position_embedding_type": "rope"} | changes
+    plain, simulated = ordered_for(**job)
+    assert isinstance(plain, PassCosts) and plain == simulated
+    heads = {"mtp_num_layers": 2}
+    if pattern := job.get("hybrid_layer_pattern"):
+        heads["hybrid_layer_pattern"] = f"{pattern}/*-/*-"
+    found, simulated = ordered_for(**job | heads)
+    assert isinstance(found, StageCosts) and found == simulated
+    assert found.F[0] == found.F[2] and found.F[3] == pytest.approx(longer * found.F[0], rel=0.05)
+    # Three words are predicted, not one.
+    assert found.S[0] / found.F[1] == pytest.approx(3 * plain.S / plain.F, rel=0.1)
+
+
+def test_options_that_are_not_counted_are_left_aside():
+    job = SIXTEEN | {"vocab_parallel": True}
+    order = ordered_for(**job)[0]
+    assert order == check_job(["--cpu", *tiny_model(**job, optimizer="sgd")], 4).order and order is not None
+
+
+def test_sizes_that_the_cost_model_does_not_take_leave_the_costs_open():
+    with mock.patch("megatron_vp.mcore.options.pass_order.order_costs", side_effect=UserError("of another kind")):
+        assert check_job(["--cpu", *tiny_model(**SIXTEEN, vocab_parallel=True)], 4).order is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "placement", "layers"),
+    [
+        ({}, Placement.linear(4), None),
+        (
+            {"decoder_first_pipeline_num_layers": 3, "decoder_last_pipeline_num_layers": 1},
+            Placement.linear(4),
+            (3, 2, 2, 1),
+        ),
+        ({"decoder_last_pipeline_num_layers": 5}, Placement.linear(4), (1, 1, 1, 5)),
+        (
+            {"decoder_last_pipeline_num_layers": 2, "num_layers": 14},
+            Placement.round_robin(4, 2),
+            (2, 2, 2, 1, 2, 2, 2, 1),
+        ),
+        ({"account_for_loss_in_pipeline_split": True, "num_layers": 7}, Placement.linear(4), (2, 2, 2, 1)),
+        (
+            {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+            | {"num_layers": 6},
+            Placement.linear(4),
+            (1, 2, 2, 1),
+        ),
+    ],
+)
+def test_layers_of_the_ends_are_those_of_megatron(changes, placement, layers):
+    given = {
+        "num_layers": 8,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+    }
+    assert _layers_by_ends(argparse.Namespace(**given | changes), placement) == layers
+
+
+def test_a_stage_with_fewer_layers_by_options_counts_as_it_is():
+    job = SEVEN | {"vocab_parallel": True, "vocab_shards": "even", "account_for_loss_in_pipeline_split": True}
+    order = check_job(["--cpu", *tiny_model(**job)], 4).order
+    assert isinstance(order, StageCosts) and order.F[3] < order.F[2] == order.F[1]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interlaced", "zb-h1"])
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_programs_are_made_for_costs_by_rank(name, forward_only):
+    interlaced, holders = name == "interlaced", (2, 3)
+    work = {"V": (0, 0, 3, 2)} if interlaced else dict.fromkeys(("S", "T", "IF", "IB"), (0, 0, 3, 2))
+    family = FAMILIES[name]
+    request = ScheduleRequest.of(
+        family,
+        4,
+        6,
+        method=family.method(VocabMethod.VOCAB_2),
+        costs=StageCosts(F=(3, 4, 1, 1), B=(3, 4, 1, 1), W=(3, 4, 1, 1), **work),
+        vocab_ranks=None if interlaced else holders,
+        forward_only=forward_only,
+    )
+    schedule, lowered = programs(request, False)
+    assert programs(request, False)[1] is lowered, "made once"
+    assert schedule.vocab_ranks == (tuple(range(4)) if interlaced else holders)
+    assert lowered[0].vocab_members == ((0, 1, 2, 3) if interlaced else (0, 2, 3))
 
 
 def order_of(rank, _world_size, words):

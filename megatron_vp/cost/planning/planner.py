@@ -16,6 +16,7 @@ from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.rank_memory import RankMemory
 from megatron_vp.cost.planning.workers import worker_pool
 from megatron_vp.cost.prediction.predict import Prediction, extended, make_simulator, predict
+from megatron_vp.cost.sizes.layer_types import type_of
 from megatron_vp.cost.sizes.layouts import least_work_layers, spread_layers
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.cost.times.communication import CommunicationModel
@@ -225,8 +226,9 @@ def _redistributed(job: Job, placement: Placement, hardware: Hardware, constants
 
 
 def _vocabulary_work(times: PassTimes, placement: Placement) -> list[float]:
-    """Seconds of whole vocabulary layers by rank, in all passes of a microbatch."""
+    """Seconds of whole vocabulary layers by rank, in all passes of a microbatch; and of multi-token prediction."""
     work = [0.0] * placement.ranks
+    work[placement.last_rank] += sum(sum(times.layer(type_of(letter))) for letter in "".join(times.job.model.mtp_heads))
     work[placement.first_rank] += sum(times.whole_embedding())
     work[placement.last_rank] += sum(times.whole_output())
     return work

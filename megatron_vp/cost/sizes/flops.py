@@ -61,7 +61,7 @@ def layer_flops(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
 
 def output_flops(job: Job) -> float:
     """The output layer's forward of one microbatch on the tensor ranks of one stage, a rank's share."""
-    return 2 * job.tokens * job.model.hidden * job.model.vocab / job.tensor
+    return 2 * job.output_tokens * job.model.hidden * job.model.vocab / job.tensor
 
 
 def model_flops(job: Job) -> float:

@@ -18,7 +18,7 @@ from megatron_vp.schedule import DEFAULT_SCHEDULE, Family, VocabMethod, family, 
 
 UNCOUNTED: dict[str, tuple[Any, ...]] = {
     # Layers of other shapes.
-    **dict.fromkeys(("mtp_num_layers", "mtp_hybrid_override_pattern"), (0,)),
+    **dict.fromkeys(("mtp_hybrid_override_pattern",), (0,)),
     **dict.fromkeys(("is_hybrid_model",), ()),
     **dict.fromkeys(("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"), ()),
     **dict.fromkeys(("multi_latent_attention", "q_lora_rank", "kv_lora_rank"), ()),
@@ -71,13 +71,14 @@ def uncounted(config: JobConfig) -> list[str]:
     if values.get("recompute_granularity") == "selective":
         found.append("--recompute-granularity selective")
     pattern = pattern_in(values)
+    if values.get("mtp_num_layers") or (pattern is not None and pattern.heads):
+        option = "--mtp-num-layers" if pattern is None else "--hybrid-layer-pattern"
+        found.append(f"{option} (of each head the projection before its layers, and its logits in memory)")
     if pattern is None:
         return found
     letters = [letter for letter in UNKNOWN_LETTERS if letter in pattern.letters]
     if letters:
         found.append(f"--hybrid-layer-pattern ({', '.join(letters)}: taken for attention *)")
-    if pattern.heads:
-        found.append("--hybrid-layer-pattern (the heads behind /)")
     return found
 
 

@@ -67,6 +67,7 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         rotary=given("position_embedding_type") == "rope",
         pattern="" if pattern is None else pattern.letters,
         dense_ffn=dense_ffn if experts and pattern is not None else 0,
+        mtp_heads=("t",) * given("mtp_num_layers", 0) if pattern is None else pattern.heads,
     )
     recompute = given("recompute_granularity")
     if recompute not in (None, "full", "selective"):

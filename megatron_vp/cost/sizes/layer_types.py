@@ -57,7 +57,7 @@ def type_of(letter: str) -> LayerType:
     """The type that a pattern's letter is counted as. Mamba (M), gated delta net (G) and latent attention (D, +) are
     counted as plain attention, because their own costs are not known here.
     """
-    return LayerType(letter) if letter in ("*", "-", "E") else LayerType.ATTENTION
+    return LayerType(letter) if letter in ("t", "*", "-", "E") else LayerType.ATTENTION
 
 
 UNKNOWN_LETTERS = "MGD+"
@@ -75,13 +75,13 @@ class StageLayers(NamedTuple):
 
 
 def model_layers(job: Job) -> Counts:
-    """All layers of the model by type."""
-    return _counted(job.model, 0, job.model.layers)
+    """All layers of the model by type, with those of multi-token prediction."""
+    return _counted(job.model, 0, job.model.layers) + _of_heads(job.model)
 
 
 @lru_cache(maxsize=4096)
 def stage_layers(job: Job, layers: tuple[int, ...]) -> tuple[StageLayers, ...]:
-    """What the virtual stages hold, of which each has so many `layers`.
+    """What the virtual stages hold, of which each has so many `layers`, and the last those of multi-token prediction.
 
     In 16 bits are all layers without fp8, otherwise the first and the last of the model that the job says.
     """
@@ -101,10 +101,18 @@ def stage_layers(job: Job, layers: tuple[int, ...]) -> tuple[StageLayers, ...]:
             }
         )
         found.append(StageLayers(count, wide))
+    if job.model.mtp_heads:
+        last = found[-1]
+        counts = Counter(last.counts) + _of_heads(job.model)
+        found[-1] = StageLayers(counts, counts if job.fp8 is None else Counter(last.wide))
     return tuple(found)
 
 
-def _counted(model: ModelShape, start: int, end: int) -> Counts:
+def _counted(model: ModelShape, start: int, end: int) -> Counter[LayerType]:
     if not model.pattern:
-        return {LayerType.WHOLE: max(0, end - start)}
+        return Counter({LayerType.WHOLE: max(0, end - start)})
     return Counter(map(type_of, model.pattern[start : max(start, end)]))
+
+
+def _of_heads(model: ModelShape) -> Counter[LayerType]:
+    return Counter(map(type_of, "".join(model.mtp_heads)))

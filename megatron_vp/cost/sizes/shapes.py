@@ -53,7 +53,8 @@ class ModelShape:
 
     With `experts`, every layer has that many MLPs and a token goes through `experts_per_token` of them. `pattern`: of
     a hybrid model, a letter for each of its `layers` without bars; only its letters E are experts then, and the MLPs of
-    its letters - have the width `dense_ffn`.
+    its letters - have the width `dense_ffn`. `mtp_heads`: of multi-token prediction, for each further token the layers
+    that predict it, behind the last stage's own: letters of a pattern, or t for a transformer layer.
     Raises UserError for sizes below one, heads that the groups do not divide, and experts that are not there.
     """
 
@@ -73,6 +74,7 @@ class ModelShape:
     rotary: bool = False
     pattern: str = ""
     dense_ffn: int = 0
+    mtp_heads: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "ffn", "vocab"):
@@ -183,6 +185,11 @@ class Job:
     def tokens(self) -> int:
         """Tokens of a microbatch on one rank."""
         return self.sequence * self.micro_batch // self.context
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of a microbatch that the output layer sees on one rank: each once for every prediction from it."""
+        return self.tokens * (1 + len(self.model.mtp_heads))
 
     @property
     def gpus_per_stage(self) -> int:

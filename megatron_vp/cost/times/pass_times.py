@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_vp.cost.hardware.constants import Constants
@@ -146,8 +146,8 @@ class PassTimes:
         attention = self.compute(causal, reached[0])
         twice = self.compute(ATTENTION_BACKWARD * causal, reached[1])
         communication = CommunicationModel(job, self.hardware, constants)
-        if job.layers is LayerKind.LOCAL:
-            # All scores are computed, written and read.
+        if job.layers is LayerKind.LOCAL and self.hardware.is_gpu:
+            # All scores are computed, written and read. Of CPU cores no layers are told apart.
             scores = self.memory_time(SCORE_BYTES * job.tokens * job.sequence * job.model.heads / job.tensor)
             attention = self.compute(2 * causal, constants.matrix) + kind.attends * scores
             twice = 2 * attention
@@ -196,7 +196,7 @@ class PassTimes:
 
     def whole_output(self) -> Split:
         """The output layer and loss on the last stage alone."""
-        matrix = Matrix(self.job.model.hidden, self.job.whole_rows, self.job.tokens)
+        matrix = Matrix(self.job.model.hidden, self.job.whole_rows, self.job.output_tokens)
         logits, product = matrix.tokens * matrix.outputs, self.gemm_time(matrix)
         forward, backward = WHOLE_SCORES[self.job.cross_entropy]
         return Split(
@@ -234,15 +234,17 @@ class PassTimes:
     def output_shard(self, method: VocabMethod, rows: int | None = None) -> tuple[float, float]:
         """S and T."""
         own = self.own_kernels(rows)
-        return own.output(method) if own else self.eager_output_shard(method, rows)
+        if own:
+            return replace(own, tokens=self.job.output_tokens).output(method)
+        return self.eager_output_shard(method, rows)
 
     def eager_output_shard(self, method: VocabMethod, rows: int | None = None) -> tuple[float, float]:
         """S and T of the paper's eager code, with the fitted constants."""
         job = self.job
-        matrix = Matrix(job.model.hidden, job.shard_rows if rows is None else rows, job.tokens)
+        matrix = Matrix(job.model.hidden, job.shard_rows if rows is None else rows, job.output_tokens)
         product, logits = self.gemm_time(matrix), matrix.tokens * matrix.outputs
         early = method is VocabMethod.VOCAB_2
-        hidden = (SHARED_HIDDEN + early * EARLY_HIDDEN) * job.tokens * job.model.hidden
+        hidden = (SHARED_HIDDEN + early * EARLY_HIDDEN) * job.output_tokens * job.model.hidden
         softmax = self.memory_time((self.constants.score_bytes + early * EARLY_SCORES) * logits + hidden)
         first = EAGER_SCORES_FORWARD / (EAGER_SCORES_FORWARD + EAGER_SCORES_BACKWARD)
         products = 2 if early else 1

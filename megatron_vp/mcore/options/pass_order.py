@@ -10,20 +10,45 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.reports.job_partition import layers_given
 from megatron_vp.mcore.settled import RunSettings
-from megatron_vp.schedule import Costs
+from megatron_vp.schedule import Costs, Placement
 
 
 def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> Costs | None:
     """The costs for the layers and rows that `args` have, which are not validated yet.
 
-    None where nothing is to be ordered, and for a job of which the cost model does not know all sizes: FLOPs stand in
-    for times there (`training/pass_costs.py`).
+    An order needs proportions, so options that the cost model does not count are left aside. None where nothing is to
+    be ordered, and for sizes that it does not take: the passes are then ordered for `PassCosts()`, alike on all ranks.
     """
     if not settings.replaces_schedule or settings.family.fixed is not None:
         return None
     try:
-        job, plan, hardware = prediction.job()
-        ran = replace(plan, layers=layers_given(args) or plan.layers, vocab_rows=args.vocab_rows)
-        return order_costs(job, ran, hardware)
+        job, plan, hardware = prediction.job(in_proportion=True)
+        placement = settings.family.placement_of(job.pipeline, plan.chunks)
+        layers = layers_given(args) or _layers_by_ends(args, placement) or plan.layers
+        return order_costs(job, replace(plan, layers=layers, vocab_rows=args.vocab_rows), hardware)
     except UserError:  # said where it matters: by `choose_rows`, or by Megatron's own checks
         return None
+
+
+def _layers_by_ends(args: argparse.Namespace, placement: Placement) -> tuple[int, ...] | None:
+    """Layers by virtual stage where the first or the last rank has others than the rest, as Megatron shares them out:
+    so many of their own, or one less for a vocabulary layer. None without such options.
+    """
+    ranks, chunks, layers = placement.ranks, placement.chunks, args.num_layers
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    ends = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
+    if layers is None or (first is None and last is None and not any(ends)):
+        return None
+    if first is None and last is None:
+        counts = [[(layers + sum(ends)) // ranks // chunks] * chunks for _ in range(ranks)]
+        counts[0][0] -= ends[0]
+        counts[-1][-1] -= ends[1]
+    else:
+        given = {rank: count for rank, count in ((0, first), (ranks - 1, last)) if count is not None}
+        others = (layers - sum(given.values())) // max(ranks - len(given), 1)
+        counts = [[given.get(rank, others) // chunks] * chunks for rank in range(ranks)]
+    found = [0] * placement.stages
+    for stages, own in zip(placement.stage_of, counts, strict=True):
+        for stage, count in zip(stages, own, strict=True):
+            found[stage] = count
+    return tuple(found)

@@ -44,14 +44,15 @@ class Prediction:
         """The padded vocabulary, None before its tokenizer can be read. It is read once: a large one takes seconds."""
         return padded_vocabulary(self._args)
 
-    def job(self) -> PredictedJob:
+    def job(self, in_proportion: bool = False) -> PredictedJob:
         """The sizes of this job, its plan and the device of this rank.
 
-        Raises UserError for a job that the cost model does not know all sizes of.
+        Raises UserError for a job that the cost model does not count in full, unless proportions between its passes are
+        enough: what is not counted is then left aside.
         """
         config = self._config()
         unknown = uncounted(config)
-        if unknown:
+        if unknown and not in_proportion:
             raise UserError(f"the cost model does not count {', '.join(unknown)}")
         return PredictedJob(job_of(config.values, self._args.world_size), plan_of(config), _hardware(self._args))
 

@@ -19,7 +19,6 @@ from megatron_vp.mcore.settled import SettledJob, current
 from megatron_vp.mcore.training.deferred_checks import deferred_checks
 from megatron_vp.mcore.training.first_iteration import rehearse
 from megatron_vp.mcore.training.megatron_model import MegatronModel
-from megatron_vp.mcore.training.pass_costs import costs_of
 from megatron_vp.mcore.training.programs import late_weights, programs
 from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.groups import pipeline_device
@@ -29,7 +28,7 @@ from megatron_vp.runtime.random_buffers import RandomBuffers
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.rehearsal import MICROBATCHES
 from megatron_vp.schedule.instructions import Program
-from megatron_vp.schedule.passes import Schedule, VocabMethod
+from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.request import ScheduleRequest
 
 
@@ -158,14 +157,13 @@ def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> 
     settled = job.settled
     family, method = settled.settings.family, settled.method
     shards = job.layer_shards.shards if job.layer_shards else None
-    interlaced = family.own_method is VocabMethod.INTERLACED
     request = ScheduleRequest.of(
         family,
         len(job.pipeline.groups.members),
         microbatches,
         method=family.method(method),
         chunks=len(job.chunks),
-        costs=settled.order or costs_of(settled.args, method, settled.placement, shards, interlaced),
+        costs=settled.order,
         vocab_ranks=shards.holders if shards else None,
         forward_only=not gradients,
     )
