@@ -23,6 +23,8 @@ def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Pr
         return None
     try:
         job, plan, hardware = prediction.job(in_proportion=True)
+        if hardware.rates is None or not hardware.rates.fp8_gemm:
+            job = replace(job, fp8=None)
         placement = settings.family.placement_of(job.pipeline, plan.chunks)
         layers = layers_given(args) or _layers_by_ends(args, placement) or plan.layers
         return order_costs(job, replace(plan, layers=layers, vocab_rows=args.vocab_rows), hardware)
