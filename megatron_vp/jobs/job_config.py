@@ -62,8 +62,11 @@ OTHERS = (
     *("expert_tensor_parallel_size", "fp8_param_gather"),
 )
 """The other arguments from which the cost model computes times and memory."""
+LEAST = {"mtp_num_layers": 0}
+"""Of sizes that may be less than 1."""
 LARGEST_SIZE = 10**9
 LARGEST = {
+    "mtp_num_layers": 2**10,
     "hidden_size": 2**20,
     "num_attention_heads": 2**16,
     "ffn_hidden_size": 2**22,
@@ -142,12 +145,11 @@ def read_sizes(
         if name != CPU_NAME:
             refuse_unknown(name, origin, commands_own)
     for name in SIZES:
-        value = config.values.get(name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        value, least = config.values.get(name), LEAST.get(name, 1)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             bare = value is True and not isinstance(config.origins[name], Leaf)
-            raise UserError(
-                f"{config.origins[name]} {'without a value' if bare else repr(value)} is no whole number of at least 1"
-            )
+            said = "without a value" if bare else repr(value)
+            raise UserError(f"{config.origins[name]} {said} is no whole number of at least {least}")
         largest = LARGEST.get(name, LARGEST_SIZE)
         if value is not None and value > largest:
             raise UserError(f"{config.origins[name]} {value} is too large for any job; give at most {largest}")

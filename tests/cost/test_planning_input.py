@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("megatron_loaded")
         (["--nodes", "1", "--global-batch-size", "7"], "global_batch_size 7 is no multiple of"),
         (["--num-attention-heads", "15"], "15 heads"),
         (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size 0 is no whole number of at least 1"),
+        (["--mtp-num-layers", "-1"], "--mtp-num-layers -1 is no whole number of at least 0"),
         (["--pipeline-model-parallel-size", "eight"], "'eight' is no whole number"),
         (
             ["--pipeline-model-paralel-size", "8"],
