@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Lint, format check, types and tests, in an environment that is made if needed. Without arguments two pytests run at
-# once: one for the tests that run on several ranks, which wait for one another much of the time, one for all others,
+# once: one for the tests of runs under Megatron, whose ranks wait for one another much of the time, one for all others,
 # whose output follows at the end. Arguments go to a single pytest, except for the first:
-#   --quick             what an inner loop needs, in a minute: schedules, cost model, configuration, the vocabulary
+#   --quick             what an inner loop needs: schedules, cost model, configuration, the vocabulary
 #                       layers against fp64, and one small run against plain Megatron
 #   --megatron VERSION  run the tests against that megatron-core, in an environment of its own
 #   --latest            install the newest versions of everything instead of those that were tested together
@@ -50,7 +50,7 @@ if [[ $quick == no && $# -gt 0 ]]; then
     exit
 fi
 
-rank_tests=(tests/gpu tests/harness tests/mcore tests/runtime tests/slurm)
+rank_tests=(tests/harness tests/mcore)
 quick_tests=(
     tests/test_architecture.py
     tests/test_docs.py
@@ -81,7 +81,7 @@ with_ranks() {
         tests tests/mcore/test_parity.py -k "test_parity and 1f1b-2-vocab-2" "$@" || return
         types
     else
-        timed "the lane of tests with ranks" tests --durations=25 "${rank_tests[@]}"
+        timed "the lane of runs under Megatron" tests --durations=25 "${rank_tests[@]}"
     fi
 }
 

@@ -242,7 +242,7 @@ def test_each_test_is_in_one_lane_and_each_lane_says_how_long_it_took(checkout):
     assert all((ROOT / name).is_dir() for name in left_out) and others.split().count("tests") == 1
     took = [line for line in said.splitlines() if " took " in line]
     assert [line.partition(" took ")[0] for line in took] == [
-        "the lane of tests with ranks",
+        "the lane of runs under Megatron",
         "the type checker",
         "the lane of all other tests",
     ]
