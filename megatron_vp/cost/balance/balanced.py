@@ -19,7 +19,8 @@ from megatron_vp.cost.balance.water_filling import fill
 from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.rank_memory import MemoryModel
-from megatron_vp.cost.prediction.predict import after_passes, extended, make_simulator, predict
+from megatron_vp.cost.prediction.predict import after_passes, make_simulator, predict
+from megatron_vp.cost.prediction.samples import extended, sampled
 from megatron_vp.cost.prediction.stage_costs import layers_of, stage_costs, stage_times
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.cost.times.communication import CommunicationModel
@@ -39,13 +40,6 @@ FINE_ENOUGH = 16
 
 SMALLEST_SHARE = 1 / 16
 """Of an even shard: fewer rows are not worth the fixed time of their passes."""
-
-SAMPLED, SAMPLED_PER_RANK = 640, 6
-"""Microbatches x ranks that are simulated to compare candidates, and at least so many microbatches per rank. 1F1B's
-time is then right within 0.1 percent, other schedules' mostly within 1."""
-
-MANY, SAMPLED_OF_MANY = 16, 3
-"""On more ranks than MANY so many microbatches per rank, to be quick."""
 
 TIE = 0.002
 """Candidates within this part of the fastest are equally fast; the one with most memory to spare is taken."""
@@ -152,9 +146,7 @@ class _Search:
     ) -> None:
         self.job, self.plan, self.hardware, self.limit = job, plan, hardware, memory_limit
         self.constants = replace(constants, speed_spread=0.0, idle_boost=0.0)
-        per_rank = SAMPLED_PER_RANK if job.pipeline <= MANY else SAMPLED_OF_MANY
-        simulated = max(per_rank * job.pipeline, SAMPLED // job.pipeline)
-        self.sample = replace(job, microbatches=min(job.microbatches, simulated))
+        self.sample = sampled(job)
         self.single = plan.request(job, microbatches=1).schedule()
         self.placement = self.single.placement
         self.times = PassTimes(job, hardware, self.constants)
@@ -279,7 +271,8 @@ class _Search:
 
     @cached_property
     def _order(self) -> Schedule:
-        return self.plan.request(self.sample).schedule()
+        """A pass order of the job, for the peaks that ranks reach in it: that of even shards."""
+        return make_simulator(self.sample, self.even, self.hardware, self.constants).schedule
 
 
 def least_passes(job: Job, method: VocabMethod, hardware: Hardware, constants: Constants = CALIBRATED) -> float:

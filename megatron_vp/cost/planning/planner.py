@@ -15,7 +15,8 @@ from megatron_vp.cost.hardware.constants import CALIBRATED, ERROR_BAND, Constant
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.rank_memory import RankMemory
 from megatron_vp.cost.planning.workers import worker_pool
-from megatron_vp.cost.prediction.predict import Prediction, extended, make_simulator, predict
+from megatron_vp.cost.prediction.predict import Prediction, make_simulator, predict
+from megatron_vp.cost.prediction.samples import extended, sampled
 from megatron_vp.cost.sizes.layer_types import type_of
 from megatron_vp.cost.sizes.layouts import least_work_layers, spread_layers
 from megatron_vp.cost.sizes.shapes import Job, Plan
@@ -38,9 +39,6 @@ PLAIN, REDISTRIBUTED = "plain", "redistributed"
 SMALL = 0.05
 """Share of the iteration below which a loss of time is not worth a name."""
 
-
-SIMULATED, SIMULATED_PER_RANK = 2048, 4
-"""Microbatches x ranks up to which all are simulated; microbatches a rank that show all phases of a schedule."""
 
 MOST_BALANCED = 16
 """Pipeline ranks up to which a plan balances shards, in some simulations each. `simulate` does so for any number."""
@@ -253,8 +251,7 @@ def evaluate(candidate: Candidate, job: Job, hardware: Hardware, constants: Cons
     layers = candidate.plan.layers or ()
     if 0 in layers and candidate.method != REDISTRIBUTED:
         raise UserError(_too_few_layers(job, len(layers)))
-    simulated = max(SIMULATED_PER_RANK * job.pipeline, SIMULATED // job.pipeline)
-    sample = replace(job, microbatches=min(job.microbatches, simulated))
+    sample = sampled(job)
     simulator = make_simulator(sample, candidate.plan, hardware, constants)
     prediction = predict(sample, candidate.plan, hardware, constants, simulator=simulator)
     return evaluation_of(candidate, prediction, simulator, job)

@@ -102,22 +102,6 @@ def predict(
     return Prediction(job, plan, hardware, timeline, timeline.makespan + after, ranks)
 
 
-def extended(timeline: Timeline, microbatches: int) -> float:
-    """Makespan with more `microbatches` than were simulated.
-
-    Each further one takes the busiest rank's work, with as much waiting as that rank has after half the time, before
-    the cool-down begins.
-    """
-    further = microbatches - timeline.schedule.microbatches
-    if not further:
-        return timeline.makespan
-    busiest = timeline.busy.index(max(timeline.busy))
-    opens, closes = 0.5 * timeline.makespan, 0.7 * timeline.makespan
-    inside = sum(max(0.0, min(end, closes) - max(start, opens)) for start, end in timeline.spans[busiest])
-    work = timeline.busy[busiest] / timeline.schedule.microbatches
-    return timeline.makespan + further * work * (closes - opens) / inside
-
-
 def memory_model(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) -> MemoryModel:
     """The memory of the ranks that run `plan` in the order of `schedule`."""
     return MemoryModel(job, schedule, layers_of(job, plan, schedule.placement), hardware, plan.shard_rows(job))
