@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Lint, format check, types and tests, in an environment that is made if needed. Without arguments two pytests run at
-# once: one for the tests of runs under Megatron, whose ranks wait for one another much of the time, one for all others,
-# whose output follows at the end. Arguments go to a single pytest, except for the first:
+# Lint, format check, types and tests, in an environment that is made if needed. Without arguments three pytests run at
+# once: for runs under Megatron, for tests that wait much of the time, and for all others; the output of the last two
+# follows at the end. Arguments go to a single pytest, except for the first:
 #   --quick             what an inner loop needs: schedules, cost model, configuration, the vocabulary
 #                       layers against fp64, and one small run against plain Megatron
 #   --megatron VERSION  run the tests against that megatron-core, in an environment of its own
@@ -51,6 +51,16 @@ if [[ $quick == no && $# -gt 0 ]]; then
 fi
 
 rank_tests=(tests/harness tests/mcore)
+waiting_tests=(
+    tests/gpu
+    tests/mcore/test_bad_numbers.py
+    tests/mcore/test_faults.py
+    tests/mcore/test_full_disk.py
+    tests/mcore/test_save_faults.py
+    tests/mcore/test_save_folder.py
+    tests/runtime
+    tests/slurm
+)
 quick_tests=(
     tests/test_architecture.py
     tests/test_docs.py
@@ -76,12 +86,21 @@ quick_tests=(
     tests/vocab/test_output.py
 )
 
-with_ranks() {
+# Each lane is a pytest of its own. The waiting ones watch ranks that hang, stop and die, mostly idle.
+runs_under_megatron() {
     if [[ $quick == yes ]]; then
-        tests tests/mcore/test_parity.py -k "test_parity and 1f1b-2-vocab-2" "$@" || return
+        tests tests/mcore/test_parity.py -k "test_parity and 1f1b-2-vocab-2" "$@"
+    else
+        timed "the lane of runs under Megatron" tests --durations=25 "${rank_tests[@]}" "${waiting_tests[@]/#/--ignore=}"
+    fi
+}
+
+waiting() {
+    if [[ $quick == yes ]]; then
         types
     else
-        timed "the lane of runs under Megatron" tests --durations=25 "${rank_tests[@]}"
+        timed "the type checker" types || return
+        timed "the lane of tests that wait" tests --durations=25 "${waiting_tests[@]}"
     fi
 }
 
@@ -89,20 +108,23 @@ all_others() {
     if [[ $quick == yes ]]; then
         tests "${quick_tests[@]}" "$@"
     else
-        timed "the type checker" types || return
-        timed "the lane of all other tests" tests --durations=25 tests "${rank_tests[@]/#/--ignore=}"
+        timed "the lane of all other tests" tests --durations=25 tests \
+            "${rank_tests[@]/#/--ignore=}" "${waiting_tests[@]/#/--ignore=}"
     fi
 }
 
-output=$(mktemp)
+outputs=$(mktemp -d)
 status=0
-set -m # a process group of its own: it ends as a whole, and is not deaf to interruptions as background commands are
-all_others "$@" >"$output" 2>&1 &
+set -m # process groups of their own: each ends as a whole, and is not deaf to interruptions as background commands are
+waiting "$@" >"$outputs/1" 2>&1 &
+waiting=$!
+all_others "$@" >"$outputs/2" 2>&1 &
 others=$!
 set +m
 trap 'exit 130' INT TERM
-trap 'kill -- "-$others" 2>/dev/null || true; rm -f "$output"' EXIT
-with_ranks "$@" || status=$?
+trap 'kill -- "-$waiting" "-$others" 2>/dev/null || true; rm -rf "$outputs"' EXIT
+runs_under_megatron "$@" || status=$?
+wait "$waiting" || status=$?
 wait "$others" || status=$?
-cat "$output"
+cat "$outputs"/*
 exit "$status"

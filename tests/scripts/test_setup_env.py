@@ -233,17 +233,24 @@ def test_quick_runs_lint_types_and_tests_that_exist(checkout):
     assert "tests/mcore/test_parity.py" in named
 
 
+def left_out(lane):
+    """What the words of a pytest command ignore."""
+    return {word.removeprefix("--ignore=") for word in lane if word.startswith("--ignore=")}
+
+
 def test_each_test_is_in_one_lane_and_each_lane_says_how_long_it_took(checkout):
     status, ran, said = run_test_sh(checkout, "nothing")
     assert status == 0 and {"ruff check .", "python -m mypy"} <= {*ran}
-    others, ranks = sorted((line for line in ran if "pytest" in line), key=lambda line: "--ignore" not in line)
-    left_out = {word.removeprefix("--ignore=") for word in others.split() if word.startswith("--ignore=")}
-    assert left_out == {word for word in ranks.split() if word.startswith("tests/")}
-    assert all((ROOT / name).is_dir() for name in left_out) and others.split().count("tests") == 1
+    lanes = [line.split() for line in ran if "pytest" in line]
+    for file in ROOT.glob("tests/**/test_*.py"):
+        places = {str(place.relative_to(ROOT)) for place in (file, *file.parents[:-1]) if place.is_relative_to(ROOT)}
+        assert sum(bool(places & {*lane}) and not places & left_out(lane) for lane in lanes) == 1, file
+    assert all((ROOT / word).exists() for lane in lanes for word in left_out(lane))
     took = [line for line in said.splitlines() if " took " in line]
     assert [line.partition(" took ")[0] for line in took] == [
         "the lane of runs under Megatron",
         "the type checker",
+        "the lane of tests that wait",
         "the lane of all other tests",
     ]
     # The lanes' outputs are not mixed.
