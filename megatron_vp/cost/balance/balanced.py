@@ -20,7 +20,7 @@ from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.rank_memory import MemoryModel
 from megatron_vp.cost.prediction.predict import after_passes, make_simulator, predict
-from megatron_vp.cost.prediction.samples import extended, sampled
+from megatron_vp.cost.prediction.samples import iteration_seconds, sampled
 from megatron_vp.cost.prediction.stage_costs import layers_of, stage_costs, stage_times
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.cost.times.communication import CommunicationModel
@@ -160,8 +160,7 @@ class _Search:
         """Seconds of an iteration of the job, and whether it fits."""
         simulator = make_simulator(self.sample, plan, self.hardware, self.constants)
         found = predict(self.sample, plan, self.hardware, self.constants, simulator=simulator)
-        after = found.iteration_seconds - found.timeline.makespan
-        seconds = extended(found.timeline, self.job.microbatches) + after
+        seconds = iteration_seconds(found, self.job)
         memory = max(rank.total for rank in found.memory)
         return _Outcome(plan, seconds, memory, self.limit is None or memory <= self.limit)
 

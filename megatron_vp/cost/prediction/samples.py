@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import replace
 from statistics import fmean
 
+from megatron_vp.cost.prediction.predict import Prediction
 from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.schedule import PassKind, Timeline
 
@@ -53,3 +54,9 @@ def _steady_seconds(timeline: Timeline) -> float:
         first = min(first, len(each) - 1 - count)
         found.append((each[first + count] - each[first]) / count)
     return fmean(found)
+
+
+def iteration_seconds(prediction: Prediction, job: Job) -> float:
+    """Seconds of an iteration of `job`, of which `prediction` is that of the sample."""
+    after = prediction.iteration_seconds - prediction.timeline.makespan
+    return extended(prediction.timeline, job.microbatches) + after

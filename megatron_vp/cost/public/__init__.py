@@ -1,0 +1,1 @@
+"""What others published of training with Megatron, beside predictions; the model itself does not depend on it."""

@@ -1,0 +1,149 @@
+"""Published runs predicted: the error of each, and of each group of them."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
+from megatron_vp.cost.hardware.gpus import GIB, find_hardware
+from megatron_vp.cost.prediction.predict import predict
+from megatron_vp.cost.prediction.samples import iteration_seconds, sampled
+from megatron_vp.cost.public.public_rows import PublicRow
+from megatron_vp.cost.sizes.job_plan import plan_of
+from megatron_vp.cost.sizes.job_sizes import job_of
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.job_config import read_job_config
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A published run and its prediction: tokens/s and GPU, and bytes of the fullest rank; None where it is refused."""
+
+    row: PublicRow
+    tokens_per_second: float | None = None
+    peak_memory: float | None = None
+    fits: bool | None = None
+    refusal: str | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Of the tokens/s, relative to those that were published."""
+        return None if self.tokens_per_second is None else self.tokens_per_second / self.row.tokens_per_second - 1
+
+    def document(self) -> dict[str, Any]:
+        """For programs."""
+        row = self.row
+        return {
+            "id": row["id"],
+            "group": row.group,
+            "judged": row["judged"],
+            "source": row["source"],
+            "model": row["model"],
+            "layout": layout(row),
+            "published": row.tokens_per_second,
+            "predicted": self.tokens_per_second,
+            "error": self.error,
+            "peak_memory_bytes": self.peak_memory,
+            "fits": self.fits,
+            "refusal": self.refusal,
+        }
+
+
+@dataclass(frozen=True)
+class GroupError:
+    """Errors of the judged runs of a group: mean and largest of the absolute ones, and the mean with its sign."""
+
+    group: str
+    runs: int
+    mean: float
+    worst: float
+    bias: float
+
+
+def layout(row: PublicRow) -> str:
+    """How a run was laid out, in short: GPUs, precision, length, micro batch, and the parallel sizes beyond 1."""
+    sizes = [f"{name}{row[name]}" for name in ("tp", "pp", "cp", "vp", "ep") if row[name] not in ("", "1")]
+    return " ".join([f"{row['gpus']} {row['gpu']}", row["precision"], f"s{row['seq']}", f"b{row['mbs']}", *sizes])
+
+
+def predicted(row: PublicRow, constants: Constants = CALIBRATED) -> Outcome:
+    """The prediction of a run, of whose microbatches some are simulated: see `samples`."""
+    try:
+        config, hardware = read_job_config([], row.flags()), find_hardware(row["gpu"])
+        job, plan = job_of(config.values, row.gpus), plan_of(config)
+        found = predict(sampled(job), plan, hardware, constants)
+    except UserError as error:
+        return Outcome(row, refusal=str(error))
+    tokens = job.sequence * job.micro_batch * job.microbatches * job.data / job.gpus
+    memory = max(rank.total for rank in found.memory)
+    return Outcome(row, tokens / iteration_seconds(found, job), memory, found.fits())
+
+
+def errors_by_group(outcomes: Sequence[Outcome]) -> list[GroupError]:
+    """Of all judged runs, group by group, and at the end of all of them together."""
+    judged = [each for each in outcomes if each.row.judged and each.error is not None]
+    groups: dict[str, list[float]] = {}
+    for each in judged:
+        assert each.error is not None
+        groups.setdefault(each.row.group, []).append(each.error)
+    groups = dict(sorted(groups.items()))
+    if len(groups) > 1:
+        groups["all"] = [error for errors in groups.values() for error in errors]
+    return [
+        GroupError(name, len(errors), fmean(map(abs, errors)), max(map(abs, errors)), fmean(errors))
+        for name, errors in groups.items()
+    ]
+
+
+def to_document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """For programs: all runs, and the errors of the groups."""
+    return {
+        "runs": [each.document() for each in outcomes],
+        "groups": [asdict(each) for each in errors_by_group(outcomes)],
+    }
+
+
+def to_csv(outcomes: Sequence[Outcome]) -> str:
+    """A line for each run, its columns those of `Outcome.document`."""
+    text = io.StringIO()
+    documents = [each.document() for each in outcomes]
+    writer = csv.DictWriter(text, documents[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(documents)
+    return text.getvalue()
+
+
+def to_markdown(outcomes: Sequence[Outcome]) -> str:
+    """Tables of the groups' errors and of all runs, for the documentation."""
+    lines = ["| judged runs | number | mean error | worst | bias |", "|---|---|---|---|---|"]
+    for found in errors_by_group(outcomes):
+        mean, worst, bias = (100 * each for each in (found.mean, found.worst, found.bias))
+        lines.append(f"| {found.group} | {found.runs} | {mean:.1f} % | {worst:.1f} % | {bias:+.1f} % |")
+    for gpu in sorted({each.row["gpu"] for each in outcomes}):
+        held = [each for each in outcomes if each.row["gpu"] == gpu and each.fits is not None]
+        fitting = sum(bool(each.fits) for each in held)
+        lines += ["", f"{fitting} of {len(held)} runs on {gpu.upper()} are predicted to fit; all of them ran."]
+    for group in sorted({each.row.group for each in outcomes}):
+        lines += ["", f"**{group}**", ""]
+        lines += [
+            "| model | run | source | published | predicted | error | GiB | |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        lines += [_markdown(each) for each in outcomes if each.row.group == group]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown(outcome: Outcome) -> str:
+    row = outcome.row
+    start = f"| {row['model']} | {layout(row)} | {row['source']} | {row.tokens_per_second:,.0f} |"
+    remarks = [] if row.judged else ["not judged"]
+    if outcome.error is None or outcome.peak_memory is None:
+        return f"{start} | | | {', '.join([*remarks, f'refused: {outcome.refusal}'])} |"
+    remarks += [] if outcome.fits else ["does not fit"]
+    figures = f"{outcome.tokens_per_second:,.0f} | {100 * outcome.error:+.1f} % | {outcome.peak_memory / GIB:.0f}"
+    return f"{start} {figures} | {', '.join(remarks)} |"

@@ -1,0 +1,186 @@
+"""Published runs: a row of a file each, as options of a job and as tokens per second and GPU.
+
+`data/h100.csv` holds published throughputs with their configurations, `data/models.csv` the sizes of the models. Both
+are facts from public pages, each row with its source; columns are described in docs/public_runs.md.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from megatron_vp.errors import UserError
+from megatron_vp.files import MIB, read_text
+
+Columns = Mapping[str, str]
+
+_MLP = {"swiglu": ["--swiglu"], "geglu": ["--quick-geglu"], "squared_relu": ["--squared-relu"], "gelu": []}
+_RECIPES = {"current": "tensorwise"}
+
+_FREE_TEXT = ("where", "releases", "assumed", "note", "family", "fsdp", "not_in_flags")
+"""Columns that nothing is computed from."""
+
+
+@dataclass(frozen=True)
+class PublicRow:
+    """A published run: its row of the file, and that of its model."""
+
+    columns: Columns
+    model: Columns
+
+    def __getitem__(self, column: str) -> str:
+        return self.columns[column]
+
+    @property
+    def group(self) -> str:
+        """What its error is counted with: dense_bf16, dense_fp8 or moe; A100s apart."""
+        return self["group"] + ("_a100" if self["gpu"] == "a100" else "")
+
+    @property
+    def judged(self) -> bool:
+        """Whether all that decides its time was published."""
+        return self["judged"] == "yes"
+
+    @property
+    def gpus(self) -> int:
+        """Of the whole run."""
+        return int(self["gpus"])
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Per GPU, as published; from the time of a step or the TFLOP/s where tokens were not."""
+        if self["tokens_s_gpu"]:
+            return float(self["tokens_s_gpu"])
+        if self["step_s"]:
+            return float(self["gbs"]) * float(self["seq"]) / float(self["step_s"]) / self.gpus
+        return 1e12 * float(self["tflops_gpu"]) / self._flops_of_a_token
+
+    @property
+    def _flops_of_a_token(self) -> float:
+        """As the publisher counted them."""
+        model = self.model
+        layers, hidden, vocab = (
+            float(each) for each in (self["layers"] or model["layers"], model["hidden"], model["vocab"])
+        )
+        length = float(self["seq"])
+        if self["attention_counted"] == "full+recompute":  # Narayanan et al. 2021, section 5.1
+            return 96 * layers * hidden**2 * (1 + length / (6 * hidden) + vocab / (16 * layers * hidden))
+        channels = float(model["kv_channels"] or hidden / float(model["heads"]))
+        queries, keys = channels * float(model["heads"]), channels * float(model["query_groups"])
+        width = float(model["moe_ffn"]) * float(model["topk"]) if model["experts"] else float(model["ffn"])
+        gated = 3 if model["mlp"] in ("swiglu", "geglu") else 2
+        weights = hidden * (2 * queries + 2 * keys + gated * width)
+        attention = 12 * layers * length * queries / (2 if self["attention_counted"] == "causal" else 1)
+        return 6 * (layers * weights + vocab * hidden) + attention
+
+    def flags(self) -> list[str]:
+        """The run as options of Megatron."""
+        return [*self._model_flags(), *self._run_flags(), *self._precision_flags()]
+
+    def _model_flags(self) -> list[str]:
+        model = self.model
+        flags = [
+            *("--num-layers", self["layers"] or model["layers"]),
+            *("--hidden-size", model["hidden"]),
+            *("--num-attention-heads", model["heads"]),
+            *("--ffn-hidden-size", model["ffn"]),
+            *("--vocab-size", model["vocab"]),
+            *_MLP[model["mlp"]],
+            *("--hidden-dropout", model["dropout"], "--attention-dropout", model["dropout"]),
+        ]
+        if model["query_groups"] != model["heads"]:
+            flags += ["--group-query-attention", "--num-query-groups", model["query_groups"]]
+        if model["kv_channels"]:
+            flags += ["--kv-channels", model["kv_channels"]]
+        if model["norm"] == "rms":
+            flags += ["--normalization", "RMSNorm"]
+        if model["position"] == "rope":
+            flags += ["--position-embedding-type", "rope"]
+        if model["tied"] == "0":
+            flags.append("--untie-embeddings-and-output-weights")
+        if model["qk_norm"] == "1":
+            flags.append("--qk-layernorm")
+        if model["experts"]:
+            flags += ["--num-experts", model["experts"], "--moe-router-topk", model["topk"]]
+            flags += ["--moe-ffn-hidden-size", model["moe_ffn"], "--moe-grouped-gemm"]
+            flags += ["--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", self["ep"]]
+            if self["etp"]:
+                flags += ["--expert-tensor-parallel-size", self["etp"]]
+        return flags + model["other_flags"].split()
+
+    def _run_flags(self) -> list[str]:
+        options = self["options"].split(";")
+        flags = [
+            *("--seq-length", self["seq"]),
+            *("--micro-batch-size", self["mbs"], "--global-batch-size", self["gbs"]),
+            *("--tensor-model-parallel-size", self["tp"], "--pipeline-model-parallel-size", self["pp"]),
+            *("--context-parallel-size", self["cp"]),
+        ]
+        if self["layout"]:
+            flags += ["--pipeline-model-parallel-layout", self["layout"]]
+        elif int(self["vp"]) > 1:
+            flags += ["--num-virtual-stages-per-pipeline-rank", self["vp"]]
+        if int(self["tp"]) > 1:
+            flags += ["--sequence-parallel"] * ("no_sequence_parallel" not in options)
+            flags += ["--tp-comm-overlap"] * ("tp_overlap" in options)
+        if "no_distributed_optimizer" not in options:
+            flags.append("--use-distributed-optimizer")
+        if "dp_overlap" in options:
+            flags += ["--overlap-grad-reduce", "--overlap-param-gather"]
+        if "ep_overlap" in options:
+            flags.append("--overlap-moe-expert-parallel-comm")
+        if self["recompute"] == "full":
+            flags += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+        if "selective_recompute" in options:
+            flags += ["--recompute-granularity", "selective"]
+        if self["cross_entropy"] != "eager":
+            flags += ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", self["cross_entropy"]]
+        if self["source"] == "sc21":
+            flags += ["--transformer-impl", "local"]
+        return flags
+
+    def _precision_flags(self) -> list[str]:
+        options = self["options"].split(";")
+        flags = ["--fp16" if self["precision"] == "fp16" else "--bf16"]
+        if self["precision"] == "fp8":
+            recipe = self["fp8_recipe"]
+            flags += ["--fp8-format", "hybrid", "--fp8-recipe", _RECIPES.get(recipe, recipe)]
+            flags += ["--fp8-param-gather"] * ("fp8_params" in options)
+        return flags + ["--grad-reduce-in-bf16"] * ("bf16_gradients" in options)
+
+
+def read_rows(runs: Path | None = None, models: Path | None = None) -> list[PublicRow]:
+    """The published runs of a file, by default of the one that comes with the package.
+
+    Raises UserError for a file that cannot be read, lacks a column, or names a model that is not among `models`.
+    """
+    sizes = {model["model"]: model for model in _read(models, "models.csv")}
+    found = []
+    for number, row in enumerate(_read(runs, "h100.csv"), 2):
+        if row["model"] not in sizes:
+            raise UserError(
+                f"{runs or 'h100.csv'}, line {number}: no sizes are known of model {row['model']!r}; add it to a copy "
+                "of the package's cost/public/data/models.csv, and give that with --models"
+            )
+        found.append(PublicRow(row, sizes[row["model"]]))
+    return found
+
+
+def _read(path: Path | None, own: str) -> list[dict[str, str]]:
+    packaged = (files(__package__) / "data" / own).read_text()
+    text = packaged if path is None else read_text(path, "published runs", MIB)
+    rows = list(csv.DictReader(text.splitlines()))
+    needed = _columns(packaged)
+    missing = [column for column in needed if rows and rows[0].get(column) is None]
+    if missing or not rows:
+        lacks = f"column {missing[0]} is missing" if missing else "it holds no rows"
+        raise UserError(f"{path or own}: {lacks}; its first line names {', '.join(needed[:4])}, ... as in {own}")
+    return rows
+
+
+def _columns(packaged: str) -> list[str]:
+    """Those that a file must have, as the one in the package has them."""
+    return [column for column in next(csv.reader(packaged.splitlines())) if column not in _FREE_TEXT]

@@ -1,0 +1,114 @@
+"""Published runs as jobs, and what is said of their predictions."""
+
+import csv
+import json
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_vp.cli.app import app
+from megatron_vp.cost.hardware.constants import compared
+from megatron_vp.cost.public.comparison import errors_by_group, predicted, to_markdown
+from megatron_vp.cost.public.public_rows import read_rows
+from megatron_vp.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = {row["id"]: row for row in read_rows()}
+DATA = files("megatron_vp.cost.public") / "data"
+
+
+def test_every_run_says_what_it_published_once_or_in_figures_that_agree():
+    for row in ROWS.values():
+        assert any(row[column] for column in ("tokens_s_gpu", "step_s", "tflops_gpu"))
+        if row["tokens_s_gpu"] and row["step_s"]:
+            from_step = float(row["gbs"]) * float(row["seq"]) / float(row["step_s"]) / row.gpus
+            assert from_step == pytest.approx(row.tokens_per_second, rel=0.03), row["id"]
+
+
+def test_a_run_becomes_megatrons_options():
+    row = next(row for row in ROWS.values() if row["model"] == "llama31_405b" and row["gpus"] == "96")
+    flags = row.flags()
+    following = dict(pairwise(flags))
+    assert following["--tensor-model-parallel-size"] == "8"
+    assert following["--num-virtual-stages-per-pipeline-rank"] == "7"
+    assert {"--swiglu", "--bf16", "--sequence-parallel", "--use-distributed-optimizer"} <= {*flags}
+    assert "--num-experts" not in flags
+
+
+def test_tokens_follow_from_a_step_and_from_tflops():
+    """3 x 2 FLOPs per weight and token, and attention's: of a model whose count is done by hand."""
+    row = next(row for row in ROWS.values() if row["model"] == "gpt_sc21_1t")
+    layers, hidden, vocab, length = 128, 25600, 51200, 2048
+    by_hand = 96 * layers * hidden**2 * (1 + length / 6 / hidden + vocab / 16 / layers / hidden)
+    columns = dict(row.columns, tokens_s_gpu="", step_s="", tflops_gpu="163")
+    assert type(row)(columns, row.model).tokens_per_second == pytest.approx(163e12 / by_hand)
+    columns = dict(row.columns, tokens_s_gpu="", step_s="10", gbs="64", seq="2048", gpus="32")
+    assert type(row)(columns, row.model).tokens_per_second == 64 * 2048 / 10 / 32
+
+
+def few():
+    return [row for row in ROWS.values() if row["model"] in ("llama2_13b", "gpt_zb_1.5b")]
+
+
+def test_errors_are_counted_by_group_and_refused_runs_are_named():
+    outcomes = [*map(predicted, few())]
+    groups = {each.group: each for each in errors_by_group(outcomes)}
+    assert {*groups} == {"dense_fp8", "dense_bf16_a100", "all"} and groups["all"].runs == len(outcomes)
+    errors = [abs(each.tokens_per_second / each.row.tokens_per_second - 1) for each in outcomes]
+    assert groups["all"].mean == pytest.approx(sum(errors) / len(errors)) and groups["all"].worst == max(errors)
+    row = few()[0]
+    refused = predicted(type(row)(dict(row.columns, pp="7"), row.model))
+    assert refused.error is None and "16 ranks cannot hold replicas of 7" in refused.refusal
+    assert errors_by_group([refused]) == []
+
+
+def test_the_command_prints_runs_and_groups_of_any_file(tmp_path):
+    file = tmp_path / "runs.csv"
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, few()[0].columns)
+        writer.writeheader()
+        writer.writerows(row.columns for row in few())
+    document = json.loads(CliRunner().invoke(app, ["paper", "public", str(file), "--format", "json"]).stdout)
+    assert [run["id"] for run in document["runs"]] == [row["id"] for row in few()]
+    assert [group["group"] for group in document["groups"]] == ["dense_bf16_a100", "dense_fp8", "all"]
+    table = CliRunner().invoke(app, ["paper", "public", str(file), "--only", "llama2_13b"]).stdout
+    assert "8,715" in table and "gpt_zb" not in table and "predicted to fit" in table
+    lines = CliRunner().invoke(app, ["paper", "public", str(file), "--format", "csv"]).stdout.splitlines()
+    assert lines[0].startswith("id,group,judged") and len(lines) == 1 + len(few())
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        (lambda text: text.replace(",gpus,", ",gpu_count,"), "column gpus is missing"),
+        (lambda text: text.splitlines()[0], "it holds no rows"),
+        (lambda text: text.replace("llama2_13b", "llama9"), "no sizes are known of model 'llama9'"),
+    ],
+)
+def test_a_file_that_lacks_something_is_refused(tmp_path, change, expected):
+    file = tmp_path / "runs.csv"
+    file.write_text(change((DATA / "h100.csv").read_text()))
+    with pytest.raises(UserError, match=expected):
+        read_rows(file)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return [predicted(row) for row in ROWS.values()]
+
+
+def test_what_predictions_say_of_published_runs_is_what_they_are_off(outcomes):
+    groups = {each.group: each for each in errors_by_group(outcomes)}
+    kinds = {"dense_bf16": ("h100", False, False), "dense_fp8": ("h100", True, False), "moe": ("h100", True, True)}
+    for name, kind in {**kinds, "dense_bf16_a100": ("a100", False, False)}.items():
+        said, found = compared(*kind), groups[name]
+        assert (said.runs, said.mean, said.worst) == (found.runs, round(100 * found.mean), round(100 * found.worst))
+
+
+def test_the_page_shows_the_present_predictions(outcomes):
+    """Where it does not: scripts/public_runs.py writes it."""
+    page = (ROOT / "docs" / "public_runs.md").read_text(encoding="utf-8")
+    assert page.partition("<!-- begin runs -->\n")[2].partition("<!-- end runs -->\n")[0] == to_markdown(outcomes)
