@@ -25,11 +25,11 @@ from megatron_vp.cli.planning import (
     read_request,
     rendered,
     seconds,
+    what_to_set,
 )
 from megatron_vp.cli.result_output import check_destination, format_for, progress_bar, write
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import files_and_flags
-from megatron_vp.jobs.settings import flags_of
 
 if TYPE_CHECKING:
     from megatron_vp.cost.planning.planner import Choice, Evaluation, Infeasible
@@ -67,6 +67,14 @@ def plan(
             "the GPUs of --nodes and the job's global batch; about a minute.",
         ),
     ] = False,
+    search_budget: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --search: simulate so many combinations at most (default 700), those of the job's own sizes on "
+            "top. The same number finds the same answer on every machine.",
+        ),
+    ] = None,
     keep: Annotated[
         list[str] | None,
         typer.Option(
@@ -92,10 +100,14 @@ def plan(
         if write_schedule is not None:
             raise UserError("--write-schedule writes the schedule of one job: leave out --search, or plan its result")
         asked = read_cluster(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
-        search_job(*asked, keep or (), output_format, output)
+        search_job(*asked, keep or (), search_budget, output_format, output)
         return
     if keep:
         raise UserError(f"--keep {keep[0]} has no effect without --search: add --search, or leave it out")
+    if search_budget is not None:
+        raise UserError(
+            f"--search-budget {search_budget} has no effect without --search: add --search, or leave it out"
+        )
     check_destination(False, write_schedule)
     request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
     own = plan_of(request.config)
@@ -220,7 +232,7 @@ def _document(
 
     def entry(each: Evaluation) -> dict[str, object]:
         settings = settings_of(request.config, each.candidate.plan, request.job)
-        return each.document(request.limit) | {"settings": settings, "flags": flags_of(settings)}
+        return each.document(request.limit) | what_to_set(settings)
 
     return request.document() | {
         "best": evaluations.index(choice.chosen),

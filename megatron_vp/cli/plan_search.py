@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vp.cli.plan_check import UNCHECKED, can_check, refusal
-from megatron_vp.cli.planning import GIB, Format, Request, how_to_run, rendered, seconds
+from megatron_vp.cli.planning import GIB, Format, Request, how_to_run, rendered, seconds, what_to_set
 from megatron_vp.cli.result_output import progress_bar, write
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.settings import flags_of
 
 if TYPE_CHECKING:
     from megatron_vp.cost.hardware.gpus import Hardware
@@ -66,6 +65,20 @@ class Answer:
             f"tokens per iteration, vocabulary {self.config.values.get('vocab_size') or job.model.vocab}"
         )
 
+    @property
+    def heading(self) -> str:
+        """What the frontier is, and what may be missing in it, in a line."""
+        found = self.search
+        if not found.partial:
+            return "The frontier: no other run is both faster and smaller."
+        fastest = found.fitting(self.limit)[0].seconds
+        return (
+            f"The frontier is partial: {found.untried:,} more combinations may be on it, "
+            + ("the fastest run among them" if found.untried_seconds <= fastest else "but not the fastest run")
+            + f" (they take {seconds(found.untried_seconds)} s or more). --search-budget {found.budget} was spent; a "
+            "larger one simulates more."
+        )
+
 
 def _changes(own: object, value: object) -> bool:
     return (own or None) != (value or None) and not (value == 1 and own is None)
@@ -77,12 +90,14 @@ def search_job(
     gpus: int,
     limit: float,
     keep: Sequence[str],
+    budget: int | None,
     output_format: Format,
     output: Path | None,
 ) -> None:
     """Search, and write the answer. Raises UserError."""
     from megatron_vp.cost.planning.charts import search_chart
-    from megatron_vp.cost.planning.search import DIMENSIONS, search, variants
+    from megatron_vp.cost.planning.search import BUDGET, DIMENSIONS, search, variants
+    from megatron_vp.cost.sizes.job_plan import chunks_given
 
     for name in keep:
         if name not in DIMENSIONS:
@@ -96,7 +111,8 @@ def search_job(
                 tasks[what] = bar.add_task(what, total=of)
             bar.update(tasks[what], completed=done, total=of)
 
-        found = search(tried, hardware, limit, progress=progress)
+        chunks = chunks_given(config) or 2
+        found = search(tried, hardware, limit, budget=budget or BUDGET, chunks=chunks, progress=progress)
     answer = _chosen(config, hardware, gpus, limit, found)
     match output_format:
         case Format.TABLE:
@@ -104,7 +120,7 @@ def search_job(
         case Format.JSON:
             content = json.dumps(_document(answer), indent=1) + "\n"
         case Format.PNG:
-            content = search_chart(found, limit, answer.title)
+            content = search_chart(found, limit, f"{answer.title}\n{answer.heading}")
     write(content, output)
 
 
@@ -155,7 +171,7 @@ def _table(answer: Answer) -> str:
     for each in shown:
         table.add_row(*_row(answer, each), style="bold" if each is answer.chosen else None)
     settings = answer.settings(answer.chosen)
-    lines = [answer.title, "The frontier: no other run is both faster and smaller.", rendered(table)]
+    lines = [answer.title, answer.heading, rendered(table)]
     lines += _counts(answer)
     lines += answer.request(answer.chosen).notes
     lines += [f"not possible: {', '.join(_row(answer, each)[:9])}: {reason}" for each, reason in answer.refused]
@@ -175,11 +191,8 @@ def _counts(answer: Answer) -> list[str]:
     found, fastest = answer.search, answer.search.fitting(answer.limit)[0]
     lines = [
         f"{found.count:,} combinations: {len(found.found):,} simulated, {found.too_large:,} too large, "
-        f"{found.dominated:,} no better than a simulated one"
-        + (f", {found.untried:,} not tried for lack of time" if found.untried else "")
+        f"{found.dominated:,} no better than a simulated one" + (f", {found.untried:,} left" if found.untried else "")
     ]
-    if found.untried_seconds <= fastest.seconds:
-        lines.append(f"a run that was not tried could take as little as {seconds(found.untried_seconds)} s")
     if answer.chosen is not fastest:
         slower = answer.chosen.seconds / fastest.seconds - 1
         lines.append(
@@ -203,8 +216,7 @@ def _document(answer: Answer) -> dict[str, object]:
             "micro_batch": job.micro_batch,
             "recompute": job.recompute,
             **found.evaluation.document(answer.limit),
-            "settings": settings,
-            "flags": flags_of(settings),
+            **what_to_set(settings),
         }
 
     found = answer.search
@@ -219,6 +231,10 @@ def _document(answer: Answer) -> dict[str, object]:
         "too_large": found.too_large,
         "dominated": found.dominated,
         "untried": found.untried,
+        "untried_seconds": found.untried_seconds if found.partial else None,
+        "budget": found.budget,
+        "partial": found.partial,
+        "heading": answer.heading,
         "check": answer.note,
         "note": answer.request(answer.chosen).caveat,
     }

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.settings import ONE_QUEUE, flags_of, yaml_of
 
 if TYPE_CHECKING:
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 
-LEAST_MEMORY, MOST_MEMORY = 0.01, 100_000
-"""GiB that `--memory` may name."""
+LEAST_MEMORY, MOST_MEMORY, MOST_OF_A_HOST = 0.01, 512, 16_384
+"""GiB that `--memory` may name: no GPU has more than 288, and the ranks of a CPU job share a host's."""
 
-MOST_NODES = 1_000_000
+MOST_GPUS = 1_000_000
+"""Several times those of the largest cluster."""
 
 
 class Format(StrEnum):
@@ -226,14 +228,36 @@ def _read(
 
     machine = find_hardware(hardware)
     config = read_sizes(paths, flags, commands_own)
-    if memory is not None and not LEAST_MEMORY <= memory <= MOST_MEMORY:
+    if memory is not None:
+        _refuse_memory(memory, machine)
+    if nodes is not None and nodes * machine.gpus_per_node > MOST_GPUS:
         raise UserError(
-            f"--memory {memory} is no amount of memory; give the GiB of a rank, {LEAST_MEMORY} to {MOST_MEMORY}"
+            f"--nodes {nodes} are {nodes * machine.gpus_per_node:,} GPUs, more than any cluster has: give nodes of "
+            f"{machine.gpus_per_node} GPUs, at most {MOST_GPUS // machine.gpus_per_node}"
         )
-    if nodes is not None and nodes > MOST_NODES:
-        raise UserError(f"--nodes {nodes} is larger than any cluster; give at most {MOST_NODES}")
     limit = machine.memory if memory is None else memory * GIB
     return config, machine, None if nodes is None else nodes * machine.gpus_per_node, limit
+
+
+def _refuse_memory(memory: float, machine: Hardware) -> None:
+    """Refuse an amount that no rank has, and say in which unit it would be one."""
+    most = MOST_MEMORY if machine.is_gpu else MOST_OF_A_HOST
+    if LEAST_MEMORY <= memory <= most:
+        return
+    meant = ""
+    for unit, factor in (("MiB", 2**20), ("bytes", 1)):
+        gib = memory * factor / GIB
+        if memory > most and 1 <= gib <= most:
+            meant = f"; as {unit} that is --memory {gib:.4g}"
+    raise UserError(
+        f"--memory {memory:.15g} is no amount of memory of a rank here: give GiB, {LEAST_MEMORY} to {most}{meant}"
+    )
+
+
+def what_to_set(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same for programs: `flags` alone are this run only where `unset` is empty, `overlay` always is."""
+    unset = [option_of(name) for name, value in settings.items() if value is None or value is False]
+    return {"settings": settings, "flags": flags_of(settings), "unset": unset, "overlay": yaml_of(settings)}
 
 
 def how_to_run(settings: dict[str, Any], request: Request) -> list[str]:

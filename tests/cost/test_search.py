@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import pickle
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
+from megatron_vp.cost.hardware.constants import CALIBRATED, ERROR_BAND
 from megatron_vp.cost.hardware.gpus import find_hardware
-from megatron_vp.cost.planning import planner, search
+from megatron_vp.cost.planning import charts, planner, search
+from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import VocabMethod
 
 H100 = find_hardware("h100")
 MODEL = {
@@ -31,8 +38,8 @@ MODEL = {
 SOME = {"tensor", "context", "expert", "micro-batch", "recompute"}
 
 
-def found(arguments: dict, gpus: int, keep=(), limit: float = H100.memory, seconds: float = 600.0) -> search.Search:
-    return search.search(search.variants(arguments, gpus, H100, keep), H100, limit, seconds=seconds)
+def found(arguments: dict, gpus: int, keep=(), limit: float = H100.memory, **settings) -> search.Search:
+    return search.search(search.variants(arguments, gpus, H100, keep), H100, limit, **settings)
 
 
 def test_variants_use_all_gpus_and_keep_the_batch():
@@ -76,52 +83,120 @@ def test_what_no_sizes_can_run_is_refused(changed, gpus, said):
         search.variants(MODEL | changed, gpus, H100)
 
 
-def combinations(arguments: dict, gpus: int, keep=()):
-    for each in search.variants(arguments, gpus, H100, keep):
-        if each.job.pipeline == 1:
-            yield each.job, planner.Candidate(planner.PLAIN, search.Plan())
-            continue
-        for candidate in planner.candidates(each.job, H100):
-            if candidate.plan.vocab is not VocabMethod.INTERLACED:
-                yield each.job, candidate
+def everything(arguments: dict, gpus: int, keep=(), limit: float = H100.memory):
+    """All that a search enumerates, simulated: each option with its evaluation."""
+    for index, each in enumerate(search.variants(arguments, gpus, H100, keep)):
+        for option in search._options(index, each, H100, CALIBRATED, 2):
+            evaluation = search._evaluation(option, each.job, H100, CALIBRATED, search._Front(limit))
+            if evaluation is not None:
+                yield each.job, option, evaluation
 
 
-def test_no_simulation_is_faster_than_its_bound_and_memory_is_not_far_from_its_estimate():
-    compared = 0
-    for job, candidate in combinations(MODEL, 8, SOME - {"micro-batch"}):
-        try:
-            evaluation = planner.evaluate(candidate, job, H100)
-        except UserError:
-            continue
-        least, _, memory = search.estimate(candidate.plan, job, H100)
-        assert least <= evaluation.iteration_seconds * (1 + 1e-9), (job, candidate)
-        assert 0.5 * evaluation.peak_memory <= memory <= search.MARGIN * evaluation.peak_memory, (job, candidate)
-        compared += 1
-    assert compared > 40
+def frontier(points, limit: float) -> list[tuple[float, float]]:
+    """Of seconds and bytes, written down once more: no other is as fast and smaller, or faster and as small."""
+    fitting = sorted({point for point in points if point[1] <= limit})
+    fitting = [point for point in fitting if point[0] <= search.SLOWEST * fitting[0][0]]
+    return [one for one in fitting if not any(o != one and o[0] <= one[0] and o[1] <= one[1] for o in fitting)]
+
+
+def assert_finds_all(arguments: dict, gpus: int, limit: float, keep=()) -> None:
+    simulated = list(everything(arguments, gpus, keep, limit))
+    for job, option, evaluation in simulated:
+        seconds, memory = evaluation.iteration_seconds, evaluation.peak_memory
+        bounds = [option.bound]
+        if option.balanced:
+            bounds = search.bounds_of_choices(option.candidate.plan, job, H100, limit)
+            assert min(each.seconds for each in bounds) >= option.bound.seconds * (1 - 1e-9)
+        held = [
+            (one.seconds <= seconds * (1 + 1e-9), one.memory_within(seconds) <= memory * (1 + 1e-9)) for one in bounds
+        ]
+        assert (True, True) in held, (job, option.candidate, option.balanced)
+        assert option.bound.memory_within(seconds) <= memory * (1 + 1e-9), (job, option.candidate, option.balanced)
+    result = found(arguments, gpus, keep, limit, budget=10**6)
+    expected = frontier([(each.iteration_seconds, each.peak_memory) for _, _, each in simulated], limit)
+    assert [(each.seconds, each.memory) for each in result.frontier(limit)] == expected
+    assert not result.partial and result.dominated > 0
+    return result, simulated
 
 
 def test_the_search_finds_what_simulating_everything_finds():
-    everything = []
-    for job, candidate in combinations(MODEL, 8, SOME):
-        try:
-            everything.append(planner.evaluate(candidate, job, H100))
-        except UserError:
-            continue
-    result = found(MODEL, 8, SOME)
-    assert result.untried == 0 and result.dominated > 0
-    fitting = [each for each in everything if each.fits(H100.memory)]
-    fastest = min(each.iteration_seconds for each in fitting)
-    assert result.fitting(H100.memory)[0].seconds == fastest
-    frontier = result.frontier(H100.memory)
-    assert [each.seconds for each in frontier] == sorted(each.seconds for each in frontier)
-    assert [each.memory for each in frontier] == sorted((each.memory for each in frontier), reverse=True)
-    # Of what was left out, nothing beats the frontier where it is much smaller than the fastest.
-    for each in fitting:
-        if each.iteration_seconds <= search.SLOWEST * fastest:
-            assert any(
-                one.seconds <= each.iteration_seconds * 1.001 and one.memory <= each.peak_memory * search.MARGIN
-                for one in frontier
-            ), each.candidate
+    result, simulated = assert_finds_all(MODEL, 8, H100.memory, SOME)
+    assert len(result.found) < 0.6 * len(simulated), "bounds save simulations"
+
+
+@pytest.mark.parametrize("gib", [10.0, 14.0])
+def test_the_search_finds_everything_near_the_edge_of_memory(gib):
+    arguments = MODEL | {"num_layers": 6, "num_experts": 4, "moe_router_topk": 2, "vocab_size": 50257}
+    assert_finds_all(arguments, 4, gib * 2**30, {"context", "micro-batch", "tensor"})
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "v-half"])
+def test_bounds_hold_where_some_microbatches_stand_for_all(schedule):
+    job = job_of(MODEL | {"global_batch_size": 4096, "pipeline_model_parallel_size": 4}, 4)
+    for candidate in planner.candidates(job, H100):
+        if candidate.plan.schedule == schedule:
+            found_here, least = planner.evaluate(candidate, job, H100), search.bound(candidate.plan, job, H100)
+            assert least.seconds <= found_here.iteration_seconds * (1 + 1e-9)
+            assert least.memory_within(found_here.iteration_seconds) <= found_here.peak_memory * (1 + 1e-9)
+
+
+DRAWN = [
+    ({"num_layers": 12, "hidden_size": 1024, "vocab_size": 256000}, 8, 12.0),
+    ({"num_layers": 7, "hidden_size": 4096, "vocab_size": 200000}, 8, 40.0),
+    ({"num_layers": 16, "num_experts": 8, "moe_router_topk": 2, "hidden_size": 1024, "vocab_size": 50257}, 8, 20.0),
+    ({"num_layers": 10, "hidden_size": 3072, "num_attention_heads": 24, "vocab_size": 128256}, 8, 26.0),
+    ({"num_layers": 8, "seq_length": 8192, "global_batch_size": 8}, 8, 79.1),
+    ({"num_layers": 24, "global_batch_size": 64, "vocab_size": 32000}, 8, 18.0),
+    ({"num_layers": 12, "global_batch_size": 32, "fp8_format": "hybrid"}, 8, 24.0),
+    ({"num_layers": 9, "num_experts": 4, "moe_router_topk": 1, "vocab_size": 151936}, 8, 30.0),
+    ({"num_layers": 6, "transformer_impl": "local", "hidden_dropout": 0.0}, 6, 30.0),
+    ({"num_layers": 14, "untie_embeddings_and_output_weights": False, "swiglu": True}, 4, 34.0),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", range(len(DRAWN)))
+def test_drawn_jobs_are_searched_as_if_everything_were_simulated(job):
+    changes, gpus, gib = DRAWN[job]
+    assert_finds_all(MODEL | {"global_batch_size": 16} | changes, gpus, gib * 2**30)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        pytest.param(
+            {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4, "sequence_parallel": True},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"pipeline_model_parallel_size": 4, "num_layers": 10, "global_batch_size": 24, "micro_batch_size": 3},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_search_is_never_slower_than_a_plan_of_the_jobs_own_sizes(changes):
+    arguments = MODEL | changes
+    (own,) = [each for each in search.variants(arguments, 8, H100) if each.own]
+    assert own.settings == {} and own.job == job_of(arguments, 8)
+    evaluations, _ = planner.plan(own.job, H100, limit=H100.memory)
+    planned = planner.choose(evaluations, H100.memory)
+    result = found(arguments, 8, budget=1)
+    fastest = result.fitting(H100.memory)[0]
+    assert fastest.seconds <= planned.tied[0].iteration_seconds * (1 + 1e-9)
+    assert result.tied(H100.memory)[0].seconds <= (1 + ERROR_BAND["time"]) * planned.chosen.iteration_seconds
+
+
+def test_neighbours_of_the_jobs_sizes_come_before_others():
+    arguments = MODEL | {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
+    tried = search.variants(arguments, 8, H100)
+    options = sorted(o for i, each in enumerate(tried) for o in search._options(i, each, H100, CALIBRATED, 2))
+    turns = search._by_turns(options, tried)
+    assert sorted(turns) == options and turns != options
+    own = [option.variant for option in options].count(0)
+    assert {option.variant for option in turns[:own]} == {0} and tried[0].own
+    near = {i for i, each in enumerate(tried) if search._is_neighbour(each.job, tried[0].job)}
+    assert {option.variant for option in turns[own : own + len(near)]} == near and 4 <= len(near) <= 8
 
 
 def test_layers_that_the_ranks_cannot_share_equally_come_with_balanced_shards():
@@ -135,16 +210,37 @@ def test_layers_that_the_ranks_cannot_share_equally_come_with_balanced_shards():
     assert fastest.seconds < 0.95 * even
 
 
-def test_no_time_leaves_combinations_untried_and_says_what_they_could_take():
-    result = found(MODEL, 8, SOME, seconds=0.0)
-    assert result.untried > 0 and result.found
-    assert result.untried_seconds < search.SLOWEST * result.found[0].seconds
-    # Balanced shards that turn out to be even ones are not counted once they were simulated.
-    assert result.count >= found(MODEL, 8, SOME).count
+def test_a_spent_budget_leaves_combinations_and_says_which_they_may_be():
+    whole = found(MODEL, 8, SOME)
+    result = found(MODEL, 8, SOME, budget=3)
+    assert not whole.partial and whole.untried_seconds == math.inf
+    assert result.partial and result.untried > 0 and result.count == whole.count
+    own = sum(result.variants[each.variant].own for each in result.found)
+    assert len(result.found) - own == 3
+    missing = {(each.seconds, each.memory) for each in whole.frontier(H100.memory)}
+    missing -= {(each.seconds, each.memory) for each in result.found}
+    assert missing and min(seconds for seconds, _ in missing) >= result.untried_seconds * (1 - 1e-9)
+
+
+def test_the_answer_depends_neither_on_load_nor_on_cores(monkeypatch):
+    first = found(MODEL, 8, SOME, budget=8)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        loaded = found(MODEL, 8, SOME, budget=8)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7))
+    assert first.partial and pickle.dumps(first) == pickle.dumps(loaded) == pickle.dumps(
+        found(MODEL, 8, SOME, budget=8)
+    )
 
 
 def test_nothing_fits():
-    with pytest.raises(UserError, match=r"nothing fits 0.5 GiB on these GPUs: the least is about"):
+    with pytest.raises(
+        UserError, match=r"nothing fits 0.5 GiB on these GPUs: every run needs more than [\d.]+ GiB; use"
+    ):
         found(MODEL, 8, SOME, limit=2**29)
 
 
@@ -164,7 +260,7 @@ def test_the_command_answers_in_all_formats(megatron_loaded, tmp_path):
     done = command(tmp_path, "--search", *keep, "-o", str(out))
     assert done.exit_code == 0, done.output
     document = json.loads(out.read_text())
-    assert document["gpus"] == 8 and document["untried"] == 0
+    assert document["gpus"] == 8 and document["untried"] == 0 and not document["partial"]
     assert document["combinations"] == sum(document[name] for name in ("simulated", "too_large", "dominated"))
     best = document["best"]
     assert best["pipeline"] * best["data"] == 8 and best["fits"] and best["method"] != "interlaced"
@@ -178,11 +274,42 @@ def test_the_command_answers_in_all_formats(megatron_loaded, tmp_path):
     assert "use: --" in done.output
 
 
+def test_a_partial_answer_says_so_in_all_formats(megatron_loaded, tmp_path, monkeypatch):
+    words = ["--search", "--search-budget", "2", *(word for name in sorted(SOME) for word in ("--keep", name))]
+    table = command(tmp_path, *words).stdout
+    (heading,) = [line for line in table.splitlines() if line.startswith("The frontier is partial: ")]
+    assert "--search-budget 2 was spent; a larger one simulates more." in heading
+    again = command(tmp_path, *words).stdout
+    assert again == table
+    document = json.loads(command(tmp_path, *words, "--format", "json").stdout)
+    assert document["partial"] and document["heading"] == heading and document["budget"] == 2
+    assert document["untried_seconds"] > 0 and f"{document['untried']:,} more combinations may be on it" in heading
+    titles = []
+    monkeypatch.setattr(charts, "search_chart", lambda found, limit, title: titles.append(title) or b"")
+    command(tmp_path, *words, "-o", str(tmp_path / "found.png"))
+    assert titles == [f"{table.splitlines()[0]}\n{heading}"]
+
+
+def test_what_must_be_unset_is_in_the_json(megatron_loaded, tmp_path):
+    own = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    own += ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    own += ["--search", "--keep", "context", "--keep", "pipeline", "--keep", "micro-batch"]
+    document = json.loads(command(tmp_path, *own, "--pipeline-model-parallel-size", "2", "--format", "json").stdout)
+    for entry in [document["best"], *document["frontier"]]:
+        unset = {name for name, value in entry["settings"].items() if value in (None, False)}
+        assert {option[2:].replace("-", "_") for option in entry["unset"]} == unset
+        overlay = yaml.safe_load(entry["overlay"]) or {"parallelism": {}}
+        assert overlay["parallelism"] == entry["settings"]
+    assert any("--recompute-granularity" in entry["unset"] for entry in document["frontier"])
+    assert any(not entry["unset"] for entry in document["frontier"])
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--search", "--keep", "schedule"], "--keep schedule names nothing that a search varies; use tensor, "),
         (["--keep", "tensor"], "--keep tensor has no effect without --search"),
+        (["--search-budget", "9"], "--search-budget 9 has no effect without --search"),
         (["--search", "--write-schedule", "x.json"], "--write-schedule writes the schedule of one job"),
     ],
 )

@@ -72,7 +72,7 @@ OF_SIZES = [
     ("plan LLAMA --nodes four", "Invalid value for '--nodes'"),
     ("plan LLAMA --nodes 3 --pipeline-model-parallel-size 16", "24 ranks cannot hold replicas of 16"),
     ("plan LLAMA --memory 80GB", "Invalid value for '--memory'"),
-    ("plan LLAMA --memory -3", "--memory -3.0 is no amount of memory"),
+    ("plan LLAMA --memory -3", "--memory -3 is no amount of memory"),
     ("plan LLAMA --memory nan", "--memory nan is no amount of memory"),
     ("plan LLAMA --format yaml", "Invalid value for '--format'"),
     ("plan LLAMA --format png", "name a file with -o"),

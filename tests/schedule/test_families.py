@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_vp.cost.hardware.gpus import HARDWARE
+from megatron_vp.cost.planning.bounds import bound
 from megatron_vp.cost.planning.planner import Candidate, candidates, evaluate
-from megatron_vp.cost.planning.search import estimate
 from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
 from megatron_vp.schedule import (
     FAMILIES,
@@ -126,10 +126,12 @@ def test_a_plan_counts_every_microbatch_that_a_kept_order_holds(method):
 
 
 @pytest.mark.usefixtures("with_gpipe")
-def test_an_estimate_takes_the_peak_that_the_record_promises():
+def test_bounds_hold_for_a_new_record():
     candidate = Candidate("vocab-2", Plan("gpipe", VocabMethod.VOCAB_2))
-    simulated = evaluate(candidate, JOB, HARDWARE["h100"]).peak_memory
-    assert estimate(candidate.plan, JOB, HARDWARE["h100"]).memory == pytest.approx(simulated, rel=0.05)
+    simulated = evaluate(candidate, JOB, HARDWARE["h100"])
+    least = bound(candidate.plan, JOB, HARDWARE["h100"])
+    assert 0.5 * simulated.iteration_seconds < least.seconds <= simulated.iteration_seconds
+    assert 0.5 * simulated.peak_memory < least.memory_within(simulated.iteration_seconds) <= simulated.peak_memory
 
 
 def test_a_plan_has_the_methods_of_the_record_only(monkeypatch):

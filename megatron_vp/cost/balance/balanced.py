@@ -130,6 +130,22 @@ def most_rows(
     return tuple(search.unit * units for units in room) if sum(room) * search.unit >= job.model.vocab else None
 
 
+def least_of_all(job: Job, plan: Plan, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
+    """Seconds that the passes take at least with any layers and rows that `balanced` may choose; infinity where it
+    keeps even shards. Raises UserError where the layers cannot be put on the stages.
+    """
+    search = _Search(job, replace(plan, vocab_rows=None, layers=None), hardware, constants, None)
+    return math.inf if search.unit is None or family(plan.schedule).fixed is not None else search.least_of_all()
+
+
+def choices(
+    job: Job, plan: Plan, hardware: Hardware, memory_limit: float, constants: Constants = CALIBRATED
+) -> list[Plan]:
+    """The plans that `balanced` simulates at most to choose from, even shards left out."""
+    plan = replace(plan, vocab_rows=None, layers=None)
+    return _Search(job, plan, hardware, constants, memory_limit if hardware.is_gpu else None).candidates()
+
+
 @dataclass(frozen=True)
 class _Outcome:
     plan: Plan

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megatron_vp.cost.sizes.layer_types import LayerType, mlp_of, type_of
 from megatron_vp.cost.sizes.shapes import Job, Recompute
@@ -50,6 +51,7 @@ def layer_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
     return common if job.layers is LayerKind.PAPER else common + _further_activations(job, kind)
 
 
+@lru_cache(maxsize=4096)
 def layer_memory(job: Job, split: bool, kind: LayerType = LayerType.WHOLE) -> LayerMemory:
     """The memory of one layer; `split`: its weight gradients are computed in a pass W."""
     kept = layer_activations(job, kind)

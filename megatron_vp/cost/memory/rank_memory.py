@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.memory.layer_memory import SPLIT_BACKWARD, layer_memory, once_memory, pass_memory
+from megatron_vp.cost.memory.layer_memory import SPLIT_BACKWARD, PassMemory, layer_memory, once_memory, pass_memory
 from megatron_vp.cost.memory.outside import GIB, OutsideMemory, outside_memory
 from megatron_vp.cost.sizes.flops import expert_weights, layer_weights
 from megatron_vp.cost.sizes.fp8 import activations_saved, quantised, weight_copies
@@ -150,7 +150,7 @@ class MemoryModel:
         placement, split = self.schedule.placement, self.schedule.split_backward
         whole = self.schedule.vocab is VocabMethod.NONE
         memory = {kind: layer_memory(self.job, split, kind) for kind in model_layers(self.job)}
-        in_pass = {stage: pass_memory(self.job, split, letters) for stage, letters in self._letters(rank).items()}
+        in_pass = self.in_pass(rank)
         logits = self.job.tokens * self.job.whole_rows
         dense = self.job.element_bytes * self.job.whole_rows * self.job.model.hidden
         # Of a whole output layer: from the forward to the end of B, and while it runs 16 bits more.
@@ -158,10 +158,10 @@ class MemoryModel:
         shared = 0.0
         if not whole and (self._rows(rank) or rank in (placement.first_rank, placement.last_rank)):
             shared = SHARED_BUFFERS * self._unit + SCORES * self.job.tokens * self._rows(rank)
-        kept = self._held(rank, {kind: each.kept for kind, each in memory.items()})
+        kept = self.held(rank, {kind: each.kept for kind, each in memory.items()})
         waiting = kept
         if self.job.layers is not LayerKind.PAPER:
-            waiting = self._held(rank, {kind: each.waiting for kind, each in memory.items()})
+            waiting = self.held(rank, {kind: each.waiting for kind, each in memory.items()})
             if whole and placement.last_rank == rank:
                 # The last norm keeps its input, and the output layer, until its weight gradient, the norm's result.
                 kept[placement.stages - 1] += 2 * self.job.element_bytes * self._unit
@@ -218,14 +218,19 @@ class MemoryModel:
         """What changes until a split backward comes to the embedding: the paper's layers but one are then done."""
         return SPLIT_BACKWARD * self._unit - waiting if self.job.layers is LayerKind.PAPER else 0.0
 
+    def in_pass(self, rank: int) -> dict[int, PassMemory]:
+        """What passes need by virtual stage of `rank`, on top of what layers keep."""
+        split = self.schedule.split_backward
+        return {stage: pass_memory(self.job, split, letters) for stage, letters in self._letters(rank).items()}
+
     def _letters(self, rank: int) -> dict[int, str]:
         """The letters of a rank's virtual stages; none of a GPT model's."""
         starts = [0, *accumulate(self.layers)]
         pattern = self.job.model.pattern
         return {stage: pattern[starts[stage] : starts[stage + 1]] for stage in self.schedule.placement.stage_of[rank]}
 
-    def _held(self, rank: int, each: Mapping[LayerType, float]) -> dict[int, float]:
-        """Bytes of a microbatch by virtual stage, of whose layers `each` holds that many."""
+    def held(self, rank: int, each: Mapping[LayerType, float]) -> dict[int, float]:
+        """Bytes of a microbatch by virtual stage of `rank`, of whose layers `each` holds that many."""
         job, stages = self.job, stage_layers(self.job, self.layers)
         held = {}
         for stage in self.schedule.placement.stage_of[rank]:

@@ -1,29 +1,31 @@
 """Which parallel sizes, schedule and vocabulary method train fastest on a number of GPUs, and which on less memory.
 
-Every combination gets a lower bound of its time and an estimate of its memory, which take less than a millisecond.
-Combinations are then simulated in the order of their bounds. One that cannot be better than a simulated one, neither in
-time nor in memory, is left out.
+Every combination gets a lower bound of its time, and of its memory in an iteration of a given time (`bounds`). Those of
+the job's own sizes are simulated first, then all others in the order of their bounds. A combination is left out where
+its bounds say that it cannot be better than simulated ones, neither in time nor in memory.
+
+What is simulated, and with it the answer, does not depend on the machine, its cores or its load: work is counted in
+simulations, and each is decided on with the results of all but the last WINDOW before it.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import accumulate, product
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from megatron_vp.cost.balance.balanced import balanced
 from megatron_vp.cost.hardware.constants import CALIBRATED, ERROR_BAND, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.memory.layer_memory import layer_memory
-from megatron_vp.cost.memory.rank_memory import MemoryModel
+from megatron_vp.cost.planning.bounds import Bound, balanced_bound, bound, bounds_of_choices
 from megatron_vp.cost.planning.planner import (
     LARGEST,
+    MOST_BALANCED,
     PLAIN,
     REDISTRIBUTED,
     Candidate,
@@ -33,15 +35,11 @@ from megatron_vp.cost.planning.planner import (
     simplicity,
 )
 from megatron_vp.cost.planning.workers import worker_pool
-from megatron_vp.cost.prediction.predict import after_passes, layers_of, stage_costs
 from megatron_vp.cost.sizes.job_sizes import job_of
-from megatron_vp.cost.sizes.layer_types import model_layers, stage_layers
 from megatron_vp.cost.sizes.shapes import Job, Plan, Recompute
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.pattern_text import pattern_in
-from megatron_vp.schedule import Schedule, ScheduleRequest, VocabMethod, family
-from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD
-from megatron_vp.schedule.reorder import EMBEDDING_GRADIENTS
+from megatron_vp.schedule import VocabMethod
 
 MICRO_BATCHES = (1, 2, 4, 8)
 """Sequences per microbatch that are tried."""
@@ -52,17 +50,11 @@ CONTEXT_TOKENS = 4096
 SLOWEST = 1.5
 """The frontier ends where runs take this many times as long as the fastest."""
 
-MARGIN = 1.2
-"""Estimates of memory are at most this many times the simulated one. With more than that nothing needs a simulation."""
+BUDGET = 700
+"""Combinations that are simulated at most, those of the job's own sizes on top: about a minute on two cores."""
 
-MOST_BALANCED = 16
-"""Pipeline ranks up to which layers and shards are balanced: for more, one choice takes seconds."""
-
-SECONDS = 40.0
-"""Time for simulations. Bounds and the start of the processes take some ten seconds more on two cores."""
-
-OUTSIDE = {"IF": EMBEDDED_AHEAD, "T": 2, "IB": EMBEDDING_GRADIENTS}
-"""Vocabulary passes of a rank that may run before its first forward or after its last backward."""
+WINDOW = 16
+"""Simulations under way at once, on as many cores or fewer."""
 
 DIMENSIONS = {
     "tensor": ("tensor_model_parallel_size",),
@@ -80,10 +72,11 @@ NO_RECOMPUTE = dict.fromkeys(FULL_RECOMPUTE)
 
 @dataclass(frozen=True)
 class Variant:
-    """A job on all GPUs, and the arguments that make it from the configuration."""
+    """A job on all GPUs, and the arguments that make it from the configuration; `own`: none, it is the job itself."""
 
     job: Job
     settings: dict[str, Any]
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,16 +101,23 @@ class Found:
 class Search:
     """What a search has tried and found, the fastest first.
 
-    too_large: combinations that need more memory than there is, by estimate. dominated: those that cannot be better
-    than a simulated one. untried: those for which there was no time left; they take at least `untried_seconds`.
+    too_large: combinations that need more memory than there is, by their bound. dominated: those that cannot be better
+    than simulated ones, cannot run, or came out as another one did. untried: those that may be on the frontier and for
+    which the `budget` of simulations did not suffice; they take at least `untried_seconds`.
     """
 
     variants: Sequence[Variant]
     found: Sequence[Found]
     too_large: int
     dominated: int
+    budget: int = BUDGET
     untried: int = 0
     untried_seconds: float = math.inf
+
+    @property
+    def partial(self) -> bool:
+        """Whether something that was not tried may belong to the frontier."""
+        return self.untried > 0
 
     @property
     def count(self) -> int:
@@ -144,16 +144,20 @@ class Search:
         return [each for each in self.found if each.memory <= limit]
 
     def frontier(self, limit: float) -> list[Found]:
-        """Those than which no other is both faster and smaller, the fastest first; only what fits."""
+        """Those than which no other is both faster and smaller, the fastest first; only what fits and is no more than
+        SLOWEST times as slow as the fastest.
+        """
         kept: list[Found] = []
         for each in self.fitting(limit):
-            if not kept or each.memory < kept[-1].memory:
+            if not kept or (each.memory < kept[-1].memory and each.seconds <= SLOWEST * kept[0].seconds):
                 kept.append(each)
         return kept
 
 
 def variants(arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: Collection[str] = ()) -> list[Variant]:
     """All ways to cut the job that `arguments` describe over `gpus` GPUs; `keep` names dimensions to leave alone.
+
+    The job's own sizes come first, where they go with the GPUs, whether or not a search would try them.
 
     Tensor ranks share a node and sequence parallelism comes with them. Sizes that do not go with the model or with the
     global batch are left out. Raises UserError for arguments without a global batch size, and where nothing is left.
@@ -175,7 +179,11 @@ def variants(arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: 
         raise UserError(
             f"no combination of parallel sizes runs this job on {gpus} GPUs; the last was refused: {reason}"
         )
-    return found
+    try:
+        own = Variant(job_of(arguments, gpus), {}, own=True)
+    except UserError:
+        return found
+    return [own, *(each for each in found if each.job != own.job)]
 
 
 def _varied(keep: Collection[str]) -> set[str]:
@@ -223,92 +231,195 @@ def search(
     hardware: Hardware,
     limit: float,
     constants: Constants = CALIBRATED,
-    seconds: float = SECONDS,
+    budget: int = BUDGET,
+    chunks: int = 2,
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> Search:
     """Simulate the combinations that may be the fastest, or the fastest on less memory, of those that fit `limit`.
 
+    At most `budget` of them, and all of the job's own sizes that may be. `chunks` are those of `interleaved`.
     In processes, one per core. `progress` hears what is being done, and how many of how many are done. Raises UserError
     where nothing fits.
     """
-    cores = len(os.sched_getaffinity(0))
-    options: list[_Option] = []
+    front = _Front(limit)
     found: list[Found] = []
-    dominated, untried, least = 0, 0, math.inf
-    with worker_pool(cores) as pool:
-        listed = [pool.submit(_options, index, each.job, hardware, constants) for index, each in enumerate(tried)]
-        for done, future in enumerate(as_completed(listed), start=1):
-            options += future.result()
+    open_options: list[_Option] = []
+    with worker_pool(min(WINDOW, len(os.sched_getaffinity(0)))) as pool:
+        listed = [pool.submit(_options, index, each, hardware, constants, chunks) for index, each in enumerate(tried)]
+        for done, _ in enumerate(as_completed(listed), start=1):
             progress("bounds", done, len(listed))
-        fitting = sorted(each for each in options if each.memory <= MARGIN * limit)
-        ends = time.monotonic() + seconds
-        running: dict[Future, int] = {}
-        for done, option in enumerate(fitting):
+        options = sorted(option for future in listed for option in future.result())
+        fitting = [option for option in options if option.bound.memory <= limit]
+        simulations = _Simulations(pool, tried, hardware, constants, front, found, budget)
+        for done, option in enumerate(_by_turns(fitting, tried)):
             progress("simulating", done, len(fitting))
-            while len(running) >= 2 * cores:
-                found += _collect(running)
-            if _is_dominated(option, found, limit):
-                dominated += 1
-                continue
-            if time.monotonic() > ends and found:
-                untried, least = untried + 1, min(least, option.seconds)
-                continue
-            job = tried[option.variant].job
-            running[pool.submit(_evaluation, option, job, hardware, constants, limit)] = option.variant
-        while running:
-            found += _collect(running)
-    found.sort(key=lambda each: (each.seconds, each.memory))
-    result = Search(tried, found, len(options) - len(fitting), dominated, untried, least)
+            bounds = [option.bound]
+            if front.may_gain(bounds) and simulations.room(option) and front.may_gain(bounds):
+                simulations.start(option)
+            else:
+                open_options.append(option)
+        simulations.finish()
+    found.sort(key=lambda each: (each.seconds, each.memory, each.variant))
+    untried = [option for option in open_options if front.may_gain([option.bound])]
+    result = Search(
+        tried,
+        found,
+        len(options) - len(fitting),
+        len(fitting) - len(found) - len(untried),
+        budget,
+        len(untried),
+        min((option.bound.seconds for option in untried), default=math.inf),
+    )
     if not result.fitting(limit):
-        smallest = min([*(each.memory for each in found), *(each.memory for each in options)], default=0.0)
-        raise UserError(
-            f"nothing fits {limit / 2**30:.4g} GiB on these GPUs: the least is about {smallest / 2**30:.1f} GiB; "
-            "use more or larger GPUs"
-        )
+        raise UserError(_nothing_fits(limit, found, options, result))
     return result
 
 
-@dataclass(frozen=True, order=True)
-class _Option:
-    """A combination before it is simulated: at least `seconds`, about `memory` bytes.
+def _nothing_fits(limit: float, found: Sequence[Found], options: Sequence[_Option], result: Search) -> str:
+    here = f"nothing fits {limit / 2**30:.4g} GiB on these GPUs"
+    if result.partial:
+        return (
+            f"{here} among the {len(found)} runs that --search-budget {result.budget} simulated, and {result.untried} "
+            "others may: give a larger --search-budget"
+        )
+    if found:
+        return f"{here}: the least is {min(each.memory for each in found) / 2**30:.1f} GiB; use more or larger GPUs"
+    least = max(limit, min((each.bound.memory for each in options), default=limit))
+    return f"{here}: every run needs more than {least / 2**30:.1f} GiB; use more or larger GPUs"
+
+
+class _Simulations:
+    """Simulations under way, at most WINDOW; `front` and `found` get their results in the order of their start."""
+
+    def __init__(
+        self,
+        pool: ProcessPoolExecutor,
+        tried: Sequence[Variant],
+        hardware: Hardware,
+        constants: Constants,
+        front: _Front,
+        found: list[Found],
+        budget: int,
+    ) -> None:
+        self._pool, self._tried, self._hardware, self._constants = pool, tried, hardware, constants
+        self._front, self._found = front, found
+        self._running: deque[tuple[int, Future]] = deque()
+        self._left = budget
+
+    def room(self, option: _Option) -> bool:
+        """Whether `option` may be simulated: waits for as many results as that takes."""
+        while len(self._running) >= WINDOW:
+            self._take()
+        own = self._tried[option.variant].own
+        while self._running and not own and self._left <= 0:
+            self._take()
+        return own or self._left > 0
+
+    def start(self, option: _Option) -> None:
+        """Simulate `option`, or see from closer bounds that this is in vain."""
+        job, asked = self._tried[option.variant].job, (self._hardware, self._constants, self._front)
+        self._running.append((option.variant, self._pool.submit(_evaluation, option, job, *asked)))
+        self._left -= not self._tried[option.variant].own
+
+    def finish(self) -> None:
+        """Wait for all results."""
+        while self._running:
+            self._take()
+
+    def _take(self) -> None:
+        variant, future = self._running.popleft()
+        evaluation = future.result()
+        if evaluation is None:
+            self._left += not self._tried[variant].own
+        else:
+            self._found.append(Found(variant, evaluation))
+            self._front.add(evaluation.iteration_seconds, evaluation.peak_memory)
+
+
+def _by_turns(options: Sequence[_Option], tried: Sequence[Variant]) -> list[_Option]:
+    """Those of the job's own sizes first, then the most promising ones of each neighbour, then all others."""
+    own = next((index for index, each in enumerate(tried) if each.own), None)
+    if own is None:
+        return list(options)
+    first = [option for option in options if option.variant == own]
+    near = {index for index, each in enumerate(tried) if _is_neighbour(each.job, tried[own].job)}
+    best: dict[int, _Option] = {}
+    for option in options:
+        if option.variant in near:
+            best.setdefault(option.variant, option)
+    return list(dict.fromkeys([*first, *best.values(), *options]))
+
+
+def _is_neighbour(one: Job, other: Job) -> bool:
+    """Whether they differ in one of the sizes that a search varies, and in that by one step."""
+    sizes = ("tensor", "context", "pipeline", "expert", "micro_batch")
+    ratios = [getattr(one, name) / getattr(other, name) for name in sizes]
+    steps = [ratio for ratio in ratios if ratio != 1] + [2.0] * (one.recompute is not other.recompute)
+    return len(steps) == 1 and 0.5 <= steps[0] <= 2
+
+
+class _Option(NamedTuple):
+    """A combination before it is simulated. Options sort by the bound of their seconds.
 
     balanced: layers and rows are yet to be chosen, see `balance.balanced`.
     """
 
-    seconds: float
-    memory: float
+    bound: Bound
     variant: int
     place: int
     balanced: bool
     candidate: Candidate
 
 
-def _is_dominated(option: _Option, found: Sequence[Found], limit: float) -> bool:
-    """Whether a simulated run that fits is as fast as this one can be, and no larger; or much faster."""
-    return any(
-        each.memory <= limit
-        and (
-            (each.seconds <= option.seconds and each.memory <= option.memory)
-            or SLOWEST * each.seconds <= option.seconds
+@dataclass
+class _Front:
+    """Seconds and bytes of the simulated runs that fit `limit` and that no other beats in both; the fastest first."""
+
+    limit: float
+    points: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, seconds: float, memory: float) -> None:
+        """A simulated run."""
+        if memory <= self.limit:
+            kept: list[tuple[float, float]] = []
+            for point in sorted([*self.points, (seconds, memory)]):
+                if not kept or point[1] < kept[-1][1]:
+                    kept.append(point)
+            self.points = kept
+
+    def may_gain(self, bounds: Iterable[Bound]) -> bool:
+        """Whether a run within any of these bounds may be faster, or smaller, than what was simulated.
+
+        Between two points of the front a run must need less than the faster one to be worth anything. Bounds on memory
+        fall with time, so that of the slower point's time decides.
+        """
+        if not self.points:
+            return any(each.memory <= self.limit for each in bounds)
+        last = SLOWEST * self.points[0][0]
+        times = [seconds for seconds, _ in self.points if seconds < last] + [last]
+        most = [math.nextafter(self.limit, math.inf), *(memory for _, memory in self.points)]
+        return any(
+            each.seconds <= seconds * (1 + ROUNDING) and each.memory_within(seconds) * (1 - ROUNDING) < memory
+            for each in bounds
+            for seconds, memory in zip(times, most, strict=False)
         )
-        for each in found
-    )
 
 
-def _collect(running: dict[Future, int]) -> list[Found]:
-    """The results of those that have ended, at least one, which leave `running`."""
-    ended, _ = wait(running, return_when=FIRST_COMPLETED)
-    results = [(running.pop(future), future.result()) for future in ended]
-    return [Found(variant, evaluation) for variant, evaluation in results if evaluation is not None]
+ROUNDING = 1e-9
+"""Of bounds and simulations, which add up the same seconds in another order."""
 
 
-def _evaluation(option: _Option, job: Job, hardware: Hardware, constants: Constants, limit: float) -> Evaluation | None:
-    """None for what the job cannot run, and where even shards turn out to be as good as balanced ones."""
+def _evaluation(
+    option: _Option, job: Job, hardware: Hardware, constants: Constants, front: _Front
+) -> Evaluation | None:
+    """None for what the job cannot run, what gains nothing, and where even shards are as good as balanced ones."""
     candidate = option.candidate
     try:
         if option.balanced:
             plan = candidate.plan
-            candidate = replace(candidate, plan=balanced(job, plan, hardware, constants, limit).plan(plan))
+            if not front.may_gain(bounds_of_choices(plan, job, hardware, front.limit, constants)):
+                return None
+            candidate = replace(candidate, plan=balanced(job, plan, hardware, constants, front.limit).plan(plan))
             if candidate.plan.vocab_rows is None:
                 return None
         return evaluate(candidate, job, hardware, constants)
@@ -316,74 +427,32 @@ def _evaluation(option: _Option, job: Job, hardware: Hardware, constants: Consta
         return None
 
 
-def _options(variant: int, job: Job, hardware: Hardware, constants: Constants) -> list[_Option]:
-    """What a job can be run with, `interlaced` left out: it is a comparison."""
+def _options(variant: int, what: Variant, hardware: Hardware, constants: Constants, chunks: int) -> list[_Option]:
+    """What a job can be run with, `interlaced` left out: it is a comparison.
+
+    Balanced shards come with layers that the ranks cannot share equally, and for the job's own sizes as in a plan.
+    """
+    job = what.job
     if job.pipeline == 1:
         tried = [Candidate(PLAIN, Plan())]
+    elif job.pipeline > min(LARGEST, job.model.layers):
+        tried = []  # of the job's own sizes: `candidates` refuses them
     else:
-        tried = [each for each in candidates(job, hardware, constants) if each.plan.vocab is not VocabMethod.INTERLACED]
+        tried = [
+            each
+            for each in candidates(job, hardware, constants, chunks)
+            if each.plan.vocab is not VocabMethod.INTERLACED
+        ]
     found = []
     for place, candidate in enumerate(tried):
-        if 0 in (candidate.plan.layers or ()) and candidate.method != REDISTRIBUTED:
+        plan = candidate.plan
+        if 0 in (plan.layers or ()) and candidate.method != REDISTRIBUTED:
             continue  # `evaluate` refuses stages without layers
         try:
-            found_here = estimate(candidate.plan, job, hardware, constants)
+            found.append(_Option(bound(plan, job, hardware, constants), variant, place, False, candidate))
+            if plan.vocab.is_sharded and (what.own or plan.layers is not None) and job.pipeline <= MOST_BALANCED:
+                closest = balanced_bound(plan, job, hardware, constants)
+                found.append(_Option(closest, variant, place, True, candidate))
         except UserError:
             continue
-        found.append(_Option(found_here.seconds, found_here.memory, variant, place, False, candidate))
-        if candidate.plan.vocab.is_sharded and candidate.plan.layers is not None and job.pipeline <= MOST_BALANCED:
-            found.append(_Option(found_here.balanced_seconds, found_here.memory, variant, place, True, candidate))
     return found
-
-
-class Estimate(NamedTuple):
-    """Seconds that an iteration takes at least, with the layers and shards of the plan and with balanced ones, and
-    roughly the bytes that the fullest rank needs.
-    """
-
-    seconds: float
-    balanced_seconds: float
-    memory: float
-
-
-def estimate(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Estimate:
-    """What can be said of a plan without a simulation.
-
-    A rank has its own work for all microbatches. Its first forward waits for one of every stage before it. Where
-    backwards are whole, the last one of the first stage waits for that of the rank's own stage and those in between.
-    Of its vocabulary passes a few run before and after that: see the limits in `schedule.reorder`.
-    Raises UserError where the job cannot run `plan`.
-    """
-    single, peaks = _single(plan.request(job, microbatches=1)), plan.request(job).promised_peaks
-    placement, costs = single.placement, stage_costs(job, plan, single, hardware, constants)
-    layers = layers_of(job, plan, placement)
-    if job.model.tied and plan.vocab is VocabMethod.NONE and not family(plan.schedule).ends_on_last_rank:
-        raise UserError("tied embeddings would belong to both chunks of the first rank")
-    before = [0.0, *accumulate(costs.F)]
-    behind = [0.0, *accumulate(backward + weight for backward, weight in zip(costs.B, costs.W, strict=True))]
-    memory = MemoryModel(job, single, layers, hardware)
-    kept, held = {}, stage_layers(job, layers)
-    for kind in model_layers(job):
-        layer = layer_memory(job, single.split_backward, kind)
-        kept[kind] = max(layer.kept, layer.waiting) if single.split_backward else layer.kept
-    seconds, fullest, total, sharded = 0.0, 0.0, 0.0, plan.vocab.is_sharded
-    for rank, stages in enumerate(placement.stage_of):
-        work = sum(costs.duration(single, rank, step) for step in single.ranks[rank])
-        total += work
-        first = min(stages)
-        drain = 0.0 if single.split_backward else behind[first]
-        outside = (
-            sum(most_outside * costs.named()[kind][rank] for kind, most_outside in OUTSIDE.items()) if sharded else 0.0
-        )
-        seconds = max(seconds, job.microbatches * work, before[first] + job.microbatches * work + drain - outside)
-        activations = (peaks[rank] / placement.chunks - 1) * sum(
-            count * kept[kind] for stage in stages for kind, count in held[stage].counts.items()
-        )
-        fullest = max(fullest, memory.rank(rank).total + activations)
-    after = after_passes(job, plan, single, hardware, constants)
-    return Estimate(seconds + after, job.microbatches * total / job.pipeline + after, fullest)
-
-
-@lru_cache(maxsize=512)
-def _single(request: ScheduleRequest) -> Schedule:
-    return request.schedule()

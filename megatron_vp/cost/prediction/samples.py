@@ -34,8 +34,12 @@ def extended(timeline: Timeline, microbatches: int) -> float:
     Each further one takes as long as one does on the busiest rank in the steady state: on average over rounds of as
     many microbatches as there are ranks, because `interleaved` takes them round by round.
     """
-    further = microbatches - timeline.schedule.microbatches
-    return timeline.makespan + further * _steady_seconds(timeline) if further else timeline.makespan
+    simulated = timeline.schedule.microbatches
+    if microbatches == simulated:
+        return timeline.makespan
+    # Weight gradients that are put off until the cool-down are not in the steady state's time.
+    each = max(_steady_seconds(timeline), max(timeline.busy) / simulated)
+    return timeline.makespan + (microbatches - simulated) * each
 
 
 def _steady_seconds(timeline: Timeline) -> float:

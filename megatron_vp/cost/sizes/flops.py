@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_vp.cost.sizes.layer_types import LayerType, mlp_of, model_layers
@@ -27,6 +28,7 @@ class Matrix(NamedTuple):
         return 2 * self.tokens * self.inputs * self.outputs * self.copies
 
 
+@lru_cache(maxsize=4096)
 def layer_matrices(job: Job, kind: LayerType = LayerType.WHOLE) -> tuple[Matrix, ...]:
     """The matrices of one layer on one rank."""
     model, t, tokens = job.model, job.tensor, job.tokens

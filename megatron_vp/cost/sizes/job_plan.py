@@ -210,6 +210,14 @@ def _shards_text(plan: Plan) -> str | None:
     return "even" if plan.vocab_rows is None else ",".join(map(str, plan.vocab_rows))
 
 
+def chunks_given(config: JobConfig) -> int | None:
+    """The chunks per rank that the configuration asks for, where its own sizes go together."""
+    try:
+        return _chunks(config)
+    except UserError:
+        return None
+
+
 def _chunks(config: JobConfig) -> int | None:
     chunks = config.values.get("num_virtual_stages_per_pipeline_rank")
     each = config.values.get("num_layers_per_virtual_pipeline_stage")

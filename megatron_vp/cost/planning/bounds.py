@@ -1,0 +1,171 @@
+"""What an iteration takes at least, in time and in memory, before anything is simulated.
+
+Between F and B of a stage lie the forwards and backwards of all later stages. A rank therefore holds a microbatch for a
+known time at least, and the shorter the iteration, the more of them it must hold at once: on average as many as there
+are in an iteration, times that time, over the iteration (Little's law). The peak is no smaller than the average. The
+other way round, a schedule that holds few microbatches takes long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from megatron_vp.cost.balance.balanced import choices, least_of_all
+from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
+from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.memory.layer_memory import layer_memory
+from megatron_vp.cost.memory.outside import FRAGMENTS
+from megatron_vp.cost.memory.rank_memory import WORKSPACES, MemoryModel, RankMemory
+from megatron_vp.cost.prediction.predict import after_passes, layers_of, memory_model, stage_costs
+from megatron_vp.cost.prediction.samples import sampled
+from megatron_vp.cost.sizes.layer_types import LayerType, model_layers
+from megatron_vp.cost.sizes.shapes import Job, Plan
+from megatron_vp.cost.times.pass_times import PassTimes
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import Schedule, ScheduleRequest, StageCosts, VocabMethod, family
+from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD
+from megatron_vp.schedule.reorder import EMBEDDING_GRADIENTS
+
+OUTSIDE = {"IF": EMBEDDED_AHEAD, "T": 2, "IB": EMBEDDING_GRADIENTS}
+"""Vocabulary passes of a rank that may run before its first forward or after its last backward."""
+
+
+@dataclass(frozen=True, order=True)
+class HeldBytes:
+    """A rank's memory: `always` bytes, and `byte_seconds` of microbatches in all but `idle` seconds of an iteration."""
+
+    always: float
+    byte_seconds: float
+    idle: float
+
+
+@dataclass(frozen=True, order=True)
+class Bound:
+    """An iteration takes at least `seconds`, and one of so many seconds at least `memory_within` bytes.
+
+    memory: however long it takes. ranks: what the bound by an iteration's time follows from.
+    """
+
+    seconds: float
+    memory: float
+    ranks: tuple[HeldBytes, ...] = ()
+
+    def memory_within(self, seconds: float) -> float:
+        """Bytes that the fullest rank needs at least if an iteration takes no more than `seconds`."""
+        least = self.memory
+        for rank in self.ranks:
+            if rank.idle < seconds:
+                least = max(least, rank.always + rank.byte_seconds / (seconds - rank.idle))
+        return least
+
+
+def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
+    """What can be said of a plan without a simulation. Raises UserError where the job cannot run `plan`.
+
+    A rank has its own work for all microbatches. Its first forward waits for one of every stage before it. The last
+    backward of the first stage waits for that of the rank's own stage and those in between. Of its vocabulary passes a
+    few run before and after that: see the limits in `schedule.reorder`.
+    """
+    single, peaks = _single(plan.request(job, microbatches=1)), plan.request(job).promised_peaks
+    placement, costs = single.placement, stage_costs(job, plan, single, hardware, constants)
+    memory = memory_model(job, plan, single, hardware)
+    if job.model.tied and plan.vocab is VocabMethod.NONE and not family(plan.schedule).ends_on_last_rank:
+        raise UserError("tied embeddings would belong to both chunks of the first rank")
+    split, sharded = single.split_backward, plan.vocab.is_sharded
+    whole = costs.B if split else tuple(map(sum, zip(costs.B, costs.W, strict=True)))
+    before, behind = ([0.0, *accumulate(times)] for times in (costs.F, whole))
+    turn = _turn(plan.vocab, costs)
+    layers = {kind: layer_memory(job, split, kind) for kind in model_layers(job)}
+    work = [sum(costs.duration(single, rank, step) for step in single.ranks[rank]) for rank in range(job.pipeline)]
+    after = after_passes(job, plan, single, hardware, constants)
+    simulated = sampled(job).microbatches
+    later = (job.microbatches - simulated) * max(work) + after  # of an iteration, not in the simulated part
+    seconds, least, ranks = job.microbatches * max(work) + after, 0.0, []
+    for rank, stages in enumerate(placement.stage_of):
+        first, own = min(stages), memory.rank(rank)
+        outside = (
+            sum(most_outside * costs.named()[kind][rank] for kind, most_outside in OUTSIDE.items()) if sharded else 0.0
+        )
+        drain = 0.0 if split else behind[first]
+        seconds = max(seconds, before[first] + job.microbatches * work[rank] + drain - outside + after)
+        kept = memory.held(rank, {kind: each.kept for kind, each in layers.items()})
+        waiting = memory.held(rank, {kind: each.waiting for kind, each in layers.items()})
+        in_pass, held, byte_seconds = memory.in_pass(rank), 0.0, 0.0
+        for stage in stages:
+            stays = before[-1] - before[stage] + turn + behind[-1] - behind[stage]
+            weight = costs.W[stage] if split else 0.0
+            held += stays + weight
+            byte_seconds += stays * kept[stage] + weight * min(kept[stage], waiting[stage])
+            byte_seconds += costs.F[stage] * in_pass[stage].forward + whole[stage] * in_pass[stage].backward
+        idle = later + before[first] + drain  # a W may come after the last backward of all
+        seconds = max(seconds, idle + simulated * held / peaks[rank])
+        least = max(least, own.total)
+        held_bytes = HeldBytes(_always(memory, rank, own), (1 + FRAGMENTS) * simulated * byte_seconds, idle)
+        ranks.append(held_bytes)
+    return Bound(seconds, least, tuple(ranks))
+
+
+def balanced_bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
+    """The same for all layers and rows that `balance.balanced` may choose for `plan`: means over the ranks, of what all
+    ranks together do and hold whatever they are given. Raises UserError where the job cannot run it.
+    """
+    seconds = least_of_all(job, plan, hardware, constants)
+    single, model = _single(plan.request(job, microbatches=1)), job.model
+    rows = (model.vocab // job.tensor // job.pipeline,) * job.pipeline
+    layers = layers_of(job, plan, single.placement)
+    memory = MemoryModel(job, single, layers, hardware, rows)
+    ranks = [memory.rank(rank) for rank in range(job.pipeline)]
+    weights = sum(_weights(memory, rank, own) for rank, own in enumerate(ranks)) / job.pipeline
+    outside = min(own.outside.context + own.outside.kernels + own.outside.megatron for own in ranks)
+    always = (1 + FRAGMENTS) * (weights + WORKSPACES) + outside
+    simulated, byte_seconds = sampled(job).microbatches, 0.0
+    if not model.pattern:
+        times, kept = PassTimes(job, hardware, constants), layer_memory(job, single.split_backward)
+        forward, backward = (
+            (1 - constants.idle_boost) * min(layer, wide)
+            for layer, wide in zip(times.layer()[:2], times.plain_layer()[:2], strict=True)
+        )
+        held = [memory.held(rank, {LayerType.WHOLE: kept.kept}) for rank in range(job.pipeline)]
+        least = min(each[stage] / layers[stage] for each in held for stage in each if layers[stage])
+        # A layer's microbatch stays until all later layers have run both ways.
+        byte_seconds = least * (forward + backward) * model.layers * (model.layers + 1) / 2
+        byte_seconds += model.layers * (forward * kept.forward + backward * kept.backward)
+        byte_seconds *= (1 + FRAGMENTS) * simulated / job.pipeline
+    idle = seconds * (1 - simulated / job.microbatches)
+    return Bound(seconds, always, (HeldBytes(always, byte_seconds, idle),))
+
+
+def bounds_of_choices(
+    plan: Plan, job: Job, hardware: Hardware, limit: float, constants: Constants = CALIBRATED
+) -> list[Bound]:
+    """The bounds of each of the layouts that `balance.balanced` chooses from for `plan` and `limit` bytes per rank."""
+    return [bound(each, job, hardware, constants) for each in choices(job, plan, hardware, limit, constants)]
+
+
+def _turn(vocab: VocabMethod, costs: StageCosts) -> float:
+    """Seconds at least between F and B of the last stage: every rank's part of the output layer."""
+    if not vocab.is_sharded:
+        return 0.0
+    return max(costs.S) + (max(costs.T) if vocab is VocabMethod.VOCAB_1 else 0.0)
+
+
+def _weights(memory: MemoryModel, rank: int, own: RankMemory) -> float:
+    """Bytes of a rank's weights, their gradients and its part of the optimizer."""
+    job = memory.job
+    gradient = 4 if job.wide_gradients else job.element_bytes
+    return own.parameters + own.optimizer + gradient * memory.parameters(rank)
+
+
+def _always(memory: MemoryModel, rank: int, own: RankMemory) -> float:
+    """Bytes that a rank has during every pass, whatever it holds of microbatches."""
+    counted = _weights(memory, rank, own) + own.communication + WORKSPACES
+    if memory.schedule.vocab is not VocabMethod.NONE:
+        counted += own.vocabulary
+    return (1 + FRAGMENTS) * counted + own.outside.total - own.outside.fragments
+
+
+@lru_cache(maxsize=512)
+def _single(request: ScheduleRequest) -> Schedule:
+    return request.schedule()
