@@ -11,7 +11,7 @@ from megatron_vp.cost.prediction.predict import Prediction
 from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.schedule import PassKind, Timeline
 
-SAMPLED, SAMPLED_PER_RANK = 640, 6
+SAMPLED, SAMPLED_PER_RANK = 512, 6
 """Microbatches x ranks that are simulated, and at least so many microbatches per rank. Times are then right within 0.3
 percent; of `v-min`, whose order depends on how many microbatches there are, within 4."""
 
