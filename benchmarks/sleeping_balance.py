@@ -41,13 +41,15 @@ from sleeping import SHAPES, SleepingModel, sleeping_layers
 from sleeping_device import DEVICES
 
 from megatron_vp.cost.balance.layer_choices import layer_choices
-from megatron_vp.cost.balance.measured_rows import read_run, refilled
+from megatron_vp.cost.balance.measured_rows import refilled
+from megatron_vp.cost.balance.measured_run import read_run
 from megatron_vp.cost.balance.water_filling import fill
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.trace_writer import PipelineTrace
 from megatron_vp.schedule import Placement, StageCosts, generate, lower, simulate
+from megatron_vp.trace.partition import VOCABULARY as VOCABULARY_SIZE
 from megatron_vp.trace.partition import Partition
 
 LENGTHS = {"F": 40.0, "B": 80.0, "S": 10.0, "T": 10.0, "IF": 2.0, "IB": 2.0}
@@ -118,7 +120,9 @@ def _rank(rank: int, run: Run, options: argparse.Namespace, port: int, folder: P
             layers = sleeping_layers(schedule, rank, run.costs, device, sum(run.rows), run.rows)
         trace = None
         if folder is not None:
-            trace = PipelineTrace(folder, range(2, options.iterations + 2), groups, Partition(run.layers, run.rows))
+            sizes = ((VOCABULARY_SIZE, sum(run.rows)),)
+            partition = Partition(run.layers, run.rows, sizes=sizes)
+            trace = PipelineTrace(folder, range(2, options.iterations + 2), groups, partition)
         for _ in range(options.iterations + 1):
             traced = trace is not None and trace.begin()
             recorder = Recorder(torch.device("cpu")) if traced else None
@@ -283,7 +287,7 @@ def main() -> None:
     parser.add_argument("case", choices=["slow-rank", "layers"])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=48)
-    parser.add_argument("--iterations", type=int, default=4)
+    parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--slower", type=float, default=0.05, help="slow-rank: by how much")
     parser.add_argument("--layers", type=int, default=7, help="layers: of the model")
     parser.add_argument("--layer-ms", type=float, default=40.0, help="layers: F and B of a layer are stretched to this")

@@ -122,7 +122,7 @@ def plan(
                 limit=request.limit,
             )
         checked = choose_checked(request, evaluations, check)
-    next_start = gain_of_next_start(request.config, own)
+    next_start = gain_of_next_start(request.config, own, request.job, request.hardware)
     chosen = checked.choice.chosen
     infeasible = [*infeasible, *checked.refused]
     if write_schedule is not None:

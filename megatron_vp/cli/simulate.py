@@ -76,7 +76,7 @@ def simulate(
 
     output_format = format_for(asked_format, output, Format)
     request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
-    plan = plan_of(request.config)
+    plan = own = plan_of(request.config)
     _refuse_endless(request.job, plan)
     measured = None
     if trace is None:
@@ -90,7 +90,9 @@ def simulate(
         found = evaluation_of(Candidate(method_of(plan), plan), prediction, simulator, request.job)
         match output_format:
             case Format.TABLE:
-                content: str | bytes = _table(request, found, gain_of_next_start(request.config, plan))
+                content: str | bytes = _table(
+                    request, found, gain_of_next_start(request.config, own, request.job, request.hardware)
+                )
             case Format.JSON:
                 content = json.dumps(_document(request, found), indent=1) + "\n"
             case Format.PNG:

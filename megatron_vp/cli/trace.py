@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from megatron_vp.cli.result_output import check_destination, write
+from megatron_vp.errors import UserError
 
 
 def register(app: typer.Typer) -> None:
@@ -28,7 +29,8 @@ def trace(
 
     Trace a run with: pretrain_gpt_vp.py ... --vocab-parallel --pipeline-trace DIR
     """
-    from megatron_vp.cost.balance.measured_rows import next_start, traced_run
+    from megatron_vp.cost.balance.measured_rows import next_start
+    from megatron_vp.cost.balance.measured_run import traced_run
     from megatron_vp.schedule import VocabMethod
     from megatron_vp.trace.figures import figures, held_activations
     from megatron_vp.trace.rank_files import merge, read_traces
@@ -38,6 +40,9 @@ def trace(
     traces = read_traces(folder)
     typer.echo(report(traces, figures(traces)))
     if traces[0].partition.vocab_rows is not None and VocabMethod(traces[0].vocab).is_sharded:
-        typer.echo(next_start(folder, traced_run(traces)))
+        try:
+            typer.echo(next_start(folder, traced_run(folder, traces)))
+        except UserError as error:
+            typer.echo(f"nothing to be said of --vocab-shards measured:{folder}: {error}")
     if output is not None:
         write(merge(traces, held_activations(traces)), output)

@@ -128,17 +128,13 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
     )
 
 
-def mean_pass_times(traces: Sequence[RankTrace]) -> list[dict[str, float]]:
-    """Milliseconds that each rank computes per microbatch, by kind of pass, all its chunks together."""
-    found = []
-    for trace in traces:
-        took: dict[str, float] = defaultdict(float)
-        for span in _compute(trace):
-            if span.category != LOSS:
-                took[span.category] += span.end - span.start
-        microbatches = sum(trace.microbatches.values())
-        found.append({kind: total / microbatches for kind, total in took.items()})
-    return found
+def iteration_pass_times(trace: RankTrace) -> list[dict[str, list[float]]]:
+    """Milliseconds of a rank's passes by kind, for each traced iteration in turn."""
+    found: dict[int, dict[str, list[float]]] = {each: defaultdict(list) for each in sorted(trace.microbatches)}
+    for span in _compute(trace):
+        if span.category != LOSS:
+            found[span.iteration][span.category].append(span.end - span.start)
+    return list(found.values())
 
 
 def held_activations(traces: Sequence[RankTrace]) -> list[perfetto.Event]:

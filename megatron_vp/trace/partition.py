@@ -6,31 +6,42 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+VOCABULARY = "padded_vocab_size"
+
+SIZES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_experts", "seq_length"),
+    *("micro_batch_size", "context_parallel_size", VOCABULARY),
+)
+"""Arguments that pass times depend on, by long name."""
+
 
 @dataclass(frozen=True)
 class Partition:
     """The layers and rows of every part of a run's pipeline; None where they are not known.
 
     layers: by virtual stage, None also for equally many. vocab_rows: by pipeline rank, tensor ranks together; None also
-    without vocabulary parallelism. tensor: ranks that share a pipeline rank's rows.
+    without vocabulary parallelism. tensor: ranks that share a pipeline rank's rows. sizes: of the model and of a
+    microbatch, by argument (`SIZES`): pass times belong to them.
     """
 
     layers: tuple[int, ...] | None = None
     vocab_rows: tuple[int, ...] | None = None
     tensor: int = 1
+    sizes: tuple[tuple[str, int], ...] = ()
 
     def document(self) -> dict[str, Any]:
         """For a JSON object, `of` reads it back."""
-        return asdict(self)
+        return asdict(self) | {"sizes": dict(self.sizes)}
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Partition:
-        """Of a JSON object with more in it. Raises ValueError or TypeError for values of another kind."""
+        """Of a JSON object with more in it. Raises ValueError, TypeError or AttributeError for anything else."""
         found = {}
         for name in ("layers", "vocab_rows"):
             counts = document.get(name)
             found[name] = None if counts is None else tuple(map(int, counts))
-        return cls(**found, tensor=int(document.get("tensor", 1)))
+        sizes = {str(name): int(size) for name, size in document.get("sizes", {}).items()}
+        return cls(**found, tensor=int(document.get("tensor", 1)), sizes=tuple(sorted(sizes.items())))
 
 
 UNKNOWN = Partition()

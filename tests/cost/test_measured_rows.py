@@ -1,15 +1,20 @@
 """Rows that follow measured pass times: a slow GPU gets fewer, and what a folder must hold."""
 
 import json
+import math
+import re
+from pathlib import Path
 
 import pytest
 
-from megatron_vp.cost.balance.measured_rows import next_rows, read_run, refilled
+from megatron_vp.cost.balance.measured_rows import MeasuredJob, next_rows, next_start, refilled
+from megatron_vp.cost.balance.measured_run import read_run
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import PassCosts, PassKind, VocabMethod, generate, simulate
+from megatron_vp.schedule import PassCosts, VocabMethod, generate, simulate
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.trace.partition import Partition
 from megatron_vp.trace.rank_files import RankTrace, TracedSpan, path_of
+from tests.cost.measured_folders import write_reports
 
 VOCAB = 131072
 TWO = VocabMethod.VOCAB_2
@@ -58,60 +63,209 @@ def test_rows_stay_within_memory():
         refilled(EVEN, [seconds(1, VOCAB // 4)] * 4, most=[128] * 4)
 
 
-def write_reports(folder, ranks=4, **changes):
-    for rank in range(ranks):
-        each = {kind: 1e3 * took * 5 for kind, took in seconds(1 + 0.05 * (rank == 2), VOCAB // ranks).items()}
-        document = {
-            "pipeline_rank": rank,
-            "microbatches": 5,
-            "pass_milliseconds_by_iteration": [{kind: 9 * took for kind, took in each.items()}, each, each],
-            "layers": None,
-            "vocab_rows": [VOCAB // ranks] * ranks,
-            "tensor": 1,
-        }
-        (folder / f"rank_{rank}.json").write_text(json.dumps(document | changes))
+def reports(folder, ranks=4, **changes):
+    times = [
+        {kind: 1e3 * took for kind, took in seconds(1 + 0.05 * (rank == 2), VOCAB // ranks).items()}
+        for rank in range(ranks)
+    ]
+    return write_reports(folder, times, [VOCAB // ranks] * ranks, **changes)
+
+
+JOB = MeasuredJob(4, 1, VOCAB, "1f1b", "vocab-2", {"num_layers": 12, "hidden_size": 64})
+SIZES = {"num_layers": 12, "hidden_size": 64, "seq_length": 128, "padded_vocab_size": VOCAB}
 
 
 def test_rank_reports_are_read_without_their_first_iteration(tmp_path):
-    write_reports(tmp_path)
-    run = read_run(tmp_path)
-    assert run.partition == Partition(None, (VOCAB // 4,) * 4)
+    run = read_run(reports(tmp_path))
+    assert run.rows == (VOCAB // 4,) * 4 and run.iterations == 6 and run.uncertainty == 0
     assert run.seconds[1] == pytest.approx(seconds(1, VOCAB // 4))
-    found = next_rows(tmp_path, 4, 1, VOCAB, None, "", lambda partition: None)
+    found = next_rows(tmp_path, JOB, lambda partition: None)
     assert found.rows[2] == min(found.rows) < VOCAB // 4
 
 
 def test_traces_are_read(tmp_path):
     schedule = generate("1f1b", 4, 3, vocab=TWO)
     timeline = simulate(schedule, PassCosts(F=2, B=3, W=1, S=0.5, T=0.25))
-    partition = Partition((1, 2, 3, 4), (VOCAB // 4,) * 4, 2)
+    partition = Partition((1, 2, 3, 4), (VOCAB // 4,) * 4, 2, (("padded_vocab_size", VOCAB),))
     for rank, passes in enumerate(schedule.ranks):
         spans = tuple(
-            TracedSpan(1, Lane.COMPUTE, str(step), step.kind, start, end)
+            TracedSpan(iteration, Lane.COMPUTE, str(step), step.kind, start, end)
+            for iteration in range(1, 6)
             for step, (start, end) in zip(passes, timeline.spans[rank], strict=True)
         )
-        trace = RankTrace("7", rank, "1f1b", "vocab-2", schedule.placement.stage_of, {1: 3}, 0.0, spans, partition)
+        trace = RankTrace(
+            "7",
+            rank,
+            "1f1b",
+            "vocab-2",
+            schedule.placement.stage_of,
+            dict.fromkeys(range(1, 6), 3),
+            0.0,
+            spans,
+            partition,
+        )
         path_of(tmp_path, rank).write_text(trace.to_json())
     run = read_run(tmp_path)
     assert run.partition == partition
     assert run.seconds[3] == pytest.approx({"F": 2e-3, "B": 4e-3, "S": 5e-4, "T": 2.5e-4, "IF": 5e-5, "IB": 5e-5})
 
 
-def test_folders_of_something_else_are_refused_in_a_line(tmp_path):
-    with pytest.raises(UserError, match=r"holds no rank_\*.json"):
-        read_run(tmp_path)
-    write_reports(tmp_path)
-    (tmp_path / "rank_3.json").unlink()
-    with pytest.raises(UserError, match="has the files of 3 ranks, and its run had 4"):
-        read_run(tmp_path)
-    write_reports(tmp_path, vocab_rows=None)
-    with pytest.raises(UserError, match="is of a run without vocabulary shards"):
-        read_run(tmp_path)
-    (tmp_path / "rank_0.json").write_text("{}")
-    with pytest.raises(UserError, match="neither a rank report nor a trace"):
-        read_run(tmp_path)
-    (tmp_path / "rank_0.json").write_text("[")
-    with pytest.raises(UserError, match="is no JSON"):
-        read_run(tmp_path)
-    with pytest.raises(UserError, match="no times of vocabulary passes"):
-        refilled(EVEN, [{str(PassKind.F): 1.0}] * 4)
+def change(folder, rank, **changes):
+    path = folder / f"rank_{rank}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def times(folder, rank, edit):
+    """Let `edit` change the rank's times of every iteration."""
+    iterations = json.loads((folder / f"rank_{rank}.json").read_text())["pass_milliseconds_by_iteration"]
+    for each in iterations:
+        edit(each)
+    change(folder, rank, pass_milliseconds_by_iteration=iterations)
+
+
+def of_both(folder, **changes):
+    for rank in range(4):
+        change(folder, rank, **changes)
+
+
+def cut(folder, rank):
+    path = folder / f"rank_{rank}.json"
+    path.write_text(path.read_text()[:-40])
+
+
+def fewer(folder, rank, count):
+    document = json.loads((folder / f"rank_{rank}.json").read_text())
+    names = ("microbatches_by_iteration", "pass_milliseconds_by_iteration")
+    change(folder, rank, **{name: document[name][:count] for name in names})
+
+
+DAMAGED = {
+    "cut off": (lambda f: cut(f, 2), "rank_2.json is no JSON, or is cut off"),
+    "a list": (lambda f: (f / "rank_0.json").write_text("[]"), "rank_0.json is neither a rank report nor a trace"),
+    "empty": (lambda f: (f / "rank_1.json").write_text("{}"), "rank_1.json is neither a rank report nor a trace"),
+    "not a number": (
+        lambda f: times(f, 1, lambda t: t.update(F=math.nan)),
+        "rank_1.json says that passes F took nan ms",
+    ),
+    "infinite": (lambda f: times(f, 3, lambda t: t.update(S=math.inf)), "rank_3.json says that passes S took inf ms"),
+    "negative": (lambda f: times(f, 0, lambda t: t.update(F=-4.0)), "rank_0.json says that passes F took -0.8 ms"),
+    "text": (lambda f: times(f, 0, lambda t: t.update(B="8")), "rank_0.json is neither a rank report nor a trace"),
+    "no forwards": (
+        lambda f: times(f, 0, lambda t: t.pop("F")),
+        "rank_0.json has an iteration without times of passes F",
+    ),
+    "no time": (
+        lambda f: times(f, 0, lambda t: t.update(T=0.0)),
+        "rank_0.json has an iteration without times of passes T",
+    ),
+    "no vocabulary passes": (
+        lambda f: [times(f, r, lambda t: [t.pop("S"), t.pop("T")]) for r in range(4)],
+        "an iteration without times of passes S",
+    ),
+    "no microbatches": (
+        lambda f: change(f, 1, microbatches_by_iteration=[0] * 7),
+        "rank_1.json has an iteration without",
+    ),
+    "counts and times": (lambda f: change(f, 1, microbatches_by_iteration=[5] * 6), "rank_1.json is neither a rank"),
+    "rows": (lambda f: of_both(f, vocab_rows=[VOCAB // 4] * 3 + [8]), "do not add up to the 131072 of its run"),
+    "negative rows": (lambda f: of_both(f, vocab_rows=[VOCAB + 8, -8, 0, 0]), "do not add up to the 131072 of its run"),
+    "layers": (lambda f: of_both(f, layers=[3, 3, 3, 2]), "layers 3,3,3,2, which do not add up to the 12 of its run"),
+    "without sizes": (lambda f: of_both(f, sizes={}), "does not say which sizes its run had"),
+    "without rows": (lambda f: of_both(f, vocab_rows=None), "is of a run without vocabulary shards"),
+    "much slower": (lambda f: times(f, 1, lambda t: t.update(B=1e5)), "rank_1.json has passes [0-9.]+ times as long"),
+}
+MIXED = {
+    "runs": (lambda f: change(f, 2, run="another"), "files of different runs .ranks 0 and 2."),
+    "schedules": (lambda f: change(f, 1, schedule="v-half"), "files of different runs .ranks 0 and 1."),
+    "methods": (lambda f: change(f, 3, vocab="vocab-1"), "files of different runs .ranks 0 and 3."),
+    "rows": (lambda f: change(f, 1, vocab_rows=[VOCAB, 0, 0, 0]), "files of different runs .ranks 0 and 1."),
+    "microbatches": (
+        lambda f: change(f, 2, microbatches_by_iteration=[4] * 7),
+        "ranks 0 and 2 counted different microb",
+    ),
+    "one rank twice": (
+        lambda f: change(f, 3, pipeline_rank=2),
+        "files of ranks 0, 1, 2, 2, and its run had ranks 0 to 3",
+    ),
+    "a rank is missing": (
+        lambda f: (f / "rank_3.json").unlink(),
+        "files of ranks 0, 1, 2, and its run had ranks 0 to 3",
+    ),
+    "another length": (lambda f: fewer(f, 1, 3), "rank_0.json has 6 measured iterations and another rank's file 2"),
+    "too short": (lambda f: [fewer(f, r, 5) for r in range(4)], "has 4 measured iterations, and 5 are the least"),
+    "no file": (lambda f: [path.unlink() for path in f.iterdir()], r"holds no rank_\*.json"),
+}
+FOREIGN = {
+    "schedule": (lambda f: of_both(f, schedule="v-half"), "--pipeline-schedule v-half, and this job has 1f1b"),
+    "method": (lambda f: of_both(f, vocab="vocab-1"), "--vocab-parallel-algorithm vocab-1, and this job has vocab-2"),
+    "layers": (lambda f: of_both(f, sizes=SIZES | {"num_layers": 16}), "--num-layers 16, and this job has 12"),
+    "hidden": (lambda f: of_both(f, sizes=SIZES | {"hidden_size": 32}), "--hidden-size 32, and this job has 64"),
+    "tensor ranks": (lambda f: of_both(f, tensor=2), "a run with 2 tensor ranks, and this job has 1"),
+    "pipeline ranks": (lambda f: reports(f, 8, sizes=SIZES), "a run with 8 pipeline ranks, and this job has 4"),
+    "vocabulary": (
+        lambda f: of_both(f, vocab_rows=[8192] * 4, sizes=SIZES | {"padded_vocab_size": 32768}),
+        "a run with 32768 vocabulary rows, and this job has 131072",
+    ),
+}
+WRONG = [
+    (kind, name) for kind, cases in (("DAMAGED", DAMAGED), ("MIXED", MIXED), ("FOREIGN", FOREIGN)) for name in cases
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), WRONG)
+def test_reports_that_are_no_measurement_of_this_job_are_refused_by_name(tmp_path, kind, name):
+    reports(tmp_path, sizes=SIZES)
+    assert next_rows(tmp_path, JOB, lambda partition: None).rows
+    spoil, said = globals()[kind][name]
+    spoil(tmp_path)
+    with pytest.raises(UserError, match=said) as refused:
+        next_rows(tmp_path, JOB, lambda partition: None)
+    assert "\n" not in str(refused.value) and str(tmp_path) in str(refused.value)
+    assert re.search("measure|give|put|train|look", str(refused.value)), "it says what to do"
+
+
+def test_ranks_may_be_one_iteration_apart(tmp_path):
+    reports(tmp_path, sizes=SIZES)
+    fewer(tmp_path, 1, 6)
+    assert read_run(tmp_path).iterations == 5
+
+
+def test_a_gain_within_what_iterations_vary_is_not_promised(tmp_path):
+    reports(tmp_path, sizes=SIZES)
+    assert "times as fast" in next_start(tmp_path, read_run(tmp_path))
+    for rank in range(4):
+        document = json.loads((tmp_path / f"rank_{rank}.json").read_text())
+        noisy = [
+            {kind: took * (1 + 0.2 * (-1) ** place) for kind, took in each.items()}
+            for place, each in enumerate(document["pass_milliseconds_by_iteration"])
+        ]
+        change(tmp_path, rank, pass_milliseconds_by_iteration=noisy)
+    run = read_run(tmp_path)
+    assert 0.05 < run.uncertainty < 0.3
+    line = next_start(tmp_path, run)
+    assert "no gain that the measurement shows (medians of 6 iterations, certain within 15 %)" in line
+
+
+def test_a_gain_that_the_prediction_denies_is_not_promised(tmp_path):
+    run = read_run(reports(tmp_path, sizes=SIZES))
+    assert next_start(tmp_path, run, 0.99).endswith("times as fast")
+    line = next_start(tmp_path, run, 0.625)
+    assert line.endswith("has that start 1.60 times as slow: measure again before you use it")
+    assert "times as fast" not in line
+
+
+REAL = sorted(path.name for path in (Path(__file__).parent / "measured_runs").iterdir())
+
+
+def test_there_are_measurements_of_real_runs():
+    assert len(REAL) == 12
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_what_real_runs_wrote_is_taken(name):
+    folder = Path(__file__).parent / "measured_runs" / name
+    run = read_run(folder)
+    assert run.iterations >= 5 and sum(run.rows) == 512
+    job = MeasuredJob(2, 1, 512, run.schedule, run.vocab, {"num_layers": 4, "hidden_size": 32, "seq_length": 16})
+    assert sum(next_rows(folder, job, lambda partition: None).rows) == 512
+    assert "certain within" in next_start(folder, run)

@@ -24,6 +24,7 @@ from megatron_vp.jobs.known_options import known_options
 from megatron_vp.jobs.layout_text import layers_in, layout_of
 from megatron_vp.jobs.settings import flags_of, yaml_of
 from megatron_vp.schedule import VocabMethod
+from tests.cost.measured_folders import write_reports
 from tests.cost.small_job import CONFIGS, SMALL, run
 
 pytestmark = pytest.mark.usefixtures("megatron_loaded")
@@ -117,21 +118,24 @@ def test_shards_of_a_vocabulary_that_is_not_split_are_refused(small):
     assert isinstance(error, UserError) and "--vocab-shards even has no effect without --vocab-parallel" in str(error)
 
 
+PASSES = {"F": 4.0, "B": 8.0, "S": 1.0, "T": 1.0}
+
+
 @pytest.mark.parametrize("command", ["simulate", "plan"])
 def test_measured_shards_say_what_the_next_start_gains(small, tmp_path, evaluations, command):
-    for rank in range(4):
-        slow = 1.1 if rank == 2 else 1.0
-        times = {"F": 8 * slow, "B": 16 * slow, "S": 2 * slow, "T": 2 * slow}
-        report = {"pipeline_rank": rank, "microbatches": 2, "pass_milliseconds_by_iteration": [times]}
-        report |= {"vocab_rows": [25024] * 4, "layers": None, "tensor": 1}
-        (tmp_path / f"rank_{rank}.json").write_text(json.dumps(report))
-    job = [command, small, "--vocab-parallel", "--vocab-shards", f"measured:{tmp_path}"]
+    times = [{kind: took * (1.1 if rank == 2 else 1.0) for kind, took in PASSES.items()} for rank in range(4)]
+    folder = write_reports(
+        tmp_path / "report", times, [25024] * 4, sizes={"num_layers": 8, "padded_vocab_size": 100096}
+    )
+    job = [command, small, "--vocab-parallel", "--vocab-shards", f"measured:{folder}"]
     table = run(*job).stdout
     said = next(line for line in table.splitlines() if line.startswith("the next start with --vocab-shards measured:"))
     assert "the busiest rank computes 14.33 ms per microbatch instead of 15.40" in said
     if command == "simulate":
         rows = json.loads(run(*job, "--format", "json").stdout)["plan"]["vocab_rows"]
         assert sum(rows) == 100096 and rows[2] == min(rows) < 20000 and f"rows {','.join(map(str, rows))}" in said
+    error = run(*job, "--num-layers", "12").exception
+    assert isinstance(error, UserError) and "a run with --num-layers 8, and this job has 12" in str(error)
 
 
 def test_layouts_read_back():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from unittest import mock
 
 import pytest
@@ -21,6 +20,7 @@ from megatron_vp.mcore import settled
 from megatron_vp.mcore.options import predicted_job, vocab_rows
 from megatron_vp.mcore.start.preflight import check_files, check_job, describe_job
 from megatron_vp.schedule import VocabMethod
+from tests.cost.measured_folders import write_reports
 from tests.harness.training import comparable_model, tiny_model, train
 from tests.mcore.case_parts import DISTRIBUTED, FP32
 from tests.mcore.comparison import assert_equal
@@ -149,20 +149,12 @@ def test_the_device_is_known_by_its_name(device, name):
 
 def reports(folder, rows, slowness, **changes):
     """Rank reports of a run whose rank r is slower by slowness[r]: 8 microbatches of 1 ms of layers, 1 us a row."""
-    folder.mkdir(exist_ok=True)
-    for rank, (own, slow) in enumerate(zip(rows, slowness, strict=True)):
-        passes = {"F": 8 * 0.4 * slow, "B": 8 * 0.6 * slow, "S": 8e-3 * own * slow, "T": 8e-3 * own * slow}
-        document = {
-            "pipeline_rank": rank,
-            "microbatches": 8,
-            "pass_milliseconds_by_iteration": [passes] * 3,
-            "vocab_rows": list(rows),
-            "layers": [2, 2, 2, 1],
-            "tensor": 1,
-            **changes,
-        }
-        (folder / f"rank_{rank}.json").write_text(json.dumps(document))
-    return f"measured:{folder}"
+    times = [
+        {"F": 0.4 * slow, "B": 0.6 * slow, "S": 1e-3 * own * slow, "T": 1e-3 * own * slow}
+        for own, slow in zip(rows, slowness, strict=True)
+    ]
+    sizes = {"num_layers": 7, "padded_vocab_size": sum(rows)}
+    return f"measured:{write_reports(folder, times, rows, **{'layers': [2, 2, 2, 1], 'sizes': sizes} | changes)}"
 
 
 def test_measured_rows_leave_a_slow_rank(tmp_path):

@@ -9,7 +9,8 @@ import typer
 from typer.testing import CliRunner
 
 from megatron_vp.cli import trace as command
-from megatron_vp.cost.balance.measured_rows import read_run, refilled
+from megatron_vp.cost.balance.measured_rows import refilled
+from megatron_vp.cost.balance.measured_run import read_run
 from megatron_vp.mcore.reports.rank_report import KEPT
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.schedule import PassKind
@@ -31,8 +32,9 @@ def folders(tmp_path_factory):
     vocab_parallel = {
         "vocab_parallel": True,
         "pipeline_trace": folder / "trace",
-        "pipeline_trace_iterations": "2-3",
+        "pipeline_trace_iterations": "2-6",
         "rank_report": folder / "report",
+        "train_iters": 6,
     }
     train(RANKS, tiny_model(**settings, **vocab_parallel))
     train(RANKS, tiny_model(**settings, rank_report=folder / "plain"))
@@ -50,7 +52,10 @@ def test_the_command_reads_what_training_recorded(folders):
     merged = folders / "merged.json"
     result = CliRunner().invoke(app, ["trace", str(folders / "trace"), "-o", str(merged)])
     assert result.exit_code == 0, result.output
-    assert "schedule 1f1b, vocabulary vocab-2: 2 ranks, 4 microbatches, iterations 2, 3 of the job" in result.stdout
+    assert (
+        "schedule 1f1b, vocabulary vocab-2: 2 ranks, 4 microbatches, iterations 2, 3, 4, 5, 6 of the job"
+        in result.stdout
+    )
     events = json.loads(merged.read_text())["traceEvents"]
     for rank in range(RANKS):
         own = [event for event in events if event["pid"] == rank]
@@ -69,8 +74,9 @@ def reports(folder):
 
 def test_the_report_counts_every_iteration_beside_the_trace(folders):
     for rank, report in enumerate(reports(folders / "report")):
-        assert report["iterations"] == len(report["iteration_milliseconds"]) == 3
-        assert report["microbatches"] == 4
+        assert report["iterations"] == len(report["iteration_milliseconds"]) == 6
+        assert report["microbatches"] == 4 and report["microbatches_by_iteration"] == [4] * 6
+        assert (report["schedule"], report["vocab"], report["sizes"]["num_layers"]) == ("1f1b", "vocab-2", 4)
         assert report["peak_microbatches_in_flight"] == RANKS - rank + 1
         assert set(report["pass_milliseconds"]) == {"F", "B", "S", "T", "IF", "IB"}
         assert 0 < sum(report["pass_milliseconds"].values()) < sum(report["iteration_milliseconds"])
@@ -79,12 +85,15 @@ def test_the_report_counts_every_iteration_beside_the_trace(folders):
 def test_both_tell_the_next_start_how_fast_each_rank_was(folders):
     for name in ("report", "trace"):
         run = read_run(folders / name)
+        assert (run.schedule, run.vocab, run.iterations) == ("1f1b", "vocab-2", 5)
         rows = run.partition.vocab_rows
         assert len(set(rows)) == 1 and len(rows) == RANKS and run.partition.tensor == 1
         assert all(min(each[kind] for kind in ("F", "B", "S", "T")) > 0 for each in run.seconds)
         assert sum(refilled(run.partition, run.seconds).rows) == sum(rows)
     shown = CliRunner().invoke(app, ["trace", str(folders / "trace")]).stdout
-    assert "--vocab-shards measured:" in shown
+    assert "the next start with --vocab-shards measured:" in shown
+    assert len({report["run"] for report in reports(folders / "report")}) == 1
+    assert reports(folders / "report")[0]["run"] != reports(folders / "plain")[0]["run"] != ""
 
 
 def test_plain_megatron_is_reported_alike(folders):
@@ -122,7 +131,9 @@ def _long_run(rank, world_size, folder, iterations):
     from megatron_vp.mcore.reports import rank_report
 
     rank_report.parallel_state.get_pipeline_model_parallel_rank = lambda: rank
-    report = rank_report.RankReport(SimpleNamespace(rank_report=folder, **CUT))
+    report = rank_report.RankReport(
+        SimpleNamespace(rank_report=folder, **CUT), {"run": "a", "schedule": "1f1b", "vocab": "none"}
+    )
     with process_group(rank, world_size):
         for microbatches in range(iterations):
             recorder = Recorder(torch.device("cpu"))

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_vp.cost.balance.balanced import balanced, most_rows
-from megatron_vp.cost.balance.measured_rows import next_rows, next_start, read_run
+from megatron_vp.cost.balance.measured_rows import MeasuredJob, next_rows, next_start, refilled
+from megatron_vp.cost.balance.measured_run import read_run
 from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.prediction.predict import predict
+from megatron_vp.cost.prediction.samples import sampled
 from megatron_vp.cost.sizes.job_plan import layers_given, layout_option, uncounted
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
@@ -60,10 +63,15 @@ def with_shards(
             return None
         return most_rows(job, with_partition(plan, partition), hardware, memory_limit, constants)
 
-    layers = plan.layers if layout_given else None
-    return next_rows(
-        choice.folder, job.pipeline, job.tensor, job.model.vocab, layers, layout_option(config.values), room
-    ).plan(plan)
+    return next_rows(choice.folder, measured_job(config, plan, job), room).plan(plan)
+
+
+def measured_job(config: JobConfig, plan: Plan, job: Job) -> MeasuredJob:
+    """What a run must have been to be a measurement of this job."""
+    layers = None if layers_given(config) is None else plan.layers
+    sizes = job.pipeline, job.tensor, job.model.vocab
+    method = plan.vocab.value
+    return MeasuredJob(*sizes, plan.schedule, method, config.values, layers, layout_option(config.values))
 
 
 def with_partition(plan: Plan, partition: Partition) -> Plan:
@@ -71,9 +79,19 @@ def with_partition(plan: Plan, partition: Partition) -> Plan:
     return replace(plan, layers=partition.layers or plan.layers, vocab_rows=partition.vocab_rows)
 
 
-def gain_of_next_start(config: JobConfig, plan: Plan) -> str | None:
-    """What `--vocab-shards measured:DIR` of this job gains, in a line; None for shards that are not measured."""
+def gain_of_next_start(
+    config: JobConfig, plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED
+) -> str | None:
+    """What `--vocab-shards measured:DIR` of this job gains, in a line; None for shards that are not measured.
+
+    Raises UserError where the folder is no measurement of this job.
+    """
     choice = shard_choice(config, plan)
     if choice.folder is None or not plan.vocab.is_sharded:
         return None
-    return next_start(choice.folder, read_run(choice.folder))
+    run = read_run(choice.folder)
+    measured_job(config, plan, job).check(choice.folder, run)
+    sample, before = sampled(job), with_partition(plan, run.partition)
+    after = refilled(run.partition, run.seconds).plan(before)
+    took = [predict(sample, each, hardware, constants).timeline.makespan for each in (before, after)]
+    return next_start(choice.folder, run, took[0] / took[1])

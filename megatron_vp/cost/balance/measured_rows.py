@@ -6,98 +6,79 @@ long each rank computes per microbatch, and with how many rows; rows are then fi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 from megatron_vp.cost.balance.balanced import Shards, unit_of_rows
+from megatron_vp.cost.balance.measured_run import ROW_KINDS, MeasuredRun, Seconds, layers_on, read_run
 from megatron_vp.cost.balance.water_filling import fill
+from megatron_vp.cost.hardware.constants import ERROR_BAND
 from megatron_vp.errors import UserError
-from megatron_vp.files import MIB, read_text
-from megatron_vp.schedule import PassKind
-from megatron_vp.trace.figures import mean_pass_times
-from megatron_vp.trace.partition import Partition
-from megatron_vp.trace.rank_files import RankTrace, read_traces
+from megatron_vp.jobs.command_line import option_of
+from megatron_vp.trace.partition import VOCABULARY, Partition
 
-ROW_KINDS = (PassKind.S, PassKind.T, PassKind.IF, PassKind.IB)
-"""Passes whose time grows with the rows of their rank."""
-
-Seconds = Mapping[str, float]
-"""Seconds that a rank computes per microbatch, by kind of pass, all its chunks together."""
+CERTAIN = 2.0
+"""A gain of fewer standard deviations of the measurement than this is none that the measurement shows."""
 
 
 @dataclass(frozen=True)
-class MeasuredRun:
-    """What a run measured: seconds by pipeline rank, and the layers and rows that it had."""
+class MeasuredJob:
+    """What a start is, to be compared with the run that was measured for it.
 
-    seconds: tuple[Seconds, ...]
-    partition: Partition
-
-
-def read_run(folder: Path) -> MeasuredRun:
-    """The pass times that a run wrote to `folder` as --rank-report or --pipeline-trace.
-
-    Rank reports count as the median over the iterations that they hold, traces as their mean.
-    Raises UserError for a folder without such files, with those of some ranks only, or of a run without rows.
+    ranks, tensor, vocab: pipeline and tensor ranks, and the padded vocabulary (None: not known yet). schedule, method:
+    by name. arguments: of the job by long name; sizes that are None or missing are not known yet. layers: by virtual
+    stage where the user gave a layout, with `layout_option`.
     """
-    paths = sorted(folder.glob("rank_*.json"))
-    if not paths:
-        raise UserError(
-            f"{folder} holds no rank_*.json: give the folder that a run with --vocab-parallel had as --rank-report or "
-            "--pipeline-trace"
-        )
-    first = _document(paths[0])
-    run = _traced(folder) if "traceEvents" in first else _reported(folder, paths)
-    rows = run.partition.vocab_rows
-    if rows is None:
-        raise UserError(f"{folder} is of a run without vocabulary shards: measure one with --vocab-parallel")
-    if len(rows) != len(run.seconds):
-        raise UserError(
-            f"{folder} has the files of {len(run.seconds)} ranks, and its run had {len(rows)}: put those of all ranks "
-            "into one folder"
-        )
-    return run
+
+    ranks: int
+    tensor: int
+    vocab: int | None
+    schedule: str
+    method: str
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    layers: tuple[int, ...] | None = None
+    layout_option: str = ""
+
+    def check(self, folder: Path, run: MeasuredRun) -> None:
+        """Raise UserError where `run`, read from `folder`, was measured with anything else."""
+        partition, there = run.partition, dict(run.partition.sizes)
+        compared: list[tuple[str, object, object]] = [
+            ("pipeline ranks", len(run.rows), self.ranks),
+            ("tensor ranks", partition.tensor, self.tensor),
+            ("vocabulary rows", sum(run.rows), sum(run.rows) if self.vocab is None else self.vocab),
+            ("--pipeline-schedule", run.schedule, self.schedule),
+            ("--vocab-parallel-algorithm", run.vocab, self.method),
+        ]
+        for name, size in there.items():
+            here = self.arguments.get(name)
+            if here is not None and name != VOCABULARY:
+                compared.append((option_of(name), size, here))
+        for what, measured, here in compared:
+            if measured != here:
+                said = f"{what} {measured}" if what.startswith("--") else f"{measured} {what}"
+                raise UserError(
+                    f"--vocab-shards measured:{folder} is of a run with {said}, and this job has {here}: measure a run "
+                    "of this job"
+                )
+        if self.layers is not None and partition.layers is not None and self.layers != partition.layers:
+            raise UserError(
+                f"--vocab-shards measured:{folder} is of a run with the layers {list(partition.layers)}, and "
+                f"{self.layout_option} has others: measure a run of this layout, or leave the layout (of a "
+                "pattern, its bars) out"
+            )
 
 
-def next_rows(
-    folder: Path,
-    ranks: int,
-    tensor: int,
-    vocab: int | None,
-    layers: tuple[int, ...] | None,
-    layout_option: str,
-    room: Callable[[Partition], Sequence[int] | None],
-) -> Shards:
-    """What `--vocab-shards measured:FOLDER` gives a job: rows from the run's pass times, and the run's layers.
+def next_rows(folder: Path, job: MeasuredJob, room: Callable[[Partition], Sequence[int] | None]) -> Shards:
+    """What `--vocab-shards measured:FOLDER` gives `job`: rows from the run's pass times, and the run's layers.
 
-    Args:
-        ranks, tensor, vocab: pipeline and tensor ranks of the job, and its padded vocabulary (None: not known yet).
-        layers: by virtual stage where the user gave a layout, with `layout_option`.
-        room: rows that each pipeline rank has memory for with the partition of the run; None where that is not known.
-
-    Raises UserError for a run of another partition, and for what `read_run` and `refilled` refuse.
+    `room`: rows that each pipeline rank has memory for with the partition of the run; None where that is not known.
+    Raises UserError for a run of another job, and for what `read_run` and `refilled` refuse.
     """
     run = read_run(folder)
-    partition, rows = run.partition, run.partition.vocab_rows or ()
-    for what, there, here in (
-        ("pipeline ranks", len(rows), ranks),
-        ("tensor ranks", partition.tensor, tensor),
-        ("vocabulary rows", sum(rows), sum(rows) if vocab is None else vocab),
-    ):
-        if there != here:
-            raise UserError(
-                f"--vocab-shards measured:{folder} is of a run with {there} {what}, and this job has {here}: measure a "
-                "run of this job"
-            )
-    if layers is not None and partition.layers is not None and layers != partition.layers:
-        raise UserError(
-            f"--vocab-shards measured:{folder} is of a run with the layers {list(partition.layers)}, and "
-            f"{layout_option} has others: measure a run of this layout, or leave the layout (of a "
-            "pattern, its bars) out"
-        )
-    return refilled(partition, run.seconds, room(partition))
+    job.check(folder, run)
+    return refilled(run.partition, run.seconds, room(run.partition))
 
 
 def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequence[int] | None = None) -> Shards:
@@ -123,9 +104,9 @@ def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequen
         raise UserError("the measured run has no times of vocabulary passes: measure one with --vocab-parallel")
     by_row = {rank: of_rows[rank] / rows[rank] for rank in holders}
     mean = fmean(by_row.values())
-    usual = fmean(others[rank] / _layers(partition, rank, len(rows)) for rank in holders)
+    usual = fmean(others[rank] / layers_on(partition, rank, len(rows)) for rank in holders)
     per_row = [
-        by_row.get(rank, mean * others[rank] / _layers(partition, rank, len(rows)) / usual if usual else mean)
+        by_row.get(rank, mean * others[rank] / layers_on(partition, rank, len(rows)) / usual if usual else mean)
         for rank in range(len(rows))
     ]
     units = vocab // unit
@@ -141,62 +122,26 @@ def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequen
     return Shards(partition.layers, tuple(assigned), before / after)
 
 
-def next_start(folder: Path, run: MeasuredRun) -> str:
-    """What `--vocab-shards measured:FOLDER` would make of the next start, in a line."""
+def next_start(folder: Path, run: MeasuredRun, predicted: float | None = None) -> str:
+    """What `--vocab-shards measured:FOLDER` would make of the next start, in a line.
+
+    A gain is named where the measurement shows one and `predicted`, how many times as fast the same start is by the
+    cost model, does not contradict it.
+    """
     found = refilled(run.partition, run.seconds)
     assert found.rows is not None
     busiest = max(sum(each.values()) for each in run.seconds)
-    return (
-        f"the next start with --vocab-shards measured:{folder}: rows {','.join(map(str, found.rows))}; the busiest "
-        f"rank computes {1e3 * busiest / found.gain:.2f} ms per microbatch instead of {1e3 * busiest:.2f} "
-        f"({found.gain:.3f} times as fast)"
+    spread = f"medians of {run.iterations} iterations, certain within {100 * run.uncertainty:.2g} %"
+    start = f"the next start with --vocab-shards measured:{folder}: rows {','.join(map(str, found.rows))}; "
+    if found.gain - 1 <= CERTAIN * run.uncertainty:
+        return f"{start}no gain that the measurement shows ({spread}); measure more iterations, on GPUs of your own"
+    line = (
+        f"{start}the busiest rank computes {1e3 * busiest / found.gain:.2f} ms per microbatch instead of "
+        f"{1e3 * busiest:.2f} ({spread})"
     )
-
-
-def _layers(partition: Partition, rank: int, ranks: int) -> float:
-    """Layers of a rank, in any unit: equal ones without a layout, and where chunks are placed in another way."""
-    if partition.layers is None or len(partition.layers) != ranks:
-        return 1.0
-    return partition.layers[rank] or 1.0
-
-
-def _reported(folder: Path, paths: Sequence[Path]) -> MeasuredRun:
-    found: dict[int, Seconds] = {}
-    partitions = set()
-    for path in paths:
-        document = _document(path)
-        try:
-            iterations = document["pass_milliseconds_by_iteration"]
-            kinds = {kind for each in iterations for kind in each}
-            found[int(document["pipeline_rank"])] = {
-                kind: median(each.get(kind, 0.0) for each in iterations) / 1e3 / document["microbatches"]
-                for kind in sorted(kinds)
-            }
-            partitions.add(Partition.of(document))
-        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
-            raise UserError(
-                f"{path} is neither a rank report nor a trace; give a folder that holds nothing else"
-            ) from None
-    if len(partitions) > 1 or sorted(found) != list(range(len(paths))):
-        raise UserError(f"{folder} holds the rank reports of different runs: report into an empty folder")
-    return MeasuredRun(tuple(found[rank] for rank in range(len(paths))), partitions.pop())
-
-
-def _traced(folder: Path) -> MeasuredRun:
-    return traced_run(read_traces(folder))
-
-
-def traced_run(traces: Sequence[RankTrace]) -> MeasuredRun:
-    """What the traces of all ranks say."""
-    times = mean_pass_times(traces)
-    return MeasuredRun(tuple({kind: 1e-3 * took for kind, took in each.items()} for each in times), traces[0].partition)
-
-
-def _document(path: Path) -> Mapping:
-    try:
-        document = json.loads(read_text(path, "rank report", 512 * MIB))
-    except ValueError:
-        raise UserError(f"{path} is no JSON: give the folder of a run's rank reports or traces") from None
-    if not isinstance(document, dict):
-        raise UserError(f"{path} is neither a rank report nor a trace; give a folder that holds nothing else")
-    return document
+    if predicted is not None and predicted < 1 - ERROR_BAND["time"]:
+        return (
+            f"{line}, but the prediction for GPUs of equal speed has that start {1 / predicted:.2f} times as slow: "
+            "measure again before you use it"
+        )
+    return f"{line}: {found.gain:.3f} times as fast"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_vp.cost.balance.balanced import Shards, balanced, most_rows
 from megatron_vp.cost.balance.chosen_shards import with_partition
-from megatron_vp.cost.balance.measured_rows import next_rows
+from megatron_vp.cost.balance.measured_rows import MeasuredJob, next_rows
 from megatron_vp.cost.sizes.job_plan import layout_option
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layout_text import layout_of
@@ -34,7 +34,7 @@ def choose_rows(args: argparse.Namespace, settings: RunSettings, prediction: Pre
     if choice.rule is ShardRule.ROWS:
         return ChosenRows(choice.rows)
     if choice.folder is not None:
-        return _measured(args, prediction, choice.folder)
+        return _measured(args, settings, prediction, choice.folder)
     if needs_even_shards(settings) or settings.family.fixed is not None:
         return ChosenRows()
     return _balanced(args, prediction)
@@ -82,8 +82,8 @@ def _balanced(args: argparse.Namespace, prediction: Prediction) -> ChosenRows:
     return _chosen(args, found, f"predicted {found.gain:.3f} times as fast as equal ones on {hardware.name}")
 
 
-def _measured(args: argparse.Namespace, prediction: Prediction, folder: Path) -> ChosenRows:
-    """The rows, and the layers, that a run's pass times give. Raises UserError for a run of another partition."""
+def _measured(args: argparse.Namespace, settings: RunSettings, prediction: Prediction, folder: Path) -> ChosenRows:
+    """The rows, and the layers, that a run's pass times give. Raises UserError for a run of another job."""
 
     def room(partition: Partition) -> tuple[int, ...] | None:
         try:
@@ -92,9 +92,11 @@ def _measured(args: argparse.Namespace, prediction: Prediction, folder: Path) ->
         except UserError:  # a job that the cost model does not count
             return None
 
-    ranks, tensor = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
     layers, option = layers_given(args) if is_laid_out(args) else None, layout_option(vars(args))
-    chosen = next_rows(folder, ranks, tensor, prediction.vocabulary, layers, option, room)
+    method = settings.family.method(VocabMethod(args.vocab_parallel_algorithm))
+    sizes = args.pipeline_model_parallel_size, args.tensor_model_parallel_size, prediction.vocabulary
+    job = MeasuredJob(*sizes, settings.family.name, method.value, vars(args), layers, option)
+    chosen = next_rows(folder, job, room)
     return _chosen(
         args, chosen, f"--vocab-shards measured:{folder}: the busiest rank had {chosen.gain:.3f} times this work"
     )

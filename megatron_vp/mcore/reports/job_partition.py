@@ -7,18 +7,22 @@ import argparse
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layout_text import layers_in
 from megatron_vp.jobs.pattern_text import pattern_in
-from megatron_vp.trace.partition import Partition
+from megatron_vp.trace.partition import SIZES, Partition
 from megatron_vp.vocab.shards import VocabShards
 
 
 def partition_of(args: argparse.Namespace) -> Partition:
-    """Layers by virtual stage where a layout names them, and vocabulary rows by pipeline rank where they are split."""
+    """Layers by virtual stage where a layout names them, and vocabulary rows by pipeline rank where they are split;
+    and the sizes that pass times depend on.
+    """
     tensor, rows = args.tensor_model_parallel_size, args.vocab_rows
     if rows is None and args.vocab_parallel and args.padded_vocab_size:
         shards = VocabShards(args.padded_vocab_size, args.pipeline_model_parallel_size * tensor, tensor)
         ranks = range(args.pipeline_model_parallel_size)
         rows = tuple(sum(shards.rows(rank * tensor + place) for place in range(tensor)) for rank in ranks)
-    return Partition(layers_given(args), rows, tensor)
+    sizes = {name: getattr(args, name, None) for name in SIZES}
+    known = tuple(sorted((name, size) for name, size in sizes.items() if size is not None))
+    return Partition(layers_given(args), rows, tensor, known)
 
 
 def layers_given(args: argparse.Namespace) -> tuple[int, ...] | None:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import secrets
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from torch.distributed import PrefixStore, distributed_c10d
 
 from megatron_vp.files import write_report
 from megatron_vp.mcore.patches import Patch
@@ -34,10 +37,14 @@ KEPT = 200
 
 
 class RankReport:
-    """Sums up the training iterations of this rank, for the folder that the arguments name."""
+    """Sums up the training iterations of this rank, for the folder that the arguments name.
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
+    `run`: of which they are, by name; the same on all ranks.
+    """
+
+    def __init__(self, args: argparse.Namespace, run: Mapping[str, str]) -> None:
+        self._args, self._run = args, run
+        self._microbatches: deque[int] = deque(maxlen=KEPT)
         self._pass_milliseconds: deque[dict[str, float]] = deque(maxlen=KEPT)
         self._host_milliseconds: deque[dict[str, float]] = deque(maxlen=KEPT)
         self._iteration_milliseconds: deque[float] = deque(maxlen=KEPT)
@@ -67,6 +74,7 @@ class RankReport:
                     continue
             milliseconds[kind] += span.computed
             host[kind] += span.issued
+        self._microbatches.append(microbatches)
         self._pass_milliseconds.append(milliseconds)
         self._host_milliseconds.append(host)
         memory = meter()
@@ -84,6 +92,7 @@ class RankReport:
         rank = parallel_state.get_pipeline_model_parallel_rank()
         path = Path(self._args.rank_report) / f"rank_{rank}.json"
         content = {
+            **self._run,
             "pipeline_rank": rank,
             "parameters": sum(parameter.numel() for parameter in parameters),
             "microbatches": microbatches,
@@ -91,6 +100,7 @@ class RankReport:
             "peak_microbatches_between_s_and_t": self._peak_logits_in_flight,
             "iterations": len(self._iteration_milliseconds),
             "iteration_milliseconds": list(self._iteration_milliseconds),
+            "microbatches_by_iteration": list(self._microbatches),
             "pass_milliseconds": _sums(self._pass_milliseconds),
             "pass_milliseconds_by_iteration": list(self._pass_milliseconds),
             "host_milliseconds_by_iteration": list(self._host_milliseconds),
@@ -130,6 +140,13 @@ def in_first_pipeline(job: SettledJob) -> bool:
     return not other and not parallel_state.get_tensor_model_parallel_rank()
 
 
+def _run_name() -> str:
+    """A name that all ranks of this run, and no other run, have."""
+    own, restarts = secrets.token_hex(8), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"megatron_vp/report/{restarts}", distributed_c10d._get_default_store())
+    return store.compare_set("run", "", own).decode()
+
+
 _current: RankReport | None = None
 
 
@@ -139,7 +156,9 @@ def rank_report(job: SettledJob) -> RankReport | None:
     if job.args.rank_report is None or not in_first_pipeline(job):
         return None
     if _current is None:
-        _current = RankReport(job.args)
+        method = job.settings.family.method(job.method)
+        run = "" if job.args.fake_process_group else _run_name()
+        _current = RankReport(job.args, {"run": run, "schedule": job.settings.family.name, "vocab": method.value})
     return _current
 
 

@@ -1,0 +1,257 @@
+"""What a run measured of its passes, read from its rank reports or traces; anything doubtful is refused.
+
+A report that is damaged, of another run than its neighbours, or of too few iterations would put rows on the wrong
+ranks, and nothing later would show it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_vp.errors import UserError
+from megatron_vp.files import MIB, read_text
+from megatron_vp.schedule import PassKind
+from megatron_vp.trace.figures import iteration_pass_times
+from megatron_vp.trace.partition import VOCABULARY, Partition
+from megatron_vp.trace.rank_files import RankTrace, read_traces
+
+ROW_KINDS = (PassKind.S, PassKind.T, PassKind.IF, PassKind.IB)
+"""Passes whose time grows with the rows of their rank."""
+
+ENOUGH = 5
+"""Iterations that a measurement has at least; a report's first one warms up and does not count."""
+
+OF_MEDIAN = 1.25 * 1.4826
+"""A median's standard deviation times the root of n, over the median absolute deviation of n normal values."""
+
+IMPLAUSIBLE = 4.0
+"""Times as long per layer as the other ranks: no GPU of a job is so much slower."""
+
+Seconds = Mapping[str, float]
+"""Seconds that a rank computes per microbatch, by kind of pass, all its chunks together."""
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """What a run measured: seconds by pipeline rank, medians over its iterations, and what it was a run of.
+
+    uncertainty: standard deviation of a rank's time per microbatch, as a share of it, of the least certain rank.
+    """
+
+    seconds: tuple[Seconds, ...]
+    partition: Partition
+    schedule: str
+    vocab: str
+    iterations: int
+    uncertainty: float
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """By pipeline rank, tensor ranks together."""
+        return self.partition.vocab_rows or ()
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank's file, read: which run it is of, and milliseconds per microbatch by kind and iteration."""
+
+    path: Path
+    rank: int
+    run: str
+    schedule: str
+    vocab: str
+    partition: Partition
+    microbatches: tuple[int, ...]
+    times: tuple[Mapping[str, float], ...]
+
+
+def read_run(folder: Path) -> MeasuredRun:
+    """The pass times that a run wrote to `folder` as --rank-report or --pipeline-trace.
+
+    Raises UserError for a folder without such files, with files of some ranks only, of several runs, of a run without
+    rows or of too few iterations, and for files with anything in them that cannot be.
+    """
+    paths = sorted(folder.glob("rank_*.json"))
+    if not paths:
+        raise UserError(
+            f"{folder} holds no rank_*.json: give the folder that a run with --vocab-parallel had as --rank-report or "
+            "--pipeline-trace"
+        )
+    if "traceEvents" in _document(paths[0]):
+        return traced_run(folder, read_traces(folder))
+    return _checked(folder, [_reported(path, _document(path)) for path in paths])
+
+
+def traced_run(folder: Path, traces: Sequence[RankTrace]) -> MeasuredRun:
+    """What the traces of all ranks, read from `folder`, say. Raises UserError as `read_run` does."""
+    ranks = []
+    for trace in traces:
+        times = iteration_pass_times(trace)
+        counts = tuple(count for _, count in sorted(trace.microbatches.items()))
+        path = folder / f"rank_{trace.rank}.json"
+        rows = trace.partition.vocab_rows
+        for each, count in zip(times, counts, strict=True):
+            wanted = {PassKind.F: count * len(trace.placement[trace.rank])}
+            if rows is not None and trace.rank < len(rows) and rows[trace.rank]:
+                wanted |= {PassKind.S: count, PassKind.T: count}
+            for kind, passes in wanted.items():
+                if len(each.get(kind, ())) != passes:
+                    raise UserError(
+                        f"{path} has {len(each.get(kind, ()))} passes {kind} in an iteration of {passes}: the file is "
+                        "damaged or cut off; trace the run again"
+                    )
+        sums = tuple(
+            {kind: sum(one) / count for kind, one in each.items()} for each, count in zip(times, counts, strict=True)
+        )
+        ranks.append(_Rank(path, trace.rank, trace.run, trace.schedule, trace.vocab, trace.partition, counts, sums))
+    return _checked(folder, ranks)
+
+
+def _reported(path: Path, document: Mapping[str, Any]) -> _Rank:
+    """One rank's report, its first iteration left out."""
+    try:
+        iterations, counts = document["pass_milliseconds_by_iteration"], document["microbatches_by_iteration"]
+        own = {name: document[name] for name in ("run", "schedule", "vocab")}
+        partition, rank = Partition.of(document), document["pipeline_rank"]
+        pairs = list(zip(iterations, counts, strict=True))[1:]
+        if not all(isinstance(each, str) for each in own.values()) or type(rank) is not int:
+            raise ValueError
+        if any(type(count) is not int for _, count in pairs):
+            raise ValueError
+        times = tuple({str(kind): took / count for kind, took in each.items()} for each, count in pairs)
+    except ZeroDivisionError:
+        raise UserError(f"{path} has an iteration without microbatches: the file is damaged; measure again") from None
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise UserError(
+            f"{path} is neither a rank report nor a trace of this version; measure again, into an empty folder"
+        ) from None
+    return _Rank(path, rank, **own, partition=partition, microbatches=tuple(count for _, count in pairs), times=times)
+
+
+def _checked(folder: Path, ranks: Sequence[_Rank]) -> MeasuredRun:
+    ranks = sorted(ranks, key=lambda each: each.rank)
+    first = ranks[0]
+    for other in ranks[1:]:
+        for what in ("run", "schedule", "vocab", "partition"):
+            if getattr(first, what) != getattr(other, what):
+                raise UserError(
+                    f"{folder} holds files of different runs (ranks {first.rank} and {other.rank}): measure into an "
+                    "empty folder"
+                )
+    _check_partition(folder, first.partition)
+    rows = first.partition.vocab_rows or ()
+    if [each.rank for each in ranks] != list(range(len(rows))):
+        raise UserError(
+            f"{folder} has the files of ranks {', '.join(str(each.rank) for each in ranks)}, and its run had ranks 0 "
+            f"to {len(rows) - 1}: put those of all ranks into one folder, each once"
+        )
+    iterations = min(len(each.times) for each in ranks)
+    for each in ranks:
+        if len(each.times) > iterations + 1:
+            raise UserError(
+                f"{each.path} has {len(each.times)} measured iterations and another rank's file {iterations}: the run "
+                "did not end, or files are missing what others have; measure again"
+            )
+        if each.microbatches[:iterations] != first.microbatches[:iterations]:
+            raise UserError(
+                f"{folder}: ranks {first.rank} and {each.rank} counted different microbatches in an iteration; measure "
+                "again, into an empty folder"
+            )
+        _check_times(each, rows[each.rank] > 0)
+    if iterations < ENOUGH:
+        raise UserError(
+            f"{folder} has {iterations} measured iterations, and {ENOUGH} are the least (20 are better): train "
+            f"{ENOUGH + 1} or more with --rank-report, or trace as many, as by --pipeline-trace-iterations 3-22"
+        )
+    kinds = [sorted({kind for one in each.times for kind in one}) for each in ranks]
+    seconds = tuple(
+        {kind: median(one.get(kind, 0.0) for one in each.times) / 1e3 for kind in own}
+        for each, own in zip(ranks, kinds, strict=True)
+    )
+    _check_speeds(ranks, seconds, first.partition)
+    uncertainty = max(_uncertainty([sum(one.values()) for one in each.times]) for each in ranks)
+    return MeasuredRun(seconds, first.partition, first.schedule, first.vocab, iterations, uncertainty)
+
+
+def _check_partition(folder: Path, partition: Partition) -> None:
+    rows, sizes = partition.vocab_rows, dict(partition.sizes)
+    if rows is None:
+        raise UserError(f"{folder} is of a run without vocabulary shards: measure one with --vocab-parallel")
+    vocab, layers = sizes.get(VOCABULARY), sizes.get("num_layers")
+    if vocab is None or partition.tensor < 1 or any(size < 1 for size in sizes.values()):
+        raise UserError(f"{folder} does not say which sizes its run had: measure again with this version")
+    if min(rows, default=-1) < 0 or sum(rows) != vocab:
+        raise UserError(
+            f"{folder} has vocabulary rows {','.join(map(str, rows))}, which do not add up to the {vocab} of its run: "
+            "the files are damaged; measure again"
+        )
+    if partition.layers is not None and (
+        min(partition.layers, default=-1) < 0 or layers not in (None, sum(partition.layers))
+    ):
+        raise UserError(
+            f"{folder} has layers {','.join(map(str, partition.layers))}, which do not add up to the {layers} of its "
+            "run: the files are damaged; measure again"
+        )
+
+
+def _check_times(each: _Rank, has_rows: bool) -> None:
+    """Refuse times that are no durations, and iterations without a kind of pass that they must have."""
+    needed = [(PassKind.F,), (PassKind.B, PassKind.BW), *([(PassKind.S,), (PassKind.T,)] if has_rows else [])]
+    for one in each.times:
+        for kind, took in one.items():
+            if type(took) not in (int, float) or not 0 <= took < math.inf:
+                raise UserError(
+                    f"{each.path} says that passes {kind} took {took} ms per microbatch: the file is damaged; measure "
+                    "again"
+                )
+        for kinds in needed:
+            if not sum(one.get(kind, 0.0) for kind in kinds):
+                raise UserError(
+                    f"{each.path} has an iteration without times of passes {kinds[0]}: the file is damaged; measure "
+                    "again, with --vocab-parallel"
+                )
+
+
+def _check_speeds(ranks: Sequence[_Rank], seconds: Sequence[Seconds], partition: Partition) -> None:
+    by_layer = [
+        sum(took for kind, took in own.items() if kind not in ROW_KINDS) / layers_on(partition, rank, len(ranks))
+        for rank, own in enumerate(seconds)
+    ]
+    usual = median(by_layer)
+    for each, took in zip(ranks, by_layer, strict=True):
+        if took > IMPLAUSIBLE * usual:
+            raise UserError(
+                f"{each.path} has passes {took / usual:.1f} times as long per layer as the other ranks: no GPU is so "
+                "much slower; look what else ran there, and measure again"
+            )
+
+
+def layers_on(partition: Partition, rank: int, ranks: int) -> float:
+    """Layers of a rank, in any unit: equal ones without a layout, and where chunks are placed in another way."""
+    if partition.layers is None or len(partition.layers) != ranks:
+        return 1.0
+    return partition.layers[rank] or 1.0
+
+
+def _uncertainty(times: Sequence[float]) -> float:
+    """Standard deviation of the median of `times`, as a share of it, robust against single slow iterations."""
+    middle = median(times)
+    return OF_MEDIAN * median(abs(each - middle) for each in times) / math.sqrt(len(times)) / middle
+
+
+def _document(path: Path) -> Mapping[str, Any]:
+    try:
+        document = json.loads(read_text(path, "rank report", 512 * MIB))
+    except (ValueError, RecursionError):
+        raise UserError(
+            f"{path} is no JSON, or is cut off: give the folder of a run's rank reports or traces"
+        ) from None
+    if not isinstance(document, dict):
+        raise UserError(f"{path} is neither a rank report nor a trace; give a folder that holds nothing else")
+    return document
