@@ -89,7 +89,7 @@ def collect(
 
 
 def _row(cell: Cell, run: Run, folder: Path, peak: float) -> tuple[object, ...]:
-    from megatron_vp.cost.sizes.flops import model_flops
+    from megatron_vp.cost.sizes.flops import paper_flops
     from megatron_vp.cost.sizes.job_sizes import job_of
     from megatron_vp.jobs.resolved import RESOLVED_NAME, read_resolved
 
@@ -97,7 +97,7 @@ def _row(cell: Cell, run: Run, folder: Path, peak: float) -> tuple[object, ...]:
     if run.seconds is not None:
         arguments = read_resolved(folder / RESOLVED_NAME)
         job = job_of(arguments, arguments["world_size"])
-        mfu = f"{100 * model_flops(job) / run.seconds / job.gpus / peak:.4g}"
+        mfu = f"{100 * paper_flops(job) / run.seconds / job.gpus / peak:.4g}"
     if run.memory is not None:
         memory = f"{run.memory:.2f}"
     return cell.table, cell.gpus, cell.sequence, cell.method, cell.vocab_k, mfu, memory

@@ -12,7 +12,7 @@ from megatron_vp.cli.app import main
 from megatron_vp.cost.paper.cells import cell_arguments, cell_name
 from megatron_vp.cost.paper.published import Cell, jobs, read_cells
 from megatron_vp.cost.paper.runs import PEAK_FLOPS
-from megatron_vp.cost.sizes.flops import model_flops
+from megatron_vp.cost.sizes.flops import paper_flops
 from megatron_vp.mcore.start.preflight import check_job
 from tests.slurm.test_launch import TINY
 
@@ -112,7 +112,7 @@ def test_logs_become_a_table_that_the_predictions_are_set_beside(said, tmp_path)
     header, *rows = csv.reader((tmp_path / "measured.csv").read_text().splitlines())
     assert header == HEADER
     job = jobs()[fits]
-    mfu = 100 * model_flops(job) / (30.0 * 8 * PEAK_FLOPS[5])  # the median of 31, 30 and 20 seconds
+    mfu = 100 * paper_flops(job) / (30.0 * 8 * PEAK_FLOPS[5])  # the median of 31, 30 and 20 seconds
     assert rows == [
         ["5", "8", "2048", "baseline", "256", f"{mfu:.4g}", "20.00"],
         ["5", "8", "2048", "redis", "256", "", ""],
@@ -129,11 +129,11 @@ def test_flops_are_those_of_what_ran(said, tmp_path):
     job = jobs()[SOME[0]]
     ran = 3 * 64 * (2 * 2048 * 3072 * 256000 + 8 * (24 * 2048 * 3072**2 + 4 * 2048**2 * 3072))
     assert float(printed.splitlines()[1].split(",")[5]) == pytest.approx(100 * ran / 8 / 320e12, rel=1e-3)
-    assert ran < model_flops(job)
+    assert ran < paper_flops(job)
     # The peak is the table's.
     write_run(tmp_path, SOME[5], [1000.0] * 5, [])
     _, printed, _ = said("paper", "collect", tmp_path)
-    expected = 100 * model_flops(jobs()[SOME[5]]) / 24 / 312e12
+    expected = 100 * paper_flops(jobs()[SOME[5]]) / 24 / 312e12
     assert float(printed.splitlines()[2].split(",")[5]) == pytest.approx(expected, rel=1e-3)
 
 

@@ -19,7 +19,7 @@ from megatron_vp.cost.paper.runs import A100, PEAK_FLOPS, plan_of, predict_cell,
 from megatron_vp.cost.paper.tables import layout_unknown
 from megatron_vp.cost.prediction.predict import after_passes
 from megatron_vp.cost.prediction.stage_costs import stage_costs
-from megatron_vp.cost.sizes.flops import model_flops
+from megatron_vp.cost.sizes.flops import paper_flops
 from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.schedule import Operation, Pass, StageCosts, VocabMethod
 from megatron_vp.schedule.dependencies import Step
@@ -94,7 +94,7 @@ class PathTime:
         took = sum(map(duration, self.path))
         job = jobs()[self.cell]
         took += after_passes(job, plan_of(self.cell), schedule, A100, software(constants, self.cell.table))
-        return 100 * model_flops(job) / job.gpus / took / PEAK_FLOPS[self.cell.table]
+        return 100 * paper_flops(job) / job.gpus / took / PEAK_FLOPS[self.cell.table]
 
 
 def _costs(cell: Cell, constants: Constants) -> StageCosts:

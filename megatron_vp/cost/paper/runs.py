@@ -12,7 +12,8 @@ from megatron_vp.cost.hardware.gpus import HARDWARE, Hardware
 from megatron_vp.cost.memory.rank_memory import GIB
 from megatron_vp.cost.paper.published import Cell, jobs
 from megatron_vp.cost.planning.workers import worker_pool
-from megatron_vp.cost.prediction.predict import make_simulator, predict
+from megatron_vp.cost.prediction.predict import Prediction, make_simulator, predict
+from megatron_vp.cost.sizes.flops import paper_flops
 from megatron_vp.cost.sizes.fp8 import refuse_fp8
 from megatron_vp.cost.sizes.layouts import redistributed_layers
 from megatron_vp.cost.sizes.shapes import Fp8Recipe, Job, Plan
@@ -108,8 +109,13 @@ def predict_cell(cell: Cell, constants: Constants = FITTED, layers: tuple[int, .
     if layers is not None:
         plan = replace(plan, layers=layers)
     found = predict(jobs()[cell], plan, A100, software(constants, cell.table), simulator=simulator_of(cell))
-    mfu = 100 * found.mfu_of(PEAK_FLOPS[cell.table])
+    mfu = paper_mfu(found, PEAK_FLOPS[cell.table])
     return CellPrediction(cell, mfu, found.peak_memory / GIB, found.fits(), plan.layers)
+
+
+def paper_mfu(found: Prediction, peak_flops: float) -> float:
+    """MFU in percent of `peak_flops`, as the paper counts it: attention in full."""
+    return 100 * paper_flops(found.job) / found.job.gpus / found.iteration_seconds / peak_flops
 
 
 def predict_cell_on(cell: Cell, setting: Setting) -> CellPrediction:
@@ -117,7 +123,8 @@ def predict_cell_on(cell: Cell, setting: Setting) -> CellPrediction:
     plan, job = plan_of(cell), setting.job(cell)
     simulator = _simulator_on(replace(cell, method="baseline", **NOMINAL_CELL), plan.schedule, plan.vocab, setting)
     found = predict(job, plan, setting.hardware, simulator=simulator)
-    return CellPrediction(cell, 100 * found.mfu, found.peak_memory / GIB, found.fits(), plan.layers)
+    mfu = paper_mfu(found, setting.hardware.peak_flops)
+    return CellPrediction(cell, mfu, found.peak_memory / GIB, found.fits(), plan.layers)
 
 
 @cache

@@ -38,18 +38,9 @@ class Prediction:
     memory: tuple[RankMemory, ...]
 
     @property
-    def model_flops(self) -> float:
-        """FLOPs of an iteration of the whole job: see `flops.model_flops`."""
-        return model_flops(self.job)
-
-    @property
     def mfu(self) -> float:
-        """Share of the hardware's nominal peak."""
-        return self.mfu_of(self.hardware.peak_flops)
-
-    def mfu_of(self, peak_flops: float) -> float:
-        """Model FLOPs a second and GPU, as a share of `peak_flops`."""
-        return self.model_flops / self.job.gpus / self.iteration_seconds / peak_flops
+        """Model FLOPs a second and GPU as Megatron counts them, as a share of the hardware's nominal peak."""
+        return model_flops(self.job) / self.job.gpus / self.iteration_seconds / self.hardware.peak_flops
 
     @property
     def tokens_per_second(self) -> float:

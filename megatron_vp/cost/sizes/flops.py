@@ -67,11 +67,28 @@ def output_flops(job: Job) -> float:
 
 
 def model_flops(job: Job) -> float:
-    """FLOPs of one iteration of the whole job, as the paper counts them for its MFU.
+    """FLOPs of one iteration of the whole job as Megatron's `--log-throughput` counts them.
 
-    3 x (output layer + layers), attention in full; neither the input embedding nor recomputation counts.
+    3 x (output layer + layers), the causal half of attention; of multi-token prediction also the norms and the product
+    that join two embeddings. Neither the input embedding nor routers nor recomputation count.
     """
-    forward = output_flops(job) + sum(count * layer_flops(job, kind) for kind, count in model_layers(job).items())
+    hidden, heads = job.model.hidden, 0 if job.model.pattern else len(job.model.mtp_heads)
+    joined = 2 * job.tokens * heads * (3 * hidden + 2 * hidden**2) / job.tensor
+    return 3 * joined * job.microbatches * job.gpus_per_stage + _flops(job, 0.5)
+
+
+def paper_flops(job: Job) -> float:
+    """FLOPs of one iteration of the whole job as the paper counts them for its MFU: attention in full."""
+    return _flops(job, 1.0)
+
+
+def _flops(job: Job, of_attention: float) -> float:
+    forward = output_flops(job)
+    for kind, count in model_layers(job).items():
+        mlp = mlp_of(job.model, kind)
+        router = 2 * job.tokens * job.model.hidden * mlp.experts if mlp else 0.0
+        attention = attention_flops(job, kind)
+        forward += count * (layer_flops(job, kind) - router - (1 - of_attention) * attention)
     return 3 * forward * job.microbatches * job.gpus_per_stage
 
 
