@@ -139,7 +139,8 @@ def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
             request.job.layers.line,
             "",
             f"{seconds(found.iteration_seconds)} s an iteration, {found.tokens_per_second:,.0f} tokens/s, "
-            f"MFU {100 * found.mfu:.1f} % of {request.hardware.peak_flops / 1e12:.0f} TFLOP/s, "
+            f"{found.mfu * request.hardware.peak_flops / 1e12:.0f} TFLOP/s per GPU as Megatron counts, "
+            f"MFU {100 * found.mfu:.1f} % of {request.hardware.peak_flops / 1e12:.0f}, "
             f"bubble {100 * found.bubble_fraction:.1f} %",
             f"of that: work of the mean rank {seconds(loss.work)} s, the busiest rank's more {loss.imbalance:.3g} s, "
             f"bubble {loss.bubble:.3g} s, communication {loss.communication:.3g} s, after the passes {loss.step:.3g} s",

@@ -37,7 +37,8 @@ def jobs(draw):
         "tensor_model_parallel_size": draw(st.sampled_from([1, 2])),
         "pipeline_model_parallel_size": 2,
     }
-    values["num_query_groups"] = 4 if values["group_query_attention"] else heads
+    groups = draw(st.sampled_from([1, 4]))
+    values["num_query_groups"] = groups if values["group_query_attention"] else heads
     kind = draw(st.sampled_from(["dense", "experts", "prediction", "hybrid"]))
     if kind == "experts":
         values |= {"num_experts": 8, "moe_router_topk": draw(st.sampled_from([1, 2])), "moe_layer_freq": 1}

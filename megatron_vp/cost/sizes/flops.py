@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -70,11 +71,14 @@ def model_flops(job: Job) -> float:
     """FLOPs of one iteration of the whole job as Megatron's `--log-throughput` counts them.
 
     3 x (output layer + layers), the causal half of attention; of multi-token prediction also the norms and the product
-    that join two embeddings. Neither the input embedding nor routers nor recomputation count.
+    that join two embeddings. Neither the input embedding nor routers nor recomputation count. Quick
+    GeGLU counts with its three matrices, of which Megatron's function counts two.
     """
+    # On one rank that has everything: tensor ranks beyond the groups of keys and values compute the same keys.
+    whole = replace(job, tensor=1, context=1, expert=1, expert_tensor=1, sequence_parallel=False)
     hidden, heads = job.model.hidden, 0 if job.model.pattern else len(job.model.mtp_heads)
-    joined = 2 * job.tokens * heads * (3 * hidden + 2 * hidden**2) / job.tensor
-    return 3 * joined * job.microbatches * job.gpus_per_stage + _flops(job, 0.5)
+    joined = 2 * whole.tokens * heads * (3 * hidden + 2 * hidden**2)
+    return 3 * joined * job.microbatches * job.data + _flops(whole, 0.5)
 
 
 def paper_flops(job: Job) -> float:
