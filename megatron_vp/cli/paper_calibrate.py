@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
 import typer
 
 from megatron_vp.cli.result_output import progress_bar
+
+if TYPE_CHECKING:
+    from megatron_vp.cost.public.public_fit import PublicFit
 
 
 def register(app: typer.Typer) -> None:
@@ -16,10 +22,12 @@ def calibrate() -> None:
     """Fit the cost model's constants to the published cells that come with the package, and validate them.
 
     Prints the constants, the errors of pass times and of table 3, and, for every setup (table, GPUs, sequence length)
-    and for all of table 5 on 16 GPUs, the errors of its cells with constants fitted to the others alone. Takes a minute
-    or two.
+    and for all of table 5 on 16 GPUs, the errors of its cells with constants fitted to the others alone. Then what
+    published runs on H100 say of its constants, with intervals and the errors of runs that a fit has not seen. Takes
+    two or three minutes.
     """
     from megatron_vp.cost.paper.calibration import fit, known_to_fit, leave_out, report
+    from megatron_vp.cost.public.public_fit import fit_to_public_runs
 
     cells = known_to_fit()
     setups = sorted({cell.setup for cell in cells})
@@ -29,6 +37,10 @@ def calibrate() -> None:
         constants = fit(cells)
         progress.update(task, advance=1)
         left_out = leave_out(cells, parts, lambda: progress.update(task, advance=1))
+        task = progress.add_task("predicting published runs", total=None)
+        found = fit_to_public_runs(
+            lambda done, of: progress.update(task, completed=done, total=of), len(os.sched_getaffinity(0))
+        )
     lines = [f"fitted on {len(cells)} published cells, {len(setups)} setups, pass times on 8 GPUs and table 3", ""]
     lines += [
         *report(constants),
@@ -41,4 +53,17 @@ def calibrate() -> None:
         name = ", ".join(text.format(number) for text, number in names)
         mfu, memory = ("{:6.2f} {:6.2f}".format(*pair) for pair in (entry.mfu, entry.memory))
         lines.append(f"  {name:38}{entry.cells:6}{mfu:>14}{memory:>14}")
-    typer.echo("\n".join(lines))
+    typer.echo("\n".join([*lines, "", *public_lines(found)]))
+
+
+def public_lines(found: PublicFit) -> list[str]:
+    """What the published runs on H100 say, in lines."""
+    lines = [f"{found.runs} published runs on H100, {found.families} families (one model, precision and layout each)"]
+    lines.append("constants as they are, and the 90 percent in which these runs put them")
+    for each in found.intervals:
+        lines.append(f"  {each.name:20}{each.value:9.4g}   {each.low:.4g} to {each.high:.4g} {each.unit}")
+    lines.append("errors in percent, mean and largest: of these constants; fitted to all runs; to all other families")
+    for row in zip(found.present, found.fitted, found.left_out, strict=True):
+        errors = "".join(f"{100 * each.mean:9.1f} {100 * each.worst:5.1f}" for each in row)
+        lines.append(f"  {row[0].group:16}{row[0].runs:4}{errors}")
+    return lines

@@ -6,15 +6,19 @@ from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
 from megatron_vp.cost.hardware.constants import compared
+from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.public.comparison import errors_by_group, predicted, to_markdown
+from megatron_vp.cost.public.public_fit import VARIED, fit_of
 from megatron_vp.cost.public.public_rows import read_rows
 from megatron_vp.errors import UserError
 
+H100 = find_hardware("h100")
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {row["id"]: row for row in read_rows()}
 DATA = files("megatron_vp.cost.public") / "data"
@@ -112,3 +116,26 @@ def test_the_page_shows_the_present_predictions(outcomes):
     """Where it does not: scripts/public_runs.py writes it."""
     page = (ROOT / "docs" / "public_runs.md").read_text(encoding="utf-8")
     assert page.partition("<!-- begin runs -->\n")[2].partition("<!-- end runs -->\n")[0] == to_markdown(outcomes)
+
+
+def test_a_constant_that_is_off_is_found_and_families_are_left_out_of_their_own_fit():
+    """Errors made by a gemm rate that is 3 percent too high; and one family that is 20 percent off by itself."""
+    rows = [row for row in ROWS.values() if row.judged and row["gpu"] == "h100"]
+    odd = np.array([row["family"] == rows[0]["family"] for row in rows])
+    slopes = np.random.default_rng(1).uniform(0.1, 1.0, (len(rows), len(VARIED)))
+    errors = 0.03 * slopes[:, 0] + np.where(odd, 0.2, 0.0)
+    found = fit_of(rows, errors, slopes, H100)
+    gemm = found.intervals[0]
+    assert gemm.value == 700 and 700 / 1.03 < gemm.low + 1 and gemm.high < 690  # held near 700, a little
+    assert found.fitted[-1].mean < 0.6 * found.present[-1].mean
+    group = next(each for each in found.left_out if each.group == rows[0].group)
+    without = fit_of([row for row, own in zip(rows, odd, strict=True) if not own], errors[~odd], slopes[~odd], H100)
+    assert without.fitted[-1].worst < 0.02 and group.worst == pytest.approx(np.expm1(0.2), rel=0.1)
+
+
+def test_slopes_are_those_of_the_model():
+    """Moving a constant by itself: products are faster with a higher rate, and no run is slower."""
+    row, gemm = ROWS["dgxc-061"], VARIED[0]
+    before, faster = predicted(row), predicted(row, gemm.times(H100, 1.1))
+    assert before.tokens_per_second < faster.tokens_per_second < 1.1 * before.tokens_per_second
+    assert predicted(row, VARIED[-1].times(H100, 0.5)).tokens_per_second < before.tokens_per_second

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
-from megatron_vp.cost.hardware.gpus import GIB, find_hardware
+from megatron_vp.cost.hardware.gpus import GIB, Hardware, find_hardware
 from megatron_vp.cost.prediction.predict import predict
 from megatron_vp.cost.prediction.samples import iteration_seconds, sampled
 from megatron_vp.cost.public.public_rows import PublicRow
@@ -71,12 +70,12 @@ def layout(row: PublicRow) -> str:
     return " ".join([f"{row['gpus']} {row['gpu']}", row["precision"], f"s{row['seq']}", f"b{row['mbs']}", *sizes])
 
 
-def predicted(row: PublicRow, constants: Constants = CALIBRATED) -> Outcome:
-    """The prediction of a run, of whose microbatches some are simulated: see `samples`."""
+def predicted(row: PublicRow, hardware: Hardware | None = None) -> Outcome:
+    """The prediction of a run on its GPUs, or on `hardware`; of its microbatches some are simulated, see `samples`."""
     try:
-        config, hardware = read_job_config([], row.flags()), find_hardware(row["gpu"])
+        config, hardware = read_job_config([], row.flags()), hardware or find_hardware(row["gpu"])
         job, plan = job_of(config.values, row.gpus), plan_of(config)
-        found = predict(sampled(job), plan, hardware, constants)
+        found = predict(sampled(job), plan, hardware)
     except UserError as error:
         return Outcome(row, refusal=str(error))
     tokens = job.sequence * job.micro_batch * job.microbatches * job.data / job.gpus
@@ -86,11 +85,15 @@ def predicted(row: PublicRow, constants: Constants = CALIBRATED) -> Outcome:
 
 def errors_by_group(outcomes: Sequence[Outcome]) -> list[GroupError]:
     """Of all judged runs, group by group, and at the end of all of them together."""
-    judged = [each for each in outcomes if each.row.judged and each.error is not None]
+    judged = [(each.row.group, each.error) for each in outcomes if each.row.judged and each.error is not None]
+    return group_errors(judged)
+
+
+def group_errors(found: Iterable[tuple[str, float]]) -> list[GroupError]:
+    """Of runs given by their group and error."""
     groups: dict[str, list[float]] = {}
-    for each in judged:
-        assert each.error is not None
-        groups.setdefault(each.row.group, []).append(each.error)
+    for group, error in found:
+        groups.setdefault(group, []).append(error)
     groups = dict(sorted(groups.items()))
     if len(groups) > 1:
         groups["all"] = [error for errors in groups.values() for error in errors]

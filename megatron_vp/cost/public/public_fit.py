@@ -1,0 +1,164 @@
+"""What the published runs on H100 say of its constants, and how well those predict runs that they have not seen.
+
+Errors are linear in small changes of the constants' logarithms: each constant is moved a little once, and all fits are
+solved from these slopes (one step of Gauss and Newton).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import as_completed
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_vp.cost.hardware.gpus import Hardware, Rates, find_hardware
+from megatron_vp.cost.planning.workers import worker_pool
+from megatron_vp.cost.public.comparison import GroupError, group_errors, predicted
+from megatron_vp.cost.public.public_rows import PublicRow, read_rows
+
+MOVED = 0.02
+"""Part by which each constant is moved to find the slopes."""
+
+SPREAD, NOISE = 0.05, 0.06
+"""How sure a constant is without these runs, and a run's error without any fault of the constants, as logarithms."""
+
+NINETY = 1.645
+"""Standard errors on either side in which a value lies in nine cases of ten."""
+
+
+@dataclass(frozen=True)
+class Varied:
+    """A constant of the H100 that is fitted: what it is, and the hardware on which it is `factor` times as large."""
+
+    name: str
+    value: Callable[[Hardware], float]
+    unit: str
+    times: Callable[[Hardware, float], Hardware]
+
+
+def _of_rates(name: str, scale: float, unit: str) -> Varied:
+    def times(hardware: Hardware, factor: float) -> Hardware:
+        return _with_rates(hardware, **{name: getattr(_rates(hardware), name) * factor})
+
+    return Varied(name, lambda hardware: getattr(_rates(hardware), name) / scale, unit, times)
+
+
+def _nominal(name: str) -> Varied:
+    def times(hardware: Hardware, factor: float) -> Hardware:
+        changed: dict[str, Any] = {name: getattr(hardware, name) * factor}
+        return replace(hardware, **changed)
+
+    return Varied(name, lambda hardware: getattr(hardware, name) / 1e9, "GB/s", times)
+
+
+def _attention(hardware: Hardware, factor: float) -> Hardware:
+    forward, backward = _rates(hardware).attention or (0.0, 0.0)
+    return _with_rates(hardware, attention=(forward * factor, backward * factor))
+
+
+def _with_rates(hardware: Hardware, **changes: Any) -> Hardware:
+    return replace(hardware, rates=replace(_rates(hardware), **changes))
+
+
+def _rates(hardware: Hardware) -> Rates:
+    assert hardware.rates is not None
+    return hardware.rates
+
+
+VARIED = (
+    _of_rates("gemm", 1e12, "TFLOP/s"),
+    _of_rates("fp8_gemm", 1e12, "TFLOP/s"),
+    Varied("attention", lambda hardware: (_rates(hardware).attention or (0.0,))[0], "of the peak, forward", _attention),
+    _nominal("memory_bandwidth"),
+    _nominal("link_bandwidth"),
+    _nominal("network_bandwidth"),
+)
+"""What decides most of a run's time. Bandwidths stand for what is reached of them: only their product with a fixed
+share matters."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A constant as it is, and where the runs put it: 90 percent, by leaving out one family after the other."""
+
+    name: str
+    unit: str
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class PublicFit:
+    """What the runs make of the constants. Errors by group: of the constants as they are; fitted to all runs; and of
+    each family of runs with constants fitted to all others.
+    """
+
+    runs: int
+    families: int
+    intervals: list[Interval]
+    present: list[GroupError]
+    fitted: list[GroupError]
+    left_out: list[GroupError]
+
+
+def fit_to_public_runs(tick: Callable[[int, int], None] = lambda done, of: None, processes: int = 1) -> PublicFit:
+    """Slopes of all judged runs on H100, and the fits; `tick` hears how many predictions of how many are done."""
+    rows = [row for row in read_rows() if row.judged and row["gpu"] == "h100"]
+    hardware = find_hardware("h100")
+    settings = [hardware, *(each.times(hardware, 1 + MOVED) for each in VARIED)]
+    logarithms = np.zeros((len(settings), len(rows)))
+    with worker_pool(processes) as pool:
+        running = {
+            pool.submit(_error, row, setting): (index, number)
+            for index, setting in enumerate(settings)
+            for number, row in enumerate(rows)
+        }
+        for done, future in enumerate(as_completed(running), 1):
+            logarithms[running[future]] = future.result()
+            tick(done, len(running))
+    slopes = (logarithms[1:] - logarithms[0]).T / math.log1p(MOVED)
+    return fit_of(rows, logarithms[0], slopes, hardware)
+
+
+def _error(row: PublicRow, hardware: Hardware) -> float:
+    """Logarithm of the predicted over the published throughput."""
+    error = predicted(row, hardware).error
+    assert error is not None, f"{row['id']} is refused"
+    return math.log1p(error)
+
+
+def fit_of(rows: Sequence[PublicRow], errors: np.ndarray, slopes: np.ndarray, hardware: Hardware) -> PublicFit:
+    """The fits, from each row's error and its slopes, both of logarithms."""
+    families = sorted({row["family"] for row in rows})
+    whole = _solved(errors, slopes)
+    left_out, moves = np.zeros(len(rows)), []
+    for family in families:
+        inside = np.array([row["family"] == family for row in rows])
+        moved = _solved(errors[~inside], slopes[~inside])
+        left_out[inside] = (errors + slopes @ moved)[inside]
+        moves.append(moved)
+    deviation = np.array(moves) - np.mean(moves, axis=0)
+    spread = NINETY * np.sqrt((len(families) - 1) / len(families) * np.sum(deviation**2, axis=0))
+    intervals = [
+        Interval(each.name, each.unit, value, value * math.exp(move - around), value * math.exp(move + around))
+        for each, move, around in zip(VARIED, whole, spread, strict=True)
+        for value in [each.value(hardware)]
+    ]
+
+    def grouped(found: np.ndarray) -> list[GroupError]:
+        return group_errors((row.group, math.expm1(error)) for row, error in zip(rows, found, strict=True))
+
+    return PublicFit(
+        len(rows), len(families), intervals, grouped(errors), grouped(errors + slopes @ whole), grouped(left_out)
+    )
+
+
+def _solved(errors: np.ndarray, slopes: np.ndarray) -> np.ndarray:
+    """The changes of the constants' logarithms that leave the least squares, held near 0 by SPREAD."""
+    count = slopes.shape[1]
+    equations = np.vstack([slopes / NOISE, np.eye(count) / SPREAD])
+    return np.linalg.lstsq(equations, np.concatenate([-errors / NOISE, np.zeros(count)]), rcond=None)[0]
