@@ -9,23 +9,15 @@ documentation strings of the running Python's standard library. Everything print
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from megatron_vp.data.texts import standard_library_texts
 from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
@@ -35,6 +27,8 @@ from megatron_vp.schedule.draw import to_picture
 from megatron_vp.schedule.families import generate
 from megatron_vp.schedule.passes import VocabMethod
 from megatron_vp.schedule.timeline import simulate
+from megatron_vp.trace.two_runs import ITERATION, RecordedRun, TwoRuns, read_two_runs
+from megatron_vp.trace.two_runs_picture import picture
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 4
@@ -42,62 +36,29 @@ VOCABULARY = 16384
 ALGORITHM = VocabMethod.VOCAB_2
 PICTURE_MICROBATCHES = 8
 FEWEST_ITERATIONS = 6
-ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*?lm loss: (\S+)")
 
 console = Console()
 
 
-@dataclass(frozen=True)
-class Run:
-    """One finished training run: its losses by iteration, and every rank's report."""
+def measured_costs(run: RecordedRun, vocab: VocabMethod) -> StageCosts:
+    """Mean seconds of every kind of pass on every rank, of one microbatch."""
+    names = ("F", "B", *(("S", "T", "IF", "IB") if vocab.is_sharded else ()))
+    means = {
+        name: tuple(fmean(passes.get(name, 0.0) for passes in rank.passes) / rank.microbatches for rank in run.ranks)
+        for name in names
+    }
+    return StageCosts(**means, W=(0.0,) * RANKS)
 
-    title: str
-    vocab: VocabMethod
-    losses: list[float]
-    reports: list[dict]
 
-    @property
-    def seconds_per_iteration(self) -> float:
-        """Mean over the iterations but the first, which warms up."""
-        times = self.reports[0]["iteration_milliseconds"][1:]
-        return sum(times) / len(times) / 1000
+def predicted_seconds(run: RecordedRun, vocab: VocabMethod, cores: int) -> float:
+    """An iteration of 1F1B with the run's pass times and free communication, on `cores` cores or devices.
 
-    def seconds(self, rank: int) -> float:
-        """Time that a rank computes in an iteration."""
-        report = self.reports[rank]
-        return sum(report["pass_milliseconds"].values()) / report["iterations"] / 1000
-
-    def share(self, rank: int) -> float:
-        """The same as a part of the iteration time."""
-        report = self.reports[rank]
-        return 1000 * self.seconds(rank) * report["iterations"] / sum(report["iteration_milliseconds"])
-
-    def costs(self) -> StageCosts:
-        """Mean seconds of every kind of pass on every rank, of one microbatch, without the first iteration."""
-        names = ("F", "B", *(("S", "T", "IF", "IB") if self.vocab.is_sharded else ()))
-        microbatches = self.reports[0]["microbatches"]
-        means = {
-            name: tuple(
-                fmean(times.get(name, 0.0) for times in report["pass_milliseconds_by_iteration"][1:])
-                / 1000
-                / microbatches
-                for report in self.reports
-            )
-            for name in names
-        }
-        return StageCosts(**means, W=(0.0,) * RANKS)
-
-    def predicted_seconds(self, cores: int) -> float:
-        """An iteration of 1F1B with these pass times and free communication, on `cores` cores or devices.
-
-        With fewer cores than ranks it takes no less than all work together, spread evenly over the cores.
-        """
-        costs = self.costs()
-        schedule = generate(
-            "1f1b", RANKS, self.reports[0]["microbatches"], vocab=self.vocab, costs=costs.nominal(RANKS)
-        )
-        timeline = simulate(schedule, costs)
-        return max(timeline.makespan, sum(timeline.busy) / cores)
+    With fewer cores than ranks it takes no less than all work together, spread evenly over the cores.
+    """
+    costs = measured_costs(run, vocab)
+    schedule = generate("1f1b", RANKS, run.ranks[0].microbatches, vocab=vocab, costs=costs.nominal(RANKS))
+    timeline = simulate(schedule, costs)
+    return max(timeline.makespan, sum(timeline.busy) / cores)
 
 
 def main() -> None:
@@ -126,13 +87,16 @@ def main() -> None:
     ]
     device = f"{RANKS} GPUs" if on_gpus else f"{RANKS} CPU processes on {os.cpu_count()} cores, over gloo"
     console.print(f"[bold]2/3 training[/]: {RANKS} pipeline ranks on {device}; same weights, same data")
-    plain = _train("plain Megatron", VocabMethod.NONE, output / "plain", extra)
-    split = _train("vocabulary parallel", ALGORITHM, output / ALGORITHM, [*extra, "--vocab-parallel"])
-    console.print("[bold]3/3 comparison[/]")
-    _print_comparison(plain, split, on_gpus)
-    _draw_losses(plain, split, output / "loss.png")
-    _draw_schedule(split, output / "schedule.png")
-    console.print(f"loss curves: {output / 'loss.png'}\nschedule:    {output / 'schedule.png'}")
+    plain, split = output / "plain", output / ALGORITHM
+    _train("plain Megatron", plain, extra)
+    _train("vocabulary parallel", split, [*extra, "--vocab-parallel"])
+    console.print(f"[bold]3/3 comparison[/]: megatron-vp report {plain} {split}")
+    runs = read_two_runs(plain, split)
+    _say(runs.text())
+    _print_predictions(runs, on_gpus)
+    (output / "report.png").write_bytes(picture(runs))
+    _draw_schedule(runs.split, output / "schedule.png")
+    _say(f"pictures: {output / 'report.png'}, {output / 'schedule.png'}")
     console.print(f"done in {time.monotonic() - started:.0f} s; logs in {output / 'plain'} and {output / ALGORITHM}")
 
 
@@ -147,7 +111,12 @@ def _data(folder: Path) -> tuple[Path, Path]:
     return prepared.tokenizer, prepared.dataset
 
 
-def _train(title: str, vocab: VocabMethod, folder: Path, extra: list[str]) -> Run:
+def _say(text: str) -> None:
+    """Print as it is, without colors and line breaks of rich."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _train(title: str, folder: Path, extra: list[str]) -> None:
     """One run under torchrun; exits with its last lines if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
@@ -188,74 +157,27 @@ def _train(title: str, vocab: VocabMethod, folder: Path, extra: list[str]) -> Ru
             "".join(log.read_text(encoding="utf-8").splitlines(keepends=True)[-25:]), markup=False, highlight=False
         )
         sys.exit(f"{title} failed with status {process.returncode}; the whole log is in {log}")
-    reports = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(RANKS)]
-    return Run(title, vocab, _losses(folder / "tensorboard"), reports)
 
 
-def _losses(folder: Path) -> list[float]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return [event.value for event in events.Scalars("lm loss")]
-
-
-def _print_comparison(plain: Run, split: Run, on_gpus: bool) -> None:
-    table = Table(title=f"measured: plain Megatron | {split.title} ({ALGORITHM})")
-    table.add_column("rank")
-    for column in ("parameters", "microbatches\nin flight", "computes, of an\niteration's time"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for rank in range(RANKS):
-        before, after = plain.reports[rank], split.reports[rank]
-        table.add_row(
-            str(rank),
-            f"{before['parameters']:,} | {after['parameters']:,}",
-            f"{before['peak_microbatches_in_flight']:g} | {after['peak_microbatches_in_flight']:g}",
-            " | ".join(f"{run.seconds(rank):.2f} s {run.share(rank):3.0%}" for run in (plain, split)),
-        )
-    console.print(table)
-    difference = max(abs(a - b) for a, b in zip(plain.losses, split.losses, strict=True))
-    console.print(f"loss {plain.losses[0]:.4f} -> {plain.losses[-1]:.4f} in {len(plain.losses)} iterations")
-    console.print(f"largest difference between the two loss curves: {difference:.1e}")
-    ratio = plain.seconds_per_iteration / split.seconds_per_iteration
-    console.print(
-        f"seconds an iteration: {plain.seconds_per_iteration:.2f} | {split.seconds_per_iteration:.2f} "
-        f"(plain takes {ratio:.2f} times as long)"
-    )
+def _print_predictions(runs: TwoRuns, on_gpus: bool) -> None:
     cores = RANKS if on_gpus else os.cpu_count() or 1
     predictions = [
-        f"{predicted:.2f} ({predicted / run.seconds_per_iteration - 1:+.0%})"
-        for run in (plain, split)
-        for predicted in [run.predicted_seconds(cores)]
+        f"{predicted:.2f} ({predicted / run.iteration_seconds - 1:+.0%})"
+        for run, vocab in ((runs.plain, VocabMethod.NONE), (runs.split, ALGORITHM))
+        for predicted in [predicted_seconds(run, vocab, cores)]
     ]
-    console.print(f"predicted from their pass times: {' | '.join(predictions)}")
-    busiest = [max(map(run.seconds, range(RANKS))) for run in (plain, split)]
-    console.print(f"of that the busiest rank computes: {busiest[0]:.2f} | {busiest[1]:.2f}")
+    _say(f"predicted from their pass times: {' | '.join(predictions)}")
     if not on_gpus and (os.cpu_count() or 1) < RANKS:
-        console.print(
+        _say(
             f"{RANKS} ranks share {os.cpu_count()} cores here, so an iteration takes as long as all the work together; "
             f"with a device for every rank it takes as long as the busiest one"
         )
 
 
-def _draw_losses(plain: Run, split: Run, path: Path) -> None:
-    figure, (above, below) = plt.subplots(2, 1, figsize=(7, 5), height_ratios=(3, 1), sharex=True, layout="constrained")
-    iterations = range(1, len(plain.losses) + 1)
-    above.plot(iterations, plain.losses, linewidth=4, alpha=0.4, label=plain.title)
-    above.plot(iterations, split.losses, linewidth=1.2, color="black", label=f"{split.title} ({ALGORITHM})")
-    above.set_ylabel("training loss")
-    above.legend()
-    below.plot(iterations, [b - a for a, b in zip(plain.losses, split.losses, strict=True)], color="black", linewidth=1)
-    below.set_ylabel("difference")
-    below.set_xlabel("iteration")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def _draw_schedule(split: Run, path: Path) -> None:
+def _draw_schedule(split: RecordedRun, path: Path) -> None:
     """The schedule with the measured mean times of the passes, for a few microbatches."""
-    costs = split.costs()
-    schedule = generate("1f1b", RANKS, PICTURE_MICROBATCHES, vocab=split.vocab, costs=costs.nominal(RANKS))
+    costs = measured_costs(split, ALGORITHM)
+    schedule = generate("1f1b", RANKS, PICTURE_MICROBATCHES, vocab=ALGORITHM, costs=costs.nominal(RANKS))
     path.write_bytes(to_picture(simulate(schedule, costs), "png"))
 
 

@@ -46,7 +46,7 @@ STARTS = {"patch_table", "megatron_arguments"}
 """Files that only the rooms of the start need: they apply patches and check arguments for all others."""
 LIBRARIES = {
     "schedule": {"matplotlib"},
-    "trace": set(),
+    "trace": {"matplotlib"},
     "vocab": {"torch", "triton"},
     "data": {"tokenizers", "transformers", "huggingface_hub"},
     "jobs": {"omegaconf", "yaml"},
@@ -164,7 +164,7 @@ def test_schedules_and_help_need_neither_torch_nor_megatron():
     code = (
         "import sys, megatron_vp.cli.app, megatron_vp.schedule.lowering, megatron_vp.schedule.generators, "
         "megatron_vp.cost.paper.tables_text, megatron_vp.cost.paper.tables_picture, megatron_vp.cost.planning.planner, "
-        "megatron_vp.cost.planning.charts, megatron_vp.trace.report, "
+        "megatron_vp.cost.planning.charts, megatron_vp.trace.report, megatron_vp.trace.two_runs_picture, "
         "megatron_vp.cost.sizes.job_plan, megatron_vp.jobs.config_words, megatron_vp.jobs.resolved;"
         "print(sorted({'torch', 'megatron', 'numpy', 'matplotlib', 'transformers'} & set(sys.modules)))"
     )

@@ -9,6 +9,7 @@ import typer
 from megatron_vp import __version__
 from megatron_vp.cli import (
     check,
+    compare,
     data,
     env,
     paper,
@@ -44,6 +45,7 @@ for command in (
     run,
     replay,
     trace,
+    compare,
     sbatch,
     paper,
 ):

@@ -30,8 +30,8 @@ LINE_EVERY, REDRAW_EVERY = 2.0, 0.1
 _WRITTEN_AS = {"perfetto": "json", "programs": "json"}
 
 
-def format_for[F: StrEnum](asked: F | None, output: Path | None, formats: type[F]) -> F:
-    """The format of a command's result: what is asked for, else what the file's suffix says, else a table.
+def format_for[F: StrEnum](asked: F | None, output: Path | None, formats: type[F], otherwise: str = "table") -> F:
+    """The format of a command's result: what is asked for, else what the file's suffix says, else `otherwise`.
 
     To be called before the work. Raises UserError for a file whose suffix says otherwise than what is asked for or that
     the command cannot write, for a picture without a file, and for a file that cannot be made.
@@ -40,7 +40,7 @@ def format_for[F: StrEnum](asked: F | None, output: Path | None, formats: type[F
     known = [each.value for each in formats]
     if suffix in UNKNOWN_SUFFIXES or (suffix in TOLD_BY_SUFFIX and suffix not in known):
         raise UserError(f"cannot write {output}: this command writes {', '.join(known)}; choose another suffix")
-    chosen = asked if asked is not None else formats(suffix if suffix in TOLD_BY_SUFFIX else "table")
+    chosen = asked if asked is not None else formats(suffix if suffix in TOLD_BY_SUFFIX else otherwise)
     if suffix in TOLD_BY_SUFFIX and _WRITTEN_AS.get(chosen.value, chosen.value) != suffix:
         raise UserError(f"--format {chosen.value} and -o {output} contradict each other: leave out --format, or rename")
     check_destination(chosen.value == "png", output)

@@ -11,9 +11,12 @@ from typer.testing import CliRunner
 from megatron_vp.cli import trace as command
 from megatron_vp.cost.balance.measured_rows import refilled
 from megatron_vp.cost.balance.measured_run import read_run
+from megatron_vp.errors import UserError
 from megatron_vp.mcore.reports.rank_report import KEPT
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.schedule import PassKind
+from megatron_vp.trace.rank_reports import read_reports
+from megatron_vp.trace.two_runs import RecordedRun, TwoRuns
 from tests.harness.ranks import process_group, run_ranks
 from tests.harness.training import tiny_model, train
 
@@ -66,6 +69,16 @@ def test_the_command_reads_what_training_recorded(folders):
             expected = [f"{kind}{m}" for kind in ("F", "B", "S", "T", "IF", "IB") for m in range(4)]
             expected += [f"LOAD:{m}" for m in range(4)]  # both ranks read data
             assert passes == sorted(expected + [f"LOSS:{m}" for m in range(4)] * (rank == RANKS - 1))
+
+
+def test_two_runs_are_compared_by_the_reports_that_training_wrote(folders):
+    plain, split = (RecordedRun(read_reports(folders / name), {1: 5.0, 2: 4.0}) for name in ("plain", "report"))
+    assert all(0 < rank.busy_seconds < rank.iteration_seconds for run in (plain, split) for rank in run.ranks)
+    found = TwoRuns(plain, split).document()
+    assert sum(found["vocabulary_parallel"]["parameters"]) == sum(found["plain"]["parameters"])
+    assert found["vocabulary_parallel"]["peak_microbatches_in_flight"] == [RANKS + 1, RANKS]
+    with pytest.raises(UserError, match="is a trace of --pipeline-trace"):
+        read_reports(folders / "trace")
 
 
 def reports(folder):

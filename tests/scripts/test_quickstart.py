@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_vp.schedule import VocabMethod
+from megatron_vp.trace.partition import UNKNOWN
+from megatron_vp.trace.rank_reports import RankReport
+from megatron_vp.trace.two_runs import RecordedRun
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "quickstart.py"
@@ -28,10 +31,13 @@ def script(monkeypatch):
 def test_a_rank_without_rows_has_no_vocabulary_passes(script):
     layers = {"F": 8.0, "B": 16.0}
     of_ranks = [layers | {"S": 4.0, "T": 4.0, "IF": 0.8, "IB": 0.8}] * 3 + [layers]
-    reports = [{"microbatches": 8, "pass_milliseconds_by_iteration": [each] * 3} for each in of_ranks]
-    run = script.Run("ours", VocabMethod.VOCAB_2, [1.0], reports)
-    assert pytest.approx((5e-4, 5e-4, 5e-4, 0)) == run.costs().S
-    assert run.predicted_seconds(4) > 8 * 4e-3
+    ranks = tuple(
+        RankReport(0, 8, 1.0, (0.03,), ({kind: time / 1e3 for kind, time in each.items()},), None, "", UNKNOWN)
+        for each in of_ranks
+    )
+    run = RecordedRun(ranks, {1: 1.0})
+    assert pytest.approx((5e-4, 5e-4, 5e-4, 0)) == script.measured_costs(run, VocabMethod.VOCAB_2).S
+    assert script.predicted_seconds(run, VocabMethod.VOCAB_2, 4) > 8 * 4e-3
 
 
 @pytest.mark.slow
@@ -41,4 +47,4 @@ def test_it_trains_twice_and_compares(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "largest difference between the two loss curves" in done.stdout
-    assert (tmp_path / "loss.png").exists() and (tmp_path / "schedule.png").exists()
+    assert (tmp_path / "report.png").exists() and (tmp_path / "schedule.png").exists()

@@ -6,7 +6,6 @@ ranks, and nothing later would show it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ from statistics import median
 from typing import Any
 
 from megatron_vp.errors import UserError
-from megatron_vp.files import MIB, read_text
 from megatron_vp.schedule import PassKind
 from megatron_vp.trace.figures import iteration_pass_times
 from megatron_vp.trace.partition import VOCABULARY, Partition
 from megatron_vp.trace.rank_files import RankTrace, read_traces
+from megatron_vp.trace.rank_reports import read_document
 
 ROW_KINDS = (PassKind.S, PassKind.T, PassKind.IF, PassKind.IB)
 """Passes whose time grows with the rows of their rank."""
@@ -83,9 +82,9 @@ def read_run(folder: Path) -> MeasuredRun:
             f"{folder} holds no rank_*.json: give the folder that a run with --vocab-parallel had as --rank-report or "
             "--pipeline-trace"
         )
-    if "traceEvents" in _document(paths[0]):
+    if "traceEvents" in read_document(paths[0]):
         return traced_run(folder, read_traces(folder))
-    return _checked(folder, [_reported(path, _document(path)) for path in paths])
+    return _checked(folder, [_reported(path, read_document(path)) for path in paths])
 
 
 def traced_run(folder: Path, traces: Sequence[RankTrace]) -> MeasuredRun:
@@ -243,15 +242,3 @@ def _uncertainty(times: Sequence[float]) -> float:
     """Standard deviation of the median of `times`, as a share of it, robust against single slow iterations."""
     middle = median(times)
     return OF_MEDIAN * median(abs(each - middle) for each in times) / math.sqrt(len(times)) / middle
-
-
-def _document(path: Path) -> Mapping[str, Any]:
-    try:
-        document = json.loads(read_text(path, "rank report", 512 * MIB))
-    except (ValueError, RecursionError):
-        raise UserError(
-            f"{path} is no JSON, or is cut off: give the folder of a run's rank reports or traces"
-        ) from None
-    if not isinstance(document, dict):
-        raise UserError(f"{path} is neither a rank report nor a trace; give a folder that holds nothing else")
-    return document

@@ -1,0 +1,58 @@
+"""`megatron-vp report`: two runs of one job, plain and vocabulary parallel, side by side."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_vp.cli.result_output import format_for, write
+
+
+class Format(StrEnum):
+    """How the comparison is written."""
+
+    TEXT = "text"
+    JSON = "json"
+    PNG = "png"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("report", short_help="Compare a plain with a vocabulary-parallel run.")(report)
+
+
+def report(
+    plain: Annotated[Path, typer.Argument(metavar="PLAIN", help="Folder that the plain run had as --rank-report.")],
+    split: Annotated[Path, typer.Argument(metavar="VP", help="The same of the run with --vocab-parallel.")],
+    logs: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option("--logs", metavar="PLAIN_LOG VP_LOG", help="Megatron's output, if not in those two folders."),
+    ] = None,
+    asked: Annotated[Format | None, typer.Option("--format", help="png has curves and bars; name a file.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file.")] = None,
+) -> None:
+    """Compare a plain run with a vocabulary-parallel run of the same job, rank by rank.
+
+    Shows time, computing and waiting of each pipeline rank, memory, both loss curves and their largest difference.
+
+    Give both runs --rank-report DIR and keep their output: in DIR as the only *.log, *.out or *.txt with losses, or
+    anywhere, named with --logs.
+
+    \b
+    megatron-vp report plain/ vocab-2/
+    megatron-vp report plain/ vocab-2/ --logs slurm-17.out slurm-18.out -o report.png
+    """
+    from megatron_vp.trace.two_runs import read_two_runs
+
+    chosen = format_for(asked, output, Format, otherwise=Format.TEXT)
+    runs = read_two_runs(plain, split, logs)
+    if chosen is Format.PNG:
+        from megatron_vp.trace.two_runs_picture import picture
+
+        write(picture(runs), output)
+    else:
+        write((json.dumps(runs.document()) if chosen is Format.JSON else runs.text()) + "\n", output)

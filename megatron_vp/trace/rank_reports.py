@@ -1,0 +1,116 @@
+"""Reads what a run wrote as --rank-report: what every pipeline rank held, and how long it computed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from megatron_vp.errors import UserError
+from megatron_vp.files import MIB, read_text
+from megatron_vp.trace.partition import Partition
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """The report of one pipeline rank, without its first iteration, which warms up (unless it is the only one).
+
+    iterations: seconds of the forward and backward passes of each iteration, waiting included. passes: of these, the
+    seconds that the rank computed, by kind of pass. peak_bytes: allocated at most; None where not measured (CPU).
+    run: the same on all ranks of a run, and of no other.
+    """
+
+    parameters: int
+    microbatches: int
+    peak_in_flight: float
+    iterations: tuple[float, ...]
+    passes: tuple[Mapping[str, float], ...]
+    peak_bytes: int | None
+    run: str
+    partition: Partition
+
+    @property
+    def iteration_seconds(self) -> float:
+        """Mean over the iterations."""
+        return fmean(self.iterations)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Mean time per iteration that the rank computed."""
+        return fmean(sum(each.values()) for each in self.passes)
+
+    @property
+    def waiting_seconds(self) -> float:
+        """Mean time per iteration that it did not compute. On a CPU this includes waiting for a core."""
+        return max(0.0, self.iteration_seconds - self.busy_seconds)
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> RankReport:
+        """Of the JSON object of a file. Raises KeyError, TypeError, ValueError or AttributeError for another one."""
+        iterations = [milliseconds / 1e3 for milliseconds in document["iteration_milliseconds"]]
+        passes = [
+            {kind: milliseconds / 1e3 for kind, milliseconds in each.items()}
+            for each in document["pass_milliseconds_by_iteration"]
+        ]
+        if not iterations or len(iterations) != len(passes):
+            raise ValueError("iterations without times")
+        warm = 1 if len(iterations) > 1 else 0
+        peak = document["memory_bytes"].get("peak")
+        return cls(
+            parameters=int(document["parameters"]),
+            microbatches=int(document["microbatches"]),
+            peak_in_flight=float(document["peak_microbatches_in_flight"]),
+            iterations=tuple(iterations[warm:]),
+            passes=tuple(passes[warm:]),
+            peak_bytes=None if peak is None else int(peak),
+            run=str(document["run"]),
+            partition=Partition.of(document),
+        )
+
+
+def read_reports(folder: Path) -> tuple[RankReport, ...]:
+    """The reports of all pipeline ranks of the run in `folder`, by rank.
+
+    Raises UserError for a folder without reports, with those of some ranks only, and with those of different runs.
+    """
+    paths = sorted(folder.glob("rank_*.json"))
+    if not paths:
+        raise UserError(f"{folder} holds no rank_*.json: give the folder that the run had as --rank-report")
+    found: dict[int, RankReport] = {}
+    for path in paths:
+        document = read_document(path)
+        if "traceEvents" in document:
+            raise UserError(f"{path} is a trace of --pipeline-trace: give the folder that the run had as --rank-report")
+        try:
+            found[int(document["pipeline_rank"])] = RankReport.of(document)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise UserError(
+                f"{path} is not a rank report of this version; give a folder that holds nothing else"
+            ) from None
+    if sorted(found) != list(range(len(paths))):
+        raise UserError(
+            f"{folder} has the reports of pipeline ranks {sorted(found)} in {len(paths)} files: put those of all ranks "
+            "of one run, counted from 0, into one folder"
+        )
+    reports = tuple(found[rank] for rank in range(len(paths)))
+    rows = reports[0].partition.vocab_rows
+    if len({(report.run, report.partition) for report in reports}) > 1 or len(rows or reports) != len(reports):
+        raise UserError(f"{folder} holds the rank reports of different runs: report into an empty folder")
+    return reports
+
+
+def read_document(path: Path) -> Mapping[str, Any]:
+    """The JSON object of a rank report or trace. Raises UserError for anything else."""
+    text = read_text(path, "rank report", 512 * MIB)
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        raise UserError(
+            f"{path} is no JSON, or is cut off: give the folder of a run's rank reports or traces"
+        ) from None
+    if not isinstance(document, dict):
+        raise UserError(f"{path} is neither a rank report nor a trace; give a folder that holds nothing else")
+    return document

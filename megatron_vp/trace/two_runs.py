@@ -1,0 +1,195 @@
+"""A plain run next to a vocabulary-parallel one of the same job: time, waiting and memory of every rank, and losses.
+
+Times, parameters and memory are those of the rank reports (`--rank-report`), losses those of Megatron's log.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_vp.errors import UserError, printable
+from megatron_vp.files import MIB, read_text
+from megatron_vp.trace.rank_reports import RankReport, read_reports
+
+LOG_SUFFIXES = (".txt", ".log", ".out")
+LONGEST_LOG = 1024 * MIB
+ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*?lm loss: (\S+)")
+"""A line of Megatron's log: iteration, iterations of the job, mean training loss since the line before."""
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """One run: its reports by pipeline rank, and its training losses by iteration."""
+
+    ranks: tuple[RankReport, ...]
+    losses: dict[int, float]
+
+    @property
+    def iteration_seconds(self) -> float:
+        """Mean time of an iteration's passes on the slowest rank."""
+        return max(rank.iteration_seconds for rank in self.ranks)
+
+    def document(self) -> dict[str, Any]:
+        """For a JSON object; lists are by rank, losses in the order of `iterations`."""
+        return {
+            "iteration_seconds": [rank.iteration_seconds for rank in self.ranks],
+            "busy_seconds": [rank.busy_seconds for rank in self.ranks],
+            "waiting_seconds": [rank.waiting_seconds for rank in self.ranks],
+            "peak_memory_bytes": [rank.peak_bytes for rank in self.ranks],
+            "peak_microbatches_in_flight": [rank.peak_in_flight for rank in self.ranks],
+            "parameters": [rank.parameters for rank in self.ranks],
+            "iterations": list(self.losses),
+            "losses": list(self.losses.values()),
+        }
+
+
+@dataclass(frozen=True)
+class TwoRuns:
+    """A plain run and a vocabulary-parallel run of one job, on equally many pipeline ranks."""
+
+    plain: RecordedRun
+    split: RecordedRun
+
+    def __post_init__(self) -> None:
+        """Raises UserError for runs that cannot be compared."""
+        plain, split = (run.ranks[0].partition.vocab_rows is not None for run in (self.plain, self.split))
+        if plain and not split:
+            raise UserError("the first run has vocabulary shards and the second has none: give the plain run first")
+        first, second = self.plain.ranks[0], self.split.ranks[0]
+        sizes = dict(second.partition.sizes)
+        for what, before, after in (
+            ("pipeline ranks", len(self.plain.ranks), len(self.split.ranks)),
+            ("microbatches per iteration", first.microbatches, second.microbatches),
+            *((name, size, sizes.get(name, size)) for name, size in first.partition.sizes),
+        ):
+            if before != after:
+                raise UserError(f"{what}: {before} in the first run, {after} in the second; give two runs of one job")
+        if not self.common_iterations:
+            raise UserError(
+                f"the logs share no iteration: the first has {_extent(self.plain)}, the second {_extent(self.split)}; "
+                "give two runs of one job with the same --log-interval"
+            )
+
+    @property
+    def common_iterations(self) -> list[int]:
+        """Iterations of which both logs have the loss."""
+        return sorted(self.plain.losses.keys() & self.split.losses.keys())
+
+    def differences(self) -> dict[int, float]:
+        """Relative difference of the losses (vocabulary parallel minus plain, over plain) by common iteration."""
+        plain, split = self.plain.losses, self.split.losses
+        return {
+            each: (split[each] - plain[each]) / abs(plain[each]) if split[each] != plain[each] else 0.0
+            for each in self.common_iterations
+        }
+
+    @property
+    def largest_loss_difference(self) -> tuple[int, float]:
+        """The iteration with the largest relative difference, and that difference without its sign."""
+        differences = self.differences()
+        iteration = max(differences, key=lambda each: abs(differences[each]))
+        return iteration, abs(differences[iteration])
+
+    def document(self) -> dict[str, Any]:
+        """The comparison as a JSON object."""
+        return {
+            "plain": self.plain.document(),
+            "vocabulary_parallel": self.split.document(),
+            "largest_loss_difference": self.largest_loss_difference[1],
+        }
+
+    def text(self) -> str:
+        """The comparison as `megatron-vp report` prints it; every pair is plain | vocabulary parallel."""
+        plain, split, common = self.plain, self.split, self.common_iterations
+        busiest = [max(rank.busy_seconds for rank in run.ranks) for run in (plain, split)]
+        before, after = plain.iteration_seconds, split.iteration_seconds
+        faster, slower = ("vocabulary parallel", "plain") if after < before else ("plain", "vocabulary parallel")
+        iteration, largest = self.largest_loss_difference
+        return "\n".join(
+            [
+                "plain | vocabulary parallel",
+                "",
+                *_table(plain, split),
+                "",
+                f"seconds per iteration: {_seconds(before)} | {_seconds(after)} "
+                f"({slower} takes {max(before, after) / min(before, after):.2f} times as long as {faster})",
+                f"of that the busiest rank computes: {_seconds(busiest[0])} | {_seconds(busiest[1])}",
+                f"plain loss: {plain.losses[common[0]]:.4f} in iteration {common[0]}, "
+                f"{plain.losses[common[-1]]:.4f} in iteration {common[-1]}",
+                f"largest difference between the two loss curves: {largest:.1e} of the loss, in iteration {iteration} "
+                f"({len(common)} iterations compared)",
+            ]
+        )
+
+
+def read_two_runs(plain: Path, split: Path, logs: tuple[Path, Path] | None = None) -> TwoRuns:
+    """Two runs from the folders of their rank reports.
+
+    logs: Megatron's log of each run; None: the only log in each folder. Raises UserError for what cannot be compared.
+    """
+    reports = [read_reports(folder) for folder in (plain, split)]
+    paths = logs if logs is not None else (_log_in(plain), _log_in(split))
+    return TwoRuns(*(RecordedRun(ranks, read_losses(log)) for ranks, log in zip(reports, paths, strict=True)))
+
+
+def read_losses(log: Path) -> dict[int, float]:
+    """Training losses by iteration, from Megatron's log. An iteration that a resumed run repeats counts once, the last.
+
+    Raises UserError for a log without losses, and for a loss that is not a finite number.
+    """
+    losses: dict[int, float] = {}
+    for iteration, _, text in ITERATION.findall(read_text(log, "log", LONGEST_LOG, errors="replace")):
+        try:
+            loss = float(text)
+        except ValueError:
+            loss = math.nan
+        if not math.isfinite(loss):
+            raise UserError(f"{log}: the loss of iteration {iteration} is {printable(text, 40)}, so no curve compares")
+        losses[int(iteration)] = loss
+    if not losses:
+        raise UserError(f"{log} has no line with 'iteration' and 'lm loss': give Megatron's output with --logs")
+    return dict(sorted(losses.items()))
+
+
+def _log_in(folder: Path) -> Path:
+    """The only file of `folder` that looks like a log with losses."""
+    candidates = [path for path in sorted(folder.glob("*")) if path.suffix in LOG_SUFFIXES and path.is_file()]
+    found = [path for path in candidates if ITERATION.search(read_text(path, "log", LONGEST_LOG, errors="replace"))]
+    if len(found) != 1:
+        what = f"has several logs ({', '.join(path.name for path in found)})" if found else "has no log with losses"
+        raise UserError(f"{folder} {what}: name the logs of both runs with --logs PLAIN_LOG VP_LOG")
+    return found[0]
+
+
+def _table(plain: RecordedRun, split: RecordedRun) -> list[str]:
+    """A line per rank; peak memory where both runs measured it."""
+    columns: list[tuple[str, Callable[[RankReport], str]]] = [
+        ("parameters", lambda rank: f"{rank.parameters:,}"),
+        ("in flight", lambda rank: f"{rank.peak_in_flight:g}"),
+        ("computes s", lambda rank: f"{_seconds(rank.busy_seconds)} {rank.busy_seconds / rank.iteration_seconds:4.0%}"),
+        ("waits s", lambda rank: _seconds(rank.waiting_seconds)),
+    ]
+    measured = all(rank.peak_bytes is not None for run in (plain, split) for rank in run.ranks)
+    if measured:
+        columns.append(("peak GiB", lambda rank: f"{(rank.peak_bytes or 0) / GIB:.2f}"))
+    rows = [["rank", *(title for title, _ in columns)]]
+    for number, pair in enumerate(zip(plain.ranks, split.ranks, strict=True)):
+        rows.append([str(number), *(" | ".join(map(show, pair)) for _, show in columns)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["   ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return lines if measured else [*lines, "peak memory: not measured, as on a CPU"]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:#.3g}".removesuffix(".")
+
+
+def _extent(run: RecordedRun) -> str:
+    return f"{min(run.losses)} to {max(run.losses)}"

@@ -1,0 +1,43 @@
+"""Two runs as a picture: their loss curves and how far these are apart, and where each rank's time goes."""
+
+from __future__ import annotations
+
+import io
+
+from megatron_vp.trace.two_runs import TwoRuns
+
+
+def picture(runs: TwoRuns) -> bytes:
+    """PNG of loss curves, their relative difference, and computing and waiting time by rank (left bar: plain)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    grid = figure.add_gridspec(2, 2, width_ratios=(3, 2), height_ratios=(3, 1))
+    above = figure.add_subplot(grid[0, 0])
+    below = figure.add_subplot(grid[1, 0], sharex=above)
+    bars = figure.add_subplot(grid[:, 1])
+    plain, split = "plain", "vocabulary parallel"
+    above.plot(list(runs.plain.losses), list(runs.plain.losses.values()), label=plain, linewidth=4, alpha=0.4)
+    above.plot(list(runs.split.losses), list(runs.split.losses.values()), label=split, linewidth=1.2, color="black")
+    above.set_ylabel("training loss")
+    above.legend()
+    differences = runs.differences()
+    below.plot(list(differences), list(differences.values()), color="black", linewidth=1)
+    below.set_ylabel("relative\ndifference")
+    below.set_xlabel("iteration")
+
+    width = 0.4
+    for run, name, offset, color in ((runs.plain, plain, -width / 2, "C0"), (runs.split, split, width / 2, "0.2")):
+        places = [rank + offset for rank in range(len(run.ranks))]
+        busy = [rank.busy_seconds for rank in run.ranks]
+        bars.bar(places, busy, width, color=color, label=f"{name}: computes")
+        waits = [rank.waiting_seconds for rank in run.ranks]
+        bars.bar(places, waits, width, bottom=busy, color=color, alpha=0.25, label=f"{name}: waits")
+    bars.set_xticks(range(len(runs.plain.ranks)))
+    bars.set_xlabel("pipeline rank")
+    bars.set_ylabel("seconds per iteration")
+    bars.set_ylim(0, 1.3 * max(run.iteration_seconds for run in (runs.plain, runs.split)))
+    bars.legend(ncols=2, fontsize="x-small", loc="upper center")
+    file = io.BytesIO()
+    figure.savefig(file, dpi=150, format="png")
+    return file.getvalue()

@@ -1,0 +1,157 @@
+"""`megatron-vp report` on runs with known answers, and one line for what cannot be compared."""
+
+import json
+
+import pytest
+
+from megatron_vp.cli.app import main
+from megatron_vp.errors import UserError
+from megatron_vp.trace.two_runs import read_losses, read_two_runs
+
+GIB = 2**30
+MEGATRON = (
+    " [2026-11-23 12:00:20] iteration {:8d}/      50 | consumed samples:  16 | lm loss: {} | loss scale: 1.0 |\n"
+    " validation loss at iteration {} | lm loss value: 7.282781E+00 | lm loss PPL: 1.455028E+03 | \n"
+)
+LOSSES = {1: "9.724010E+00", 2: "9.738344E+00", 3: "9.600000E+00"}
+
+
+def log_of(losses):
+    return "starting\n" + "".join(MEGATRON.format(each, loss, each) for each, loss in losses.items())
+
+
+def write_run(folder, busy, rows=None, losses=LOSSES, peak=None, **changes):
+    """Reports of ranks that compute `busy` milliseconds of each iteration's 100, but for the first."""
+    folder.mkdir()
+    for rank, milliseconds in enumerate(busy):
+        each = {"F": 0.25 * milliseconds, "B": 0.75 * milliseconds}
+        document = {
+            "run": folder.name,
+            "pipeline_rank": rank,
+            "parameters": 1000 + rank,
+            "microbatches": 4,
+            "peak_microbatches_in_flight": 2.0 - rank,
+            "iteration_milliseconds": [900.0, 90.0, 110.0],
+            "pass_milliseconds_by_iteration": [{"F": 400.0, "B": 400.0}, each, each],
+            "memory_bytes": {"parameters": 4000} | ({} if peak is None else {"peak": (peak + rank) * GIB}),
+            "vocab_rows": rows,
+            "sizes": {"hidden_size": 64},
+        }
+        (folder / f"rank_{rank}.json").write_text(json.dumps(document | changes))
+    (folder / "log.txt").write_text(log_of(losses))
+
+
+@pytest.fixture
+def runs(tmp_path):
+    write_run(tmp_path / "plain", (20, 80), peak=3)
+    write_run(tmp_path / "vp", (50, 40), rows=[512, 512], losses=LOSSES | {3: "9.599040E+00"}, peak=2)
+    return tmp_path / "plain", tmp_path / "vp"
+
+
+def said(capsys, *words):
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", *map(str, words)])
+    return stopped.value.code, capsys.readouterr()
+
+
+def test_the_json_has_time_memory_and_losses_of_both_runs(runs, capsys):
+    status, streams = said(capsys, *runs, "--format", "json")
+    found = json.loads(streams.out)
+    assert status == 0 and found.keys() == {"plain", "vocabulary_parallel", "largest_loss_difference"}
+    plain, split = found["plain"], found["vocabulary_parallel"]
+    assert plain["iteration_seconds"] == pytest.approx([0.1, 0.1])
+    assert plain["busy_seconds"] == pytest.approx([0.02, 0.08])
+    assert split["waiting_seconds"] == pytest.approx([0.05, 0.06])
+    assert plain["peak_memory_bytes"] == [3 * GIB, 4 * GIB] and split["peak_memory_bytes"] == [2 * GIB, 3 * GIB]
+    assert plain["losses"] == [9.72401, 9.738344, 9.6] and split["losses"] == [9.72401, 9.738344, 9.59904]
+    assert found["largest_loss_difference"] == pytest.approx(1e-4)
+
+
+def test_the_text_says_it_by_rank_and_which_run_is_faster(runs, capsys):
+    status, streams = said(capsys, *runs)
+    lines = [" ".join(line.split()) for line in streams.out.splitlines()]
+    assert status == 0
+    assert "0 1,000 | 1,000 2 | 2 0.0200 20% | 0.0500 50% 0.0800 | 0.0500 3.00 | 2.00" in lines
+    assert "of that the busiest rank computes: 0.0800 | 0.0500" in lines
+    assert "plain loss: 9.7240 in iteration 1, 9.6000 in iteration 3" in lines
+    assert lines[-1].endswith("1.0e-04 of the loss, in iteration 3 (3 iterations compared)")
+
+
+def test_memory_that_a_cpu_does_not_measure_is_not_made_up(tmp_path):
+    for name in ("plain", "vp"):
+        write_run(tmp_path / name, (20, 80))
+    runs = read_two_runs(tmp_path / "plain", tmp_path / "vp")
+    assert "peak memory: not measured" in runs.text() and "GiB" not in runs.text()
+    assert runs.document()["plain"]["peak_memory_bytes"] == [None, None]
+
+
+def test_the_picture_goes_to_the_file_that_is_named(runs, tmp_path, capsys):
+    assert said(capsys, *runs, "-o", tmp_path / "report.png")[0] == 0
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    status, streams = said(capsys, *runs, "--format", "png")
+    assert status == 2 and "name a file with -o" in streams.err
+
+
+def test_logs_may_lie_elsewhere(runs, tmp_path, capsys):
+    for name, run in zip(("a", "b"), runs, strict=True):
+        (run / "log.txt").rename(tmp_path / name)
+    status, streams = said(capsys, *runs)
+    assert status == 2 and f"{runs[0]} has no log with losses: name the logs" in streams.err
+    status, streams = said(capsys, *runs, "--logs", tmp_path / "a", tmp_path / "b", "--format", "json")
+    assert status == 0 and json.loads(streams.out)["largest_loss_difference"] == pytest.approx(1e-4)
+
+
+def test_an_iteration_that_a_resumed_run_repeats_counts_once(tmp_path):
+    (tmp_path / "log").write_text(log_of({1: "9.0", 2: "8.0"}) + "[default3]:" + log_of({2: "7.0", 3: "6.0"}))
+    assert read_losses(tmp_path / "log") == {1: 9.0, 2: 7.0, 3: 6.0}
+
+
+def change(name, **changes):
+    def apply(plain, split):
+        path = (plain if name == "plain" else split) / "rank_1.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return apply
+
+
+REFUSED = {
+    "no such folder": (lambda plain, split: plain.rename(plain.with_name("x")), "holds no rank_"),
+    "a rank's report is missing": (lambda plain, split: (plain / "rank_0.json").unlink(), r"pipeline ranks \[1\]"),
+    "a trace": (change("plain", traceEvents=[]), "is a trace of --pipeline-trace"),
+    "another file": (change("vp", iteration_milliseconds=None), "rank_1.json is not a rank report"),
+    "a report without iterations": (change("vp", iteration_milliseconds=[]), "rank_1.json is not a rank report"),
+    "ranks of two runs": (change("vp", run="another"), "of different runs: report into an empty folder"),
+    "fewer ranks than the run had": (lambda plain, split: (split / "rank_1.json").unlink(), "of different runs"),
+    "no JSON": (lambda plain, split: (plain / "rank_1.json").write_text("{"), "is no JSON"),
+    "two logs": (lambda plain, split: (plain / "b.out").write_text(log_of(LOSSES)), r"several logs \(b.out, log.txt\)"),
+    "a loss that is no number": (
+        lambda plain, split: (split / "log.txt").write_text(log_of(LOSSES | {2: "nan"})),
+        "loss of iteration 2 is nan",
+    ),
+    "iterations of other numbers": (
+        lambda plain, split: (split / "log.txt").write_text(log_of({10: "5.0", 20: "4.0"})),
+        "the logs share no iteration: the first has 1 to 3, the second 10 to 20",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_compared_is_one_line(runs, case):
+    spoil, words = REFUSED[case]
+    spoil(*runs)
+    with pytest.raises(UserError, match=words):
+        read_two_runs(*runs)
+
+
+def test_runs_in_the_wrong_order_or_of_two_jobs_are_refused(runs, tmp_path, capsys):
+    status, streams = said(capsys, runs[1], runs[0])
+    assert (status, streams.err.count("\n")) == (2, 1) and "give the plain run first" in streams.err
+    write_run(tmp_path / "three", (1, 2, 3), rows=[512, 512, 512])
+    with pytest.raises(UserError, match="pipeline ranks: 2 in the first run, 3 in the second; give two runs"):
+        read_two_runs(runs[0], tmp_path / "three")
+    write_run(tmp_path / "eight", (20, 80), rows=[512, 512], microbatches=8)
+    with pytest.raises(UserError, match="microbatches per iteration: 4 in the first run, 8"):
+        read_two_runs(runs[0], tmp_path / "eight")
+    write_run(tmp_path / "wide", (20, 80), rows=[512, 512], sizes={"hidden_size": 128})
+    with pytest.raises(UserError, match="hidden_size: 64 in the first run, 128"):
+        read_two_runs(runs[0], tmp_path / "wide")
