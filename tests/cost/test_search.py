@@ -8,8 +8,10 @@ import os
 import pickle
 import subprocess
 import sys
+from concurrent.futures import Future
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -279,6 +281,27 @@ def test_the_answer_depends_neither_on_load_nor_on_cores(monkeypatch):
             process.wait()
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7))
     assert pickle.dumps(first) == pickle.dumps(loaded) == pickle.dumps(found(MODEL, 8, SOME, budget=60))
+
+
+def test_every_simulation_is_decided_on_with_the_same_results(monkeypatch):
+    class Pool:
+        def submit(self, function, option, *_):
+            done = Future()
+            done.set_result(SimpleNamespace(iteration_seconds=1.0, peak_memory=float(option.place)))
+            return done
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    front, results = search._Front(100.0), []
+    tried = [search.Variant(None, {}), search.Variant(None, {}, own=True)]
+    simulations = search._Simulations(Pool(), tried, H100, CALIBRATED, front, results, 20)
+    for place in range(20):
+        option = search._Option(Bound(1.0, 1.0), 0, place, False, None)
+        assert simulations.room(option)
+        assert len(results) == max(0, place - search.WINDOW + 1), "results are taken in turn, however soon they come"
+        simulations.start(option)
+    assert not simulations.room(option) and len(results) == 20, "the budget is spent"
+    assert [each.memory for each in results] == list(range(20)), "in the order of their start"
+    assert simulations.room(option._replace(variant=1)), "the job's own sizes come on top"
 
 
 def test_nothing_fits():
