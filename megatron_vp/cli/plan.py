@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, options_of
+from megatron_vp.cli.memory_room import memory_room
 from megatron_vp.cli.plan_check import Checked, choose_checked, megatrons_check
 from megatron_vp.cli.plan_search import search_job
 from megatron_vp.cli.planning import (
@@ -33,6 +34,7 @@ from megatron_vp.jobs.command_line import files_and_flags
 
 if TYPE_CHECKING:
     from megatron_vp.cost.planning.planner import Choice, Evaluation, Infeasible
+    from megatron_vp.cost.planning.ties import Tie
     from megatron_vp.cost.sizes.shapes import Plan
 
 
@@ -181,7 +183,8 @@ def _table(
     lines += [
         f"not possible: {one.candidate.plan.schedule}, {one.candidate.method}: {one.reason}" for one in infeasible
     ]
-    lines += _comparison(checked.choice)
+    lines += _comparison(checked.choice, request.tie, request.limit)
+    lines += memory_room(request, chosen, evaluations)
     lines += [line for line in (checked.note, next_start) if line]
     settings = settings_of(request.config, chosen.candidate.plan, request.job)
     lines += how_to_run(settings, request)
@@ -192,9 +195,8 @@ def _shards(plan: Plan) -> str:
     return "" if not plan.vocab.is_sharded else "even" if plan.vocab_rows is None else "balanced"
 
 
-def _comparison(choice: Choice) -> list[str]:
+def _comparison(choice: Choice, tie: Tie, limit: float) -> list[str]:
     """What the choice gains over runs without vocabulary parallelism, and whether it was a tie, in lines."""
-    from megatron_vp.cost.hardware.constants import ERROR_BAND
     from megatron_vp.cost.planning.planner import WITHOUT_SPLIT
 
     chosen, whole = choice.chosen, choice.without_split
@@ -209,11 +211,13 @@ def _comparison(choice: Choice) -> list[str]:
         ]
     if len(choice.tied) > 1:
         fastest = choice.tied[0]
+        avoided = not chosen.is_tight(limit) and any(each.is_tight(limit) for each in choice.tied)
         ahead = chosen.iteration_seconds / fastest.iteration_seconds - 1
         said = "is the fastest of them, too" if chosen is fastest else f"{_name(fastest)} is {100 * ahead:.1f} % faster"
         lines.append(
-            f"a tie: {len(choice.tied)} runs are within the {100 * ERROR_BAND['time']:.0f} % that a prediction may be "
-            f"off, and {_name(chosen)} is the simplest of them; " + (said if chosen is not fastest else f"it {said}")
+            f"a tie: {len(choice.tied)} runs are within {tie.text}, and {_name(chosen)} is the simplest of them"
+            + (" that leave room in memory; " if avoided else "; ")
+            + (said if chosen is not fastest else f"it {said}")
         )
     return lines
 
@@ -236,6 +240,7 @@ def _document(
 
     return request.document() | {
         "best": evaluations.index(choice.chosen),
+        "tie_band": request.tie.share,
         "tied": [evaluations.index(each) for each in choice.tied],
         "without_split": None if choice.without_split is None else evaluations.index(choice.without_split),
         "gain": choice.gain,

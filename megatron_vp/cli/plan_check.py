@@ -70,13 +70,13 @@ def choose_checked(request: Request, evaluations: Sequence[Evaluation], ask: Ask
     """
     from megatron_vp.cost.planning.planner import Infeasible, choose
 
-    left = list(evaluations)
+    left, band = list(evaluations), request.tie.share
     refused: list[Infeasible] = []
     if not can_check():
-        return Checked(choose(left, request.limit), [], UNCHECKED)
+        return Checked(choose(left, request.limit, band), [], UNCHECKED)
     check = cache(lambda plan: refusal(request, plan, ask))
     while True:
-        choice = choose(left, request.limit)
+        choice = choose(left, request.limit, band)
         note = None
         for each in filter(None, (choice.chosen, choice.without_split)):
             reason = check(each.candidate.plan)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_vp.cli.memory_room import memory_room
 from megatron_vp.cli.plan_check import UNCHECKED, can_check, refusal
 from megatron_vp.cli.planning import GIB, Format, Request, how_to_run, rendered, seconds, what_to_set
 from megatron_vp.cli.result_output import progress_bar, write
@@ -126,7 +127,9 @@ def search_job(
 
 def _chosen(config: JobConfig, hardware: Hardware, gpus: int, limit: float, found: Search) -> Answer:
     """The simplest of the fastest runs that training would start."""
-    tied = found.tied(limit)
+    from megatron_vp.cost.planning.ties import tie_of
+
+    tied = found.tied(limit, tie_of(found.variants[0].job, hardware).share)
     answer = Answer(config, hardware, gpus, limit, found, tied[0], (), None)
     if not can_check():
         return replace(answer, note=UNCHECKED)
@@ -173,6 +176,7 @@ def _table(answer: Answer) -> str:
     settings = answer.settings(answer.chosen)
     lines = [answer.title, answer.heading, rendered(table)]
     lines += _counts(answer)
+    lines += memory_room(answer.request(answer.chosen), answer.chosen.evaluation, searched=True)
     lines += answer.request(answer.chosen).notes
     lines += [f"not possible: {', '.join(_row(answer, each)[:9])}: {reason}" for each, reason in answer.refused]
     lines += [answer.note] if answer.note else []
@@ -186,7 +190,7 @@ def _thinned(frontier: list[Found]) -> list[Found]:
 
 
 def _counts(answer: Answer) -> list[str]:
-    from megatron_vp.cost.hardware.constants import ERROR_BAND
+    from megatron_vp.cost.planning.ties import tie_of
 
     found, fastest = answer.search, answer.search.fitting(answer.limit)[0]
     lines = [
@@ -195,9 +199,10 @@ def _counts(answer: Answer) -> list[str]:
     ]
     if answer.chosen is not fastest:
         slower = answer.chosen.seconds / fastest.seconds - 1
+        tie = tie_of(found.variants[0].job, answer.hardware)
         lines.append(
-            f"the run in use below is {100 * slower:.1f} % slower than the fastest, within the "
-            f"{100 * ERROR_BAND['time']:.0f} % that a prediction may be off, and simpler"
+            f"the run in use below is {100 * slower:.1f} % slower than the fastest, within {tie.text}, and simpler or "
+            "with more room in memory"
         )
     return lines
 

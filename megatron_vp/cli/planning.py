@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from megatron_vp.cost.hardware.gpus import Hardware
+    from megatron_vp.cost.planning.ties import Tie
     from megatron_vp.cost.sizes.shapes import Job, Plan
     from megatron_vp.jobs.job_config import JobConfig
 
@@ -69,6 +70,13 @@ class Request:
             f"context x {job.data} data ranks, {job.microbatches} microbatches of {job.micro_batch} x {job.sequence} "
             f"tokens, vocabulary {job.model.vocab}" + (f", layers in fp8 ({job.fp8})" if job.fp8 else "")
         )
+
+    @property
+    def tie(self) -> Tie:
+        """By how much runs of the job may differ and still count as equally fast."""
+        from megatron_vp.cost.planning.ties import tie_of
+
+        return tie_of(self.job, self.hardware)
 
     @property
     def shards(self) -> str:

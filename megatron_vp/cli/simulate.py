@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, options_of
+from megatron_vp.cli.memory_room import memory_room
 from megatron_vp.cli.planning import (
     GIB,
     Format,
@@ -146,6 +147,7 @@ def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
             f"bubble {loss.bubble:.3g} s, communication {loss.communication:.3g} s, after the passes {loss.step:.3g} s",
             f"peak {found.peak_memory / GIB:.1f} GiB: {fits} into {request.limit / GIB:.4g} GiB; bound by "
             f"{found.bound_by(request.limit)}",
+            *memory_room(request, found),
             "",
             rendered(table) + rendered(_outside(found)) + "\n".join(request.notes),
             "",

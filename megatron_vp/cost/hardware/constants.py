@@ -87,3 +87,9 @@ _COMPARED = {
 def compared(hardware: str, fp8: bool, experts: bool) -> Compared | None:
     """What was compared of the jobs of a kind; None where nothing was published with enough of its configuration."""
     return _COMPARED.get((hardware, fp8, experts))
+
+
+def compared_elsewhere(experts: bool) -> Compared:
+    """What stands in for a kind that was not compared: of dense runs or of those with experts the worst known kind."""
+    known = (each for (_, _, has_experts), each in _COMPARED.items() if has_experts == experts)
+    return max(known, key=lambda each: each.mean)

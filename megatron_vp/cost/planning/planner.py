@@ -102,6 +102,10 @@ class Evaluation:
         """Whether every rank stays within `limit` bytes."""
         return self.peak_memory <= limit
 
+    def is_tight(self, limit: float) -> bool:
+        """Whether memory may exceed `limit` bytes by the stated error of a prediction."""
+        return (1 + ERROR_BAND["memory"]) * self.peak_memory > limit
+
     def bound_by(self, limit: float) -> str:
         """What keeps this candidate from being better, in a word or two."""
         if not self.fits(limit):
@@ -132,6 +136,8 @@ class Evaluation:
             "outside_bytes": [rank.outside.parts() for rank in self.memory],
             "communicators": [rank.outside.communicators for rank in self.memory],
             "fits": self.fits(limit),
+            "free_bytes": limit - self.peak_memory,
+            "tight": self.is_tight(limit),
             "bound_by": self.bound_by(limit),
         }
 
@@ -355,7 +361,7 @@ class Choice:
 
     chosen: Evaluation
     tied: tuple[Evaluation, ...]
-    """All that are within the stated error of the fastest, which is the first of them."""
+    """All that count as fast as the fastest, which is the first of them."""
     without_split: Evaluation | None
     """The fastest run without vocabulary parallelism that fits, redistributed layers included."""
 
@@ -370,8 +376,9 @@ class Choice:
 def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_BAND["time"]) -> Choice:
     """What to run, of evaluations with the fastest first.
 
-    Candidates that fit and are slower than the fastest by no more than `band`, the stated error of a prediction, are a
-    tie. A tie goes to the simplest, see `simplicity`. Interlaced runs are a comparison and are never chosen.
+    Candidates that fit and are slower than the fastest by no more than `band` are a tie: see `ties.tie_of`. A tie goes
+    to runs that fit by more than the stated error of memory, then to the simplest, see `simplicity`. Interlaced runs
+    are a comparison and are never chosen.
     Raises UserError where nothing fits.
     """
     offered = [each for each in evaluations if each.candidate.plan.vocab is not VocabMethod.INTERLACED]
@@ -379,7 +386,7 @@ def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_
     if fitting:
         tied = tuple(each for each in fitting if each.iteration_seconds <= (1 + band) * fitting[0].iteration_seconds)
         without_split = next((each for each in fitting if each.candidate.method in WITHOUT_SPLIT), None)
-        return Choice(min(tied, key=simplicity), tied, without_split)
+        return Choice(min(tied, key=lambda each: (each.is_tight(limit), *simplicity(each))), tied, without_split)
     if not offered:
         raise UserError("no schedule is left that can run this job")
     least = min(offered, key=lambda each: each.peak_memory)

@@ -125,7 +125,8 @@ class Search:
         return len(self.found) + self.too_large + self.dominated + self.untried
 
     def tied(self, limit: float, band: float = ERROR_BAND["time"]) -> list[Found]:
-        """Those that fit and are within `band`, the stated error of a prediction, of the fastest; the simplest first.
+        """Those that fit and are within `band` of the fastest, see `ties.tie_of`: those that leave room in memory
+        first, then the simplest.
 
         Fewer context and tensor ranks are simpler, and so is no recomputation; then see `planner.simplicity`.
         """
@@ -135,7 +136,14 @@ class Search:
         def simplest(each: Found) -> tuple[float, ...]:
             job = self.variants[each.variant].job
             recomputes = job.recompute is not Recompute.NONE
-            return (job.context, recomputes, job.tensor, job.expert, *simplicity(each.evaluation))
+            return (
+                each.evaluation.is_tight(limit),
+                job.context,
+                recomputes,
+                job.tensor,
+                job.expert,
+                *simplicity(each.evaluation),
+            )
 
         return sorted(near, key=simplest)
 

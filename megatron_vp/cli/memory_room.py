@@ -1,0 +1,56 @@
+"""How much memory a run leaves free, and what to do where that is less than a prediction may be off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron_vp.cost.hardware.constants import ERROR_BAND
+
+if TYPE_CHECKING:
+    from megatron_vp.cli.planning import Request
+    from megatron_vp.cost.planning.planner import Evaluation
+
+GIB = 2**30
+
+
+def memory_room(
+    request: Request, found: Evaluation, others: Sequence[Evaluation] = (), searched: bool = False
+) -> list[str]:
+    """What a run that fits leaves free, in lines; where that is inside the error, also what would give room.
+
+    `others`: runs of the same job, the fastest first. `searched`: other parallel sizes were tried already.
+    """
+    limit, job = request.limit, request.job
+    if not found.fits(limit):
+        return []
+    line = (
+        f"memory of the fullest rank: {found.peak_memory / GIB:.1f} of {limit / GIB:.4g} GiB, "
+        f"{(limit - found.peak_memory) / GIB:.1f} GiB free"
+    )
+    if not found.is_tight(limit):
+        return [line]
+    ways = ["a smaller run of the frontier"] if searched else []
+    roomy = next((each for each in others if not each.is_tight(limit) and _offered(each)), None)
+    if roomy is not None:
+        plan, slower = roomy.candidate.plan, roomy.iteration_seconds / found.iteration_seconds - 1
+        ways.append(
+            f"{plan.schedule} with {roomy.candidate.method} ({roomy.peak_memory / GIB:.1f} GiB, "
+            f"{100 * slower:+.1f} % time)"
+        )
+    if job.recompute.value == "none":
+        ways.append("recomputation (--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)")
+    if job.distributed_optimizer:
+        ways.append("more nodes (--nodes), which share the optimizer's state")
+    else:
+        ways.append("more nodes (--nodes) with --use-distributed-optimizer")
+    if not searched:
+        ways.append("other parallel sizes (megatron-vp plan --search)")
+    return [
+        f"{line}: less than the {100 * ERROR_BAND['memory']:.0f} % that predicted memory may be off, so it may not fit",
+        f"room would come from {'; '.join(ways)}",
+    ]
+
+
+def _offered(each: Evaluation) -> bool:
+    return each.candidate.method != "interlaced"
