@@ -52,7 +52,7 @@ OTHERS = (
     *("hybrid_layer_pattern", "hybrid_override_pattern"),
     *("swiglu", "quick_geglu", "group_query_attention", "untie_embeddings_and_output_weights"),
     *("hidden_dropout", "attention_dropout", "sequence_parallel", "use_distributed_optimizer"),
-    *("recompute_granularity", "bf16", "fp16", "accumulate_allreduce_grads_in_fp32"),
+    *("recompute_granularity", "recompute_modules", "bf16", "fp16", "accumulate_allreduce_grads_in_fp32"),
     *("fp8_format", "fp8_recipe", "first_last_layers_bf16"),
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
     *("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),

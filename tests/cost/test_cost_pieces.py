@@ -6,9 +6,9 @@ import pytest
 
 from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import HARDWARE, find_hardware
-from megatron_vp.cost.memory.layer_memory import layer_activations
+from megatron_vp.cost.memory.layer_memory import layer_activations, layer_memory
 from megatron_vp.cost.paper.published import Cell, jobs
-from megatron_vp.cost.sizes.flops import Matrix, layer_flops, layer_weights, model_flops, paper_flops
+from megatron_vp.cost.sizes.flops import Matrix, layer_flops, layer_matrices, layer_weights, model_flops, paper_flops
 from megatron_vp.cost.sizes.layer_types import LayerType
 from megatron_vp.cost.sizes.layouts import equal_layers, redistributed_layers
 from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, ModelShape, Recompute
@@ -302,3 +302,45 @@ def test_fused_layers_move_what_is_counted_and_local_attention_all_scores():
     )
     assert engine.layer_bytes(LayerType.WHOLE) < 0.5 * local.layer_bytes(LayerType.WHOLE)
     assert local.layer().F > engine.layer().F
+
+
+def recomputing(*modules, **changes):
+    """What a layer of H100s keeps, what its backward needs for a moment, and its times, `modules` computed again."""
+    one = job(recompute_modules=frozenset(modules), layers=LayerKind.ENGINE, **changes)
+    memory, times = layer_memory(one, split=False), PassTimes(one, HARDWARE["h100"], CALIBRATED).layer()
+    return memory.kept, memory.backward, times.B, times
+
+
+def test_an_mlp_that_is_computed_again_keeps_its_input_alone():
+    llama = ModelShape(32, 4096, 32, 14336, 128256, kv_groups=8, gated=True)
+    whole, again = recomputing(model=llama), recomputing("mlp", model=llama)
+    dropped = 2048 * (2 * 4096 + 2 * 3 * 14336)  # the norm's result, the first product, and the second one's input
+    assert (whole[0] - again[0], again[1] - whole[1]) == (dropped, dropped)
+    times = PassTimes(job(llama, layers=LayerKind.ENGINE), HARDWARE["h100"], CALIBRATED)
+    products = sum(map(times.gemm_time, layer_matrices(times.job)[2:]))
+    assert again[2] - whole[2] == pytest.approx(products + times.memory_time(2048 * 2 * 3 * 14336))
+    assert (again[3].F, again[3].W) == (whole[3].F, whole[3].W)
+    # Local layers keep the norm's result, their MLP's input. Without experts nothing else changes.
+    local = [
+        layer_activations(job(llama, recompute_modules=frozenset(each), layers=LayerKind.LOCAL))
+        for each in ((), ("mlp",))
+    ]
+    assert local[0] - local[1] == 2048 * 2 * 3 * 14336
+    assert recomputing("moe", "moe_act", "core_attn", model=llama) == whole
+    assert recomputing("mlp", model=llama, recompute=Recompute.FULL) == recomputing(
+        model=llama, recompute=Recompute.FULL
+    )
+
+
+def test_experts_compute_their_activation_or_everything_again():
+    routed = gpt(experts=8, experts_per_token=2, gated=True)
+    changes = {"model": routed, "tensor": 2, "sequence_parallel": True}
+    whole, activation, everything = (recomputing(*each, **changes) for each in ((), ("moe_act",), ("moe",)))
+    inner = 2 * 2048 * 2 * 12288 / 2
+    assert (whole[0] - activation[0], activation[1] - whole[1]) == (inner, inner)
+    hidden = 2 * 2048 * 3072 / 2  # one of two copies of a token; the norm's result stays in place of the other
+    assert (whole[0] - everything[0], everything[1] - whole[1]) == (3 * inner + hidden, 3 * inner + hidden)
+    assert whole[2] < activation[2] < everything[2] and whole[3].F == everything[3].F
+    assert recomputing("mlp", **changes) == whole
+    offset = recomputing("moe_act", glu_intermediates=2, **changes)
+    assert recomputing(glu_intermediates=2, **changes)[0] - offset[0] == 3 * inner

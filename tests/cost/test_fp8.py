@@ -67,6 +67,11 @@ def test_a_layer_multiplies_at_the_fp8_rate_and_quantises_what_it_multiplies():
     assert times.plain_layer() == plain
     again = PassTimes(replace(JOB, recompute=Recompute.FULL), H100, CALIBRATED).layer()
     assert pytest.approx(found.B + found.F) == again.B
+    part, wide = (
+        PassTimes(replace(job, recompute_modules=frozenset(["mlp"])), H100, CALIBRATED).layer() for job in (JOB, WIDE)
+    )
+    faster = 2 * tokens * 8 * h * h * (1 / 700e12 - 1 / 1280e12) - times.memory_time(6 * tokens * 5 * h)
+    assert pytest.approx(wide.B - plain.B - faster) == part.B - found.B
 
 
 def test_small_products_in_fp8_wait_for_half_the_operands_and_the_whole_result():
@@ -97,6 +102,10 @@ def test_weights_have_copies_and_inputs_are_kept_in_one_byte():
     halved = replace(JOB, tensor=2, sequence_parallel=True)
     assert activations_saved(halved, H100) == activations_saved(JOB, H100) / 2
     assert activations_saved(replace(JOB, model=EXPERTS), H100) == tokens * (h + 2 * h + 2 * 4 * h - h)
+    # Nothing is saved of what is not kept, because the backward computes it again.
+    for modules, inputs in ((["moe_act"], h + 2 * h - h), (["moe"], h - h)):
+        again = replace(JOB, model=EXPERTS, recompute_modules=frozenset(modules))
+        assert activations_saved(again, H100) == tokens * inputs
 
 
 def test_memory_of_a_rank_has_the_copies_and_keeps_less():

@@ -156,8 +156,12 @@ def test_what_the_cost_model_does_not_know_is_named_beside_its_answer(small):
     assert "not counted, though it changes time or memory: --multi-latent-attention, --fp4-format" in answer
     others = ["--attention-backend", "unfused", "--recompute-granularity", "selective"]
     answer = run("simulate", small, *others).stdout.splitlines()
-    said = "--attention-backend, --recompute-granularity selective"
-    assert f"not counted, though it changes time or memory: {said}" in answer
+    said = "not counted, though it changes time or memory: --attention-backend, --recompute-granularity selective"
+    assert f"{said} (core_attn)" in answer
+    answer = run("simulate", small, *others, "--recompute-modules", "mlp", "layernorm").stdout.splitlines()
+    assert f"{said} (layernorm)" in answer
+    answer = run("simulate", small, *others[2:], "--recompute-modules", "mlp").stdout
+    assert "not counted" not in answer and answer != run("simulate", small).stdout
 
 
 def test_what_no_number_depends_on_is_listed_in_one_line(small):

@@ -40,6 +40,10 @@ def test_a_run_becomes_megatrons_options():
     assert following["--num-virtual-stages-per-pipeline-rank"] == "7"
     assert {"--swiglu", "--bf16", "--sequence-parallel", "--use-distributed-optimizer"} <= {*flags}
     assert "--num-experts" not in flags
+    assert "--recompute-modules" not in flags
+    flags = ROWS["moe-zoo-102"].flags()
+    start = flags.index("--recompute-modules")
+    assert flags[start : start + 3] == ["--recompute-modules", "layernorm", "moe"]
 
 
 def test_tokens_follow_from_a_step_and_from_tflops():

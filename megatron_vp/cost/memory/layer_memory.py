@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_vp.cost.sizes.layer_types import LayerType, mlp_of, type_of
+from megatron_vp.cost.sizes.layer_types import LayerType, MlpRecompute, mlp_of, mlp_recompute, type_of
 from megatron_vp.cost.sizes.shapes import Job, Recompute
 from megatron_vp.jobs.layer_kind import LayerKind
 
@@ -48,7 +48,25 @@ def layer_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
     if job.recompute is Recompute.FULL:
         return job.tokens * job.element_bytes * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
     common = _common_activations(job, kind)
-    return common if job.layers is LayerKind.PAPER else common + _further_activations(job, kind)
+    if job.layers is LayerKind.PAPER:
+        return common
+    return common + _further_activations(job, kind) - recomputed_activations(job, kind)
+
+
+def recomputed_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
+    """Bytes that a layer need not keep because its backward computes a part of its MLPs again.
+
+    The whole MLP keeps its input alone: the result of the norm, or the norm's input where one module has both.
+    """
+    again, model, mlp = mlp_recompute(job, kind), job.model, mlp_of(job.model, kind)
+    if again is MlpRecompute.NONE or mlp is None:
+        return 0.0
+    inner = _inner(job, kind)
+    if again is MlpRecompute.ACTIVATION:
+        return inner * (1 + job.glu_intermediates)
+    norm_apart = bool(mlp.experts) or job.layers is not LayerKind.ENGINE
+    inputs = job.tokens * job.element_bytes * model.hidden / (job.tensor if job.sequence_parallel else 1)
+    return inputs * (mlp.per_token - norm_apart) + inner * ((3 if model.gated else 2) + job.glu_intermediates)
 
 
 @lru_cache(maxsize=4096)
@@ -68,7 +86,8 @@ def layer_memory(job: Job, split: bool, kind: LayerType = LayerType.WHOLE) -> La
         keys = max(model.keys // job.tensor, model.head_size)
         backward = job.tokens * job.element_bytes * (2 * model.queries / job.tensor + 2 * keys)
     if job.recompute is Recompute.FULL:
-        backward += layer_activations(replace(job, recompute=Recompute.NONE), kind)
+        backward += layer_activations(replace(job, recompute=Recompute.NONE, recompute_modules=frozenset()), kind)
+    backward += recomputed_activations(job, kind)
     scores, once = 0.0, 0.0
     if job.layers is LayerKind.LOCAL and kind.attends:
         scores = _scores(job)

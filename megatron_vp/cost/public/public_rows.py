@@ -18,6 +18,8 @@ from megatron_vp.files import MIB, read_text
 Columns = Mapping[str, str]
 
 _MLP = {"swiglu": ["--swiglu"], "geglu": ["--quick-geglu"], "squared_relu": ["--squared-relu"], "gelu": []}
+_MODULE = "recompute_"
+"""An option that begins so names a part of the layers that `selective_recompute` computes again."""
 _RECIPES = {"current": "tensorwise"}
 
 _FREE_TEXT = ("where", "releases", "assumed", "note", "family", "fsdp", "not_in_flags")
@@ -136,6 +138,8 @@ class PublicRow:
             flags += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
         if "selective_recompute" in options:
             flags += ["--recompute-granularity", "selective"]
+            modules = [each.removeprefix(_MODULE) for each in options if each.startswith(_MODULE)]
+            flags += ["--recompute-modules", *modules] * bool(modules)
         if self["cross_entropy"] != "eager":
             flags += ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", self["cross_entropy"]]
         if self["source"] == "sc21":

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megatron_vp.cost.hardware.gpus import HARDWARE, Hardware
 from megatron_vp.cost.sizes.flops import Matrix, layer_matrices
-from megatron_vp.cost.sizes.layer_types import LayerType, mlp_of
+from megatron_vp.cost.sizes.layer_types import LayerType, MlpRecompute, mlp_of, mlp_recompute
 from megatron_vp.cost.sizes.shapes import Fp8Recipe, Job
 from megatron_vp.errors import UserError
 
@@ -88,13 +88,14 @@ def activations_saved(job: Job, hardware: Hardware, kind: LayerType = LayerType.
     """Bytes that a layer keeps less of a microbatch on one rank than in 16 bits.
 
     The inputs of queries, keys and values, of the MLP and of its second product are kept in fp8. The projection's input
-    is kept twice: attention's backward needs it in 16 bits.
+    is kept twice: attention's backward needs it in 16 bits. What the backward computes again is not kept at all.
     """
     assert job.fp8 is not None
     model, t = job.model, job.tensor
     kept = quantised(job.fp8, hardware).kept_for_weights
     mlp = mlp_of(model, kind)
-    shared = model.hidden * (kind.attends + (mlp.per_token if mlp else 0))
-    inner = mlp.per_token * mlp.width / t if mlp else 0
+    again = mlp_recompute(job, kind)
+    shared = model.hidden * (kind.attends + (mlp.per_token if mlp and again is not MlpRecompute.ALL else 0))
+    inner = mlp.per_token * mlp.width / t if mlp and again is MlpRecompute.NONE else 0
     inputs = shared / (t if job.sequence_parallel else 1) + inner
     return job.tokens * ((job.element_bytes - kept) * inputs - kept * kind.attends * model.queries / t)

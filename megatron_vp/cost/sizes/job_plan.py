@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_vp.cost.sizes.job_sizes import job_of
+from megatron_vp.cost.sizes.job_sizes import job_of, recompute_modules
 from megatron_vp.cost.sizes.layer_types import UNKNOWN_LETTERS
 from megatron_vp.cost.sizes.layouts import equal_layers
 from megatron_vp.cost.sizes.shapes import Job, Plan
@@ -39,7 +39,7 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), ("fp32",)),
     # Optimizer, recomputation, offloading, sharding, overlap.
     **dict.fromkeys(("optimizer",), ("adam",)),
-    **dict.fromkeys(("recompute_activations", "recompute_modules", "distribute_saved_activations"), ()),
+    **dict.fromkeys(("recompute_activations", "distribute_saved_activations"), ()),
     **dict.fromkeys(("recompute_method",), ("uniform",)),
     **dict.fromkeys(("recompute_num_layers",), (1,)),
     **dict.fromkeys(("cpu_offloading_num_layers",), (0,)),
@@ -57,6 +57,9 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
 }
 """What changes time or memory and is unknown to the cost model, with the values that change nothing."""
 
+COUNTED_MODULES = ("mlp", "moe", "moe_act")
+"""Of `--recompute-modules`, those whose memory and time are counted: see `mlp_recompute`."""
+
 
 def uncounted(config: JobConfig) -> list[str]:
     """Flags of this job that the cost model knows nothing of, though they change time or memory, and the parts of a
@@ -69,7 +72,9 @@ def uncounted(config: JobConfig) -> list[str]:
         if values.get(name) not in (None, False) and values[name] not in harmless
     ]
     if values.get("recompute_granularity") == "selective":
-        found.append("--recompute-granularity selective")
+        unknown = sorted(recompute_modules(values).difference(COUNTED_MODULES))
+        if unknown:
+            found.append(f"--recompute-granularity selective ({', '.join(unknown)})")
     pattern = pattern_in(values)
     if values.get("mtp_num_layers") or (pattern is not None and pattern.heads):
         option = "--mtp-num-layers" if pattern is None else "--hybrid-layer-pattern"

@@ -72,6 +72,7 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     recompute = given("recompute_granularity")
     if recompute not in (None, "full", "selective"):
         raise UserError(f"recompute_granularity {recompute!r} is unknown; use full or selective")
+    modules = recompute_modules(arguments)
     fp8, bf16_at_start, bf16_at_end = _fp8(given, model.layers, pipeline)
     kind = layer_kind(arguments)
     context, micro_batch = given("context_parallel_size", 1), size("micro_batch_size")
@@ -97,6 +98,7 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         sequence_parallel=bool(given("sequence_parallel")),
         distributed_optimizer=bool(given("use_distributed_optimizer")),
         recompute=Recompute.FULL if recompute == "full" else Recompute.NONE,
+        recompute_modules=modules if recompute == "selective" else frozenset(),
         wide_gradients=bool(given("accumulate_allreduce_grads_in_fp32"))
         or not (given("fp16") or (given("bf16") and given("grad_reduce_in_bf16"))),
         element_bytes=2 if given("bf16") or given("fp16") else 4,
@@ -114,6 +116,14 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         attention_dropout=bool(given("attention_dropout", 0.1)),
         wide_softmax=bool(given("attention_softmax_in_fp32") or given("apply_query_key_layer_scaling")),
     )
+
+
+def recompute_modules(arguments: Mapping[str, Any]) -> frozenset[str]:
+    """Parts of a layer that selective recomputation computes again; a single name need not be a list."""
+    given = arguments.get("recompute_modules")
+    if given is None:
+        return frozenset({"core_attn"})  # Megatron's default
+    return frozenset([given] if isinstance(given, str) else given)
 
 
 def _glu_intermediates(given: Callable[..., Any], kind: LayerKind) -> int:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from megatron_vp.cost.sizes.shapes import Job, ModelShape
+from megatron_vp.cost.sizes.shapes import Job, ModelShape, Recompute
 
 
 class LayerType(StrEnum):
@@ -51,6 +51,26 @@ def mlp_of(model: ModelShape, kind: LayerType) -> Mlp | None:
     if kind is LayerType.MLP:
         return Mlp(model.dense_ffn or model.ffn, 0, 1)
     return Mlp(model.ffn, model.experts, model.mlps_per_token)
+
+
+class MlpRecompute(StrEnum):
+    """What a backward computes again of a layer's MLPs where it does not compute the whole layer again."""
+
+    NONE = "none"
+    ACTIVATION = "activation"
+    """the input of the second product, from the result of the first"""
+    ALL = "all"
+    """everything between the MLP's input and its result"""
+
+
+def mlp_recompute(job: Job, kind: LayerType) -> MlpRecompute:
+    """What `--recompute-modules` asks of a layer of this type: `mlp` of MLPs, `moe` and `moe_act` of experts."""
+    mlp = mlp_of(job.model, kind)
+    if mlp is None or job.recompute is Recompute.FULL:
+        return MlpRecompute.NONE
+    if ("moe" if mlp.experts else "mlp") in job.recompute_modules:
+        return MlpRecompute.ALL
+    return MlpRecompute.ACTIVATION if mlp.experts and "moe_act" in job.recompute_modules else MlpRecompute.NONE
 
 
 def type_of(letter: str) -> LayerType:

@@ -121,6 +121,7 @@ class Job:
     gathered behind the first forward. tensor_overlap: products run while tensor ranks exchange hidden states.
     expert_overlap: tokens travel to their experts behind another microbatch's passes. expert_tensor: tensor ranks of an
     expert (0: those of all else). fp8_parameters: those of the layers' products are kept and gathered in fp8 alone.
+    recompute_modules: parts of a layer that are computed again, as `--recompute-modules` names them.
     glu_intermediates: tensors of width `ffn` that a gated MLP keeps besides the input
     and the result of its activation. attention_dropout: the attention drops scores. wide_softmax: Megatron's own
     attention computes its softmax in fp32.
@@ -155,6 +156,7 @@ class Job:
     expert_overlap: bool = False
     expert_tensor: int = 0
     fp8_parameters: bool = False
+    recompute_modules: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for name in ("sequence", "micro_batch", "microbatches", "pipeline", "tensor", "context", "data", "expert"):

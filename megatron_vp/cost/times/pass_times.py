@@ -9,7 +9,7 @@ from megatron_vp.cost.hardware.constants import Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.sizes.flops import Matrix, attention_flops, layer_matrices
 from megatron_vp.cost.sizes.fp8 import fp8_matrices, quantised
-from megatron_vp.cost.sizes.layer_types import LayerType, mlp_of
+from megatron_vp.cost.sizes.layer_types import LayerType, MlpRecompute, mlp_of, mlp_recompute
 from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, Recompute
 from megatron_vp.cost.times.communication import CommunicationModel
 from megatron_vp.cost.times.vocab_kernels import ShardPasses
@@ -121,7 +121,8 @@ class PassTimes:
             return plain
         cast = quantised(job.fp8, self.hardware)
         faster = inputs = outputs = weights = 0.0
-        for matrix in fp8_matrices(job, kind):
+        matrices = fp8_matrices(job, kind)
+        for matrix in matrices:
             faster += self.gemm_time(matrix) - self.fp8_gemm_time(matrix)
             inputs += matrix.tokens * matrix.inputs * matrix.copies
             outputs += matrix.tokens * matrix.outputs * matrix.copies
@@ -129,6 +130,10 @@ class PassTimes:
         # A weight is quantised in the first microbatch of an iteration.
         forward = self.memory_time(cast.moved * (inputs + weights / job.microbatches)) - faster
         again = forward if job.recompute is Recompute.FULL else 0.0
+        if mlp_recompute(job, kind) is MlpRecompute.ALL:
+            for matrix in matrices[-2:]:
+                again += self.memory_time(cast.moved * matrix.tokens * matrix.inputs * matrix.copies)
+                again += self.fp8_gemm_time(matrix) - self.gemm_time(matrix)
         backward = self.memory_time(cast.moved * outputs) - faster
         return Split(plain.F + forward, plain.B + backward + again, plain.W - faster)
 
@@ -158,7 +163,21 @@ class PassTimes:
         forward = products + attention + elementwise + keys[0] + launches
         backward = products + twice + 2 * elementwise + keys[1] + 2 * launches
         weight = products + self.memory_time(ACCUMULATE * sum(matrix.weights for matrix in matrices))
-        return Split(forward, backward + (forward if job.recompute is Recompute.FULL else 0.0), weight)
+        again = forward if job.recompute is Recompute.FULL else self._mlps_again(kind, launches)
+        return Split(forward, backward + again, weight)
+
+    def _mlps_again(self, kind: LayerType, launches: float) -> float:
+        """What the backward computes again of a layer's MLPs, without the exchanges between experts."""
+        job, model, t = self.job, self.job.model, self.job.tensor
+        again, mlp = mlp_recompute(job, kind), mlp_of(model, kind)
+        if again is MlpRecompute.NONE or mlp is None:
+            return 0.0
+        moved = mlp.per_token * (3 if model.gated else 2) * mlp.width / t
+        if again is MlpRecompute.ACTIVATION:
+            return self.memory_time(job.element_bytes * job.tokens * moved)
+        moved += EXPERT_COPIES * mlp.per_token * model.hidden / t if mlp.experts else 0.0
+        products = layer_matrices(job, kind)[2 if kind.attends else 0 :]
+        return sum(map(self.gemm_time, products)) + self.memory_time(job.element_bytes * job.tokens * moved) + launches
 
     @property
     def counted(self) -> bool:
