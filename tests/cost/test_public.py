@@ -116,6 +116,12 @@ def test_what_predictions_say_of_published_runs_is_what_they_are_off(outcomes):
         assert (said.runs, said.mean, said.worst) == (found.runs, round(100 * found.mean), round(100 * found.worst))
 
 
+def test_the_readme_says_how_far_predictions_are_off(outcomes):
+    means = {each.group: round(100 * each.mean) for each in errors_by_group(outcomes)}
+    said = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"come out {means['all']} % off on average, those with experts {means['moe']} %" in said
+
+
 def test_the_page_shows_the_present_predictions(outcomes):
     """Where it does not: scripts/public_runs.py writes it."""
     page = (ROOT / "docs" / "public_runs.md").read_text(encoding="utf-8")
