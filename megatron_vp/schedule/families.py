@@ -7,6 +7,7 @@ What a run does is decided by a record's properties and never by a name.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
@@ -18,6 +19,7 @@ from megatron_vp.schedule.costs import Costs
 from megatron_vp.schedule.family import Family
 from megatron_vp.schedule.formats import from_text
 from megatron_vp.schedule.generators.dual_pipe_v import dual_pipe_v
+from megatron_vp.schedule.generators.grouped import gis, gis_h, po
 from megatron_vp.schedule.generators.interlaced import interlaced
 from megatron_vp.schedule.generators.interleaved import interleaved
 from megatron_vp.schedule.generators.one_f_one_b import one_f_one_b
@@ -120,9 +122,45 @@ FAMILIES = {
             chunks=2,
             splits_backward=True,
         ),
+        Family(
+            "gis",
+            "interleaved, backward split, 1F1B's memory",
+            Placement.round_robin,
+            lambda p, r, v, m: p * v - r,
+            "((v - 1)p + p - r)/v",
+            block=gis,
+            chunks=None,
+            splits_backward=True,
+            trains=False,
+        ),
+        Family(
+            "gis-h",
+            "interleaved, backward split, about half of 1F1B's memory",
+            Placement.round_robin,
+            lambda p, r, v, m: (p + 1) // 2 * (v - 1) + p - r,
+            "(ceil(p/2)(v - 1) + p - r)/v",
+            block=gis_h,
+            chunks=None,
+            splits_backward=True,
+            trains=False,
+        ),
+        Family(
+            "po",
+            "gis-h with evenly repeating microbatches",
+            Placement.round_robin,
+            lambda p, r, v, m: (p + 1) // 2 * (v - 1) + p - r + math.gcd(v, (p + 1) // 2) - 1,
+            "(ceil(p/2)(v - 1) + p - r + gcd(v, ceil(p/2)) - 1)/v",
+            block=po,
+            chunks=None,
+            splits_backward=True,
+            trains=False,
+        ),
     )
 }
 """By name."""
+
+TRAINED = tuple(name for name, family in FAMILIES.items() if family.trains)
+"""The names of those that training runs."""
 
 
 def family(name: str) -> Family:

@@ -57,6 +57,8 @@ class Family:
     """vocabulary methods that it goes with, the default first"""
     splits_backward: bool = False
     """some weight gradients are passes W of their own"""
+    trains: bool = True
+    """False: it can be generated, drawn and simulated, and no training runs it yet"""
     in_megatron: bool = False
     """Megatron itself runs this order where the vocabulary layers are whole"""
     fixed: Schedule | None = field(default=None, hash=False, repr=False)
@@ -67,7 +69,8 @@ class Family:
         if self.chunks is None:
             chunks = 2 if chunks is None else chunks
             if chunks < 2:
-                raise UserError(f"schedule {self.name} needs at least 2 chunks a rank, got {chunks}; with 1 it is 1f1b")
+                one = "zb-h1" if self.splits_backward else "1f1b"
+                raise UserError(f"schedule {self.name} needs at least 2 chunks a rank, got {chunks}; for 1 take {one}")
             return chunks
         if chunks not in (None, self.chunks):
             own = f"{self.chunks} chunk{'s' * (self.chunks > 1)}"

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from math import ceil, floor
+from math import ceil, floor, gcd
 from pathlib import Path
 
 import pytest
@@ -38,7 +38,7 @@ def test_the_formula_of_a_peak_is_what_the_record_promises(name):
     for p in range(1, 20):
         for v in [record.chunks] if record.chunks else (2, 3, 5):
             for r in range(p):
-                formula = eval(products, {"ceil": ceil, "floor": floor, "p": p, "v": v, "r": r})
+                formula = eval(products, {"ceil": ceil, "floor": floor, "gcd": gcd, "p": p, "v": v, "r": r})
                 assert record.peak(p, r, v, 10) / v == formula, (p, r, v)
 
 

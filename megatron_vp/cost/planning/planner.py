@@ -175,6 +175,8 @@ def candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED, 
         )
     found = []
     for name, record in FAMILIES.items():
+        if not record.trains:
+            continue
         own = chunks if record.chunks is None else None
         placement = record.placement_of(job.pipeline, own)
         even = _even(job, placement, hardware, constants)
