@@ -36,7 +36,7 @@ from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, VocabMethod, family
-from megatron_vp.schedule.families import TRAINED
+from megatron_vp.schedule.families import PLANNED
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 MODELS = ("gemma2_9b", "qwen3_8b", "llama3_8b", "gpt_4b", "gpt_10b", "gpt_21b")
@@ -107,7 +107,7 @@ def summary(lines: list[dict]) -> str:
         cells += [f"{whole:.3f}" if whole else "-", *ratios, over, *cut]
         table.append(f"| {' | '.join(cells)} |")
     jobs = {(each["model"], each["pipeline"]) for each in lines}
-    for title, chosen in ((DEFAULT_SCHEDULE, [DEFAULT_SCHEDULE]), ("the best of all schedules", [*TRAINED])):
+    for title, chosen in ((DEFAULT_SCHEDULE, [DEFAULT_SCHEDULE]), ("the best of all schedules", [*PLANNED])):
         found = []
         for job in jobs:
             own = [each for each in lines if (each["model"], each["pipeline"]) == job and each["schedule"] in chosen]
@@ -130,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--ranks", default="4,6,8,12,16")
-    parser.add_argument("--schedules", default=",".join(n for n in TRAINED if FAMILIES[n].own_method is None))
+    parser.add_argument("--schedules", default=",".join(n for n in PLANNED if FAMILIES[n].own_method is None))
     parser.add_argument("--output", type=Path)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()

@@ -31,7 +31,7 @@ from megatron_vp.schedule import (
     VocabMethod,
     simulate,
 )
-from megatron_vp.schedule.families import TRAINED
+from megatron_vp.schedule.families import PLANNED
 from megatron_vp.schedule.list_scheduler import MemoryLimits
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -142,7 +142,7 @@ class Case:
 def cases() -> Iterator[Case]:
     """All cases: of the schedules that train."""
     for costs_name, sizes in SIZES.items():
-        for name in TRAINED:
+        for name in PLANNED:
             for vocab in FAMILIES[name].methods:
                 without_rows = vocab == VocabMethod.NONE and costs_name in ("large vocabulary", "few holders")
                 if without_rows or (vocab == VocabMethod.INTERLACED and costs_name not in ALIKE):
@@ -214,7 +214,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--solve", action="store_true", help="find the shortest schedules that the results lack")
     parser.add_argument("--effort", type=float, default=15.0, help="about so many seconds per case (default 15)")
-    parser.add_argument("--only", nargs="+", choices=TRAINED, default=list(TRAINED), help="these families")
+    parser.add_argument("--only", nargs="+", choices=PLANNED, default=list(PLANNED), help="these families")
     parser.add_argument("--write", action="store_true", help="write the table to docs/schedules.md")
     args = parser.parse_args()
     results = read_results()

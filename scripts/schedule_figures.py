@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_vp.schedule import FAMILIES, Timeline, generate, simulate
 from megatron_vp.schedule.draw import to_picture
-from megatron_vp.schedule.families import TRAINED
+from megatron_vp.schedule.families import PLANNED
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "schedules.md"
@@ -61,9 +61,9 @@ def draw_chart(simulated: dict[tuple[str, str, int], Timeline]) -> None:
 
     figure = Figure(figsize=(7.5, 4.4), layout="constrained")
     axes = figure.add_subplot()
-    colours = {name: f"C{number}" for number, name in enumerate(TRAINED)}
+    colours = {name: f"C{number}" for number, name in enumerate(PLANNED)}
     for name, vocab in rows():
-        if name not in TRAINED:
+        if name not in PLANNED:
             continue
         shown = simulated[name, vocab, CHART_SIZE]
         axes.plot(max(shown.peak_activation), 100 * shown.bubble_fraction, MARKERS[vocab], color=colours[name])
@@ -73,7 +73,7 @@ def draw_chart(simulated: dict[tuple[str, str, int], Timeline]) -> None:
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    handles = [Line2D([], [], marker="o", linestyle="", color=colours[name], label=name) for name in TRAINED]
+    handles = [Line2D([], [], marker="o", linestyle="", color=colours[name], label=name) for name in PLANNED]
     handles += [Line2D([], [], marker=m, linestyle="", color="grey", label=vocab) for vocab, m in MARKERS.items()]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(PICTURES / "bubble_and_memory.png", dpi=160)

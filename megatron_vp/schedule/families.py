@@ -131,7 +131,7 @@ FAMILIES = {
             block=gis,
             chunks=None,
             splits_backward=True,
-            trains=False,
+            planned=False,
         ),
         Family(
             "gis-h",
@@ -142,7 +142,7 @@ FAMILIES = {
             block=gis_h,
             chunks=None,
             splits_backward=True,
-            trains=False,
+            planned=False,
         ),
         Family(
             "po",
@@ -153,14 +153,14 @@ FAMILIES = {
             block=po,
             chunks=None,
             splits_backward=True,
-            trains=False,
+            planned=False,
         ),
     )
 }
 """By name."""
 
-TRAINED = tuple(name for name, family in FAMILIES.items() if family.trains)
-"""The names of those that training runs."""
+PLANNED = tuple(name for name, family in FAMILIES.items() if family.planned)
+"""The names of those that plans are made of."""
 
 
 def family(name: str) -> Family:

@@ -57,8 +57,8 @@ class Family:
     """vocabulary methods that it goes with, the default first"""
     splits_backward: bool = False
     """some weight gradients are passes W of their own"""
-    trains: bool = True
-    """False: it can be generated, drawn and simulated, and no training runs it yet"""
+    planned: bool = True
+    """False: `plan` leaves it out"""
     in_megatron: bool = False
     """Megatron itself runs this order where the vocabulary layers are whole"""
     fixed: Schedule | None = field(default=None, hash=False, repr=False)

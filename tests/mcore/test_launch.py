@@ -95,11 +95,6 @@ REFUSED = [
     ({**VP, "log_straggler": True}, "--log-straggler"),
     ({**VP, "inprocess_restart": True}, "--inprocess-restart"),
     ({**TWO_STAGES, "pipeline_schedule": "interlaced"}, "no vocabulary passes to interlace"),
-    ({**TWO_STAGES, "pipeline_schedule": "po"}, "(megatron-vp schedule po); use interleaved"),
-    (
-        {**TWO_STAGES, "pipeline_schedule": "gis-h", "vocab_parallel": True},
-        "--pipeline-schedule gis-h cannot train yet",
-    ),
     ({"pipeline_model_parallel_size": 1, "pipeline_schedule": "zb-h1"}, "zb-h1 with one pipeline stage"),
     (
         {**TWO_STAGES, "pipeline_schedule": "v-min", "untie_embeddings_and_output_weights": None},

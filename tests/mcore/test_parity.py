@@ -23,9 +23,7 @@ BOUND = 1e-6
 MICROBATCHES = {2: (1, 2, 5), 3: (1, 3, 4), 4: (3, 4, 6), 8: (3, 8, 9)}
 LAYERS = {2: 4, 3: 6, 4: 8, 8: 8}  # of 16 chunks on 8 ranks every other one is empty
 METHODS = {
-    name: ["vocab-1"] if family.own_method else list(map(str, family.methods))
-    for name, family in FAMILIES.items()
-    if family.trains
+    name: ["vocab-1"] if family.own_method else list(map(str, family.methods)) for name, family in FAMILIES.items()
 }
 METHODS[DEFAULT_SCHEDULE].remove("none")  # Megatron's own schedule
 EXTREMES = [

@@ -175,7 +175,7 @@ def candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED, 
         )
     found = []
     for name, record in FAMILIES.items():
-        if not record.trains:
+        if not record.planned:
             continue
         own = chunks if record.chunks is None else None
         placement = record.placement_of(job.pipeline, own)

@@ -33,8 +33,7 @@ from megatron_vp.mcore.platform.flags import platform_arguments, uses_cpu
 from megatron_vp.mcore.platform.parts import describe
 from megatron_vp.mcore.settled import ALGORITHMS, SettledJob, Words, family_of, note_words, settle
 from megatron_vp.mcore.storage.dataset import check_room_for_tokens
-from megatron_vp.schedule import DEFAULT_SCHEDULE
-from megatron_vp.schedule.families import TRAINED
+from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -155,7 +154,7 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             type=_schedule_name,
             metavar="NAME|FILE",
             default=DEFAULT_SCHEDULE,
-            help=f"Order of the passes on the pipeline ranks: {', '.join(TRAINED)}, or a file that holds a schedule "
+            help=f"Order of the passes on the pipeline ranks: {', '.join(FAMILIES)}, or a file that holds a schedule "
             "(JSON or CSV of `megatron-vp schedule`, or PyTorch's CSV of compute actions). 1f1b without "
             "--vocab-parallel is Megatron's own schedule.",
         )

@@ -81,12 +81,6 @@ REFUSALS = (
         "--pipeline-schedule {pipeline_schedule} without --vocab-parallel has no vocabulary passes to interlace: use "
         "it with --vocab-parallel, or use 1f1b",
     ),
-    Refusal(
-        lambda a: not run_settings(a).family.trains,
-        "--pipeline-schedule {pipeline_schedule} cannot train yet: it can only be generated, drawn and simulated "
-        "(megatron-vp schedule {pipeline_schedule}); use interleaved, which takes the same chunks, or v-half for half "
-        "of 1F1B's memory",
-    ),
     *FILE_REFUSALS,
     Refusal(
         lambda a: _keeps_layers(a) and a.pipeline_model_parallel_size < 2,
