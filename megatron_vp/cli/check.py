@@ -65,4 +65,6 @@ def check(
     if output == "json":
         typer.echo(json.dumps({"flags": list(checked.words.platform_flags), "parts": dict(checked.parts)}))
     elif os.environ.get("SLURM_PROCID", "0") == "0":
-        typer.echo("\n".join([*preflight.describe_job(checked, ranks), *preflight.describe_parts(checked)]))
+        from megatron_vp.mcore.start.banner import describe_run
+
+        typer.echo("\n".join([*describe_run(checked, ranks), *preflight.describe_start(checked)]))

@@ -118,6 +118,7 @@ READ = {
             *("context_parallel_size", "data_parallel_size", "distributed_backend", "global_batch_size"),
             *("load", "micro_batch_size", "pipeline_model_parallel_size", "save"),
             *("tensor_model_parallel_size", "tensorboard_dir", "train_iters", "use_checkpoint_args"),
+            "world_size",
         ),
     ),
     "storage": Reads(

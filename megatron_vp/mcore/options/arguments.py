@@ -25,13 +25,10 @@ from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
 from megatron_vp.mcore import patch_table, patches
 from megatron_vp.mcore.megatron_arguments import check_parsed
 from megatron_vp.mcore.options.ignored import warn_of_ignored
-from megatron_vp.mcore.options.refused_precision import describe_precision
 from megatron_vp.mcore.options.settle import check_files, settled_job
-from megatron_vp.mcore.options.vocab_rows import describe_rows
 from megatron_vp.mcore.patch_table import Stage, run_here
 from megatron_vp.mcore.platform.flags import platform_arguments, uses_cpu
-from megatron_vp.mcore.platform.parts import describe
-from megatron_vp.mcore.settled import ALGORITHMS, SettledJob, Words, family_of, note_words, settle
+from megatron_vp.mcore.settled import ALGORITHMS, Words, family_of, note_words, settle
 from megatron_vp.mcore.storage.dataset import check_room_for_tokens
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
 
@@ -71,8 +68,6 @@ class _Parser(argparse.ArgumentParser):
         given = list(sys.argv[1:] if args is None else args)
         given = arguments_from_config(split_config(given)[0], self) + given
         chosen = platform_arguments(given, uses_cpu([]))
-        if chosen and os.environ.get("RANK", "0") == "0":
-            print(f"megatron_vp: chosen for this machine: {' '.join(chosen)}", flush=True)
         # Parts of Megatron parse the command line once more, with a parser that lacks the script's own options.
         sys.argv[1:] = chosen + given
         parsed = super().parse_args(sys.argv[1:], namespace)
@@ -196,9 +191,6 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         job = settled_job(original, args, defaults or {})
         job = replace(job, checkpoint_to_load=check_files(args))
         settle(job)
-        if args.rank == 0:
-            for line in _lines(job):
-                print(f"megatron_vp: {line}", flush=True)
         make_trace_folder(args)
         warn_of_ignored(args)
         if args.fake_process_group:
@@ -209,18 +201,6 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         return args
 
     return validate_args
-
-
-def _lines(job: SettledJob) -> list[str]:
-    """Who computes what, which rows the ranks hold, and where the schedule is from, in lines."""
-    file = job.settings.file
-    lines = (
-        describe(job.parts),
-        describe_precision(job.args) if job.settings.replaces_schedule else None,
-        describe_rows(job),
-        file and f"--pipeline-schedule {job.args.pipeline_schedule} as it is now (sha256 {file.digest})",
-    )
-    return [line for line in lines if line is not None]
 
 
 def _warn_of_one_queue(args: argparse.Namespace) -> None:

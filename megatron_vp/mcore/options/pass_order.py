@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_vp.cost.prediction.stage_costs import order_costs
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.options.predicted_job import Prediction
+from megatron_vp.mcore.options.predicted_job import PredictedJob, Prediction
 from megatron_vp.mcore.reports.job_partition import layers_given
 from megatron_vp.mcore.settled import RunSettings
 from megatron_vp.schedule import Costs, Placement
@@ -22,14 +22,22 @@ def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Pr
     if not settings.replaces_schedule or settings.family.fixed is not None:
         return None
     try:
-        job, plan, hardware = prediction.job(in_proportion=True)
+        job, plan, hardware = predicted_plan(args, settings, prediction, in_proportion=True)
         if hardware.rates is None or not hardware.rates.fp8_gemm:
             job = replace(job, fp8=None)
-        placement = settings.family.placement_of(job.pipeline, plan.chunks)
-        layers = layers_given(args) or _layers_by_ends(args, placement) or plan.layers
-        return order_costs(job, replace(plan, layers=layers, vocab_rows=args.vocab_rows), hardware)
+        return order_costs(job, plan, hardware)
     except UserError:  # said where it matters: by `choose_rows`, or by Megatron's own checks
         return None
+
+
+def predicted_plan(
+    args: argparse.Namespace, settings: RunSettings, prediction: Prediction, in_proportion: bool = False
+) -> PredictedJob:
+    """The job with the layers and rows that `args` have. Raises UserError as `Prediction.job`."""
+    job, plan, hardware = prediction.job(in_proportion)
+    placement = settings.family.placement_of(job.pipeline, plan.chunks)
+    layers = layers_given(args) or _layers_by_ends(args, placement) or plan.layers
+    return PredictedJob(job, replace(plan, layers=layers, vocab_rows=args.vocab_rows), hardware)
 
 
 def _layers_by_ends(args: argparse.Namespace, placement: Placement) -> tuple[int, ...] | None:

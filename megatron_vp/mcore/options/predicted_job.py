@@ -17,7 +17,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import SIZES, JobConfig, read_job_config
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.flags import uses_cpu
-from megatron_vp.mcore.settled import replay, words
+from megatron_vp.mcore.settled import Words, replay, words
 from megatron_vp.mcore.storage.dataset import padded_vocabulary
 
 UNKNOWN_GPU = "h100"
@@ -34,10 +34,13 @@ class PredictedJob(NamedTuple):
 
 
 class Prediction:
-    """What the cost model is asked about one start's arguments, which are parsed and may not be validated yet."""
+    """What the cost model is asked about one start's arguments, which are parsed and may not be validated yet.
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
+    `typed` are the words that they were parsed from; by default those of this process.
+    """
+
+    def __init__(self, args: argparse.Namespace, typed: Words | None = None) -> None:
+        self._args, self._words = args, typed or words()
 
     @cached_property
     def vocabulary(self) -> int | None:
@@ -68,7 +71,7 @@ class Prediction:
         sizes: dict[str, Any] = {"padded_vocab_size": self.vocabulary}
         given = replay().job
         if given is None:
-            given = read_job_config([], words().all)
+            given = read_job_config([], self._words.all)
             sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None} | sizes
         return JobConfig(given.values | sizes, given.origins | dict.fromkeys(sizes, "the job's"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import platform as interpreter
 import socket
@@ -23,7 +22,6 @@ from megatron_vp.jobs.command_line import asks_for_cpu, flag_value, split_config
 from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.jobs.settings import ONE_QUEUE
 from megatron_vp.mcore.platform import installed
-from megatron_vp.mcore.platform.parts import describe
 from megatron_vp.mcore.platform.pretend_gpu import ENGINE, assumed_nodes, assumptions, pretend_engine, pretend_gpu
 from megatron_vp.mcore.settled import SettledJob
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
@@ -185,36 +183,32 @@ def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
 
 def describe_node() -> str:
     """Versions and devices of this node, and the variables that NCCL will read, in one line."""
-    versions = [f"python {interpreter.python_version()}", f"torch {torch.__version__}"]
-    for title, package in (("megatron-core", "megatron-core"), ("Transformer Engine", "transformer-engine")):
-        try:
-            versions.append(f"{title} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            versions.append(f"no {title}")
+    from megatron_vp.mcore.start.banner import versions  # imports Megatron
+
+    found = [f"python {interpreter.python_version()}", *versions()]
     count = torch.cuda.device_count()
     if count:
-        versions.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+        found.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
     devices = f"{count} x {torch.cuda.get_device_name()}" if count else f"{os.cpu_count()} CPUs, no GPU"
     nccl = [
         f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "TORCH_NCCL_"))
     ]
-    return f"{socket.gethostname()}: {', '.join([*versions, devices, *nccl])}"
+    return f"{socket.gethostname()}: {', '.join([*found, devices, *nccl])}"
 
 
 def describe_job(job: SettledJob, ranks: int) -> list[str]:
     """What a checked job makes of `ranks` ranks, and where a start of it begins, in lines."""
     from megatron_vp.mcore.options.vocab_rows import describe_rows  # imports readers of data
+    from megatron_vp.mcore.start.banner import describe_sizes  # imports Megatron
 
+    rows = describe_rows(job)
+    return [describe_sizes(job, ranks), *([rows] if rows else []), *describe_start(job)]
+
+
+def describe_start(job: SettledJob) -> list[str]:
+    """What a checked job was checked for, and where a start of it begins, in lines."""
     args = job.args
-    split = f"{args.pipeline_model_parallel_size} pipeline x {args.data_parallel_size} data"
-    split += f" x {args.tensor_model_parallel_size} tensor" if args.tensor_model_parallel_size > 1 else ""
-    microbatches = args.global_batch_size // args.micro_batch_size // args.data_parallel_size
-    vocabulary = args.vocab_parallel_algorithm if args.vocab_parallel else "Megatron's own vocabulary layers"
-    lines = [f"{ranks} ranks = {split}; {microbatches} microbatches; {args.pipeline_schedule}, {vocabulary}"]
-    if (rows := describe_rows(job)) is not None:
-        lines.append(rows)
-    if job.nodes is not None:
-        lines.append(f"checked for GPUs elsewhere: {assumptions(job.nodes)}")
+    lines = [] if job.nodes is None else [f"checked for GPUs elsewhere: {assumptions(job.nodes)}"]
     if args.save is None:
         return [*lines, "no --save: a job that is stopped starts again from nothing"]
     if args.save != args.load:
@@ -225,15 +219,6 @@ def describe_job(job: SettledJob, ranks: int) -> list[str]:
     reached = last_checkpoint(args.save)
     start = f"goes on from iteration {reached}" if reached else "starts at iteration 0"
     return [*lines, f"checkpoints in {args.save}: {start} of {args.train_iters}"]
-
-
-def describe_parts(job: SettledJob) -> list[str]:
-    """Who computes what in a checked job, and the Megatron flags that would be added, in lines."""
-    from megatron_vp.mcore.options.refused_precision import describe_precision  # imports Megatron
-
-    precision = describe_precision(job.args) if job.settings.replaces_schedule else None
-    added = f"flags added: {' '.join(job.words.platform_flags)}" if job.words.platform_flags else None
-    return [line for line in (describe(job.parts), precision, added) if line is not None]
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> int:

@@ -181,6 +181,10 @@ def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
         if (folder := saves_to(arguments)) is not None:
             claim(*folder)
         agreed(functools.partial(write_resolved_configuration, arguments))
+        if arguments.rank == 0:
+            from megatron_vp.mcore.start.banner import print_banner  # loads the cost model, which one rank needs
+
+            print_banner(current())
         return None
 
     return initialize_distributed
@@ -204,8 +208,8 @@ PATCHES = (
         "megatron.training.initialize:_initialize_distributed",
         _with_the_same_job,
         "compares the ranks' arguments and versions: a node with another file would hang the others or spoil the "
-        "model; then takes the order costs of rank 0, claims the folder that this run saves to and writes "
-        "the resolved configuration",
+        "model; then takes the order costs of rank 0, claims the folder that this run saves to, writes "
+        "the resolved configuration and says what runs",
         "(get_embedding_ranks, get_position_embedding_ranks, store, skip_model_parallel_init=False)",
     ),
 )

@@ -1,0 +1,109 @@
+"""What a run is: said once per job when it starts, so that its log shows which parts of the plug-in are on.
+
+`megatron-vp check` says the same of a job that has not started.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from megatron_vp import __version__
+from megatron_vp.cost.planning.planner import Candidate, evaluation_of, method_of
+from megatron_vp.cost.prediction.predict import make_simulator, predict
+from megatron_vp.cost.prediction.samples import sampled
+from megatron_vp.cost.prediction.stage_costs import layers_of
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.options.pass_order import predicted_plan
+from megatron_vp.mcore.options.predicted_job import Prediction
+from megatron_vp.mcore.options.refused_precision import describe_precision
+from megatron_vp.mcore.options.vocab_rows import describe_rows
+from megatron_vp.mcore.platform.parts import describe
+from megatron_vp.mcore.reports.job_partition import layers_given
+from megatron_vp.mcore.settled import SettledJob
+from megatron_vp.schedule.gc_paused import gc_paused
+
+_GIB = 2**30
+
+
+def print_banner(job: SettledJob) -> None:
+    """Say what the job of this process is; call it on one rank."""
+    described = describe_run(job, job.args.world_size)
+    lines = [", ".join(versions()), *described, *describe_prediction(job)]
+    print(*(f"megatron_vp: {line}" for line in lines), sep="\n", flush=True)
+
+
+def versions() -> list[str]:
+    """Of this package and of those that compute."""
+    found = [f"megatron_vp {__version__}"]
+    for title, package in (("megatron-core", "megatron-core"), ("Transformer Engine", "transformer-engine")):
+        try:
+            found.append(f"{title} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {title}")
+    return [*found, f"torch {torch.__version__}"]
+
+
+def describe_sizes(job: SettledJob, ranks: int) -> str:
+    """How a settled job splits `ranks` ranks, with its schedule and vocabulary method, in a line."""
+    args = job.args
+    split = f"{args.pipeline_model_parallel_size} pipeline x {args.data_parallel_size} data"
+    split += f" x {args.tensor_model_parallel_size} tensor" if args.tensor_model_parallel_size > 1 else ""
+    microbatches = args.global_batch_size // args.micro_batch_size // args.data_parallel_size
+    method = args.vocab_parallel_algorithm if args.vocab_parallel else "Megatron's own vocabulary layers"
+    schedule = args.pipeline_schedule if job.settings.replaces_schedule else "Megatron's own schedule"
+    return f"{ranks} ranks = {split}; {microbatches} microbatches; {schedule}, {method}"
+
+
+def describe_run(job: SettledJob, ranks: int) -> list[str]:
+    """What a settled job makes of `ranks` ranks, in lines: sizes, schedule, method, rows, layers, who computes what."""
+    args, file = job.args, job.settings.file
+    lines = (
+        describe_sizes(job, ranks),
+        file and f"--pipeline-schedule {args.pipeline_schedule} as it is now (sha256 {file.digest})",
+        *_partition(job),
+        describe(job.parts),
+        describe_precision(args) if job.settings.replaces_schedule else None,
+        f"flags added for this machine: {' '.join(job.words.platform_flags)}" if job.words.platform_flags else None,
+    )
+    return [line for line in lines if line]
+
+
+def describe_prediction(job: SettledJob) -> list[str]:
+    """The bubble and the fullest rank's memory that the cost model expects, in a line; none without a pipeline."""
+    if job.args.pipeline_model_parallel_size < 2:
+        return []
+    try:
+        whole, plan, hardware = predicted_plan(job.args, job.settings, Prediction(job.args, job.words))
+        with gc_paused():
+            simulator = make_simulator(sampled(whole), plan, hardware)
+            prediction = predict(sampled(whole), plan, hardware, simulator=simulator)
+            found = evaluation_of(Candidate(method_of(plan), plan), prediction, simulator, whole)
+    except UserError as error:
+        return [f"bubble and memory not predicted: {error}"]
+    fullest = max(range(whole.pipeline), key=lambda rank: found.memory[rank].total)
+    return [
+        f"predicted as on {hardware.title}: bubble {100 * found.bubble_fraction:.1f} %, at most "
+        f"{found.memory[fullest].total / _GIB:.3g} GiB, on pipeline rank {fullest}"
+    ]
+
+
+def _partition(job: SettledJob) -> list[str]:
+    """Vocabulary rows by pipeline rank, and layers by virtual stage in the order of the model, as far as known."""
+    rows, layers = describe_rows(job), layers_given(job.args)
+    with suppress(UserError):  # of a job that the cost model does not count
+        sizes, plan, _ = predicted_plan(job.args, job.settings, Prediction(job.args, job.words), in_proportion=True)
+        layers = layers or layers_of(sizes, plan, job.placement)
+        if rows is None and (counts := plan.rows_by_rank(sizes)):
+            rows = f"vocabulary rows by pipeline rank: {_numbers(counts)}"
+    return [*([rows] if rows else []), *([f"layers by stage: {_numbers(layers)}"] if layers else [])]
+
+
+def _numbers(values: Sequence[int]) -> str:
+    """Numbers by rank or stage; long lists of equal ones in short."""
+    if len(values) > 8 and len(set(values)) == 1:
+        return f"{values[0]} each"
+    return ",".join(map(str, values))
