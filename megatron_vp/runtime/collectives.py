@@ -25,8 +25,8 @@ from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.progress import Progress
 from megatron_vp.runtime.store import Slot, Store
 from megatron_vp.runtime.streams import Event, Stream
-from megatron_vp.schedule.instructions import Collective, CollectiveKind
 from megatron_vp.schedule.passes import VocabMethod
+from megatron_vp.schedule.transfers import Collective, CollectiveKind
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange, count_buffer
 from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
 from megatron_vp.vocab.operations import operations_for

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from megatron_vp.runtime.progress import Progress
-from megatron_vp.schedule.instructions import Instruction, Operation, Program
+from megatron_vp.schedule.instructions import Instruction, Program
+from megatron_vp.schedule.transfers import Operation
 
 
 class Observer(Protocol):

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vp.runtime.groups import PipelineGroups
-from megatron_vp.schedule.instructions import Message
+from megatron_vp.schedule.transfers import Message
 
 
 class Links:

@@ -20,9 +20,10 @@ from megatron_vp.runtime.sharded_vocab_layers import ShardedVocabLayers
 from megatron_vp.runtime.store import Slot, Store
 from megatron_vp.runtime.streams import CudaIterations, CudaMark, second_stream
 from megatron_vp.runtime.whole_vocab_layers import WholeVocabLayers
-from megatron_vp.schedule.instructions import Channel, Collective, Load, Loss, Message, Post, Program, Run, Wait
+from megatron_vp.schedule.instructions import Load, Loss, Post, Program, Run, Wait
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule
+from megatron_vp.schedule.transfers import Channel, Collective, Message
 
 _CONTENT: dict[Channel, tuple[Slot, Callable[[Shapes], torch.Tensor]]] = {
     Channel.ACTIVATION: (Slot.ACTIVATION, lambda shapes: shapes.activation()),

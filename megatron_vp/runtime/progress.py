@@ -19,7 +19,8 @@ from typing import Protocol
 import torch.distributed as dist
 
 from megatron_vp.errors import PeerLost, UserError, printable
-from megatron_vp.schedule.instructions import Instruction, Load, Loss, Operation, Post, Run, Wait
+from megatron_vp.schedule.instructions import Instruction, Load, Loss, Post, Run, Wait
+from megatron_vp.schedule.transfers import Operation
 
 _POSITION = re.compile(r"^\[[^]]*\.(cc|h|cpp):\d+\] ")
 """Where in its source a backend noticed an error."""

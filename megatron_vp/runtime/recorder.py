@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_vp.schedule.instructions import Instruction, Operation
+from megatron_vp.schedule.instructions import Instruction
 from megatron_vp.schedule.passes import PassKind
+from megatron_vp.schedule.transfers import Operation
 
 Work = Instruction | Operation | PassKind
 """What was timed: an instruction, an operation on the second stream, or, outside our schedules, a kind of pass."""

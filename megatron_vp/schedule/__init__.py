@@ -5,20 +5,7 @@ from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.schedule.families import DEFAULT_SCHEDULE, FAMILIES, family, generate, megatrons_own
 from megatron_vp.schedule.family import Family
 from megatron_vp.schedule.formats import from_csv, from_json, from_text, to_csv, to_json
-from megatron_vp.schedule.instructions import (
-    Channel,
-    Collective,
-    CollectiveKind,
-    Instruction,
-    Load,
-    Loss,
-    Message,
-    Operation,
-    Post,
-    Program,
-    Run,
-    Wait,
-)
+from megatron_vp.schedule.instructions import Instruction, Load, Loss, Post, Program, Run, Wait
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.pass_kinds import Held, PassKind
 from megatron_vp.schedule.passes import Pass, Schedule, ScheduleError, VocabMethod
@@ -27,6 +14,7 @@ from megatron_vp.schedule.program_formats import programs_to_json
 from megatron_vp.schedule.reorder import evaluation
 from megatron_vp.schedule.request import ScheduleRequest
 from megatron_vp.schedule.timeline import Simulator, Timeline, simulate
+from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, Message, Operation
 from megatron_vp.schedule.validate import validate, validate_programs
 
 __all__ = [

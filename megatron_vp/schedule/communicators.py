@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_vp.schedule.instructions import Channel
 from megatron_vp.schedule.placement import Placement
+from megatron_vp.schedule.transfers import Channel
 
 Edge = tuple[int, int, Channel]
 """A directed edge between two pipeline ranks (source, target), and what it carries."""

@@ -13,8 +13,8 @@ from statistics import fmean
 from typing import Any
 
 from megatron_vp.errors import UserError
-from megatron_vp.schedule.instructions import Channel, CollectiveKind, Operation
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule
+from megatron_vp.schedule.transfers import Channel, CollectiveKind, Operation
 
 
 @dataclass(frozen=True)

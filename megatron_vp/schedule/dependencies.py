@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from megatron_vp.schedule.graph import Graph, Node, Pattern, Step
-from megatron_vp.schedule.instructions import Channel, Collective, CollectiveKind, Loss, Message
+from megatron_vp.schedule.instructions import Loss
 from megatron_vp.schedule.pass_kinds import PassKind
 from megatron_vp.schedule.passes import Pass, Schedule, ScheduleError, VocabMethod
+from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, Message
 
 BASE_KINDS = frozenset({PassKind.F, PassKind.B, PassKind.W, PassKind.BW})
 """Of the transformer chunks, in every schedule."""

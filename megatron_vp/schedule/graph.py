@@ -11,8 +11,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
-from megatron_vp.schedule.instructions import Loss, Operation
+from megatron_vp.schedule.instructions import Loss
 from megatron_vp.schedule.passes import Pass, PassKind
+from megatron_vp.schedule.transfers import Operation
 
 
 class Step(NamedTuple):

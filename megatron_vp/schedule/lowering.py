@@ -25,22 +25,10 @@ from megatron_vp.schedule.dependencies import build_graph, check_passes
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.schedule.gc_paused import gc_paused
 from megatron_vp.schedule.graph import Graph, Node, Step
-from megatron_vp.schedule.instructions import (
-    Channel,
-    Collective,
-    CollectiveKind,
-    Instruction,
-    Load,
-    Loss,
-    Message,
-    Operation,
-    Post,
-    Program,
-    Run,
-    Wait,
-)
+from megatron_vp.schedule.instructions import Instruction, Load, Loss, Post, Program, Run, Wait
 from megatron_vp.schedule.node_times import Moment, NodeTimes, durations, node_times
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, ScheduleError
+from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, Message, Operation
 
 
 @gc_paused()

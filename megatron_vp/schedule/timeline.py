@@ -10,11 +10,11 @@ from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import build_graph, check_passes, join_vocabulary_passes
 from megatron_vp.schedule.gc_paused import gc_paused
 from megatron_vp.schedule.graph import Graph, Node, Step
-from megatron_vp.schedule.instructions import Operation
 from megatron_vp.schedule.ledger import peak
 from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule, VocabMethod
+from megatron_vp.schedule.transfers import Operation
 
 Span = tuple[float, float]
 """Start and end."""

@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from megatron_vp.schedule.costs import Costs
-from megatron_vp.schedule.instructions import Instruction, Operation, Post, Program, Wait
+from megatron_vp.schedule.instructions import Instruction, Post, Program, Wait
 from megatron_vp.schedule.ledger import activation_levels
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import Schedule, ScheduleError
 from megatron_vp.schedule.timeline import Timeline, simulate
+from megatron_vp.schedule.transfers import Operation
 
 
 def validate(schedule: Schedule, costs: Costs | None = None, memory_bound: Sequence[float] | None = None) -> Timeline:

@@ -10,12 +10,12 @@ from statistics import fmean
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import perfetto
 from megatron_vp.schedule.costs import StageCosts
-from megatron_vp.schedule.instructions import Channel, CollectiveKind
 from megatron_vp.schedule.ledger import activation_levels
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.timeline import Span, simulate
+from megatron_vp.schedule.transfers import Channel, CollectiveKind
 from megatron_vp.trace.rank_files import COLLECTIVE, LOAD, LOSS, RankTrace, TracedSpan
 
 VOCABULARY_KINDS = (PassKind.S, PassKind.T)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from megatron_vp.runtime import watchdog
 from megatron_vp.runtime.executor import Unobserved, execute
 from megatron_vp.runtime.progress import FINISHING, Progress, lost_peer
-from megatron_vp.schedule.instructions import Channel, Collective, CollectiveKind, Load, Loss, Message, Post, Run, Wait
+from megatron_vp.schedule.instructions import Load, Loss, Post, Run, Wait
 from megatron_vp.schedule.passes import Pass, PassKind
+from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, Message
 
 
 def wait(microbatch: int) -> Wait:

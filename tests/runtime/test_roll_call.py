@@ -13,7 +13,8 @@ from torch.distributed import TCPStore
 from megatron_vp.errors import PeerLost
 from megatron_vp.runtime import roll_call, watchdog
 from megatron_vp.runtime.progress import Progress
-from megatron_vp.schedule.instructions import Channel, Instruction, Load, Message, Wait
+from megatron_vp.schedule.instructions import Instruction, Load, Wait
+from megatron_vp.schedule.transfers import Channel, Message
 from tests.harness.ranks import run_ranks_to_their_end
 
 LATE = 60.0

@@ -10,7 +10,7 @@ from megatron_vp import runtime
 from megatron_vp.runtime import store as module
 from megatron_vp.runtime.pipeline import _CONTENT
 from megatron_vp.runtime.store import Slot, Store
-from megatron_vp.schedule.instructions import Channel
+from megatron_vp.schedule.transfers import Channel
 
 
 def slots_of(verb):

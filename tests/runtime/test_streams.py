@@ -23,7 +23,7 @@ from megatron_vp.runtime.rehearsal import MICROBATCHES
 from megatron_vp.runtime.streams import CudaEvent, CudaIterations, CudaMark, CudaStream
 from megatron_vp.schedule import Channel, Collective, CollectiveKind, Message, Program, Wait, generate, lower
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
-from megatron_vp.schedule.instructions import Operation
+from megatron_vp.schedule.transfers import Operation
 from megatron_vp.vocab import embedding, output
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
 from megatron_vp.vocab.loss import TokenLoss

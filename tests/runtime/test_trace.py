@@ -7,10 +7,11 @@ from itertools import pairwise
 import pytest
 
 from megatron_vp.schedule.families import generate
-from megatron_vp.schedule.instructions import Collective, Post, Wait
+from megatron_vp.schedule.instructions import Post, Wait
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import VocabMethod
 from megatron_vp.schedule.perfetto import Lane
+from megatron_vp.schedule.transfers import Collective
 from megatron_vp.trace.figures import figures, ran
 from megatron_vp.trace.rank_files import COLLECTIVE, LOAD, LOSS, WAIT, read_traces
 from tests.harness.ranks import run_ranks

@@ -21,7 +21,8 @@ from torch.distributed import TCPStore
 from megatron_vp.errors import printable
 from megatron_vp.runtime.progress import Progress
 from megatron_vp.runtime.watchdog import Watchdog
-from megatron_vp.schedule.instructions import Channel, Message, Wait
+from megatron_vp.schedule.instructions import Wait
+from megatron_vp.schedule.transfers import Channel, Message
 from tests.harness.broken import BROKEN, alive, break_stderr
 from tests.harness.ranks import run_ranks_to_their_end
 

@@ -16,9 +16,9 @@ from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.rehearsal import MICROBATCHES
 from megatron_vp.runtime.trace_writer import PipelineTrace
 from megatron_vp.schedule.families import generate
-from megatron_vp.schedule.instructions import Channel
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import Schedule, VocabMethod
+from megatron_vp.schedule.transfers import Channel
 from megatron_vp.vocab.embedding import EmbeddingLayer
 from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards

@@ -3,9 +3,10 @@
 import pytest
 
 from megatron_vp.schedule.families import generate
-from megatron_vp.schedule.instructions import Collective, CollectiveKind, Run, Wait
+from megatron_vp.schedule.instructions import Run, Wait
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import PassKind, VocabMethod
+from megatron_vp.schedule.transfers import Collective, CollectiveKind
 from megatron_vp.schedule.validate import validate_programs
 
 

@@ -27,7 +27,7 @@ from megatron_vp.schedule import (
     validate,
 )
 from megatron_vp.schedule.draw import to_perfetto, to_picture, to_text
-from megatron_vp.schedule.instructions import Origin
+from megatron_vp.schedule.transfers import Origin
 from tests.schedule.program_player import HostWaits, stuck_ranks
 
 MICROBATCHES = 4

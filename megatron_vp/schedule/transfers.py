@@ -1,0 +1,234 @@
+"""What ranks start and later wait for: messages, collectives and copies. Each kind of operation answers for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from enum import Enum, StrEnum, auto
+from typing import NamedTuple, Protocol, Self
+
+
+class Channel(StrEnum):
+    """Point-to-point traffic; each (source, target, channel) is a communicator of its own."""
+
+    __hash__ = str.__hash__  # see PassKind
+
+    content: str
+    """what a rank waits for, in words"""
+
+    def __new__(cls, value: str, content: str) -> Self:
+        """An entry says in words what travels."""
+        channel = str.__new__(cls, value)
+        channel._value_, channel.content = value, content
+        return channel
+
+    ACTIVATION = "activation", "F"
+    GRADIENT = "gradient", "B"
+    LABELS = "labels", "the labels"
+    """with whole vocabulary layers: from rank p-1, which reads them, to the last stage where that is elsewhere"""
+    TOKEN_LOSS = "token-loss", "the token losses"
+    """with whole vocabulary layers: from the last stage to the loss function on rank p-1"""
+    TOKEN_GRADIENT = "token-gradient", "the gradient of the token losses"
+    """with whole vocabulary layers: the loss function's gradient by token, back to the last stage"""
+
+
+class Origin(Enum):
+    """Where the data of a collective come from: which ranks it waits for."""
+
+    READERS = auto()
+    """rank 0, which reads token ids, and rank p-1, which reads labels"""
+    ROOT = auto()
+    """the collective's root"""
+    ALL = auto()
+    """all members"""
+
+
+class CollectiveKind(StrEnum):
+    """Operations of the vocabulary communicator, whose members are `Schedule.vocab_members`."""
+
+    __hash__ = str.__hash__  # see PassKind
+
+    origin: Origin
+
+    def __new__(cls, value: str, origin: Origin) -> Self:
+        """An entry says which ranks it waits for."""
+        kind = str.__new__(cls, value)
+        kind._value_, kind.origin = value, origin
+        return kind
+
+    TOKENS = "TOKENS", Origin.READERS
+    """tokens and labels of a microbatch to every member"""
+    EMBED = "EMBED", Origin.ALL
+    """embedded rows from their owners to the first stage"""
+    C0 = "C0", Origin.ROOT
+    """the last stage's output to every member"""
+    C1 = "C1", Origin.ALL
+    """softmax statistics of all shards; vocab-2 also reduces the input gradient to the last stage"""
+    C2 = "C2", Origin.ALL
+    """vocab-1 only: the input gradient, reduced to the last stage"""
+    LOSS_GRAD = "LOSS_GRAD", Origin.ROOT
+    """the loss function's gradient by token loss, from rank p-1 to every member"""
+    EMBED_GRAD = "EMBED_GRAD", Origin.ROOT
+    """the first stage's input gradient, rows to their owners"""
+
+    @classmethod
+    def _missing_(cls, value: object) -> CollectiveKind | None:
+        """Traces of earlier versions call LOSS_GRAD so."""
+        return cls.LOSS_GRAD if value == "ROW_GRADIENT" else None
+
+
+class Operation(Protocol):
+    """Something that ranks start, and wait for later: all that the rest of the package asks of a kind of operation.
+
+    A kind is a NamedTuple with a field `microbatch`; its `str` names an operation among all of a schedule. The runtime
+    has one runner per kind (`megatron_vp.runtime.pipeline`).
+    """
+
+    @property
+    def microbatch(self) -> int:
+        """That it belongs to."""
+
+    @property
+    def follows_step(self) -> bool:
+        """Whether its members post it right behind the step that makes its data.
+
+        Otherwise they post it where its lane takes it up, and all of them have the lane's operations in one order.
+        """
+
+    @property
+    def lane(self) -> str:
+        """What it travels on, and waits for: operations of one lane run one after another."""
+
+    @property
+    def cost(self) -> str:
+        """What `PassCosts` calls its duration."""
+
+    @property
+    def timing_key(self) -> Hashable:
+        """What `StageCosts` finds its duration by."""
+
+    @property
+    def category(self) -> str:
+        """Of its slices in traces."""
+
+    @property
+    def track(self) -> tuple[int, str] | None:
+        """In traces, the rank that shows it and the title of its track; None: the second stream of all members."""
+
+    def members(self, vocab_members: Sequence[int]) -> Sequence[int]:
+        """The ranks that post it; `vocab_members` take part in the vocabulary collectives."""
+
+    def words(self, ranks: Sequence[int]) -> str:
+        """What whoever waits for it waits for, and from whom; `ranks` are the names of the pipeline ranks."""
+
+    def _replace(self, *, microbatch: int) -> Self:
+        """The same operation of another microbatch."""
+
+
+class Message(NamedTuple):
+    """A tensor from one stage to another on another rank; `source` and `target` are ranks.
+
+    The loss function counts as part of the last stage, also where it runs on another rank.
+    """
+
+    channel: Channel
+    microbatch: int
+    source_stage: int
+    target_stage: int
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        return f"{self.channel}:{self.microbatch}[{self.source_stage}>{self.target_stage}]"
+
+    @property
+    def follows_step(self) -> bool:
+        """The sender's."""
+        return True
+
+    @property
+    def lane(self) -> str:
+        """One for each directed edge and channel."""
+        return f"{self.source}>{self.target} {self.channel}"
+
+    @property
+    def cost(self) -> str:
+        """That of all communication."""
+        return "comm"
+
+    @property
+    def timing_key(self) -> tuple[int, int, Channel]:
+        """The edge and the channel."""
+        return (self.source, self.target, self.channel)
+
+    @property
+    def category(self) -> str:
+        """One for all channels."""
+        return "message"
+
+    @property
+    def track(self) -> tuple[int, str]:
+        """One per lane, on the sender."""
+        return self.source, f"{self.channel} to rank {self.target}"
+
+    def members(self, vocab_members: Sequence[int]) -> tuple[int, int]:
+        """The sender and the receiver."""
+        return (self.source, self.target)
+
+    def words(self, ranks: Sequence[int]) -> str:
+        """What comes from the sender."""
+        return f"{self.channel.content} of microbatch {self.microbatch} from rank {ranks[self.source]}"
+
+
+class Collective(NamedTuple):
+    """One operation of all members; `root` is the rank it starts from or ends at."""
+
+    kind: CollectiveKind
+    microbatch: int
+    root: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.microbatch}"
+
+    @property
+    def follows_step(self) -> bool:
+        """It follows several, or has to take its turn."""
+        return False
+
+    @property
+    def lane(self) -> str:
+        """One for all collectives."""
+        return "collectives"
+
+    @property
+    def cost(self) -> str:
+        """That of all communication."""
+        return "comm"
+
+    @property
+    def timing_key(self) -> CollectiveKind:
+        """The kind."""
+        return self.kind
+
+    @property
+    def category(self) -> str:
+        """One for all kinds."""
+        return "collective"
+
+    @property
+    def track(self) -> None:
+        """The second stream."""
+
+    def members(self, vocab_members: Sequence[int]) -> Sequence[int]:
+        """All ranks that take part in the vocabulary collectives."""
+        return vocab_members
+
+    def words(self, ranks: Sequence[int]) -> str:
+        """The collective, and from whom something has to come before it can end."""
+        match self.kind.origin:
+            case Origin.READERS:
+                sources = f"ranks {ranks[0]} and {ranks[-1]}"
+            case Origin.ROOT:
+                sources = f"rank {ranks[self.root]}"
+            case Origin.ALL:
+                sources = "all ranks"
+        return f"{self.kind} of microbatch {self.microbatch} from {sources}"
