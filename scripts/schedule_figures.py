@@ -11,14 +11,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_vp.schedule import FAMILIES, Timeline, generate, simulate
+from megatron_vp.schedule import FAMILIES, PassCosts, Timeline, generate, simulate
 from megatron_vp.schedule.draw import to_picture
 from megatron_vp.schedule.families import PLANNED
+from megatron_vp.schedule.request import chunks_to_offload
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "schedules.md"
 PICTURES = ROOT / "docs" / "images" / "schedules"
 BEGIN, END = "<!-- begin figures -->\n", "<!-- end figures -->\n"
+BEGIN_OFFLOAD, END_OFFLOAD = "<!-- begin offload figures -->\n", "<!-- end offload figures -->\n"
 
 SIZES = (4, 8, 16, 32)
 MICROBATCHES = 128
@@ -54,6 +56,27 @@ def table(simulated: dict[tuple[str, str, int], Timeline]) -> str:
     return "\n".join(lines) + "\n"
 
 
+OFFLOADED = (("1f1b", None), ("zb-v", None), ("v-half", None), ("interleaved", 4), ("gis-h", 4), ("po", 4))
+"""Families and chunks of the table of offloading."""
+
+
+def offload_table() -> str:
+    """Time and peaks on device and host with no chunk, half of them and all of them offloaded, in Markdown."""
+    costs = PassCosts(other={"copy": 0.75})
+    lines = ["| schedule | chunks | none | half | all |", "|---|---|---|---|---|"]
+    for name, chunks in OFFLOADED:
+        family = FAMILIES[name]
+        total = family.chunks_of(chunks)
+        cells = []
+        for text in ("0", "half", "all"):
+            count = chunks_to_offload(text, total)
+            found = simulate(generate(name, 8, 32, chunks=chunks, costs=costs, offload_chunks=count), costs)
+            host = f" + {max(found.peak_host):.4g}" if count else ""
+            cells.append(f"{found.makespan:.2f}, {max(found.peak_activation):.4g}{host}")
+        lines.append(f"| `{name}` | {total} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def draw_chart(simulated: dict[tuple[str, str, int], Timeline]) -> None:
     """Bubble against memory: one colour a schedule that trains, one marker a vocabulary method."""
     from matplotlib.figure import Figure
@@ -84,6 +107,9 @@ def draw_schedules() -> None:
     for name in FAMILIES:
         vocab = FAMILIES[name].own_method or "vocab-2"
         (PICTURES / f"{name}.png").write_bytes(to_picture(timeline(name, vocab, 4, 8), "png"))
+    costs = PassCosts(other={"copy": 0.75})
+    offloaded = generate("po", 4, 8, vocab="vocab-2", chunks=4, costs=costs, offload_chunks=2)
+    (PICTURES / "po_offloaded.png").write_bytes(to_picture(simulate(offloaded, costs), "png"))
 
 
 def main() -> int:
@@ -98,6 +124,8 @@ def main() -> int:
     page = PAGE.read_text(encoding="utf-8")
     before, rest = page.split(BEGIN)
     fresh = before + BEGIN + table(simulated) + END + rest.split(END)[1]
+    before, rest = fresh.split(BEGIN_OFFLOAD)
+    fresh = before + BEGIN_OFFLOAD + offload_table() + END_OFFLOAD + rest.split(END_OFFLOAD)[1]
     if check:
         print("up to date" if fresh == page else f"{PAGE.name} has other figures; run this without --check")
         return int(fresh != page)

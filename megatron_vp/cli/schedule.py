@@ -55,12 +55,20 @@ def schedule(
         ),
     ] = None,
     chunks: Annotated[int | None, typer.Option(help="Model chunks per rank, for interleaved (default 2).")] = None,
+    offload_chunks: Annotated[
+        str,
+        typer.Option(
+            help="Chunks per rank whose activations wait in the host's memory between forward and backward: a number, "
+            "half or all. Those that live longest are taken."
+        ),
+    ] = "0",
     cost: Annotated[
         str,
         typer.Option(
-            help="Durations in any unit. Default: F=1, B=1, W=1, S=0.25, T=0.25, IF=0.05, IB=0.05, comm=0 (give "
-            "them without spaces). F (forward), B (input gradient) and W (weight gradient) are for all chunks of a "
-            "rank together, comm for each message and collective."
+            help="Durations in any unit. Default: F=1, B=1, W=1, S=0.25, T=0.25, IF=0.05, IB=0.05, comm=0, copy=0 "
+            "(give them without spaces). F (forward), B (input gradient) and W (weight gradient) are for all chunks of "
+            "a rank together, comm for each message and collective, copy for the activations of one microbatch of a "
+            "rank on their way to the host's memory, or back."
         ),
     ] = "",
     asked_format: Annotated[
@@ -101,6 +109,7 @@ def schedule(
                 "--vocab-ranks": vocab_ranks,
             }
             clash = [option for option, value in given.items() if value is not None] + ["--vocab"] * (vocab != "none")
+            clash += ["--offload-chunks"] * (offload_chunks != "0")
             if clash:
                 raise UserError(f"--from names a whole schedule; leave out {', '.join(clash)}")
             found = _read(source)
@@ -110,7 +119,7 @@ def schedule(
         else:
             with progress_bar() as bar:
                 bar.add_task("generating and simulating", total=None)
-                found = _generate(name, pipeline_size, microbatches, vocab, vocab_ranks, chunks, costs)
+                found = _generate(name, pipeline_size, microbatches, vocab, vocab_ranks, chunks, offload_chunks, costs)
                 timeline = simulate(forward_schedule(found, costs) if evaluation else found, costs)
     except ScheduleError as error:
         raise UserError(str(error).splitlines()[0]) from error
@@ -124,15 +133,26 @@ def _generate(
     vocab: str,
     vocab_ranks: str | None,
     chunks: int | None,
+    offload_chunks: str,
     costs: PassCosts,
 ) -> Schedule:
     from megatron_vp.schedule import family, generate
+    from megatron_vp.schedule.request import chunks_to_offload
     from megatron_vp.schedule.validate import check_memory
 
     if name is None or pipeline_size is None or microbatches is None:
         raise UserError(f"give NAME (one of {', '.join(FAMILIES)}), -p RANKS and -m MICROBATCHES, or --from FILE")
     holders = None if vocab_ranks is None else _ranks(vocab_ranks)
-    found = generate(name, pipeline_size, microbatches, vocab=vocab, chunks=chunks, costs=costs, vocab_ranks=holders)
+    found = generate(
+        name,
+        pipeline_size,
+        microbatches,
+        vocab=vocab,
+        chunks=chunks,
+        costs=costs,
+        vocab_ranks=holders,
+        offload_chunks=chunks_to_offload(offload_chunks, family(name).chunks_of(chunks)),
+    )
     sizes, promise = (found.chunks, found.microbatches, found.vocab), family(name).promised_peak
     check_memory(found, [promise(pipeline_size, rank, *sizes) / found.chunks for rank in range(pipeline_size)])
     return found

@@ -14,7 +14,7 @@ from megatron_vp.schedule.program_formats import programs_to_json
 from megatron_vp.schedule.reorder import evaluation
 from megatron_vp.schedule.request import ScheduleRequest
 from megatron_vp.schedule.timeline import Simulator, Timeline, simulate
-from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, Message, Operation
+from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, Copy, Message, Operation
 from megatron_vp.schedule.validate import validate, validate_programs
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Channel",
     "Collective",
     "CollectiveKind",
+    "Copy",
     "Costs",
     "Family",
     "Held",

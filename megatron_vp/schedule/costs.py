@@ -45,8 +45,8 @@ class PassCosts:
     @classmethod
     def parse(cls, text: str) -> PassCosts:
         """Read `F=1,B=1,S=0.25`; what is not named keeps its default. Raises UserError."""
-        known = {*_OWN, *(kind.value for kind in PassKind if kind not in _FOLLOWING)}
-        known |= {kind.through(0, Pass(kind, 0)).cost for kind in PassKind if kind.through is not None}
+        known = {*_OWN, *(kind.value for kind in PassKind if kind not in _NOT_NAMED)}
+        known |= {make(0, Pass(kind, 0)).cost for kind in PassKind for make in (kind.through, kind.filled_by) if make}
         given: dict[str, float] = {}
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, separator, value = (part.strip() for part in item.partition("="))
@@ -82,12 +82,13 @@ class PassCosts:
             return getattr(self, step.kind)
         return self.other.get(step.kind, 0.0) / (schedule.chunks if step.kind.per_chunk else 1)
 
-    def communication(self, operation: Operation) -> float:
-        """Duration of a message or collective."""
-        return getattr(self, operation.cost) if operation.cost in _OWN else self.other.get(operation.cost, 0.0)
+    def communication(self, schedule: Schedule, operation: Operation) -> float:
+        """Duration of an operation of `schedule`."""
+        took = getattr(self, operation.cost) if operation.cost in _OWN else self.other.get(operation.cost, 0.0)
+        return took / schedule.chunks if operation.per_chunk else took
 
     def evened(self) -> PassCosts:
-        """The same work with F, B and W of equal length and free communication."""
+        """The same work with F, B and W of equal length and free communication; copies take what they take."""
         share = (self.F + self.B + self.W) / 3
         return replace(self, F=share, B=share, W=share, comm=0.0)
 
@@ -103,8 +104,8 @@ _BY_STAGE = ("F", "B", "W")
 _OWN = tuple(entry.name for entry in fields(PassCosts) if entry.name != "other")
 """Durations that have a field of their own."""
 
-_FOLLOWING = (PassKind.BW, PassKind.V)
-"""Kinds whose duration follows from those of others."""
+_NOT_NAMED = (PassKind.BW, PassKind.V, PassKind.O, PassKind.R)
+"""Kinds whose duration follows from those of others, and kinds that only wait for a copy or start one."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,9 @@ class StageCosts:
 
     F, B (input gradient) and W (weight gradient) by virtual stage; S, T, IF, IB and V by rank, empty where a schedule
     has no such passes; `other` kinds by virtual stage, or by rank if a rank runs one per microbatch. `messages` by
-    source rank, target rank and channel, `collectives` by kind; what is not named is free. Raises UserError for a
-    negative or non-finite duration, and for F, B and W of different numbers of stages.
+    source rank, target rank and channel, `collectives` by kind, `copies` by whether they go to the host, rank and
+    chunk; what is not named is free. Raises UserError for a negative or non-finite duration, and for F, B and W of
+    different numbers of stages.
     """
 
     F: tuple[float, ...]
@@ -127,6 +129,7 @@ class StageCosts:
     V: tuple[float, ...] = ()
     messages: Mapping[tuple[int, int, Channel], float] = field(default_factory=dict, hash=False)
     collectives: Mapping[CollectiveKind, float] = field(default_factory=dict, hash=False)
+    copies: Mapping[tuple[bool, int, int], float] = field(default_factory=dict, hash=False)
     other: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -138,7 +141,7 @@ class StageCosts:
         for kind, values in self.named().items():
             for place, value in enumerate(values):
                 _check(f"{kind}[{place}]", value)
-        for name, value in (*self.messages.items(), *self.collectives.items()):
+        for name, value in (*self.messages.items(), *self.collectives.items(), *self.copies.items()):
             _check(str(name), value)
 
     def named(self) -> dict[str, tuple[float, ...]]:
@@ -165,10 +168,11 @@ class StageCosts:
             other=passes,
             messages={name: factor * value for name, value in self.messages.items()},
             collectives={kind: factor * value for kind, value in self.collectives.items()},
+            copies={copy: factor * value for copy, value in self.copies.items()},
         )
 
     def evened(self) -> StageCosts:
-        """The same work with F, B and W of equal length on each stage and free communication."""
+        """The same work with F, B and W of equal length on each stage and free communication; copies as they are."""
         share = tuple(sum(times) / 3 for times in zip(self.F, self.B, self.W, strict=True))
         return replace(self, F=share, B=share, W=share, messages={}, collectives={})
 
@@ -182,6 +186,8 @@ class StageCosts:
             output["S"] = fmean(self.V)
         shares = {kind: ranks if PassKind(kind).per_chunk else len(times) for kind, times in self.other.items()}
         other = {kind: sum(times) / shares[kind] for kind, times in self.other.items()}
+        if self.copies:
+            other["copy"] = len(self.F) / ranks * fmean(self.copies.values())
         operations = (*self.messages.values(), *self.collectives.values())
         return PassCosts(
             F=sum(self.F) / ranks,
@@ -207,9 +213,9 @@ class StageCosts:
             times = self.V  # an interlaced schedule whose passes V were expanded
         return times[stage if step.kind.per_chunk else rank] if times else 0.0
 
-    def communication(self, operation: Operation) -> float:
-        """Duration of a message or collective."""
-        named: tuple[Mapping[Any, float], ...] = (self.messages, self.collectives)
+    def communication(self, schedule: Schedule, operation: Operation) -> float:
+        """Duration of an operation of `schedule`."""
+        named: tuple[Mapping[Any, float], ...] = (self.messages, self.collectives, self.copies)
         return next((times[operation.timing_key] for times in named if operation.timing_key in times), 0.0)
 
 

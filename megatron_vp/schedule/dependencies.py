@@ -21,6 +21,9 @@ from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, 
 BASE_KINDS = frozenset({PassKind.F, PassKind.B, PassKind.W, PassKind.BW})
 """Of the transformer chunks, in every schedule."""
 
+OFFLOAD_KINDS = frozenset({PassKind.O, PassKind.R})
+"""Of chunks whose activations are in the host's memory between forward and backward."""
+
 VOCABULARY_KINDS = frozenset(kind for method in VocabMethod for kind in method.passes)
 """Of the vocabulary layers, in the schedules whose method has them."""
 
@@ -83,6 +86,38 @@ def check_passes(schedule: Schedule) -> None:
         words = [f"{verb} {_listed(steps)}" for verb, steps in defects.items() if steps]
         if words:
             raise ScheduleError(f"rank {rank} {' and '.join(words)} ({schedule.name}, {schedule.vocab})")
+    _check_offloaded(schedule)
+
+
+def _check_offloaded(schedule: Schedule) -> None:
+    """Raise ScheduleError unless every chunk that is offloaded at all has an O and an R of each microbatch, and each
+    has something to compute in between.
+    """
+    for rank, chunk in schedule.offloaded:
+        order = schedule.ranks[rank]
+        places: dict[PassKind, dict[int, int]] = {PassKind.O: {}, PassKind.R: {}}
+        for place, step in enumerate(order):
+            if step.kind in OFFLOAD_KINDS and step.chunk == chunk:
+                places[step.kind][step.microbatch] = place
+        lacking = [
+            Pass(kind, microbatch, chunk)
+            for microbatch in range(schedule.microbatches)
+            for kind, listed in places.items()
+            if microbatch not in listed
+        ]
+        if lacking:
+            raise ScheduleError(
+                f"rank {rank} offloads chunk {chunk} and lacks {_listed(lacking)} ({schedule.name}, {schedule.vocab}): "
+                "give every microbatch of the chunk an O and an R, or none"
+            )
+        for microbatch, left in places[PassKind.O].items():
+            back = places[PassKind.R][microbatch]
+            if all(step.kind in OFFLOAD_KINDS for step in order[left:back]):
+                raise ScheduleError(
+                    f"rank {rank} computes nothing between {Pass(PassKind.O, microbatch, chunk)} and "
+                    f"{Pass(PassKind.R, microbatch, chunk)} ({schedule.name}, {schedule.vocab}): leave the chunk where "
+                    "it is"
+                )
 
 
 def _listed(steps: Sequence[Pass]) -> str:
@@ -192,10 +227,13 @@ class _Rules:
             if step.kind.through is not None:
                 before = [self.add(step.kind.through(rank, step), before)]
             self.before[places[Step(rank, step)]] += before
-            for kind in BASE_KINDS:
-                giver = of_kind[kind]
-                if giver is not None and set(kind.releases) & set(step.kind.holds):
-                    self.before[giver].append(places[Step(rank, step)])
+            givers = [kind for kind in BASE_KINDS if set(kind.releases) & set(step.kind.holds)]
+            filled = places[Step(rank, step)]
+            if step.kind.filled_by is not None:
+                filled = self.add(step.kind.filled_by(rank, step), [filled])
+            for giver in map(of_kind.get, givers):
+                if giver is not None:
+                    self.before[giver].append(filled)
 
     def output_layer(self, last_forward: int) -> list[int]:
         """S, T, their collectives and the loss, or V; returns what B of the last stage waits for."""

@@ -11,17 +11,20 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from megatron_vp.schedule import perfetto
+from megatron_vp.schedule.dependencies import OFFLOAD_KINDS
 from megatron_vp.schedule.ledger import activation_levels
-from megatron_vp.schedule.pass_kinds import PassKind
+from megatron_vp.schedule.pass_kinds import Held, PassKind
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.timeline import Timeline
+from megatron_vp.schedule.transfers import Copy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SECOND_STREAM = "#303030"
+COPIES = "#2A6FDB"
 
 
 def to_text(timeline: Timeline, width: int = 100) -> str:
@@ -30,18 +33,19 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
     costs = timeline.costs.nominal(schedule.pipeline_size)
     chunks = "1 chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
     sizes = f"{schedule.pipeline_size} ranks, {chunks} a rank, {schedule.microbatches} microbatches"
+    on_host = "   in host memory" if schedule.offloaded else ""
     lines = [
         f"schedule {schedule.name}, vocabulary {_vocabulary(schedule)}: {sizes}",
         f"makespan {timeline.makespan:.6g}   bubble {100 * timeline.bubble_fraction:.2f} %   "
         f"costs {' '.join(f'{name}={value:g}' for name, value in costs.named().items())}",
         "",
-        "rank   busy   bubble %   peak activation   between S and T",
+        f"rank   busy   bubble %   peak activation   between S and T{on_host}",
     ]
     for rank, busy in enumerate(timeline.busy):
         idle = 100 * (1 - busy / timeline.makespan) if timeline.makespan else 0.0
         lines.append(
             f"{rank:4d} {busy:6.6g} {idle:10.2f} {timeline.peak_activation[rank]:17.4g} "
-            f"{timeline.logits_in_flight[rank]:17d}"
+            f"{timeline.logits_in_flight[rank]:17d}" + (f"{timeline.peak_host[rank]:17.4g}" if on_host else "")
         )
     column = timeline.makespan / width
     marks = "".join(f"{kind.mark} is {kind}, " for kind in PassKind if _needs_explaining(kind, schedule.kinds))
@@ -90,19 +94,22 @@ def to_picture(timeline: Timeline, file_format: str) -> bytes:
     with rc_context({"svg.hashsalt": "megatron-vp", "svg.fonttype": "none", "font.size": 8}):
         figure = Figure(figsize=(width, 1.1 + 0.55 * ranks), layout="constrained")
         axes = figure.add_subplot()
-        peak = max(timeline.peak_activation)
-        second_stream = _second_stream(timeline)
+        peak = max(*timeline.peak_activation, *timeline.peak_host)
+        second_stream, copies = _second_stream(timeline), _copies(timeline)
         for rank in range(ranks):
             _draw_passes(axes, timeline, rank, points_per_unit=72 * (width - 1) / makespan)
             if rank in second_stream:
                 axes.broken_barh(second_stream[rank], (rank + 0.575, 0.045), facecolor=SECOND_STREAM, linewidth=0)
+            if rank in copies:
+                axes.broken_barh(copies[rank], (rank + 0.625, 0.03), facecolor=COPIES, linewidth=0)
             _draw_memory(axes, timeline, rank, peak)
         axes.set_xlim(0, makespan)
         axes.set_ylim(ranks, -0.12)
         axes.set_yticks([rank + 0.28 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.set_xlabel(f"time; grey below each rank: activations held, of a peak of {peak:.4g} microbatches")
+        host = "; blue line: in the host's memory" if schedule.offloaded else ""
+        axes.set_xlabel(f"time; grey below each rank: activations held, of a peak of {peak:.4g} microbatches{host}")
         axes.set_title(
             f"{schedule.name}, vocabulary {_vocabulary(schedule)}, {ranks} ranks, "
             f"{schedule.microbatches} microbatches: "
@@ -153,24 +160,43 @@ def _second_stream(timeline: Timeline) -> dict[int, list[tuple[float, float]]]:
     return spans
 
 
+def _copies(timeline: Timeline) -> dict[int, list[tuple[float, float]]]:
+    """Start and duration of the copies of each rank to the host's memory, and back."""
+    spans = defaultdict(list)
+    for operation, (start, end) in timeline.operations.items():
+        if isinstance(operation, Copy) and end > start:
+            spans[operation.rank].append((start, end - start))
+    return spans
+
+
 def _draw_memory(axes: Axes, timeline: Timeline, rank: int, peak: float) -> None:
+    base = rank + 0.92
+    times, tops = _memory_line(timeline, rank, peak, Held.ACTIVATIONS)
+    axes.fill_between(times, base, tops, step="post", color="#9A9A9A", linewidth=0)
+    axes.axhline(base, color="#9A9A9A", linewidth=0.4)
+    if timeline.peak_host[rank]:
+        axes.step(*_memory_line(timeline, rank, peak, Held.HOST_ACTIVATIONS), where="post", color=COPIES, linewidth=0.8)
+
+
+def _memory_line(timeline: Timeline, rank: int, peak: float, held: Held) -> tuple[list[float], list[float]]:
+    """Times, and how high the strip below the rank is filled from each of them on."""
     times, levels = [0.0], [0.0]
-    held = activation_levels(timeline.schedule, rank)
-    for (start, end), (during, after) in zip(timeline.spans[rank], held, strict=True):
+    changes = activation_levels(timeline.schedule, rank, held)
+    for (start, end), (during, after) in zip(timeline.spans[rank], changes, strict=True):
         times += [start, end]
         levels += [during, after]
     times.append(timeline.makespan)
     levels.append(levels[-1])
     base, height = rank + 0.92, 0.28
-    tops = [base - height * level / (peak or 1.0) for level in levels]
-    axes.fill_between(times, base, tops, step="post", color="#9A9A9A", linewidth=0)
-    axes.axhline(base, color="#9A9A9A", linewidth=0.4)
+    return times, [base - height * level / (peak or 1.0) for level in levels]
 
 
 def _add_legend(figure: Figure, timeline: Timeline, width: float) -> None:
     from matplotlib.patches import Patch
 
-    used = {(step.kind, step.chunk) for order in timeline.schedule.ranks for step in order}
+    # O and R take no time, and do not show.
+    steps = {step._replace(microbatch=0) for order in timeline.schedule.ranks for step in order}
+    used = {(step.kind, step.chunk) for step in steps if step.kind not in OFFLOAD_KINDS}
     chunked = timeline.schedule.chunks > 1
     patches = []
     for kind, chunk in sorted(used, key=lambda item: (list(PassKind).index(item[0]), item[1])):
@@ -178,6 +204,8 @@ def _add_legend(figure: Figure, timeline: Timeline, width: float) -> None:
         patches.append(Patch(facecolor=_shade(kind, chunk), label=f"{kind} {kind.meaning}{suffix}"))
     if _second_stream(timeline):
         patches.append(Patch(facecolor=SECOND_STREAM, label="collectives"))
+    if timeline.schedule.offloaded:
+        patches.append(Patch(facecolor=COPIES, label="copies to and from the host"))
     rows = math.ceil(1.7 * len(patches) / width)  # the widest entry takes 1.7 inches
     columns = math.ceil(len(patches) / rows)
     figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False, fontsize=7)
@@ -193,14 +221,15 @@ def to_perfetto(timeline: Timeline) -> str:
     events: list[perfetto.Event] = []
     for rank, (order, spans) in enumerate(zip(timeline.schedule.ranks, timeline.spans, strict=True)):
         events += perfetto.process(rank, Lane.COMPUTE, Lane.SECOND_STREAM)
-        held = activation_levels(timeline.schedule, rank)
-        for step, (start, end), (during, after) in zip(order, spans, held, strict=True):
+        for step, (start, end) in zip(order, spans, strict=True):
             args: dict[str, object] = {"microbatch": step.microbatch, "chunk": step.chunk}
-            events += [
-                perfetto.slice_event(rank, Lane[step.kind.lane.upper()], str(step), step.kind.value, start, end, args),
-                perfetto.activations(rank, start, during),
-                perfetto.activations(rank, end, after),
-            ]
+            lane = Lane[step.kind.lane.upper()]
+            events.append(perfetto.slice_event(rank, lane, str(step), step.kind.value, start, end, args))
+        for held in (Held.ACTIVATIONS, *[Held.HOST_ACTIVATIONS] * bool(timeline.peak_host[rank])):
+            for (start, end), (during, after) in zip(
+                spans, activation_levels(timeline.schedule, rank, held), strict=True
+            ):
+                events += [perfetto.level(rank, held, start, during), perfetto.level(rank, held, end, after)]
     events += _operation_events(timeline)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 

@@ -242,6 +242,7 @@ def generate(
     costs: Costs | None = None,
     vocab_ranks: Iterable[int] | None = None,
     further_orders: bool = True,
+    offload_chunks: int = 0,
 ) -> Schedule:
     """The schedule of a `ScheduleRequest` for the family or file of this name.
 
@@ -260,4 +261,5 @@ def generate(
         costs=costs,
         vocab_ranks=vocab_ranks,
         further_orders=further_orders,
+        offload_chunks=offload_chunks,
     ).schedule()

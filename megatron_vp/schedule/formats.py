@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import repeat
+from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
@@ -24,13 +25,14 @@ _HEADER = re.compile(r"# schedule=(?P<name>.*) vocab=(?P<vocab>\S*) microbatches
 def to_json(schedule: Schedule, timeline: Timeline | None = None) -> str:
     """The schedule as JSON; with a timeline of it, each pass has start and end, and there are metrics."""
     spans = timeline.spans if timeline else [repeat(None)] * schedule.pipeline_size
-    document: dict[str, object] = {
+    document: dict[str, Any] = {
         "schedule": schedule.name,
         "vocab": schedule.vocab.value,
         "pipeline_size": schedule.pipeline_size,
         "chunks": schedule.chunks,
         "microbatches": schedule.microbatches,
         "placement": schedule.placement.stage_of,
+        **offloaded_entry(schedule),
         "ranks": [
             [_entry(step, span) for step, span in zip(order, times, strict=False)]
             for order, times in zip(schedule.ranks, spans, strict=True)
@@ -42,7 +44,14 @@ def to_json(schedule: Schedule, timeline: Timeline | None = None) -> str:
             "bubble_fraction": timeline.bubble_fraction,
             "peak_activation": timeline.peak_activation,
         }
+        if schedule.offloaded:
+            document["metrics"] |= {"peak_host": timeline.peak_host}
     return json.dumps(document)
+
+
+def offloaded_entry(schedule: Schedule) -> dict[str, object]:
+    """The (rank, chunk) pairs that are offloaded, for a document about a schedule that has such."""
+    return {"offloaded": schedule.offloaded} if schedule.offloaded else {}
 
 
 def _entry(step: Pass, span: tuple[float, float] | None) -> dict[str, object]:
@@ -75,6 +84,9 @@ def from_json(text: str) -> Schedule:
     for key, actual in (("pipeline_size", schedule.pipeline_size), ("chunks", schedule.chunks)):
         if document.get(key, actual) != actual:
             raise UserError(f"schedule file says {key} {document[key]}, but its placement has {actual}")
+    pairs = [list(pair) for pair in schedule.offloaded]
+    if document.get("offloaded", pairs) != pairs:
+        raise UserError(f"schedule file says offloaded {document['offloaded']}, but its passes O and R are of {pairs}")
     return schedule
 
 

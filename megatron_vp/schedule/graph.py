@@ -88,6 +88,17 @@ class Graph:
         """All nodes, made when they are first asked for."""
         return [_of_microbatch(node, microbatch) for microbatch, each in enumerate(self._of) for node in each.nodes]
 
+    @cached_property
+    def posted_behind(self) -> dict[int, int]:
+        """By step: what it makes for an operation of its rank alone. Lanes run those in the order of their steps."""
+        alone = self.of_nodes(lambda node: not isinstance(node, Step) and len(node.members(())) == 1)
+        return {self.predecessors[number][0]: number for number, is_alone in enumerate(alone) if is_alone}
+
+    def as_posted(self, orders: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The operations of one rank alone, in the order in which the ranks post them; `orders` are those of steps."""
+        posted = self.posted_behind
+        return [[posted[step] for step in order if step in posted] for order in orders] if posted else []
+
     def step(self, number: int) -> Step:
         """A node that is known to be a step."""
         node = self.nodes[number]

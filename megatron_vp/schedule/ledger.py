@@ -3,6 +3,8 @@
 All that counts memory reads it here: the list scheduler's limits, peaks and proofs of a schedule, the cost model, the
 runtime's own count. A pass takes what its kind `holds`, and gives back what its kind `releases` of the same microbatch
 and chunk. Where several passes release it, the last of them gives it back, as a W does where the backward is split.
+What a pass holds that waits through an operation is taken earlier, at the pass from which the operation fills it: the
+host's copy of activations at their F, and not at the O that waits until they have left.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_vp.schedule.pass_kinds import Held
+from megatron_vp.schedule.pass_kinds import Held, PassKind
 from megatron_vp.schedule.passes import Pass, Schedule
 
 
@@ -30,14 +32,19 @@ def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
     """
     kinds = {step.kind for step in order}
     takers = {kind for kind in kinds if held in kind.holds}
-    concerned = takers | {kind for kind in kinds if held in kind.releases}
+    fillers = {PassKind(name) for kind in takers if kind.through for name in kind.waits_for}
+    concerned = takers | fillers | {kind for kind in kinds if held in kind.releases}
     ends: dict[int, int] = {}
     taken_at: dict[tuple[int, int], int] = {}
+    filled_from: dict[tuple[int, int], int] = {}
     for place, step in enumerate(order):
         if step.kind in concerned:
             account = step.microbatch, step.chunk
-            if step.kind in takers:
-                taken_at[account] = ends[place] = place
+            if step.kind in fillers:
+                filled_from[account] = place
+            elif step.kind in takers:
+                first = filled_from.get(account, place) if step.kind.through else place
+                taken_at[account] = ends[first] = first
             elif account in taken_at:
                 ends[taken_at[account]] = place
     return list(ends.items())
@@ -67,10 +74,10 @@ def peak(order: Sequence[Pass], held: Held) -> int:
     return max((during for during, _ in levels(order, held)), default=0)
 
 
-def activation_levels(schedule: Schedule, rank: int) -> list[tuple[float, float]]:
+def activation_levels(schedule: Schedule, rank: int, held: Held = Held.ACTIVATIONS) -> list[tuple[float, float]]:
     """Activations held during and after each pass of `rank`, in microbatches of a whole rank.
 
-    A chunk holds 1/chunks.
+    A chunk holds 1/chunks. `held` says whether on the device or in the host's memory.
     """
-    found = levels(schedule.ranks[rank], Held.ACTIVATIONS)
+    found = levels(schedule.ranks[rank], held)
     return [(during / schedule.chunks, after / schedule.chunks) for during, after in found]

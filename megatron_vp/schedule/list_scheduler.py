@@ -22,19 +22,23 @@ from heapq import heappop, heappush
 from megatron_vp.schedule.graph import Graph
 from megatron_vp.schedule.ledger import lives
 from megatron_vp.schedule.pass_kinds import Held
-from megatron_vp.schedule.passes import Pass
+from megatron_vp.schedule.passes import Pass, PassKind
 
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Most chunk activations by rank, and most microbatches between S and T on any rank."""
+    """Most chunk activations by rank, on the device and in the host's memory, where chunks are offloaded; and most
+    microbatches between S and T on any rank.
+    """
 
     activations: tuple[int, ...]
     logits: int = 2
+    host: tuple[int, ...] | None = None
 
     def of(self, rank: int) -> dict[Held, int]:
         """By kind of memory."""
-        return {Held.ACTIVATIONS: self.activations[rank], Held.LOGITS: self.logits}
+        limits = {Held.ACTIVATIONS: self.activations[rank], Held.LOGITS: self.logits}
+        return limits if self.host is None else limits | {Held.HOST_ACTIVATIONS: self.host[rank]}
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,23 @@ class Problem:
     durations: Sequence[float]
     orders: Sequence[Sequence[int]]
     memory: Memory
+    leaving: frozenset[int] = frozenset()
+    returning: frozenset[int] = frozenset()
+    """Passes O and R: see `OFFLOAD_KINDS`"""
     backward_of: Mapping[int, int] = field(default_factory=dict)
     """by forward: the backward that runs right behind it; such a pair has the forward's number"""
 
     @classmethod
     def of(cls, graph: Graph, orders: Sequence[Sequence[int]], durations: Sequence[float], memory: Memory) -> Problem:
         """The nodes of `graph`; `orders[r]` are the numbers of rank r's passes."""
-        return cls(graph.lanes, graph.predecessors, graph.successors, durations, orders, memory)
+        found = cls(graph.lanes, graph.predecessors, graph.successors, durations, orders, memory)
+        if not graph.posted_behind:
+            return found
+        leaving, returning = (
+            frozenset(number for number, kind in enumerate(graph.kinds) if kind is each)
+            for each in (PassKind.O, PassKind.R)
+        )
+        return replace(found, leaving=leaving, returning=returning)
 
     def joined(self, backward_of: Mapping[int, int]) -> Problem:
         """The same with pairs of a forward and a backward, whose backwards are no longer listed in the orders."""
@@ -153,11 +167,14 @@ class _Rank:
     def __init__(self, order: Sequence[int], pools: Sequence[_MemoryPool]) -> None:
         self.order, self.pools = order, pools
         self.left = list(range(len(order)))
-        # Of the ready passes that take from one pool, the first in order fits or none does.
-        self.takers: list[tuple[_MemoryPool, Ready]] = [(pool, []) for pool in pools]
+        # Of the ready passes that take from the same pools, the first in order fits or none does.
+        self.taken = [tuple(k for k, pool in enumerate(pools) if pool.takes[place]) for place in range(len(order))]
+        self.takers: dict[tuple[int, ...], Ready] = {each: [] for each in sorted(set(self.taken) - {()})}
         self.others: Ready = []
         self.fillers: Ready = []
         self.result: list[int] = []
+        # What may run once a pass has computed, and where it goes then.
+        self.delayed: list[tuple[Ready, int]] = []
         self.free_at = 0.0
         # The half of a pair that runs next and has yet to wait, with the end of the other half.
         self.half: int | None = None
@@ -166,18 +183,29 @@ class _Rank:
     def take(self) -> int | None:
         """Number of the pass to run now, or None where no ready pass fits."""
         best, chosen = (self.others[0], self.others) if self.others else (1, self.fillers)
-        for pool, ready in self.takers:
+        for pools, ready in self.takers.items():
             if ready and ready[0] < best:
-                if self.left[-1] == -ready[0] or pool.fits(bisect_left(self.left, -ready[0])):
+                if self.left[-1] == -ready[0] or self._fits(pools, bisect_left(self.left, -ready[0])):
                     best, chosen = ready[0], ready
                 elif self.fillers and self.fillers[0] < ready[0]:
                     # What waits for room goes first in the order: the fillers ahead of it make that room.
                     best, chosen = self.fillers[0], self.fillers
         return self._run(-heappop(chosen)) if chosen else None
 
+    def _fits(self, pools: tuple[int, ...], index: int) -> bool:
+        return all(self.pools[each].fits(index) for each in pools)
+
     def take_next(self) -> int:
         """Number of the pass that is next in order, taken to run now."""
         return self._run(self.left[-1])
+
+    def admit_delayed(self) -> bool:
+        """Let the delayed passes run. Whether there were any."""
+        for ready, entry in self.delayed:
+            heappush(ready, entry)
+        admitted = bool(self.delayed)
+        self.delayed.clear()
+        return admitted
 
     def _run(self, place: int) -> int:
         index = len(self.left) - 1 if self.left[-1] == place else bisect_left(self.left, place)
@@ -212,10 +240,12 @@ class _ListScheduler:
             for place, number in enumerate(order):
                 self.ready[number] = rank.others if after[number] else rank.fillers
                 self.entry[number] = -place
-                for pool, ready in rank.takers:
-                    if pool.takes[place]:
-                        self.ready[number] = ready
+                self.ready[number] = rank.takers.get(rank.taken[place], self.ready[number])
         self.waits = list(map(len, before))
+        # A chunk's activations do not come back before something was computed without them: they would have left for
+        # nothing. An R waits for that as long as anything else can go on; in reversed time, an O.
+        self.moves = problem.leaving | problem.returning
+        self.second_moves = problem.leaving if backwards else problem.returning
         # The halves of a pair in order of time, by the pair's number; and the pair of either half.
         self.halves: dict[int, tuple[int, int]] = {}
         self.pair: dict[int, int] = {}
@@ -245,6 +275,9 @@ class _ListScheduler:
                         self.stirred.add(self.lanes[number])
                     self._finish(number, now)
             self._start_passes(now)
+            if not self.times:
+                self.stirred.update(index for index, rank in enumerate(self.ranks) if rank.admit_delayed())
+                self._start_passes(now)
         if any(rank.left for rank in self.ranks):
             assert self.halves, "the given order exceeds the limits"
             return math.inf
@@ -267,6 +300,8 @@ class _ListScheduler:
             for each in self.halves.get(number, (number,)):
                 rank.free_at += self.durations[each]
                 self._end(each, rank.free_at)
+            if number not in self.moves:
+                rank.admit_delayed()
 
     def _begin_pair(self, rank: _Rank, now: float) -> None:
         """Run the first half of a pair that has to wait for its second, where the pair is next in the given order.
@@ -314,7 +349,9 @@ class _ListScheduler:
             if any(self.waits[half] for half in self.halves[number]):
                 return
         ready = self.ready[number]
-        if ready is not None:
+        if ready is not None and number in self.second_moves:
+            self.ranks[self.lanes[number]].delayed.append((ready, self.entry[number]))
+        elif ready is not None:
             heappush(ready, self.entry[number])
             self.stirred.add(self.lanes[number])
         elif self.lanes[number] < len(self.ranks):

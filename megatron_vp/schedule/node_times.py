@@ -37,7 +37,7 @@ def durations(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
 
     def of(node: Node) -> float:
         if not isinstance(node, Step):
-            return costs.communication(node)
+            return costs.communication(schedule, node)
         return 0.0 if isinstance(node.action, Loss) else costs.duration(schedule, node.rank, node.action)
 
     return graph.of_nodes(of)
@@ -48,13 +48,14 @@ def node_times(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[flo
 
     A rank is the lane of its steps: `orders[r]` are the numbers of rank r's, in order; a loss that is not listed there
     waits for the end of the pass that its rank is at. A communicator is the lane of its operations, which run one after
-    another, in the order in which they become ready: that is the order in which lowering has them issued. Raises
-    ScheduleError where the order cannot proceed.
+    another, in the order in which they become ready: that is the order in which lowering has them issued. Those of one
+    rank alone keep the order of its steps behind which they are posted. Raises ScheduleError where the order cannot
+    proceed.
     """
     successors, lanes = graph.successors, graph.lanes
     waits = list(map(len, graph.predecessors))
     following: list[int | None] = [None] * len(waits)
-    for order in orders:
+    for order in (*orders, *graph.as_posted(orders)):
         for before, after in pairwise(order):
             following[before] = after
             waits[after] += 1

@@ -11,6 +11,11 @@ from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from megatron_vp.schedule.transfers import Copy, Operation
+
+Through = Callable[[int, Any], Operation]
+"""(rank, one of its passes) -> an operation of that pass's microbatch."""
+
 
 class Held(StrEnum):
     """Memory that lives from one pass of a microbatch to another."""
@@ -67,11 +72,14 @@ class PassKind(str, metaclass=_Table):
     """evaluation runs it"""
     waits_for: tuple[str, ...]
     """kinds of the same rank, microbatch and chunk whose passes it waits for"""
-    through: Callable[[int, Any], Any] | None
-    """makes the operation (`instructions.Operation`) through which it waits for them, of a rank and one of its passes;
-    None: it waits for the passes themselves"""
+    through: Through | None
+    """makes the operation through which it waits for them; None: it waits for the passes themselves"""
     holds: tuple[Held, ...]
-    """memory that it takes and that stays taken when it ends"""
+    """memory that it takes and that stays taken when it ends; where it waits through an operation, taken from the
+    passes on that it waits for: the operation fills it"""
+    filled_by: Through | None
+    """makes the operation through which the backward or W that gives back what it takes waits for it; None: they wait
+    for the pass itself"""
     releases: tuple[Held, ...]
     """memory that is free when it ends, unless a later pass of its microbatch and chunk releases the same"""
 
@@ -87,8 +95,9 @@ class PassKind(str, metaclass=_Table):
         per_chunk: bool = False,
         forward: bool = False,
         waits_for: tuple[str, ...] = (),
-        through: Callable[[int, Any], Any] | None = None,
+        through: Through | None = None,
         holds: tuple[Held, ...] = (),
+        filled_by: Through | None = None,
         releases: tuple[Held, ...] = (),
     ) -> PassKind:
         """Add an entry. Raises ValueError for a name that is taken."""
@@ -98,6 +107,7 @@ class PassKind(str, metaclass=_Table):
         kind.meaning, kind.colour, kind.mark = meaning, colour, mark or name[0]
         kind.lane, kind.per_chunk, kind.forward = lane, per_chunk, forward
         kind.waits_for, kind.through, kind.holds, kind.releases = waits_for, through, holds, releases
+        kind.filled_by = filled_by
         cls.entries[name] = kind
         # An attribute of the class itself is found without a call of `_Table.__getattr__`.
         setattr(cls, name, kind)
@@ -123,7 +133,29 @@ PassKind.define("F", "forward", "#4C78A8", per_chunk=True, forward=True, holds=(
 PassKind.define("S", "output layer, first pass", "#F28E2B", forward=True, holds=(Held.LOGITS,))
 PassKind.define("T", "output layer, second pass", "#EDC948", releases=(Held.LOGITS,))
 PassKind.define("V", "vocabulary", "#E15759", forward=True)
-PassKind.define("B", "backward", "#59A14F", per_chunk=True, releases=(Held.ACTIVATIONS,))
+_GIVEN = (Held.ACTIVATIONS, Held.HOST_ACTIVATIONS)
+PassKind.define("B", "backward", "#59A14F", per_chunk=True, releases=_GIVEN)
 PassKind.define("W", "weight gradient", "#B6C95B", per_chunk=True, waits_for=("B",), releases=(Held.ACTIVATIONS,))
-PassKind.define("BW", "whole backward", "#3A7D34", mark="B", per_chunk=True, releases=(Held.ACTIVATIONS,))
+PassKind.define("BW", "whole backward", "#3A7D34", mark="B", per_chunk=True, releases=_GIVEN)
 PassKind.define("IB", "embedding gradient", "#D37295", mark="b")
+PassKind.define(
+    "O",
+    "activations leave the device",
+    "#7F7F7F",
+    mark="o",
+    per_chunk=True,
+    waits_for=("F",),
+    through=lambda rank, step: Copy(True, step.microbatch, step.chunk, rank),
+    holds=(Held.HOST_ACTIVATIONS,),
+    releases=(Held.ACTIVATIONS,),
+)
+PassKind.define(
+    "R",
+    "activations come back",
+    "#4D4D4D",
+    mark="r",
+    per_chunk=True,
+    waits_for=("O",),
+    holds=(Held.ACTIVATIONS,),
+    filled_by=lambda rank, step: Copy(False, step.microbatch, step.chunk, rank),
+)

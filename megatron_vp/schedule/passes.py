@@ -114,6 +114,15 @@ class Schedule:
             return ()
         return self.placement.vocab_members(self.vocab_ranks)
 
+    @cached_property
+    def offloaded(self) -> tuple[tuple[int, int], ...]:
+        """The (rank, chunk) pairs whose activations leave the device between forward and backward."""
+        if PassKind.O not in self.kinds and PassKind.R not in self.kinds:
+            return ()
+        moved = (PassKind.O, PassKind.R)
+        pairs = {(rank, step.chunk) for rank, order in enumerate(self.ranks) for step in order if step.kind in moved}
+        return tuple(sorted(pairs))
+
     @property
     def split_backward(self) -> bool:
         """Whether a B computes the input gradient alone."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from megatron_vp.schedule.pass_kinds import Held
+
 Event = dict[str, object]
 
 
@@ -54,7 +56,7 @@ def slice_event(
     }
 
 
-def activations(rank: int, time: float, level: float) -> Event:
-    """Microbatches whose activations a rank holds from `time` (milliseconds) on."""
-    counter = {"ph": "C", "pid": rank, "name": "activations", "ts": 1e3 * time}
+def level(rank: int, held: Held, time: float, level: float) -> Event:
+    """Microbatches whose activations a rank holds from `time` (milliseconds) on, on the device or in host memory."""
+    counter = {"ph": "C", "pid": rank, "name": held.value, "ts": 1e3 * time}
     return counter | {"args": {"microbatches": level}}

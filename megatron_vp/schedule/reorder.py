@@ -23,6 +23,11 @@ from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 SMALL = 1_000
 """Passes and operations of a schedule for which more orders are tried, as each takes a few milliseconds."""
 
+LARGE = 40_000
+"""Passes and operations of a schedule with copies to the host from which on the first orders have to do: 32 ranks,
+4 chunks, 40 microbatches, some two seconds.
+"""
+
 EMBEDDING_GRADIENTS = 4
 """Microbatches whose embedding gradient may wait for its IB."""
 
@@ -33,16 +38,20 @@ def reorder_for_costs(
     costs: Costs,
     pairs: Sequence[Sequence[tuple[Pass, Pass]]] = (),
     further_orders: bool = True,
+    links: Sequence[tuple[Node, Node]] = (),
 ) -> Schedule:
     """The same passes, ordered for `costs` within `limits`, which the given order must respect.
 
     With `StageCosts` every rank's passes are ordered for that rank's own durations.
     `pairs[r]` are passes of rank r that stay next to each other, the first of which is followed by the second.
+    `links` are steps of which the second waits for the first, whatever the dependencies.
     Without `further_orders` only the given order and what the list scheduler makes of it in either direction compete.
     """
     # Without vocabulary passes the order is the published one, whose last stage knows the loss at once.
     graph = build_graph(schedule, with_loss=schedule.vocab is not VocabMethod.NONE)
     link_limits(graph, schedule)
+    for earlier, later in links:
+        graph.link(graph.number(earlier), graph.number(later))
     orders = graph.numbers(schedule.ranks)
     backward_of: dict[int, int] = {}
     if pairs:
@@ -104,8 +113,11 @@ class _Search:
         late by all of the filler. With even durations passes meet exactly, and in the order found with them real passes
         wait a little for each other. The order for vocabulary passes that take no time, worked over with the real ones
         from the last pass back, helps in the same way. Each run takes equally long, so a large schedule gets one beyond
-        the first two: over again in the other direction with vocabulary passes, else with even durations.
+        the first two: over again in the other direction with vocabulary passes, else with even durations. With copies
+        to the host both are worked over again.
         """
+        if self.graph.posted_behind and len(self.times) > SMALL:
+            return self.again(forwards, backwards, self.times) if len(self.times) < LARGE else []
         uneven = even != self.times
         if len(self.times) <= SMALL:
             again = self.again(forwards, backwards, self.times)
@@ -139,7 +151,7 @@ class _Search:
             return makespan, given
         if self.backward_of:
             orders = [[each for number in order for each in self._parted(number)] for order in orders]
-        if durations is not self.times:
+        if durations is not self.times or self.graph.posted_behind:
             makespan = max(node_times(self.graph, orders, self.times).end)
         return makespan, orders
 

@@ -9,9 +9,14 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule.costs import Costs, PassCosts, StageCosts
 from megatron_vp.schedule.family import Family, OrderPolicy
 from megatron_vp.schedule.gc_paused import gc_paused
+from megatron_vp.schedule.graph import Step
+from megatron_vp.schedule.ledger import peak
 from megatron_vp.schedule.list_scheduler import MemoryLimits
+from megatron_vp.schedule.offload import computed_between, offload, returning_at_once
+from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule, VocabMethod
 from megatron_vp.schedule.reorder import evaluation, forwards, reorder_for_costs
+from megatron_vp.schedule.timeline import simulate
 from megatron_vp.schedule.vocab_passes import Nominal, nominal_schedule
 
 LARGEST = 1_000_000
@@ -45,6 +50,8 @@ class ScheduleRequest:
     """an evaluation: forward passes alone, in an order of their own; a file's for any number of microbatches"""
     further_orders: bool = True
     """False: only the first orders compete, see `reorder_for_costs`"""
+    offload_chunks: int = 0
+    """chunks per rank whose activations wait in the host's memory between forward and backward: see `offload`"""
 
     @classmethod
     def of(
@@ -59,6 +66,7 @@ class ScheduleRequest:
         vocab_ranks: Iterable[int] | None = None,
         forward_only: bool = False,
         further_orders: bool = True,
+        offload_chunks: int = 0,
     ) -> ScheduleRequest:
         """A request in which None stands for the family's own chunks, for `PassCosts()` and for all ranks.
 
@@ -78,6 +86,7 @@ class ScheduleRequest:
             tuple(sorted(vocab_ranks)),
             forward_only,
             further_orders,
+            offload_chunks,
         )
 
     def __post_init__(self) -> None:
@@ -85,6 +94,7 @@ class ScheduleRequest:
         self._check_sizes()
         self._check_vocab_ranks()
         self.family.chunks_of(self.chunks)
+        self._check_offload()
         if isinstance(self.costs, StageCosts):
             self.costs.check_size(self.family.name, self.pipeline_size, self.chunks)
 
@@ -100,13 +110,36 @@ class ScheduleRequest:
         return fixed if fixed.microbatches == self.microbatches else fixed.first_microbatches(self.microbatches)
 
     def _complete(self) -> Schedule:
-        if self.family.order is not None:
+        if self.family.order is not None and not self.offload_chunks:
             return self.family.order(self.pipeline_size, self.microbatches)
-        nominal = self.nominal()
-        if self.family.order_policy is OrderPolicy.KEEP:
+        nominal, limits = self.nominal(), MemoryLimits(self.promised_peaks)
+        if self.offload_chunks and not self.forward_only:
+            nominal = offload(nominal, self.offload_chunks, self.costs)
+            device, host = (
+                tuple(peak(order, held) for order in nominal.schedule.ranks)
+                for held in (Held.ACTIVATIONS, Held.HOST_ACTIVATIONS)
+            )
+            limits = MemoryLimits(device, host=host)
+        if self.family.order is not None or self.family.order_policy is OrderPolicy.KEEP:
             return nominal.schedule
-        limits = MemoryLimits(self.promised_peaks)
-        return reorder_for_costs(nominal.schedule, limits, self.costs, nominal.pairs, self.further_orders)
+        return self._tightened(nominal, limits)
+
+    def _tightened(self, nominal: Nominal, limits: MemoryLimits) -> Schedule:
+        """The nominal order, reordered for the costs.
+
+        Where activations that were copied to the host would come back at once, something is computed in between, as
+        in the nominal order.
+        """
+        links: list[tuple[Step, Step]] = []
+        for _ in range(4):
+            found = reorder_for_costs(
+                nominal.schedule, limits, self.costs, nominal.pairs, self.further_orders, links=links
+            )
+            early = returning_at_once(found)
+            if not early:
+                return found
+            links += computed_between(nominal.schedule, found, early)
+        return nominal.schedule
 
     @property
     def promised_peaks(self) -> tuple[int, ...]:
@@ -115,7 +148,10 @@ class ScheduleRequest:
         return tuple(self.family.promised_peak(self.pipeline_size, rank, *sizes) for rank in range(self.pipeline_size))
 
     def nominal(self) -> Nominal:
-        """The passes of a family that has a building block in the block's order."""
+        """The passes in the order of the family's building block, or in its own order at the times that it takes."""
+        if self.family.order is not None:
+            schedule = self.family.order(self.pipeline_size, self.microbatches)
+            return Nominal(schedule, (), simulate(schedule, self.costs).spans)
         assert self.family.block is not None
         # Nominal times only order the passes, so means over ranks and stages do. The block's forwards are longer by the
         # vocabulary work, so that its nominal times leave room for it.
@@ -157,6 +193,16 @@ class ScheduleRequest:
             if not fits:
                 raise UserError(f"the schedule in {self.family.name} has {has}; write one for these")
 
+    def _check_offload(self) -> None:
+        name, chunks = self.family.name, self.offload_chunks
+        if chunks and self.family.fixed is not None:
+            raise UserError(f"chunks to offload do not go with the schedule in {name}; write one with passes O and R")
+        if not 0 <= chunks <= self.chunks:
+            raise UserError(
+                f"{chunks} chunks to offload do not go with schedule {name}, which has {self.chunks} a rank; give a "
+                f"number from 0 to {self.chunks}, half or all"
+            )
+
     def _check_vocab_ranks(self) -> None:
         holders, every = self.vocab_ranks, _every_rank(self.family, self.pipeline_size, self.method)
         if holders == every:
@@ -179,6 +225,14 @@ def _every_rank(family: Family, pipeline_size: int, method: VocabMethod) -> tupl
     if family.fixed is not None:
         return family.fixed.vocab_ranks
     return () if method is VocabMethod.NONE else tuple(range(pipeline_size))
+
+
+def chunks_to_offload(text: str, chunks: int) -> int:
+    """How many of `chunks` chunks per rank `--offload-chunks` means: a number, `half` (rounded up) or `all`."""
+    named = {"half": (chunks + 1) // 2, "all": chunks}
+    if text not in named and not text.isdecimal():
+        raise UserError(f"--offload-chunks {text!r} is no number of chunks; give one from 0 to {chunks}, half or all")
+    return named[text] if text in named else int(text)
 
 
 def _listed(ranks: tuple[int, ...]) -> str:

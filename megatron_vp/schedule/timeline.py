@@ -65,6 +65,11 @@ class Timeline:
         return tuple(peak(order, Held.ACTIVATIONS) / self.schedule.chunks for order in self.schedule.ranks)
 
     @cached_property
+    def peak_host(self) -> tuple[float, ...]:
+        """Most activations in the host's memory at once, by rank, in microbatches of a whole rank."""
+        return tuple(peak(order, Held.HOST_ACTIVATIONS) / self.schedule.chunks for order in self.schedule.ranks)
+
+    @cached_property
     def logits_in_flight(self) -> tuple[int, ...]:
         """Most microbatches that are at once past the start of S and not yet past the end of T, on each rank."""
         return tuple(peak(order, Held.LOGITS) for order in self.schedule.ranks)

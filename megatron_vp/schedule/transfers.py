@@ -103,6 +103,10 @@ class Operation(Protocol):
         """What `PassCosts` calls its duration."""
 
     @property
+    def per_chunk(self) -> bool:
+        """Whether that is the duration for all chunks of a rank, of which it carries one."""
+
+    @property
     def timing_key(self) -> Hashable:
         """What `StageCosts` finds its duration by."""
 
@@ -156,6 +160,11 @@ class Message(NamedTuple):
         return "comm"
 
     @property
+    def per_chunk(self) -> bool:
+        """One duration for all."""
+        return False
+
+    @property
     def timing_key(self) -> tuple[int, int, Channel]:
         """The edge and the channel."""
         return (self.source, self.target, self.channel)
@@ -205,6 +214,11 @@ class Collective(NamedTuple):
         return "comm"
 
     @property
+    def per_chunk(self) -> bool:
+        """One duration for all."""
+        return False
+
+    @property
     def timing_key(self) -> CollectiveKind:
         """The kind."""
         return self.kind
@@ -232,3 +246,62 @@ class Collective(NamedTuple):
             case Origin.ALL:
                 sources = "all ranks"
         return f"{self.kind} of microbatch {self.microbatch} from {sources}"
+
+
+class Copy(NamedTuple):
+    """A chunk's activations on their way to the memory of the host, or back; the rank's two directions share one lane.
+
+    What a rank copies is copied in the order in which it posts it (PipeOffload, arXiv 2503.01328, section 4.2).
+    """
+
+    to_host: bool
+    microbatch: int
+    chunk: int
+    rank: int
+
+    def __str__(self) -> str:
+        return f"copy-{'out' if self.to_host else 'in'}:{self.microbatch}.{self.chunk}[{self.rank}]"
+
+    @property
+    def follows_step(self) -> bool:
+        """Out: the forward; in: the pass R."""
+        return True
+
+    @property
+    def lane(self) -> str:
+        """One for each rank."""
+        return f"copies of rank {self.rank}"
+
+    @property
+    def cost(self) -> str:
+        """That of one direction."""
+        return "copy"
+
+    @property
+    def per_chunk(self) -> bool:
+        """A chunk's share."""
+        return True
+
+    @property
+    def timing_key(self) -> tuple[bool, int, int]:
+        """The direction, the rank and the chunk."""
+        return (self.to_host, self.rank, self.chunk)
+
+    @property
+    def category(self) -> str:
+        """One for both directions."""
+        return "copy"
+
+    @property
+    def track(self) -> tuple[int, str]:
+        """One per rank."""
+        return self.rank, "copies to and from the host"
+
+    def members(self, vocab_members: Sequence[int]) -> tuple[int]:
+        """The rank alone."""
+        return (self.rank,)
+
+    def words(self, ranks: Sequence[int]) -> str:
+        """The copy, and where it goes."""
+        way = "to the host" if self.to_host else "back from the host"
+        return f"the copy of microbatch {self.microbatch} (chunk {self.chunk}) {way} on rank {ranks[self.rank]}"

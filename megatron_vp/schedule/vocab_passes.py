@@ -21,12 +21,13 @@ TimedPass = tuple[float, Pass]
 
 @dataclass(frozen=True)
 class Nominal:
-    """A schedule in nominal order, which is valid, and by rank the forwards and backwards that stay next to each
-    other.
+    """A schedule in nominal order, which is valid; by rank the forwards and backwards that stay next to each other; and
+    when each pass of each rank starts and ends on the block's grid.
     """
 
     schedule: Schedule
-    pairs: tuple[tuple[tuple[Pass, Pass], ...], ...] = ()
+    pairs: tuple[tuple[tuple[Pass, Pass], ...], ...]
+    spans: tuple[tuple[tuple[float, float], ...], ...]
 
 
 def nominal_schedule(
@@ -38,7 +39,7 @@ def nominal_schedule(
     """
     delay = vocab.barriers * block.step
     slots = _VocabSlots(block, delay, width=0.01 * block.forward_time)
-    ranks = []
+    ranks: list[list[TimedPass]] = []
     for rank, stages in enumerate(block.placement.stage_of):
         timed = slots.passes(rank) if rank in vocab_ranks else []
         for chunk, stage in enumerate(stages):
@@ -47,24 +48,28 @@ def nominal_schedule(
             if block.weight is not None:
                 timed.append((block.weight[stage] + delay, Pass(PassKind.W, 0, chunk)))
         ranks.append(_repeat(timed, block, microbatches))
-    if block.overlaps is None:
-        return Nominal(Schedule(name, vocab, block.placement, microbatches, tuple(map(tuple, ranks))))
-    pairs = tuple(tuple(block.overlaps(rank, microbatches, vocab.barriers)) for rank in range(len(ranks)))
-    orders = tuple(map(_with_whole_backwards, ranks, pairs))
-    return Nominal(Schedule(name, vocab, block.placement, microbatches, orders), pairs)
+    pairs: tuple[tuple[tuple[Pass, Pass], ...], ...] = ()
+    if block.overlaps is not None:
+        pairs = tuple(tuple(block.overlaps(rank, microbatches, vocab.barriers)) for rank in range(len(ranks)))
+        ranks = list(map(_with_whole_backwards, ranks, pairs))
+    took = dict.fromkeys(vocab.passes, 4 * slots.width)
+    took |= {PassKind.F: block.forward_time} | dict.fromkeys((PassKind.B, PassKind.W, PassKind.BW), block.backward_time)
+    orders = tuple(tuple(step for _, step in timed) for timed in ranks)
+    spans = tuple(tuple((start, start + took[step.kind]) for start, step in timed) for timed in ranks)
+    return Nominal(Schedule(name, vocab, block.placement, microbatches, orders), pairs, spans)
 
 
-def _with_whole_backwards(order: list[Pass], pairs: Sequence[tuple[Pass, Pass]]) -> tuple[Pass, ...]:
+def _with_whole_backwards(order: list[TimedPass], pairs: Sequence[tuple[Pass, Pass]]) -> list[TimedPass]:
     """The order with a whole backward behind its forward for every pair."""
     behind = dict(pairs)
     gone = {backward._replace(kind=kind) for backward in behind.values() for kind in (PassKind.B, PassKind.W)}
-    found: list[Pass] = []
-    for step in order:
+    found: list[TimedPass] = []
+    for start, step in order:
         if step in behind:
-            found += [step, behind[step]]
+            found += [(start, step), (start, behind[step])]
         elif step not in gone:
-            found.append(step)
-    return tuple(found)
+            found.append((start, step))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +104,9 @@ class _VocabSlots:
         return opens + math.ceil((after - opens) / self.block.step - 1e-6) * self.block.step
 
 
-def _repeat(timed: list[TimedPass], block: BuildingBlock, microbatches: int) -> list[Pass]:
-    repeated = []
+def _repeat(timed: list[TimedPass], block: BuildingBlock, microbatches: int) -> list[TimedPass]:
+    repeated: list[TimedPass] = []
     for microbatch in range(microbatches):
         arrival = block.arrival(microbatch)
         repeated += [(start + arrival, Pass(first.kind, microbatch, first.chunk)) for start, first in timed]
-    return [step for _, step in sorted(repeated, key=lambda item: item[0])]
+    return sorted(repeated, key=lambda item: item[0])

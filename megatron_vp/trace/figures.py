@@ -11,6 +11,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import perfetto
 from megatron_vp.schedule.costs import StageCosts
 from megatron_vp.schedule.ledger import activation_levels
+from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.placement import Placement
@@ -144,7 +145,8 @@ def held_activations(traces: Sequence[RankTrace]) -> list[perfetto.Event]:
         schedule = ran(traces, iteration)
         for rank, trace in enumerate(traces):
             for span, (during, after) in zip(_passes(trace, iteration), activation_levels(schedule, rank), strict=True):
-                events += [perfetto.activations(rank, span.start, during), perfetto.activations(rank, span.end, after)]
+                for time, level in ((span.start, during), (span.end, after)):
+                    events.append(perfetto.level(rank, Held.ACTIVATIONS, time, level))
     return events
 
 

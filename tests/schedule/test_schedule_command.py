@@ -167,6 +167,40 @@ def test_perfetto_trace_has_collectives_on_every_rank_and_each_link_on_its_sende
             assert all(before["ts"] + before["dur"] <= after["ts"] + 1e-6 for before, after in pairwise(sent))
 
 
+OFFLOADED = [
+    *("po", "-p", "3", "-m", "5", "--chunks", "3", "--offload-chunks", "half"),
+    *("--vocab", "vocab-2", "--cost", "copy=0.9"),
+]
+
+
+def test_offloaded_activations_show_in_all_formats(tmp_path):
+    document = json.loads(run(*OFFLOADED, "--format", "json").stdout)
+    assert document["offloaded"] == [[rank, chunk] for rank in range(3) for chunk in range(2)]
+    moves = [each for order in document["ranks"] for each in order if each["pass"] in ("O", "R")]
+    assert len(moves) == 2 * 5 * 6 and all(each["start"] == each["end"] for each in moves)
+    host = max(document["metrics"]["peak_host"])
+    lines = run(*OFFLOADED).stdout.splitlines()
+    assert lines[3].endswith("in host memory") and max(float(line.split()[-1]) for line in lines[4:7]) == round(host, 3)
+    trace = run(*OFFLOADED, "--format", "perfetto").stdout
+    copies = slices(trace, "copies to and from the host", 1)
+    assert len(copies) == 2 * 5 * 2 and all(each["dur"] == pytest.approx(300) for each in copies)
+    assert all(before["ts"] + before["dur"] <= after["ts"] + 1e-6 for before, after in pairwise(copies))
+    levels = [each for each in json.loads(trace)["traceEvents"] if each["name"] == "host activations"]
+    assert max(each["args"]["microbatches"] for each in levels) == pytest.approx(host)
+    programs = json.loads(run(*OFFLOADED, "--format", "programs").stdout)
+    assert programs["offloaded"] == document["offloaded"]
+    copy = {"operation": "copy-out:2.1[0]", "members": [0], "lane": "copies of rank 0"}
+    assert {"do": "post", **copy} in programs["programs"][0] and {"do": "wait", **copy} in programs["programs"][0]
+    picture = tmp_path / "schedule.svg"
+    assert run(*OFFLOADED, "-o", picture).exit_code == 0
+    assert "copies to and from the host" in picture.read_text()
+    for kind in ("json", "csv"):
+        path = tmp_path / f"schedule.{kind}"
+        run(*OFFLOADED, "-o", path)
+        again = run("--from", path, "--cost", "copy=0.9", "--format", "json").stdout
+        assert json.loads(again)["metrics"] == document["metrics"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -186,6 +220,10 @@ def test_perfetto_trace_has_collectives_on_every_rank_and_each_link_on_its_sende
         ([*FAMILY, "--vocab-ranks", "0,x"], "--vocab-ranks '0,x' is not a list of ranks"),
         ([*FAMILY, "--vocab-ranks", "0,3"], "ranks 0, 3: give at least one of the ranks 0 to 2"),
         (["zb-v", "-p", 3, "-m", 4, "--vocab-ranks", "0"], "do not go with schedule zb-v, vocab method none"),
+        ([*FAMILY, "--offload-chunks", "some"], "'some' is no number of chunks; give one from 0 to 1, half or all"),
+        ([*FAMILY, "--offload-chunks", 2], "2 chunks to offload do not go with schedule 1f1b, which has 1 a rank"),
+        (["--from", "file", "--offload-chunks", "all"], "leave out --offload-chunks"),
+        ([*FAMILY, "--cost", "O=1"], "'O=1' is not NAME=NUMBER"),
     ],
 )
 def test_bad_input_is_one_line(arguments, words):

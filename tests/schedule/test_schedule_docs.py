@@ -25,10 +25,15 @@ def test_the_page_shows_the_present_figures():
         assert line.split(" | ")[2] == script.cell(script.timeline(name, vocab, ranks)), (name, vocab)
 
 
+def test_the_page_shows_what_offloading_leaves():
+    script = load_script()
+    assert script.BEGIN_OFFLOAD + script.offload_table() + script.END_OFFLOAD in script.PAGE.read_text(encoding="utf-8")
+
+
 def test_every_picture_of_the_page_exists():
     page = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
     pictures = [line.split("](")[1].rstrip(")") for line in page.splitlines() if line.startswith("![")]
-    assert len(pictures) == 1 + len(FAMILIES)
+    assert len(pictures) == 2 + len(FAMILIES)
     assert all((ROOT / "docs" / picture).is_file() for picture in pictures)
 
 

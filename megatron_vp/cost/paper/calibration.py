@@ -88,7 +88,7 @@ class PathTime:
 
         def duration(node: Step | Operation) -> float:
             if not isinstance(node, Step):
-                return costs.communication(node)
+                return costs.communication(schedule, node)
             return costs.duration(schedule, node.rank, node.action) if isinstance(node.action, Pass) else 0.0
 
         took = sum(map(duration, self.path))

@@ -61,6 +61,7 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, co
         **vocabulary,
         messages=communication.messages(placement),
         collectives=communication.collectives(plan.vocab, _members(plan, placement)),
+        copies={},
         other={},
     )
 
@@ -85,6 +86,7 @@ def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants =
         **{kind: tuple(float(round(value)) for value in values) for kind, values in scaled.named().items()},
         messages={link: round(value) for link, value in scaled.messages.items()},
         collectives={kind: round(value) for kind, value in scaled.collectives.items()},
+        copies={},
         other={},
     )
 

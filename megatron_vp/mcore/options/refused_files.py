@@ -44,6 +44,11 @@ FILE_REFUSALS = (
         "schedule that has them (megatron-vp schedule NAME --vocab vocab-2 --format json)",
     ),
     Refusal(
+        lambda a: (file := _fixed(a)) and file.offloaded,
+        "--pipeline-schedule {pipeline_schedule} moves activations to the host's memory (passes O and R), which "
+        "training does not do yet: use a schedule without them",
+    ),
+    Refusal(
         lambda a: (file := _fixed(a)) and file.vocab.is_sharded and file.vocab != a.vocab_parallel_algorithm,
         "--pipeline-schedule {pipeline_schedule} has the passes of {file_method}, and --vocab-parallel-algorithm is "
         "{vocab_parallel_algorithm}: use --vocab-parallel-algorithm {file_method}",

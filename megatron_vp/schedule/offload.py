@@ -1,0 +1,176 @@
+"""Puts copies of activations to the host's memory, and back, into a schedule in nominal order (PipeOffload).
+
+Activations that leave as soon as their forward has run, and are back just in time for their backward, occupy the device
+for two moments only. How near those moments are is up to the rank's one copy lane, on which copies out and back take
+turns (Wan et al., arXiv 2503.01328, section 4.2). Copies are placed on the grid of the building block: there forwards
+come no faster than in the steady state, which lets copies keep up in the warm-up, too. If the order is tightened later,
+the device holds no more than here.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from statistics import fmean
+
+from megatron_vp.schedule.costs import Costs
+from megatron_vp.schedule.dependencies import OFFLOAD_KINDS
+from megatron_vp.schedule.graph import Step
+from megatron_vp.schedule.passes import Pass, PassKind, Schedule
+from megatron_vp.schedule.transfers import Copy
+from megatron_vp.schedule.vocab_passes import Nominal
+
+Span = tuple[float, float]
+"""Start and end."""
+Key = tuple[int, int]
+"""Chunk and microbatch."""
+
+
+def offload(nominal: Nominal, chunks: int, costs: Costs) -> Nominal:
+    """The nominal schedule with passes O and R for `chunks` chunks of every rank, those whose activations live longest.
+
+    `costs` say how long copies take, in the unit of `nominal.spans`. A chunk stays on the device if one of its
+    microbatches would have to be back before it has left.
+    """
+    schedule = nominal.schedule
+    orders = []
+    for rank, order in enumerate(schedule.ranks):
+        pairs = nominal.pairs[rank] if nominal.pairs else ()
+        placing = _Placing(order, nominal.spans[rank], {first for first, _ in pairs})
+        moved = placing.longest_lived(chunks)
+        while moved:
+            durations = {
+                chunk: (
+                    costs.communication(schedule, Copy(True, 0, chunk, rank)),
+                    costs.communication(schedule, Copy(False, 0, chunk, rank)),
+                )
+                for chunk in moved
+            }
+            places = placing.places(durations)
+            late = {chunk for (chunk, _), (leaves, returns) in places.items() if leaves >= returns}
+            if not late:
+                order = placing.with_passes(places)
+                break
+            moved.remove(min(late, key=placing.lifespan))
+        orders.append(order)
+    return replace(nominal, schedule=replace(schedule, ranks=tuple(orders)))
+
+
+def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
+    """Rank and R of activations that come back before anything was computed without them."""
+    found = []
+    for rank, order in enumerate(schedule.ranks):
+        left: set[Key] = set()
+        for step in order:
+            key = step.chunk, step.microbatch
+            if step.kind is PassKind.O:
+                left.add(key)
+            elif step.kind is not PassKind.R:
+                left.clear()
+            elif key in left:
+                found.append((rank, step))
+    return found
+
+
+def computed_between(
+    placed: Schedule, found: Schedule, returning: Collection[tuple[int, Pass]]
+) -> list[tuple[Step, Step]]:
+    """Links that keep a pass that computes between each of these passes R and its O, as in the placed schedule.
+
+    Of the passes that come between them there, the one that runs next to them in the schedule found.
+    """
+    links = []
+    for rank, back in returning:
+        order, place = placed.ranks[rank], {step: k for k, step in enumerate(found.ranks[rank])}
+        left = back._replace(kind=PassKind.O)
+        between = [step for step in order[order.index(left) : order.index(back)] if step.kind not in OFFLOAD_KINDS]
+        nearest = min(between, key=lambda step: abs(place[step] - place[back]))
+        links += [(Step(rank, left), Step(rank, nearest)), (Step(rank, nearest), Step(rank, back))]
+    return links
+
+
+class _Placing:
+    """Finds places for the copies of one rank. A pass at place k of its order is put in before the k-th pass."""
+
+    def __init__(self, order: Sequence[Pass], spans: Sequence[Span], pair_starts: set[Pass]) -> None:
+        self.order, self.spans = tuple(order), spans
+        self.starts = [start for start, _ in spans]
+        self.latest_ends = list(accumulate((end for _, end in spans), max))
+        self.within_pairs = {place + 1 for place, step in enumerate(order) if step in pair_starts}
+        self.forward: dict[Key, int] = {}
+        self.backward: dict[Key, int] = {}
+        self.release: dict[Key, int] = {}
+        for place, step in enumerate(order):
+            key = step.chunk, step.microbatch
+            if step.kind is PassKind.F:
+                self.forward[key] = place
+            elif step.kind in (PassKind.B, PassKind.BW):
+                self.backward[key] = self.release[key] = place
+            elif step.kind is PassKind.W:
+                self.release[key] = place
+        # Sums of durations are not exact.
+        self.tolerance = 1e-9 * (self.latest_ends[-1] - self.starts[0])
+
+    def lifespan(self, chunk: int) -> float:
+        """How long the device holds a microbatch of `chunk` on average."""
+        return fmean(
+            self.spans[self.release[key]][1] - self.starts[place]
+            for key, place in self.forward.items()
+            if key[0] == chunk
+        )
+
+    def longest_lived(self, count: int) -> list[int]:
+        """The `count` chunks that the device holds longest, in order."""
+        return sorted({chunk for chunk, _ in self.forward}, key=lambda chunk: (-self.lifespan(chunk), chunk))[:count]
+
+    def places(self, durations: dict[int, Span]) -> dict[Key, tuple[int, int]]:
+        """Places of O and R of every microbatch of the chunks in `durations`, which are those of a copy out and back.
+
+        The lane's time is divided into slots for a copy out and one back. Copies out take the first free one behind
+        their forward; copies back, the last backward's first, the last free one before their backward.
+        """
+        keys = [key for key in self.forward if key[0] in durations]
+        slot_out, slot_in = (max(each[way] for each in durations.values()) for way in (0, 1))
+        period = slot_out + slot_in
+        ends = {key: self.spans[self.forward[key]][1] for key in keys}
+        begins = {key: self.starts[self.backward[key]] for key in keys}
+        first = min(ends.values())
+
+        leaves, slot = {}, -1
+        for key in sorted(keys, key=ends.__getitem__):
+            begin = ends[key]
+            if period:
+                slot = max(slot + 1, math.ceil((begin - first - self.tolerance) / period))
+                begin = first + slot * period
+            left = bisect_left(self.starts, begin + durations[key[0]][0] - self.tolerance)
+            leaves[key] = self._outside_pairs(max(left, self.forward[key] + 1), 1)
+        returns, before = {}, math.inf
+        for key in sorted(keys, key=begins.__getitem__, reverse=True):
+            begin = begins[key]
+            if period:
+                before = min(before - 1, math.floor((begin - first + self.tolerance) / period) - 1)
+                begin = first + before * period + slot_out
+            back = bisect_right(self.latest_ends, begin + self.tolerance)
+            returns[key] = self._outside_pairs(min(back, self.backward[key]), -1)
+        return {key: (leaves[key], returns[key]) for key in keys}
+
+    def _outside_pairs(self, place: int, away: int) -> int:
+        """A place near `place` that parts no two passes that stay together."""
+        return place + away if place in self.within_pairs else place
+
+    def with_passes(self, places: dict[Key, tuple[int, int]]) -> tuple[Pass, ...]:
+        """The order with O and R at these places; of those at one place, O first."""
+        put_in: dict[int, list[Pass]] = defaultdict(list)
+        for kind, which in ((PassKind.O, 0), (PassKind.R, 1)):
+            for key in sorted(places, key=self.forward.__getitem__):
+                chunk, microbatch = key
+                put_in[places[key][which]].append(Pass(kind, microbatch, chunk))
+        return tuple(
+            each
+            for place in range(len(self.order) + 1)
+            for each in (*put_in.get(place, ()), *self.order[place : place + 1])
+        )

@@ -1,0 +1,298 @@
+"""Schedules with copies to the host's memory, against a player of their JSON that knows nothing of the package."""
+
+import json
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import (
+    FAMILIES,
+    Copy,
+    Pass,
+    PassCosts,
+    PassKind,
+    ScheduleError,
+    ScheduleRequest,
+    from_json,
+    generate,
+    lower,
+    programs_to_json,
+    simulate,
+    to_json,
+    validate,
+)
+from tests.schedule.program_player import HostWaits, stuck_ranks
+
+NAMES = ("gis", "gis-h", "po")
+OTHERS = [name for name in FAMILIES if name not in NAMES]
+
+
+def play(document, costs):
+    """Peaks on device and host by rank, in chunks, and the end of the last pass, of a schedule's JSON without times.
+
+    A copy out is queued when its F ends and a copy back by its R; a rank's lane runs them in that order. O waits for
+    the one, B or BW for the other.
+    """
+    chunks, stages = document["chunks"], {}
+    for rank, row in enumerate(document["placement"]):
+        for chunk, stage in enumerate(row):
+            stages[rank, chunk] = stage
+    where = {stage: seat for seat, stage in stages.items()}
+    last = len(where) - 1
+    took = {"F": costs.F / chunks, "B": costs.B / chunks, "W": costs.W / chunks, "O": 0.0, "R": 0.0}
+    if not any(each["pass"] == "W" for order in document["ranks"] for each in order):
+        took["B"] += took["W"]
+    took |= {"BW": took["B"] + took["W"], "S": costs.S, "T": costs.T, "IF": costs.IF, "IB": costs.IB}
+    offloaded = {tuple(pair) for pair in document["offloaded"]}
+    copy = costs.other.get("copy", 0.0) / chunks
+    ends, copied = {}, {}
+    free, lane = [0.0] * len(document["ranks"]), [0.0] * len(document["ranks"])
+    holders = [rank for rank, order in enumerate(document["ranks"]) if any(each["pass"] == "S" for each in order)]
+
+    def backward(stage, microbatch):
+        rank, chunk = where[stage]
+        whole = "BW", microbatch, rank, chunk
+        return whole if whole in ends else ("B", microbatch, rank, chunk)
+
+    def needs(kind, microbatch, rank, chunk):
+        stage, vocab = stages[rank, chunk], document["vocab"]
+        match kind:
+            case "F" if stage:
+                return [("F", microbatch, *where[stage - 1])]
+            case "F":
+                return [("IF", microbatch, each, 0) for each in holders]
+            case "S":
+                return [("F", microbatch, *where[last])]
+            case "T":
+                return [("S", microbatch, each, 0) for each in holders]
+            case "B" | "BW" if stage < last:
+                return [backward(stage + 1, microbatch)]
+            case "B" | "BW":
+                kinds = {"none": (), "vocab-1": ("T",), "vocab-2": ("S",)}[vocab]
+                return [("F", microbatch, *where[last])] + [(k, microbatch, r, 0) for k in kinds for r in holders]
+            case "W":
+                return [("B", microbatch, rank, chunk)]
+            case "IB":
+                return [backward(0, microbatch)]
+        return []
+
+    places, device, host = [0] * len(free), [0] * len(free), [0] * len(free)
+    peaks = [[0] * len(free) for _ in range(2)]
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(document["ranks"]):
+            while places[rank] < len(order):
+                step = order[places[rank]]
+                kind, microbatch, chunk = step["pass"], step["microbatch"], step["chunk"]
+                before = needs(kind, microbatch, rank, chunk)
+                if any(each not in ends for each in before):
+                    break
+                away, key = (rank, chunk) in offloaded, (rank, microbatch, chunk)
+                begin = max([free[rank], *(ends[each] for each in before)])
+                if kind == "O":
+                    begin = max(begin, copied["out", *key])
+                if kind in ("B", "BW") and away:
+                    begin = max(begin, copied["in", *key])
+                    host[rank] -= 1
+                end = ends[kind, microbatch, rank, chunk] = free[rank] = begin + took[kind]
+                if (kind == "F" and away) or kind == "R":
+                    lane[rank] = copied["out" if kind == "F" else "in", *key] = max(lane[rank], end) + copy
+                device[rank] += (kind in ("F", "R")) - (kind == "O")
+                host[rank] += kind == "F" and away
+                for level, peak in zip((device, host), peaks, strict=True):
+                    peak[rank] = max(peak[rank], level[rank])
+                released = "W" if "W" in {each["pass"] for each in order} else "B"
+                device[rank] -= kind in (released, "BW")
+                places[rank] += 1
+                moved = True
+    assert places == [len(order) for order in document["ranks"]], "the order cannot proceed"
+    assert device == host == [0] * len(free)
+    return peaks, max(end for key, end in ends.items())
+
+
+def assert_sound(name, p, m, chunks, method, count, costs):
+    schedule = generate(name, p, m, chunks=chunks, vocab=method, costs=costs, offload_chunks=count)
+    timeline = validate(schedule, costs)
+    document = json.loads(to_json(schedule)) | {"offloaded": schedule.offloaded}
+    v = schedule.chunks
+    peaks, span = play(document, costs)
+    for ours, theirs in zip((timeline.peak_activation, timeline.peak_host), peaks, strict=True):
+        assert [value * v for value in ours] == pytest.approx(theirs)
+    assert timeline.makespan == pytest.approx(span, rel=1e-6)
+    promised = ScheduleRequest.of(FAMILIES[name], p, m, chunks=chunks, method=schedule.vocab).promised_peaks
+    for rank, promise in enumerate(promised):
+        assert max(peaks[0][rank], peaks[1][rank]) <= promise
+        order = schedule.ranks[rank]
+        place = {step: k for k, step in enumerate(order)}
+        for chunk, microbatch in product(range(v), range(m)):
+            kinds = [k for k in PassKind if Pass(k, microbatch, chunk) in place]
+            steps = [place[Pass(kind, microbatch, chunk)] for kind in ("F", "O", "R") if kind in kinds]
+            backward = next(place[Pass(kind, microbatch, chunk)] for kind in ("B", "BW") if kind in kinds)
+            assert [*steps, backward] == sorted([*steps, backward])
+            assert len(steps) == (3 if (rank, chunk) in schedule.offloaded else 1)
+    assert len(schedule.offloaded) <= p * count
+    return timeline
+
+
+jobs = st.tuples(
+    st.sampled_from([*NAMES, *OTHERS]),
+    st.integers(2, 6),
+    st.integers(1, 14),
+    st.integers(2, 4),
+    st.sampled_from(["none", "vocab-1", "vocab-2"]),
+    st.integers(1, 4),
+    st.tuples(*[st.sampled_from([0.5, 1.0, 1.0, 1.9, 3.0])] * 3),
+    st.sampled_from([0.0, 0.25, 0.75, 1.5, 5.0]),
+)
+
+
+def draw_sound(job):
+    name, p, m, chunks, method, count, (forward, backward, weight), copy = job
+    family = FAMILIES[name]
+    chunks = chunks if family.chunks is None else family.chunks
+    costs = PassCosts(F=forward, B=backward, W=weight, other={"copy": copy})
+    if family.own_method is not None:
+        schedule = generate(name, p, m, costs=costs, offload_chunks=1)
+        assert all(device <= 1.5 * p for device in validate(schedule, costs).peak_activation)
+        return
+    assert_sound(name, p, m, chunks, method, min(count, chunks), costs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs)
+def test_random_schedules_are_valid_and_as_an_independent_player_plays_them(job):
+    draw_sound(job)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000, deadline=None)
+@given(jobs)
+def test_thousands_of_random_schedules_are(job):
+    draw_sound(job)
+
+
+# By p, v and k, the round trip of a chunk's copies over its F + B + W: the device's peaks in chunks with 0, 1, ..., v
+# chunks offloaded, and the longest span of those, in passes of a chunk, with 4p microbatches and F = B = W, as the
+# authors' generator gives them. For k = 1, p = 8 and v = 4 it gives up on all chunks.
+THEIRS = {
+    (4, 2, 0.5): ((7, 4, 3), 105.8),
+    (4, 4, 0.5): ((11, 8, 5, 4, 3), 210.8),
+    (8, 2, 0.5): ((13, 6, 3), 215),
+    (8, 4, 0.5): ((23, 15, 9, 5, 3), 425.8),
+    (4, 2, 1.0): ((7, 4, 4), 106.5),
+    (4, 4, 1.0): ((11, 8, 5, 4, 4), 214),
+    (8, 2, 1.0): ((13, 6, 6), 216),
+    (8, 4, 1.0): ((23, 15, 9, 5, 3), 425),
+}
+
+
+@pytest.mark.parametrize(("p", "v", "k"), THEIRS)
+def test_spans_and_peaks_of_po_are_at_most_the_authors(p, v, k):
+    peaks, span = THEIRS[p, v, k]
+    costs = PassCosts(F=v, B=v, W=v, other={"copy": k * 3 * v / 2})
+    for count, peak in enumerate(peaks):
+        timeline = simulate(generate("po", p, 4 * p, chunks=v, costs=costs, offload_chunks=count), costs)
+        assert max(timeline.peak_activation) * v <= peak + 1e-6, count
+        assert timeline.makespan <= span + 1e-6, count
+
+
+def test_all_chunks_offloaded_leave_a_constant():
+    peaks = set()
+    for p in (4, 8, 16):
+        costs = PassCosts(F=4, B=4, W=4, other={"copy": 3.0})
+        timeline = simulate(generate("po", p, 2 * p, chunks=4, costs=costs, offload_chunks=4), costs)
+        peaks.add(round(4 * max(timeline.peak_activation)))
+    assert peaks == {2}
+
+
+def test_half_of_the_chunks_leave_less_than_a_third_of_interleaved_ones():
+    costs = PassCosts(F=4, B=4, W=4, other={"copy": 3.0})
+    held = [
+        max(simulate(generate(name, 8, 32, chunks=4, costs=costs, offload_chunks=count), costs).peak_activation)
+        for name, count in (("po", 2), ("interleaved", 0))
+    ]
+    assert held[0] <= 0.3 * held[1]
+
+
+def test_copies_are_posted_behind_what_makes_their_data_and_run_as_posted():
+    schedule = generate("po", 2, 4, chunks=2, costs=PassCosts(other={"copy": 1.0}), offload_chunks=2)
+    for program in lower(schedule):
+        posted = [
+            str(each.operation)
+            for each in program.instructions
+            if hasattr(each, "operation") and isinstance(each.operation, Copy) and str(each)[0] == "+"
+        ]
+        expected = [
+            f"copy-{'out' if step.kind is PassKind.F else 'in'}:{step.microbatch}.{step.chunk}[{program.rank}]"
+            for step in schedule.ranks[program.rank]
+            if step.kind in (PassKind.F, PassKind.R) and (program.rank, step.chunk) in schedule.offloaded
+        ]
+        assert posted == expected
+
+
+@pytest.mark.parametrize("waits", HostWaits, ids=lambda waits: waits.name)
+@pytest.mark.parametrize("method", ["none", "vocab-1", "vocab-2"])
+def test_programs_end_however_long_hosts_wait(method, waits):
+    costs = PassCosts(other={"copy": 1.0})
+    schedule = generate("po", 3, 7, chunks=3, vocab=method, costs=costs, offload_chunks=3)
+    assert not stuck_ranks(programs_to_json(schedule, lower(schedule, costs)), waits)
+
+
+@pytest.fixture
+def some():
+    return generate("po", 2, 3, chunks=2, offload_chunks=1)
+
+
+def edited(schedule, edit):
+    document = json.loads(to_json(schedule))
+    edit(document["ranks"][0])
+    del document["offloaded"]
+    return from_json(json.dumps(document))
+
+
+def find(order, kind, microbatch):
+    return next(k for k, e in enumerate(order) if (e["pass"], e["microbatch"]) == (kind, microbatch) and not e["chunk"])
+
+
+def test_activations_that_come_back_behind_their_backward_are_refused(some):
+    def swap(order):
+        back, used = find(order, "R", 0), find(order, "B", 0)
+        order.insert(used, order.pop(back))
+
+    with pytest.raises(ScheduleError, match=r"deadlock: B0 on rank 0 waits for R0 on rank 0"):
+        validate(edited(some, swap))
+
+
+@pytest.mark.parametrize("kind", ["O", "R"])
+def test_a_file_with_incomplete_copies_is_refused(some, kind):
+    with pytest.raises(ScheduleError, match=f"rank 0 offloads chunk 0 and lacks {kind}1 .*give every microbatch"):
+        validate(edited(some, lambda order: order.pop(find(order, kind, 1))))
+
+
+def test_activations_that_leave_for_nothing_are_refused(some):
+    def adjacent(order):
+        back = order.pop(find(order, "R", 2))
+        order.insert(find(order, "O", 2) + 1, back)
+
+    with pytest.raises(ScheduleError, match="rank 0 computes nothing between O2 and R2"):
+        validate(edited(some, adjacent))
+
+
+def test_the_file_says_what_is_offloaded_and_reads_back(some):
+    document = json.loads(to_json(some, simulate(some)))
+    assert document["offloaded"] == [[0, 0], [1, 0]]
+    assert document["metrics"]["peak_host"] == list(simulate(some).peak_host)
+    assert from_json(json.dumps(document)) == some
+    document["offloaded"] = [[0, 1]]
+    with pytest.raises(UserError, match=r"says offloaded \[\[0, 1\]\], but its passes O and R are of \[\[0, 0\], "):
+        from_json(json.dumps(document))
+
+
+@pytest.mark.parametrize(("name", "count"), [("v-half", 3), ("1f1b", 2), ("po", -1)])
+def test_more_chunks_than_there_are_is_refused(name, count):
+    with pytest.raises(UserError, match=f"{count} chunks to offload do not go with schedule {name}, which has"):
+        generate(name, 4, 8, offload_chunks=count)
