@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
@@ -26,9 +26,47 @@ _STORAGE_FAILS = {
 class UserError(ValueError):
     """Raised for input that cannot work. The message says what was given, why it cannot work, and what to do.
 
-    Every command turns it into a single line on standard error and exit status 2; a training job prints the line on
-    every rank and exits non-zero.
+    Every command turns it into a single line on standard error and exit status 2. A training job prints the line once,
+    and all ranks exit with that status.
     """
+
+
+class Refused(UserError):
+    """A UserError for several reasons, which are given together: every start costs half a minute."""
+
+    def __init__(self, reasons: Sequence[str]) -> None:
+        self.reasons = tuple(dict.fromkeys(reasons))
+        numbered = (f"({number}) {reason}" for number, reason in enumerate(self.reasons, 1))
+        several = len(self.reasons) > 1
+        super().__init__(f"{len(self.reasons)} reasons: {'; '.join(numbered)}" if several else self.reasons[0])
+
+
+class Reasons:
+    """Collects why something is refused."""
+
+    def __init__(self) -> None:
+        self._said: list[str] = []
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Note a UserError that is raised inside and go on.
+
+        Other errors pass, unless there are reasons already: they may be a consequence of what those name.
+        """
+        try:
+            yield
+        except Refused as error:
+            self._said += error.reasons
+        except UserError as error:
+            self._said.append(str(error))
+        except Exception:
+            if not self._said:
+                raise
+
+    def refuse(self) -> None:
+        """Raise what was collected as one error; return where nothing was."""
+        if self._said:
+            raise Refused(self._said)
 
 
 class PeerLost(RuntimeError):

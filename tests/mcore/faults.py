@@ -166,6 +166,13 @@ def few_steps(**changes: object) -> list[str]:
     )
 
 
+def refusal(ends: list[tuple[int | None, str]]) -> str:
+    """The line by which one rank says for all why they end with status 2; `ends` are statuses and outputs by rank."""
+    assert {status for status, _ in ends} == {2} and not any("Traceback" in output for _, output in ends), ends
+    (line,) = (line for _, output in ends for line in errors(output))
+    return line
+
+
 def errors(output: str) -> list[str]:
     """The lines in which a rank's output says what is wrong."""
     return re.findall(r"^(?:rank \d+: )?error: (.*)", output, re.M)

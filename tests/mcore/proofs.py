@@ -54,8 +54,8 @@ PROOFS = (
         "mcore/test_determinism.py::test_two_runs_give_the_same_bits",
     ),
     Proof(
-        "ranks that were given different jobs: status 2 and one line on every rank that names the difference",
-        "mcore/test_same_job.py::test_ranks_of_different_jobs_end_with_one_line_each",
+        "ranks that were given different jobs: status 2 and one line that names the difference",
+        "mcore/test_same_job.py::test_ranks_of_different_jobs_end_with_one_line",
     ),
     Proof(
         "a rank that is killed or stopped in a pass: the others end, also where they are told to, and name it, the "
@@ -117,7 +117,7 @@ PROOFS = (
     ),
     Proof(
         "files of data that are cut short; a vocabulary smaller than the tokenizer's",
-        "mcore/test_inputs.py::test_what_does_not_fit_is_refused_on_every_rank",
+        "mcore/test_inputs.py::test_what_does_not_fit_is_refused_in_one_line",
     ),
     Proof(
         "data made with a larger vocabulary",

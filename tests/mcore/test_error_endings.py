@@ -28,10 +28,10 @@ def end_with(rank: int, world: int, error: BaseException, connected: bool, stder
 
 
 ERRORS = [
-    (UserError("bad input"), False, 2, "rank 0: error: bad input"),
-    (UserError("bad input"), True, 2, "rank 0: error: bad input"),
-    (OSError(36, "File name too long", "log"), False, 2, "rank 0: error: File name too long: log (in end_with ("),
-    (OSError(116, "Stale file handle", "log"), False, 1, "rank 0: error: Stale file handle: log (in end_with ("),
+    (UserError("bad input"), False, 2, "error: bad input"),
+    (UserError("bad input"), True, 2, "error: bad input"),
+    (OSError(36, "File name too long", "log"), False, 2, "error: File name too long: log (in end_with ("),
+    (OSError(116, "Stale file handle", "log"), False, 1, "error: Stale file handle: log (in end_with ("),
     (PeerLost("rank 0 waited"), True, 1, "error: rank 0 waited"),
     (OSError(28, "No space left on device", "log"), True, 1, "No space left on device: log"),
     (ZeroDivisionError("a defect"), True, 1, "ZeroDivisionError: a defect"),

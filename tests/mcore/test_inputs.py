@@ -47,11 +47,12 @@ def _on(dataset, tokenizer, **changes):
     ],
     ids=["data cut short", "index cut short", "small vocabulary", "empty parts"],
 )
-def test_what_does_not_fit_is_refused_on_every_rank(prepared, copy, cut, changes, said):
+def test_what_does_not_fit_is_refused_in_one_line(prepared, copy, cut, changes, said):
     if cut:
         os.truncate(f"{copy}{cut}", os.path.getsize(f"{copy}{cut}") - 6)
-    for rank, (status, text) in enumerate(run_ranks(2, start, _on(copy, prepared.tokenizer, **changes), {})):
-        assert status == 2 and text.startswith(f"rank {rank}: error: ") and said in text and text.count("\n") == 1
+    (status, text), last = run_ranks(2, start, _on(copy, prepared.tokenizer, **changes), {})
+    assert status == 2 and text.startswith("error: ") and said in text and text.count("\n") == 1
+    assert last == (2, "")
 
 
 def test_data_made_with_a_larger_vocabulary_is_named_by_its_first_id_outside(copy):
@@ -60,7 +61,7 @@ def test_data_made_with_a_larger_vocabulary_is_named_by_its_first_id_outside(cop
     assert 2 in {status for status, _ in ends} <= {1, 2}
     lines = [line for _, output in ends for line in errors(output)]
     assert any("is outside the vocabulary of 64: the data was made with another tokenizer" in line for line in lines)
-    assert len(lines) == 2 and not any("Traceback" in output for _, output in ends), lines
+    assert len(lines) in (1, 2) and not any("Traceback" in output for _, output in ends), lines
 
 
 @pytest.mark.slow

@@ -254,6 +254,9 @@ def start_with(_rank, _world_size, tamper):
 @pytest.mark.parametrize(("tamper", "named"), TAMPERED)
 def test_a_training_start_fails_the_same_way_on_every_rank(tamper, named):
     for rank, (code, text, initialized, in_force) in enumerate(run_ranks(2, start_with, tamper)):
-        assert code == 2 and text.startswith(f"rank {rank}: error: ") and text.count("\n") == 1
-        assert named in text and "0.19.2" in text
+        assert code == 2
+        if rank == 0:
+            assert text.startswith("error: ") and text.count("\n") == 1 and named in text and "0.19.2" in text
+        else:
+            assert text == ""
         assert not initialized and in_force == ()

@@ -22,6 +22,7 @@ RUNNING = {
     "reports/rank_report.py": {"_current", "_recorder"},  # what has been measured
     "reports/pipeline_trace.py": {"_current"},  # what has been recorded
     "storage/save_folder.py": {"_claimed", "_guarded"},  # a file that this process holds
+    "start/meeting.py": {"_met"},  # the store at which the ranks meet
     "storage/attempt.py": {"_told_to_stop"},  # a signal that came
 }
 """Globals that say what happens, not what was decided."""

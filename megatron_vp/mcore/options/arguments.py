@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import functools
+import io
 import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
 from megatron_vp.mcore import patch_table, patches
 from megatron_vp.mcore.megatron_arguments import check_parsed
 from megatron_vp.mcore.options.ignored import warn_of_ignored
-from megatron_vp.mcore.options.settle import check_files, settled_job
+from megatron_vp.mcore.options.settle import settled_job
 from megatron_vp.mcore.patch_table import Stage, run_here
 from megatron_vp.mcore.platform.flags import platform_arguments, uses_cpu
 from megatron_vp.mcore.settled import ALGORITHMS, Words, family_of, note_words, settle
@@ -188,8 +189,10 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         # It imports functions that are patched before.
         from megatron_vp.mcore.reports.pipeline_trace import make_trace_folder
 
-        job = settled_job(original, args, defaults or {})
-        job = replace(job, checkpoint_to_load=check_files(args))
+        said = io.StringIO()
+        with redirect_stdout(said):  # hundreds of arguments, which would bury why they are refused
+            job = settled_job(original, args, defaults or {}, files=True)
+        print(said.getvalue(), end="", flush=True)
         settle(job)
         make_trace_folder(args)
         warn_of_ignored(args)

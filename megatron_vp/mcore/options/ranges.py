@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_vp.errors import UserError
+from megatron_vp.errors import Refused
 
 AT_LEAST_ONE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
@@ -32,7 +32,8 @@ FROM_ZERO_BELOW_ONE = ("adam_beta1", "adam_beta2", "sgd_momentum", "attention_dr
 
 
 def check_ranges(args: argparse.Namespace) -> None:
-    """Check the numbers of parsed arguments, before anything is derived from them. Raises UserError for the first."""
+    """Check the numbers of parsed arguments, before anything is derived from them. Raises UserError for all of them."""
+    refused = []
     for names, fits, allowed in (
         (AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
         (AT_LEAST_ZERO, lambda value: 0 <= value < float("inf"), "a number of at least 0"),
@@ -41,4 +42,6 @@ def check_ranges(args: argparse.Namespace) -> None:
         for name in names:
             value = getattr(args, name, None)
             if isinstance(value, int | float) and not fits(value):  # None: left to Megatron
-                raise UserError(f"--{name.replace('_', '-')} {value} cannot work: it has to be {allowed}")
+                refused.append(f"--{name.replace('_', '-')} {value} cannot work: it has to be {allowed}")
+    if refused:
+        raise Refused(refused)

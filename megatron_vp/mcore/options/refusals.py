@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.core.utils import get_te_version, is_te_min_version
 
-from megatron_vp.errors import UserError
+from megatron_vp.errors import Reasons, UserError
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE
 from megatron_vp.jobs.vocab_shards import EVEN_ALONE, NEEDS_VOCAB_PARALLEL, ShardChoice, ShardRule
 from megatron_vp.mcore.model.delayed_weights import MINIMUM_VERSION
@@ -59,7 +59,7 @@ OUR_SCHEDULE = "--vocab-parallel or --pipeline-schedule {pipeline_schedule}"
 """What may have been typed to get a schedule of ours; a message says which for {our_schedule}."""
 
 
-# The order is the order of the checks; {names} are filled from the arguments.
+# {names} are filled from the arguments.
 REFUSALS = (
     Refusal(
         lambda a: a.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer") and a.vocab_size is None,
@@ -416,15 +416,18 @@ REFUSALS = (
 
 
 def refuse(args: argparse.Namespace) -> None:
-    """Raise UserError for the first combination in REFUSALS that `args` (validated by Megatron) asks for."""
+    """Raise UserError for all combinations in REFUSALS that `args` (validated by Megatron) ask for."""
+    reasons = Reasons()
+    asked = "--vocab-parallel" if args.vocab_parallel else f"--pipeline-schedule {args.pipeline_schedule}"
     for refusal in REFUSALS:
-        if refusal.applies(args):
-            asked = "--vocab-parallel" if args.vocab_parallel else f"--pipeline-schedule {args.pipeline_schedule}"
-            found = {
-                "transformer_engine_version": get_te_version(),
-                "our_schedule": asked,
-                "own_chunks": "two" if run_settings(args).family.chunks == 2 else run_settings(args).family.chunks,
-                **file_words(args),
-                **vars(args),
-            }
-            raise UserError(refusal.message.format_map(found))
+        with reasons.collected():
+            if refusal.applies(args):
+                found = {
+                    "transformer_engine_version": get_te_version(),
+                    "our_schedule": asked,
+                    "own_chunks": "two" if run_settings(args).family.chunks == 2 else run_settings(args).family.chunks,
+                    **file_words(args),
+                    **vars(args),
+                }
+                raise UserError(refusal.message.format_map(found))
+    reasons.refuse()

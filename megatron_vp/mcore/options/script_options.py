@@ -14,12 +14,13 @@ SCRIPT_OPTIONS = (
 
 
 def refuse_script_options(args: argparse.Namespace) -> None:
-    """Raise UserError for the first of them that is asked for."""
+    """Raise UserError for those that are asked for."""
     asked = [option_of(name) for name in SCRIPT_OPTIONS if getattr(args, name)]
     if args.dataloader_type == "external":
         asked.append("--dataloader-type external")
     if asked:
+        are = "is" if len(asked) == 1 else "are"
         raise UserError(
-            f"{asked[0]} is the script's to serve, and pretrain_gpt_vp.py does not: run one that "
-            f"does, NVIDIA's pretrain_gpt.py for instance, with `megatron-vp run pretrain_gpt.py ...`"
+            f"{', '.join(asked)} {are} the script's to serve, and pretrain_gpt_vp.py does not: run one that does, "
+            f"NVIDIA's pretrain_gpt.py for instance, with `megatron-vp run pretrain_gpt.py ...`"
         )

@@ -9,9 +9,10 @@ import argparse
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from megatron_vp.errors import UserError
+from megatron_vp.errors import Reasons, UserError
 from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.mcore.megatron_arguments import check_validated
@@ -31,16 +32,19 @@ from megatron_vp.mcore.storage.dataset import check_inputs, check_room_without_f
 from megatron_vp.mcore.storage.save_folder import saves_to
 
 
-def settled_job(megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> SettledJob:
-    """Validate parsed arguments by Megatron's own function and our refusals; opens no file.
+def settled_job(
+    megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any], files: bool = False
+) -> SettledJob:
+    """Validate parsed arguments by Megatron's own function and our refusals.
 
     Args:
         megatron: Megatron's `validate_args`.
         args: parsed. They get the layout, the rows and what else of our choices Megatron has to know.
         defaults: of the script.
+        files: also `check_files`, which finds the checkpoint to load. Otherwise no file is opened.
 
     Raises:
-        UserError: for arguments that cannot work.
+        UserError: for arguments that cannot work, with all reasons that can be known at once.
     """
     # What the user's arguments say, before anything is derived from them.
     check_ranges(args)
@@ -48,18 +52,30 @@ def settled_job(megatron: Callable[..., Any], args: argparse.Namespace, defaults
     _refuse_numbers_of_chunks(args, settings)
 
     # What we choose.
-    shards = choose_rows(args, settings, prediction)
+    reasons, shards, checkpoint = Reasons(), ChosenRows(), None
+    with reasons.collected():
+        shards = choose_rows(args, settings, prediction)
     _write_choices(args, settings, shards)
     order = choose_order(args, settings, prediction)
 
-    # What Megatron makes of it, and what cannot work.
-    _validate(megatron, args, defaults)
-    refuse(args)
-    check_room_without_files(args)
-    check_rows(args, prediction)
-    check_trace_iterations(args)
+    # What Megatron makes of it.
+    validated = False
+    with reasons.collected():
+        _validate(megatron, args, defaults)
+        validated = True
+    if not validated:  # what follows reads arguments that Megatron derives
+        reasons.refuse()
+
+    # What cannot work.
+    for check in (refuse, check_room_without_files, partial(check_rows, prediction=prediction), check_trace_iterations):
+        with reasons.collected():
+            check(args)
+    if files:
+        with reasons.collected():
+            checkpoint = check_files(args)
+    reasons.refuse()
     parts = parts_of_job(args, installed.installed(), settings.replaces_schedule and settings.splits_backward)
-    return SettledJob(args, settings, given, shards, order, parts, words(), installed.of_nodes)
+    return SettledJob(args, settings, given, shards, order, parts, words(), installed.of_nodes, checkpoint)
 
 
 def _write_choices(args: argparse.Namespace, settings: RunSettings, shards: ChosenRows) -> None:
@@ -94,16 +110,21 @@ _FOLDERS = ("save", "tensorboard_dir", "rank_report", "pipeline_trace")
 def check_files(args: argparse.Namespace) -> str | None:
     """Check what validated arguments read and where they write: data, tokenizer, checkpoint, folders. Makes nothing.
 
-    Returns the directory of the checkpoint to load: see `check_checkpoint`. Raises UserError for the first that cannot
-    be used.
+    Returns the directory of the checkpoint to load: see `check_checkpoint`. Raises UserError for all that cannot be
+    used.
     """
-    check_index_helpers()
-    check_inputs(args)
-    checkpoint = check_checkpoint(args)
+    reasons, checkpoint = Reasons(), None
+    for check in (lambda _: check_index_helpers(), check_inputs):
+        with reasons.collected():
+            check(args)
+    with reasons.collected():
+        checkpoint = check_checkpoint(args)
     written = [("--" + name.replace("_", "-"), getattr(args, name)) for name in _FOLDERS]
     for option, folder in [*written, saves_to(args) or ("", None)]:
         if folder is not None and "://" not in folder:
-            check_writable(option, folder)
+            with reasons.collected():
+                check_writable(option, folder)
+    reasons.refuse()
     return checkpoint
 
 

@@ -1,4 +1,4 @@
-"""Puts the plug-in under a Megatron script: versions, patches and environment first, one line per rank on bad input."""
+"""Puts the plug-in under a Megatron script: versions, patches and environment first, one line per job on bad input."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import errno
 import os
 import runpy
 import sys
-import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 from megatron_vp.errors import PeerLost, UserError, at_last, printable, say, storage_failure
 from megatron_vp.jobs.command_line import CPU, asks_for_help
+from megatron_vp.mcore.start.last_line import refuse_together
 
-_LINES_WITHIN_SECONDS = 10.0
 _MAY_PASS = {errno.EIO, errno.ESTALE}
 """Failures of storage that may be gone at the next attempt of a job."""
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
@@ -25,7 +23,7 @@ _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn a UserError into one line on standard error, with the rank, and exit status 2; into status 1 a lost peer,
+    """Turn a UserError into one line on standard error and exit status 2; into status 1 a lost peer,
     a checkpoint that cannot be written or read, and storage that fails. Before ranks are connected, the last is bad
     input as well, unless another attempt may help.
 
@@ -52,10 +50,8 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _refuse(said: str, status: int) -> NoReturn:
-    """Print one line and end, when the other ranks have had the time to print theirs."""
-    who = f"rank {printable(os.environ['RANK'], 20)}: " if "RANK" in os.environ else ""
-    at_last(lambda: say(f"{who}error: {said}"))
-    _wait_for_other_lines()
+    """Print one line for the whole job and end. Connected ranks refuse at the same time, or wait for this one."""
+    refuse_together(said, seconds=3.0 if _connected() else 10.0)
     _exit(status)
 
 
@@ -152,27 +148,6 @@ def run_script(script: str, arguments: list[str]) -> None:
         sys.path.insert(0, str(Path(script).resolve().parent))
         prepare()
         runpy.run_path(script, run_name="__main__")
-
-
-def _wait_for_other_lines() -> None:
-    """Let every rank print its line: torchrun ends all processes as soon as one has exited.
-
-    The ranks count themselves in torchrun's own store. A rank that has nothing to say is waited for a few seconds only.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    from torch.distributed import TCPStore
-
-    key = f"megatron_vp/refused/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    deadline = time.monotonic() + _LINES_WITHIN_SECONDS
-    # The store is gone, because torchrun is ending the processes already; or its address is what was refused.
-    with suppress(Exception):
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=_LINES_WITHIN_SECONDS))
-        spoken = store.add(key, 1)
-        while spoken < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
-            time.sleep(0.1)
-            spoken = store.add(key, 0)
 
 
 def _require_launcher(command: str) -> None:

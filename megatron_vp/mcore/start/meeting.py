@@ -5,7 +5,6 @@ Ranks with other sizes or another backend would make other groups, and wait for 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -97,16 +96,20 @@ def _place() -> tuple[int, int]:
 
 
 def _store() -> Store:
-    return PrefixStore(f"megatron_vp/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _meeting_point())
+    return PrefixStore(f"megatron_vp/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", meeting_point())
 
 
-@functools.cache
-def _meeting_point() -> Store:
+def meeting_point(patience: timedelta = PATIENCE) -> Store:
     """The launcher's store, or one that rank 0 serves. It is kept: the server would end with its last client here."""
+    global _met
     if distributed_c10d.is_initialized():
         return distributed_c10d._get_default_store()
-    store, _, _ = next(iter(rendezvous("env://", timeout=PATIENCE)))
-    return store
+    if _met is None:
+        _met, _, _ = next(iter(rendezvous("env://", timeout=patience)))
+    return _met
+
+
+_met: Store | None = None
 
 
 def _set(store: Store, key: str, value: dict[str, Any]) -> None:

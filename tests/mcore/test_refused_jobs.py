@@ -1,0 +1,100 @@
+"""How a job that is refused ends: its log's last line says why, and no other line says error."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.harness.ranks import ROOT, run_ranks_to_their_end
+from tests.harness.training import tiny_model
+
+RANKS = 4
+VP = {"pipeline_model_parallel_size": 4, "vocab_parallel": True}
+EVERYWHERE = [
+    (
+        {**VP, "freeze_all_layers": True, "ckpt_format": "torch", "save": "there", "save_interval": 1},
+        r"2 reasons: \(1\) .*; \(2\) ",
+    ),
+    ({"pipeline_model_parallel_size": 1, "vocab_parallel": True}, "--vocab-parallel with one pipeline stage"),
+    ({"pipeline_model_parallel_size": 3}, r"Megatron refuses these arguments: world size \(4\) is not divisible"),
+    ({**VP, "no_such_option": True}, "unrecognized arguments: --no-such-option"),
+    ({**VP, "hidden_size": "many"}, "argument --hidden-size: invalid int value"),
+    ({**VP, "pipeline_schedule": "no_such.json"}, "--pipeline-schedule: "),
+    ({**VP, "config": "no_such.yaml"}, ".*no_such.yaml"),
+    ({**VP, "micro_batch_size": 0, "lr": -1, "adam_beta1": 2}, "3 reasons: .*--micro-batch-size 0.*--lr -1.0.*2.0"),
+    ({**VP, "vocab_shards": "1,2,3"}, ".*vocab"),
+    ({**VP, "mock_data": None, "data_path": "no/such/data", "split": "1,0,0"}, ".*no/such/data"),
+    ({**VP, "load": "nowhere", "tensorboard_dir": "/dev/null"}, r"2 reasons: \(1\) --load nowhere .*--tensorboard-dir"),
+    ({"log_straggler": True, "pipeline_model_parallel_size": 4}, "--log-straggler is the script's"),
+    ({**VP, "save": "x" * 300, "save_interval": 1}, "File name too long: "),
+    ({**VP, "global_batch_size": 7}, "Megatron refuses these arguments: "),
+]
+"""Jobs that all ranks refuse, with the beginning of the line."""
+
+
+def refused_start(rank, _world_size, words, log, others=()):
+    """A start that prints into the job's one log, as under a launcher; the last rank gets `others` more words."""
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.argv = ["pretrain_gpt_vp.py", *words, *(others if rank == RANKS - 1 else ())]
+    import pretrain_gpt_vp as script
+
+    print("a line of rank", rank)
+    script.prepare()
+    with script.one_line_errors():
+        script.main()
+
+
+def log_of(folder, changes, others=()):
+    log = folder / "log"
+    ends = run_ranks_to_their_end(RANKS, _to_the_end, tiny_model(**changes), str(log), others)
+    assert [status for status, _ in ends] == [2] * RANKS
+    return log.read_text().splitlines()
+
+
+def _to_the_end(rank, world_size, *args):
+    try:
+        refused_start(rank, world_size, *args)
+    except SystemExit as end:
+        os._exit(end.code)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        pytest.param(*case, marks=[] if number < 3 else pytest.mark.slow, id=case[1][:40])
+        for number, case in enumerate(EVERYWHERE)
+    ],
+)
+def test_the_last_line_of_the_log_says_why_and_no_other_says_error(tmp_path, changes, said):
+    *lines, last = log_of(tmp_path, changes)
+    assert re.match(f"error: ({said})", last), last
+    assert not [line for line in lines if "error" in line.lower()]
+    assert sum(line.startswith("a line of rank") for line in lines) == RANKS
+    assert not any("end of arguments" in line for line in lines)
+
+
+def test_a_rank_that_was_given_something_else_is_named(tmp_path):
+    *lines, last = log_of(tmp_path, {**VP, "no_such_option": True}, others=["--nor-this"])
+    first, other = "unrecognized arguments: --no-such-option", "unrecognized arguments: --no-such-option --nor-this"
+    assert re.fullmatch(rf"error: 3 ranks \(the first is 0\): {first}; .*; rank 3: {other}; .*", last), last
+    assert not [line for line in lines if "error" in line.lower()]
+
+
+@pytest.mark.slow
+def test_torchrun_repeats_the_reason_at_the_end_of_its_own_report(tmp_path):
+    words = tiny_model(pipeline_model_parallel_size=1, vocab_parallel=True)
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "pretrain_gpt_vp.py", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    lines = done.stdout.splitlines()
+    ours = [number for number, line in enumerate(lines) if "error: " in line and not line.startswith(("E", "  "))]
+    assert len(ours) == 1 and lines[ours[0]].startswith("error: --vocab-parallel with one pipeline stage"), done.stdout
+    of_torchrun = re.compile(r"[EW]\d{4} .*torch/distributed/elastic|Traceback")
+    assert of_torchrun.match(lines[ours[0] + 1]), lines[ours[0] + 1]
+    assert lines[-2].strip().startswith("traceback : error: --vocab-parallel with one pipeline stage")
