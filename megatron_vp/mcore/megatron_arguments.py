@@ -80,7 +80,7 @@ READ = {
             *("untie_embeddings_and_output_weights", "use_grouped_gemm_for_shared_expert", "use_megatron_fsdp"),
             *("use_ring_exchange_p2p", "use_torch_fsdp2", "use_tp_pp_dp_mapping", "use_transformer_engine_op_fuser"),
             *("validation_set_names", "virtual_pipeline_model_parallel_size", "vocab_size", "weight_decay"),
-            *("window_size", "world_size", "yaml_cfg"),
+            *("wandb_project", "window_size", "world_size", "yaml_cfg"),
             # Of a run's length, and of the iterations that are treated apart.
             *("check_weight_hash_across_dp_replicas_interval", "dataloader_type", "end_weight_decay"),
             *("eval_global_batch_size", "exit_duration_in_mins", "gpu_sniff_test_interval", "group_query_attention"),
@@ -108,8 +108,8 @@ READ = {
     "reports": Reads(
         "to report what a rank did",
         (
-            *("fake_process_group", "padded_vocab_size", "pipeline_model_parallel_layout"),
-            *("pipeline_model_parallel_size", "tensor_model_parallel_size", "train_iters"),
+            *("curr_iteration", "fake_process_group", "padded_vocab_size", "pipeline_model_parallel_layout"),
+            *("pipeline_model_parallel_size", "rank", "tensor_model_parallel_size", "train_iters", "world_size"),
         ),
     ),
     "start": Reads(
@@ -176,6 +176,9 @@ DERIVED = (
 )
 """What no option gives: Megatron sets it by the end of its own validation."""
 
+IN_TRAINING = ("curr_iteration",)
+"""What Megatron's training loop sets; a start cannot check it."""
+
 
 LACKS: dict[str, tuple[str, ...]] = {"0.19": ("logit_dtype",)}
 """By release series of megatron-core, the arguments that it does not have; our sources do without them there."""
@@ -205,7 +208,7 @@ def check_validated(args: argparse.Namespace) -> None:
 
 def _read_here() -> list[tuple[str, str]]:
     """Every argument that we read in the release series that is here, and what for."""
-    lacks = LACKS.get(present_series(), ())
+    lacks = (*LACKS.get(present_series(), ()), *IN_TRAINING)
     return [(name, reads.use) for reads in READ.values() for name in reads.names if name not in lacks]
 
 

@@ -108,8 +108,12 @@ IMPORTED: dict[str, dict[str, str]] = {
     },
     "reports": {
         "megatron.core.parallel_state:get_data_parallel_rank": "takes with_context_parallel",
+        "megatron.core.parallel_state:get_pipeline_model_parallel_group": "(check_initialized=True)",
         "megatron.core.parallel_state:get_pipeline_model_parallel_rank": "()",
+        "megatron.core.parallel_state:get_pipeline_model_parallel_world_size": "()",
         "megatron.core.parallel_state:get_tensor_model_parallel_rank": "()",
+        "megatron.training.global_vars:get_tensorboard_writer": "()",
+        "megatron.training.global_vars:get_wandb_writer": "()",
     },
     "start": {
         "megatron.training.argument_utils:core_transformer_config_from_args": "(args, config_class=None)",

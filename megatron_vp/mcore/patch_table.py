@@ -97,6 +97,14 @@ class PatchGroup:
         return tuple(each for patch in declared if (each := patch.for_series(series)) is not None)
 
 
+def _logs(args: argparse.Namespace) -> bool:
+    return str(args.log_pipeline_interval) != "0"  # the early arguments have it as it was typed
+
+
+def _records(args: argparse.Namespace) -> object:
+    return args.rank_report is not None or args.pipeline_trace is not None or _logs(args)
+
+
 # The order is the order in which the patches of a stage are applied.
 GROUPS = (
     PatchGroup(
@@ -299,14 +307,22 @@ GROUPS = (
         "layers would run in another order than the model's",
     ),
     PatchGroup(
-        "rank report",
-        "megatron_vp.mcore.reports.rank_report:PLAIN_PATCHES",
+        "plain schedule",
+        "megatron_vp.mcore.reports.plain_schedule:PATCHES",
         Condition(
-            "only with --rank-report and Megatron's own schedule",
-            lambda run: run.args.rank_report is not None and not run.settings.replaces_schedule,
+            "only with Megatron's own schedule and --rank-report, --pipeline-trace or --log-pipeline-interval",
+            lambda run: _records(run.args) and not run.settings.replaces_schedule,
         ),
         Stage.AFTER_VALIDATION,
-        "--rank-report writes nothing",
+        "nothing is recorded",
+        essential=False,
+    ),
+    PatchGroup(
+        "pipeline curves",
+        "megatron_vp.mcore.reports.pipeline_scalars:PATCHES",
+        Condition("only with --log-pipeline-interval", lambda run: _logs(run.args)),
+        Stage.AFTER_VALIDATION,
+        "nothing is written to TensorBoard and W&B",
         essential=False,
     ),
 )

@@ -13,10 +13,12 @@ import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
+from megatron_vp.runtime.communicator import Communicator
+from megatron_vp.runtime.groups import pipeline_device
 
 _ROUNDS = 8
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -37,7 +39,23 @@ class Alignment:
     wall: int
 
 
-def align(groups: PipelineGroups) -> Alignment:
+class Pipeline(Protocol):
+    """The ranks of a pipeline, as `runtime.groups.PipelineGroups` and Megatron's own groups have them."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """One number for each rank."""
+
+    @property
+    def rank(self) -> int:
+        """The place of this rank."""
+
+    @property
+    def pipeline(self) -> Communicator:
+        """Joins all of them."""
+
+
+def align(groups: Pipeline) -> Alignment:
     """Compare clocks with rank 0; collective over the pipeline, outside its schedule. Blocks the host."""
     device = pipeline_device()
     ranks = len(groups.members)

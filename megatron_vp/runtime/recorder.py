@@ -48,6 +48,9 @@ class Clock(Protocol):
     def mark(self) -> Any:
         """Now, on the current stream or thread."""
 
+    def passed(self, mark: Any) -> bool:
+        """Whether a mark can be read; does not wait for it."""
+
     def drain(self) -> None:
         """Block until all marks can be read."""
 
@@ -64,6 +67,10 @@ class HostClock:
         """Wall clock and CPU time of this thread, in nanoseconds."""
         return time.perf_counter_ns(), time.thread_time_ns()
 
+    def passed(self, mark: tuple[int, int]) -> bool:
+        """At once."""
+        return True
+
     def drain(self) -> None:
         """Nothing is outstanding."""
 
@@ -73,9 +80,15 @@ class HostClock:
 
 
 class DeviceClock:
-    """CUDA events, placed on the host's clock by one event that the host waits for before the iteration."""
+    """CUDA events, placed on the host's clock by one event that the host waits for before the iteration.
 
-    def __init__(self) -> None:
+    Where the host must not wait (`waits` is False), times count from the first event instead.
+    """
+
+    def __init__(self, waits: bool = True) -> None:
+        if not waits:
+            self._anchor, self._anchor_ns, self.error = self.mark(), 0, 0
+            return
         torch.cuda.synchronize()
         before = time.perf_counter_ns()
         self._anchor = self.mark()
@@ -90,6 +103,10 @@ class DeviceClock:
         event.record()
         return event
 
+    def passed(self, mark: torch.cuda.Event) -> bool:
+        """Whether the device has passed the event."""
+        return mark.query()
+
     def drain(self) -> None:
         """Block until the device has passed every event."""
         torch.cuda.synchronize()
@@ -103,13 +120,16 @@ class DeviceClock:
 class Recorder:
     """Times one iteration, from construction to `finish`; an `Observer` of the runtime.
 
+    `waits`: whether the host may wait for the device. Where it must not, `read` takes the place of `finish`, as soon as
+    `passed` says so; spans then count from the start of the iteration, and `milliseconds` is not known.
+
     spans: after `finish`, everything recorded, in the order in which it ended on its stream or thread.
     milliseconds: after `finish`, how long the iteration took.
     clock_error: nanoseconds by which all spans together may be off on the host's clock.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._clock: Clock = DeviceClock() if device.type == "cuda" else HostClock()
+    def __init__(self, device: torch.device, waits: bool = True) -> None:
+        self._clock: Clock = DeviceClock(waits) if device.type == "cuda" else HostClock()
         self.clock_error = self._clock.error
         self._marks: list[tuple[Work, Any, Any, float]] = []
         self._started = time.perf_counter_ns()
@@ -136,5 +156,13 @@ class Recorder:
         """Read all marks; the iteration has ended on this rank."""
         self._clock.drain()
         self.milliseconds = (time.perf_counter_ns() - self._started) / 1e6
+        self.read()
+
+    def passed(self) -> bool:
+        """Whether all marks can be read; does not wait for them."""
+        return all(self._clock.passed(end) for _, _, end, _ in reversed(self._marks))
+
+    def read(self) -> None:
+        """Read all marks, which the device has passed."""
         self.spans = [self._clock.span(*marks) for marks in self._marks]
         self._marks.clear()

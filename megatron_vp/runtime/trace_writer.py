@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_vp.files import write_report
-from megatron_vp.runtime.clocks import Alignment, align
-from megatron_vp.runtime.groups import PipelineGroups
+from megatron_vp.runtime.clocks import Alignment, Pipeline, align
 from megatron_vp.runtime.recorder import Recorder, Span
 from megatron_vp.schedule.instructions import Load, Loss, Post, Run, Wait
 from megatron_vp.schedule.pass_kinds import PassKind
@@ -38,9 +38,7 @@ class PipelineTrace:
         partition: of the model, to be recorded with the times.
     """
 
-    def __init__(
-        self, folder: Path, iterations: range, groups: PipelineGroups, partition: Partition | None = None
-    ) -> None:
+    def __init__(self, folder: Path, iterations: range, groups: Pipeline, partition: Partition | None = None) -> None:
         self._folder = folder
         self._iterations = iterations
         self._groups = groups
@@ -84,10 +82,10 @@ class PipelineTrace:
         write_report(path_of(self._folder, self._groups.rank), self._trace.to_json(), "the pass trace")
 
 
-def traced_spans(spans: list[Span], iteration: int, axis: _Axis) -> list[TracedSpan]:
+def traced_spans(spans: list[Span], iteration: int, axis: Callable[[int], float]) -> list[TracedSpan]:
     """Reads of data, passes, losses, collectives with the moment of their post, and waits, in the order of their start.
 
-    Other posts take no time and are left out.
+    Other posts take no time and are left out. `axis` places a recorded moment in milliseconds.
     """
     posted = {span.work.operation: axis(span.start) for span in spans if isinstance(span.work, Post)}
     traced = []

@@ -64,7 +64,7 @@ def figures(traces: Sequence[RankTrace]) -> Figures:
         raise UserError(f"the traced passes are no schedule: {str(error).splitlines()[0]}") from None
     return Figures(
         iterations=iterations,
-        ranks=tuple(_rank_figures(trace) for trace in traces),
+        ranks=tuple(rank_figures(trace.spans, len(trace.microbatches)) for trace in traces),
         costs=costs,
         measured=fmean(end - start for start, end in (_extent(traces, iteration) for iteration in iterations)),
         predicted=predicted,
@@ -132,7 +132,7 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
 def iteration_pass_times(trace: RankTrace) -> list[dict[str, list[float]]]:
     """Milliseconds of a rank's passes by kind, for each traced iteration in turn."""
     found: dict[int, dict[str, list[float]]] = {each: defaultdict(list) for each in sorted(trace.microbatches)}
-    for span in _compute(trace):
+    for span in _compute(trace.spans):
         if span.category != LOSS:
             found[span.iteration][span.category].append(span.end - span.start)
     return list(found.values())
@@ -151,30 +151,56 @@ def held_activations(traces: Sequence[RankTrace]) -> list[perfetto.Event]:
 
 
 def _passes(trace: RankTrace, iteration: int) -> list[TracedSpan]:
-    return [span for span in _compute(trace) if span.iteration == iteration and span.category != LOSS]
+    return [span for span in _compute(trace.spans) if span.iteration == iteration and span.category != LOSS]
 
 
-def _compute(trace: RankTrace) -> list[TracedSpan]:
+def _compute(spans: Sequence[TracedSpan]) -> list[TracedSpan]:
     """Passes and losses: reading data is not work of the schedule."""
-    return [span for span in trace.spans if span.lane is Lane.COMPUTE and span.category != LOAD]
+    return [span for span in spans if span.lane is Lane.COMPUTE and span.category != LOAD]
 
 
 def _extent(traces: Sequence[RankTrace], iteration: int) -> Span:
-    spans = [span for trace in traces for span in _compute(trace) if span.iteration == iteration]
+    spans = [span for trace in traces for span in _compute(trace.spans) if span.iteration == iteration]
     return min(span.start for span in spans), max(span.end for span in spans)
 
 
-def _rank_figures(trace: RankTrace) -> RankFigures:
-    computing = _compute(trace)
-    second_stream = [span for span in trace.spans if span.lane is Lane.SECOND_STREAM]
-    count = len(trace.microbatches)
+def rank_figures(spans: Sequence[TracedSpan], iterations: int = 1) -> RankFigures:
+    """The figures of a rank that recorded `spans` in so many iterations."""
+    computing = _compute(spans)
+    second_stream = [span for span in spans if span.lane is Lane.SECOND_STREAM]
     return RankFigures(
-        busy=_total(computing) / count,
-        vocabulary=_total(span for span in computing if span.category in VOCABULARY_KINDS) / count,
-        waiting=_total(span for span in trace.spans if span.lane is Lane.WAITS) / count,
-        communicating=_total(second_stream) / count,
-        hidden=_common(computing, second_stream) / count,
+        busy=_total(computing) / iterations,
+        vocabulary=_total(span for span in computing if span.category in VOCABULARY_KINDS) / iterations,
+        waiting=_total(span for span in spans if span.lane is Lane.WAITS) / iterations,
+        communicating=_total(second_stream) / iterations,
+        hidden=_common(computing, second_stream) / iterations,
     )
+
+
+def extent(spans: Sequence[TracedSpan]) -> float:
+    """Milliseconds from the first pass among `spans` to the end of the last one."""
+    computing = _compute(spans)
+    return max(span.end for span in computing) - min(span.start for span in computing) if computing else 0.0
+
+
+def scalars(ranks: Sequence[RankFigures], makespan: float) -> dict[str, float]:
+    """One iteration of all ranks as curves show it: times in seconds, shares between 0 and 1.
+
+    `makespan`: milliseconds from the first pass on any rank to the end of the last one. The vocabulary's share is that
+    of S and T in all busy time. Left out is what a run does not have: vocabulary passes, a second stream.
+    """
+    busy, vocabulary = [rank.busy for rank in ranks], sum(rank.vocabulary for rank in ranks)
+    communicating = sum(rank.communicating for rank in ranks)
+    found = {
+        "pipeline/bubble": 1 - fmean(busy) / makespan,
+        "pipeline/busy-fastest-rank": min(busy) / 1e3,
+        "pipeline/busy-slowest-rank": max(busy) / 1e3,
+    }
+    if vocabulary:
+        found["pipeline/vocabulary-share"] = vocabulary / sum(busy)
+    if communicating:
+        found["pipeline/second-stream-hidden"] = sum(rank.hidden for rank in ranks) / communicating
+    return found
 
 
 def _total(spans: Iterable[TracedSpan]) -> float:

@@ -159,7 +159,7 @@ REFUSED = [
     ({**TWO_STAGES, "padded_vocab_size": 64}, "--padded-vocab-size 64 is smaller than the tokenizer's vocabulary"),
     ({**VP, "vocab_z_loss": -1}, "--vocab-z-loss -1.0 is no coefficient"),
     ({**VP, "vocab_label_smoothing": 1}, "--vocab-label-smoothing 1.0 is not in [0, 1)"),
-    ({**TWO_STAGES, "pipeline_trace": "there"}, "--pipeline-trace without --vocab-parallel"),
+    ({**VP, "log_pipeline_interval": 1}, "--log-pipeline-interval 1 has nowhere to write"),
     ({**VP, "pipeline_trace": "there", "rank_report": "there/"}, "both write rank_N.json to there/"),
     ({**VP, "pipeline_trace_iterations": "5-3"}, "--pipeline-trace-iterations 5-3 is not A-B"),
     ({**VP, "pipeline_trace": "there", "pipeline_trace_iterations": "4"}, "after the last of --train-iters 3"),

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import megatron_arguments, patches
-from megatron_vp.mcore.megatron_arguments import DERIVED, LACKS, READ
+from megatron_vp.mcore.megatron_arguments import DERIVED, IN_TRAINING, LACKS, READ
 from megatron_vp.mcore.options import ranges
 from megatron_vp.mcore.options.arguments import with_ours
 from megatron_vp.mcore.options.refusals import REFUSALS
@@ -88,7 +88,7 @@ def test_the_installed_megatron_has_every_argument(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["script.py"])
     args = parser().parse_args([])
     absent = {name for reads in READ.values() for name in reads.names if not hasattr(args, name)}
-    assert absent == {*DERIVED, *LACKS.get(patches.present_series(), ())}
+    assert absent == {*DERIVED, *IN_TRAINING, *LACKS.get(patches.present_series(), ())}
 
 
 @pytest.mark.parametrize(("name", "use"), [("seq_length", "options"), ("async_save", "storage"), ("fp4", "options")])

@@ -53,7 +53,10 @@ def one_of_two_ranks(monkeypatch):
             {"cpu": True, "machine": Installed()},  # a run on CPU does without Transformer Engine
             {"pipeline schedule", "split backward", "cpu platform", *WITHOUT_PACKAGES},
         ),
-        ("--rank-report there", {}, {"rank report"}),
+        ("--rank-report there", {}, {"plain schedule"}),
+        ("--pipeline-trace there", {}, {"plain schedule"}),
+        ("--log-pipeline-interval 2", {}, {"plain schedule", "pipeline curves"}),
+        ("--log-pipeline-interval 2 --vocab-parallel", {}, SHARDS | {"pipeline curves"}),
         ("--rank-report there --vocab-parallel", {}, SHARDS),
         ("--tensorboard-dir there", {}, {"curves"}),
         ("--override-opt_param-scheduler", {}, {"parameter groups"}),

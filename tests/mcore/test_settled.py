@@ -19,7 +19,9 @@ TREES = {path.relative_to(MCORE).as_posix(): ast.parse(path.read_text()) for pat
 RUNNING = {
     "model/split_backward.py": {"_collected"},  # the weight gradients that the pass B which runs now has put aside
     "training/deferred_checks.py": {"_deferred"},  # the checks of the iteration that runs now
-    "reports/rank_report.py": {"_current", "_recorder"},  # what has been measured
+    "reports/rank_report.py": {"_current"},  # what has been measured
+    "reports/pipeline_scalars.py": {"_current"},  # what has been measured and not written yet
+    "reports/plain_schedule.py": {"_steps"},  # the iteration of Megatron's own schedule that runs now
     "reports/pipeline_trace.py": {"_current"},  # what has been recorded
     "storage/save_folder.py": {"_claimed", "_guarded"},  # a file that this process holds
     "start/meeting.py": {"_met"},  # the store at which the ranks meet

@@ -14,7 +14,9 @@ from megatron_vp.cost.balance.measured_run import read_run
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.reports.rank_report import KEPT
 from megatron_vp.runtime.recorder import Recorder
-from megatron_vp.schedule import PassKind
+from megatron_vp.schedule import PassKind, VocabMethod, generate
+from megatron_vp.trace.figures import figures, ran
+from megatron_vp.trace.rank_files import read_traces
 from megatron_vp.trace.rank_reports import read_reports
 from megatron_vp.trace.two_runs import RecordedRun, TwoRuns
 from tests.harness.ranks import process_group, run_ranks
@@ -40,7 +42,8 @@ def folders(tmp_path_factory):
         "train_iters": 6,
     }
     train(RANKS, tiny_model(**settings, **vocab_parallel))
-    train(RANKS, tiny_model(**settings, rank_report=folder / "plain"))
+    plain = {"rank_report": folder / "plain", "pipeline_trace": folder / "plain trace"}
+    train(RANKS, tiny_model(**settings, **plain, pipeline_trace_iterations="2-3"))
     whole_layers = {
         "pipeline_schedule": "v-half",
         "pipeline_trace": folder / "whole trace",
@@ -69,6 +72,32 @@ def test_the_command_reads_what_training_recorded(folders):
             expected = [f"{kind}{m}" for kind in ("F", "B", "S", "T", "IF", "IB") for m in range(4)]
             expected += [f"LOAD:{m}" for m in range(4)]  # both ranks read data
             assert passes == sorted(expected + [f"LOSS:{m}" for m in range(4)] * (rank == RANKS - 1))
+
+
+def order_of_plain_run(folder, chunks):
+    """Asserts that a trace of Megatron's own schedule has its passes in the order of our generator."""
+    traces = read_traces(folder)
+    name = "1f1b" if chunks == 1 else "interleaved"
+    expected = generate(name, RANKS, 4, chunks=chunks)
+    for iteration in (2, 3):
+        recorded = ran(traces, iteration)
+        assert (recorded.name, recorded.vocab) == (name, VocabMethod.NONE)
+        assert recorded.placement == expected.placement and recorded.ranks == expected.ranks
+    return figures(traces)
+
+
+def test_megatrons_own_schedule_is_traced(folders):
+    found = order_of_plain_run(folders / "plain trace", 1)
+    assert all(0 < rank.busy < found.measured and rank.vocabulary == 0 for rank in found.ranks)
+    result = CliRunner().invoke(app, ["trace", str(folders / "plain trace")])
+    assert result.exit_code == 0 and "schedule 1f1b, vocabulary none: 2 ranks, 4 microbatches" in result.stdout
+
+
+@pytest.mark.slow
+def test_megatrons_interleaved_schedule_is_traced(tmp_path):
+    cut = {"pipeline_model_parallel_size": RANKS, "num_layers_per_virtual_pipeline_stage": 1}
+    train(RANKS, tiny_model(**cut, pipeline_trace=tmp_path, pipeline_trace_iterations="2-3"))
+    order_of_plain_run(tmp_path, 2)
 
 
 def test_two_runs_are_compared_by_the_reports_that_training_wrote(folders):

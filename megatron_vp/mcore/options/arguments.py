@@ -167,6 +167,14 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             help="Write each pipeline rank's parameters, microbatches in flight and pass times to DIR; plain runs too.",
         )
         ours.add_argument(
+            "--log-pipeline-interval",
+            metavar="N",
+            type=int,
+            default=0,
+            help="Write bubble, busy times, the share of the vocabulary passes and the hidden share of the second "
+            "stream to TensorBoard and W&B for every N-th iteration; 0: never. Plain runs too.",
+        )
+        ours.add_argument(
             "--pipeline-trace",
             metavar="DIR",
             help="Write start and end of every pass and collective to DIR, a Perfetto file for each pipeline rank; "

@@ -26,6 +26,8 @@ VALUES = {
     "core_attention": "megatron",
     "transformer_impl": "transformer_engine",
     "rank_report": None,
+    "pipeline_trace": None,
+    "log_pipeline_interval": 0,
     "tensorboard_dir": None,
     "heterogeneous_layers_config_path": None,
     "heterogeneous_layers_config_encoded_json": None,

@@ -25,6 +25,7 @@ AT_LEAST_ONE = (
 AT_LEAST_ZERO = (
     *("exit_duration_in_mins", "train_sync_interval", "manual_gc_interval", "start_eval_at_iter"),
     *("train_iters", "train_samples", "exit_interval", "eval_iters", "num_workers", "num_experts", "mtp_num_layers"),
+    *("log_pipeline_interval",),
     *("lr_warmup_iters", "lr_warmup_samples", "lr_decay_iters", "lr_decay_samples"),
     *("lr", "min_lr", "weight_decay", "clip_grad", "adam_eps", "init_method_std", "layernorm_epsilon", "loss_scale"),
 )

@@ -404,9 +404,9 @@ REFUSALS = (
         "then; use --make-vocab-size-divisible-by 1 to pad as little as the ranks allow",
     ),
     Refusal(
-        lambda a: a.pipeline_trace and not run_settings(a).replaces_schedule,
-        "--pipeline-trace without --vocab-parallel or --pipeline-schedule is not supported: Megatron's own schedule is "
-        "not recorded; add one of them, or use --rank-report for each rank's pass times",
+        lambda a: a.log_pipeline_interval and not (a.tensorboard_dir or a.wandb_project),
+        "--log-pipeline-interval {log_pipeline_interval} has nowhere to write: use it with --tensorboard-dir or "
+        "--wandb-project",
     ),
     Refusal(
         lambda a: a.pipeline_trace and a.rank_report and Path(a.pipeline_trace) == Path(a.rank_report),

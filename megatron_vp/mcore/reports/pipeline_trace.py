@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_vp.errors import UserError
@@ -10,17 +11,17 @@ from megatron_vp.mcore.reports.job_partition import partition_of
 from megatron_vp.mcore.reports.rank_report import in_first_pipeline
 from megatron_vp.mcore.reports.trace_iterations import iterations_in
 from megatron_vp.mcore.settled import SettledJob
-from megatron_vp.runtime.groups import PipelineGroups
+from megatron_vp.runtime.clocks import Pipeline
 from megatron_vp.runtime.trace_writer import PipelineTrace
 
 _current: PipelineTrace | None = None
 
 
-def pipeline_trace(job: SettledJob, groups: PipelineGroups) -> PipelineTrace | None:
+def pipeline_trace(job: SettledJob, pipeline: Callable[[], Pipeline]) -> PipelineTrace | None:
     """Called once before each training iteration: the trace that wants it, or None.
 
     None without --pipeline-trace, outside the wanted iterations, and in all pipelines but the first. All ranks of a
-    pipeline call it together: for a wanted iteration it compares their clocks.
+    pipeline call it together: for a wanted iteration it compares their clocks. `pipeline` joins them.
     """
     global _current
     args = job.args
@@ -28,7 +29,7 @@ def pipeline_trace(job: SettledJob, groups: PipelineGroups) -> PipelineTrace | N
         return None
     if _current is None:
         iterations = iterations_in(args.pipeline_trace_iterations)
-        _current = PipelineTrace(Path(args.pipeline_trace), iterations, groups, partition_of(args))
+        _current = PipelineTrace(Path(args.pipeline_trace), iterations, pipeline(), partition_of(args))
     return _current if _current.begin() else None
 
 

@@ -13,22 +13,18 @@ import json
 import os
 import secrets
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from torch.distributed import PrefixStore, distributed_c10d
 
 from megatron_vp.files import write_report
-from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.reports.job_partition import partition_of
 from megatron_vp.mcore.reports.memory import around_tensors, meter
-from megatron_vp.mcore.settled import SettledJob, current
-from megatron_vp.runtime.groups import pipeline_device
+from megatron_vp.mcore.settled import SettledJob
 from megatron_vp.runtime.recorder import Recorder
-from megatron_vp.runtime.store import Occupancy
 from megatron_vp.schedule.instructions import Run
 from megatron_vp.schedule.passes import PassKind
 
@@ -160,78 +156,3 @@ def rank_report(job: SettledJob) -> RankReport | None:
         run = "" if job.args.fake_process_group else _run_name()
         _current = RankReport(job.args, {"run": run, "schedule": job.settings.family.name, "vocab": method.value})
     return _current
-
-
-_recorder: Recorder | None = None
-"""Of the iteration of Megatron's own schedule that runs now."""
-
-
-def _timed_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
-    def forward_backward(**arguments: Any) -> Any:
-        global _recorder
-        report = rank_report(current())
-        if report is None or arguments["forward_only"]:
-            return original(**arguments)
-        report.begin()
-        _recorder = Recorder(pipeline_device())
-        result = original(**arguments)
-        _recorder.finish()
-        model = arguments["model"]
-        report.held(_in_flight.peak / (len(model) if isinstance(model, list) else 1))
-        report.add(_recorder, model, arguments["num_microbatches"])
-        _recorder = None
-        return result
-
-    return forward_backward
-
-
-def _counted_step(kind: PassKind, move: Callable[[Occupancy], None]) -> Callable[..., Any]:
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if _recorder is None:
-                return original(*args, **kwargs)
-            with _recorder.span(kind):
-                result = original(*args, **kwargs)
-            move(_in_flight)
-            return result
-
-        return step
-
-    return wrap
-
-
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-_in_flight = Occupancy()
-
-PLAIN_PATCHES = (
-    *(
-        Patch(
-            f"{_SCHEDULES}:forward_backward_{name}",
-            _timed_schedule,
-            f"time the iterations of Megatron's own schedule {what}",
-            "(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
-            "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
-            "adjust_tensor_shapes_fn=None, p2p_communicator=None, pg_collection=None, force_all_reduce=False)",
-        )
-        for name, what in (
-            ("no_pipelining", "without a pipeline"),
-            ("pipelining_without_interleaving", "1F1B"),
-            ("pipelining_with_interleaving", "interleaved 1F1B"),
-        )
-    ),
-    Patch(
-        f"{_SCHEDULES}:forward_step",
-        _counted_step(PassKind.F, Occupancy.enter),
-        "time and count the forward passes of Megatron's own schedules",
-        "(forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, config, "
-        "cp_group_size, collect_non_loss_data=False, checkpoint_activations_microbatch=None, "
-        "is_first_microbatch=False, current_microbatch=None, vp_stage=None, is_last_stage=True)",
-    ),
-    Patch(
-        f"{_SCHEDULES}:backward_step",
-        _counted_step(PassKind.B, Occupancy.leave),
-        "time and count the backward passes of Megatron's own schedules",
-        "(input_tensor, output_tensor, output_tensor_grad, config)",
-    ),
-)
-"""Applied with --rank-report where Megatron's own schedules run; our runtime reports by itself."""

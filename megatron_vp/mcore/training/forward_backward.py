@@ -13,8 +13,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, layer_shards
-from megatron_vp.mcore.reports.pipeline_trace import pipeline_trace
-from megatron_vp.mcore.reports.rank_report import rank_report
+from megatron_vp.mcore.reports.watch import watch
 from megatron_vp.mcore.settled import SettledJob, current
 from megatron_vp.mcore.training.deferred_checks import deferred_checks
 from megatron_vp.mcore.training.first_iteration import rehearse
@@ -25,7 +24,6 @@ from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.random_buffers import RandomBuffers
-from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.rehearsal import MICROBATCHES
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.passes import Schedule
@@ -173,22 +171,19 @@ def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> 
 def _run(
     job: _Job, schedule: Schedule, program: Program, megatron: MegatronModel, shapes: Shapes, gradients: bool
 ) -> None:
-    """Run the program, watched by --rank-report and --pipeline-trace; evaluation is not watched."""
-    settled, groups = job.settled, job.pipeline.groups
-    report, trace = (rank_report(settled), pipeline_trace(settled, groups)) if gradients else (None, None)
-    if report:
-        report.begin()
-    recorder = Recorder(shapes.device) if report or trace else None
+    """Run the program, watched by what --rank-report and its like ask for; evaluation is not watched."""
+    watched = watch(job.settled, lambda: job.pipeline.groups) if gradients else None
     counted = job.pipeline.run(
-        schedule, program, megatron, job.layer_shards, shapes, gradients=gradients, observer=recorder
+        schedule,
+        program,
+        megatron,
+        job.layer_shards,
+        shapes,
+        gradients=gradients,
+        observer=watched.recorder if watched else None,
     )
-    if recorder:
-        recorder.finish()
-    if report:
-        report.held(counted.peak_in_flight, counted.peak_logits_in_flight)
-        report.add(recorder, job.chunks, schedule.microbatches)
-    if trace:
-        trace.add(recorder, schedule)
+    if watched:
+        watched.finish(job.chunks, schedule, counted.peak_in_flight, counted.peak_logits_in_flight)
 
 
 def _finalize_gradients(job: _Job, megatron: MegatronModel, force_all_reduce: bool | None) -> None:

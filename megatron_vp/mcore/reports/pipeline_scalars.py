@@ -1,0 +1,148 @@
+"""`--log-pipeline-interval N`: how busy the pipeline was in every N-th iteration, for TensorBoard and W&B.
+
+A rank never waits for it. It reads the marks of an iteration when its device has passed them, puts its figures into the
+launcher's store, and the rank that writes Megatron's curves takes those of all ranks from there before it logs the next
+iteration.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+from megatron.core import parallel_state
+from torch.distributed import PrefixStore, Store, distributed_c10d
+
+from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.reports.rank_report import in_first_pipeline
+from megatron_vp.mcore.settled import SettledJob, current
+from megatron_vp.runtime.recorder import Recorder
+from megatron_vp.runtime.trace_writer import traced_spans
+from megatron_vp.trace.figures import RankFigures, extent, rank_figures, scalars
+
+_PATIENCE = timedelta(seconds=10)
+"""How long the last iteration of a run is waited for."""
+
+
+class PipelineScalars:
+    """The recorded iterations of this rank that are not written yet: every `interval`-th of a pipeline of `ranks`."""
+
+    def __init__(self, interval: int, rank: int, ranks: int) -> None:
+        self._interval, self._rank, self._ranks = interval, rank, ranks
+        self._running = 0
+        self._recorded: dict[int, Recorder] = {}
+        self._due: list[int] = []
+
+    def begin(self, iteration: int) -> bool:
+        """An iteration begins; they count from 1. Says whether it is recorded."""
+        self._running = iteration
+        return iteration % self._interval == 0
+
+    def keep(self, recorder: Recorder) -> None:
+        """Keep what was recorded of the iteration that runs; one that Megatron runs again replaces the first."""
+        self._recorded[self._running] = recorder
+
+    def share(self, at_last: bool) -> None:
+        """Give the other ranks this one's figures, of the iterations that its device has finished; `at_last` of all."""
+        for iteration, recorder in list(self._recorded.items()):
+            if not (at_last or recorder.passed()):
+                return
+            del self._recorded[iteration]
+            recorder.read()
+            spans = traced_spans(recorder.spans, iteration, lambda nanoseconds: nanoseconds / 1e6)
+            own = {"makespan": extent(spans), **asdict(rank_figures(spans))}
+            self._store().set(f"{iteration} {self._rank}", json.dumps(own))
+
+    def expect(self, iteration: int) -> None:
+        """An iteration has ended that all ranks give their figures of, if it is one that is recorded."""
+        if iteration % self._interval == 0:
+            self._due.append(iteration)
+
+    def write(self, at_last: bool) -> None:
+        """Write the figures of the iterations of which all ranks have given theirs; call it where Megatron logs."""
+        store = self._store()
+        for each in list(self._due):
+            keys = [f"{each} {rank}" for rank in range(self._ranks)]
+            if at_last:
+                store.wait(keys, _PATIENCE)
+            elif not store.check(keys):
+                return
+            self._due.remove(each)
+            found = [json.loads(store.get(key)) for key in keys]
+            for key in keys:
+                store.delete_key(key)
+            makespan = max(own.pop("makespan") for own in found)
+            _log(scalars([RankFigures(**own) for own in found], makespan), each)
+
+    def _store(self) -> Store:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"megatron_vp/scalars/{attempt}", distributed_c10d._get_default_store())
+
+
+def _log(values: dict[str, float], iteration: int) -> None:
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    writer, wandb_writer = get_tensorboard_writer(), get_wandb_writer()
+    if writer:
+        for name, value in values.items():
+            writer.add_scalar(name, value, iteration)
+    if wandb_writer:
+        wandb_writer.log(values, iteration)
+
+
+_current: PipelineScalars | None = None
+
+
+def pipeline_scalars(job: SettledJob) -> PipelineScalars | None:
+    """Those of this process, before a training iteration that is to be recorded; None for any other."""
+    if not job.args.log_pipeline_interval or not in_first_pipeline(job):
+        return None
+    found = _of_process(job)
+    # Megatron's loop counts the iterations before this one.
+    return found if found.begin(job.args.curr_iteration + 1) else None
+
+
+def _of_process(job: SettledJob) -> PipelineScalars:
+    global _current
+    if _current is None:
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        _current = PipelineScalars(job.args.log_pipeline_interval, rank, job.args.pipeline_model_parallel_size)
+    return _current
+
+
+def _with_pipeline(original: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(original)
+    def training_log(
+        loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, *args: Any, **kwargs: Any
+    ) -> bool:
+        job = current()
+        found, writes = _of_process(job), job.args.rank == job.args.world_size - 1
+        if writes:  # of the iterations before: W&B takes nothing of an earlier one than it has
+            found.write(at_last=False)
+        report_memory = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+        at_last = iteration == job.args.train_iters
+        found.share(at_last)
+        if writes:
+            found.expect(iteration)
+        if writes and at_last:
+            found.write(at_last=True)
+        return report_memory
+
+    return training_log
+
+
+PATCHES = (
+    Patch(
+        "megatron.training.training:training_log",
+        _with_pipeline,
+        "writes what --log-pipeline-interval records to TensorBoard and W&B",
+        "(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter, "
+        "grad_norm, params_norm, num_zeros_in_grad, max_attention_logit, pg_collection=None, is_first_iteration=False, "
+        "seqlen_squared_sum_in_batch=None, total_real_tokens_in_batch=None)",
+    ),
+)

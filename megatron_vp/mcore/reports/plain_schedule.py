@@ -1,0 +1,147 @@
+"""Watches Megatron's own schedules as our runtime watches ours: every forward and backward step is a pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core import parallel_state
+
+from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.reports.watch import watch
+from megatron_vp.mcore.settled import current
+from megatron_vp.runtime.communicator import Communicator, communicator
+from megatron_vp.runtime.recorder import Recorder
+from megatron_vp.runtime.store import Occupancy
+from megatron_vp.schedule import Placement, Schedule, VocabMethod, megatrons_own
+from megatron_vp.schedule.instructions import Run
+from megatron_vp.schedule.passes import Pass, PassKind
+
+
+@dataclass(frozen=True)
+class _PlainPipeline:
+    """Megatron's group of this pipeline; see `runtime.clocks.Pipeline`."""
+
+    members: tuple[int, ...]
+    rank: int
+    pipeline: Communicator
+
+
+def _pipeline() -> _PlainPipeline:
+    group = parallel_state.get_pipeline_model_parallel_group()
+    return _PlainPipeline(tuple(range(group.size())), group.rank(), communicator(group))
+
+
+class _Steps:
+    """The steps of the iteration that runs now, and what they hold."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._forwards: Counter[int] = Counter()
+        self._outputs: dict[int, tuple[Any, Pass]] = {}
+        self.in_flight = Occupancy()
+
+    def forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A forward step of Megatron's. Each chunk takes its microbatches in order."""
+        chunk = kwargs.get("vp_stage") or 0
+        step = Pass(PassKind.F, self._forwards[chunk], chunk)
+        self._forwards[chunk] += 1
+        with self._recorder.span(Run(step)):
+            result = original(*args, **kwargs)
+        self.in_flight.enter()
+        self._outputs[id(_output(result[0]))] = _output(result[0]), step._replace(kind=PassKind.B)
+        return result
+
+    def backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A backward step of Megatron's: it is given the output of its forward step."""
+        output = _output(kwargs["output_tensor"] if "output_tensor" in kwargs else args[1])
+        _, step = self._outputs.pop(id(output))
+        with self._recorder.span(Run(step)):
+            result = original(*args, **kwargs)
+        self.in_flight.leave()
+        return result
+
+
+def _output(output: Any) -> Any:
+    return output[0] if isinstance(output, list) else output
+
+
+_steps: _Steps | None = None
+"""Of the iteration of Megatron's own schedule that runs now."""
+
+
+def _watched_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward_backward(**arguments: Any) -> Any:
+        watched = None if arguments["forward_only"] else watch(current(), _pipeline)
+        if watched is None:
+            return original(**arguments)
+        with _counting(watched.recorder) as steps:
+            result = original(**arguments)
+        model = arguments["model"]
+        chunks = model if isinstance(model, list) else [model]
+        ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        placement = Placement.round_robin(ranks, len(chunks))
+        ran = Schedule(megatrons_own(len(chunks)).name, VocabMethod.NONE, placement, arguments["num_microbatches"], ())
+        watched.finish(chunks, ran, steps.in_flight.peak / len(chunks))
+        return result
+
+    return forward_backward
+
+
+@contextmanager
+def _counting(recorder: Recorder) -> Iterator[_Steps]:
+    global _steps
+    _steps = steps = _Steps(recorder)
+    try:
+        yield steps
+    finally:
+        _steps = None
+
+
+def _watched_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs) if _steps is None else step(_steps, original, *args, **kwargs)
+
+        return run
+
+    return wrap
+
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+PATCHES = (
+    *(
+        Patch(
+            f"{_SCHEDULES}:forward_backward_{name}",
+            _watched_schedule,
+            f"record the iterations of Megatron's own schedule {what}",
+            "(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
+            "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
+            "adjust_tensor_shapes_fn=None, p2p_communicator=None, pg_collection=None, force_all_reduce=False)",
+        )
+        for name, what in (
+            ("no_pipelining", "without a pipeline"),
+            ("pipelining_without_interleaving", "1F1B"),
+            ("pipelining_with_interleaving", "interleaved 1F1B"),
+        )
+    ),
+    Patch(
+        f"{_SCHEDULES}:forward_step",
+        _watched_step(_Steps.forward),
+        "time and count the forward passes of Megatron's own schedules",
+        "(forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, config, "
+        "cp_group_size, collect_non_loss_data=False, checkpoint_activations_microbatch=None, "
+        "is_first_microbatch=False, current_microbatch=None, vp_stage=None, is_last_stage=True)",
+    ),
+    Patch(
+        f"{_SCHEDULES}:backward_step",
+        _watched_step(_Steps.backward),
+        "time and count the backward passes of Megatron's own schedules",
+        "(input_tensor, output_tensor, output_tensor_grad, config)",
+    ),
+)
+"""Applied where Megatron's own schedules run and are to be recorded; our runtime records by itself."""

@@ -1,0 +1,61 @@
+"""What watches one training iteration of this rank, in our schedules and in Megatron's own: `--rank-report`,
+`--pipeline-trace` and `--log-pipeline-interval`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_vp.mcore.reports.pipeline_scalars import PipelineScalars, pipeline_scalars
+from megatron_vp.mcore.reports.pipeline_trace import pipeline_trace
+from megatron_vp.mcore.reports.rank_report import RankReport, rank_report
+from megatron_vp.mcore.settled import SettledJob
+from megatron_vp.runtime.clocks import Pipeline
+from megatron_vp.runtime.groups import pipeline_device
+from megatron_vp.runtime.recorder import Recorder
+from megatron_vp.runtime.trace_writer import PipelineTrace
+from megatron_vp.schedule.passes import Schedule
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The stopwatch of one iteration, and what takes its times."""
+
+    recorder: Recorder
+    report: RankReport | None
+    trace: PipelineTrace | None
+    scalars: PipelineScalars | None
+
+    def finish(self, model: list[torch.nn.Module], schedule: Schedule, in_flight: float, logits: int = 0) -> None:
+        """The iteration has ended on this rank.
+
+        Args:
+            model: its chunks.
+            schedule: that ran; what a trace says of it, its passes not among it.
+            in_flight, logits: the most activations and logits that were held, in microbatches of the whole rank.
+        """
+        if self.report or self.trace:
+            self.recorder.finish()
+        if self.report:
+            self.report.held(in_flight, logits)
+            self.report.add(self.recorder, model, schedule.microbatches)
+        if self.trace:
+            self.trace.add(self.recorder, schedule)
+        if self.scalars:
+            self.scalars.keep(self.recorder)
+
+
+def watch(job: SettledJob, pipeline: Callable[[], Pipeline]) -> Watch | None:
+    """Called once before each training iteration: its watch, or None where nothing is recorded.
+
+    All ranks of a pipeline call it together. `pipeline` joins them; it is asked for with --pipeline-trace only.
+    """
+    report, trace, scalars = rank_report(job), pipeline_trace(job, pipeline), pipeline_scalars(job)
+    if report is None and trace is None and scalars is None:
+        return None
+    if report:
+        report.begin()
+    return Watch(Recorder(pipeline_device(), waits=bool(report or trace)), report, trace, scalars)

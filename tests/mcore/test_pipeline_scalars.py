@@ -1,0 +1,63 @@
+"""--log-pipeline-interval: what a run writes to TensorBoard about its pipeline, read back from the event file."""
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_vp.trace.figures import RankFigures, scalars
+from tests.harness.training import tiny_model, train
+
+ALWAYS = {"pipeline/bubble", "pipeline/busy-fastest-rank", "pipeline/busy-slowest-rank"}
+OF_VOCABULARY = {"pipeline/vocabulary-share", "pipeline/second-stream-hidden"}
+
+
+def curves(folder):
+    """Values by iteration, by the name of the curve."""
+    events = EventAccumulator(str(folder)).Reload()
+    names = [name for name in events.Tags()["scalars"] if name.startswith("pipeline/")]
+    return {name: {event.step: event.value for event in events.Scalars(name)} for name in names}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "names", "iterations"),
+    [
+        (2, {"vocab_parallel": True, "log_pipeline_interval": 1}, ALWAYS | OF_VOCABULARY, [1, 2, 3, 4]),
+        (
+            4,
+            {"log_pipeline_interval": 2},
+            ALWAYS,
+            [2, 4],
+        ),  # two replicas: another pipeline than the reporting one writes
+        pytest.param(2, {"pipeline_schedule": "zb-v", "log_pipeline_interval": 3}, ALWAYS, [3], marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            {"num_layers_per_virtual_pipeline_stage": 1, "log_pipeline_interval": 1},
+            ALWAYS,
+            [1, 2, 3, 4],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_a_run_writes_how_busy_its_pipeline_was(tmp_path, ranks, changes, names, iterations):
+    train(ranks, tiny_model(pipeline_model_parallel_size=2, train_iters=4, tensorboard_dir=tmp_path, **changes))
+    found = curves(tmp_path)
+    assert set(found) == names and all(list(values) == iterations for values in found.values())
+    for iteration in iterations:
+        at = {name.removeprefix("pipeline/"): values[iteration] for name, values in found.items()}
+        assert 0 <= at["bubble"] < 1 and 0 < at["busy-fastest-rank"] <= at["busy-slowest-rank"]
+        assert all(0 < at[name.removeprefix("pipeline/")] < 1 for name in names & {"pipeline/vocabulary-share"})
+        assert all(0 <= at[name.removeprefix("pipeline/")] <= 1 for name in names & OF_VOCABULARY)
+
+
+def test_the_curves_are_those_of_all_ranks():
+    ranks = [RankFigures(80.0, 20.0, 5.0, 10.0, 9.0), RankFigures(60.0, 15.0, 25.0, 10.0, 6.0)]
+    assert scalars(ranks, 100.0) == pytest.approx(
+        {
+            "pipeline/bubble": 0.3,
+            "pipeline/busy-fastest-rank": 0.06,
+            "pipeline/busy-slowest-rank": 0.08,
+            "pipeline/vocabulary-share": 0.25,
+            "pipeline/second-stream-hidden": 0.75,
+        }
+    )
+    assert set(scalars([RankFigures(1.0, 0.0, 0.0, 0.0, 0.0)], 1.0)) == ALWAYS
