@@ -56,6 +56,27 @@ def table(simulated: dict[tuple[str, str, int], Timeline]) -> str:
     return "\n".join(lines) + "\n"
 
 
+BEGIN_LIMITS, END_LIMITS = "<!-- begin limit figures -->\n", "<!-- end limit figures -->\n"
+LIMITS = (4, 4.5, 5, 5.5, 6, 7, 8, 9)
+
+
+def limit_table() -> str:
+    """How long the schedules of v-flex take by memory limit, in Markdown."""
+    costs = PassCosts(F=1, B=1.9, W=0.7)
+    lines = ["| vocabulary | " + " | ".join(f"{limit:g}" for limit in LIMITS) + " |", "|---" * (1 + len(LIMITS)) + "|"]
+    for vocab in ("none", "vocab-2"):
+        others = {}
+        for name in ("v-min", "v-half", "zb-v"):
+            found = simulate(generate(name, 8, 24, vocab=vocab, costs=costs), costs)
+            others[max(found.peak_activation)] = f" (`{name}` {found.makespan:.1f})"
+        cells = []
+        for limit in LIMITS:
+            found = simulate(generate("v-flex", 8, 24, vocab=vocab, costs=costs, activation_limit=limit), costs)
+            cells.append(f"{found.makespan:.1f}{others.get(limit, '')}")
+        lines.append(f"| {vocab} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 OFFLOADED = (("1f1b", None), ("zb-v", None), ("v-half", None), ("interleaved", 4), ("gis-h", 4), ("po", 4))
 """Families and chunks of the table of offloading."""
 
@@ -106,7 +127,9 @@ def draw_schedules() -> None:
     """One small picture a schedule."""
     for name in FAMILIES:
         vocab = FAMILIES[name].own_method or "vocab-2"
-        (PICTURES / f"{name}.png").write_bytes(to_picture(timeline(name, vocab, 4, 8), "png"))
+        limit = 4 if FAMILIES[name].bases else None
+        shown = simulate(generate(name, 4, 8, vocab=vocab, activation_limit=limit))
+        (PICTURES / f"{name}.png").write_bytes(to_picture(shown, "png"))
     costs = PassCosts(other={"copy": 0.75})
     offloaded = generate("po", 4, 8, vocab="vocab-2", chunks=4, costs=costs, offload_chunks=2)
     (PICTURES / "po_offloaded.png").write_bytes(to_picture(simulate(offloaded, costs), "png"))
@@ -124,8 +147,9 @@ def main() -> int:
     page = PAGE.read_text(encoding="utf-8")
     before, rest = page.split(BEGIN)
     fresh = before + BEGIN + table(simulated) + END + rest.split(END)[1]
-    before, rest = fresh.split(BEGIN_OFFLOAD)
-    fresh = before + BEGIN_OFFLOAD + offload_table() + END_OFFLOAD + rest.split(END_OFFLOAD)[1]
+    for begin, table_of, end in ((BEGIN_LIMITS, limit_table, END_LIMITS), (BEGIN_OFFLOAD, offload_table, END_OFFLOAD)):
+        before, rest = fresh.split(begin)
+        fresh = before + begin + table_of() + end + rest.split(end)[1]
     if check:
         print("up to date" if fresh == page else f"{PAGE.name} has other figures; run this without --check")
         return int(fresh != page)

@@ -62,6 +62,13 @@ def schedule(
             "half or all. Those that live longest are taken."
         ),
     ] = "0",
+    activation_limit: Annotated[
+        str | None,
+        typer.Option(
+            help="For v-flex: the most activations on the device of any rank, in microbatches of a whole rank. The "
+            "shortest schedule found within it is taken."
+        ),
+    ] = None,
     cost: Annotated[
         str,
         typer.Option(
@@ -96,6 +103,7 @@ def schedule(
     """
     from megatron_vp.schedule import PassCosts, ScheduleError, simulate, validate
     from megatron_vp.schedule import evaluation as forward_schedule
+    from megatron_vp.schedule.flex import microbatches_of_limit
 
     output_format = format_for(asked_format, output, Format)
     costs = PassCosts.parse(cost)
@@ -107,6 +115,7 @@ def schedule(
                 "-m": microbatches,
                 "--chunks": chunks,
                 "--vocab-ranks": vocab_ranks,
+                "--activation-limit": activation_limit,
             }
             clash = [option for option, value in given.items() if value is not None] + ["--vocab"] * (vocab != "none")
             clash += ["--offload-chunks"] * (offload_chunks != "0")
@@ -119,7 +128,10 @@ def schedule(
         else:
             with progress_bar() as bar:
                 bar.add_task("generating and simulating", total=None)
-                found = _generate(name, pipeline_size, microbatches, vocab, vocab_ranks, chunks, offload_chunks, costs)
+                limit = None if activation_limit is None else microbatches_of_limit(activation_limit)
+                found = _generate(
+                    name, pipeline_size, microbatches, vocab, vocab_ranks, chunks, offload_chunks, limit, costs
+                )
                 timeline = simulate(forward_schedule(found, costs) if evaluation else found, costs)
     except ScheduleError as error:
         raise UserError(str(error).splitlines()[0]) from error
@@ -134,6 +146,7 @@ def _generate(
     vocab_ranks: str | None,
     chunks: int | None,
     offload_chunks: str,
+    limit: float | None,
     costs: PassCosts,
 ) -> Schedule:
     from megatron_vp.schedule import family, generate
@@ -152,9 +165,11 @@ def _generate(
         costs=costs,
         vocab_ranks=holders,
         offload_chunks=chunks_to_offload(offload_chunks, family(name).chunks_of(chunks)),
+        activation_limit=limit,
     )
     sizes, promise = (found.chunks, found.microbatches, found.vocab), family(name).promised_peak
-    check_memory(found, [promise(pipeline_size, rank, *sizes) / found.chunks for rank in range(pipeline_size)])
+    promised = [promise(pipeline_size, rank, *sizes) / found.chunks for rank in range(pipeline_size)]
+    check_memory(found, promised if limit is None else [limit] * pipeline_size)
     return found
 
 

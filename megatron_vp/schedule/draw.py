@@ -34,8 +34,9 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
     chunks = "1 chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
     sizes = f"{schedule.pipeline_size} ranks, {chunks} a rank, {schedule.microbatches} microbatches"
     on_host = "   in host memory" if schedule.offloaded else ""
+    name = f"{schedule.name} ({schedule.shape})" if schedule.shape else schedule.name
     lines = [
-        f"schedule {schedule.name}, vocabulary {_vocabulary(schedule)}: {sizes}",
+        f"schedule {name}, vocabulary {_vocabulary(schedule)}: {sizes}",
         f"makespan {timeline.makespan:.6g}   bubble {100 * timeline.bubble_fraction:.2f} %   "
         f"costs {' '.join(f'{name}={value:g}' for name, value in costs.named().items())}",
         "",

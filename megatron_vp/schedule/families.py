@@ -17,6 +17,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
 from megatron_vp.schedule.costs import Costs
 from megatron_vp.schedule.family import Family
+from megatron_vp.schedule.flex import fitted
 from megatron_vp.schedule.formats import from_text
 from megatron_vp.schedule.generators.dual_pipe_v import dual_pipe_v
 from megatron_vp.schedule.generators.grouped import gis, gis_h, po
@@ -38,13 +39,21 @@ DEFAULT_SCHEDULE = "1f1b"
 """What runs where no schedule is asked for."""
 
 
+def _with_v_flex(families: Iterable[Family]) -> dict[str, Family]:
+    """By name, with the family that lies between those in V shape."""
+    found = {family.name: family for family in families}
+    bases = tuple(found[name] for name in ("zb-v", "v-half", "v-min"))
+    summary = "V shape, the shortest within --activation-limit; zb-v without one"
+    flexible = replace(bases[0], name="v-flex", summary=summary, bases=bases, planned=False)
+    return found | {flexible.name: flexible}
+
+
 def _v_shape(pipeline_size: int, chunks: int) -> Placement:
     return Placement.v_shape(pipeline_size)
 
 
-FAMILIES = {
-    family.name: family
-    for family in (
+FAMILIES = _with_v_flex(
+    (
         Family(
             DEFAULT_SCHEDULE,
             "one forward, one backward; Megatron's default",
@@ -156,7 +165,7 @@ FAMILIES = {
             planned=False,
         ),
     )
-}
+)
 """By name."""
 
 PLANNED = tuple(name for name, family in FAMILIES.items() if family.planned)
@@ -243,16 +252,18 @@ def generate(
     vocab_ranks: Iterable[int] | None = None,
     further_orders: bool = True,
     offload_chunks: int = 0,
+    activation_limit: float | None = None,
 ) -> Schedule:
     """The schedule of a `ScheduleRequest` for the family or file of this name.
 
-    Raises UserError for an unknown family or vocabulary method, and as `ScheduleRequest` does.
+    `activation_limit`: what a flexible family is fitted to, in microbatches of a whole rank.
+    Raises UserError for an unknown family or vocabulary method, and as `ScheduleRequest` and `fitted` do.
     """
     try:
         method = VocabMethod(vocab)
     except ValueError:
         raise UserError(f"vocab method {vocab!r} is unknown; use one of {', '.join(VocabMethod)}") from None
-    return ScheduleRequest.of(
+    request = ScheduleRequest.of(
         family(name),
         pipeline_size,
         microbatches,
@@ -262,4 +273,7 @@ def generate(
         vocab_ranks=vocab_ranks,
         further_orders=further_orders,
         offload_chunks=offload_chunks,
-    ).schedule()
+    )
+    if activation_limit is not None:
+        request = replace(request, family=fitted(request, activation_limit))
+    return request.schedule()

@@ -61,6 +61,12 @@ class Family:
     """False: `plan` leaves it out"""
     in_megatron: bool = False
     """Megatron itself runs this order where the vocabulary layers are whole"""
+    bases: tuple[Family, ...] = ()
+    """of a flexible family, which can be fitted to a memory limit: those than which it is never longer; see `flex`"""
+    shape: str = ""
+    """of a flexible family that was fitted: what its building block is"""
+    limit: int | None = None
+    """of a flexible family that was fitted to a block of its own: the most chunk activations"""
     fixed: Schedule | None = field(default=None, hash=False, repr=False)
     """of a file: the schedule, which has one number of ranks and of microbatches"""
 
@@ -106,7 +112,11 @@ class Family:
         return self.own_method or vocab
 
     def promised_peak(self, pipeline_size: int, rank: int, chunks: int, microbatches: int, method: VocabMethod) -> int:
-        """Most chunk activations that `rank` may hold: the family's own peak, and a microbatch for each barrier."""
+        """Most chunk activations that `rank` may hold: the family's own peak, and a microbatch for each barrier; or the
+        limit to which it was fitted.
+        """
+        if self.limit is not None:
+            return min(self.limit, microbatches * chunks)
         peak = self.peak(pipeline_size, rank, chunks, microbatches)
         if method.is_sharded and self.fixed is None:
             peak += method.barriers * chunks

@@ -32,7 +32,7 @@ def to_json(schedule: Schedule, timeline: Timeline | None = None) -> str:
         "chunks": schedule.chunks,
         "microbatches": schedule.microbatches,
         "placement": schedule.placement.stage_of,
-        **offloaded_entry(schedule),
+        **chosen_entries(schedule),
         "ranks": [
             [_entry(step, span) for step, span in zip(order, times, strict=False)]
             for order, times in zip(schedule.ranks, spans, strict=True)
@@ -49,9 +49,12 @@ def to_json(schedule: Schedule, timeline: Timeline | None = None) -> str:
     return json.dumps(document)
 
 
-def offloaded_entry(schedule: Schedule) -> dict[str, object]:
-    """The (rank, chunk) pairs that are offloaded, for a document about a schedule that has such."""
-    return {"offloaded": schedule.offloaded} if schedule.offloaded else {}
+def chosen_entries(schedule: Schedule) -> dict[str, object]:
+    """For a document about a schedule that has such: its building block's shape, and the (rank, chunk) pairs that are
+    offloaded.
+    """
+    entries: dict[str, object] = {"shape": schedule.shape, "offloaded": schedule.offloaded}
+    return {key: value for key, value in entries.items() if value}
 
 
 def _entry(step: Pass, span: tuple[float, float] | None) -> dict[str, object]:
@@ -76,6 +79,7 @@ def from_json(text: str) -> Schedule:
                 [Pass(PassKind(e["pass"]), _whole(e["microbatch"]), _whole(e.get("chunk", 0))) for e in order]
                 for order in document["ranks"]
             ],
+            document.get("shape", ""),
         )
     except KeyError as error:
         raise UserError(f"schedule file has no {error}; the keys of the JSON format must all be there") from None
@@ -97,10 +101,16 @@ def _whole(value: object) -> int:
 
 
 def _assemble(
-    name: str, vocab: str, placement: Placement, microbatches: int, orders: Sequence[Sequence[Pass]]
+    name: str,
+    vocab: str,
+    placement: Placement,
+    microbatches: int,
+    orders: Sequence[Sequence[Pass]],
+    shape: str = "",
 ) -> Schedule:
-    if not isinstance(name, str) or not name.isprintable() or len(name) > LONGEST_NAME:
-        raise ValueError(f"the schedule's name must be one printable line of at most {LONGEST_NAME} characters")
+    for what, text in (("name", name), ("shape", shape)):
+        if not isinstance(text, str) or not text.isprintable() or len(text) > LONGEST_NAME:
+            raise ValueError(f"the schedule's {what} must be one printable line of at most {LONGEST_NAME} characters")
     if microbatches < 1:
         raise ValueError(f"{microbatches} microbatches make no schedule")
     longest = max(map(len, orders), default=0)
@@ -108,7 +118,7 @@ def _assemble(
         raise ValueError(f"{microbatches} microbatches, but no rank lists more than {longest} passes")
     if vocab not in VocabMethod:
         raise ValueError(f"{vocab!r} is not a vocabulary method; methods are {', '.join(VocabMethod)}")
-    schedule = Schedule(name, VocabMethod(vocab), placement, microbatches, tuple(map(tuple, orders)))
+    schedule = Schedule(name, VocabMethod(vocab), placement, microbatches, tuple(map(tuple, orders)), shape)
     return schedule if schedule.split_backward else _all_whole(schedule)
 
 

@@ -36,6 +36,8 @@ def offload(nominal: Nominal, chunks: int, costs: Costs) -> Nominal:
     `costs` say how long copies take, in the unit of `nominal.spans`. A chunk stays on the device if one of its
     microbatches would have to be back before it has left.
     """
+    if not chunks:
+        return nominal
     schedule = nominal.schedule
     orders = []
     for rank, order in enumerate(schedule.ranks):

@@ -80,6 +80,8 @@ class Schedule:
     placement: Placement
     microbatches: int
     ranks: tuple[tuple[Pass, ...], ...]
+    shape: str = ""
+    """of a flexible family that was fitted to a memory limit: what its building block is"""
 
     @property
     def pipeline_size(self) -> int:

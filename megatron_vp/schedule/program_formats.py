@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from megatron_vp.schedule.formats import offloaded_entry
+from megatron_vp.schedule.formats import chosen_entries
 from megatron_vp.schedule.instructions import Instruction, Load, Loss, Post, Program, Run
 from megatron_vp.schedule.passes import Schedule
 
@@ -30,7 +30,7 @@ def programs_to_json(schedule: Schedule, programs: Sequence[Program]) -> str:
         "chunks": schedule.chunks,
         "microbatches": schedule.microbatches,
         "placement": schedule.placement.stage_of,
-        **offloaded_entry(schedule),
+        **chosen_entries(schedule),
         "programs": [[_entry(each, program.vocab_members) for each in program.instructions] for program in programs],
     }
     return json.dumps(document)

@@ -47,9 +47,7 @@ def reorder_for_costs(
     `links` are steps of which the second waits for the first, whatever the dependencies.
     Without `further_orders` only the given order and what the list scheduler makes of it in either direction compete.
     """
-    # Without vocabulary passes the order is the published one, whose last stage knows the loss at once.
-    graph = build_graph(schedule, with_loss=schedule.vocab is not VocabMethod.NONE)
-    link_limits(graph, schedule)
+    graph = linked_graph(schedule)
     for earlier, later in links:
         graph.link(graph.number(earlier), graph.number(later))
     orders = graph.numbers(schedule.ranks)
@@ -76,6 +74,24 @@ def reorder_for_costs(
         named = dict(zip(numbers, steps, strict=True))
         ranks.append(tuple(named[number] for number in order))
     return replace(schedule, ranks=tuple(ranks))
+
+
+def linked_graph(schedule: Schedule) -> Graph:
+    """What has to wait for what where `schedule` is reordered."""
+    # Without vocabulary passes the order is the published one, whose last stage knows the loss at once.
+    graph = build_graph(schedule, with_loss=schedule.vocab is not VocabMethod.NONE)
+    link_limits(graph, schedule)
+    return graph
+
+
+def first_makespan(schedule: Schedule, limits: MemoryLimits, costs: Costs, graph: Graph) -> float:
+    """How long the schedule takes in the shortest of the first orders, see `reorder_for_costs`.
+
+    `graph` is the `linked_graph` of a schedule with the same passes.
+    """
+    orders = graph.numbers(schedule.ranks)
+    search = _Search(graph, limits, memory_of(schedule.ranks, orders), {}, durations(graph, schedule, costs))
+    return min(makespan for makespan, _ in search.first_orders(orders))
 
 
 Orders = Sequence[Sequence[int]]

@@ -106,23 +106,28 @@ class ScheduleRequest:
             forward = self._complete() if fixed is None else forwards(fixed, self.microbatches)
             return evaluation(forward, self.costs)
         if fixed is None:
-            return self._complete()
+            return replace(self._complete(), shape=self.family.shape) if self.family.shape else self._complete()
         return fixed if fixed.microbatches == self.microbatches else fixed.first_microbatches(self.microbatches)
 
     def _complete(self) -> Schedule:
         if self.family.order is not None and not self.offload_chunks:
             return self.family.order(self.pipeline_size, self.microbatches)
-        nominal, limits = self.nominal(), MemoryLimits(self.promised_peaks)
-        if self.offload_chunks and not self.forward_only:
-            nominal = offload(nominal, self.offload_chunks, self.costs)
-            device, host = (
-                tuple(peak(order, held) for order in nominal.schedule.ranks)
-                for held in (Held.ACTIVATIONS, Held.HOST_ACTIVATIONS)
-            )
-            limits = MemoryLimits(device, host=host)
+        nominal = self.placed()
         if self.family.order is not None or self.family.order_policy is OrderPolicy.KEEP:
             return nominal.schedule
-        return self._tightened(nominal, limits)
+        return self._tightened(nominal, self.limits(nominal.schedule))
+
+    def limits(self, nominal: Schedule) -> MemoryLimits:
+        """What a search for orders keeps to, which begins with this one."""
+        device, host = (
+            tuple(peak(order, held) for order in nominal.ranks) for held in (Held.ACTIVATIONS, Held.HOST_ACTIVATIONS)
+        )
+        if nominal.offloaded:
+            return MemoryLimits(device, host=host)
+        if self.family.limit is not None:
+            # More than its own order needs could make a block's schedule longer, and with it a looser limit.
+            return MemoryLimits((max(device),) * self.pipeline_size)
+        return MemoryLimits(self.promised_peaks)
 
     def _tightened(self, nominal: Nominal, limits: MemoryLimits) -> Schedule:
         """The nominal order, reordered for the costs.
@@ -146,6 +151,11 @@ class ScheduleRequest:
         """Most chunk activations that each rank may hold; a limit to the search for orders, and to be proven."""
         sizes = self.chunks, self.microbatches, self.method
         return tuple(self.family.promised_peak(self.pipeline_size, rank, *sizes) for rank in range(self.pipeline_size))
+
+    def placed(self) -> Nominal:
+        """The nominal order, with the copies of offloaded chunks."""
+        nominal = self.nominal()
+        return nominal if self.forward_only else offload(nominal, self.offload_chunks, self.costs)
 
     def nominal(self) -> Nominal:
         """The passes in the order of the family's building block, or in its own order at the times that it takes."""

@@ -25,6 +25,16 @@ def test_the_page_shows_the_present_figures():
         assert line.split(" | ")[2] == script.cell(script.timeline(name, vocab, ranks)), (name, vocab)
 
 
+def test_the_page_shows_what_a_limit_costs(monkeypatch):
+    script = load_script()
+    page = script.PAGE.read_text(encoding="utf-8").split(script.BEGIN_LIMITS)[1]
+    monkeypatch.setattr(script, "LIMITS", (5,))
+    for line in script.limit_table().splitlines()[2:]:
+        vocab, cell = line.strip("| ").split(" | ")
+        (row,) = [each for each in page.splitlines() if each.startswith(f"| {vocab} |")]
+        assert f"| {cell} |" in row
+
+
 def test_the_page_shows_what_offloading_leaves():
     script = load_script()
     assert script.BEGIN_OFFLOAD + script.offload_table() + script.END_OFFLOAD in script.PAGE.read_text(encoding="utf-8")

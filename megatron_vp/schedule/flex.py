@@ -1,0 +1,166 @@
+"""Fits a flexible family to a memory limit: finds the building block whose schedule is shortest within it.
+
+The search looks at a fixed list of blocks in a fixed order, so all ranks of a run find the same one. It runs once, when
+a request is resolved: what it finds is a family's record, with which schedules are generated as with any other.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import replace
+from functools import lru_cache
+
+from megatron_vp.errors import UserError
+from megatron_vp.schedule.family import Family
+from megatron_vp.schedule.gc_paused import gc_paused
+from megatron_vp.schedule.generators.v_flex import Shape
+from megatron_vp.schedule.graph import Graph
+from megatron_vp.schedule.ledger import peak
+from megatron_vp.schedule.pass_kinds import Held
+from megatron_vp.schedule.passes import Schedule
+from megatron_vp.schedule.reorder import first_makespan, linked_graph
+from megatron_vp.schedule.request import ScheduleRequest
+from megatron_vp.schedule.timeline import simulate
+
+GAPS = range(4)
+"""Slots between forwards and backwards that are tried."""
+LEVELS = 3
+"""Peaks of which the best block is compared with those of the others, from the largest within the limit down, half a
+microbatch apart: more memory makes shorter schedules, but not in every step."""
+SAMPLE = 800
+"""Ranks x microbatches on which blocks of one peak are compared; at least 5/4 microbatches per rank."""
+SMALL = 1_000
+"""Ranks x microbatches up to which the best three blocks of each peak and all bases within the limit compete on all
+microbatches; beyond, the best block, and the base that takes most memory."""
+
+
+@gc_paused()
+def fitted(request: ScheduleRequest, limit: float) -> Family:
+    """The record of a flexible family for this limit: never above it, and no longer than any of the family's bases
+    that keep it, for the request's sizes, method and costs.
+
+    `limit` counts activations on the device, in microbatches of a whole rank. Raises UserError for a family that is
+    not flexible, and for a limit that nothing reaches.
+    """
+    family = request.family
+    if not family.bases:
+        raise UserError(
+            f"--activation-limit does not go with schedule {family.name}, whose memory is its own; use v-flex"
+        )
+    most = math.floor(limit * request.chunks + 1e-9)
+    search = _Search(request, most)
+    found = [each for each in map(search.whole, search.bases()) if each.peak <= most]
+    is_small = request.pipeline_size * request.microbatches <= SMALL
+    found = found if is_small else found[:1]
+    found += map(search.whole, search.best_by_level(3 if is_small else 1))
+    if not found:
+        raise UserError(
+            f"--activation-limit {limit:g} is less than any {family.name} schedule of {request.pipeline_size} ranks, "
+            f"{request.microbatches} microbatches and vocab method {request.method} needs; give at least "
+            f"{search.least() / request.chunks:g}"
+        )
+    shortest = min(each.makespan for each in found) * (1 + 1e-9)
+    return next(each.family for each in found if each.makespan <= shortest)
+
+
+def microbatches_of_limit(text: str) -> float:
+    """An --activation-limit in microbatches of a whole rank. Raises UserError for another text."""
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = math.nan
+    if not limit > 0 or math.isinf(limit):
+        raise UserError(f"--activation-limit {text!r} is no number of microbatches; give one such as 5 or 4.5")
+    return limit
+
+
+def shaped(family: Family, shape: str, most: int) -> Family:
+    """The record of a flexible family for a shape: the name of one of its bases, or the text of a `Shape`.
+
+    `most`: the limit in chunk activations. Raises UserError for another shape.
+    """
+    base = next((each for each in family.bases if each.name == shape), None)
+    if base is not None:
+        return replace(base, name=family.name, shape=shape, bases=family.bases, planned=family.planned)
+    block = Shape.parse(shape)
+    if block is None:
+        names = ", ".join(each.name for each in family.bases)
+        raise UserError(f"{shape!r} is no shape of {family.name}; one is slack=NUMBER,gap=NUMBER, or {names}")
+    return replace(family, shape=shape, block=block.block, limit=most)
+
+
+class _Generated:
+    """A schedule of all microbatches."""
+
+    def __init__(self, request: ScheduleRequest) -> None:
+        schedule = request.schedule()
+        self.family, self.peak = request.family, _fullest(schedule)
+        self.makespan = simulate(schedule, request.costs).makespan
+
+
+class _Search:
+    """The schedules of a flexible family; those of its blocks are first compared on a sample of the microbatches."""
+
+    def __init__(self, request: ScheduleRequest, most: int) -> None:
+        self.request, self.family, self.most = request, request.family, most
+        ranks = request.pipeline_size
+        self.sample = replace(request, microbatches=min(request.microbatches, max(SAMPLE // ranks, 5 * ranks // 4)))
+        self.placed = lru_cache(maxsize=None)(self._placed)
+        self.graphs: dict[tuple[tuple[int, int], ...], Graph] = {}
+
+    def whole(self, shape: str) -> _Generated:
+        """The schedule that the request gets with this shape."""
+        return _Generated(replace(self.request, family=shaped(self.family, shape, self.most)))
+
+    def bases(self) -> list[str]:
+        """The shapes that are other families."""
+        return [base.name for base in self.family.bases]
+
+    def least(self) -> int:
+        """The least peak of any shape."""
+        return min(*(self.peak(Shape(0, gap)) for gap in GAPS), *(self.whole(name).peak for name in self.bases()))
+
+    def peak(self, shape: Shape) -> int:
+        """Chunk activations of the fullest rank in nominal order."""
+        return _fullest(self.placed(str(shape)))
+
+    def _placed(self, shape: str) -> Schedule:
+        return replace(self.sample, family=shaped(self.family, shape, self.most)).placed().schedule
+
+    def makespan(self, shape: Shape) -> float:
+        """Of the sample, with the first orders that a search finds."""
+        schedule = self.placed(str(shape))
+        request = replace(self.sample, family=shaped(self.family, str(shape), self.most))
+        if schedule.offloaded not in self.graphs:
+            self.graphs[schedule.offloaded] = linked_graph(schedule)
+        return first_makespan(schedule, request.limits(schedule), request.costs, self.graphs[schedule.offloaded])
+
+    def best_by_level(self, count: int) -> list[str]:
+        """The blocks with the shortest samples of each of the largest peaks within the limit, the larger peak first.
+
+        Which blocks those are does not depend on the limit, so a looser limit loses nothing but the lowest peak.
+        """
+        by_level: dict[int, list[Shape]] = {}
+        for shape in self._near_the_limit():
+            by_level.setdefault(self.peak(shape), []).append(shape)
+        levels = sorted(by_level, reverse=True)[:LEVELS]
+        return [str(shape) for level in levels for shape in sorted(by_level[level], key=self.makespan)[:count]]
+
+    def _near_the_limit(self) -> list[Shape]:
+        """Shapes in order of slack and gap whose peak is at most the limit, and not many levels below it."""
+        slacks = range(2 * self.sample.pipeline_size + 1)
+        found = []
+        for gap in GAPS:
+            top = bisect_right(slacks, self.most, key=lambda slack: self.peak(Shape(slack, gap))) - 1
+            levels: set[int] = set()
+            for slack in range(top, -1, -1):
+                levels.add(self.peak(Shape(slack, gap)))
+                if len(levels) > LEVELS:
+                    break
+                found.append(Shape(slack, gap))
+        return sorted(shape for shape in found if self.peak(shape) <= self.most)
+
+
+def _fullest(schedule: Schedule) -> int:
+    return max(peak(order, Held.ACTIVATIONS) for order in schedule.ranks)

@@ -1,0 +1,81 @@
+"""V-Flex: chunks in V shape with slack on some ranks, so any memory between V-Min's and ZB-V's (p = 4, slack 2, gap 1).
+
+rank 0: F0 . . . . . . F7        rank r has chunk 0 = stage r and chunk 1 = stage 2p - 1 - r;
+rank 1: . F1 . . . . F6 .        ranks 2 and 3, the last two, take two slots on the way down,
+rank 2: . . F2 . . F5 . .        the others one, and every rank one slot on the way up.
+rank 3: . . . . F3 F4 . .
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import NamedTuple
+
+from megatron_vp.schedule.blocks import BuildingBlock
+from megatron_vp.schedule.costs import PassCosts
+from megatron_vp.schedule.family import Block
+from megatron_vp.schedule.placement import Placement
+
+
+class Shape(NamedTuple):
+    """A block of V-Flex; prints as `slack=12,gap=2`."""
+
+    slack: int
+    """0: every rank takes one slot on the way down and one on the way up the V, as in V-Min. Each of the first p gives
+    one rank more, the last ones first, a second slot on the way down: p is V-Half. Each of the next p gives one rank a
+    third slot down, and a third up: 2p is ZB-V."""
+    gap: int
+    """slots between forwards and backwards at the end of the V"""
+
+    def __str__(self) -> str:
+        return f"slack={self.slack},gap={self.gap}"
+
+    @classmethod
+    def parse(cls, text: str) -> Shape | None:
+        """Read back what `str` printed; None for anything else."""
+        match = re.fullmatch(r"slack=(\d{1,6}),gap=(\d{1,2})", text)
+        return cls(int(match[1]), int(match[2])) if match else None
+
+    @property
+    def block(self) -> Block:
+        """Of a family's record."""
+        return partial(_v_flex, self)
+
+
+def _v_flex(shape: Shape, pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
+    """Passes may meet in a slot: for nominal times only their order counts, and W comes right behind its B."""
+    p = pipeline_size
+    down, up = zip(*(_slots(p, rank, shape.slack) for rank in range(p)), strict=True)
+    forward = _through_the_v(0, down, up)
+    backward = _through_the_v(forward[-1] + 1 + shape.gap, down, up)[::-1]
+    interval = costs.F + costs.B + costs.W
+    slot = interval / 6
+    return BuildingBlock(
+        placement=Placement.v_shape(p),
+        interval=interval,
+        forward_time=slot,
+        backward_time=slot,
+        forward=tuple(slot * place for place in forward),
+        backward=tuple(slot * place for place in backward),
+        weight=tuple(slot * (place + 1) for place in backward),
+    )
+
+
+def _slots(ranks: int, rank: int, slack: int) -> tuple[int, int]:
+    """Slots of a rank on the way down and on the way up."""
+    more = max(0, slack - ranks)
+    if rank >= ranks - more:
+        return 3, 3
+    return (2 if rank >= ranks - slack else 1), 1
+
+
+def _through_the_v(start: int, down: tuple[int, ...], up: tuple[int, ...]) -> list[int]:
+    """Slots at which something that starts on rank 0 is on each rank, on the way down and then on the way up."""
+    places = [start]
+    for slots in down[:-1]:
+        places.append(places[-1] + slots)
+    places.append(places[-1] + 1)
+    for slots in up[:0:-1]:
+        places.append(places[-1] + slots)
+    return places
