@@ -48,7 +48,7 @@ def run(name: str, options: argparse.Namespace, groups: PipelineGroups) -> dict 
             recorded = bool(iteration % 2)
             dist.barrier()
             start, before = time.perf_counter(), time.process_time()
-            recorder = Recorder(SHAPES.device, waits=False) if recorded and curves.begin(iteration) else None
+            recorder = Recorder(SHAPES.device, lean=True) if recorded and curves.begin(iteration) else None
             pipeline.run(schedule, program, model, layers, SHAPES, gradients=True, observer=recorder)
             if recorder:
                 curves.keep(recorder)

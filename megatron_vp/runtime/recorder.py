@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from megatron_vp.schedule.instructions import Instruction
+from megatron_vp.schedule.instructions import Instruction, Loss, Run
 from megatron_vp.schedule.passes import PassKind
 from megatron_vp.schedule.transfers import Operation
 
@@ -82,11 +82,11 @@ class HostClock:
 class DeviceClock:
     """CUDA events, placed on the host's clock by one event that the host waits for before the iteration.
 
-    Where the host must not wait (`waits` is False), times count from the first event instead.
+    Where the host must not wait (`lean`), times count from the first event instead.
     """
 
-    def __init__(self, waits: bool = True) -> None:
-        if not waits:
+    def __init__(self, lean: bool = False) -> None:
+        if lean:
             self._anchor, self._anchor_ns, self.error = self.mark(), 0, 0
             return
         torch.cuda.synchronize()
@@ -120,16 +120,18 @@ class DeviceClock:
 class Recorder:
     """Times one iteration, from construction to `finish`; an `Observer` of the runtime.
 
-    `waits`: whether the host may wait for the device. Where it must not, `read` takes the place of `finish`, as soon as
-    `passed` says so; spans then count from the start of the iteration, and `milliseconds` is not known.
+    `lean`: at no cost to the iteration. Only passes, losses and the second stream are timed, and the host never waits
+    for the device: `read` takes the place of `finish`, as soon as `passed` says so. Spans then count from the start of
+    the iteration, and `milliseconds` is not known.
 
     spans: after `finish`, everything recorded, in the order in which it ended on its stream or thread.
     milliseconds: after `finish`, how long the iteration took.
     clock_error: nanoseconds by which all spans together may be off on the host's clock.
     """
 
-    def __init__(self, device: torch.device, waits: bool = True) -> None:
-        self._clock: Clock = DeviceClock(waits) if device.type == "cuda" else HostClock()
+    def __init__(self, device: torch.device, lean: bool = False) -> None:
+        self._lean = lean
+        self._clock: Clock = DeviceClock(lean) if device.type == "cuda" else HostClock()
         self.clock_error = self._clock.error
         self._marks: list[tuple[Work, Any, Any, float]] = []
         self._started = time.perf_counter_ns()
@@ -146,7 +148,7 @@ class Recorder:
 
     def watch(self, instruction: Instruction) -> Any:
         """Time an instruction."""
-        return self.span(instruction)
+        return nullcontext() if self._lean and not isinstance(instruction, Run | Loss) else self.span(instruction)
 
     def communicating(self, operation: Operation) -> Any:
         """Time an operation on the second stream."""
@@ -163,6 +165,6 @@ class Recorder:
         return all(self._clock.passed(end) for _, _, end, _ in reversed(self._marks))
 
     def read(self) -> None:
-        """Read all marks, which the device has passed."""
-        self.spans = [self._clock.span(*marks) for marks in self._marks]
+        """Read all marks, which the device has passed; they are read once."""
+        self.spans += [self._clock.span(*marks) for marks in self._marks]
         self._marks.clear()

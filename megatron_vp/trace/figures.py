@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Protocol
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import perfetto
@@ -20,6 +21,18 @@ from megatron_vp.schedule.transfers import Channel, CollectiveKind
 from megatron_vp.trace.rank_files import COLLECTIVE, LOAD, LOSS, RankTrace, TracedSpan
 
 VOCABULARY_KINDS = (PassKind.S, PassKind.T)
+
+
+class Timed(Protocol):
+    """What has a start and an end."""
+
+    @property
+    def start(self) -> float:
+        """In a unit of its own."""
+
+    @property
+    def end(self) -> float:
+        """In the same."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,7 @@ def figures(traces: Sequence[RankTrace]) -> Figures:
         raise UserError(f"the traced passes are no schedule: {str(error).splitlines()[0]}") from None
     return Figures(
         iterations=iterations,
-        ranks=tuple(rank_figures(trace.spans, len(trace.microbatches)) for trace in traces),
+        ranks=tuple(map(_rank_figures, traces)),
         costs=costs,
         measured=fmean(end - start for start, end in (_extent(traces, iteration) for iteration in iterations)),
         predicted=predicted,
@@ -132,7 +145,7 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
 def iteration_pass_times(trace: RankTrace) -> list[dict[str, list[float]]]:
     """Milliseconds of a rank's passes by kind, for each traced iteration in turn."""
     found: dict[int, dict[str, list[float]]] = {each: defaultdict(list) for each in sorted(trace.microbatches)}
-    for span in _compute(trace.spans):
+    for span in _compute(trace):
         if span.category != LOSS:
             found[span.iteration][span.category].append(span.end - span.start)
     return list(found.values())
@@ -151,50 +164,57 @@ def held_activations(traces: Sequence[RankTrace]) -> list[perfetto.Event]:
 
 
 def _passes(trace: RankTrace, iteration: int) -> list[TracedSpan]:
-    return [span for span in _compute(trace.spans) if span.iteration == iteration and span.category != LOSS]
+    return [span for span in _compute(trace) if span.iteration == iteration and span.category != LOSS]
 
 
-def _compute(spans: Sequence[TracedSpan]) -> list[TracedSpan]:
+def _compute(trace: RankTrace) -> list[TracedSpan]:
     """Passes and losses: reading data is not work of the schedule."""
-    return [span for span in spans if span.lane is Lane.COMPUTE and span.category != LOAD]
+    return [span for span in trace.spans if span.lane is Lane.COMPUTE and span.category != LOAD]
 
 
 def _extent(traces: Sequence[RankTrace], iteration: int) -> Span:
-    spans = [span for trace in traces for span in _compute(trace.spans) if span.iteration == iteration]
+    spans = [span for trace in traces for span in _compute(trace) if span.iteration == iteration]
     return min(span.start for span in spans), max(span.end for span in spans)
 
 
-def rank_figures(spans: Sequence[TracedSpan], iterations: int = 1) -> RankFigures:
-    """The figures of a rank that recorded `spans` in so many iterations."""
-    computing = _compute(spans)
-    second_stream = [span for span in spans if span.lane is Lane.SECOND_STREAM]
+def _rank_figures(trace: RankTrace) -> RankFigures:
+    computing, count = _compute(trace), len(trace.microbatches)
+    second_stream = [span for span in trace.spans if span.lane is Lane.SECOND_STREAM]
     return RankFigures(
-        busy=_total(computing) / iterations,
-        vocabulary=_total(span for span in computing if span.category in VOCABULARY_KINDS) / iterations,
-        waiting=_total(span for span in spans if span.lane is Lane.WAITS) / iterations,
-        communicating=_total(second_stream) / iterations,
-        hidden=_common(computing, second_stream) / iterations,
+        busy=total(computing) / count,
+        vocabulary=total(span for span in computing if span.category in VOCABULARY_KINDS) / count,
+        waiting=total(span for span in trace.spans if span.lane is Lane.WAITS) / count,
+        communicating=total(second_stream) / count,
+        hidden=overlap(computing, second_stream) / count,
     )
 
 
-def extent(spans: Sequence[TracedSpan]) -> float:
-    """Milliseconds from the first pass among `spans` to the end of the last one."""
-    computing = _compute(spans)
-    return max(span.end for span in computing) - min(span.start for span in computing) if computing else 0.0
+@dataclass(frozen=True)
+class IterationFigures:
+    """One iteration of a rank, in seconds.
+
+    extent: from its first pass to the end of its last one. The others as in `RankFigures`.
+    """
+
+    extent: float
+    busy: float
+    vocabulary: float
+    communicating: float
+    hidden: float
 
 
-def scalars(ranks: Sequence[RankFigures], makespan: float) -> dict[str, float]:
+def scalars(ranks: Sequence[IterationFigures]) -> dict[str, float]:
     """One iteration of all ranks as curves show it: times in seconds, shares between 0 and 1.
 
-    `makespan`: milliseconds from the first pass on any rank to the end of the last one. The vocabulary's share is that
-    of S and T in all busy time. Left out is what a run does not have: vocabulary passes, a second stream.
+    The rank with the longest extent, the first one in all schedules, starts first and ends last. The vocabulary's share
+    is that of S and T in all busy time. Left out is what a run does not have: vocabulary passes, a second stream.
     """
     busy, vocabulary = [rank.busy for rank in ranks], sum(rank.vocabulary for rank in ranks)
     communicating = sum(rank.communicating for rank in ranks)
     found = {
-        "pipeline/bubble": 1 - fmean(busy) / makespan,
-        "pipeline/busy-fastest-rank": min(busy) / 1e3,
-        "pipeline/busy-slowest-rank": max(busy) / 1e3,
+        "pipeline/bubble": 1 - fmean(busy) / max(rank.extent for rank in ranks),
+        "pipeline/busy-fastest-rank": min(busy),
+        "pipeline/busy-slowest-rank": max(busy),
     }
     if vocabulary:
         found["pipeline/vocabulary-share"] = vocabulary / sum(busy)
@@ -203,11 +223,12 @@ def scalars(ranks: Sequence[RankFigures], makespan: float) -> dict[str, float]:
     return found
 
 
-def _total(spans: Iterable[TracedSpan]) -> float:
+def total(spans: Iterable[Timed]) -> float:
+    """Their durations together."""
     return sum(span.end - span.start for span in spans)
 
 
-def _common(some: Sequence[TracedSpan], others: Sequence[TracedSpan]) -> float:
+def overlap(some: Sequence[Timed], others: Sequence[Timed]) -> float:
     """Time in which a span of both kinds runs; each kind is in order and does not overlap itself."""
     common, i, j = 0.0, 0, 0
     while i < len(some) and j < len(others):

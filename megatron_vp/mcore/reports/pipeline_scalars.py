@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -21,9 +21,10 @@ from torch.distributed import PrefixStore, Store, distributed_c10d
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.reports.rank_report import in_first_pipeline
 from megatron_vp.mcore.settled import SettledJob, current
-from megatron_vp.runtime.recorder import Recorder
-from megatron_vp.runtime.trace_writer import traced_spans
-from megatron_vp.trace.figures import RankFigures, extent, rank_figures, scalars
+from megatron_vp.runtime.recorder import Recorder, Span
+from megatron_vp.schedule.instructions import Loss, Run
+from megatron_vp.schedule.transfers import Collective
+from megatron_vp.trace.figures import VOCABULARY_KINDS, IterationFigures, overlap, scalars, total
 
 _PATIENCE = timedelta(seconds=10)
 """How long the last iteration of a run is waited for."""
@@ -54,8 +55,7 @@ class PipelineScalars:
                 return
             del self._recorded[iteration]
             recorder.read()
-            spans = traced_spans(recorder.spans, iteration, lambda nanoseconds: nanoseconds / 1e6)
-            own = {"makespan": extent(spans), **asdict(rank_figures(spans))}
+            own = asdict(own_figures(recorder.spans))
             self._store().set(f"{iteration} {self._rank}", json.dumps(own))
 
     def expect(self, iteration: int) -> None:
@@ -73,15 +73,28 @@ class PipelineScalars:
             elif not store.check(keys):
                 return
             self._due.remove(each)
-            found = [json.loads(store.get(key)) for key in keys]
+            found = [IterationFigures(**json.loads(store.get(key))) for key in keys]
             for key in keys:
                 store.delete_key(key)
-            makespan = max(own.pop("makespan") for own in found)
-            _log(scalars([RankFigures(**own) for own in found], makespan), each)
+            _log(scalars(found), each)
 
     def _store(self) -> Store:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return PrefixStore(f"megatron_vp/scalars/{attempt}", distributed_c10d._get_default_store())
+
+
+def own_figures(spans: Sequence[Span]) -> IterationFigures:
+    """The figures of this rank, of what a lean recorder has seen."""
+    computing = [span for span in spans if isinstance(span.work, Run | Loss)]
+    second_stream = [span for span in spans if isinstance(span.work, Collective)]
+    runs = (span for span in computing if isinstance(span.work, Run) and span.work.action.kind in VOCABULARY_KINDS)
+    return IterationFigures(
+        extent=(computing[-1].end - computing[0].start) / 1e9,
+        busy=total(computing) / 1e9,
+        vocabulary=total(runs) / 1e9,
+        communicating=total(second_stream) / 1e9,
+        hidden=overlap(computing, second_stream) / 1e9,
+    )
 
 
 def _log(values: dict[str, float], iteration: int) -> None:

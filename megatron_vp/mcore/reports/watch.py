@@ -58,4 +58,4 @@ def watch(job: SettledJob, pipeline: Callable[[], Pipeline]) -> Watch | None:
         return None
     if report:
         report.begin()
-    return Watch(Recorder(pipeline_device(), waits=bool(report or trace)), report, trace, scalars)
+    return Watch(Recorder(pipeline_device(), lean=not (report or trace)), report, trace, scalars)
