@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument
-from megatron_vp.jobs.command_line import arguments, files_and_flags
+from megatron_vp.jobs.command_line import arguments, files_and_flags, option_of
 
 
 def register(app: typer.Typer) -> None:
@@ -29,9 +29,14 @@ def check(
         str | None,
         typer.Option(
             "--nodes",
-            metavar="te=VERSION|no,apex=yes|no",
-            help="What the job's nodes have, if they differ from this machine: Transformer Engine, Apex.",
+            metavar="te=VERSION|no,apex=yes|no,einops=yes|no,nvrx=yes|no,cc=X.Y",
+            help="Describe a node of the job, if nodes differ from this machine: Transformer Engine, Apex, einops, "
+            "nvidia-resiliency-ext (which --async-save needs), compute capability. Elsewhere --nodes is a number.",
         ),
+    ] = None,
+    script: Annotated[
+        str | None,
+        typer.Option("--script", help="Judge a job of `megatron-vp run SCRIPT`; options nobody knows are left to it."),
     ] = None,
     output: Annotated[
         Literal["text", "json"],
@@ -46,7 +51,7 @@ def check(
     indices and the metadata of the checkpoint to load. With --ranks-per-node it also checks this node: GPUs, network
     interface, room for checkpoints.
 
-    On a login node, use --nodes to say what the job's nodes have.
+    On a login node, use --nodes to say what a node of the job has.
 
     \b
     megatron-vp check configs/llama3_8b.yaml --ranks 32 --vocab-parallel
@@ -56,8 +61,8 @@ def check(
 
     here = ranks_per_node is not None
     with preflight.without_compilers():
-        checked = preflight.check_job(arguments(*files_and_flags(job, overlays)), ranks, here=here, nodes=nodes)
-    preflight.check_files(checked.args)
+        words = arguments(*files_and_flags(job, overlays))
+        checked = preflight.check_job(words, ranks, here=here, nodes=nodes, files=True, own_script=script is not None)
     if ranks_per_node is not None:
         preflight.check_node(checked.args, ranks_per_node)
         if output == "text":
@@ -67,4 +72,7 @@ def check(
     elif os.environ.get("SLURM_PROCID", "0") == "0":
         from megatron_vp.mcore.start.banner import describe_run
 
-        typer.echo("\n".join([*describe_run(checked, ranks), *preflight.describe_start(checked)]))
+        lines = [*describe_run(checked, ranks), *preflight.describe_start(checked)]
+        if script is not None and (own := preflight.own_options(words)):
+            lines.append(f"left to {script}: {', '.join(map(option_of, own))}")
+        typer.echo(f"ok: {'\n'.join(lines)}")

@@ -230,6 +230,47 @@ def answered(capsys, monkeypatch):
     return answer
 
 
+EXPERTS = ("--num-experts", "4", "--moe-grouped-gemm", "--disable-bias-linear")
+INSTANCES = ("--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "good", "bad", "said"),
+    [
+        (
+            ("--async-save", "--use-persistent-ckpt-worker"),
+            "nvrx=yes",
+            "nvrx=no",
+            "--async-save writes with nvidia-resiliency-ext",
+        ),
+        (EXPERTS, "te=2.17.1,cc=8.0", "te=2.17.1,cc=7.0", "compute capability"),
+        (INSTANCES, "te=no,einops=yes", "te=no,einops=no", "einops, which is missing"),
+        ((), "cc=9.0", "cc=ninety", "cc=ninety is not a compute capability: give one such as cc=9.0"),
+        ((), "einops=no", "einops=maybe", "einops=maybe says neither yes nor no"),
+        ((), "te=no", "4", "--nodes 4 cannot be read: it describes a node"),
+    ],
+    ids=str,
+)
+def test_a_node_is_described_by_what_options_need(answered, tmp_path, words, good, bad, said):
+    job = (CONFIGS[0], f"--save={tmp_path}", f"--load={tmp_path}", *words)
+    status, printed, errors = answered(*job, "--nodes", good)
+    assert status == 0, errors
+    assert printed.startswith("ok: 8 ranks = ")
+    status, printed, errors = answered(*job, "--nodes", bad)
+    assert (status, printed) == (2, "") and said in errors
+
+
+def test_a_job_of_somebodys_own_script_is_judged(answered, tmp_path):
+    saving = (f"--save={tmp_path}", f"--load={tmp_path}")
+    words = (CONFIGS[0], *saving, "--stride", "3", "--fast", "--log-straggler")
+    status, printed, errors = answered(*words, "--script", "own.py")
+    assert status == 0, errors
+    assert printed.startswith("ok: ") and printed.endswith("left to own.py: --stride, --fast\n")
+    assert "unrecognized arguments: --stride 3 --fast" in answered(*words)[2]
+    refused = answered(*words, "--vocab-parallel", "--script", "own.py")
+    assert refused[0] == 2 and "--vocab-parallel with --log-straggler is not supported" in refused[2]
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(
     ("nodes", "given", "who"),

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatron_vp.errors import UserError
@@ -22,6 +23,7 @@ _ENGINE, _APEX = "transformer_engine", "apex"
 _ACCUMULATION = "fused_weight_gradient_mlp_cuda"
 _SOFTMAX = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "scaled_softmax_cuda")
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)?(\+[\w.]+)?")
+_CAPABILITY = re.compile(r"\d{1,2}\.\d")
 _NORM, _OPTIMIZER = "fused_layer_norm_cuda", "amp_C"
 
 
@@ -43,6 +45,10 @@ class Installed:
     """Why Megatron must not use the package `apex` that is installed."""
     einops: bool = False
     """With which Megatron groups instances of the distributed optimizer."""
+    nvrx: bool = False
+    """`nvidia_resiliency_ext`, which writes checkpoints of --async-save by default."""
+    capability: tuple[int, int] | None = None
+    """Compute capability of the GPUs, where it was said."""
 
 
 of_nodes: Installed | None = None
@@ -68,6 +74,7 @@ def here() -> Installed:
         apex=_is_there(_APEX) and apex_fault is None,
         apex_fault=apex_fault,
         einops=_is_there("einops"),
+        nvrx=_is_there("nvidia_resiliency_ext"),
     )
 
 
@@ -100,23 +107,35 @@ def _hide(package: str, reason: str) -> None:
 
 
 def from_text(text: str) -> Installed:
-    """What nodes have, by `--nodes "te=VERSION|no,apex=yes|no"`; what is left out is as on this machine.
+    """What nodes have, by `--nodes "te=VERSION|no,apex=yes|no,einops=yes|no,nvrx=yes|no,cc=X.Y"`.
 
-    Raises UserError.
+    What is left out is as on this machine. Raises UserError.
     """
     given = dict(word.strip().partition("=")[::2] for word in text.split(","))
-    if not given or given.keys() - {"te", "apex"} or not all(given.values()):
-        raise UserError(f"--nodes {text} cannot be read: give te=VERSION or te=no, apex=yes or apex=no, or both")
+    if not given or given.keys() - {"te", "apex", "einops", "nvrx", "cc"} or not all(given.values()):
+        raise UserError(
+            f"--nodes {text} cannot be read: it describes a node, by te=VERSION or te=no, apex=yes or apex=no, einops= "
+            "and nvrx= likewise, and cc=9.0 for the compute capability; give some of them, with commas in between"
+        )
     machine = here()
     if "te" in given:
         engine = None if given["te"] == "no" else _version(given["te"])
         machine = replace(machine, engine=engine, engine_fault=None)
     if "apex" in given:
-        if given["apex"] not in ("yes", "no"):
-            raise UserError(f"--nodes: apex={given['apex']} says neither yes nor no")
-        yes = given["apex"] == "yes"
+        yes = _is_yes(given, "apex")
         machine = replace(machine, apex_accumulation=yes, apex_softmax=yes, apex=yes, apex_fault=None)
-    return machine
+    if "cc" in given:
+        if _CAPABILITY.fullmatch(given["cc"]) is None:
+            raise UserError(f"--nodes: cc={given['cc']} is not a compute capability: give one such as cc=9.0")
+        major, _, minor = given["cc"].partition(".")
+        machine = replace(machine, capability=(int(major), int(minor)))
+    return replace(machine, **{name: _is_yes(given, name) for name in ("einops", "nvrx") if name in given})
+
+
+def _is_yes(given: Mapping[str, str], name: str) -> bool:
+    if given[name] not in ("yes", "no"):
+        raise UserError(f"--nodes: {name}={given[name]} says neither yes nor no")
+    return given[name] == "yes"
 
 
 _TITLES = {_ENGINE: "Transformer Engine", _APEX: "a package `apex`"}

@@ -46,11 +46,12 @@ def pretend_gpu(nodes: Installed) -> Iterator[None]:
 
     Imports nothing of Megatron.
     """
-    properties = types.SimpleNamespace(major=CAPABILITY[0], minor=CAPABILITY[1])
+    capability = nodes.capability or CAPABILITY
+    properties = types.SimpleNamespace(major=capability[0], minor=capability[1])
     with (
         mock.patch.object(installed, "of_nodes", nodes),
         mock.patch.object(torch.cuda, "is_available", lambda: True),
-        mock.patch.object(torch.cuda, "get_device_capability", lambda *_: CAPABILITY),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda *_: capability),
         mock.patch.object(torch.cuda, "get_device_properties", lambda *_: properties),
     ):
         yield
@@ -68,7 +69,7 @@ def assumptions(nodes: Installed) -> str:
     """What was taken for granted of the nodes that shall run a job."""
     engine = f", Transformer Engine {nodes.engine}" if nodes.engine else ""
     missing = [name for name, found in (("Transformer Engine", nodes.engine), ("Apex", nodes.apex)) if not found]
-    capability = f"compute capability {'.'.join(map(str, CAPABILITY))}{engine} assumed"
+    capability = f"compute capability {'.'.join(map(str, nodes.capability or CAPABILITY))}{engine} assumed"
     return capability + (f", without {' and '.join(missing)}" if missing else "")
 
 

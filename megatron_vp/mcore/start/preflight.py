@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from unittest import mock
 import torch
 
 from megatron_vp.errors import UserError, one_line_for_paths
-from megatron_vp.jobs.command_line import asks_for_cpu, flag_value, split_config
-from megatron_vp.jobs.job_config import read_job_config
+from megatron_vp.jobs.command_line import asks_for_cpu, flag_value, option_of, split_config
+from megatron_vp.jobs.job_config import CPU_NAME, read_job_config
+from megatron_vp.jobs.known_options import known_options
 from megatron_vp.jobs.settings import ONE_QUEUE
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.pretend_gpu import ENGINE, assumed_nodes, assumptions, pretend_engine, pretend_gpu
@@ -29,19 +30,28 @@ from megatron_vp.mcore.storage.checkpoint_files import TRACKER
 _PLATFORM = ("transformer_impl", "distributed_backend")
 
 
-def check_job(arguments: list[str], ranks: int, here: bool = False, nodes: str | None = None) -> SettledJob:
+def check_job(
+    arguments: list[str],
+    ranks: int,
+    here: bool = False,
+    nodes: str | None = None,
+    files: bool = False,
+    own_script: bool = False,
+) -> SettledJob:
     """Parse and validate a job's arguments as its `ranks` processes would, and settle the job. Starts nothing.
 
     Environment, `sys.argv` and patches are put back afterwards. The platform is that of this machine: without a CUDA
     device the arguments are checked with the layers and the backend that a CPU run would choose. Unless the job runs
     `here`, one that asks for NCCL or Transformer Engine's layers, or finds Transformer Engine installed, is checked for
-    GPUs elsewhere; so is every job for which `nodes` says what they have ("te=2.17.1,apex=no").
+    GPUs elsewhere; so is every job for which `nodes` says what they have ("te=2.17.1,apex=no"). With `files` it is also
+    checked what the job reads and writes. A job of somebody's `own_script` may have options that nobody else knows.
     Raises UserError for what a start would refuse: unknown or contradictory arguments, a Megatron that does not fit.
     """
     with (
         one_line_for_paths(),
         _platform(arguments, here, nodes),
-        _parsed(arguments, ranks) as args,
+        redirect_stdout(None),  # what Megatron prints of a start
+        _parsed(arguments, ranks, own_options(arguments) if own_script else ()) as args,
         pretend_engine(),
     ):
         from megatron.training import arguments as megatron
@@ -52,11 +62,18 @@ def check_job(arguments: list[str], ranks: int, here: bool = False, nodes: str |
 
         if args.use_checkpoint_args:
             _take_sizes_of_checkpoint(args)
-        job = settled_job(megatron.validate_args.__wrapped__, args, {})
-        refuse_script_options(args)
+        job = settled_job(megatron.validate_args.__wrapped__, args, {}, files)
+        if not own_script:
+            refuse_script_options(args)
         with refused_by_megatron():
             core_transformer_config_from_args(args)
         return job
+
+
+def own_options(arguments: list[str]) -> list[str]:
+    """The names of a job's options that neither Megatron nor this package knows: left to its script."""
+    known = {*known_options(), CPU_NAME}
+    return [name for name in read_job_config(*split_config(arguments)).values if name not in known]
 
 
 def refusal_of(arguments: list[str], ranks: int) -> str | None:
@@ -131,7 +148,7 @@ def _take_sizes_of_checkpoint(args: argparse.Namespace) -> None:
 
     from megatron_vp.mcore.options.settle import refused_by_megatron
 
-    with refused_by_megatron(), redirect_stdout(None):  # it prints every size that it sets
+    with refused_by_megatron():
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         load_args_from_checkpoint(args)
 
@@ -231,8 +248,18 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> int:
 
 
 @contextmanager
-def _parsed(arguments: list[str], ranks: int) -> Iterator[argparse.Namespace]:
-    """The arguments as the patched Megatron parses them, which stays patched inside."""
+def _parsed(arguments: list[str], ranks: int, own: Sequence[str] = ()) -> Iterator[argparse.Namespace]:
+    """The arguments as the patched Megatron parses them, which stays patched inside. `own`: names of a script's own."""
+
+    def with_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        values = read_job_config(*split_config(arguments)).values
+        for name in own:
+            if values[name] is True:
+                parser.add_argument(option_of(name), action="store_true")
+            else:
+                parser.add_argument(option_of(name), nargs="*")
+        return parser
+
     from megatron_vp.mcore import patches, settled
     from megatron_vp.mcore.start import launch
 
@@ -242,7 +269,7 @@ def _parsed(arguments: list[str], ranks: int) -> Iterator[argparse.Namespace]:
             launch.patch_megatron(sys.argv)
             from megatron.training import arguments as megatron
 
-            yield megatron.parse_args()
+            yield megatron.parse_args(with_own)
         finally:
             patches.undo([patch for patch in patches.in_force() if patch not in before])
             settled.clear()

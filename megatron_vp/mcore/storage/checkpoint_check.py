@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import warnings
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
+from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.mcore.settled import run_settings
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
 from megatron_vp.mcore.storage.checkpoint_metadata import read_metadata
@@ -36,7 +36,7 @@ def check_checkpoint(args: argparse.Namespace) -> str | None:
     and formats other than torch_dist. An empty directory is where a run starts that saves to and loads from the same
     place. Raises UserError, for an asynchronous save by a package that is not installed, too.
     """
-    if args.async_save and args.async_strategy == "nvrx" and find_spec("nvidia_resiliency_ext") is None:
+    if args.async_save and args.async_strategy == "nvrx" and not installed().nvrx:
         raise UserError(
             "--async-save writes with nvidia-resiliency-ext, which is not installed: use --async-strategy mcore, "
             "Megatron's own writer, or install it"
