@@ -9,14 +9,12 @@ from megatron_vp.mcore.patches import Patch
 
 
 def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_forward_backward_func(
-        pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None
-    ) -> Callable[..., Any]:
+    def run_schedule(**arguments: Any) -> Any:
         from megatron_vp.mcore.training.forward_backward import forward_backward
 
-        return forward_backward
+        return forward_backward(**arguments)
 
-    return get_forward_backward_func
+    return run_schedule
 
 
 def _get_model(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,11 +48,17 @@ def _theoretical_memory(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 SCHEDULE_PATCHES: tuple[Patch, ...] = (
-    Patch(
-        "megatron.training.training:get_forward_backward_func",
-        _schedule,
-        "run --pipeline-schedule, with vocabulary passes or without, in training and in evaluation",
-        "(pp_size=None, vp_size=None, schedule_pg_collection=None)",
+    # Not the getter: training loops have imported it by name, long before. It returns these, by their names.
+    *(
+        Patch(
+            f"megatron.core.pipeline_parallel.schedules:forward_backward_{name}",
+            _schedule,
+            "run --pipeline-schedule, with vocabulary passes or without, in training and in evaluation",
+            "(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
+            "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
+            "adjust_tensor_shapes_fn=None, p2p_communicator=None, pg_collection=None, force_all_reduce=False)",
+        )
+        for name in ("no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving")
     ),
     Patch(
         "megatron.training.models.gpt:GPTModelConfig.builder",
