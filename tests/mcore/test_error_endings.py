@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import signal
+import sys
+import threading
 
 import pytest
 import torch.distributed as dist
@@ -11,6 +15,7 @@ from megatron_vp.errors import PeerLost, UserError
 from megatron_vp.mcore.start.launch import one_line_errors
 from tests.harness.broken import BROKEN, break_stderr
 from tests.harness.ranks import RankError, run_ranks, run_ranks_to_their_end
+from tests.harness.training import tiny_model
 
 
 def end_with(rank: int, world: int, error: BaseException, connected: bool, stderr: str | None) -> None:
@@ -57,3 +62,44 @@ def test_a_line_that_cannot_be_printed_changes_no_status(error, connected, statu
     [(ended, output)] = run_ranks_to_their_end(1, end_with, error, connected, stderr, timeout=30)
     assert ended == status and said not in output
     assert "a line of the log" in output
+
+
+def train_until_interrupted(rank, _world_size, words, after):
+    """Training under the plug-in that gets Ctrl-C while it starts, or `after` so many iterations."""
+    import pretrain_gpt_vp as script
+
+    sys.argv = ["pretrain_gpt_vp.py", *words]
+    interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
+    if not after:
+        signal.signal(signal.SIGALRM, lambda *_: interrupt())
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+    script.prepare()
+    from megatron.training import training
+
+    log = training.training_log
+
+    def training_log(*args, **kwargs):
+        if args[3] == after:
+            threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return log(*args, **kwargs)
+
+    training.training_log = training_log
+    with script.one_line_errors():
+        script.main()
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_ctrl_c_is_one_line_and_no_traceback(after):
+    words = tiny_model(pipeline_model_parallel_size=2, vocab_parallel=True, train_iters=1000)
+    ends = run_ranks_to_their_end(2, _exiting, words, after, timeout=60)
+    assert [status for status, _ in ends] == [130, 130]
+    outputs = [output for _, output in ends]
+    assert [output.count("stopped by Ctrl-C (SIGINT)") for output in outputs] == [1, 0]
+    assert not any("Traceback" in output or "error: " in output for output in outputs), outputs
+
+
+def _exiting(rank, world_size, *args):
+    try:
+        train_until_interrupted(rank, world_size, *args)
+    except SystemExit as end:
+        os._exit(end.code)

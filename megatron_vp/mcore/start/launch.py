@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from megatron_vp.errors import PeerLost, UserError, at_last, printable, say, storage_failure
@@ -27,15 +29,17 @@ def one_line_errors() -> Iterator[None]:
     a checkpoint that cannot be written or read, and storage that fails. Before ranks are connected, the last is bad
     input as well, unless another attempt may help.
 
-    Once ranks are connected, a process that fails ends at once, whatever the error: destructors of process groups wait
-    for peers, who would wait for this rank's end.
+    Ctrl-C is a line of rank 0 and status 130. Once ranks are connected, a process that fails ends at once, whatever the
+    error: destructors of process groups wait for peers, who would wait for this rank's end.
     """
     try:
         yield
     except UserError as error:
         _refuse(str(error), 2)
-    except (SystemExit, KeyboardInterrupt):
+    except SystemExit:
         raise
+    except KeyboardInterrupt:
+        _end_interrupted()
     except BaseException as error:  # torch's CheckpointException is no Exception
         if not _connected():
             refused = storage_failure(error)
@@ -53,6 +57,25 @@ def _refuse(said: str, status: int) -> NoReturn:
     """Print one line for the whole job and end. Connected ranks refuse at the same time, or wait for this one."""
     refuse_together(said, seconds=3.0 if _connected() else 10.0)
     _exit(status)
+
+
+def _end_interrupted() -> NoReturn:
+    """End after Ctrl-C, which every rank gets: one line per job, and nobody waits for peers."""
+    if os.environ.get("RANK", "0") == "0":
+        at_last(lambda: say("stopped by Ctrl-C (SIGINT)"))
+    _exit(128 + signal.SIGINT)
+
+
+def _end_quietly_when_interrupted() -> None:
+    """Let Ctrl-C end this process in the same way outside `one_line_errors`: while a script imports Megatron, say."""
+    before = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            _end_interrupted()
+        before(kind, error, trace)
+
+    sys.excepthook = excepthook
 
 
 def _report(error: BaseException) -> None:
@@ -132,6 +155,7 @@ def prepare() -> None:
     Megatron's version is not supported or if a patch that this run needs does not fit; nothing is patched then.
     Patches of later stages are checked here and applied once Megatron has validated the arguments.
     """
+    _end_quietly_when_interrupted()
     with one_line_errors():
         _require_launcher(sys.argv[0])
         patch_megatron(sys.argv, together=True)
