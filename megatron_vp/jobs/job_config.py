@@ -57,9 +57,10 @@ OTHERS = (
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
     *("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
     *("transformer_impl", "core_attention", "position_embedding_type", "qk_layernorm", "qk_l2_norm"),
-    *("no_bias_swiglu_fusion", "attention_softmax_in_fp32", "apply_query_key_layer_scaling"),
-    *("overlap_grad_reduce", "tp_comm_overlap", "overlap_moe_expert_parallel_comm", "grad_reduce_in_bf16"),
-    *("expert_tensor_parallel_size", "fp8_param_gather"),
+    *("no_bias_swiglu_fusion", "no_bias_gelu_fusion", "disable_bias_linear"),
+    *("attention_softmax_in_fp32", "apply_query_key_layer_scaling"),
+    *("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "overlap_moe_expert_parallel_comm"),
+    *("expert_tensor_parallel_size", "fp8_param_gather", "grad_reduce_in_bf16"),
 )
 """The other arguments from which the cost model computes times and memory."""
 LEAST = {"mtp_num_layers": 0}

@@ -274,9 +274,23 @@ def test_replicas_sum_what_they_share():
     # A distributed optimizer gathers parameters in place of gradients; behind passes, a part remains.
     shared = replace(communication, job=replace(communication.job, distributed_optimizer=True))
     assert shared.gradient_sync(1e9, 3e8) == pytest.approx(0.75 * expected, rel=1e-3)
-    hidden = replace(shared, job=replace(shared.job, data_overlap=True))
+    hidden = replace(shared, job=replace(shared.job, data_overlap=True, gather_overlap=True))
     assert hidden.gradient_sync(1e9, 3e8, 0, 9.0, 9.0) == pytest.approx(CONTENTION * shared.gradient_sync(1e9, 3e8))
     assert hidden.gradient_sync(1e9, 3e8) == pytest.approx(shared.gradient_sync(1e9, 3e8))
+
+
+def test_each_flag_hides_its_own_half_and_an_all_reduce_belongs_to_the_backward():
+    def seconds(**settings):
+        made = job(data=8, distributed_optimizer=True, layers=LayerKind.ENGINE)
+        return CommunicationModel(replace(made, **settings), A100, CALIBRATED).gradient_sync(1e9, 0, 0, 9.0, 9.0)
+
+    exposed = seconds()
+    sums, gathers = exposed * 4 / 6, exposed * 2 / 6  # in fp32, and in 16 bits
+    assert seconds(data_overlap=True) == pytest.approx(CONTENTION * sums + gathers, rel=1e-3)
+    assert seconds(gather_overlap=True) == pytest.approx(sums + CONTENTION * gathers, rel=1e-3)
+    alone = seconds(distributed_optimizer=False)
+    assert seconds(distributed_optimizer=False, data_overlap=True) == pytest.approx(CONTENTION * alone)
+    assert seconds(distributed_optimizer=False, gather_overlap=True) == alone
 
 
 def test_each_of_a_nodes_replicas_has_its_own_port():

@@ -19,6 +19,7 @@ TINY = {
     **{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 500, "seq_length": 32},
     **{"micro_batch_size": 2},
 }
+EXPERT_GEGLU = {"swiglu": False, "quick_geglu": True, "num_experts": 4}
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
@@ -85,6 +86,11 @@ def test_a_vocabulary_is_padded_as_megatron_pads():
         ({"transformer_impl": "local"}, LayerKind.LOCAL, 2),
         ({"transformer_impl": "local", "swiglu": False}, LayerKind.LOCAL, 0),
         ({"swiglu": False, "quick_geglu": True}, LayerKind.ENGINE, 3),
+        (EXPERT_GEGLU, LayerKind.ENGINE, 0),
+        ({**EXPERT_GEGLU, "disable_bias_linear": True}, LayerKind.ENGINE, 3),
+        ({**EXPERT_GEGLU, "add_bias_linear": False}, LayerKind.ENGINE, 3),
+        ({**EXPERT_GEGLU, "no_bias_gelu_fusion": True}, LayerKind.ENGINE, 3),
+        ({**EXPERT_GEGLU, "transformer_impl": "local"}, LayerKind.LOCAL, 3),
     ],
 )
 def test_the_layers_are_the_flags(changes, kind, tensors):

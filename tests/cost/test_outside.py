@@ -33,8 +33,8 @@ FLAGS = (
 )
 
 
-def outside(rank, job=JOB, name="1f1b", vocab="vocab-2", counted=0.0, hardware=H100):
-    return outside_memory(job, generate(name, job.pipeline, 4, vocab=vocab), rank, counted, hardware)
+def outside(rank, job=JOB, name="1f1b", vocab="vocab-2", moving=0.0, hardware=H100):
+    return outside_memory(job, generate(name, job.pipeline, 4, vocab=vocab), rank, moving, hardware)
 
 
 def test_the_channels_are_those_that_the_runtime_asks_for():
@@ -76,7 +76,7 @@ def test_only_the_first_stage_exchanges_rows_with_every_rank():
 
 
 def test_memory_by_parts_of_a_pipeline_in_one_node():
-    first, second = outside(0, counted=1e9), outside(1)
+    first, second = outside(0, moving=1e9), outside(1)
     assert (first.context, first.kernels, first.fragments) == (CONTEXT, KERNELS, FRAGMENTS * 1e9)
     # Rank 0 receives gradients alone, rank 1 activations too; the sender of an edge inside a node has no buffers.
     assert (first.edges, second.edges) == pytest.approx((2 * COMMUNICATOR + OURS, 4 * COMMUNICATOR + 2 * OURS))

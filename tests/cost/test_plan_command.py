@@ -183,12 +183,17 @@ def test_nothing_is_passed_over_that_the_cost_model_reads(small):
     read = set()
     fp8 = "--fp8-format hybrid --fp8-recipe blockwise --first-last-layers-bf16"
     others = "--group-query-attention --fp16 --hidden-dropout 0 --num-experts 4 --cross-entropy-loss-fusion"
-    for flags in ("", fp8, others, "--transformer-impl local --swiglu"):
+    for flags in ("", fp8, others, "--transformer-impl local --swiglu", "--num-experts 4 --quick-geglu"):
         config = read_sizes([small], flags.split())
         config = replace(config, values=Heard(config.values | {"bf16": "--fp16" not in flags}))
         job_of(config.values)
         shard_choice(config, plan_of(config))
-    resolved = {"fp8", "bias_swiglu_fusion"}  # the names in a resolved configuration
+    resolved = {
+        "fp8",
+        "bias_swiglu_fusion",
+        "bias_gelu_fusion",
+        "add_bias_linear",
+    }  # the names in a resolved configuration
     assert read - resolved == {*SIZES, *OTHERS}
     assert not read & set(UNCOUNTED) and {*read, *UNCOUNTED} - resolved <= set(known_options())
 

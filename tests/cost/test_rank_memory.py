@@ -6,6 +6,7 @@ import pytest
 
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.memory.layer_memory import SPLIT_BACKWARD, WORKING_SET, layer_activations
+from megatron_vp.cost.memory.outside import FRAGMENTS
 from megatron_vp.cost.memory.rank_memory import (
     EMBEDDED,
     SCORES,
@@ -41,6 +42,20 @@ def memory(job, name="1f1b", microbatches=3, vocab="none"):
 def test_vocabulary_rows_are_where_their_layers_are(name, vocab, tied, rows):
     found = memory(replace(JOB, model=replace(MODEL, tied=tied)), name, vocab=vocab)
     assert [found.parameters(rank) for rank in range(2)] == [2 * LAYER + count * HIDDEN for count in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab", "tensors"), [("1f1b", "none", 2), ("interleaved", "none", 4), ("interleaved", "vocab-1", 8)]
+)
+def test_megatrons_loop_holds_the_messages_of_a_forward_and_a_backward(name, vocab, tensors):
+    model = replace(MODEL, layers=16)
+    made = replace(JOB, model=model, microbatches=4)
+    schedule = generate(name, 4, 4, vocab=vocab, **({"chunks": 4} if name == "interleaved" else {}))
+    found = MemoryModel(made, schedule, equal_layers(made, schedule.placement.stages), HARDWARE["h100"]).rank(1)
+    assert found.communication == tensors * made.element_bytes * made.tokens * model.hidden
+    # What lies still leaves no fragments.
+    moving = found.activations + found.vocabulary + found.communication
+    assert found.outside.fragments == pytest.approx(FRAGMENTS * moving)
 
 
 def test_a_distributed_optimizer_is_shared_by_all_replicas_and_gradients_are_as_wide_as_they_are_accumulated():

@@ -31,7 +31,9 @@ MEGATRON_CHANNELS = 16
 """Channels of Megatron's communicators: NCCL's own choice over NVLink. It takes fewer between nodes."""
 
 FRAGMENTS = 0.02
-"""Memory that PyTorch reserves and cannot use, as a share of what it counts."""
+"""Memory that PyTorch reserves and cannot use, as a share of what comes and goes. Parameters, gradients and optimizer
+states are few large blocks, allocated once.
+"""
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,9 @@ def runs_megatrons_schedule(schedule: Schedule) -> bool:
     return schedule.vocab is VocabMethod.NONE and schedule.name in FAMILIES and FAMILIES[schedule.name].in_megatron
 
 
-def outside_memory(job: Job, schedule: Schedule, rank: int, counted: float, hardware: Hardware) -> OutsideMemory:
-    """What pipeline rank `rank` takes besides the `counted` bytes of tensors."""
-    fragments = FRAGMENTS * counted
+def outside_memory(job: Job, schedule: Schedule, rank: int, moving: float, hardware: Hardware) -> OutsideMemory:
+    """What pipeline rank `rank` takes besides its tensors, of which `moving` bytes come and go."""
+    fragments = FRAGMENTS * moving
     own = None
     if not runs_megatrons_schedule(schedule):
         sharded = schedule.vocab is not VocabMethod.NONE

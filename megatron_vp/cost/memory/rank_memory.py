@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.layer_memory import SPLIT_BACKWARD, PassMemory, layer_memory, once_memory, pass_memory
-from megatron_vp.cost.memory.outside import GIB, OutsideMemory, outside_memory
+from megatron_vp.cost.memory.outside import GIB, OutsideMemory, outside_memory, runs_megatrons_schedule
 from megatron_vp.cost.sizes.flops import expert_weights, layer_weights
 from megatron_vp.cost.sizes.fp8 import activations_saved, quantised, weight_copies
 from megatron_vp.cost.sizes.layer_types import LayerType, model_layers, stage_layers
@@ -134,10 +134,18 @@ class MemoryModel:
             "optimizer": (12 if job.element_bytes < 4 else 8) * stepped,
             "activations": WORKSPACES + (0.0 if in_step else activations),
             "vocabulary": 0.0 if in_step else vocabulary,
-            "communication": 2 * len(self.schedule.placement.stage_of[rank]) * self._unit * job.element_bytes,
+            "communication": self._messages(rank) * self._unit * job.element_bytes,
         }
-        outside = outside_memory(job, self.schedule, rank, sum(counted.values()), self.hardware)
+        moving = in_step * widened + counted["activations"] + counted["vocabulary"] + counted["communication"]
+        outside = outside_memory(job, self.schedule, rank, moving, self.hardware)
         return RankMemory(**counted, outside=outside)
+
+    def _messages(self, rank: int) -> int:
+        """Hidden states on their way to or from a rank: two for each of its chunks. Megatron's own loop frees what it
+        has sent, and has those of one forward and one backward.
+        """
+        chunks = len(self.schedule.placement.stage_of[rank])
+        return 2 * (min(chunks, 2) if runs_megatrons_schedule(self.schedule) else chunks)
 
     @property
     def _unit(self) -> float:

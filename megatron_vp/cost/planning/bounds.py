@@ -119,7 +119,7 @@ def balanced_bound(plan: Plan, job: Job, hardware: Hardware, constants: Constant
     ranks = [memory.rank(rank) for rank in range(job.pipeline)]
     weights = sum(_weights(memory, rank, own) for rank, own in enumerate(ranks)) / job.pipeline
     outside = min(own.outside.context + own.outside.kernels + own.outside.megatron for own in ranks)
-    always = (1 + FRAGMENTS) * (weights + WORKSPACES) + outside
+    always = weights + (1 + FRAGMENTS) * WORKSPACES + outside
     simulated, byte_seconds = sampled(job).microbatches, 0.0
     if not model.pattern:
         times, kept = PassTimes(job, hardware, constants), layer_memory(job, single.split_backward)
@@ -160,10 +160,10 @@ def _weights(memory: MemoryModel, rank: int, own: RankMemory) -> float:
 
 def _always(memory: MemoryModel, rank: int, own: RankMemory) -> float:
     """Bytes that a rank has during every pass, whatever it holds of microbatches."""
-    counted = _weights(memory, rank, own) + own.communication + WORKSPACES
+    moving = own.communication + WORKSPACES
     if memory.schedule.vocab is not VocabMethod.NONE:
-        counted += own.vocabulary
-    return (1 + FRAGMENTS) * counted + own.outside.total - own.outside.fragments
+        moving += own.vocabulary
+    return _weights(memory, rank, own) + (1 + FRAGMENTS) * moving + own.outside.total - own.outside.fragments
 
 
 @lru_cache(maxsize=512)

@@ -107,7 +107,7 @@ def after_passes(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, c
     experts = memory.expert_parameters(fullest)
     times, communication = PassTimes(job, hardware, constants), CommunicationModel(job, hardware, constants)
     backward = forward = 0.0
-    if job.data_overlap:
+    if job.data_overlap or job.gather_overlap:
         stages = stage_times(times, plan.vocab, memory.layers, schedule.split_backward)
         held = [stages[stage] for stage in schedule.placement.stage_of[fullest]]
         forward, backward = sum(stage.F for stage in held), sum(stage.B + stage.W for stage in held)

@@ -108,11 +108,12 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         cross_entropy=_cross_entropy(given),
         layers=kind,
         data_overlap=bool(given("overlap_grad_reduce")),
+        gather_overlap=bool(given("overlap_param_gather")),
         tensor_overlap=bool(given("tp_comm_overlap")),
         expert_overlap=bool(given("overlap_moe_expert_parallel_comm")),
         expert_tensor=given("expert_tensor_parallel_size", 0),
         fp8_parameters=bool(given("fp8_param_gather")),
-        glu_intermediates=_glu_intermediates(given, kind),
+        glu_intermediates=_glu_intermediates(given, kind, bool(experts)),
         attention_dropout=bool(given("attention_dropout", 0.1)),
         wide_softmax=bool(given("attention_softmax_in_fp32") or given("apply_query_key_layer_scaling")),
     )
@@ -126,12 +127,15 @@ def recompute_modules(arguments: Mapping[str, Any]) -> frozenset[str]:
     return frozenset([given] if isinstance(given, str) else given)
 
 
-def _glu_intermediates(given: Callable[..., Any], kind: LayerKind) -> int:
+def _glu_intermediates(given: Callable[..., Any], kind: LayerKind, experts: bool) -> int:
     """Fused SwiGLU computes everything again from its input. Megatron's own code keeps the activated half and a copy of
-    the other half, to which it adds an offset; quick GeGLU, which is never fused here, the sigmoid as well.
+    the other half, to which it adds an offset; quick GeGLU the sigmoid as well. Quick GeGLU is fused in experts alone,
+    and Megatron turns its fusion off with the biases.
     """
     if given("quick_geglu"):
-        return 3
+        biases = not given("disable_bias_linear") and given("add_bias_linear") is not False
+        fused = not given("no_bias_gelu_fusion") and given("bias_gelu_fusion") is not False
+        return 0 if kind is LayerKind.ENGINE and experts and biases and fused else 3
     unfused = kind is not LayerKind.ENGINE or given("no_bias_swiglu_fusion") or given("bias_swiglu_fusion") is False
     return 2 if given("swiglu") and unfused else 0
 

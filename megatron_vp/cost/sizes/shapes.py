@@ -117,10 +117,11 @@ class Job:
     optimizer step. element_bytes: of parameters and activations. fp8: recipe of the transformer layers' products, but
     for `bf16_at_start` layers at the start of the model and `bf16_at_end` at its end. cross_entropy: of whole output
     layers; split ones have their own. exact_shards: vocabulary shards as the authors cut them, unrounded. layers: whose
-    layers' activations are counted. data_overlap: gradients are summed behind the last backward, and parameters
-    gathered behind the first forward. tensor_overlap: products run while tensor ranks exchange hidden states.
-    expert_overlap: tokens travel to their experts behind another microbatch's passes. expert_tensor: tensor ranks of an
-    expert (0: those of all else). fp8_parameters: those of the layers' products are kept and gathered in fp8 alone.
+    layers' activations are counted. data_overlap: gradients are summed behind the last backward. gather_overlap:
+    parameters are gathered behind the first forward. tensor_overlap: products run while tensor ranks exchange
+    hidden states. expert_overlap: tokens travel to their experts behind another microbatch's passes. expert_tensor:
+    tensor ranks of an expert (0: those of all else). fp8_parameters: those of the layers' products are kept and
+    gathered in fp8 alone.
     recompute_modules: parts of a layer that are computed again, as `--recompute-modules` names them.
     glu_intermediates: tensors of width `ffn` that a gated MLP keeps besides the input
     and the result of its activation. attention_dropout: the attention drops scores. wide_softmax: Megatron's own
@@ -152,6 +153,7 @@ class Job:
     attention_dropout: bool = False
     wide_softmax: bool = False
     data_overlap: bool = False
+    gather_overlap: bool = False
     tensor_overlap: bool = False
     expert_overlap: bool = False
     expert_tensor: int = 0

@@ -213,8 +213,11 @@ class CommunicationModel:
             return self.replicas_sum(each * shared, replicas, job.gpus_per_stage) + of_experts
 
         reduce, gather = took(width), took(gathered)
-        if not job.data_overlap:
-            return reduce + gather
-        alone = min(1.0, max(BUCKET, 1e6 * replicas) / total)
-        alone = max(alone, CONTENTION)
-        return max(reduce * alone, reduce - backward) + max(gather * alone, gather - forward)
+        if not job.distributed_optimizer:
+            reduce, gather = reduce + gather, 0.0  # one all-reduce, behind the backward
+        alone = max(CONTENTION, min(1.0, max(BUCKET, 1e6 * replicas) / total))
+        if job.data_overlap:
+            reduce = max(reduce * alone, reduce - backward)
+        if job.gather_overlap:
+            gather = max(gather * alone, gather - forward)
+        return reduce + gather
