@@ -7,6 +7,7 @@ a request is resolved: what it finds is a family's record, with which schedules 
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from dataclasses import replace
 from functools import lru_cache
@@ -64,21 +65,21 @@ def fitted(request: ScheduleRequest, limit: float) -> Family:
     return next(each.family for each in found if each.makespan <= shortest)
 
 
-def microbatches_of_limit(text: str) -> float:
-    """An --activation-limit in microbatches of a whole rank. Raises UserError for another text."""
+def microbatches_of_limit(text: str, unit: str = "microbatches") -> float:
+    """The number of an --activation-limit. Raises UserError for another text."""
     try:
         limit = float(text)
     except ValueError:
         limit = math.nan
     if not limit > 0 or math.isinf(limit):
-        raise UserError(f"--activation-limit {text!r} is no number of microbatches; give one such as 5 or 4.5")
+        raise UserError(f"--activation-limit {text!r} is no number of {unit}; give one such as 5 or 4.5")
     return limit
 
 
-def shaped(family: Family, shape: str, most: int) -> Family:
+def shaped(family: Family, shape: str, most: int | None = None) -> Family:
     """The record of a flexible family for a shape: the name of one of its bases, or the text of a `Shape`.
 
-    `most`: the limit in chunk activations. Raises UserError for another shape.
+    `most`: the limit in chunk activations; None: as many as the shape takes. Raises UserError for another shape.
     """
     base = next((each for each in family.bases if each.name == shape), None)
     if base is not None:
@@ -87,7 +88,7 @@ def shaped(family: Family, shape: str, most: int) -> Family:
     if block is None:
         names = ", ".join(each.name for each in family.bases)
         raise UserError(f"{shape!r} is no shape of {family.name}; one is slack=NUMBER,gap=NUMBER, or {names}")
-    return replace(family, shape=shape, block=block.block, limit=most)
+    return replace(family, shape=shape, block=block.block, limit=sys.maxsize if most is None else most)
 
 
 class _Generated:

@@ -42,6 +42,15 @@ def check(flags, **settings):
         ("--log-straggler", "--log-straggler is the script's to serve"),
         ("--dataloader-type external", "--dataloader-type external is the script's to serve"),
         ("--vocab-parallel-algorithm vocab-2", "has no effect without --vocab-parallel: add --vocab-parallel"),
+        ("--activation-limit 3", "--activation-limit 3 with --pipeline-schedule 1f1b has no effect"),
+        (
+            "--pipeline-schedule v-flex --vocab-parallel --activation-limit 0.5",
+            "--activation-limit 0.5 is less than any v-flex schedule of 2 ranks, ",
+        ),
+        (
+            "--pipeline-schedule v-flex --vocab-parallel --activation-limit much",
+            "--activation-limit 'much' is no number of microbatches; give one such as 5 or 4.5",
+        ),
         ("--tp 2", "unrecognized arguments: --tp 2; the nearest known one is --tensor-model-parallel-size"),
     ],
 )
@@ -54,6 +63,14 @@ def test_what_training_refuses_is_refused(tmp_path, flags, said):
 def test_a_vocabulary_with_room_for_all_tokens_is_taken():
     check("--padded-vocab-size 63 --no-pad-vocab-size", vocab_size=63)
     check("--vocab-parallel --vocab-parallel-algorithm vocab-1")
+
+
+@pytest.mark.parametrize("limit", ["3", "1GiB"])
+def test_a_limit_gives_the_schedule_a_shape(limit):
+    flags = f"--pipeline-schedule v-flex --vocab-parallel --activation-limit {limit}"
+    job = check_job(["--cpu", *tiny_model(pipeline_model_parallel_size=2), *shlex.split(flags)], 2)
+    assert job.settings.family.shape == job.args.schedule_shape != ""
+    assert job.settings.family.name == "v-flex"
 
 
 def test_rows_that_add_up_are_taken():

@@ -78,6 +78,7 @@ def _schedule(schedule: str, size: int, method: str) -> dict[str, object]:
         "vocab_parallel": method != "none",
         "vocab_parallel_algorithm": None if method == "none" else method,
         "num_virtual_stages_per_pipeline_rank": 2 if FAMILIES[schedule].chunks is None else None,
+        "activation_limit": f"{size / 2 + 2:g}" if FAMILIES[schedule].bases else None,
     }
 
 

@@ -9,6 +9,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.row_counts import check_stage_rows, rows_per_shard
 from megatron_vp.schedule import DEFAULT_SCHEDULE, Costs, ScheduleRequest, VocabMethod, family
+from megatron_vp.schedule.flex import shaped
 
 
 class Recompute(StrEnum):
@@ -241,6 +242,8 @@ class Plan:
     chunks: int | None = None
     layers: tuple[int, ...] | None = None
     vocab_rows: tuple[int, ...] | None = None
+    shape: str = ""
+    """of a flexible schedule that was fitted to a memory limit, see `prediction.limit`"""
 
     def request(
         self, job: Job, microbatches: int | None = None, costs: Costs | None = None, further_orders: bool = True
@@ -250,8 +253,9 @@ class Plan:
         Raises UserError for what no schedule answers.
         """
         holders = None if self.vocab_rows is None else [rank for rank, rows in enumerate(self.vocab_rows) if rows]
+        record = family(self.schedule)
         return ScheduleRequest.of(
-            family(self.schedule),
+            shaped(record, self.shape) if self.shape else record,
             job.pipeline,
             job.microbatches if microbatches is None else microbatches,
             method=self.vocab,

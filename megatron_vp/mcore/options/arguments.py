@@ -155,6 +155,12 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             "--vocab-parallel is Megatron's own schedule.",
         )
         ours.add_argument(
+            "--activation-limit",
+            metavar="X|XGiB",
+            help="With --pipeline-schedule v-flex: the most activations of any rank, in microbatches of all its layers "
+            "or in GiB by the cost model. The shortest schedule found within it is taken.",
+        )
+        ours.add_argument(
             "--core-attention",
             choices=("megatron", "sdpa"),
             default="megatron",

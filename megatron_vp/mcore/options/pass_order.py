@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from megatron_vp.cost.prediction.limit import with_limit
 from megatron_vp.cost.prediction.stage_costs import order_costs
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.options.predicted_job import PredictedJob, Prediction
 from megatron_vp.mcore.reports.job_partition import layers_given
 from megatron_vp.mcore.settled import RunSettings
 from megatron_vp.schedule import Costs, Placement
+from megatron_vp.schedule.flex import shaped
 
 
 def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> Costs | None:
@@ -37,7 +39,29 @@ def predicted_plan(
     job, plan, hardware = prediction.job(in_proportion)
     placement = settings.family.placement_of(job.pipeline, plan.chunks)
     layers = layers_given(args) or _layers_by_ends(args, placement) or plan.layers
-    return PredictedJob(job, replace(plan, layers=layers, vocab_rows=args.vocab_rows), hardware)
+    plan = replace(plan, layers=layers, vocab_rows=args.vocab_rows, shape=settings.family.shape)
+    return PredictedJob(job, plan, hardware)
+
+
+def fit_schedule(
+    args: argparse.Namespace, settings: RunSettings, prediction: Prediction, order: Costs | None
+) -> RunSettings:
+    """The settings with a flexible schedule fitted to --activation-limit, and its shape among the arguments.
+
+    The search runs here, once: whatever is generated later has the shape that it found. Raises UserError for a limit
+    that cannot be kept, and for a job of unknown sizes.
+    """
+    if args.activation_limit is None:
+        return settings
+    if not settings.family.bases:
+        raise UserError(
+            f"--activation-limit {args.activation_limit} with --pipeline-schedule {args.pipeline_schedule} has no "
+            "effect, as its memory is its own: use --pipeline-schedule v-flex, or leave the limit out"
+        )
+    job, plan, hardware = predicted_plan(args, settings, prediction, in_proportion=True)
+    shape = with_limit(job, plan, hardware, args.activation_limit, order).shape
+    args.schedule_shape = shape
+    return replace(settings, family=shaped(settings.family, shape))
 
 
 def _layers_by_ends(args: argparse.Namespace, placement: Placement) -> tuple[int, ...] | None:

@@ -16,7 +16,7 @@ from megatron_vp.errors import Reasons, UserError
 from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.mcore.megatron_arguments import check_validated
-from megatron_vp.mcore.options.pass_order import choose_order
+from megatron_vp.mcore.options.pass_order import choose_order, fit_schedule
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.options.ranges import check_ranges
 from megatron_vp.mcore.options.refusals import refuse
@@ -57,6 +57,7 @@ def settled_job(
         shards = choose_rows(args, settings, prediction)
     _write_choices(args, settings, shards)
     order = choose_order(args, settings, prediction)
+    settings = fit_schedule(args, settings, prediction, order)
 
     # What Megatron makes of it.
     validated = False

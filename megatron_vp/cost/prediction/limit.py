@@ -1,0 +1,45 @@
+"""Fits a plan's flexible schedule to `--activation-limit`, which may be given in GiB."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.memory.rank_memory import MemoryModel
+from megatron_vp.cost.prediction.stage_costs import layers_of, order_costs
+from megatron_vp.cost.sizes.shapes import Job, Plan
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import Costs
+from megatron_vp.schedule.flex import fitted, microbatches_of_limit
+from megatron_vp.schedule.ledger import peak
+from megatron_vp.schedule.pass_kinds import Held
+
+GIB = 2**30
+
+
+def with_limit(job: Job, plan: Plan, hardware: Hardware, limit: str, costs: Costs | None = None) -> Plan:
+    """`plan` with the shape that its flexible schedule takes within `limit`: microbatches of a whole rank, or GiB.
+
+    `costs` are those that passes are ordered for; None: those of `order_costs`. Raises UserError as `fitted` does.
+    """
+    request = plan.request(job, costs=order_costs(job, plan, hardware) if costs is None else costs)
+    text = limit.strip()
+    if not text.endswith("GiB"):
+        return replace(plan, shape=fitted(request, microbatches_of_limit(text)).shape)
+    room = microbatches_of_limit(text.removesuffix("GiB"), "GiB")
+    microbatches = room * GIB / _largest_microbatch(job, plan, hardware)
+    if microbatches * request.chunks < 1:
+        raise UserError(
+            f"--activation-limit {limit} is less than the activations of one chunk take, "
+            f"{room / microbatches / request.chunks:.3g} GiB; give more"
+        )
+    return replace(plan, shape=fitted(request, math.floor(microbatches * request.chunks) / request.chunks).shape)
+
+
+def _largest_microbatch(job: Job, plan: Plan, hardware: Hardware) -> float:
+    """Bytes of a microbatch's activations on the rank where they are largest, by the memory model."""
+    schedule = plan.request(job, microbatches=min(job.microbatches, 2 * job.pipeline)).schedule()
+    model = MemoryModel(job, schedule, layers_of(job, plan, schedule.placement), hardware)
+    held = [peak(order, Held.ACTIVATIONS) / schedule.chunks for order in schedule.ranks]
+    return max(model.rank(rank).activations / level for rank, level in enumerate(held))
