@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import re
 import sys
 
@@ -26,6 +27,18 @@ def output_of_training(_rank, _world_size, arguments):
         script.prepare()
         script.main()
     return output.getvalue()
+
+
+def output_without_being_told_of_a_cpu(rank, world_size, arguments):
+    del os.environ["MEGATRON_VP_CPU"]
+    return output_of_training(rank, world_size, arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with GPUs trains on them")
+def test_a_machine_without_gpus_needs_no_word_for_it():
+    words = tiny_model(**TWO_STAGES, vocab_parallel=True)
+    first, _ = run_ranks(2, output_without_being_told_of_a_cpu, words)
+    assert "megatron_vp: predicted as on one CPU core" in first
 
 
 def test_a_run_says_once_what_it_is_before_it_trains():

@@ -80,7 +80,8 @@ def _hardware(args: argparse.Namespace) -> Hardware:
     """What the cost model knows of this rank's device: by the GPU's name, or as of a usual GPU or CPU core."""
     if installed.of_nodes is not None or replay().meter is not None:  # of a job that runs on GPUs elsewhere
         return HARDWARE[UNKNOWN_GPU]
-    if uses_cpu([]):
+    # While Megatron starts on a CPU, torch says that CUDA is available.
+    if uses_cpu([]) or args.distributed_backend == "gloo":
         return HARDWARE["cpu"]
     words = re.split(r"[^a-z0-9]+", torch.cuda.get_device_name(args.local_rank % torch.cuda.device_count()).lower())
     return next((entry for name, entry in HARDWARE.items() if name in words), HARDWARE[UNKNOWN_GPU])
