@@ -111,7 +111,7 @@ def test_equal_work_is_cut_equally(place):
     assert unit_length("*-*-*-") == 2 and unit_length("*--*-") == 5 and unit_length("") == 0
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     ranks=st.integers(2, 6),
     layers=st.integers(7, 20),

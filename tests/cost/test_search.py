@@ -131,7 +131,7 @@ def test_the_search_finds_what_simulating_everything_finds():
     assert len(result.found) < 0.6 * len(simulated), "bounds save simulations"
 
 
-@pytest.mark.parametrize("gib", [10.0, 14.0])
+@pytest.mark.parametrize("gib", [10.0, pytest.param(14.0, marks=pytest.mark.slow)])
 def test_the_search_finds_everything_near_the_edge_of_memory(gib):
     arguments = MODEL | {"num_layers": 6, "num_experts": 4, "moe_router_topk": 2, "vocab_size": 50257}
     assert_finds_all(arguments, 4, gib * 2**30, {"context", "micro-batch", "tensor"})

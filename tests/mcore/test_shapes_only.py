@@ -81,7 +81,13 @@ def test_as_many_bytes_as_with_numbers(tmp_path, job_rank, flags):
     assert found == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("flags", [["--vocab-parallel"], ["--num-layers", "8", "--pipeline-schedule", "v-half"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(["--vocab-parallel"], marks=pytest.mark.slow),
+        ["--num-layers", "8", "--pipeline-schedule", "v-half"],
+    ],
+)
 def test_no_more_microbatches_are_played_than_the_peak_needs(tmp_path, flags):
     done, found = _shapes_only(tmp_path, 1, [*flags, "--global-batch-size", "64"])
     assert (found["played"], found["microbatches"]) == (12, 32)
