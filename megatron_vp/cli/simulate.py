@@ -69,7 +69,7 @@ def simulate(
     """
     from megatron_vp.cost.balance.chosen_shards import gain_of_next_start, with_partition, with_shards
     from megatron_vp.cost.planning.planner import Candidate, evaluation_of, method_of
-    from megatron_vp.cost.prediction.limit import with_limit
+    from megatron_vp.cost.prediction.limit import with_given_limit
     from megatron_vp.cost.prediction.predict import make_simulator, predict
     from megatron_vp.cost.prediction.traced_costs import traced_costs
     from megatron_vp.cost.sizes.job_plan import plan_of
@@ -85,8 +85,7 @@ def simulate(
         plan = with_shards(request.config, plan, request.job, request.hardware, memory_limit=request.limit)
     else:
         plan = with_partition(plan, read_traces(trace)[0].partition)
-    if (limit := request.config.values.get("activation_limit")) is not None:
-        plan = with_limit(request.job, plan, request.hardware, str(limit))
+    plan = with_given_limit(request.config, plan, request.job, request.hardware)
     if trace is not None:
         measured = traced_costs(trace, request.job, plan)
     with gc_paused():

@@ -12,9 +12,10 @@ import pytest
 from megatron_vp.cli.plan_check import megatrons_check, refusal_here
 from megatron_vp.cli.planning import seconds
 from megatron_vp.cost.balance.chosen_shards import shard_choice
-from megatron_vp.cost.hardware.gpus import find_hardware
+from megatron_vp.cost.hardware.gpus import HARDWARE, find_hardware
 from megatron_vp.cost.planning import planner
 from megatron_vp.cost.planning.planner import candidates
+from megatron_vp.cost.prediction.limit import with_given_limit
 from megatron_vp.cost.sizes.job_plan import UNCOUNTED, plan_of, settings_of
 from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.cost.sizes.shapes import Plan
@@ -186,8 +187,9 @@ def test_nothing_is_passed_over_that_the_cost_model_reads(small):
     for flags in ("", fp8, others, "--transformer-impl local --swiglu", "--num-experts 4 --quick-geglu"):
         config = read_sizes([small], flags.split())
         config = replace(config, values=Heard(config.values | {"bf16": "--fp16" not in flags}))
-        job_of(config.values)
+        job = job_of(config.values)
         shard_choice(config, plan_of(config))
+        with_given_limit(config, plan_of(config), job, HARDWARE["h100"])
     resolved = {
         "fp8",
         "bias_swiglu_fusion",

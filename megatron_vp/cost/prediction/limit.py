@@ -10,6 +10,7 @@ from megatron_vp.cost.memory.rank_memory import MemoryModel
 from megatron_vp.cost.prediction.stage_costs import layers_of, order_costs
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.schedule import Costs
 from megatron_vp.schedule.flex import fitted, microbatches_of_limit
 from megatron_vp.schedule.ledger import peak
@@ -35,6 +36,12 @@ def with_limit(job: Job, plan: Plan, hardware: Hardware, limit: str, costs: Cost
             f"{room / microbatches / request.chunks:.3g} GiB; give more"
         )
     return replace(plan, shape=fitted(request, math.floor(microbatches * request.chunks) / request.chunks).shape)
+
+
+def with_given_limit(config: JobConfig, plan: Plan, job: Job, hardware: Hardware) -> Plan:
+    """`plan` of a configuration, fitted to its `--activation-limit` if it has one. Raises UserError."""
+    limit = config.values.get("activation_limit")
+    return plan if limit is None else with_limit(job, plan, hardware, str(limit))
 
 
 def _largest_microbatch(job: Job, plan: Plan, hardware: Hardware) -> float:
