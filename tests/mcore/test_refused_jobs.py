@@ -27,7 +27,7 @@ EVERYWHERE = [
     ({**VP, "vocab_shards": "1,2,3"}, ".*vocab"),
     ({**VP, "mock_data": None, "data_path": "no/such/data", "split": "1,0,0"}, ".*no/such/data"),
     ({**VP, "load": "nowhere", "tensorboard_dir": "/dev/null"}, r"2 reasons: \(1\) --load nowhere .*--tensorboard-dir"),
-    ({"log_straggler": True, "pipeline_model_parallel_size": 4}, "--log-straggler is the script's to serve"),
+    ({**VP, "log_straggler": True}, "--vocab-parallel with --log-straggler"),
     ({**VP, "save": "x" * 300, "save_interval": 1}, "File name too long: "),
     ({**VP, "global_batch_size": 7}, "Megatron refuses these arguments: "),
 ]
