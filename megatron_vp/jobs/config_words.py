@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.yaml_files import read_leaves
+from megatron_vp.jobs.yaml_files import Leaf, read_leaves
 
 
 def arguments_from_config(paths: Sequence[str | os.PathLike[str]], parser: argparse.ArgumentParser) -> list[str]:
@@ -24,12 +24,17 @@ def arguments_from_config(paths: Sequence[str | os.PathLike[str]], parser: argpa
 
     Raises UserError for a missing or malformed file, an unknown key, a key given twice, or a value of the wrong type.
     """
+    return arguments_from_leaves(read_leaves(paths), parser)
+
+
+def arguments_from_leaves(leaves: Iterable[Leaf], parser: argparse.ArgumentParser) -> list[str]:
+    """Translate values by argument names, as `arguments_from_config` does those of files. Raises UserError."""
     options = {
         option.lstrip("-").replace("-", "_"): action for action in parser._actions for option in action.option_strings
     }
     seen: dict[argparse.Action, str] = {}
     arguments: list[str] = []
-    for leaf in read_leaves(paths):
+    for leaf in leaves:
         action = options.get(leaf.key)
         if action is None or isinstance(action, argparse._HelpAction):
             nearest = difflib.get_close_matches(leaf.key, options, n=1, cutoff=0.0)

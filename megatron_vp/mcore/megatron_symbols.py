@@ -69,6 +69,9 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.core.transformer.multi_token_prediction:roll_tensor": (
             "(tensor, shifts=-1, dims=-1, cp_group=None, packed_seq_params=None)"
         ),
+        "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout.from_str": (
+            "(layout, pipeline_model_parallel_size)"
+        ),
         "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout": (
             "(layout, pipeline_model_parallel_size)"
         ),
@@ -116,7 +119,9 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.training.global_vars:get_wandb_writer": "()",
     },
     "start": {
+        "megatron.core.parallel_state:get_virtual_pipeline_model_parallel_world_size": "()",
         "megatron.training.argument_utils:core_transformer_config_from_args": "(args, config_class=None)",
+        "megatron.training.arguments:add_megatron_arguments": "(parser)",
         "megatron.training.arguments:parse_args": "(extra_args_provider=None, ignore_unknown_args=False)",
         "megatron.training.arguments:validate_args": "(args, defaults={})",
         "megatron.training.checkpointing:load_args_from_checkpoint": (

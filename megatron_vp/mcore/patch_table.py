@@ -17,7 +17,7 @@ from megatron_vp.mcore import patches
 from megatron_vp.mcore.patches import Patch, Problem
 from megatron_vp.mcore.platform.flags import uses_cpu
 from megatron_vp.mcore.platform.installed import Installed, installed
-from megatron_vp.mcore.settled import RunSettings, replay, run_settings
+from megatron_vp.mcore.settled import RunSettings, own_loop, replay, run_settings
 
 
 class Stage(Enum):
@@ -276,6 +276,13 @@ GROUPS = (
         "a run would have another schedule and whole vocabulary layers",
     ),
     PatchGroup(
+        "models of own scripts",
+        "megatron_vp.mcore.model.own_models:PATCHES",
+        Condition("only after `megatron_vp.enable`", lambda run: own_loop() is not None),
+        Stage.AFTER_VALIDATION,
+        "models that a script makes without Megatron's builders would be whole, and refused by our schedules",
+    ),
+    PatchGroup(
         "split backward",
         "megatron_vp.mcore.model.split_backward:PATCHES",
         Condition("only with a --pipeline-schedule that has W passes", lambda run: run.settings.splits_backward),
@@ -362,6 +369,11 @@ def apply(stage: Stage, run: Run) -> None:
     if left_out and (run.args.fake_process_group or run.args.rank == run.args.world_size - 1):
         print(*(f"megatron_vp: {line}" for line in left_out), sep="\n", flush=True)
     patches.apply(declared)
+
+
+def apply_early(run: Run, *names: str) -> None:
+    """Apply the groups of these names that a run selects, ahead of their stage. Raises UserError, and applies none."""
+    patches.apply([patch for group in selected(run) if group.name in names for patch in patches_of(group.name)])
 
 
 def _fitting(groups: Iterable[PatchGroup]) -> tuple[list[Patch], list[str]]:

@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
@@ -154,11 +154,25 @@ class SettledJob:
         return self.settings.placement(self.args.pipeline_model_parallel_size, chunks)
 
 
+class OwnLoop(Protocol):
+    """What `megatron_vp.enable` has for scripts whose arguments Megatron does not parse."""
+
+    words: tuple[str, ...]
+    """The call's settings as words of a command line."""
+
+    def reads_arguments(self) -> bool:
+        """Whether Megatron's own arguments have settled the job: its builders prepare the model then."""
+
+    def settle_for(self, model: Mapping[str, Any]) -> SettledJob:
+        """Settle the job with the arguments of a model's constructor, by their names; later models take the same."""
+
+
 class _Process:
     """What this process holds of its job."""
 
     def __init__(self) -> None:
         self.replay = Replay()
+        self.own_loop: OwnLoop | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -212,6 +226,21 @@ def placed_as_megatron() -> Iterator[None]:
         yield
     finally:
         settle(job)
+
+
+def is_settled() -> bool:
+    """Whether this process has a job."""
+    return _process.job is not None
+
+
+def own_loop() -> OwnLoop | None:
+    """What `megatron_vp.enable` was called with; None without such a call."""
+    return _process.own_loop
+
+
+def note_own_loop(own_loop: OwnLoop | None) -> None:
+    """Note a call of `megatron_vp.enable`, or that it is undone."""
+    _process.own_loop = own_loop
 
 
 def clear() -> None:

@@ -131,7 +131,7 @@ class _VocabParallelBuilder:
         job = current()
         if not vp_stage:
             self._start = plain_start(job, pg_collection, partial(self._plain_chunk, pg_collection))
-        ends = _ends(job, pg_collection.pp, vp_stage or 0)
+        ends = stage_ends(job, pg_collection.pp, vp_stage or 0)
         with own_chunk(self._start):
             chunk = super().build_model(pg_collection, vp_stage=vp_stage, **ends)
         self._first = self._first if vp_stage else chunk
@@ -179,7 +179,7 @@ def patched_get_model(original: Callable[..., list[nn.Module]]) -> Callable[...,
             if not index:
                 start = plain_start(job, groups, plain_chunk)
             with own_chunk(start):
-                built.append(model_provider_func(*args, **kwargs | _ends(job, groups.pp, index)))
+                built.append(model_provider_func(*args, **kwargs | stage_ends(job, groups.pp, index)))
             return prepare_chunk(job, built[-1], built[0], groups, index, start)
 
         optional = {} if model_type is None else {"model_type": model_type}
@@ -269,7 +269,8 @@ def vocab_shards(job: SettledJob, chunk: nn.Module) -> VocabShards:
     return VocabShards(chunk.vocab_size, job.placement.ranks * tensor, tensor, job.shards.rows)
 
 
-def _ends(job: SettledJob, pipeline_group: dist.ProcessGroup, index: int) -> dict[str, bool]:
+def stage_ends(job: SettledJob, pipeline_group: dist.ProcessGroup, index: int) -> dict[str, bool]:
+    """Whether chunk `index` of this rank holds the first and the last stage, by the names of a model's arguments."""
     stage = job.placement.stage_of[dist.get_rank(pipeline_group)][index]
     return {"pre_process": stage == 0, "post_process": stage + 1 == job.placement.stages}
 

@@ -12,24 +12,25 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import name_of, option_of, split_config
-from megatron_vp.jobs.config_words import arguments_from_config
+from megatron_vp.jobs.config_words import arguments_from_config, arguments_from_leaves
 from megatron_vp.jobs.known_options import nearest_name
 from megatron_vp.jobs.resolved import RESOLVED_NAME, write_resolved
 from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
+from megatron_vp.jobs.yaml_files import Leaf
 from megatron_vp.mcore import patch_table, patches
 from megatron_vp.mcore.megatron_arguments import check_parsed
 from megatron_vp.mcore.options.ignored import warn_of_ignored
 from megatron_vp.mcore.options.settle import settled_job
 from megatron_vp.mcore.patch_table import Stage, run_here
 from megatron_vp.mcore.platform.flags import platform_arguments, uses_cpu
-from megatron_vp.mcore.settled import ALGORITHMS, Words, family_of, note_words, settle
+from megatron_vp.mcore.settled import ALGORITHMS, Words, family_of, note_words, own_loop, settle
 from megatron_vp.mcore.storage.dataset import check_room_for_tokens
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
 
@@ -62,12 +63,20 @@ class _Parser(argparse.ArgumentParser):
         actions, options = self._option_string_actions, [word.partition("=")[0] for word in words]
         return {actions[option].dest: option for option in options if option in actions}
 
+    def parse_call(self, settings: Mapping[str, Any]) -> tuple[argparse.Namespace, tuple[str, ...]]:
+        """Arguments for settings by their names, and these as words; no command line is read. Raises UserError."""
+        leaves = [Leaf(Path("megatron_vp.enable"), "its call", name, value) for name, value in settings.items()]
+        words = arguments_from_leaves(leaves, self)
+        chosen = platform_arguments(words, uses_cpu([]))
+        return super().parse_args(chosen + words), tuple(words)
+
     def _names(self) -> list[str]:
         return [name_of(option) for option in self._option_string_actions if option.startswith("--")]
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
         given = list(sys.argv[1:] if args is None else args)
-        given = arguments_from_config(split_config(given)[0], self) + given
+        called = list(called_with.words) if (called_with := own_loop()) else []
+        given = called + arguments_from_config(split_config(given)[0], self) + given
         chosen = platform_arguments(given, uses_cpu([]))
         # Parts of Megatron parse the command line once more, with a parser that lacks the script's own options.
         sys.argv[1:] = chosen + given

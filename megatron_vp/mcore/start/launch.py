@@ -35,7 +35,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        _refuse(str(error), 2)
+        refuse(str(error), 2)
     except SystemExit:
         raise
     except KeyboardInterrupt:
@@ -46,14 +46,14 @@ def one_line_errors() -> Iterator[None]:
             if refused is None:
                 raise
             status = 1 if error.errno in _MAY_PASS else 2
-            _refuse(f"{refused} (in {_place(error)}); check the paths of this job", status)
+            refuse(f"{refused} (in {_place(error)}); check the paths of this job", status)
         try:
             _report(error)
         finally:
             _exit(1)
 
 
-def _refuse(said: str, status: int) -> NoReturn:
+def refuse(said: str, status: int) -> NoReturn:
     """Print one line for the whole job and end. Connected ranks refuse at the same time, or wait for this one."""
     refuse_together(said, seconds=3.0 if _connected() else 10.0)
     _exit(status)

@@ -14,7 +14,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, layer_shards
 from megatron_vp.mcore.reports.watch import watch
-from megatron_vp.mcore.settled import SettledJob, current
+from megatron_vp.mcore.settled import SettledJob, current, own_loop
 from megatron_vp.mcore.training.deferred_checks import deferred_checks
 from megatron_vp.mcore.training.first_iteration import rehearse
 from megatron_vp.mcore.training.megatron_model import MegatronModel
@@ -120,15 +120,21 @@ class _Job:
 
 def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessGroupCollection | None) -> _Job:
     """Raises UserError for a model that was not prepared for our schedules."""
-    settled, chunks = current(), model if isinstance(model, list) else [model]
+    chunks = model if isinstance(model, list) else [model]
     cores = unwrap_model(chunks)
     pipeline: Pipeline | None = getattr(cores[0], PIPELINE_ATTRIBUTE, None)
+    if pipeline is None and own_loop() is not None:
+        raise UserError(
+            f"this script's {type(cores[0]).__name__} was built before megatron_vp.enable, or not as a GPTModel: call "
+            f"enable before the model is built, and build a GPTModel"
+        )
     if pipeline is None:
         raise UserError(
             f"this script's {type(cores[0]).__name__} was made by a builder of its own, which --vocab-parallel and "
             f"--pipeline-schedule know nothing of: use Megatron's builder or a model_provider, or leave both out"
         )
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    settled = current()
     return _Job(settled, chunks, pipeline, layer_shards(settled, cores), get_model_config(chunks[0]), groups)
 
 

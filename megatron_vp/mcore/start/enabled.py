@@ -1,0 +1,211 @@
+"""`megatron_vp.enable`: the plug-in in a script or a framework with a training loop of its own.
+
+The same patches as in a start by flags. Where the script lets Megatron parse arguments, the call's settings are put
+before the command line, and everything goes as with flags. Elsewhere the first model settles the job: its
+configuration and Megatron's groups say what Megatron's arguments would, and go through the same checks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import io
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import replace
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore import patch_table, patches, settled
+from megatron_vp.mcore.patch_table import Stage
+from megatron_vp.mcore.settled import SettledJob, Words, run_settings
+from megatron_vp.mcore.start.launch import patch_megatron, refuse
+
+
+class Handle:
+    """What `megatron_vp.enable` returns."""
+
+    def __init__(self, before: Sequence[patches.Patch], hook: Any) -> None:
+        self._before = {patch.target for patch in before}
+        self._hook = hook
+
+    def disable(self) -> None:
+        """Undo the call: Megatron is as it was. Models that were built in between cannot be trained any more."""
+        patches.undo(patch for patch in patches.in_force() if patch.target not in self._before)
+        settled.clear()
+        settled.note_own_loop(None)
+        sys.excepthook = self._hook
+
+
+def enable(settings: Mapping[str, Any]) -> Handle:
+    """See `megatron_vp.enable`."""
+    if settled.own_loop() is not None:
+        raise UserError("megatron_vp.enable was called twice: call disable() of the first handle before")
+    before, hook = patches.in_force(), sys.excepthook
+    handle = Handle(before, hook)
+    try:
+        # The script's own command line is not read here: it may not be Megatron's.
+        patch_megatron([""])
+        args, words = _parsed(settings)
+        settled.note_own_loop(_OwnLoop(settings, words))
+        run = patch_table.run_here(args)
+        patch_table.require_fit(run)
+        # Before a model exists, so that no loop gets Megatron's own schedule in silence.
+        patch_table.apply_early(run, "pipeline schedule", "models of own scripts")
+    except UserError:
+        handle.disable()
+        raise
+    finally:
+        sys.excepthook = _hook(hook)
+    return handle
+
+
+def _hook(before: Any) -> Any:
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, UserError):
+            refuse(str(error), 2)
+        before(kind, error, trace)
+
+    return report
+
+
+def _parsed(settings: Mapping[str, Any]) -> tuple[argparse.Namespace, tuple[str, ...]]:
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser: Any = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    args, words = parser.parse_call(settings)
+    args.rank, args.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    return args, words
+
+
+_UNSAID = {
+    **{"micro_batch_size": 1, "vocab_shards": "even", "train_iters": 1, "lr": 1e-4},
+    **{"eval_iters": 0, "eval_interval": 1},
+}
+"""What neither a model nor its groups say and Megatron's checks ask for. The call's settings win."""
+
+
+class _OwnLoop:
+    """See `settled.OwnLoop`."""
+
+    def __init__(self, settings: Mapping[str, Any], words: tuple[str, ...]) -> None:
+        self.words = words
+        self._settings = settings
+        self._job: SettledJob | None = None
+
+    def reads_arguments(self) -> bool:
+        return settled.is_settled() and self._job is None
+
+    def settle_for(self, model: Mapping[str, Any]) -> SettledJob:
+        if self._job is None:
+            self._job = _settle(self._settings, self.words, model)
+        return self._job
+
+
+def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[str, Any]) -> SettledJob:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.training import arguments
+
+    from megatron_vp.mcore.options.settle import settled_job
+    from megatron_vp.mcore.reports.pipeline_trace import make_trace_folder
+    from megatron_vp.mcore.start.banner import print_banner
+    from megatron_vp.mcore.start.same_job import facts, require_same_job
+
+    args, _ = _parsed(settings)
+    _describe(args, settings, model)
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    if run_settings(args).family.chunks is None:  # the schedule takes any number
+        args.num_virtual_stages_per_pipeline_rank = chunks
+    settled.note_words(Words(words, (), {name: f"--{name.replace('_', '-')}" for name in settings}))
+    with redirect_stdout(io.StringIO()):  # Megatron lists all its arguments, of which most mean nothing here
+        job = settled_job(inspect.unwrap(arguments.validate_args), args, {})
+    _require_chunks(job, chunks)
+    patience = timedelta(minutes=args.distributed_timeout_minutes)
+    require_same_job(facts(vars(args), job.parts, job.words.options), patience)
+    order = [job.order]  # of devices that may differ
+    dist.broadcast_object_list(order, src=0)
+    job = replace(job, order=order[0])
+    settled.settle(job)
+    patch_table.apply(Stage.AFTER_VALIDATION, patch_table.run_here(args))
+    make_trace_folder(args)
+    if args.rank == 0:
+        print_banner(job)
+    return job
+
+
+def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """Write into Megatron's arguments what a model and Megatron's groups say. Raises UserError for what cannot be."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    config, size = model["config"], parallel_state
+    said = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    said |= {
+        "rank": dist.get_rank(),
+        "world_size": dist.get_world_size(),
+        "distributed_backend": dist.get_backend(),
+        "pipeline_model_parallel_size": size.get_pipeline_model_parallel_world_size(),
+        "tensor_model_parallel_size": size.get_tensor_model_parallel_world_size(),
+        "context_parallel_size": size.get_context_parallel_world_size(),
+        "expert_model_parallel_size": size.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": size.get_expert_tensor_parallel_world_size(),
+        "vocab_size": model["vocab_size"],
+        "padded_vocab_size": model["vocab_size"],
+        "make_vocab_size_divisible_by": 1,
+        "max_position_embeddings": model["max_sequence_length"],
+        "seq_length": model["max_sequence_length"],
+        "position_embedding_type": model["position_embedding_type"],
+        "untie_embeddings_and_output_weights": not model["share_embeddings_and_output_weights"],
+        "num_experts": config.num_moe_experts,
+        "swiglu": config.gated_linear_unit,
+        "group_query_attention": config.num_query_groups != config.num_attention_heads,
+    }
+    # A layout is refused below. How Megatron's own schedule would send activations does not matter to ours. And a
+    # configuration names Transformer Engine by default, whatever layers the model has.
+    for name in ("pipeline_model_parallel_layout", "overlap_p2p_comm", "transformer_impl"):
+        del said[name]
+    for name, value in said.items():
+        # A configuration's functions are no arguments; what it leaves open keeps the default of the argument.
+        if hasattr(args, name) and value is not None and not callable(value):
+            setattr(args, name, value)
+    for name, value in _UNSAID.items():
+        if name not in settings:
+            setattr(args, name, value)
+    if config.pipeline_model_parallel_layout is not None:
+        raise UserError(
+            "megatron_vp.enable takes models without a pipeline_model_parallel_layout in their configuration: leave "
+            "it out, or let Megatron's own arguments lay the model out"
+        )
+    if args.transformer_impl != "local" and run_settings(args).splits_backward:
+        raise UserError(
+            f"pipeline_schedule={args.pipeline_schedule!r} has W passes, which Transformer Engine's layers run only "
+            f"if their configuration was made with megatron_vp's flags: use '1f1b', local layers "
+            f"with transformer_impl='local', or a script whose arguments Megatron parses"
+        )
+    if args.vocab_shards == "balanced" or args.vocab_shards.startswith("measured:"):
+        raise UserError(
+            f"vocab_shards={args.vocab_shards!r} may move layers, and this script's models have theirs: use 'even' or "
+            f"rows by pipeline rank"
+        )
+    if config.pipeline_model_parallel_size != args.pipeline_model_parallel_size:
+        raise UserError(
+            f"the model's configuration has pipeline_model_parallel_size={config.pipeline_model_parallel_size} and "
+            f"Megatron's groups {args.pipeline_model_parallel_size}: set the same in both"
+        )
+
+
+def _require_chunks(job: SettledJob, chunks: int) -> None:
+    """Raise UserError where the script has another number of chunks per rank than the schedule."""
+    if job.placement.chunks != chunks:
+        raise UserError(
+            f"--pipeline-schedule {job.args.pipeline_schedule} has {job.placement.chunks} chunks per rank, and this "
+            f"script's groups have {chunks}: call initialize_model_parallel and set the model's configuration with "
+            f"virtual_pipeline_model_parallel_size={job.placement.chunks if job.placement.chunks > 1 else None}, and "
+            f"build one GPTModel per vp_stage"
+        )

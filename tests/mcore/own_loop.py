@@ -1,0 +1,83 @@
+"""A training loop of somebody's own: megatron.core alone, its groups, models and steps made by hand.
+
+The getter is imported before the plug-in is switched on, as frameworks do it.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+
+VOCAB, SEQUENCE, BATCH, MICROBATCHES = 40, 64, 2, 4
+
+
+def samples():
+    generator = torch.Generator().manual_seed(7)
+    while True:
+        yield torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=generator)
+
+
+def loss_func(output):
+    loss = output.float().mean()
+    return loss, {"lm loss": loss.detach()}
+
+
+def forward_step(iterator, model):
+    text = next(iterator)
+    places = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
+    return model(text[:, :-1].contiguous(), places, None, labels=text[:, 1:].contiguous()), partial(loss_func)
+
+
+def build(config, chunks, tied):
+    parts = []
+    for index in range(chunks):
+        stage = {"vp_stage": index} if chunks > 1 else {}
+        ends = {
+            "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage),
+            "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage),
+        }
+        sizes = {"vocab_size": VOCAB, "max_sequence_length": SEQUENCE, "share_embeddings_and_output_weights": tied}
+        parts.append(GPTModel(config, get_gpt_layer_local_spec(), **sizes, **ends, **stage))
+    ddp = DistributedDataParallelConfig()
+    return [DistributedDataParallel(config, ddp, part, disable_bucketing=bool(i)) for i, part in enumerate(parts)]
+
+
+def train(ranks, chunks=1, tied=False):
+    """One iteration on `ranks` pipeline ranks; returns the model's chunks and the losses."""
+    virtual = chunks if chunks > 1 else None
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=ranks, virtual_pipeline_model_parallel_size=virtual
+    )
+    torch.manual_seed(1234 + 100 * dist.get_rank())
+    model_parallel_cuda_manual_seed(1234)
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=64,
+        num_attention_heads=4,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=True,
+        pipeline_dtype=torch.float32,
+        pipeline_model_parallel_size=ranks,
+        virtual_pipeline_model_parallel_size=virtual,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    model = build(config, chunks, tied)
+    losses = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[samples() for _ in range(chunks)] if chunks > 1 else samples(),
+        model=model if chunks > 1 else model[0],
+        num_microbatches=MICROBATCHES,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+    )
+    return model, losses

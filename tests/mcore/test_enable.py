@@ -1,0 +1,107 @@
+"""`megatron_vp.enable` in a loop of one's own: gradients as in plain Megatron, refusals, and the way back."""
+
+import numpy as np
+import pytest
+from torch import nn
+
+from megatron_vp.errors import UserError
+from tests.harness.ranks import RankError, process_group, run_ranks
+from tests.mcore import own_loop
+
+BOUND = 1e-6
+
+
+def gradients(rank, ranks, settings=None, chunks=1, tied=False):
+    """Losses, and gradients by global name, of one iteration of the loop; plain without settings."""
+    import megatron_vp
+    from megatron_vp.mcore import patch_table, patches
+
+    if settings is None:
+        patches.apply(patch_table.patches_of("cpu platform"))
+    else:
+        megatron_vp.enable(**settings)
+    with process_group(rank, ranks):
+        model, losses = own_loop.train(ranks, chunks, tied)
+        found = {}
+        for part in model:
+            core = part.module
+            for name, parameter in core.named_parameters():
+                if name.startswith("decoder.layers."):
+                    index, _, rest = name.removeprefix("decoder.layers.").partition(".")
+                    name = f"{core.decoder.layers[int(index)].layer_number - 1}.{rest}"
+                found[name] = parameter.main_grad.numpy().copy()
+        return found, [float(each["lm loss"]) for each in losses]
+
+
+def merged(ranks):
+    whole, losses = {}, []
+    for found, said in ranks:
+        losses += said
+        for name, value in found.items():
+            cut = value.shape[0] < own_loop.VOCAB and ("word_embeddings" in name or "output_layer" in name)
+            whole[name] = np.concatenate([whole[name], value]) if cut and name in whole else value
+    return whole, losses
+
+
+CASES = [
+    ({"vocab_parallel": True}, 1, True),
+    ({"vocab_parallel": True, "vocab_parallel_algorithm": "vocab-1", "pipeline_schedule": "v-half"}, 2, False),
+]
+
+
+@pytest.mark.parametrize(("settings", "chunks", "tied"), CASES)
+def test_a_loop_of_ones_own_has_plain_megatrons_gradients(settings, chunks, tied):
+    plain, plain_losses = merged(run_ranks(2, gradients, None, 1, tied))
+    ours, losses = merged(run_ranks(2, gradients, settings, chunks, tied))
+    if tied:  # plain Megatron's last stage holds a copy, of which the gradient is added to the embedding's
+        plain.pop("output_layer.weight", None)
+    assert ours.keys() == plain.keys() and len(losses) == 4
+    np.testing.assert_allclose(losses, plain_losses, rtol=BOUND)
+    for name, expected in plain.items():
+        assert np.linalg.norm(ours[name] - expected) <= BOUND * np.linalg.norm(expected), name
+
+
+def test_a_job_on_which_it_cannot_take_effect_is_refused():
+    with pytest.raises(RankError, match="v-half has 2 chunks per rank, and this script's groups have 1"):
+        run_ranks(2, gradients, CASES[1][0], 1)
+    with pytest.raises(RankError, match="pipeline-model-parallel-size"):
+        run_ranks(1, gradients, {"vocab_parallel": True})
+
+
+def misuse(_rank, _ranks):
+    """What wrong calls say; Megatron's functions with the plug-in on, and after it was switched off."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.pipeline_parallel import schedules
+
+    import megatron_vp
+    from megatron_vp.mcore import patches
+
+    plain = schedules.forward_backward_pipelining_without_interleaving, GPTModel.__init__
+    said = []
+    for settings in ({"vocab_paralel": True}, {"vocab_parallel": "yes"}, {"pipeline_schedule": "v-haf"}):
+        with pytest.raises(UserError) as refused:
+            megatron_vp.enable(**settings)
+        said.append(str(refused.value))
+    assert patches.in_force() == ()
+    handle = megatron_vp.enable(vocab_parallel=True)
+    ours = schedules.forward_backward_pipelining_without_interleaving
+    with pytest.raises(UserError) as refused:
+        megatron_vp.enable(vocab_parallel=True)
+    said.append(str(refused.value))
+    with pytest.raises(UserError) as refused:
+        sizes = {"num_microbatches": 1, "seq_length": 8, "micro_batch_size": 1}
+        ours(forward_step_func=None, data_iterator=None, model=nn.Linear(2, 2), **sizes)
+    said.append(str(refused.value))
+    handle.disable()
+    assert patches.in_force() == () and ours is not plain[0]
+    assert (schedules.forward_backward_pipelining_without_interleaving, GPTModel.__init__) == plain
+    return said
+
+
+def test_wrong_calls_are_refused_in_one_line_and_disable_undoes_a_call():
+    ((unknown, value, schedule, twice, unprepared),) = run_ranks(1, misuse)
+    assert "'vocab_parallel'" in unknown and "megatron_vp.enable" in unknown
+    assert "is a switch: write true or false" in value and "v-haf" in schedule
+    assert "called twice" in twice
+    assert "Linear was built before megatron_vp.enable, or not as a GPTModel" in unprepared
+    assert not any("\n" in line for line in (unknown, value, schedule, twice, unprepared))
