@@ -69,6 +69,8 @@ def train_until_interrupted(rank, _world_size, words, after):
     import pretrain_gpt_vp as script
 
     sys.argv = ["pretrain_gpt_vp.py", *words]
+    # A shell starts background commands deaf to it, and with them all that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
     if not after:
         signal.signal(signal.SIGALRM, lambda *_: interrupt())

@@ -144,7 +144,7 @@ def test_the_device_is_known_by_its_name(device, name):
         mock.patch("torch.cuda.device_count", lambda: 2),
         mock.patch("torch.cuda.get_device_name", ["another", device].__getitem__),
     ):
-        assert predicted_job._hardware(argparse.Namespace(local_rank=3)) is HARDWARE[name]
+        assert predicted_job._hardware(argparse.Namespace(local_rank=3, distributed_backend="nccl")) is HARDWARE[name]
 
 
 def reports(folder, rows, slowness, **changes):
