@@ -45,6 +45,7 @@ def merged(ranks):
 
 CASES = [
     ({"vocab_parallel": True}, 1, True),
+    ({"pipeline_schedule": "zb-h1"}, 1, False),
     ({"vocab_parallel": True, "vocab_parallel_algorithm": "vocab-1", "pipeline_schedule": "v-half"}, 2, False),
 ]
 
@@ -63,9 +64,26 @@ def test_a_loop_of_ones_own_has_plain_megatrons_gradients(settings, chunks, tied
 
 def test_a_job_on_which_it_cannot_take_effect_is_refused():
     with pytest.raises(RankError, match="v-half has 2 chunks per rank, and this script's groups have 1"):
-        run_ranks(2, gradients, CASES[1][0], 1)
+        run_ranks(2, gradients, CASES[-1][0], 1)
     with pytest.raises(RankError, match="pipeline-model-parallel-size"):
         run_ranks(1, gradients, {"vocab_parallel": True})
+
+
+def with_megatrons_own(rank, ranks, settings):
+    """The loop with the function that the getter returned before `enable`."""
+    from megatron.core.pipeline_parallel import schedules
+
+    own = schedules.forward_backward_pipelining_without_interleaving
+    own_loop.get_forward_backward_func = lambda: own
+    gradients(rank, ranks, settings)
+
+
+@pytest.mark.parametrize("settings", [{"pipeline_schedule": "zb-h1"}, {"vocab_parallel": True}])
+def test_a_schedule_of_megatrons_that_was_fetched_before_is_refused(settings):
+    with pytest.raises(
+        RankError, match=r"outside of the schedules of megatron_vp\.enable: call get_forward_backward_func"
+    ):
+        run_ranks(2, with_megatrons_own, settings)
 
 
 def misuse(_rank, _ranks):

@@ -19,7 +19,7 @@ from torch import nn
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.initial_weights import PlainLayout, PlainStart, own_chunk, plain_start
-from megatron_vp.mcore.model.surgery import prepare_chunk, stage_ends
+from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, prepare_chunk, stage_ends
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import SettledJob, own_loop
 
@@ -86,8 +86,23 @@ def _construct(
     chunk.config = given["config"]
     model.first = model.first if index else chunk
     prepare_chunk(job, chunk, model.first, groups, index, model.start)
+    chunk.register_forward_pre_hook(functools.partial(_refuse_outside_of_schedule, model.first), prepend=True)
     if index + 1 == job.placement.chunks:
         model.first = model.start = None
+
+
+def _refuse_outside_of_schedule(first: nn.Module, _chunk: nn.Module, _inputs: tuple[Any, ...]) -> None:
+    """A hook before the forward of a prepared chunk; `first` is its rank's first one. Raises UserError.
+
+    What Megatron's getter returned before `enable` runs Megatron's schedule, which would compute on chunks that are
+    placed otherwise, and leave out the weight gradients that a W of ours computes.
+    """
+    pipeline = getattr(first, PIPELINE_ATTRIBUTE, None)
+    if pipeline is None or pipeline.progress.instruction is None:
+        raise UserError(
+            "this script runs its model outside of the schedules of megatron_vp.enable: call "
+            "get_forward_backward_func after enable, and the model in forward_step alone"
+        )
 
 
 PATCHES = (

@@ -84,7 +84,7 @@ def _parsed(settings: Mapping[str, Any]) -> tuple[argparse.Namespace, tuple[str,
 
 
 _UNSAID = {
-    **{"micro_batch_size": 1, "vocab_shards": "even", "train_iters": 1, "lr": 1e-4},
+    **{"micro_batch_size": 1, "train_iters": 1, "lr": 1e-4},
     **{"eval_iters": 0, "eval_interval": 1},
 }
 """What neither a model nor its groups say and Megatron's checks ask for. The call's settings win."""
@@ -174,7 +174,9 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
         # A configuration's functions are no arguments; what it leaves open keeps the default of the argument.
         if hasattr(args, name) and value is not None and not callable(value):
             setattr(args, name, value)
-    for name, value in _UNSAID.items():
+    # The default is balanced shards, which may move layers.
+    unsaid = _UNSAID | ({"vocab_shards": "even"} if args.vocab_parallel else {})
+    for name, value in unsaid.items():
         if name not in settings:
             setattr(args, name, value)
     if config.pipeline_model_parallel_layout is not None:
@@ -188,7 +190,7 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
             f"if their configuration was made with megatron_vp's flags: use '1f1b', local layers "
             f"with transformer_impl='local', or a script whose arguments Megatron parses"
         )
-    if args.vocab_shards == "balanced" or args.vocab_shards.startswith("measured:"):
+    if args.vocab_parallel and (args.vocab_shards == "balanced" or args.vocab_shards.startswith("measured:")):
         raise UserError(
             f"vocab_shards={args.vocab_shards!r} may move layers, and this script's models have theirs: use 'even' or "
             f"rows by pipeline rank"
