@@ -72,7 +72,7 @@ def microbatches_of_limit(text: str, unit: str = "microbatches") -> float:
     except ValueError:
         limit = math.nan
     if not limit > 0 or math.isinf(limit):
-        raise UserError(f"--activation-limit {text!r} is no number of {unit}; give one such as 5 or 4.5")
+        raise UserError(f"--activation-limit {text!r} is not a number of {unit}; give one such as 5 or 4.5")
     return limit
 
 
@@ -87,7 +87,7 @@ def shaped(family: Family, shape: str, most: int | None = None) -> Family:
     block = Shape.parse(shape)
     if block is None:
         names = ", ".join(each.name for each in family.bases)
-        raise UserError(f"{shape!r} is no shape of {family.name}; one is slack=NUMBER,gap=NUMBER, or {names}")
+        raise UserError(f"{shape!r} is not a shape of {family.name}; one is slack=NUMBER,gap=NUMBER, or {names}")
     return replace(family, shape=shape, block=block.block, limit=sys.maxsize if most is None else most)
 
 

@@ -241,7 +241,9 @@ def chunks_to_offload(text: str, chunks: int) -> int:
     """How many of `chunks` chunks per rank `--offload-chunks` means: a number, `half` (rounded up) or `all`."""
     named = {"half": (chunks + 1) // 2, "all": chunks}
     if text not in named and not text.isdecimal():
-        raise UserError(f"--offload-chunks {text!r} is no number of chunks; give one from 0 to {chunks}, half or all")
+        raise UserError(
+            f"--offload-chunks {text!r} is not a number of chunks; give one from 0 to {chunks}, half or all"
+        )
     return named[text] if text in named else int(text)
 
 

@@ -104,7 +104,7 @@ class Operation(Protocol):
 
     @property
     def per_chunk(self) -> bool:
-        """Whether that is the duration for all chunks of a rank, of which it carries one."""
+        """Whether that is the duration for all chunks of its rank, of which it carries one."""
 
     @property
     def timing_key(self) -> Hashable:
@@ -251,7 +251,7 @@ class Collective(NamedTuple):
 class Copy(NamedTuple):
     """A chunk's activations on their way to the memory of the host, or back; the rank's two directions share one lane.
 
-    What a rank copies is copied in the order in which it posts it (PipeOffload, arXiv 2503.01328, section 4.2).
+    Copies run in the order in which the rank posts them (PipeOffload, arXiv 2503.01328, section 4.2).
     """
 
     to_host: bool

@@ -49,7 +49,7 @@ def check(flags, **settings):
         ),
         (
             "--pipeline-schedule v-flex --vocab-parallel --activation-limit much",
-            "--activation-limit 'much' is no number of microbatches; give one such as 5 or 4.5",
+            "--activation-limit 'much' is not a number of microbatches; give one such as 5 or 4.5",
         ),
         ("--tp 2", "unrecognized arguments: --tp 2; the nearest known one is --tensor-model-parallel-size"),
     ],
