@@ -161,6 +161,10 @@ PROOFS = (
         "mcore/test_engine_combinations.py::test_every_combination_trains_as_plain_megatron",
     ),
     Proof(
+        "`--defer-embedding-wgrad-compute`: the gradients of plain Megatron with it",
+        "mcore/test_engine_combinations.py::test_what_megatron_puts_off_for_its_own_schedule_is_computed_in_ours",
+    ),
+    Proof(
         "the layers in fp8 (`--fp8-recipe tensorwise`, `delayed`), evaluations in between: the losses of plain "
         "Megatron bit for bit without vocabulary passes",
         "mcore/test_engine_fp8.py::test_without_vocabulary_passes_every_bit_is_plain_megatrons",

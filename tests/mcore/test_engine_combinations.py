@@ -38,3 +38,20 @@ def test_plain_megatron_fuses_accumulation_without_apex():
     plain, _ = trained(MEGATRON, 1, APART, **model)
     fused, _ = trained(MEGATRON, 1, FUSED, apex=False, **model)
     assert_equal(fused, plain, BOUND)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "method"),
+    [
+        ("interleaved", None),
+        pytest.param("v-half", "vocab-2", marks=pytest.mark.slow),
+        pytest.param("1f1b", "vocab-1", marks=pytest.mark.slow),
+        pytest.param("zb-h1", None, marks=pytest.mark.slow),
+    ],
+)
+def test_what_megatron_puts_off_for_its_own_schedule_is_computed_in_ours(schedule, method):
+    put_off = {**TWO_STEPS, "defer_embedding_wgrad_compute": True}
+    plain, _ = trained(NEWEST, 2, FUSED, pipeline_model_parallel_size=2, **put_off)
+    chunks = {"num_virtual_stages_per_pipeline_rank": 2 if schedule == "interleaved" else None}
+    ours, _ = trained(NEWEST, 2, FUSED, **pipeline(schedule, method), **chunks, **put_off)
+    assert_equal(ours, plain, BOUND)

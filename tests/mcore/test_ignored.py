@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 
+from megatron_vp.mcore import settled
 from megatron_vp.mcore.options.ignored import IGNORED, warn_of_ignored
 
 ASKED = {
@@ -15,6 +16,7 @@ ASKED = {
     "pipeline_model_parallel_comm_backend": "nccl",
     "overlap_p2p_comm": False,
     "high_priority_stream_groups": ["ep", "pp"],
+    "defer_embedding_wgrad_compute": True,
     "save_dgrads_interval": 10,
     "account_for_loss_in_pipeline_split": True,
 }
@@ -31,9 +33,13 @@ def warned(rank=0, vocab_parallel=False, pipeline_schedule="1f1b", **options):
     args = argparse.Namespace(
         rank=rank, vocab_parallel=vocab_parallel, pipeline_schedule=pipeline_schedule, **UNASKED | options
     )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_of_ignored(args)
+    settled.note_words(settled.Words(options={name: f"--{name}" for name in options}))
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warn_of_ignored(args)
+    finally:
+        settled.clear()
     return [str(each.message) for each in caught]
 
 

@@ -311,6 +311,10 @@ def test_the_evidence_for_fp8_is_said_where_it_is_allowed(answered, recipe, evid
     assert status == 0 and f"fp8 ({recipe}) in the layers, bf16 in the vocabulary layers: {evidence}" in printed
 
 
+def test_what_megatron_puts_off_with_apex_needs_none_in_our_schedules(answered):
+    assert answered(CONFIGS[0], *OURS, "--defer-embedding-wgrad-compute", "--nodes", THERE)[0] == 0
+
+
 def test_delayed_scaling_starts_where_it_can_go_on(answered, monkeypatch):
     even = [*UNEVEN[:-2], *FP8, "delayed"]
     assert answered(CONFIGS[0], *even, "--nodes", "te=2.16.0")[0] == 0, "it loads its scales without the variable"

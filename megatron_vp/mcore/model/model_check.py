@@ -19,8 +19,13 @@ _LEFT_OUT = ("forward", "_preprocess", "_postprocess", "_scale_logits", "compute
 """Methods of Megatron's models that run in another way, or not at all, in a chunk without vocabulary layers."""
 
 
-_UNREAD = ("enable_autocast", "variable_seq_lengths", "num_microbatches_with_partial_activation_checkpoints")
-"""What only Megatron's own schedules read in a model's configuration; no flag sets it, a script may."""
+_UNREAD = (
+    "enable_autocast",
+    "variable_seq_lengths",
+    "num_microbatches_with_partial_activation_checkpoints",
+    "defer_embedding_wgrad_compute",
+)
+"""What only Megatron's own schedules act on in a model's configuration. No flag sets it, but a script may."""
 
 
 _UNTRIED = ("fp8_param", "fp8_dot_product_attention", "fp8_multi_head_attention")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vp.mcore.settled import run_settings
+from megatron_vp.mcore.settled import run_settings, words
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,13 @@ IGNORED = (
         "--high-priority-stream-groups pp",
         lambda a: run_settings(a).replaces_schedule and "pp" in a.high_priority_stream_groups,
         "the pipeline's communicators have streams of high priority anyway",
+    ),
+    Ignored(
+        "--defer-embedding-wgrad-compute",
+        # `settle` has switched it off.
+        lambda a: run_settings(a).replaces_schedule and "defer_embedding_wgrad_compute" in words().options,
+        "the schedule decides when weight gradients are computed; with --vocab-parallel that of the output layer is "
+        "pass T, which fills waits",
     ),
     Ignored(
         "--save-activations-interval or --save-dgrads-interval for the output layer",

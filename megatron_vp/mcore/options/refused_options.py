@@ -72,12 +72,6 @@ REFUSED_OPTIONS = (
         "leave them out",
     ),
     RefusedOption(
-        "--defer-embedding-wgrad-compute",
-        lambda a: a.defer_embedding_wgrad_compute,
-        "Megatron's own schedule alone comes back to it, and with --vocab-parallel the output layer's weight gradient "
-        "is a pass of its own already",
-    ),
-    RefusedOption(
         "packed sequences (--sft, --dataloader-inter-document-masking)",
         lambda a: a.sft or a.dataloader_inter_document_masking,
         "every microbatch must have the same shape",

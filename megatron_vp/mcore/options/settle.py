@@ -91,6 +91,9 @@ def _write_choices(args: argparse.Namespace, settings: RunSettings, shards: Chos
         _lay_out_chunks(args, settings.family.chunks)
     if settings.replaces_schedule and settings.places_chunks:
         args.chunk_placement = settings.family.placement_of(args.pipeline_model_parallel_size).stage_of
+    if settings.replaces_schedule:
+        # Only Megatron's own schedule computes later what its output layer would put aside for it.
+        args.defer_embedding_wgrad_compute = False
     if settings.file is not None:
         args.schedule_fingerprint = f"sha256:{settings.file.digest}"
 
