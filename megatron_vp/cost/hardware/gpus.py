@@ -32,13 +32,39 @@ class Rates:
 
 
 @dataclass(frozen=True)
+class HostLink:
+    """How one GPU reaches its node's memory while all GPUs of the node do. This project measured none of it.
+
+    out, back: bytes/s of a copy of pinned memory to the host and from it, one direction at a time. duplex: share of
+    the sum of both that is left where both run at once; copies of activations take turns and do not use it. memory:
+    bytes of the node's memory per GPU. source: where the figures are from.
+    """
+
+    out: float
+    back: float
+    duplex: float
+    memory: float
+    source: str
+
+
+_PCIE_5 = HostLink(
+    out=50 * GIGA,
+    back=50 * GIGA,
+    duplex=0.7,
+    memory=256 * GIB,
+    source="estimate: 55.6 GB/s are quoted of one GPU alone on PCIe 5 x16 (nvbandwidth); duplex as of the A100; "
+    "2 TB per node of 8 in the DGX H100, DGX H200 and DGX B200 data sheets (B200: up to 4)",
+)
+
+
+@dataclass(frozen=True)
 class Hardware:
     """Nominal figures of one GPU and its place in a node.
 
     peak_flops: dense FLOP/s in bf16 and fp16, no sparsity. memory: bytes that a process can have, as PyTorch reports
     it. memory_bandwidth: bytes/s. link_bandwidth and network_bandwidth: bytes/s of one GPU in one direction, inside a
     node and between nodes. source: where the figures are from. rates: what it sustains; None where that is not known,
-    or where this project's kernels do not run.
+    or where this project's kernels do not run. host: the way to the memory of its node.
     """
 
     name: str
@@ -50,6 +76,7 @@ class Hardware:
     network_bandwidth: float
     gpus_per_node: int
     source: str
+    host: HostLink
     rates: Rates | None = None
     is_gpu: bool = True
 
@@ -65,6 +92,14 @@ _ALL = (
         network_bandwidth=25 * GIGA,
         gpus_per_node=8,
         source="NVIDIA A100 Tensor Core GPU data sheet (NVLink 600 GB/s both ways); DGX A100: one 200 Gb/s port a GPU",
+        host=HostLink(
+            out=15 * GIGA,
+            back=15 * GIGA,
+            duplex=0.7,
+            memory=256 * GIB,
+            source="quoted: 15 GB/s in PipeOffload (arXiv 2503.01328, section 2), two GPUs share a switch; of one GPU "
+            "alone on PCIe 4 x16 24.8 GB/s one way, 24 and 11 both ways (NVIDIA's developer forum); 2 TB per DGX A100",
+        ),
         rates=Rates(
             gemm=254 * TERA,
             fp8_gemm=0.0,
@@ -85,6 +120,7 @@ _ALL = (
         network_bandwidth=50 * GIGA,
         gpus_per_node=8,
         source="NVIDIA H100 Tensor Core GPU data sheet (NVLink 900 GB/s both ways); DGX H100: one 400 Gb/s port a GPU",
+        host=_PCIE_5,
         rates=Rates(
             gemm=700 * TERA,
             fp8_gemm=1280 * TERA,
@@ -105,6 +141,7 @@ _ALL = (
         network_bandwidth=50 * GIGA,
         gpus_per_node=8,
         source="NVIDIA H200 Tensor Core GPU data sheet (NVLink 900 GB/s both ways); DGX H200: one 400 Gb/s port a GPU",
+        host=_PCIE_5,
         rates=Rates(
             gemm=700 * TERA,
             fp8_gemm=1280 * TERA,
@@ -124,6 +161,7 @@ _ALL = (
         network_bandwidth=50 * GIGA,
         gpus_per_node=8,
         source="NVIDIA DGX B200 data sheet, an eighth of it (NVLink 1.8 TB/s both ways); one 400 Gb/s port a GPU",
+        host=_PCIE_5,
         rates=Rates(
             gemm=1590 * TERA,
             fp8_gemm=2910 * TERA,
@@ -145,6 +183,7 @@ _ALL = (
         network_bandwidth=50 * GIGA,
         gpus_per_node=8,
         source="AMD Instinct MI300X and platform data sheets: seven links of 64 GB/s a direction; 400 Gb/s a GPU",
+        host=_PCIE_5,
     ),
     Hardware(
         name="cpu",
@@ -156,6 +195,13 @@ _ALL = (
         network_bandwidth=0.1 * GIGA,
         gpus_per_node=64,
         source="an order of magnitude for fp32 on one core with AVX2 at 3 GHz (32 FLOPs a cycle); measure your own",
+        host=HostLink(
+            out=5 * GIGA,
+            back=5 * GIGA,
+            duplex=0.5,
+            memory=4 * GIB,
+            source="a copy inside the same memory reads and writes; it is of the same size again",
+        ),
         is_gpu=False,
     ),
 )
