@@ -28,7 +28,8 @@ from statistics import fmean
 from megatron_vp.cost.balance.balanced import balanced, least_passes
 from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import find_hardware
-from megatron_vp.cost.planning.planner import REDISTRIBUTED, Candidate, balanced_layers, evaluate
+from megatron_vp.cost.planning.candidates import REDISTRIBUTED, Candidate, balanced_layers
+from megatron_vp.cost.planning.evaluation import evaluate
 from megatron_vp.cost.planning.workers import worker_pool
 from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.cost.sizes.layouts import spread_layers

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from megatron_vp.cli.planning import GIB, Request, read_request
 from megatron_vp.cost.hardware.constants import CALIBRATED
-from megatron_vp.cost.planning.planner import REDISTRIBUTED, candidates
+from megatron_vp.cost.planning.candidates import REDISTRIBUTED, candidates
 from megatron_vp.cost.prediction.predict import Prediction, make_simulator, predict
 from megatron_vp.cost.prediction.stage_costs import layers_of, stage_costs
 from megatron_vp.cost.sizes.flops import layer_weights

@@ -9,7 +9,7 @@ from megatron_vp.cost.hardware.constants import ERROR_BAND
 
 if TYPE_CHECKING:
     from megatron_vp.cli.planning import Request
-    from megatron_vp.cost.planning.planner import Evaluation
+    from megatron_vp.cost.planning.evaluation import Evaluation
 
 GIB = 2**30
 
@@ -35,7 +35,7 @@ def memory_room(
     if roomy is not None:
         plan, slower = roomy.candidate.plan, roomy.iteration_seconds / found.iteration_seconds - 1
         ways.append(
-            f"{plan.schedule} with {roomy.candidate.method} ({roomy.peak_memory / GIB:.1f} GiB, "
+            f"{plan.label} with {roomy.candidate.method} ({roomy.peak_memory / GIB:.1f} GiB, "
             f"{100 * slower:+.1f} % time)"
         )
     if job.recompute.value == "none":

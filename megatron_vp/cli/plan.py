@@ -33,7 +33,8 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import files_and_flags
 
 if TYPE_CHECKING:
-    from megatron_vp.cost.planning.planner import Choice, Evaluation, Infeasible
+    from megatron_vp.cost.planning.evaluation import Evaluation
+    from megatron_vp.cost.planning.planner import Choice, Infeasible
     from megatron_vp.cost.planning.ties import Tie
     from megatron_vp.cost.sizes.shapes import Plan
 
@@ -167,7 +168,7 @@ def _table(
     table.add_column("bound by", no_wrap=True)
     for each in sorted(evaluations, key=lambda one: (not one.fits(request.limit), one.iteration_seconds)):
         table.add_row(
-            each.candidate.plan.schedule,
+            each.candidate.plan.label,
             each.candidate.method,
             _shards(each.candidate.plan),
             seconds(each.iteration_seconds),
@@ -224,7 +225,7 @@ def _comparison(choice: Choice, tie: Tie, limit: float) -> list[str]:
 
 def _name(each: Evaluation) -> str:
     plan = each.candidate.plan
-    return f"{plan.schedule}, {each.candidate.method}" + (", balanced shards" if plan.vocab_rows else "")
+    return f"{plan.label}, {each.candidate.method}" + (", balanced shards" if plan.vocab_rows else "")
 
 
 def _document(

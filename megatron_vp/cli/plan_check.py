@@ -18,7 +18,8 @@ from megatron_vp.jobs.known_options import known_options
 
 if TYPE_CHECKING:
     from megatron_vp.cli.planning import Request
-    from megatron_vp.cost.planning.planner import Choice, Evaluation, Infeasible
+    from megatron_vp.cost.planning.evaluation import Evaluation
+    from megatron_vp.cost.planning.planner import Choice, Infeasible
     from megatron_vp.cost.sizes.shapes import Plan
 
 

@@ -148,7 +148,7 @@ def _row(answer: Answer, found: Found) -> list[str]:
     return [
         *map(str, sizes),
         job.recompute.value,
-        plan.schedule,
+        plan.label,
         found.evaluation.candidate.method + (", balanced" if plan.vocab_rows else ""),
         seconds(found.seconds),
         f"{found.evaluation.tokens_per_second / answer.gpus:,.0f}",

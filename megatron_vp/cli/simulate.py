@@ -30,7 +30,7 @@ from megatron_vp.jobs.command_line import files_and_flags
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from megatron_vp.cost.planning.planner import Evaluation
+    from megatron_vp.cost.planning.evaluation import Evaluation
     from megatron_vp.cost.sizes.shapes import Job, Plan
 
 MOST_FORWARDS = 131_072
@@ -68,7 +68,8 @@ def simulate(
     megatron-vp simulate configs/llama3_8b.yaml --nodes 4 --vocab-parallel --pipeline-schedule v-half
     """
     from megatron_vp.cost.balance.chosen_shards import gain_of_next_start, with_partition, with_shards
-    from megatron_vp.cost.planning.planner import Candidate, evaluation_of, method_of
+    from megatron_vp.cost.planning.candidates import Candidate, method_of
+    from megatron_vp.cost.planning.evaluation import evaluation_of
     from megatron_vp.cost.prediction.limit import with_given_limit
     from megatron_vp.cost.prediction.predict import make_simulator, predict
     from megatron_vp.cost.prediction.traced_costs import traced_costs

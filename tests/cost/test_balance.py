@@ -12,7 +12,7 @@ from megatron_vp.cost.balance.layer_choices import layer_choices
 from megatron_vp.cost.balance.water_filling import fill
 from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import find_hardware
-from megatron_vp.cost.planning.planner import balanced_layers
+from megatron_vp.cost.planning.candidates import balanced_layers
 from megatron_vp.cost.prediction.predict import predict
 from megatron_vp.cost.sizes.layouts import spread_layers
 from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan

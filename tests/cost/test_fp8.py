@@ -14,7 +14,8 @@ from megatron_vp.cost.memory.layer_memory import layer_activations
 from megatron_vp.cost.memory.rank_memory import MemoryModel
 from megatron_vp.cost.paper.published import Cell
 from megatron_vp.cost.paper.runs import Setting, predict_cell, predict_cell_on
-from megatron_vp.cost.planning.planner import PLAIN, REDISTRIBUTED, Candidate, balanced_layers, evaluate
+from megatron_vp.cost.planning.candidates import PLAIN, REDISTRIBUTED, Candidate, balanced_layers
+from megatron_vp.cost.planning.evaluation import evaluate
 from megatron_vp.cost.prediction.predict import predict
 from megatron_vp.cost.sizes.fp8 import activations_saved, fp8_matrices, quantised, refuse_fp8, weight_copies
 from megatron_vp.cost.sizes.job_sizes import job_of

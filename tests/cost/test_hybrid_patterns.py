@@ -11,7 +11,8 @@ from megatron_vp.cost.balance.balanced import EVEN_BAND, balanced, least_passes
 from megatron_vp.cost.balance.pattern_cuts import even_cut, letter_seconds, loads_of, unit_length
 from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import find_hardware
-from megatron_vp.cost.planning.planner import candidates, evaluate
+from megatron_vp.cost.planning.candidates import candidates
+from megatron_vp.cost.planning.evaluation import evaluate
 from megatron_vp.cost.prediction.predict import predict
 from megatron_vp.cost.sizes.flops import expert_weights, layer_flops, layer_weights, model_flops
 from megatron_vp.cost.sizes.job_plan import plan_of, settings_of, uncounted

@@ -14,7 +14,8 @@ from megatron_vp.cli.planning import seconds
 from megatron_vp.cost.balance.chosen_shards import shard_choice
 from megatron_vp.cost.hardware.gpus import HARDWARE, find_hardware
 from megatron_vp.cost.planning import planner
-from megatron_vp.cost.planning.planner import candidates
+from megatron_vp.cost.planning.candidates import Candidate, candidates
+from megatron_vp.cost.planning.evaluation import evaluate
 from megatron_vp.cost.prediction.limit import with_given_limit
 from megatron_vp.cost.sizes.job_plan import UNCOUNTED, plan_of, settings_of
 from megatron_vp.cost.sizes.job_sizes import job_of
@@ -356,13 +357,13 @@ def evaluations(small, monkeypatch):
     """Three made-up evaluations of any `plan`, the fastest first; its arguments are noted in `asked`."""
     job = job_of(read_sizes([small], []).values)
     gpu = find_hardware("h100")
-    one = planner.evaluate(planner.Candidate("plain", Plan()), job, gpu)
+    one = evaluate(Candidate("plain", Plan()), job, gpu)
     full = [replace(rank, activations=1e12) for rank in one.memory]
-    split = planner.Candidate("vocab-1", Plan(vocab=VocabMethod.VOCAB_1))
+    split = Candidate("vocab-1", Plan(vocab=VocabMethod.VOCAB_1))
     made = [
         replace(one, iteration_seconds=1.0, memory=full),
         replace(one, iteration_seconds=2.0, candidate=split),
-        replace(one, iteration_seconds=3.0, candidate=planner.Candidate("plain", Plan("zb-h1"))),
+        replace(one, iteration_seconds=3.0, candidate=Candidate("plain", Plan("zb-h1"))),
     ]
     asked = []
     monkeypatch.setattr(planner, "plan", lambda *_, **options: asked.append(options) or (made, []))

@@ -1,5 +1,6 @@
 """The planner: best layouts against brute force, where the time goes, what fits, and simulations that are cut short."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from unittest import mock
@@ -8,23 +9,20 @@ import pytest
 
 from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import GIB, find_hardware
-from megatron_vp.cost.planning import planner
-from megatron_vp.cost.planning.planner import (
-    Candidate,
-    Loss,
-    balanced_layers,
-    candidates,
-    choose,
-    evaluate,
-    method_of,
-    plan,
-)
+from megatron_vp.cost.planning import evaluation
+from megatron_vp.cost.planning.candidates import Candidate, balanced_layers, candidates, method_of
+from megatron_vp.cost.planning.evaluation import Loss, evaluate
+from megatron_vp.cost.planning.flexible import fitted_evaluation, fitted_evaluations, flexible_candidates
+from megatron_vp.cost.planning.planner import choose, plan
 from megatron_vp.cost.prediction import samples
+from megatron_vp.cost.prediction.limit import with_limit
+from megatron_vp.cost.sizes.job_plan import settings_of
 from megatron_vp.cost.sizes.layouts import spread_layers
 from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.times.communication import CommunicationModel
 from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.schedule import FAMILIES, Placement, VocabMethod
 from megatron_vp.vocab.shards import VocabShards
 
@@ -170,7 +168,7 @@ def test_uneven_chunks_leave_the_ranks_even(place, total):
 )
 def test_a_pipeline_without_a_plan_is_refused_at_once(pipeline, layers, words):
     with (
-        mock.patch.object(planner, "make_simulator", side_effect=AssertionError("a schedule was generated")),
+        mock.patch.object(evaluation, "make_simulator", side_effect=AssertionError("a schedule was generated")),
         pytest.raises(UserError, match=words),
     ):
         candidates(replace(JOB, pipeline=pipeline, model=replace(MODEL, layers=layers)), H100)
@@ -226,3 +224,40 @@ def test_rows_by_rank_are_those_of_the_shards():
         shards = VocabShards(vocab, 4 * tensor)
         rows = [sum(shards.rows(rank * tensor + index) for index in range(tensor)) for rank in range(4)]
         assert list(Plan(vocab=VocabMethod.VOCAB_2).rows_by_rank(job)) == rows and sum(rows) == vocab
+
+
+def _whole_bases(candidate, job):
+    plans = [replace(candidate.plan, schedule=base.name) for base in FAMILIES["v-flex"].bases]
+    return [evaluate(replace(candidate, plan=each), job, H100) for each in plans]
+
+
+def test_memory_between_two_schedules_gets_one_of_its_own():
+    job = replace(JOB, pipeline=6, model=replace(MODEL, vocab=32768))
+    tried = {each.plan.vocab: each for each in flexible_candidates(job, H100)}
+    assert set(tried) == {VocabMethod.NONE, VocabMethod.VOCAB_1, VocabMethod.VOCAB_2}
+    candidate = tried[VocabMethod.VOCAB_1]
+    most, middle, least = _whole_bases(candidate, job)
+    limit = (most.peak_memory + middle.peak_memory) / 2
+    found = fitted_evaluation(candidate, job, H100, limit)
+    assert found is not None and found.fits(limit) and not most.fits(limit)
+    assert found.iteration_seconds < middle.iteration_seconds
+    fitted = found.candidate.plan
+    assert found.document(limit)["activation_limit"] == fitted.activation_limit == fitted.label.removeprefix("v-flex ")
+    assert settings_of(JobConfig({}, {}), fitted, job)["activation_limit"] == fitted.activation_limit
+    again = with_limit(job, replace(fitted, shape="", activation_limit=""), H100, fitted.activation_limit)
+    assert evaluate(replace(candidate, plan=again), job, H100).fits(limit)
+    assert fitted_evaluation(candidate, job, H100, most.peak_memory) is None, "zb-v fits"
+    assert fitted_evaluation(candidate, job, H100, 0.3 * least.peak_memory) is None, "nothing fits"
+    assert flexible_candidates(replace(job, pipeline=32, model=replace(MODEL, layers=32)), H100) == []
+
+
+def test_a_plan_has_what_is_fitted_to_its_memory():
+    job = replace(JOB, microbatches=8, model=replace(MODEL, vocab=32768))
+    candidate = next(each for each in flexible_candidates(job, H100) if each.plan.vocab is VocabMethod.NONE)
+    most, middle, _ = _whole_bases(candidate, job)
+    limit = (most.peak_memory + middle.peak_memory) / 2
+    expected = fitted_evaluation(candidate, job, H100, limit)
+    assert expected is not None
+    assert expected in plan(job, H100, limit=limit)[0]
+    with ThreadPoolExecutor() as pool:
+        assert fitted_evaluations(pool, [job], H100, None) == [[]]

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,9 @@ from megatron_vp.cost.hardware.constants import CALIBRATED, ERROR_BAND
 from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.planning import charts, planner, search
 from megatron_vp.cost.planning.bounds import Bound, HeldBytes
+from megatron_vp.cost.planning.candidates import candidates
+from megatron_vp.cost.planning.evaluation import evaluate
+from megatron_vp.cost.planning.flexible import fitted_evaluation, flexible_candidates
 from megatron_vp.cost.prediction.predict import predict
 from megatron_vp.cost.prediction.samples import extended, sampled
 from megatron_vp.cost.sizes.job_sizes import job_of
@@ -121,7 +125,8 @@ def assert_finds_all(arguments: dict, gpus: int, limit: float, keep=()) -> None:
         assert option.bound.memory_within(seconds) <= memory * (1 + 1e-9), (job, option.candidate, option.balanced)
     result = found(arguments, gpus, keep, limit, budget=10**6)
     expected = frontier([(each.iteration_seconds, each.peak_memory) for _, _, each in simulated], limit)
-    assert [(each.seconds, each.memory) for each in result.frontier(limit)] == expected
+    simulated_ones = replace(result, found=[each for each in result.found if not each.evaluation.candidate.plan.shape])
+    assert [(each.seconds, each.memory) for each in simulated_ones.frontier(limit)] == expected
     assert not result.partial and result.dominated > 0
     return result, simulated
 
@@ -170,7 +175,7 @@ def test_microbatches_that_are_not_simulated_take_the_work_of_a_rank_at_least():
     job = job_of(MODEL | full | {"global_batch_size": 4096, "pipeline_model_parallel_size": 8}, 8)
     (layers,) = {
         each.plan.layers
-        for each in planner.candidates(job, H100)
+        for each in candidates(job, H100)
         if each.method == "vocab-2" and each.plan.schedule == "v-half"
     }
     timeline = predict(sampled(job), Plan("v-half", VocabMethod.VOCAB_2, layers=layers), H100).timeline
@@ -181,9 +186,9 @@ def test_microbatches_that_are_not_simulated_take_the_work_of_a_rank_at_least():
 @pytest.mark.parametrize("schedule", ["zb-h1", "v-half"])
 def test_bounds_hold_where_some_microbatches_stand_for_all(schedule):
     job = job_of(MODEL | {"global_batch_size": 4096, "pipeline_model_parallel_size": 4}, 4)
-    for candidate in planner.candidates(job, H100):
+    for candidate in candidates(job, H100):
         if candidate.plan.schedule == schedule:
-            found_here, least = planner.evaluate(candidate, job, H100), search.bound(candidate.plan, job, H100)
+            found_here, least = evaluate(candidate, job, H100), search.bound(candidate.plan, job, H100)
             assert least.seconds <= found_here.iteration_seconds * (1 + 1e-9)
             assert least.memory_within(found_here.iteration_seconds) <= found_here.peak_memory * (1 + 1e-9)
 
@@ -233,6 +238,21 @@ def test_a_search_is_never_slower_than_a_plan_of_the_jobs_own_sizes(changes):
     fastest = result.fitting(H100.memory)[0]
     assert fastest.seconds <= planned.tied[0].iteration_seconds * (1 + 1e-9)
     assert result.tied(H100.memory)[0].seconds <= (1 + ERROR_BAND["time"]) * planned.chosen.iteration_seconds
+
+
+def test_the_jobs_own_sizes_and_the_fastest_are_fitted_to_the_memory():
+    arguments = MODEL | {"pipeline_model_parallel_size": 4, "global_batch_size": 8, "vocab_size": 32768}
+    limit = 7.22 * 2**30
+    (own,) = [each for each in search.variants(arguments, 4, H100) if each.own]
+    fitted = [
+        made
+        for each in flexible_candidates(own.job, H100)
+        if (made := fitted_evaluation(each, own.job, H100, limit)) is not None
+    ]
+    assert fitted
+    result = found(arguments, 4, SOME | {"pipeline"}, limit)
+    shaped = [each.evaluation for each in result.found if each.evaluation.candidate.plan.shape]
+    assert sorted(shaped, key=str) == sorted(fitted, key=str)
 
 
 def test_neighbours_of_the_jobs_sizes_come_before_others():

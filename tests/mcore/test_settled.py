@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
 
+from megatron_vp.cost.prediction import limit, predict
 from megatron_vp.mcore import settled
 from megatron_vp.mcore.start.preflight import check_job
-from megatron_vp.schedule import PassCosts, VocabMethod
+from megatron_vp.schedule import PassCosts, ScheduleRequest, VocabMethod
+from megatron_vp.schedule.flex import shaped
+from tests.harness.ranks import run_ranks
 from tests.harness.training import tiny_model
 from tests.mcore.megatron_uses import _holds_arguments
 
@@ -84,6 +88,43 @@ def test_a_job_is_settled_from_its_words():
         job.order = None
     plain = check_job(["--cpu", *tiny_model(pipeline_model_parallel_size=2)], 2)
     assert not plain.settings.replaces_schedule and plain.method is VocabMethod.NONE and plain.order is None
+
+
+FLEXIBLE = ["--pipeline-schedule", "v-flex", "--activation-limit", "3"]
+
+
+def shape_found(rank, world_size, words):
+    """The shape that a rank's job takes, on ranks that remember other things and hash texts otherwise."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    for other in range(rank):
+        check_job([*words, "--activation-limit", f"{4 + other}"], world_size)
+    return check_job(words, world_size).args.schedule_shape
+
+
+def test_all_ranks_find_the_same_shape():
+    words = ["--cpu", *tiny_model(pipeline_model_parallel_size=4, num_layers=8, vocab_parallel=True), *FLEXIBLE]
+    shapes = run_ranks(4, shape_found, words)
+    assert shapes[0] and len(set(shapes)) == 1
+
+
+def test_a_start_with_balanced_rows_generates_no_more_schedules_for_a_fitted_shape(monkeypatch):
+    # Layers that the stages cannot share equally, and a large vocabulary. The search for the shape is not counted.
+    model = {"num_layers": 9, "vocab_size": 4095, "padded_vocab_size": 4096, "pipeline_model_parallel_size": 4}
+    batch = {"micro_batch_size": 1, "global_batch_size": 16}
+    words = ["--cpu", *tiny_model(**model, **batch, vocab_parallel=True, vocab_shards=None)]
+    asked = []
+    generate = ScheduleRequest.schedule
+    monkeypatch.setattr(ScheduleRequest, "schedule", lambda self: (asked.append(self), generate(self))[1])
+    monkeypatch.setattr(limit, "fitted", lambda request, most: shaped(request.family, "slack=4,gap=1"))
+
+    def count(*schedule):
+        asked.clear()
+        predict._simulator.cache_clear()
+        job = check_job([*words, "--pipeline-schedule", *schedule], 4)
+        assert job.shards.rows is not None
+        return len(asked)
+
+    assert 0 < count("v-flex", "--activation-limit", "3") <= count("v-half")
 
 
 def test_a_check_leaves_no_job_behind():

@@ -88,6 +88,13 @@ def test_many_random_jobs_get_no_more_memory_and_no_longer_schedules(job):
     assert_keeps_its_promises(job)
 
 
+@pytest.mark.slow
+@settings(max_examples=6, deadline=None)
+@given(jobs((21, 32), (1, 40)))
+def test_random_jobs_of_many_ranks_get_no_more_memory_and_no_longer_schedules(job):
+    assert_keeps_its_promises(job)
+
+
 @pytest.mark.parametrize("method", ["none", "vocab-2"])
 def test_at_the_limit_of_v_min_uneven_passes_take_a_twentieth_less(method):
     other = simulate(generate("v-min", 8, 24, vocab=method, costs=UNEVEN), UNEVEN)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from megatron_vp.cost.planning.planner import Evaluation
+    from megatron_vp.cost.planning.evaluation import Evaluation
     from megatron_vp.cost.planning.search import Search
 
 GIB = 2**30
@@ -43,7 +43,7 @@ def plan_chart(evaluations: Sequence[Evaluation], limit: float, title: str) -> b
         widths = [getattr(each.loss, name) for each in evaluations]
         times.barh(rows, widths, left=left, color=colour, label=label)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    times.set_yticks(rows, [f"{each.candidate.plan.schedule}, {each.candidate.method}" for each in evaluations])
+    times.set_yticks(rows, [f"{each.candidate.plan.label}, {each.candidate.method}" for each in evaluations])
     times.invert_yaxis()
     times.set_xlabel("seconds an iteration")
     for row, each in enumerate(evaluations):
@@ -62,7 +62,7 @@ def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
     """PNG: a row a rank: seconds that it computes and waits, and its memory by what it holds."""
     plan = evaluation.candidate.plan
     figure, (times, memory) = _figure(
-        0.26 * len(evaluation.busy) + 1.8, f"{title}\n{plan.schedule}, {evaluation.candidate.method}"
+        0.26 * len(evaluation.busy) + 1.8, f"{title}\n{plan.label}, {evaluation.candidate.method}"
     )
     rows = range(len(evaluation.busy))
     makespan = evaluation.iteration_seconds - evaluation.loss.step
@@ -127,7 +127,7 @@ def search_chart(search: Search, limit: float, title: str) -> bytes:
         )
         again = ", recomputed" if job.recompute is not Recompute.NONE else ""
         axes.annotate(
-            f"{plan.schedule}, {each.evaluation.candidate.method},{parallel or ' no tensor ranks'}{again}",
+            f"{plan.label}, {each.evaluation.candidate.method},{parallel or ' no tensor ranks'}{again}",
             (each.memory / GIB, each.seconds),
             xytext=(4, -7),
             textcoords="offset points",

@@ -2,7 +2,8 @@
 
 Every combination gets a lower bound of its time, and of its memory in an iteration of a given time (`bounds`). Those of
 the job's own sizes are simulated first, then all others in the order of their bounds. A combination is left out where
-its bounds say that it cannot be better than simulated ones, neither in time nor in memory.
+its bounds say that it cannot be better than simulated ones, neither in time nor in memory. At the end flexible
+schedules are fitted to the memory, for the job's own sizes and for those of the fastest run.
 
 What is simulated, and with it the answer, does not depend on the machine, its cores or its load: work is counted in
 simulations, and each is decided on with the results of all but the last WINDOW before it.
@@ -23,17 +24,10 @@ from megatron_vp.cost.balance.balanced import balanced
 from megatron_vp.cost.hardware.constants import CALIBRATED, ERROR_BAND, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.planning.bounds import Bound, balanced_bound, bound, bounds_of_choices
-from megatron_vp.cost.planning.planner import (
-    LARGEST,
-    MOST_BALANCED,
-    PLAIN,
-    REDISTRIBUTED,
-    Candidate,
-    Evaluation,
-    candidates,
-    evaluate,
-    simplicity,
-)
+from megatron_vp.cost.planning.candidates import LARGEST, MOST_BALANCED, PLAIN, REDISTRIBUTED, Candidate, candidates
+from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
+from megatron_vp.cost.planning.flexible import fitted_evaluations
+from megatron_vp.cost.planning.planner import simplicity
 from megatron_vp.cost.planning.workers import worker_pool
 from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.cost.sizes.shapes import Job, Plan, Recompute
@@ -267,13 +261,15 @@ def search(
             else:
                 open_options.append(option)
         simulations.finish()
+        simulated = len(found)
+        found += _fitted(pool, tried, found, hardware, limit, constants, progress)
     found.sort(key=lambda each: (each.seconds, each.memory, each.variant))
     untried = [option for option in open_options if front.may_gain([option.bound])]
     result = Search(
         tried,
         found,
         len(options) - len(fitting),
-        len(fitting) - len(found) - len(untried),
+        len(fitting) - simulated - len(untried),
         budget,
         len(untried),
         min((option.bound.seconds for option in untried), default=math.inf),
@@ -281,6 +277,24 @@ def search(
     if not result.fitting(limit):
         raise UserError(_nothing_fits(limit, found, options, result))
     return result
+
+
+def _fitted(
+    pool: ProcessPoolExecutor,
+    tried: Sequence[Variant],
+    found: Sequence[Found],
+    hardware: Hardware,
+    limit: float,
+    constants: Constants,
+    progress: Callable[[str, int, int], None],
+) -> list[Found]:
+    """Flexible schedules for the job's own sizes and for those of the fastest run that fits."""
+    fitting = [each for each in found if each.memory <= limit]
+    fastest = [min(fitting, key=lambda each: (each.seconds, each.memory, each.variant)).variant] if fitting else []
+    chosen = list(dict.fromkeys([index for index, each in enumerate(tried) if each.own] + fastest))
+    progress("fitting", 0, len(chosen))
+    evaluations = fitted_evaluations(pool, [tried[index].job for index in chosen], hardware, limit, constants)
+    return [Found(index, each) for index, made in zip(chosen, evaluations, strict=True) for each in made]
 
 
 def _nothing_fits(limit: float, found: Sequence[Found], options: Sequence[_Option], result: Search) -> str:

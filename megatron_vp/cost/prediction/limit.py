@@ -27,7 +27,7 @@ def with_limit(job: Job, plan: Plan, hardware: Hardware, limit: str, costs: Cost
     request = plan.request(job, costs=order_costs(job, plan, hardware) if costs is None else costs)
     text = limit.strip()
     if not text.endswith("GiB"):
-        return replace(plan, shape=fitted(request, microbatches_of_limit(text)).shape)
+        return replace(plan, shape=fitted(request, microbatches_of_limit(text)).shape, activation_limit=text)
     room = microbatches_of_limit(text.removesuffix("GiB"), "GiB")
     microbatches = room * GIB / _largest_microbatch(job, plan, hardware)
     if microbatches * request.chunks < 1:
@@ -35,7 +35,8 @@ def with_limit(job: Job, plan: Plan, hardware: Hardware, limit: str, costs: Cost
             f"--activation-limit {limit} is less than the activations of one chunk take, "
             f"{room / microbatches / request.chunks:.3g} GiB; give more"
         )
-    return replace(plan, shape=fitted(request, math.floor(microbatches * request.chunks) / request.chunks).shape)
+    shape = fitted(request, math.floor(microbatches * request.chunks) / request.chunks).shape
+    return replace(plan, shape=shape, activation_limit=text)
 
 
 def with_given_limit(config: JobConfig, plan: Plan, job: Job, hardware: Hardware) -> Plan:

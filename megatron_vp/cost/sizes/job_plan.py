@@ -173,7 +173,7 @@ def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
         "vocab_parallel_algorithm": plan.vocab.value if plan.vocab.is_sharded else None,
         "vocab_shards": _shards_text(plan),
         "pipeline_schedule": DEFAULT_SCHEDULE if own else plan.schedule,
-        "activation_limit": config.values.get("activation_limit") if plan.shape else None,
+        "activation_limit": plan.activation_limit or None,
         **layout,
     }
     defaults = {"vocab_parallel": False, "pipeline_schedule": DEFAULT_SCHEDULE}

@@ -244,6 +244,13 @@ class Plan:
     vocab_rows: tuple[int, ...] | None = None
     shape: str = ""
     """of a flexible schedule that was fitted to a memory limit, see `prediction.limit`"""
+    activation_limit: str = ""
+    """that limit, as `--activation-limit` says it"""
+
+    @property
+    def label(self) -> str:
+        """The schedule for a table: with its limit, if it has one."""
+        return f"{self.schedule} {self.activation_limit}".strip()
 
     def request(
         self, job: Job, microbatches: int | None = None, costs: Costs | None = None, further_orders: bool = True

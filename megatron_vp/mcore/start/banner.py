@@ -12,7 +12,8 @@ from contextlib import suppress
 import torch
 
 from megatron_vp import __version__
-from megatron_vp.cost.planning.planner import Candidate, evaluation_of, method_of
+from megatron_vp.cost.planning.candidates import Candidate, method_of
+from megatron_vp.cost.planning.evaluation import evaluation_of
 from megatron_vp.cost.prediction.predict import make_simulator, predict
 from megatron_vp.cost.prediction.samples import sampled
 from megatron_vp.cost.prediction.stage_costs import layers_of

@@ -1,0 +1,138 @@
+"""What a job can be run with: every schedule with every vocabulary method, on layers that suit it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_vp.cost.balance.pattern_cuts import even_cut, letter_seconds, unit_length
+from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
+from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.sizes.layer_types import type_of
+from megatron_vp.cost.sizes.layouts import least_work_layers, spread_layers
+from megatron_vp.cost.sizes.shapes import Job, Plan
+from megatron_vp.cost.times.communication import CommunicationModel
+from megatron_vp.cost.times.pass_times import PassTimes
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import FAMILIES, Placement, VocabMethod
+
+PLAIN, REDISTRIBUTED = "plain", "redistributed"
+"""Whole vocabulary layers on the first and last stage; with layers spread evenly, or so that no rank has too much."""
+
+MOST_BALANCED = 16
+"""Pipeline ranks up to which a plan balances shards, in some simulations each. `simulate` does so for any number."""
+
+LARGEST = 128
+"""Pipeline ranks whose candidates take half a minute on two cores; twice as many take over four times as long."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan and the name of its method: plain, redistributed, vocab-1, vocab-2 or interlaced."""
+
+    method: str
+    plan: Plan
+
+
+def method_of(plan: Plan) -> str:
+    """The name of a plan's method."""
+    if plan.vocab is not VocabMethod.NONE:
+        return str(plan.vocab)
+    return PLAIN if plan.layers is None or len(set(plan.layers)) == 1 else REDISTRIBUTED
+
+
+def candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED, chunks: int = 2) -> list[Candidate]:
+    """Every schedule with every method that it has, on as even a layout as layers allow.
+
+    `chunks` are those of `interleaved`.
+
+    Raises UserError for a job without a pipeline, with more than LARGEST ranks in it, or with fewer layers than that.
+    """
+    if job.pipeline < 2:
+        raise UserError("one pipeline stage leaves nothing to plan; set --pipeline-model-parallel-size to 2 or more")
+    if job.pipeline > job.model.layers:
+        raise UserError(f"no schedule can run this job: {too_few_layers(job, job.pipeline)}")
+    if job.pipeline > LARGEST:
+        raise UserError(
+            f"a plan tries every schedule, which takes too long for {job.pipeline} pipeline ranks: "
+            f"give at most {LARGEST}, or ask megatron-vp simulate for one schedule at a time (--pipeline-schedule NAME)"
+        )
+    found = []
+    for name, record in FAMILIES.items():
+        if not record.planned:
+            continue
+        own = chunks if record.chunks is None else None
+        placement = record.placement_of(job.pipeline, own)
+        even = _even(job, placement, hardware, constants)
+        for vocab in record.methods:
+            method = PLAIN if vocab is VocabMethod.NONE else str(vocab)
+            found.append(Candidate(method, Plan(name, vocab, own, even)))
+        if VocabMethod.NONE not in record.methods or job.model.layers < placement.stages:
+            continue
+        for layers in dict.fromkeys(_redistributed(job, placement, hardware, constants)):
+            if layers != even and len(set(layers)) > 1:
+                found.append(Candidate(REDISTRIBUTED, Plan(name, chunks=own, layers=layers)))
+    return found
+
+
+def balanced_layers(
+    job: Job, placement: Placement, hardware: Hardware, constants: Constants = CALIBRATED
+) -> tuple[int, ...]:
+    """Layers by virtual stage for which the busiest rank, vocabulary layers included, has the least work there can be.
+
+    Of a hybrid model the letters of its pattern: see `pattern_cuts.even_cut`.
+    Raises UserError where there are fewer layers than stages between the first and the last.
+    """
+    times = PassTimes(job, hardware, constants)
+    if job.model.pattern:
+        work = _vocabulary_work(times, placement)
+        found = even_cut(letter_seconds(times), placement, work, may_be_empty=(0, placement.stages - 1))
+    else:
+        layer = sum(times.layer()) + 2 * CommunicationModel(job, hardware, constants).layer_traffic()
+        work = [0.0] * placement.ranks
+        if job.fp8 is not None:
+            slower = sum(times.plain_layer()) - sum(times.layer())
+            work[placement.first_rank] += job.bf16_at_start * slower
+            work[placement.last_rank] += job.bf16_at_end * slower
+        work = [own + more for own, more in zip(work, _vocabulary_work(times, placement), strict=True)]
+        found = least_work_layers(job.model.layers, layer, work, placement)
+    if found is None:
+        raise UserError(too_few_layers(job, placement.stages))
+    return found
+
+
+def _redistributed(job: Job, placement: Placement, hardware: Hardware, constants: Constants) -> list[tuple[int, ...]]:
+    """The layouts that `redistributed` stands for: `balanced_layers`, and for a pattern that repeats the best one
+    between whole repetitions, too, which is at times a little faster.
+    """
+    found = [balanced_layers(job, placement, hardware, constants)]
+    size = unit_length(job.model.pattern)
+    if 1 < size < job.model.layers:
+        times = PassTimes(job, hardware, constants)
+        unit = sum(letter_seconds(times)) / job.model.layers * size
+        whole = least_work_layers(job.model.layers // size, unit, _vocabulary_work(times, placement), placement)
+        found += [] if whole is None else [tuple(size * count for count in whole)]
+    return found
+
+
+def _vocabulary_work(times: PassTimes, placement: Placement) -> list[float]:
+    """Seconds of whole vocabulary layers by rank, in all passes of a microbatch; and of multi-token prediction."""
+    work = [0.0] * placement.ranks
+    work[placement.last_rank] += sum(sum(times.layer(type_of(letter))) for letter in "".join(times.job.model.mtp_heads))
+    work[placement.first_rank] += sum(times.whole_embedding())
+    work[placement.last_rank] += sum(times.whole_output())
+    return work
+
+
+def _even(job: Job, placement: Placement, hardware: Hardware, constants: Constants) -> tuple[int, ...] | None:
+    """As even a layout as whole layers allow, of a hybrid model as letters allow; None for equally many per stage."""
+    letters = None
+    if job.model.pattern:
+        letters = even_cut(letter_seconds(PassTimes(job, hardware, constants)), placement)
+    if letters is None:
+        return spread_layers(job, placement)
+    return None if len(set(letters)) == 1 else letters
+
+
+def too_few_layers(job: Job, stages: int) -> str:
+    """Why a job cannot run."""
+    return f"{job.model.layers} layers cannot fill {stages} virtual stages; use fewer pipeline ranks or chunks"

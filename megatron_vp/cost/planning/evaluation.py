@@ -1,0 +1,151 @@
+"""What a candidate makes of a job: its time and where that goes, and its memory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatron_vp.cost.hardware.constants import CALIBRATED, ERROR_BAND, Constants
+from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.memory.rank_memory import RankMemory
+from megatron_vp.cost.planning.candidates import REDISTRIBUTED, Candidate, too_few_layers
+from megatron_vp.cost.prediction.predict import Prediction, make_simulator, predict
+from megatron_vp.cost.prediction.samples import extended, sampled
+from megatron_vp.cost.sizes.shapes import Job
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import Simulator, StageCosts
+from megatron_vp.schedule.gc_paused import gc_paused
+
+SMALL = 0.05
+"""Share of the iteration below which a loss of time is not worth a name."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Where the seconds of an iteration go, beyond the mean rank's work: they sum up to the iteration.
+
+    work: of the mean rank. imbalance: what the busiest rank works more. bubble: waits of the busiest rank that would be
+    there if communication were free. communication: what communication adds. step: after the passes, gradient
+    synchronisation and optimizer.
+    """
+
+    work: float
+    imbalance: float
+    bubble: float
+    communication: float
+    step: float
+
+    def largest(self) -> str:
+        """Name of what costs most beside the work, or `compute` where nothing costs much."""
+        names = ("imbalance", "bubble", "communication", "step")
+        name = max(names, key=lambda each: getattr(self, each))
+        total = self.work + sum(getattr(self, each) for each in names)
+        return name if getattr(self, name) >= SMALL * total else "compute"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a candidate makes of the job. Seconds and bytes; `busy` and `memory` by pipeline rank."""
+
+    candidate: Candidate
+    iteration_seconds: float
+    mfu: float
+    tokens_per_second: float
+    bubble_fraction: float
+    busy: tuple[float, ...]
+    memory: tuple[RankMemory, ...]
+    loss: Loss
+    vocab_rows: tuple[int, ...] | None = None
+    """Rows of the vocabulary by pipeline rank, tensor ranks together; None where it is not split."""
+
+    @property
+    def peak_memory(self) -> float:
+        """Bytes that the fullest rank must have."""
+        return max(rank.total for rank in self.memory)
+
+    def fits(self, limit: float) -> bool:
+        """Whether every rank stays within `limit` bytes."""
+        return self.peak_memory <= limit
+
+    def is_tight(self, limit: float) -> bool:
+        """Whether memory may exceed `limit` bytes by the stated error of a prediction."""
+        return (1 + ERROR_BAND["memory"]) * self.peak_memory > limit
+
+    def bound_by(self, limit: float) -> str:
+        """What keeps this candidate from being better, in a word or two."""
+        if not self.fits(limit):
+            return "memory"
+        largest = self.loss.largest()
+        if largest == "imbalance":
+            return f"rank {self.busy.index(max(self.busy))}"
+        return largest
+
+    def document(self, limit: float) -> dict[str, Any]:
+        """For programs; seconds and bytes, times and memory by rank."""
+        plan = self.candidate.plan
+        return {
+            "schedule": plan.schedule,
+            "activation_limit": plan.activation_limit or None,
+            "method": self.candidate.method,
+            "chunks": plan.chunks,
+            "layers": plan.layers,
+            "vocab_rows": self.vocab_rows,
+            "offload_chunks": 0,
+            "iteration_seconds": self.iteration_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "bubble_fraction": self.bubble_fraction,
+            "seconds": asdict(self.loss),
+            "busy_seconds": self.busy,
+            "peak_memory_bytes": self.peak_memory,
+            "memory_bytes": [rank.parts() for rank in self.memory],
+            "outside_bytes": [rank.outside.parts() for rank in self.memory],
+            "communicators": [rank.outside.communicators for rank in self.memory],
+            "fits": self.fits(limit),
+            "free_bytes": limit - self.peak_memory,
+            "tight": self.is_tight(limit),
+            "bound_by": self.bound_by(limit),
+        }
+
+
+@gc_paused()
+def evaluate(candidate: Candidate, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Evaluation:
+    """Predict one candidate; of very many microbatches only some are simulated: see `extended`.
+
+    Raises UserError where the job cannot run it.
+    """
+    layers = candidate.plan.layers or ()
+    if 0 in layers and candidate.method != REDISTRIBUTED:
+        raise UserError(too_few_layers(job, len(layers)))
+    sample = sampled(job)
+    simulator = make_simulator(sample, candidate.plan, hardware, constants)
+    prediction = predict(sample, candidate.plan, hardware, constants, simulator=simulator)
+    return evaluation_of(candidate, prediction, simulator, job)
+
+
+def evaluation_of(candidate: Candidate, prediction: Prediction, simulator: Simulator, job: Job) -> Evaluation:
+    """The figures of a prediction for a sample of `job`, which is simulated once more with free communication."""
+    timeline = prediction.timeline
+    assert isinstance(timeline.costs, StageCosts)
+    silent = extended(simulator.simulate(replace(timeline.costs, messages={}, collectives={})), job.microbatches)
+    makespan = extended(timeline, job.microbatches)
+    busy = tuple(each * job.microbatches / prediction.job.microbatches for each in timeline.busy)
+    mean, most, step = sum(busy) / len(busy), max(busy), prediction.iteration_seconds - timeline.makespan
+    whole = replace(prediction, job=job, iteration_seconds=makespan + step)
+    return Evaluation(
+        candidate=candidate,
+        iteration_seconds=whole.iteration_seconds,
+        mfu=whole.mfu,
+        tokens_per_second=whole.tokens_per_second,
+        bubble_fraction=1 - mean / makespan,
+        busy=busy,
+        memory=prediction.memory,
+        loss=Loss(
+            work=mean,
+            imbalance=most - mean,
+            bubble=max(0.0, silent - most),
+            communication=makespan - max(silent, most),
+            step=step,
+        ),
+        vocab_rows=candidate.plan.rows_by_rank(job),
+    )

@@ -1,0 +1,110 @@
+"""Flexible schedules in plans: fitted to the memory that there is, where the fullest of their bases does not fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+
+from megatron_vp.cost.balance.balanced import balanced
+from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
+from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.planning.candidates import MOST_BALANCED, Candidate, candidates
+from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
+from megatron_vp.cost.prediction.limit import with_limit
+from megatron_vp.cost.sizes.shapes import Job
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import FAMILIES, family
+from megatron_vp.schedule.family import Family
+
+STEPS = 3
+"""Limits that are tried, a chunk's activations apart: what fits is estimated first, and then predicted."""
+
+FITTED_PER_RANK = 3
+"""Microbatches per rank for which a plan fits; training fits to all, and may find another shape within the limit."""
+
+
+def flexible_candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> list[Candidate]:
+    """What `fitted_evaluation` may fit: each flexible schedule with each method, on the layers of its fullest base.
+
+    Where layers can be redistributed, plain ones are left out. None of more than MOST_BALANCED ranks, where a search
+    for a shape takes too long.
+    """
+    if not 2 <= job.pipeline <= MOST_BALANCED:
+        return []
+    tried, found = candidates(job, hardware, constants), []
+    for record in FAMILIES.values():
+        # A redistributed candidate comes behind the plain one.
+        fullest = [each for each in tried if record.bases and each.plan.schedule == record.bases[0].name]
+        for each in {each.plan.vocab: each for each in fullest}.values():
+            found.append(replace(each, plan=replace(each.plan, schedule=record.name)))
+    return found
+
+
+def fitted_evaluations(
+    pool: Executor, jobs: Sequence[Job], hardware: Hardware, limit: float | None, constants: Constants = CALIBRATED
+) -> list[list[Evaluation]]:
+    """For each job what its `flexible_candidates` come to within `limit` bytes per rank, found in the pool; without a
+    limit, nothing.
+    """
+    if limit is None:
+        return [[] for _ in jobs]
+    running = [
+        [
+            pool.submit(fitted_evaluation, candidate, job, hardware, limit, constants)
+            for candidate in flexible_candidates(job, hardware, constants)
+        ]
+        for job in jobs
+    ]
+    return [[found for future in futures if (found := future.result()) is not None] for futures in running]
+
+
+def fitted_evaluation(
+    candidate: Candidate, job: Job, hardware: Hardware, limit: float, constants: Constants = CALIBRATED
+) -> Evaluation | None:
+    """The candidate with the shape that makes it fastest within `limit` bytes per rank.
+
+    None where its fullest base fits, where no shape does, and where none is faster than each base that fits.
+    """
+    record = family(candidate.plan.schedule)
+    try:
+        plans = [replace(candidate.plan, schedule=base.name) for base in record.bases]
+        bases = [_balanced(replace(candidate, plan=plan), job, hardware, limit, constants) for plan in plans]
+        sample = replace(job, microbatches=min(job.microbatches, FITTED_PER_RANK * job.pipeline))
+        for microbatches in _limits(record, bases, job, limit):
+            plan = replace(bases[0].candidate.plan, schedule=record.name)
+            plan = with_limit(sample, plan, hardware, f"{microbatches:g}")
+            found = _balanced(replace(candidate, plan=plan), job, hardware, limit, constants)
+            if found.fits(limit):
+                rivals = [each.iteration_seconds for each in bases if each.fits(limit)]
+                return found if found.iteration_seconds < min(rivals, default=math.inf) else None
+    except UserError:  # no base can run this job, or nothing reaches the limit
+        pass
+    return None
+
+
+def _balanced(candidate: Candidate, job: Job, hardware: Hardware, limit: float, constants: Constants) -> Evaluation:
+    """With the rows that training gives the ranks."""
+    plan = candidate.plan
+    if plan.vocab.is_sharded:
+        plan = balanced(job, plan, hardware, constants, limit).plan(plan)
+    return evaluate(replace(candidate, plan=plan), job, hardware, constants)
+
+
+def _limits(record: Family, bases: list[Evaluation], job: Job, limit: float) -> list[float]:
+    """Microbatches of a whole rank to try: memory grows evenly between the least base and the fullest."""
+    fullest, least = bases[0], bases[-1]
+    more = fullest.peak_memory - least.peak_memory
+    if fullest.fits(limit) or more <= 0:
+        return []
+    chunks, ranks = record.chunks_of(None), range(job.pipeline)
+    most, few = (
+        max(
+            base.promised_peak(job.pipeline, rank, chunks, job.microbatches, fullest.candidate.plan.vocab)
+            for rank in ranks
+        )
+        for base in (record.bases[0], record.bases[-1])
+    )
+    first = math.floor(few + (limit - least.peak_memory) / more * (most - few))
+    return [count / chunks for count in range(first, max(0, first - STEPS), -1)]
