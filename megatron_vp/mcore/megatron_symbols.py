@@ -146,7 +146,10 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.training.utils:get_blend_and_blend_per_split": "(args)",
     },
     "training": {
+        "megatron.core.distributed:FullyShardedDataParallel": "class",
+        "megatron.core.distributed:TorchFullyShardedDataParallel": "class",
         "megatron.core.num_microbatches_calculator:get_num_microbatches": "()",
+        "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator": "class",
         "megatron.core.pipeline_parallel.schedules:backward_step": (
             "(input_tensor, output_tensor, output_tensor_grad, config)"
         ),

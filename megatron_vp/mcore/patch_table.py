@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -81,6 +82,7 @@ class PatchGroup:
     essential: whether a Megatron that they do not fit can run nothing that selects them. True where a run without them
         would compute something else than it was asked for, hang, or risk its checkpoints. Where it loses a convenience,
         or ends with an error of Megatron's, they are left out with a line.
+    package: whose symbols they are, where not Megatron's; without it there is nothing to compare.
     """
 
     name: str
@@ -89,6 +91,7 @@ class PatchGroup:
     stage: Stage
     without: str
     essential: bool = True
+    package: str | None = None
 
     def for_series(self, series: str) -> tuple[Patch, ...]:
         """The patches for a release series; imports the module that declares them, and with it parts of Megatron."""
@@ -103,6 +106,11 @@ def _logs(args: argparse.Namespace) -> bool:
 
 def _records(args: argparse.Namespace) -> object:
     return args.rank_report is not None or args.pipeline_trace is not None or _logs(args)
+
+
+def _in_own_loop(run: Run) -> bool:
+    loop = own_loop()
+    return loop is not None and not loop.reads_arguments() and run.settings.replaces_schedule
 
 
 # The order is the order in which the patches of a stage are applied.
@@ -283,6 +291,38 @@ GROUPS = (
         "models that a script makes without Megatron's builders would be whole, and refused by our schedules",
     ),
     PatchGroup(
+        "models of Megatron-Bridge",
+        "megatron_vp.mcore.model.own_models:BRIDGE_PATCHES",
+        Condition(
+            "only after `megatron_vp.enable`, in a process that has imported Megatron-Bridge's models",
+            lambda run: own_loop() is not None and "megatron.bridge.models.model_provider" in sys.modules,
+        ),
+        Stage.AFTER_VALIDATION,
+        "models of its providers would be whole, and refused by our schedules",
+        package="megatron.bridge",
+    ),
+    PatchGroup(
+        "optimizer state of own loops",
+        "megatron_vp.mcore.storage.optimizer_form:PATCHES",
+        Condition(
+            "only after `megatron_vp.enable` in a training loop that is not Megatron's, with a schedule of ours",
+            _in_own_loop,
+        ),
+        Stage.AFTER_VALIDATION,
+        "checkpoints would load in another layout without a word, with the moments of other parameters",
+    ),
+    PatchGroup(
+        "optimizer state of Megatron-Bridge",
+        "megatron_vp.mcore.storage.optimizer_form:BRIDGE_PATCHES",
+        Condition(
+            "the same, in a process that has imported Megatron-Bridge's training loop",
+            lambda run: _in_own_loop(run) and "megatron.bridge.training.checkpointing" in sys.modules,
+        ),
+        Stage.AFTER_VALIDATION,
+        "its default form of checkpoints would be refused when they are written",
+        package="megatron.bridge",
+    ),
+    PatchGroup(
         "split backward",
         "megatron_vp.mcore.model.split_backward:PATCHES",
         Condition("only with a --pipeline-schedule that has W passes", lambda run: run.settings.splits_backward),
@@ -347,6 +387,11 @@ def selected(run: Run, stage: Stage | None = None) -> tuple[PatchGroup, ...]:
 
 def examine(group: PatchGroup) -> tuple[tuple[Patch, ...], list[Problem]]:
     """A group's patches for the Megatron that is here, and everything that keeps them from being applied."""
+    if group.package is not None:
+        try:
+            importlib.import_module(group.package)
+        except ImportError:
+            return (), []
     try:
         declared = group.for_series(patches.present_series())
     except ImportError as error:

@@ -1,5 +1,7 @@
 """`megatron_vp.enable` in a loop of one's own: gradients as in plain Megatron, refusals, and the way back."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from torch import nn
@@ -86,8 +88,27 @@ def test_a_schedule_of_megatrons_that_was_fetched_before_is_refused(settings):
         run_ranks(2, with_megatrons_own, settings)
 
 
+def test_only_megatrons_own_communicator_of_this_pipeline_is_taken(monkeypatch):
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    from megatron_vp.mcore.training import forward_backward
+
+    pipeline = SimpleNamespace(groups=SimpleNamespace(members=(0, 2)))
+    given = P2PCommunicator.__new__(P2PCommunicator)
+    given.pp_group = [0, 2]
+    monkeypatch.setattr(forward_backward.dist, "get_process_group_ranks", lambda group: group)
+    forward_backward._check_communicator(pipeline, None)
+    forward_backward._check_communicator(pipeline, given)
+    given.pp_group = [0, 1]
+    with pytest.raises(UserError, match=r"joins ranks \[0, 1\], and the pipeline of its model ranks \[0, 2\]"):
+        forward_backward._check_communicator(pipeline, given)
+    with pytest.raises(UserError, match=r"of the script's own, here a object"):
+        forward_backward._check_communicator(pipeline, object())
+
+
 def misuse(_rank, _ranks):
     """What wrong calls say; Megatron's functions with the plug-in on, and after it was switched off."""
+    from megatron.core.distributed import FullyShardedDataParallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.pipeline_parallel import schedules
 
@@ -106,9 +127,14 @@ def misuse(_rank, _ranks):
     with pytest.raises(UserError) as refused:
         megatron_vp.enable(vocab_parallel=True)
     said.append(str(refused.value))
+    sizes = {"num_microbatches": 1, "seq_length": 8, "micro_batch_size": 1}
     with pytest.raises(UserError) as refused:
-        sizes = {"num_microbatches": 1, "seq_length": 8, "micro_batch_size": 1}
         ours(forward_step_func=None, data_iterator=None, model=nn.Linear(2, 2), **sizes)
+    said.append(str(refused.value))
+    sharded = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(sharded)
+    with pytest.raises(UserError) as refused:
+        ours(forward_step_func=None, data_iterator=None, model=sharded, **sizes)
     said.append(str(refused.value))
     handle.disable()
     assert patches.in_force() == () and ours is not plain[0]
@@ -117,9 +143,10 @@ def misuse(_rank, _ranks):
 
 
 def test_wrong_calls_are_refused_in_one_line_and_disable_undoes_a_call():
-    ((unknown, value, schedule, twice, unprepared),) = run_ranks(1, misuse)
+    ((unknown, value, schedule, twice, unprepared, sharded),) = run_ranks(1, misuse)
     assert "'vocab_parallel'" in unknown and "megatron_vp.enable" in unknown
     assert "is a switch: write true or false" in value and "v-haf" in schedule
     assert "called twice" in twice
     assert "Linear was built before megatron_vp.enable, or not as a GPTModel" in unprepared
-    assert not any("\n" in line for line in (unknown, value, schedule, twice, unprepared))
+    assert "FullyShardedDataParallel" in sharded and "wrap it in that" in sharded
+    assert not any("\n" in line for line in (unknown, value, schedule, twice, unprepared, sharded))

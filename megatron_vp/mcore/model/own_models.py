@@ -2,6 +2,9 @@
 
 Only after `megatron_vp.enable`, and only where Megatron's own arguments have settled no job. The constructor then
 settles the job from the first model, places the chunk as the schedule does, and prepares it as our builders do.
+
+Megatron-Bridge runs hooks on the finished chunks before it wraps them: they load Hugging Face weights, add adapters or
+quantise, and look for whole vocabulary layers. Chunks that it builds are therefore cut after its hooks.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -21,24 +24,37 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.initial_weights import PlainLayout, PlainStart, own_chunk, plain_start
 from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, prepare_chunk, stage_ends
 from megatron_vp.mcore.patches import Patch
-from megatron_vp.mcore.settled import SettledJob, own_loop
+from megatron_vp.mcore.settled import SettledJob, current, own_loop
 
 
 class _OwnModel:
     """The model whose chunks this rank builds now."""
 
-    first: nn.Module | None = None
-    start: PlainStart | None = None
-    building: bool = False
-    """A constructor of ours runs: those that it calls are Megatron's."""
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is being built."""
+        self.first: nn.Module | None = None
+        self.start: PlainStart | None = None
+        self.building = False
+        """A constructor of ours runs: those that it calls are Megatron's."""
+        self.hooks_follow = False
+        """Megatron's builder runs, which has hooks for finished chunks."""
+        self.uncut: ProcessGroupCollection | None = None
+        """The groups of chunks that are built, and not cut before their hooks have run."""
+
+
+_model = _OwnModel()
 
 
 def _preparing(original: Callable[..., None]) -> Callable[..., None]:
-    model, signature = _OwnModel(), inspect.signature(original)
+    _model.clear()  # what a model that could not be built has left
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        loop = own_loop()
+        loop, model = own_loop(), _model
         if model.building or loop is None or loop.reads_arguments():
             original(self, *args, **kwargs)
             return
@@ -85,10 +101,73 @@ def _construct(
     # Loops set functions in the configuration that they have made, such as finalize_model_grads_func.
     chunk.config = given["config"]
     model.first = model.first if index else chunk
-    prepare_chunk(job, chunk, model.first, groups, index, model.start)
-    chunk.register_forward_pre_hook(functools.partial(_refuse_outside_of_schedule, model.first), prepend=True)
+    if model.hooks_follow or hasattr(config, "provide_distributed_model"):  # a provider of Megatron-Bridge
+        model.uncut = groups
+        if model.start is not None:
+            model.start.fill(chunk, index, job.placement)
+    else:
+        _cut(job, chunk, model.first, groups, index, model.start)
     if index + 1 == job.placement.chunks:
         model.first = model.start = None
+
+
+def cut_after_hooks(chunks: Sequence[nn.Module]) -> None:
+    """Prepare a rank's chunks, if they are to be, once the hooks of those who built them have run.
+
+    Collective over all ranks. Raises UserError for a model that cannot be cut, as hooks have left it.
+    """
+    if _model.uncut is None:
+        return
+    groups, _model.uncut = _model.uncut, None
+    for index, chunk in enumerate(chunks):
+        _cut(current(), chunk, chunks[0], groups, index, None)
+
+
+def _cut(
+    job: SettledJob,
+    chunk: nn.Module,
+    first: nn.Module,
+    groups: ProcessGroupCollection,
+    index: int,
+    start: PlainStart | None,
+) -> None:
+    prepare_chunk(job, chunk, first, groups, index, start)
+    chunk.register_forward_pre_hook(functools.partial(_refuse_outside_of_schedule, first), prepend=True)
+
+
+def _cutting_after_hooks(original: Callable[..., list[nn.Module]]) -> Callable[..., list[nn.Module]]:
+    """Megatron's function behind its builders' `build_distributed_models`, with a last hook of ours."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def build(*args: Any, **kwargs: Any) -> list[nn.Module]:
+        bound = signature.bind(*args, **kwargs)
+        hook = bound.arguments.get("pre_wrap_hook")
+
+        def last_hook(chunks: list[nn.Module]) -> list[nn.Module]:
+            chunks = (hook and hook(chunks)) or chunks
+            cut_after_hooks(chunks)
+            return chunks
+
+        bound.arguments["pre_wrap_hook"] = last_hook
+        _model.hooks_follow = True
+        try:
+            return original(*bound.args, **bound.kwargs)
+        finally:
+            _model.hooks_follow = False
+
+    return build
+
+
+def _cutting_before_count(original: Callable[..., None]) -> Callable[..., None]:
+    """What Megatron-Bridge calls with a provider's chunks after their hooks, and before it wraps them."""
+
+    @functools.wraps(original)
+    def print_num_params(model: list[nn.Module], pg_collection: ProcessGroupCollection) -> None:
+        cut_after_hooks(model)
+        original(model, pg_collection)
+
+    return print_num_params
 
 
 def _refuse_outside_of_schedule(first: nn.Module, _chunk: nn.Module, _inputs: tuple[Any, ...]) -> None:
@@ -116,5 +195,28 @@ PATCHES = (
         "rope_scaling_factor=8.0, scatter_embedding_sequence_parallel=True, seq_len_interpolation_factor=None, "
         "mtp_block_spec=None, pg_collection=None, vp_stage=None)",
     ),
+    *(
+        Patch(
+            f"megatron.training.models.{module}:unimodal_build_distributed_models",
+            _cutting_after_hooks,
+            "hooks that load weights or change layers find the vocabulary layers whole",
+            "(build_model_func, transformer_config, pg_collection, ddp_config=None, "
+            "overlap_param_gather_with_optimizer_step=False, use_megatron_fsdp=False, use_torch_fsdp2=False, "
+            "wrap_with_ddp=True, data_parallel_random_init=False, mixed_precision_wrapper=<class "
+            "'megatron.core.transformer.module.Float16Module'>, pre_wrap_hook=None, "
+            "model_type=<ModelType.encoder_or_decoder: 1>)",
+        )
+        for module in ("gpt", "hybrid")
+    ),
 )
 """Applied by `megatron_vp.enable`."""
+
+BRIDGE_PATCHES = (
+    Patch(
+        "megatron.bridge.models.model_provider:_print_num_params",
+        _cutting_before_count,
+        "hooks that load weights or change layers find the vocabulary layers of a provider's model whole",
+        "(model, pg_collection)",
+    ),
+)
+"""Applied where a model is built in a process that has imported Megatron-Bridge's models."""

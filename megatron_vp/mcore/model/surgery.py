@@ -31,7 +31,7 @@ from megatron_vp.mcore.model.delayed_weights import leave_out_hooks
 from megatron_vp.mcore.model.initial_weights import PlainLayout, PlainStart, own_chunk, plain_start
 from megatron_vp.mcore.model.model_check import check_model, check_vocabulary_layers, refuse_outside_of_passes
 from megatron_vp.mcore.model.multi_token import attach_mtp_block
-from megatron_vp.mcore.settled import SettledJob, current
+from megatron_vp.mcore.settled import SettledJob, current, own_loop
 from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
 from megatron_vp.runtime.pipeline import Pipeline
@@ -128,6 +128,8 @@ class _VocabParallelBuilder:
         vp_stage: int | None = None,
     ) -> nn.Module:
         """Build one chunk; the placement decides whether it holds the first or the last virtual stage."""
+        if (loop := own_loop()) is not None and not loop.reads_arguments():  # `own_models` settles the job
+            return super().build_model(pg_collection, pre_process, post_process, vp_stage)
         job = current()
         if not vp_stage:
             self._start = plain_start(job, pg_collection, partial(self._plain_chunk, pg_collection))

@@ -104,6 +104,7 @@ class _OwnLoop:
     def settle_for(self, model: Mapping[str, Any]) -> SettledJob:
         if self._job is None:
             self._job = _settle(self._settings, self.words, model)
+            patch_table.apply(Stage.AFTER_VALIDATION, patch_table.run_here(self._job.args))
         return self._job
 
 
@@ -112,6 +113,7 @@ def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[
     from megatron.core import parallel_state
     from megatron.training import arguments
 
+    from megatron_vp.mcore.options.ignored import warn_of_ignored
     from megatron_vp.mcore.options.settle import settled_job
     from megatron_vp.mcore.reports.pipeline_trace import make_trace_folder
     from megatron_vp.mcore.start.banner import print_banner
@@ -132,8 +134,8 @@ def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[
     dist.broadcast_object_list(order, src=0)
     job = replace(job, order=order[0])
     settled.settle(job)
-    patch_table.apply(Stage.AFTER_VALIDATION, patch_table.run_here(args))
     make_trace_folder(args)
+    warn_of_ignored(args)
     if args.rank == 0:
         print_banner(job)
     return job
@@ -162,13 +164,16 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
         "seq_length": model["max_sequence_length"],
         "position_embedding_type": model["position_embedding_type"],
         "untie_embeddings_and_output_weights": not model["share_embeddings_and_output_weights"],
+        "decoder_first_pipeline_num_layers": config.num_layers_in_first_pipeline_stage,
+        "decoder_last_pipeline_num_layers": config.num_layers_in_last_pipeline_stage,
         "num_experts": config.num_moe_experts,
         "swiglu": config.gated_linear_unit,
         "group_query_attention": config.num_query_groups != config.num_attention_heads,
     }
-    # A layout is refused below. How Megatron's own schedule would send activations does not matter to ours. And a
-    # configuration names Transformer Engine by default, whatever layers the model has.
-    for name in ("pipeline_model_parallel_layout", "overlap_p2p_comm", "transformer_impl"):
+    # A layout is refused below. How Megatron's own schedule would send activations does not matter to ours, nor which
+    # kernel would compute a loss over whole logits: Megatron's arguments refuse the one that Bridge's recipes name. And
+    # a configuration names Transformer Engine by default, whatever layers the model has.
+    for name in ("pipeline_model_parallel_layout", "overlap_p2p_comm", "cross_entropy_fusion_impl", "transformer_impl"):
         del said[name]
     for name, value in said.items():
         # A configuration's functions are no arguments; what it leaves open keeps the default of the argument.

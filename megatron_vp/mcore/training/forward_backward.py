@@ -8,6 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.distributed import FullyShardedDataParallel, TorchFullyShardedDataParallel
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 
@@ -56,8 +59,9 @@ def forward_backward(
     Raises:
         UserError: for what this schedule cannot do.
     """
-    _refuse(collect_non_loss_data, adjust_tensor_shapes_fn, p2p_communicator)
+    _refuse(collect_non_loss_data, adjust_tensor_shapes_fn)
     job = _job(model, pg_collection)
+    _check_communicator(job.pipeline, p2p_communicator)
     gradients = not forward_only
     shapes = _shapes(job, seq_length, micro_batch_size, gradients)
     make_programs = partial(_programs, job)
@@ -91,17 +95,35 @@ def forward_backward(
     return megatron.losses
 
 
-def _refuse(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any, p2p_communicator: Any) -> None:
+_FULLY_SHARDED = (FullyShardedDataParallel, TorchFullyShardedDataParallel)
+_LEAVE_OUT = "leave --vocab-parallel and --pipeline-schedule out"
+
+
+def _refuse(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any) -> None:
     """Raise UserError for what Megatron's loop may ask of a schedule and ours cannot do."""
-    leave_out = "leave --vocab-parallel and --pipeline-schedule out"
     if collect_non_loss_data:
-        raise UserError(f"collecting non-loss data is not supported: {leave_out}")
+        raise UserError(f"collecting non-loss data is not supported: {_LEAVE_OUT}")
     if adjust_tensor_shapes_fn is not None:
-        raise UserError(f"adjusted tensor shapes (distillation) are not supported: {leave_out}")
-    if p2p_communicator is not None:
+        raise UserError(f"adjusted tensor shapes (distillation) are not supported: {_LEAVE_OUT}")
+
+
+def _check_communicator(pipeline: Pipeline, given: Any) -> None:
+    """Raise UserError for a p2p_communicator that is not Megatron's own between the ranks of this pipeline.
+
+    Megatron's own, which Megatron-Bridge always hands over, says nothing that ours, one per edge, do not do.
+    """
+    if given is None:
+        return
+    if type(given) is not P2PCommunicator:
         raise UserError(
-            f"a p2p_communicator of the script's own is not supported: every edge of the pipeline has a communicator "
-            f"of ours; {leave_out}"
+            f"a p2p_communicator of the script's own, here a {type(given).__name__}, is not supported: every edge of "
+            f"the pipeline has a communicator of ours; {_LEAVE_OUT}"
+        )
+    ranks, ours = dist.get_process_group_ranks(given.pp_group), list(pipeline.groups.members)
+    if ranks != ours:
+        raise UserError(
+            f"the p2p_communicator of this loop joins ranks {ranks}, and the pipeline of its model ranks {ours}: give "
+            f"it the pipeline group of the model, or {_LEAVE_OUT}"
         )
 
 
@@ -121,6 +143,12 @@ class _Job:
 def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessGroupCollection | None) -> _Job:
     """Raises UserError for a model that was not prepared for our schedules."""
     chunks = model if isinstance(model, list) else [model]
+    sharded = next((each for each in chunks if isinstance(each, _FULLY_SHARDED)), None)
+    if sharded is not None:
+        raise UserError(
+            f"this script wraps its model in {type(sharded).__name__}, and our passes put gradients into the buffers "
+            f"of Megatron's DistributedDataParallel: wrap it in that, with a distributed optimizer"
+        )
     cores = unwrap_model(chunks)
     pipeline: Pipeline | None = getattr(cores[0], PIPELINE_ATTRIBUTE, None)
     if pipeline is None and own_loop() is not None:

@@ -1,0 +1,266 @@
+"""Megatron-Bridge's own training loop on CPU ranks, with stand-ins for what it imports and nothing here needs.
+
+Nothing is stood in for while a model is built or trained, but what follows: Bridge insists on CUDA while it
+initialises, and warms fusions up that no layer here uses.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from dataclasses import dataclass, field
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
+from unittest import mock
+
+SEQUENCE, VOCAB, MICROBATCHES, BATCH, LAYERS = 64, 256, 4, 2, 4
+MISSING = [name for name in ("einops", "datasets", "modelopt") if importlib.util.find_spec(name) is None]
+_STAND_INS = {
+    "megatron.bridge.peft.lora_layers": {"transformer_engine": ["pytorch"]},
+    "megatron.bridge.training.pretrain": {"nvidia_resiliency_ext": ["inprocess"]},
+    "megatron.bridge.data.energon.base_energon_datamodule": {"megatron.energon": []},
+}
+"""What one module of Bridge imports and the loop of a GPT model does not use: the packages and their modules."""
+
+
+def missing():
+    """Why Bridge cannot be run here; None where it can."""
+    try:
+        found = importlib.util.find_spec("megatron.bridge")
+    except ModuleNotFoundError:
+        found = None
+    absent = (["megatron-bridge"] if found is None else []) + MISSING
+    return f"not installed: {', '.join(absent)}" if absent else None
+
+
+class _Anything(types.ModuleType):
+    """A module of whose attributes each is an empty class or a further module of this kind."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(name) if name.islower() else type(name, (), {})
+
+
+class _Finder(MetaPathFinder):
+    """Lets a module that needs a stand-in see it while it is executed, and nobody else."""
+
+    def find_spec(self, name, path, target=None):
+        if name not in _STAND_INS:
+            return None
+        spec = PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def with_stand_ins(module):
+            modules = {}
+            for package, parts in _STAND_INS[name].items():
+                modules[package] = _Anything(package)
+                for part in parts:
+                    modules[f"{package}.{part}"] = _Anything(part)
+                    setattr(modules[package], part, modules[f"{package}.{part}"])
+            sys.modules.update(modules)
+            try:
+                execute(module)
+            finally:  # what it has imported itself stays
+                for stand_in in modules:
+                    del sys.modules[stand_in]
+
+        spec.loader.exec_module = with_stand_ins
+        return spec
+
+
+def import_bridge():
+    """Import Bridge's loop; afterwards `megatron.bridge.training.pretrain` can be imported as always."""
+    importlib.import_module("megatron.core.extensions.transformer_engine")  # settles that it is not installed
+    sys.meta_path.insert(0, _Finder())
+    importlib.import_module("megatron.bridge.training.pretrain")
+
+
+@contextlib.contextmanager
+def on_cpu():
+    """Inside, Bridge initialises without CUDA."""
+    import torch
+    from megatron.bridge.training import setup
+
+    initialize = setup.initialize_megatron
+
+    def pretending(*args, **kwargs):
+        with (
+            mock.patch.object(torch.cuda, "is_available", lambda: True),
+            mock.patch.object(torch.cuda, "device_count", lambda: 1),
+        ):
+            return initialize(*args, **kwargs)
+
+    with (
+        mock.patch.object(setup, "initialize_megatron", pretending),
+        mock.patch.object(setup, "set_jit_fusion_options", lambda *args: None),
+    ):
+        yield
+
+
+def _transformer(ranks, chunks):
+    import torch
+    from torch.nn.functional import silu
+
+    return {
+        "num_layers": LAYERS,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "gated_linear_unit": True,
+        "activation_func": silu,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "transformer_impl": "local",
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "pipeline_dtype": torch.float32,
+        "pipeline_model_parallel_size": ranks,
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+    }
+
+
+def _local_layers(config):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return get_gpt_layer_local_spec(normalization="RMSNorm")
+
+
+def _model(kind, ranks, chunks, tied):
+    common = {
+        "share_embeddings_and_output_weights": tied,
+        "position_embedding_type": "rope",
+        "seq_length": SEQUENCE,
+        "vocab_size": VOCAB,
+        "make_vocab_size_divisible_by": 128,
+        "transformer_layer_spec": _local_layers,
+    }
+    if kind == "provider":
+        from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+        return GPTModelProvider(**_transformer(ranks, chunks), **common, cross_entropy_loss_fusion=False)
+    from megatron.bridge.models.gpt.gpt_builder import GPTModelConfig
+    from megatron.bridge.models.transformer_config import TransformerConfig
+
+    return GPTModelConfig(transformer=TransformerConfig(**_transformer(ranks, chunks)), **common)
+
+
+def configuration(kind, ranks, chunks=1, tied=False, iterations=3, checkpoint=None, ends=None):
+    """Bridge's configuration of a small model: as its recipes have it, but for sizes, fp32 and mock data."""
+    from megatron.bridge.training.config import (
+        CheckpointConfig,
+        ConfigContainer,
+        DistributedDataParallelConfig,
+        DistributedInitConfig,
+        LoggerConfig,
+        MockGPTDatasetConfig,
+        OptimizerConfig,
+        RNGConfig,
+        SchedulerConfig,
+        TokenizerConfig,
+        TrainingConfig,
+        ValidationConfig,
+    )
+
+    ends = ends or iterations
+    return ConfigContainer(
+        model=_model(kind, ranks, chunks, tied),
+        train=TrainingConfig(train_iters=iterations, micro_batch_size=BATCH, global_batch_size=MICROBATCHES * BATCH),
+        validation=ValidationConfig(eval_interval=iterations, eval_iters=1),
+        optimizer=OptimizerConfig(
+            optimizer="adam", lr=1e-2, min_lr=1e-3, clip_grad=0.0, use_distributed_optimizer=True, weight_decay=0.1
+        ),
+        scheduler=SchedulerConfig(
+            lr_decay_style="cosine",
+            lr_decay_iters=ends,
+            lr_warmup_iters=0,
+            start_weight_decay=0.1,
+            end_weight_decay=0.1,
+            max_steps=ends,
+        ),
+        ddp=DistributedDataParallelConfig(
+            check_for_nan_in_grad=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            average_in_collective=False,
+            use_distributed_optimizer=True,
+        ),
+        dataset=MockGPTDatasetConfig(
+            seq_length=SEQUENCE,
+            random_seed=1234,
+            reset_attention_mask=False,
+            reset_position_ids=False,
+            eod_mask_loss=False,
+            num_workers=0,
+            dataloader_type="single",
+            skip_getting_attention_mask_from_dataset=False,
+        ),
+        logger=LoggerConfig(log_interval=1, tensorboard_dir=None),
+        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1),
+        checkpoint=checkpoint or CheckpointConfig(save=None, load=None),
+        rng=RNGConfig(seed=1234),
+        dist=DistributedInitConfig(distributed_backend="gloo", use_gloo_process_groups=True),
+    )
+
+
+@dataclass
+class Trained:
+    """What a run leaves on a rank. Losses are where Megatron reports them, on the last pipeline rank."""
+
+    model: list = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    """By training iteration."""
+    evaluated: list[float] = field(default_factory=list)
+    """Of each validation and of the test."""
+    gradients: dict = field(default_factory=dict)
+    """Of the first iteration, by global name."""
+
+
+def pretrain(config):
+    """Train by `config`."""
+    from megatron.bridge.training import pretrain as loop
+    from megatron.bridge.training.callbacks import Callback
+    from megatron.bridge.training.gpt_step import forward_step
+
+    trained = Trained()
+
+    def loss(reported):
+        return [float(reported["lm loss"])] if reported else []
+
+    class Watch(Callback):
+        def on_train_step_end(self, context):
+            trained.losses += loss(context.loss_dict)
+            trained.model = context.model
+            if not trained.gradients:
+                trained.gradients = _gradients(context.model)
+
+        def on_eval_end(self, context):
+            trained.evaluated += loss(context.total_loss_dict)
+
+        on_test_end = on_eval_end
+
+    with on_cpu(), mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):
+        loop.pretrain(config, forward_step, callbacks=[Watch()])
+    return trained
+
+
+def _gradients(chunks):
+    from megatron.core.utils import unwrap_model
+
+    found = {}
+    for core in unwrap_model(chunks):
+        for name, parameter in core.named_parameters():
+            if name.startswith("decoder.layers."):
+                index, _, rest = name.removeprefix("decoder.layers.").partition(".")
+                name = f"{core.decoder.layers[int(index)].layer_number - 1}.{rest}"
+            found[name] = parameter.main_grad.float().numpy().copy()
+    return found
