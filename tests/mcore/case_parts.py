@@ -83,6 +83,25 @@ ALL_TO_ALL = {**EXPERT, "moe_token_dispatcher_type": "alltoall"}
 OVERLAPPED_EXPERT = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True}
 SIGMOID_ROUTER = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 CONTEXT = {"context_parallel_size": 2, "core_attention": "sdpa", "position_embedding_type": "rope"}
+LATENT = {
+    **{"multi_latent_attention": True, "core_attention": "sdpa", "position_embedding_type": "rope"},
+    **{"normalization": "RMSNorm", "qk_layernorm": True, "q_lora_rank": 32, "kv_lora_rank": 16},
+    **{"qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12},
+}
+DEEPSEEK = {
+    **LATENT,
+    **ALL_TO_ALL,
+    **SIGMOID_ROUTER,
+    "expert_model_parallel_size": 1,
+    "swiglu": True,
+    "moe_layer_freq": "([0]+[1]*3)",
+    "moe_shared_expert_intermediate_size": 64,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_bias_update_rate": 1e-3,
+    "moe_router_dtype": "fp32",
+}
+"""DeepSeek-V3's layers: one dense, then experts beside a shared one."""
 GROUPS = {"decoupled_lr": 1e-4, "weight_decay": 10}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 GROWING = {

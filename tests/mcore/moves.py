@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tests.mcore.case_parts import BOTH, DISTRIBUTED, HYBRID, MOE, TIED
+from tests.mcore.case_parts import BOTH, DEEPSEEK, DISTRIBUTED, HYBRID, MOE, TIED
 
 _SIZES = {
     "p": "pipeline_model_parallel_size",
@@ -221,6 +221,12 @@ MOVES = (
         "1f1b/vocab-2 p2 d2 e2",
         ("plain p2 d2 e2", "v-half/vocab-1 p2 d2 e2"),
         {**MOE, **RESHARDABLE},
+    ),
+    Move(
+        "DeepSeek-V3's layers, multi-token prediction",
+        "v-half/vocab-2 p2",
+        ("plain p2", "plain", "interleaved/vocab-1 p2", "zb-h1/none p2", "1f1b/vocab-2 p3"),
+        {**DEEPSEEK, **AHEAD, "moe_layer_freq": "([0]+[1]*11)"},
     ),
     Move(
         "bf16, fully reshardable, tied",

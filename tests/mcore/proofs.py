@@ -145,8 +145,8 @@ PROOFS = (
         "mcore/test_losses.py::test_losses_and_gradients",
     ),
     Proof(
-        "Transformer Engine's layers under `1f1b`, `zb-h1`, `zb-v`, `v-half` and `v-min`, and their checkpoints "
-        "moved to plain Megatron and back, PyTorch in the place of what it compiles "
+        "Transformer Engine's layers, with latent attention too, under `1f1b`, `zb-h1`, `zb-v`, `v-half` and `v-min`, "
+        "and their checkpoints moved to plain Megatron and back, PyTorch in the place of what it compiles "
         "([how](transformer_engine.md#evidence))",
         "mcore/test_transformer_engine.py::test_every_step_equals_plain_megatron_with_the_same_layers",
     ),
@@ -154,6 +154,10 @@ PROOFS = (
         "experts in Transformer Engine's layers under the same schedules, in turn and in one call "
         "(`--moe-grouped-gemm`): biases, shared experts, experts without tokens, expert parallelism by all-to-all",
         "mcore/test_engine_experts.py::test_every_step_equals_plain_megatron_with_the_same_experts",
+    ),
+    Proof(
+        "the flex token dispatcher under DeepSeek-V3's layers, PyTorch's all-to-all in the place of DeepEP's kernels",
+        "mcore/test_flex_dispatcher.py::test_every_step_equals_plain_megatron_with_the_same_dispatcher",
     ),
     Proof(
         "Transformer Engine's and local layers, each with and without Apex, fused and unfused accumulation of weight "
@@ -178,6 +182,6 @@ NOT_YET = (
     "Transformer Engine's attention under `--context-parallel-size`",
     "the formats of `--fp8-recipe blockwise` and `mxfp8`, which keep no state between passes",
     "`--tp-comm-overlap` under 1f1b: Transformer Engine's buffers need a device",
-    "the flex token dispatcher: DeepEP, HybridEP and NCCL EP move tokens by kernels of their own, which need a device",
+    "the kernels of the flex token dispatcher, which need a device, and its backends HybridEP and NCCL EP",
 )
 """Neither tested nor refused."""

@@ -55,10 +55,10 @@ REFUSED = [
     ),
     ({"validation_set_names": ["a", "b"]}, "cannot work without --multiple-validation-sets"),
     ({"no_pad_vocab_size": True}, "cannot work without --padded-vocab-size"),
-    ({"multi_latent_attention": True, "position_embedding_type": "rope"}, "take keys and values of one size"),
+    ({"multi_latent_attention": True, "position_embedding_type": "rope"}, "takes keys and values of one size"),
     (
-        {"multi_latent_attention": True, "position_embedding_type": "rope", "core_attention": "sdpa"},
-        "take keys and values of one size",
+        {"multi_latent_attention": True, "core_attention": "sdpa", "qk_layernorm": True},
+        "norm compressed queries alone; use --q-lora-rank",
     ),
     ({"apply_layernorm_1p": True}, "Apex's LayerNorm alone has weights around 0"),
     (

@@ -30,6 +30,9 @@ from megatron_vp.mcore.settled import replay
 class ScaledDotProductAttention(MegatronModule):
     """Core attention in the place of Megatron's `DotProductAttention`: same constructor, same shapes, no parameters.
 
+    It also takes the two arguments by which latent attention says how large its keys and values are. They are not
+    needed: the tensors have their sizes.
+
     A causal layer ignores the mask it is handed: it can only repeat causality, because packed documents are refused
     with the arguments. Scores are scaled once, by 1 / sqrt(head size): Megatron's query-key layer scaling divides them
     by the layer number for the range of fp16 and multiplies it back inside the softmax, which a fused kernel with fp32
@@ -53,6 +56,8 @@ class ScaledDotProductAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
         if config.softmax_type != "vanilla":
@@ -86,12 +91,13 @@ class ScaledDotProductAttention(MegatronModule):
         """Attend.
 
         Args:
-            query: [s, b, heads, d]; key, value: [s, b, groups, d] with `groups` dividing `heads`; one dtype.
+            query: [s, b, heads, d]; key: [s, b, groups, d] with `groups` dividing `heads`; value: [s, b, groups, dv],
+                where dv is d except in latent attention; one dtype.
             attention_mask: bool, True where a query must not look, [b or 1, 1, s, s]; unused in a causal layer.
             attn_mask_type: replaces the layer's own.
 
         Returns:
-            The context, [s, b, heads * d].
+            The context, [s, b, heads * dv].
         """
         assert attention_bias is None and packed_seq_params is None, "refused with the arguments"
         causal = (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal

@@ -328,9 +328,21 @@ REFUSALS = (
         "cannot work: Megatron's local attention takes whole sequences; use --core-attention sdpa",
     ),
     Refusal(
-        lambda a: a.multi_latent_attention and a.transformer_impl == "local" and a.hybrid_layer_pattern is None,
-        "--multi-latent-attention with --transformer-impl local cannot work: Megatron's local attention and "
-        "--core-attention sdpa take keys and values of one size; leave it out, or use Transformer Engine's layers",
+        lambda a: (
+            a.multi_latent_attention
+            and a.transformer_impl == "local"
+            and a.core_attention == "megatron"
+            and a.hybrid_layer_pattern is None
+        ),
+        "--multi-latent-attention with --transformer-impl local and --core-attention megatron cannot work: Megatron's "
+        "local attention takes keys and values of one size; use --core-attention sdpa, or Transformer Engine's layers",
+    ),
+    Refusal(
+        lambda a: (
+            a.multi_latent_attention and a.transformer_impl == "local" and a.qk_layernorm and a.q_lora_rank is None
+        ),
+        "--qk-layernorm and --multi-latent-attention without --q-lora-rank cannot work with --transformer-impl local: "
+        "Megatron's local layers norm compressed queries alone; use --q-lora-rank, or leave --qk-layernorm out",
     ),
     Refusal(
         lambda a: (

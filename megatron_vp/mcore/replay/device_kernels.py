@@ -40,11 +40,14 @@ class _Norm(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """Flash attention of [b, heads, s, d]; its result is laid out as the queries are."""
+    """Flash attention of [b, heads, s, d], values [b, groups, s, dv]; its result, [b, heads, s, dv], is laid out as
+    [s, b, heads, dv].
+    """
 
     @staticmethod
     def forward(context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        result = torch.zeros_like(query)
+        batch, heads, positions, _ = query.shape
+        result = query.new_zeros(positions, batch, heads, value.shape[-1]).permute(1, 2, 0, 3)
         context.save_for_backward(query, key, value, result, query.new_zeros(query.shape[:-1], dtype=torch.float32))
         return result
 
