@@ -24,6 +24,9 @@ from megatron_vp.schedule.passes import Pass, PassKind, Schedule
 from megatron_vp.schedule.transfers import Copy
 from megatron_vp.schedule.vocab_passes import Nominal
 
+LEAST_OFFLOADED = 2**20
+"""Bytes. Smaller tensors stay on the device: of so few a copy takes longer to start than to run."""
+
 Span = tuple[float, float]
 """Start and end."""
 Key = tuple[int, int]

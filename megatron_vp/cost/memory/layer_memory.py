@@ -12,6 +12,7 @@ from functools import lru_cache
 from megatron_vp.cost.sizes.layer_types import LayerType, MlpRecompute, mlp_of, mlp_recompute, type_of
 from megatron_vp.cost.sizes.shapes import Job, Recompute
 from megatron_vp.jobs.layer_kind import LayerKind
+from megatron_vp.schedule.offload import LEAST_OFFLOADED
 
 WORKING_SET = 24.5
 """Of the paper's layers: bytes per token and hidden unit that the backward of one layer needs on top."""
@@ -51,6 +52,25 @@ def layer_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
     if job.layers is LayerKind.PAPER:
         return common
     return common + _further_activations(job, kind) - recomputed_activations(job, kind)
+
+
+def small_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
+    """Bytes of those that stay on the device where a layer's activations are offloaded: its tensors are too small.
+
+    Of the others a transfer's time is its bytes over the bandwidth, experts' included.
+    """
+    between, inside = _common_tensors(job, kind)
+    shared = job.tensor if job.sequence_parallel else 1
+    tensors = [job.tokens * each / shared for each in between] + [job.tokens * each for each in inside]
+    if kind.attends and job.layers is not LayerKind.PAPER:
+        model, t = job.model, job.tensor
+        if model.query_key_norms:
+            widths = model.queries / t, max(model.keys // t, model.head_size)
+            tensors += [job.tokens * job.element_bytes * width for width in widths]
+            tensors += [job.tokens * 4 * width / model.head_size for width in widths]
+        if model.rotary and job.layers is not LayerKind.ENGINE:
+            tensors += [job.element_bytes * model.head_size * job.sequence / job.context] * 4
+    return sum(each for each in tensors if each < LEAST_OFFLOADED)
 
 
 def recomputed_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
@@ -153,21 +173,31 @@ def _inner(job: Job, kind: LayerType) -> float:
     return job.tokens * mlp.per_token * job.element_bytes * mlp.width / job.tensor if mlp else 0.0
 
 
-def _common_activations(job: Job, kind: LayerType) -> float:
-    """What layers of every implementation keep."""
+def _common_tensors(job: Job, kind: LayerType) -> tuple[list[float], list[float]]:
+    """Bytes per token of each tensor that layers of every implementation keep.
+
+    Those between the parallel parts of a layer, of which ranks with parallel sequences hold a share, and the others.
+    """
     model, wide, t, mlp = job.model, job.element_bytes, job.tensor, mlp_of(job.model, kind)
-    shared = inside = 0.0
+    between: list[float] = []
+    inside: list[float] = []
     if kind.attends:
         # The norm's input and that of the projection it feeds, the dropout's mask; queries, keys, values, the result
         # and its log-sum-exp.
         keys = max(model.keys // t, model.head_size)
-        shared += model.hidden * (2 * wide + model.dropout)
-        inside += wide * (2 * model.queries / t + 2 * keys) + 4 * model.heads / t
+        between += [wide * model.hidden, wide * model.hidden, model.dropout * model.hidden]
+        inside += [*[wide * model.queries / t] * 2, *[float(wide * keys)] * 2, 4 * model.heads / t]
     if mlp:
         # The same three; the first product and the second one's input.
-        shared += model.hidden * (wide * (1 + mlp.per_token) + model.dropout)
-        inside += mlp.per_token * wide * (3 if model.gated else 2) * mlp.width / t
-    return job.tokens * (shared / (t if job.sequence_parallel else 1) + inside)
+        between += [wide * model.hidden, wide * mlp.per_token * model.hidden, model.dropout * model.hidden]
+        inside += [mlp.per_token * wide * mlp.width / t] * (3 if model.gated else 2)
+    return between, inside
+
+
+def _common_activations(job: Job, kind: LayerType) -> float:
+    """What layers of every implementation keep."""
+    between, inside = _common_tensors(job, kind)
+    return job.tokens * (sum(between) / (job.tensor if job.sequence_parallel else 1) + sum(inside))
 
 
 def _further_activations(job: Job, kind: LayerType) -> float:

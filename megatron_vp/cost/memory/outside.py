@@ -67,7 +67,8 @@ class OutsideMemory:
 
 def runs_megatrons_schedule(schedule: Schedule) -> bool:
     """Whether Megatron's own loop runs `schedule`, so that this project creates no communicators."""
-    return schedule.vocab is VocabMethod.NONE and schedule.name in FAMILIES and FAMILIES[schedule.name].in_megatron
+    megatrons = schedule.name in FAMILIES and FAMILIES[schedule.name].in_megatron
+    return schedule.vocab is VocabMethod.NONE and megatrons and not schedule.offloaded
 
 
 def outside_memory(job: Job, schedule: Schedule, rank: int, moving: float, hardware: Hardware) -> OutsideMemory:

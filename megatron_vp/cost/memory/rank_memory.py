@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.memory.layer_memory import SPLIT_BACKWARD, PassMemory, layer_memory, once_memory, pass_memory
+from megatron_vp.cost.memory.layer_memory import (
+    SPLIT_BACKWARD,
+    PassMemory,
+    layer_memory,
+    once_memory,
+    pass_memory,
+    small_activations,
+)
 from megatron_vp.cost.memory.outside import GIB, OutsideMemory, outside_memory, runs_megatrons_schedule
 from megatron_vp.cost.sizes.flops import expert_weights, layer_weights
 from megatron_vp.cost.sizes.fp8 import activations_saved, quantised, weight_copies
@@ -15,7 +22,7 @@ from megatron_vp.cost.sizes.layer_types import LayerType, model_layers, stage_la
 from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, Recompute
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import Held, PassKind, Schedule, VocabMethod
-from megatron_vp.schedule.ledger import changes
+from megatron_vp.schedule.ledger import changes, lives
 
 EMBEDDED = 2.7
 """Of the paper's code: bytes per token and hidden unit of a microbatch in flight on the first stage. These are the
@@ -166,27 +173,31 @@ class MemoryModel:
         shared = 0.0
         if not whole and (self._rows(rank) or rank in (placement.first_rank, placement.last_rank)):
             shared = SHARED_BUFFERS * self._unit + SCORES * self.job.tokens * self._rows(rank)
-        kept = self.held(rank, {kind: each.kept for kind, each in memory.items()})
+        kept = self.kept(rank)
         waiting = kept
         if self.job.layers is not LayerKind.PAPER:
             waiting = self.held(rank, {kind: each.waiting for kind, each in memory.items()})
             if whole and placement.last_rank == rank:
-                # The last norm keeps its input, and the output layer, until its weight gradient, the norm's result.
-                kept[placement.stages - 1] += 2 * self.job.element_bytes * self._unit
+                # The output layer keeps the last norm's result until its weight gradient.
                 waiting[placement.stages - 1] += self.job.element_bytes * self._unit
         held, scores = once_memory(self.job, split, (kind for kind, count in self._layers(rank) if count)), 0.0
         peak = (0.0, 0.0)
         order = self.schedule.ranks[rank]
+        moved = self.offloaded(rank) if self.schedule.offloaded else {}
         own: dict[tuple[int, int], float] = {}  # of each microbatch and chunk, at present
         for step, (taken, given) in zip(order, changes(order, Held.ACTIVATIONS), strict=True):
             stage, account = placement.stage_of[rank][step.chunk], (step.microbatch, step.chunk)
             has_output = whole and stage == placement.stages - 1
             left = split and step.kind is not PassKind.BW  # the weight gradient, for a W
             if taken:
+                comes = kept[stage] - own.get(account, 0.0)
                 own[account] = kept[stage]
-                held += kept[stage]
+                held += comes
             after = held
-            if given:
+            if given and step.kind is PassKind.O:
+                after -= moved[stage]
+                own[account] -= moved[stage]
+            elif given:
                 after -= own.pop(account)
             elif left and step.kind is PassKind.B:
                 # Layer by layer, what waits for W takes the place of what was kept.
@@ -222,6 +233,43 @@ class MemoryModel:
             peak = max(peak, during, key=sum)
         return peak
 
+    def kept(self, rank: int) -> dict[int, float]:
+        """Bytes that stay of a microbatch from F to B, by virtual stage of `rank`; of a whole output layer but logits.
+
+        These are counted apart, because they grow within the forward.
+        """
+        placement = self.schedule.placement
+        memory = {kind: layer_memory(self.job, self.schedule.split_backward, kind) for kind in model_layers(self.job)}
+        kept = self.held(rank, {kind: each.kept for kind, each in memory.items()})
+        whole = self.schedule.vocab is VocabMethod.NONE
+        if whole and placement.last_rank == rank and self.job.layers is not LayerKind.PAPER:
+            # The last norm keeps its input, and the output layer the norm's result.
+            kept[placement.stages - 1] += 2 * self.job.element_bytes * self._unit
+        return kept
+
+    def offloaded(self, rank: int) -> dict[int, float]:
+        """Bytes of those that leave the device where the stage's activations are offloaded, see `small_activations`.
+
+        Logits of a whole output layer stay: the backward of that stage follows at once.
+        """
+        kept, stages = self.kept(rank), stage_layers(self.job, self.layers)
+        small = {kind: small_activations(self.job, kind) for kind in model_layers(self.job)}
+        return {
+            stage: max(0.0, each - sum(count * small[kind] for kind, count in stages[stage].counts.items()))
+            for stage, each in kept.items()
+        }
+
+    def host(self, rank: int) -> float:
+        """Bytes of the host's memory that a rank's offloaded activations take: of every chunk as many places as it has
+        microbatches there at once.
+        """
+        order, moved = self.schedule.ranks[rank], self.offloaded(rank)
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for first, last in lives(order, Held.HOST_ACTIVATIONS):
+            spans.setdefault(order[first].chunk, []).append((first, last))
+        stages = self.schedule.placement.stage_of[rank]
+        return sum(_most_at_once(each) * moved[stages[chunk]] for chunk, each in spans.items())
+
     def _embedding_s_backward(self, waiting: float) -> float:
         """What changes until a split backward comes to the embedding: the paper's layers but one are then done."""
         return SPLIT_BACKWARD * self._unit - waiting if self.job.layers is LayerKind.PAPER else 0.0
@@ -252,3 +300,9 @@ class MemoryModel:
             # The rows themselves are the first layer's input.
             held[0] += (EMBEDDED if job.layers is LayerKind.PAPER else job.model.dropout) * self._unit
         return held
+
+
+def _most_at_once(spans: Sequence[tuple[int, int]]) -> int:
+    """How many of these spans share a place at most; both ends count."""
+    ends = [(first, 1) for first, _ in spans] + [(last + 1, -1) for _, last in spans]
+    return max(accumulate(change for _, change in sorted(ends)))

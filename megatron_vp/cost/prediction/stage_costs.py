@@ -8,6 +8,7 @@ from statistics import NormalDist
 
 from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.memory.rank_memory import MemoryModel
 from megatron_vp.cost.sizes.layer_types import stage_layers
 from megatron_vp.cost.sizes.layouts import equal_layers
 from megatron_vp.cost.sizes.shapes import Job, Plan
@@ -54,6 +55,10 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, co
     elif plan.vocab is VocabMethod.INTERLACED:
         whole = sum(times.output_shard(plan.vocab)) + sum(times.synchronous_embedding())
         vocabulary = {"V": tuple(whole * factor + communication.synchronous_vocabulary() for factor in pace)}
+    copies: dict[tuple[bool, int, int], float] = {}
+    if plan.offload_chunks:
+        model = MemoryModel(job, schedule, layers_of(job, plan, placement), hardware)
+        copies = copy_seconds(model)
     return StageCosts(
         F=tuple(split.F * factor for split, factor in zip(stages, placed_at, strict=True)),
         B=tuple(split.B * factor for split, factor in zip(stages, placed_at, strict=True)),
@@ -61,9 +66,20 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, co
         **vocabulary,
         messages=communication.messages(placement),
         collectives=communication.collectives(plan.vocab, _members(plan, placement)),
-        copies={},
+        copies=copies,
         other={},
     )
+
+
+def copy_seconds(memory: MemoryModel) -> dict[tuple[bool, int, int], float]:
+    """Seconds of a microbatch's copies to the host and back, by rank and chunk, as `StageCosts.copies`."""
+    host, found = memory.hardware.host, {}
+    for rank, stages in enumerate(memory.schedule.placement.stage_of):
+        moved = memory.offloaded(rank)
+        for chunk, stage in enumerate(stages):
+            found[True, rank, chunk] = moved[stage] / host.out
+            found[False, rank, chunk] = moved[stage] / host.back
+    return found
 
 
 def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants = CALIBRATED) -> Costs:
@@ -80,13 +96,15 @@ def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants =
     if plan.vocab_rows is None and all(stage.counts == held[0].counts for stage in held):
         mean = costs.nominal(job.pipeline)
         unit = 0.01 * (mean.F + mean.B + mean.W)
-        return PassCosts(**{name: float(round(value / unit)) for name, value in mean.named().items()}, other={})
+        rounded = {name: float(round(value / unit)) for name, value in mean.named().items() if name not in mean.other}
+        return PassCosts(**rounded, other={name: round(value / unit, 2) for name, value in mean.other.items()})
     scaled = costs.scaled(100 * job.pipeline / sum((*costs.F, *costs.B, *costs.W)))
     return StageCosts(
         **{kind: tuple(float(round(value)) for value in values) for kind, values in scaled.named().items()},
         messages={link: round(value) for link, value in scaled.messages.items()},
         collectives={kind: round(value) for kind, value in scaled.collectives.items()},
-        copies={},
+        # Those of one chunk are a few units long.
+        copies={copy: round(value, 2) for copy, value in scaled.copies.items()},
         other={},
     )
 

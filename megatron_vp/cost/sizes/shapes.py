@@ -126,7 +126,7 @@ class Job:
     recompute_modules: parts of a layer that are computed again, as `--recompute-modules` names them.
     glu_intermediates: tensors of width `ffn` that a gated MLP keeps besides the input
     and the result of its activation. attention_dropout: the attention drops scores. wide_softmax: Megatron's own
-    attention computes its softmax in fp32.
+    attention computes its softmax in fp32. one_queue: the environment has CUDA_DEVICE_MAX_CONNECTIONS=1.
     Raises UserError for sizes that do not fit each other.
     """
 
@@ -160,6 +160,7 @@ class Job:
     expert_tensor: int = 0
     fp8_parameters: bool = False
     recompute_modules: frozenset[str] = frozenset()
+    one_queue: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sequence", "micro_batch", "microbatches", "pipeline", "tensor", "context", "data", "expert"):
@@ -246,6 +247,8 @@ class Plan:
     """of a flexible schedule that was fitted to a memory limit, see `prediction.limit`"""
     activation_limit: str = ""
     """that limit, as `--activation-limit` says it"""
+    offload_chunks: int = 0
+    """per rank, whose activations wait in the host's memory between forward and backward"""
 
     @property
     def label(self) -> str:
@@ -270,6 +273,7 @@ class Plan:
             costs=costs,
             vocab_ranks=holders,
             further_orders=further_orders,
+            offload_chunks=self.offload_chunks,
         )
 
     def shard_rows(self, job: Job) -> tuple[int, ...]:
