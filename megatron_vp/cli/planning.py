@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -200,7 +201,7 @@ def read_request(
     from megatron_vp.cost.sizes.job_sizes import job_of
 
     config, machine, gpus, limit = _read(paths, flags, hardware, nodes, memory, commands_own)
-    job = job_of(config.values, gpus)
+    job = replace(job_of(config.values, gpus), one_queue=os.environ.get(ONE_QUEUE) == "1")
     refuse_fp8(job, machine)
     return Request(config, job, machine, limit)
 

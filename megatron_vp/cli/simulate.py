@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,11 +27,13 @@ from megatron_vp.cli.planning import (
 from megatron_vp.cli.result_output import format_for, write
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import files_and_flags
+from megatron_vp.jobs.settings import ONE_QUEUE
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from megatron_vp.cost.planning.evaluation import Evaluation
+    from megatron_vp.cost.prediction.copies import RankCopies
     from megatron_vp.cost.sizes.shapes import Job, Plan
 
 MOST_FORWARDS = 131_072
@@ -58,6 +61,13 @@ def simulate(
         ),
     ] = None,
     asked_format: FormatOption = None,
+    offload_chunks: Annotated[
+        str | None,
+        typer.Option(
+            help="Chunks per rank whose activations wait in the host's memory between forward and backward: a number, "
+            "half or all. Those that live longest are taken."
+        ),
+    ] = None,
     output: OutputOption = None,
 ) -> None:
     """Predict time and memory of every pipeline rank for one job, as its configuration runs it.
@@ -70,16 +80,20 @@ def simulate(
     from megatron_vp.cost.balance.chosen_shards import gain_of_next_start, with_partition, with_shards
     from megatron_vp.cost.planning.candidates import Candidate, method_of
     from megatron_vp.cost.planning.evaluation import evaluation_of
+    from megatron_vp.cost.prediction.copies import check_host_memory
     from megatron_vp.cost.prediction.limit import with_given_limit
-    from megatron_vp.cost.prediction.predict import make_simulator, predict
+    from megatron_vp.cost.prediction.predict import make_simulator, memory_model, predict
+    from megatron_vp.cost.prediction.stage_costs import copy_seconds
     from megatron_vp.cost.prediction.traced_costs import traced_costs
-    from megatron_vp.cost.sizes.job_plan import plan_of
+    from megatron_vp.cost.sizes.job_plan import plan_of, with_offload
     from megatron_vp.schedule.gc_paused import gc_paused
     from megatron_vp.trace.rank_files import read_traces
 
     output_format = format_for(asked_format, output, Format)
     request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
-    plan = own = plan_of(request.config)
+    if offload_chunks is None:
+        offload_chunks = str(request.config.values.get("offload_chunks") or 0)
+    plan = own = with_offload(plan_of(request.config), offload_chunks)
     _refuse_endless(request.job, plan)
     measured = None
     if trace is None:
@@ -91,7 +105,12 @@ def simulate(
         measured = traced_costs(trace, request.job, plan)
     with gc_paused():
         simulator = make_simulator(request.job, plan, request.hardware)
+        if measured is not None and plan.offload_chunks:
+            memory = memory_model(request.job, plan, simulator.schedule, request.hardware)
+            measured = replace(measured, copies=copy_seconds(memory))  # copies are not in a trace
         prediction = predict(request.job, plan, request.hardware, measured=measured, simulator=simulator)
+        if plan.offload_chunks:
+            check_host_memory(prediction)
         found = evaluation_of(Candidate(method_of(plan), plan), prediction, simulator, request.job)
         match output_format:
             case Format.TABLE:
@@ -148,12 +167,13 @@ def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
             f"MFU {100 * found.mfu:.1f} % of {request.hardware.peak_flops / 1e12:.0f}, "
             f"bubble {100 * found.bubble_fraction:.1f} %",
             f"of that: work of the mean rank {seconds(loss.work)} s, the busiest rank's more {loss.imbalance:.3g} s, "
-            f"bubble {loss.bubble:.3g} s, communication {loss.communication:.3g} s, after the passes {loss.step:.3g} s",
+            f"bubble {loss.bubble:.3g} s, communication {loss.communication:.3g} s, after the passes {loss.step:.3g} s"
+            + (f", copies to the host and back {loss.copies:.3g} s" if found.copies else ""),
             f"peak {found.peak_memory / GIB:.1f} GiB: {fits} into {request.limit / GIB:.4g} GiB; bound by "
             f"{found.bound_by(request.limit)}",
             *memory_room(request, found),
             "",
-            rendered(table) + rendered(_outside(found)) + "\n".join(request.notes),
+            rendered(table) + rendered(_outside(found)) + _copies(request, found) + "\n".join(request.notes),
             "",
         ]
     )
@@ -172,6 +192,41 @@ def _outside(found: Evaluation) -> Table:
         held = [f"{outside.parts()[part] / GIB:.2f}" for part in parts]
         table.add_row(str(rank), str(outside.communicators), f"{outside.total / GIB:.2f}", *held)
     return table
+
+
+def _copies(request: Request, found: Evaluation) -> str:
+    """The table of copies to the host's memory; nothing where there are none."""
+    from rich.table import Table
+
+    from megatron_vp.cost.prediction.copies import fullest_node, host_room
+    from megatron_vp.cost.prediction.predict import has_one_queue
+
+    if not found.copies:
+        return ""
+    table = Table(title="activations in the host's memory (no copy was measured here)", title_justify="left")
+    for heading in ("rank", "chunks", "host GiB", "GiB a microbatch", "lane busy %", *_WAITS):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for rank, each in enumerate(found.copies):
+        chunks = ",".join(map(str, each.chunks)) or "-"
+        sizes = f"{each.host / GIB:.2f}", f"{each.bytes / GIB:.3f}", f"{100 * each.load:.0f}"
+        table.add_row(str(rank), chunks, *sizes, *(f"{wait:.3g}" for wait in _waits(each)))
+    taken = fullest_node(request.job, request.hardware, [each.host for each in found.copies])
+    lines = [f"the fullest node takes {taken / GIB:.0f} of {host_room(request.hardware) / GIB:.0f} GiB for them"]
+    if min(len(each.chunks) for each in found.copies) < found.candidate.plan.offload_chunks:
+        lines.append("chunks that would have to be back before they have left stay on the device")
+    if has_one_queue(request.job, request.hardware):
+        lines.append(
+            f"with one hardware queue ({ONE_QUEUE}=1) a copy that waits for the one before it holds up the passes "
+            "behind it: a model that was not compared with a GPU"
+        )
+    return rendered(table) + "\n".join(lines) + "\n"
+
+
+_WAITS = ("waits out s", "waits back s", "waits in the queue s")
+
+
+def _waits(copies: RankCopies) -> tuple[float, float, float]:
+    return copies.wait_out, copies.wait_back, copies.wait_in_queue
 
 
 def _document(request: Request, found: Evaluation) -> dict[str, object]:

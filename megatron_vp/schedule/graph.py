@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
 from megatron_vp.schedule.instructions import Loss
@@ -98,6 +98,18 @@ class Graph:
         """The operations of one rank alone, in the order in which the ranks post them; `orders` are those of steps."""
         posted = self.posted_behind
         return [[posted[step] for step in order if step in posted] for order in orders] if posted else []
+
+    def link_one_queue(self, orders: Sequence[Sequence[int]]) -> None:
+        """Make what a rank issues behind a copy wait until its lane's previous copy has ended.
+
+        On a device with one hardware queue a copy that waits for its lane holds up all that stands behind it.
+        """
+        posted = self.posted_behind
+        for order in orders:
+            posts = [(place, posted[step]) for place, step in enumerate(order) if step in posted]
+            for (_, before), (place, _) in pairwise(posts):
+                if place + 1 < len(order):
+                    self.link(before, order[place + 1])
 
     def step(self, number: int) -> Step:
         """A node that is known to be a step."""

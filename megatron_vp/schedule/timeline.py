@@ -13,8 +13,8 @@ from megatron_vp.schedule.graph import Graph, Node, Step
 from megatron_vp.schedule.ledger import peak
 from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.pass_kinds import Held
-from megatron_vp.schedule.passes import Schedule, VocabMethod
-from megatron_vp.schedule.transfers import Operation
+from megatron_vp.schedule.passes import PassKind, Schedule, VocabMethod
+from megatron_vp.schedule.transfers import Copy, Operation
 
 Span = tuple[float, float]
 """Start and end."""
@@ -70,6 +70,27 @@ class Timeline:
         return tuple(peak(order, Held.HOST_ACTIVATIONS) / self.schedule.chunks for order in self.schedule.ranks)
 
     @cached_property
+    def copy_waits(self) -> tuple[tuple[float, float, float], ...]:
+        """Time that each rank does nothing but wait for copies: out, before a pass O; back, before a backward; and
+        before other passes, where copies share one hardware queue with them.
+        """
+        graph, start, end = self.nodes
+        is_copy = graph.of_nodes(lambda node: isinstance(node, Copy))
+        waits = []
+        for steps, order in zip(self.schedule.ranks, graph.numbers(self.schedule.ranks), strict=True):
+            out = back = other = 0.0
+            for step, number in zip(steps, order, strict=True):
+                needed = graph.predecessors[number]
+                if any(is_copy[before] for before in needed):
+                    since = max((end[before] for before in needed if not is_copy[before]), default=0.0)
+                    wait = max(0.0, start[number] - since)
+                    out += wait if step.kind is PassKind.O else 0.0
+                    back += wait if step.kind in (PassKind.B, PassKind.BW) else 0.0
+                    other += wait if step.kind not in (PassKind.O, PassKind.B, PassKind.BW) else 0.0
+            waits.append((out, back, other))
+        return tuple(waits)
+
+    @cached_property
     def logits_in_flight(self) -> tuple[int, ...]:
         """Most microbatches that are at once past the start of S and not yet past the end of T, on each rank."""
         return tuple(peak(order, Held.LOGITS) for order in self.schedule.ranks)
@@ -79,17 +100,20 @@ class Simulator:
     """A schedule made ready to be simulated with many costs.
 
     Ranks run their passes in the schedule's order. The operations of a communicator are issued in the order in which
-    they become ready under `costs`, and keep it whatever they are simulated with: a program has one order.
+    they become ready under `costs`, and keep it whatever they are simulated with: a program has one order. With
+    `one_queue`, copies share one hardware queue with the passes: see `Graph.link_one_queue`.
     Raises ScheduleError for a missing, repeated or foreign pass and for an order that cannot proceed.
     """
 
     @gc_paused()
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+    def __init__(self, schedule: Schedule, costs: Costs, one_queue: bool = False) -> None:
         check_passes(schedule)
         self.schedule, self._graph = schedule, build_graph(schedule)
         self._orders = self._graph.numbers(schedule.ranks)
         if schedule.vocab is VocabMethod.INTERLACED:
             join_vocabulary_passes(self._graph, self._orders)
+        if one_queue:
+            self._graph.link_one_queue(self._orders)
         self._order = node_times(self._graph, self._orders, durations(self._graph, schedule, costs)).order
         self._before, lanes = self._graph.predecessors, self._graph.lanes
         latest: dict[int, int] = {}

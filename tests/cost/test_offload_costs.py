@@ -1,10 +1,37 @@
 """What offloading costs and saves: the way to the host's memory, bytes that leave a rank, copies in a prediction."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from megatron_vp.cost.hardware.gpus import GIB, GIGA, HARDWARE
+from megatron_vp.cost.memory.layer_memory import layer_activations, small_activations
+from megatron_vp.cost.memory.rank_memory import MemoryModel
+from megatron_vp.cost.prediction import copies
+from megatron_vp.cost.prediction.copies import copies_of, fullest_node
+from megatron_vp.cost.prediction.predict import has_one_queue, predict
+from megatron_vp.cost.prediction.stage_costs import copy_seconds, order_costs
+from megatron_vp.cost.sizes.layouts import equal_layers
+from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.layer_kind import LayerKind
+from megatron_vp.schedule import Pass, PassCosts, Simulator, VocabMethod, generate
+from megatron_vp.schedule.ledger import peak
+from megatron_vp.schedule.pass_kinds import Held
+from tests.cost.small_job import run
 
 PAGE = (Path(__file__).parents[2] / "docs/cost_model.md").read_text()
+H200 = HARDWARE["h200"]
+MODEL = ModelShape(layers=32, hidden=4096, heads=32, ffn=16384, vocab=32000)
+# A sequence so long that none of its tensors is too small to leave.
+JOB = Job(MODEL, sequence=8192, micro_batch=1, microbatches=32, pipeline=8, layers=LayerKind.ENGINE)
+PO = Plan("po", chunks=4)
+
+
+def memory_of(job, schedule):
+    return MemoryModel(job, schedule, equal_layers(job, schedule.placement.stages), H200)
 
 
 def test_the_docs_have_every_gpus_way_to_the_host():
@@ -16,3 +43,179 @@ def test_the_docs_have_every_gpus_way_to_the_host():
         host = HARDWARE[name].host
         assert list(map(float, figures)) == [host.out / GIGA, host.back / GIGA, host.duplex, host.memory / GIB]
         assert where in ("quoted", "estimate") and (where == "quoted") == host.source.startswith("quoted")
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_tensors_below_one_mebibyte_stay(tensor):
+    llama = replace(MODEL, kv_groups=8, gated=True, query_key_norms=True)
+    job = Job(llama, 2048, 1, 8, 4, tensor=tensor, sequence_parallel=tensor > 1, layers=LayerKind.ENGINE)
+    # Log-sum-exp, and the statistics of the norms of queries and keys, in fp32.
+    assert small_activations(job) == 4 * 2048 * (32 + 32 + 8) / tensor
+    long = replace(job, sequence=2**17)
+    assert small_activations(long) == 0 < small_activations(job) < 0.01 * layer_activations(job)
+    local = replace(job, model=replace(llama, rotary=True), layers=LayerKind.LOCAL_SDPA)
+    # Sines and cosines of queries and keys.
+    assert small_activations(local) - small_activations(job) == 4 * 2 * 128 * 2048
+    short = replace(job, sequence=16)
+    assert small_activations(short) == pytest.approx(layer_activations(short))
+
+
+@pytest.mark.parametrize("method", ["none", "vocab-2"])
+def test_device_memory_falls_as_the_ledger_says(method):
+    costs = PassCosts(other={"copy": 0.75})
+    plain = generate("po", 8, 32, chunks=4, vocab=method, costs=costs)
+    before, whole = memory_of(JOB, plain), 4 * layer_activations(JOB)
+    for chunks, share in ((2, 0.5), (4, 0.2)):
+        moved = generate("po", 8, 32, chunks=4, vocab=method, costs=costs, offload_chunks=chunks)
+        after = memory_of(JOB, moved)
+        for rank in range(8):
+            levels = [peak(each.ranks[rank], Held.ACTIVATIONS) / 4 for each in (plain, moved)]
+            fell = before.rank(rank).activations - after.rank(rank).activations
+            # The same pass need not be the fullest one in both.
+            stays = small_activations(JOB) * 4 * peak(moved.ranks[rank], Held.HOST_ACTIVATIONS) / 4
+            assert fell == pytest.approx((levels[0] - levels[1]) * whole - stays, rel=0.03)
+            assert levels[1] < share * levels[0] or rank
+            assert after.rank(rank).outside.fragments < before.rank(rank).outside.fragments
+
+
+def test_the_host_has_places_for_every_chunks_own_peak():
+    schedule = generate("po", 4, 16, chunks=4, costs=PassCosts(other={"copy": 1.0}), offload_chunks=4)
+    found = memory_of(replace(JOB, pipeline=4, model=replace(MODEL, layers=16), sequence=2048), schedule)
+    moved = found.offloaded(0)
+    assert 0 < moved[0] == layer_activations(found.job) - small_activations(found.job)
+    places = 0
+    for chunk in range(4):
+        level = most = 0
+        for step in schedule.ranks[0]:
+            level += (step.kind == "F") * ((0, chunk) in schedule.offloaded) * (step.chunk == chunk)
+            most = max(most, level)
+            level -= (step.kind == "B") * ((0, chunk) in schedule.offloaded) * (step.chunk == chunk)
+        places += most
+    assert found.host(0) == places * moved[0]
+    assert places >= peak(schedule.ranks[0], Held.HOST_ACTIVATIONS)
+    assert memory_of(found.job, generate("po", 4, 16, chunks=4)).host(0) == 0
+
+
+def test_a_whole_output_layers_last_norm_leaves_and_its_logits_stay():
+    schedule = generate("1f1b", 8, 8)
+    found, unit = memory_of(JOB, schedule), JOB.tokens * MODEL.hidden
+    assert found.offloaded(7)[7] - found.offloaded(6)[6] == 2 * 2 * unit
+    # And of the first stage, the mask of the embedding's dropout.
+    dropped = replace(JOB, model=replace(MODEL, dropout=True))
+    sharded = memory_of(dropped, generate("1f1b", 8, 8, vocab="vocab-2"))
+    assert sharded.offloaded(0)[0] - sharded.offloaded(1)[1] == unit
+
+
+def test_copies_take_their_bytes_over_the_bandwidth_and_passes_are_ordered_for_them():
+    schedule = generate("po", 8, 1, chunks=4)
+    slow = replace(H200, host=replace(H200.host, back=H200.host.back / 2))
+    found = copy_seconds(MemoryModel(JOB, schedule, equal_layers(JOB, 32), slow))
+    moved = memory_of(JOB, schedule).offloaded(3)[3]
+    assert found[True, 3, 0] == moved / 50e9 and found[False, 3, 0] == moved / 25e9
+    assert len(found) == 2 * 8 * 4
+    plain, off = (order_costs(JOB, replace(PO, offload_chunks=chunks), H200) for chunks in (0, 2))
+    assert not plain.other and replace(off, other={}) == plain
+    work = off.F + off.B + off.W  # of a rank: hundredths
+    assert work == pytest.approx(100, abs=1.5)
+    timeline = predict(JOB, replace(PO, offload_chunks=2), H200).timeline
+    seconds = timeline.busy[0] / JOB.microbatches
+    assert off.other["copy"] == pytest.approx(100 * 4 * moved / 50e9 / seconds, rel=0.1)
+    uneven = order_costs(JOB, replace(PO, layers=(0, *[1] * 30, 2), offload_chunks=2), H200)
+    assert uneven.copies[True, 3, 0] == pytest.approx(off.other["copy"] / 4, rel=0.05)
+    assert uneven.copies[True, 0, 0] == 0
+
+
+ONE_RANK = generate("interleaved", 1, 2, chunks=2)
+
+
+def timeline_of(text, one_queue=False):
+    """Two chunks on one rank: a forward takes 1, a backward 2, a copy 3."""
+    order = tuple(map(Pass.parse, text.split()))
+    costs = PassCosts(F=2, B=2, W=2, other={"copy": 6})
+    return Simulator(replace(ONE_RANK, ranks=(order,)), costs, one_queue).simulate(costs)
+
+
+@pytest.mark.parametrize(
+    ("order", "free", "shared"),
+    [
+        # The copies out end at 4 and 7: O0 waits from 3 on. With one queue F0.1 waits for the first of them, from 2 on.
+        ("F0 F1 F0.1 O0 B0.1 F1.1 O1 B1.1 R0 B0 R1 B1", ((1, 6, 0), 19), ((0, 6, 2), 20)),
+        ("F0 O0 F1 O1 F0.1 B0.1 F1.1 B1.1 R0 B0 R1 B1", ((6, 6, 0), 24), ((6, 6, 0), 24)),
+    ],
+)
+def test_a_rank_waits_for_its_copies(order, free, shared):
+    for one_queue, (waits, makespan) in ((False, free), (True, shared)):
+        found = timeline_of(order, one_queue)
+        assert found.copy_waits == (waits,)
+        assert found.makespan == makespan == found.busy[0] + sum(waits)
+
+
+def test_megatron_wants_one_queue_for_tensor_parallelism_before_blackwell():
+    tensor = replace(JOB, tensor=2)
+    found = [has_one_queue(job, HARDWARE[name]) for job in (JOB, tensor) for name in ("h200", "b200", "cpu")]
+    assert found == [False, False, False, True, False, False]
+    assert has_one_queue(replace(JOB, one_queue=True), HARDWARE["b200"])
+    free, shared = (
+        predict(replace(JOB, one_queue=one), replace(PO, offload_chunks=1), H200).iteration_seconds
+        for one in (False, True)
+    )
+    assert shared > 1.01 * free
+    assert len({predict(replace(JOB, one_queue=one), PO, H200).iteration_seconds for one in (False, True)}) == 1
+
+
+def test_copies_of_a_prediction():
+    plan = Plan("po", VocabMethod.VOCAB_2, 4, offload_chunks=2)
+    prediction = predict(JOB, plan, H200)
+    found = copies_of(prediction)
+    assert [len(each.chunks) for each in found] == [2] * 8
+    lane = JOB.microbatches * 2 * found[0].bytes / 50e9
+    assert found[0].load == pytest.approx(lane / prediction.busy_seconds[0])
+    assert max(each.wait_out for each in found) > 0
+
+
+def test_a_node_holds_the_activations_of_its_own_ranks():
+    host = [5.0, 4.0, 3.0, 2.0]
+    job = replace(JOB, pipeline=4)
+    assert fullest_node(job, H200, host) == 14
+    assert fullest_node(replace(job, data=3), H200, host) == 5 * 3 + 4 * 3 + 3 * 2
+    assert fullest_node(replace(job, data=16), H200, host) == 40
+
+
+WIDE = ["--hidden-size", 16384, "--num-attention-heads", 128, "--vocab-parallel", "--hardware", "h200"]
+WIDE += ["--pipeline-schedule", "po", "--num-virtual-stages-per-pipeline-rank", 2]
+"""So wide that copies hide behind the passes."""
+
+
+def test_the_command_says_what_copies_take(small):
+    words = [small, *WIDE]
+    plain, moved = (
+        json.loads(run("simulate", *words, "--offload-chunks", chunks, "--format", "json").stdout)["plan"]
+        for chunks in ("0", "half")
+    )
+    assert (plain["offload_chunks"], moved["offload_chunks"]) == (0, 1)
+    assert "copies" not in plain and "copies" not in plain["seconds"]
+    assert moved["peak_memory_bytes"] < plain["peak_memory_bytes"]
+    assert moved["iteration_seconds"] < 1.02 * plain["iteration_seconds"]
+    assert len(moved["copies"]) == 4 and moved["copies"][0]["host"] > 0
+    assert sum(moved["seconds"].values()) == pytest.approx(moved["iteration_seconds"])
+    text = run("simulate", *words, "--offload-chunks", 1).stdout
+    assert "copies to the host and back" in text and "activations in the host's memory" in text
+    shared = run("simulate", *words, "--offload-chunks", 1, "--tensor-model-parallel-size", 2).stdout
+    assert "one hardware queue" in shared and "one hardware queue" not in text
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.7, "--offload-chunks 1 fits"), (0.1, "leave it out")])
+def test_too_little_host_memory_is_refused_with_what_fits(small, monkeypatch, share, said):
+    words = [small, *WIDE, "--offload-chunks"]
+    found = json.loads(run("simulate", *words, 2, "--format", "json").stdout)["plan"]["copies"]
+    needed = sum(each["host"] for each in found)
+    monkeypatch.setattr(copies, "host_room", lambda hardware: share * needed)
+    refused = run("simulate", *words, "all")
+    assert isinstance(refused.exception, UserError) and said in str(refused.exception)
+
+
+def test_recomputed_chunks_are_not_offloaded(small):
+    words = [small, "--pipeline-schedule", "v-half", "--offload-chunks", 1]
+    full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
+    refused = run("simulate", *words, *full)
+    assert isinstance(refused.exception, UserError) and "leave out one of the two" in str(refused.exception)

@@ -64,7 +64,8 @@ class Hardware:
     peak_flops: dense FLOP/s in bf16 and fp16, no sparsity. memory: bytes that a process can have, as PyTorch reports
     it. memory_bandwidth: bytes/s. link_bandwidth and network_bandwidth: bytes/s of one GPU in one direction, inside a
     node and between nodes. source: where the figures are from. rates: what it sustains; None where that is not known,
-    or where this project's kernels do not run. host: the way to the memory of its node.
+    or where this project's kernels do not run. host: the way to the memory of its node. needs_one_queue: for tensor and
+    context parallelism Megatron demands CUDA_DEVICE_MAX_CONNECTIONS=1, as it does before Blackwell.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Hardware:
     host: HostLink
     rates: Rates | None = None
     is_gpu: bool = True
+    needs_one_queue: bool = True
 
 
 _ALL = (
@@ -172,6 +174,7 @@ _ALL = (
             "over 6 TB/s; 148 SMs x 128 lanes at 1.7 GHz",
             any_layout_fp8=True,
         ),
+        needs_one_queue=False,
     ),
     Hardware(
         name="mi300x",
@@ -203,6 +206,7 @@ _ALL = (
             source="a copy inside the same memory reads and writes; it is of the same size again",
         ),
         is_gpu=False,
+        needs_one_queue=False,
     ),
 )
 

@@ -9,6 +9,7 @@ from megatron_vp.cost.hardware.constants import CALIBRATED, ERROR_BAND, Constant
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.rank_memory import RankMemory
 from megatron_vp.cost.planning.candidates import REDISTRIBUTED, Candidate, too_few_layers
+from megatron_vp.cost.prediction.copies import RankCopies, copies_of
 from megatron_vp.cost.prediction.predict import Prediction, make_simulator, predict
 from megatron_vp.cost.prediction.samples import extended, sampled
 from megatron_vp.cost.sizes.shapes import Job
@@ -26,7 +27,7 @@ class Loss:
 
     work: of the mean rank. imbalance: what the busiest rank works more. bubble: waits of the busiest rank that would be
     there if communication were free. communication: what communication adds. step: after the passes, gradient
-    synchronisation and optimizer.
+    synchronisation and optimizer. copies: what those of offloaded activations add.
     """
 
     work: float
@@ -34,10 +35,11 @@ class Loss:
     bubble: float
     communication: float
     step: float
+    copies: float = 0.0
 
     def largest(self) -> str:
         """Name of what costs most beside the work, or `compute` where nothing costs much."""
-        names = ("imbalance", "bubble", "communication", "step")
+        names = ("imbalance", "bubble", "communication", "step", "copies")
         name = max(names, key=lambda each: getattr(self, each))
         total = self.work + sum(getattr(self, each) for each in names)
         return name if getattr(self, name) >= SMALL * total else "compute"
@@ -57,6 +59,8 @@ class Evaluation:
     loss: Loss
     vocab_rows: tuple[int, ...] | None = None
     """Rows of the vocabulary by pipeline rank, tensor ranks together; None where it is not split."""
+    copies: tuple[RankCopies, ...] = ()
+    """of offloaded activations, by pipeline rank"""
 
     @property
     def peak_memory(self) -> float:
@@ -90,12 +94,12 @@ class Evaluation:
             "chunks": plan.chunks,
             "layers": plan.layers,
             "vocab_rows": self.vocab_rows,
-            "offload_chunks": 0,
+            "offload_chunks": plan.offload_chunks,
             "iteration_seconds": self.iteration_seconds,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
             "bubble_fraction": self.bubble_fraction,
-            "seconds": asdict(self.loss),
+            "seconds": {name: value for name, value in asdict(self.loss).items() if name != "copies" or self.copies},
             "busy_seconds": self.busy,
             "peak_memory_bytes": self.peak_memory,
             "memory_bytes": [rank.parts() for rank in self.memory],
@@ -105,7 +109,7 @@ class Evaluation:
             "free_bytes": limit - self.peak_memory,
             "tight": self.is_tight(limit),
             "bound_by": self.bound_by(limit),
-        }
+        } | ({"copies": list(map(asdict, self.copies))} if self.copies else {})
 
 
 @gc_paused()
@@ -127,7 +131,10 @@ def evaluation_of(candidate: Candidate, prediction: Prediction, simulator: Simul
     """The figures of a prediction for a sample of `job`, which is simulated once more with free communication."""
     timeline = prediction.timeline
     assert isinstance(timeline.costs, StageCosts)
-    silent = extended(simulator.simulate(replace(timeline.costs, messages={}, collectives={})), job.microbatches)
+    quiet = replace(timeline.costs, messages={}, collectives={})
+    silent = extended(simulator.simulate(quiet), job.microbatches)
+    moves = bool(timeline.costs.copies)
+    uncopied = extended(simulator.simulate(replace(quiet, copies={})), job.microbatches) if moves else silent
     makespan = extended(timeline, job.microbatches)
     busy = tuple(each * job.microbatches / prediction.job.microbatches for each in timeline.busy)
     mean, most, step = sum(busy) / len(busy), max(busy), prediction.iteration_seconds - timeline.makespan
@@ -143,9 +150,11 @@ def evaluation_of(candidate: Candidate, prediction: Prediction, simulator: Simul
         loss=Loss(
             work=mean,
             imbalance=most - mean,
-            bubble=max(0.0, silent - most),
+            bubble=max(0.0, uncopied - most),
             communication=makespan - max(silent, most),
             step=step,
+            copies=max(silent, most) - max(uncopied, most),
         ),
         vocab_rows=candidate.plan.rows_by_rank(job),
+        copies=copies_of(prediction) if moves else (),
     )

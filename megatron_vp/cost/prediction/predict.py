@@ -10,7 +10,7 @@ from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.rank_memory import MemoryModel, RankMemory
 from megatron_vp.cost.prediction.stage_costs import layers_of, order_costs, stage_costs, stage_times
 from megatron_vp.cost.sizes.flops import model_flops
-from megatron_vp.cost.sizes.shapes import Job, Plan
+from megatron_vp.cost.sizes.shapes import Job, Plan, Recompute
 from megatron_vp.cost.times.communication import CommunicationModel
 from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.errors import UserError
@@ -133,11 +133,23 @@ def make_simulator(
             "tied embeddings would belong to both chunks of the first rank; add --vocab-parallel or "
             "--untie-embeddings-and-output-weights"
         )
+    if plan.offload_chunks and job.recompute is Recompute.FULL:
+        raise UserError(
+            f"--offload-chunks {plan.offload_chunks} does not go with --recompute-granularity full, which leaves "
+            "next to nothing to copy: leave out one of the two"
+        )
     plan.shard_rows(job)  # refuses rows that do not add up to the vocabulary
     costs = order_costs(job, plan, hardware, constants)
-    return _simulator(plan.request(job, costs=costs, further_orders=further_orders))
+    request = plan.request(job, costs=costs, further_orders=further_orders)
+    return _simulator(request, bool(plan.offload_chunks) and has_one_queue(job, hardware))
+
+
+def has_one_queue(job: Job, hardware: Hardware) -> bool:
+    """Whether copies share one hardware queue with the passes: the environment says so, or Megatron demands it."""
+    demanded = hardware.needs_one_queue and max(job.tensor, job.context) > 1
+    return hardware.is_gpu and (job.one_queue or demanded)
 
 
 @lru_cache(maxsize=3)
-def _simulator(request: ScheduleRequest) -> Simulator:
-    return Simulator(request.schedule(), request.costs)
+def _simulator(request: ScheduleRequest, one_queue: bool) -> Simulator:
+    return Simulator(request.schedule(), request.costs, one_queue)

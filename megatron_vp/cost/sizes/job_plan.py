@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_vp.cost.sizes.job_sizes import job_of, recompute_modules
@@ -15,6 +16,7 @@ from megatron_vp.jobs.job_config import ALGORITHM_ALONE, JobConfig
 from megatron_vp.jobs.layout_text import even_layers, layers_in, layout_of
 from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.schedule import DEFAULT_SCHEDULE, Family, VocabMethod, family, megatrons_own
+from megatron_vp.schedule.request import chunks_to_offload
 
 UNCOUNTED: dict[str, tuple[Any, ...]] = {
     # Layers of other shapes.
@@ -116,6 +118,12 @@ def plan_of(config: JobConfig) -> Plan:
     if layers is not None:
         return Plan(chosen.name, vocab, chunks, layers)
     return Plan(chosen.name, vocab, chunks, _uneven_layers(config, chosen))
+
+
+def with_offload(plan: Plan, chunks: str) -> Plan:
+    """`plan` with so many `chunks` per rank to offload: a number, half or all. Raises UserError for others."""
+    own = family(plan.schedule).chunks_of(plan.chunks)
+    return replace(plan, offload_chunks=chunks_to_offload(chunks, own))
 
 
 def layers_given(config: JobConfig) -> tuple[int, ...] | None:

@@ -1,0 +1,88 @@
+"""Copies of activations to the host's memory in a prediction: how busy they are, who waits for them, and their room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_vp.cost.hardware.gpus import GIB, Hardware
+from megatron_vp.cost.prediction.predict import Prediction, make_simulator, memory_model
+from megatron_vp.cost.prediction.stage_costs import copy_seconds
+from megatron_vp.cost.sizes.shapes import Job
+from megatron_vp.errors import UserError
+
+HOST_SHARE = 0.8
+"""Part of a node's memory that activations may take. The rest is for processes, data and checkpoints being written."""
+
+
+@dataclass(frozen=True)
+class RankCopies:
+    """One rank's copies. Seconds and bytes.
+
+    chunks: that are offloaded; fewer than asked for where a microbatch would have to be back before it has left. host:
+    most bytes in the host's memory. bytes: of one microbatch, one way. load: time of its copies over the time that it
+    computes. wait_out, wait_back, wait_in_queue: of an iteration, see `Timeline.copy_waits`.
+    """
+
+    chunks: tuple[int, ...]
+    host: float
+    bytes: float
+    load: float
+    wait_out: float
+    wait_back: float
+    wait_in_queue: float
+
+
+def copies_of(prediction: Prediction) -> tuple[RankCopies, ...]:
+    """The copies of every rank."""
+    timeline, schedule = prediction.timeline, prediction.timeline.schedule
+    memory = memory_model(prediction.job, prediction.plan, schedule, prediction.hardware)
+    took, found = copy_seconds(memory), []
+    for rank, waits in enumerate(timeline.copy_waits):
+        chunks = tuple(chunk for where, chunk in schedule.offloaded if where == rank)
+        lane = schedule.microbatches * sum(took[way, rank, chunk] for way in (True, False) for chunk in chunks)
+        moved = memory.offloaded(rank)
+        stages = schedule.placement.stage_of[rank]
+        sizes = sum(moved[stages[chunk]] for chunk in chunks)
+        found.append(RankCopies(chunks, memory.host(rank), sizes, lane / timeline.busy[rank], *waits))
+    return tuple(found)
+
+
+def host_room(hardware: Hardware) -> float:
+    """Bytes of a node's memory that activations may take."""
+    return HOST_SHARE * hardware.host.memory * hardware.gpus_per_node
+
+
+def fullest_node(job: Job, hardware: Hardware, host: Sequence[float]) -> float:
+    """Most bytes of a node's memory that its ranks take; `host`: by pipeline rank. Ranks of a stage are neighbours."""
+    each, size = job.gpus_per_stage, hardware.gpus_per_node
+    if each % size == 0:
+        return size * max(host)
+    nodes = -(-job.gpus // size)
+    return max(
+        sum(host[place // each] for place in range(node * size, min((node + 1) * size, job.gpus)))
+        for node in range(nodes)
+    )
+
+
+def check_host_memory(prediction: Prediction) -> None:
+    """Raise UserError where a node has less memory than its ranks' activations take there, with what fits."""
+    job, plan, hardware = prediction.job, prediction.plan, prediction.hardware
+
+    def needed(chunks: int) -> float:
+        other = replace(plan, offload_chunks=chunks)
+        schedule = prediction.timeline.schedule
+        if chunks != plan.offload_chunks:
+            schedule = make_simulator(job, other, hardware).schedule
+        memory = memory_model(job, other, schedule, hardware)
+        return fullest_node(job, hardware, list(map(memory.host, range(job.pipeline))))
+
+    room, asked = host_room(hardware), needed(plan.offload_chunks)
+    if asked <= room:
+        return
+    fits = next((chunks for chunks in range(plan.offload_chunks - 1, 0, -1) if needed(chunks) <= room), 0)
+    least = f"--offload-chunks {fits} fits" if fits else "not even one chunk per rank fits: leave it out"
+    raise UserError(
+        f"--offload-chunks {plan.offload_chunks} takes {asked / GIB:.0f} GiB of a node's memory, and activations may "
+        f"take {room / GIB:.0f} of {hardware.host.memory * hardware.gpus_per_node / GIB:.0f} GiB; {least}"
+    )
