@@ -6,6 +6,9 @@ with s = 1 + 2 zeta LSE, which is 1 without a z-loss, and the target's weight t,
 (`megatron_vp.vocab.loss`). S leaves the target's column of E zero: c E - 1 would cancel when the model is sure, so e is
 taken from z in fp32.
 
+With a softcap k on the logits, a and z are capped, E holds the slopes 1 - tanh(y / k)^2 of its entries, and e is
+multiplied by that of the target, 1 - (z / k)^2.
+
 Label smoothing subtracts one number u from all of D. That part has rank one, and the GEMMs over E take it along: E gets
 `SMOOTHING_ROWS` further rows, whose entries are all `SMOOTHING_ENTRY`.
 
@@ -39,6 +42,7 @@ class Derivative:
     total: A and L of the whole vocabulary.
     loss: what is minimised for a token.
     vocab_size: padded, of all shards.
+    softcap: k; 0 without one.
     """
 
     largest_n: torch.Tensor
@@ -47,6 +51,7 @@ class Derivative:
     total: GlobalStatistics
     loss: TokenLoss
     vocab_size: int
+    softcap: float = 0.0
 
     @property
     def target_weight(self) -> float:
@@ -68,6 +73,8 @@ class Derivative:
         """e; zero where the target belongs to another shard."""
         softmax_part_n = self.total.probability(self.target_logit_n)
         entry_n = softmax_part_n * self.loss.softmax_weight(self.total.log_sum_exp_n) - self.target_weight
+        if self.softcap:
+            entry_n = entry_n * (1 - (self.target_logit_n / self.softcap).square())
         return torch.where(self.target_n >= 0, entry_n, 0)
 
 

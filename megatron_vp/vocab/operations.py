@@ -32,19 +32,24 @@ class Operations(Protocol):
         first: int,
         target_weight: float,
         logit_weight: float = 0.0,
+        softcap: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Turn logits into E = exp(logit - row maximum), zero in the target's column.
+
+        With a softcap k, a logit y is capped to k tanh(y / k) first. What is kept of E is then multiplied by the slope
+        1 - tanh(y / k)^2, by which gradients come back; l is the sum of E without it.
 
         Args:
             logits_nv: [n, V/p], V/p >= 1. Overwritten.
             labels_n: global token ids, int64 [n].
             first: the token of column 0.
             target_weight: t, what the target's logit counts in the loss.
-            logit_weight: u, what every logit counts in the loss.
+            logit_weight: u, what every logit counts in the loss. Not with a softcap.
+            softcap: k; 0 leaves logits as they are.
 
         Returns:
             The packed statistics [3, n] a, l and t z plus u times the row's sum; the target's column, int64 [n], -1
-            where it belongs to another shard; z, zero there. Floats in fp32, or fp64 where the logits are.
+            where it belongs to another shard; z, capped, zero there. Floats in fp32, or fp64 where the logits are.
         """
 
     def fold_(self, total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
@@ -113,6 +118,7 @@ class EagerOperations:
         first: int,
         target_weight: float,
         logit_weight: float = 0.0,
+        softcap: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Operations`."""
         tokens, columns = logits_nv.shape
@@ -123,7 +129,11 @@ class EagerOperations:
         for start in range(0, tokens, ROWS_PER_BLOCK):
             span = slice(start, start + ROWS_PER_BLOCK)
             logits, column, owned = logits_nv[span], target_n[span].clamp(0)[:, None], target_n[span] >= 0
-            wide = logits.to(statistics_3n.dtype)
+            wide, slope = logits.to(statistics_3n.dtype), None
+            if softcap:
+                wide.div_(softcap).tanh_()
+                slope = 1 - wide.square()
+                wide.mul_(softcap)
             largest = wide.amax(-1)
             statistics_3n[MAX, span] = largest
             target_logit_n[span] = torch.where(owned, wide.gather(-1, column).squeeze(-1), 0)
@@ -132,6 +142,8 @@ class EagerOperations:
                 statistics_3n[LINEAR, span] += logit_weight * wide.sum(-1)
             wide.sub_(largest[:, None]).exp_()
             statistics_3n[SUM, span] = wide.sum(-1)
+            if slope is not None:
+                wide.mul_(slope)
             kept = torch.where(owned, 0, wide.gather(-1, column).squeeze(-1))
             wide.scatter_(-1, column, kept[:, None])
             if wide is not logits:
@@ -213,6 +225,7 @@ class ShapeOperations:
         first: int,
         target_weight: float,
         logit_weight: float = 0.0,
+        softcap: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Operations`."""
         dtype = statistics_dtype(logits_nv.dtype)

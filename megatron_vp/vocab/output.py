@@ -11,6 +11,9 @@ A z-loss multiplies c by a factor of its row. Label smoothing lowers the one-hot
 all of D (`megatron_vp.vocab.loss`). That part has rank one, and the GEMMs take it along as two further rows of E
 (`megatron_vp.vocab.derivative`): it costs no further pass over W, X or the gradient of W.
 
+A softcap k on the logits, k tanh(y / k), multiplies every entry of D by 1 - tanh(y / k)^2. E is kept with that factor,
+so it costs no further pass, and no further copy of the logits.
+
 D is never formed: T enters the targets' entries over c into E, so that E^T (c g X) is all of D^T (g X), by one GEMM.
 The row factors ride on X, which is V/p / h times smaller than E (`megatron_vp.vocab.derivative`).
 
@@ -47,23 +50,28 @@ class PendingOutput:
     target_logit_n: torch.Tensor
     loss: TokenLoss
     vocab_size: int
+    softcap: float = 0.0
     weight_sum_h: torch.Tensor | None = None
     """With label smoothing, and once E W is formed: the sum of the shard's rows, times `SMOOTHING_ENTRY`."""
 
     def derivative(self, total: GlobalStatistics) -> Derivative:
         """What turns E into D, once the statistics of the whole vocabulary are known."""
         largest_n = self.statistics_3n[MAX]
-        return Derivative(largest_n, self.target_n, self.target_logit_n, total, self.loss, self.vocab_size)
+        vectors = largest_n, self.target_n, self.target_logit_n
+        return Derivative(*vectors, total, self.loss, self.vocab_size, self.softcap)
 
 
 class OutputLayer(nn.Module):
     """One shard of the output layer: rows [V/p, h] of the weight, and the passes S and T over it.
 
     Gradients go straight into `weight.main_grad` (Megatron's accumulation buffer, any float dtype), outside autograd.
+
+    softcap: k where the model caps its logits to k tanh(logit / k), 0 where it does not. Not with label smoothing.
     """
 
-    def __init__(self, weight: nn.Parameter, shards: VocabShards, index: int) -> None:
+    def __init__(self, weight: nn.Parameter, shards: VocabShards, index: int, softcap: float = 0.0) -> None:
         super().__init__()
+        self.softcap = softcap
         self.weight = weight
         self.shards = shards
         self.index = index
@@ -82,6 +90,9 @@ class OutputLayer(nn.Module):
             The state that T needs, with the packed statistics [3, n] for barrier C1.
         """
         vocab_size, tokens = self.shards.vocab_size, len(x_nh)
+        assert not (self.softcap and loss.label_smoothing), (
+            "a softcap's slopes leave label smoothing's part no rank one"
+        )
         if loss.label_smoothing:
             exp_nv = x_nh.new_empty(tokens + SMOOTHING_ROWS, len(self.weight))
             logits_nv = torch.mm(x_nh, self.weight.t(), out=exp_nv[:tokens])
@@ -92,12 +103,13 @@ class OutputLayer(nn.Module):
             weights = [loss.target_weight(vocab_size)]
             if loss.label_smoothing:
                 weights.append(loss.logit_weight(vocab_size))
+            capped = {"softcap": self.softcap} if self.softcap else {}
             statistics_3n, target_n, target_logit_n = operations_for(logits_nv).exponentiate_(
-                logits_nv, labels_n, self.shards.start(self.index), *weights
+                logits_nv, labels_n, self.shards.start(self.index), *weights, **capped
             )
         else:
             statistics_3n, target_n, target_logit_n = _of_no_rows(logits_nv, labels_n)
-        return PendingOutput(x_nh, exp_nv, statistics_3n, target_n, target_logit_n, loss, vocab_size)
+        return PendingOutput(x_nh, exp_nv, statistics_3n, target_n, target_logit_n, loss, vocab_size, self.softcap)
 
     @torch.no_grad()
     def unscaled_input_gradient(self, pending: PendingOutput) -> torch.Tensor:

@@ -143,6 +143,13 @@ def _model(kind, ranks, chunks, tied):
         "make_vocab_size_divisible_by": 128,
         "transformer_layer_spec": _local_layers,
     }
+    if kind == "gemma":
+        from megatron.bridge.models.gemma.gemma2_provider import Gemma2ModelProvider
+
+        # A cap that flattens the logits of a small model, and no attention of its own, which is not Megatron's.
+        cap = {"final_logit_softcapping": 0.3, "layernorm_zero_centered_gamma": False, "window_size": None}
+        sizes = _transformer(ranks, chunks) | {"kv_channels": 8}
+        return Gemma2ModelProvider(**sizes, **common, **cap, cross_entropy_loss_fusion=False)
     if kind == "provider":
         from megatron.bridge.models.gpt_provider import GPTModelProvider
 

@@ -27,7 +27,7 @@ def doubled(chunks):
             assert type(chunk.embedding.word_embeddings) is VocabParallelEmbedding
             chunk.embedding.word_embeddings.weight.data *= 2
         if chunk.post_process:  # of tied weights, plain Megatron's last stage has a copy
-            assert type(chunk.output_layer) is ColumnParallelLinear
+            assert isinstance(chunk.output_layer, ColumnParallelLinear)
             chunk.output_layer.weight.data *= 2
     return chunks
 
@@ -81,6 +81,7 @@ def plain(kind, tied):
         (VOCAB_2, "config", 1, True),
         (V_HALF, "provider", 2, True),
         (V_HALF, "config", 2, False),
+        (VOCAB_2, "gemma", 1, True),  # scales its embedding, caps its logits
     ],
 )
 def test_bridge_trains_as_without_the_plug_in(settings, kind, chunks, tied):
@@ -115,6 +116,9 @@ def refused(_rank, ranks, settings, chunks, changes):
     [
         (V_HALF, 1, {}, "v-half has 2 chunks per rank, and this script's groups have 1"),
         (VOCAB_2, 1, {"pipeline_model_parallel_layout": "Ettt|tL"}, "leave it out"),
+        (V_HALF, 2, {"final_logit_softcapping": 30.0}, "caps this model's logits on the last one: use 1f1b"),
+        (VOCAB_2, 1, {"final_logit_softcapping": 30.0}, "which its output layer does not apply"),
+        (VOCAB_2 | {"vocab_label_smoothing": 0.1}, 1, {"final_logit_softcapping": 30.0}, "leave the option out"),
         (V_HALF, 2, {"account_for_loss_in_pipeline_split": True, "num_layers": 7}, "--account-for-loss-in-pipeline"),
     ],
 )

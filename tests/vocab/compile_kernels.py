@@ -1,6 +1,6 @@
 """Compile every kernel as our wrappers launch it, for GPUs that are not there, and count its machine code.
 
-    python -m tests.vocab.compile_kernels [--capabilities 80,90,100] [--all | --few] [--write | --variants]
+    python -m tests.vocab.compile_kernels [--capabilities 80,90,100] [--all | --few | --capped] [--write | --variants]
 
 The wrappers run on tensors without data, and a launch ends with the machine code. One line of CSV per kernel: for
 which Triton, capability, dtype, width of the row and label smoothing; warps per program, registers and spilt bytes per
@@ -55,6 +55,7 @@ class Shape:
     hidden: int = 4096
     smoothed: bool = False
     softmax_alone: bool = False
+    softcap: float = 0.0
     main_dtype: torch.dtype = torch.float32
 
 
@@ -86,6 +87,12 @@ COUNTED = [
 
 FEW = [shape for shape in COUNTED if not shape.softmax_alone]
 """Of those as many as have every kernel."""
+
+CAPPED = [
+    *(Shape(dtype, softcap=30.0) for dtype in DTYPES),
+    *(Shape(columns=columns, softmax_alone=True, softcap=30.0) for columns in (512, 9536, 16384, 32768, 65536)),
+]
+"""With a softcap on the logits. The table has none of them."""
 
 EVERYTHING = [
     Shape(dtype, columns, hidden, smoothed)
@@ -160,11 +167,12 @@ def launch_all(shape: Shape, tokens: int = 4096, shards: int = 8) -> None:
     loss = TokenLoss(label_smoothing=0.1 if shape.smoothed else 0.0)
     exp = empty(tokens + (SMOOTHING_ROWS if shape.smoothed else 0), columns, dtype=dtype)
     weights = loss.target_weight(2 * columns), loss.logit_weight(2 * columns)
-    statistics, target, target_logit = softmax.exponentiate_(exp[:tokens], token, 64, *weights)
+    statistics, target, target_logit = softmax.exponentiate_(exp[:tokens], token, 64, *weights, softcap=shape.softcap)
     if shape.softmax_alone:
         return
     states, main_grad = empty(tokens, hidden, dtype=dtype), empty(columns, hidden, dtype=shape.main_dtype)
-    terms = Derivative(statistics[0], target, target_logit, GlobalStatistics(factor, factor, factor), loss, 2 * columns)
+    total = GlobalStatistics(factor, factor, factor)
+    terms = Derivative(statistics[0], target, target_logit, total, loss, 2 * columns, shape.softcap)
     softmax.fold_(statistics, empty(shards, 3, tokens))
     gradient_rows.rescale_(states, weight, terms, weight[0] if shape.smoothed else None)
     gradient_rows.enter_targets_(exp, states, factor, terms)
@@ -251,10 +259,11 @@ def main() -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--all", action="store_true", help="all dtypes and widths, also such that do not divide by 16")
     which.add_argument("--few", action="store_true", help="of those of the table as many as have every kernel")
+    which.add_argument("--capped", action="store_true", help="with a softcap on the logits")
     parser.add_argument("--write", action="store_true", help="replace this Triton's lines of the committed table")
     parser.add_argument("--variants", action="store_true", help="count the kernels that each function becomes instead")
     args = parser.parse_args()
-    shapes = EVERYTHING if args.all else FEW if args.few else COUNTED
+    shapes = EVERYTHING if args.all else FEW if args.few else CAPPED if args.capped else COUNTED
     names = [field.name for field in fields(Counts)]
     lines = []
     with tempfile.TemporaryDirectory() as cache:

@@ -74,6 +74,12 @@ def test_kernels_are_no_slower_than_the_committed_counts(which):
         assert line.load_bits >= held.load_bits and line.store_bits >= held.store_bits, line
 
 
+def test_capped_logits_spill_no_registers_and_keep_wide_accesses():
+    lines = _counts("--capped")
+    assert not [line for line in lines if line.spilt]
+    assert {(line.load_bits, line.store_bits) for line in _softmax(lines)} == {(128, 128)}
+
+
 def test_the_committed_counts_are_within_the_limits():
     lines = read_table()
     assert {line.triton for line in lines} == {"3.6.0", "3.9.0"}

@@ -80,6 +80,22 @@ def test_exponentiate_at_every_width_as_the_eager_one(columns, dtype, target_wei
     torch.testing.assert_close(found.double(), expected, rtol=ROUNDING[dtype] + 1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("columns", [1, 1500, 4096, 6208, 32768 + 64])
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(("scale", "softcap"), [(4, 30.0), (40, 3.0), (0.01, 30.0)])
+def test_exponentiate_capped_logits_as_the_eager_one(columns, dtype, scale, softcap):
+    logits = _random(3, columns, dtype=dtype, scale=scale)
+    labels = torch.tensor([10, 10 + columns - 1, 9], device=DEVICE)
+    found, expected = logits.clone(), logits.double()
+    eager = EagerOperations().exponentiate_(expected, labels, 10, 1.0, softcap=softcap)
+    fused = softmax.exponentiate_(found, labels, 10, 1.0, softcap=softcap)
+    assert torch.equal(fused[1], eager[1])
+    torch.testing.assert_close(fused[0].double(), eager[0], rtol=2e-6, atol=1e-5)
+    torch.testing.assert_close(fused[2].double(), eager[2], rtol=2e-6, atol=0)
+    # Where the cap is nearly flat, the slope is a small difference of numbers near one.
+    torch.testing.assert_close(found.double(), expected, rtol=ROUNDING[dtype] + 1e-5, atol=1e-6)
+
+
 def test_programs_in_reverse_order_give_the_same_bits():
     logits, labels = _random(5, 700), torch.tensor([0, 699, 3, -1, 700], device=DEVICE)
     launch = softmax.launch_for(700, torch.float32)
@@ -335,11 +351,13 @@ def test_add_rows_of_nothing():
 
 
 @pytest.mark.parametrize("algorithm", ["vocab-1", "vocab-2"])
-def test_a_vocabulary_on_kernels_alone(monkeypatch, algorithm):
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_a_vocabulary_on_kernels_alone(monkeypatch, algorithm, softcap):
     """S and T of all shards: uneven, one empty."""
     monkeypatch.setattr(output, "operations_for", lambda tensor: FusedOperations())
     x, weight, labels, row_gradient = (tensor.to(DEVICE) for tensor in _problem(9, torch.float32))
-    losses, input_gradient, weight_gradient = _sharded(x, weight, labels, row_gradient, 4, algorithm)
-    expected = _reference(x, weight, labels, row_gradient)
+    problem = x, weight, labels, row_gradient
+    losses, input_gradient, weight_gradient = _sharded(*problem, 4, algorithm, softcap=softcap)
+    expected = _reference(*problem, softcap=softcap)
     for found, reference in zip((losses, input_gradient, weight_gradient), expected, strict=True):
         assert _distance(found, reference) < 1e-6

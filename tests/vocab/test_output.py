@@ -131,9 +131,11 @@ def _problem(vocab, dtype, seed=0, logit_scale=1.0):
     return x.to(dtype), weight.to(dtype), labels, row_gradient.float()
 
 
-def _reference(x, weight, labels, row_gradient, loss=CROSS_ENTROPY):
+def _reference(x, weight, labels, row_gradient, loss=CROSS_ENTROPY, softcap=0.0):
     x, weight = (tensor.double().requires_grad_() for tensor in (x, weight))
     logits = x @ weight.t()
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
     # torch spreads the smoothed mass over all V tokens, the target included; ours and Megatron's over the other V - 1.
     smoothing = loss.label_smoothing * len(weight) / (len(weight) - 1)
     losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
@@ -142,7 +144,7 @@ def _reference(x, weight, labels, row_gradient, loss=CROSS_ENTROPY):
     return losses.detach(), x.grad, weight.grad
 
 
-def _sharded(x, weight, labels, row_gradient, count, algorithm, loss=CROSS_ENTROPY):
+def _sharded(x, weight, labels, row_gradient, count, algorithm, loss=CROSS_ENTROPY, softcap=0.0):
     """The passes of all shards in one process; barriers become sums and stacks."""
     shards = VocabShards(len(weight), count)
     layers = []
@@ -150,7 +152,7 @@ def _sharded(x, weight, labels, row_gradient, count, algorithm, loss=CROSS_ENTRO
         rows = weight[shards.start(index) : shards.start(index) + shards.rows(index)].clone()
         parameter = torch.nn.Parameter(rows)
         parameter.main_grad = torch.zeros_like(rows, dtype=torch.promote_types(rows.dtype, torch.float32))
-        layers.append(OutputLayer(parameter, shards, index))
+        layers.append(OutputLayer(parameter, shards, index, softcap))
     pending = [layer(x, labels, loss) for layer in layers]
     unscaled = [layer.unscaled_input_gradient(state) for layer, state in zip(layers, pending, strict=True)]
     total_3n = torch.empty_like(pending[0].statistics_3n)
@@ -241,6 +243,22 @@ def test_label_smoothing_and_z_loss(algorithm, loss, vocab, count, dtype, bound)
     problem = _problem(vocab, dtype)
     expected = _reference(*problem, loss)
     found = _sharded(*problem, count, algorithm, loss)
+    for name, value, reference in zip(("loss", "dX", "dW"), found, expected, strict=True):
+        assert _distance(value, reference) <= bound, name
+
+
+@pytest.mark.parametrize("algorithm", ["vocab-1", "vocab-2"])
+@pytest.mark.parametrize("loss", [CROSS_ENTROPY, TokenLoss(z_loss=0.3)])
+@pytest.mark.parametrize(("vocab", "count"), CUTS)
+# From logits of which most are nearly linear to such as the cap flattens.
+@pytest.mark.parametrize(("logit_scale", "softcap"), [(1.0, 30.0), (4.0, 3.0)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)]
+)
+def test_softcap(algorithm, loss, vocab, count, logit_scale, softcap, dtype, bound):
+    problem = _problem(vocab, dtype, logit_scale=logit_scale)
+    expected = _reference(*problem, loss, softcap)
+    found = _sharded(*problem, count, algorithm, loss, softcap)
     for name, value, reference in zip(("loss", "dX", "dW"), found, expected, strict=True):
         assert _distance(value, reference) <= bound, name
 

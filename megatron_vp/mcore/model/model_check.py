@@ -7,6 +7,7 @@ the passes S and T. What a model does there beyond Megatron's own would be left 
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -30,6 +31,14 @@ _UNREAD = (
 
 _UNTRIED = ("fp8_param", "fp8_dot_product_attention", "fp8_multi_head_attention")
 """What in fp8 has not been tried under our schedules. The first has a flag, which is refused; a script may set all."""
+
+
+_SOFTCAP = "final_logit_softcapping"
+"""How Megatron-Bridge's configuration of Gemma names k of the softcap k tanh(logit / k)."""
+
+
+_CAPPED = "megatron.bridge.models.gemma.gemma2_provider.Gemma2OutputLayer"
+"""What Bridge puts before Megatron's class of the output layer, to cap the logits; the name of the class stays."""
 
 
 def check_model(chunk: nn.Module) -> None:
@@ -66,6 +75,13 @@ def check_vocabulary_layers(chunk: nn.Module) -> None:
         _check_layer("embedding.word_embeddings", chunk.embedding.word_embeddings, VocabParallelEmbedding)
     if chunk.post_process:
         _check_layer("output_layer", chunk.output_layer, ColumnParallelLinear)
+        if softcap_of(chunk.config) and type(chunk.output_layer) is ColumnParallelLinear:
+            _refuse(f"its configuration has a {_SOFTCAP}, which its output layer does not apply", "GPTModel")
+
+
+def softcap_of(config: Any) -> float:
+    """k where the model of a configuration caps its logits to k tanh(logit / k), else 0."""
+    return getattr(config, _SOFTCAP, None) or 0.0
 
 
 def refuse_outside_of_passes(chunk: nn.Module, _inputs: tuple) -> None:
@@ -81,8 +97,11 @@ def refuse_outside_of_passes(chunk: nn.Module, _inputs: tuple) -> None:
 
 
 def _check_layer(name: str, layer: nn.Module, expected: type[nn.Module]) -> None:
-    if type(layer) is not expected:
-        _refuse(f"{name} is a {type(layer).__name__}, whose own ways would be left out", expected.__name__)
+    extension, *others = type(layer).__bases__
+    capped = f"{extension.__module__}.{extension.__qualname__}" == _CAPPED and others == [expected]
+    if type(layer) is not expected and not capped:
+        kind = extension if type(layer).__name__ == expected.__name__ else type(layer)
+        _refuse(f"{name} is a {kind.__name__}, whose own ways would be left out", expected.__name__)
     if getattr(layer, "bias", None) is not None:
         _refuse(f"{name} has a bias, which would be left out", f"{expected.__name__} without one")
     if layer._forward_hooks or layer._forward_pre_hooks:

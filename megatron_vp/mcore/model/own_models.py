@@ -22,6 +22,7 @@ from torch import nn
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.initial_weights import PlainLayout, PlainStart, own_chunk, plain_start
+from megatron_vp.mcore.model.model_check import softcap_of
 from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, prepare_chunk, stage_ends
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import SettledJob, current, own_loop
@@ -80,6 +81,11 @@ def _construct(
         )
     groups = given["pg_collection"] or ProcessGroupCollection.use_mpu_process_groups()
     index, config = given["vp_stage"] or 0, given["config"]
+    if softcap_of(config) and job.settings.last_stage_elsewhere:
+        raise UserError(
+            f"--pipeline-schedule {job.args.pipeline_schedule} has the output layer on another pipeline rank than the "
+            f"last, and Megatron-Bridge caps this model's logits on the last one: use 1f1b, interleaved or zb-h1"
+        )
     if (index == 0) != (model.first is None):
         raise UserError(
             f"the script builds chunk {index} of a rank with {job.placement.chunks}, where chunk "

@@ -27,9 +27,15 @@ from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.models.hybrid import HybridModelBuilder
 from torch import nn
 
+from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import leave_out_hooks
 from megatron_vp.mcore.model.initial_weights import PlainLayout, PlainStart, own_chunk, plain_start
-from megatron_vp.mcore.model.model_check import check_model, check_vocabulary_layers, refuse_outside_of_passes
+from megatron_vp.mcore.model.model_check import (
+    check_model,
+    check_vocabulary_layers,
+    refuse_outside_of_passes,
+    softcap_of,
+)
 from megatron_vp.mcore.model.multi_token import attach_mtp_block
 from megatron_vp.mcore.settled import SettledJob, current, own_loop
 from megatron_vp.runtime.collectives import LayerShards
@@ -71,8 +77,8 @@ class ShardedOutputLayer(OutputLayer):
     Like Megatron's it has an extra state, which is empty: checkpoints of hybrid models hold the entry.
     """
 
-    def __init__(self, weight: nn.Parameter, shards: VocabShards, index: int, tied: bool) -> None:
-        super().__init__(weight, shards, index)
+    def __init__(self, weight: nn.Parameter, shards: VocabShards, index: int, tied: bool, softcap: float = 0.0) -> None:
+        super().__init__(weight, shards, index, softcap)
         self.tied = tied
         if tied:
             # The embedding's parameter, perhaps of another chunk: registered there alone, so that optimizer, gradient
@@ -227,6 +233,10 @@ def _shard_vocabulary(
     vocabulary rows has neither layer and no vocabulary parameter.
     """
     check_vocabulary_layers(chunk)
+    if softcap_of(chunk.config) and job.args.vocab_label_smoothing:
+        raise UserError(
+            "--vocab-label-smoothing is not supported with a model that caps its logits: leave the option out"
+        )
     if getattr(chunk, "mtp_process", False):
         attach_mtp_block(chunk)
     placement = job.placement
@@ -252,7 +262,7 @@ def _shard_vocabulary(
             full = chunk.output_layer.weight if chunk.post_process else None
             weight = _shard(job, full, shards, placement.last_rank, groups, chunk.config)
         if holds_rows:
-            chunk.output_layer = ShardedOutputLayer(weight, shards, rank, tied)
+            chunk.output_layer = ShardedOutputLayer(weight, shards, rank, tied, softcap_of(chunk.config))
         elif chunk.post_process:
             del chunk.output_layer
     if chunk.post_process and chunk.config.use_mup:

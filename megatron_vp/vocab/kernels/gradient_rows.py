@@ -34,27 +34,32 @@ _VECTORS = ["largest", "target", "target_logit", "total_largest", "total_sum"]
 
 
 @triton.jit
-def _row(token, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight):
+def _row(token, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap):
     """The target's column, c and e of one token, or of several; e is zero without a target here."""
     top, total = tl.load(total_largest + token), tl.load(total_sum + token)
     own = tl.load(target + token)
     slope = 1.0 + 2.0 * z_loss * (top + tl.log(total))
     scale = tl.exp(tl.load(largest + token) - top) / total * slope
-    entry = tl.exp(tl.load(target_logit + token) - top) / total * slope - target_weight
+    picked = tl.load(target_logit + token)
+    entry = tl.exp(picked - top) / total * slope - target_weight
+    if inverse_cap is not None:
+        entry *= 1.0 - (picked * inverse_cap) * (picked * inverse_cap)
     return own, scale, tl.where(own >= 0, entry, 0.0)
 
 
 @triton.jit(do_not_specialize_on_alignment=_VECTORS)
 def _rescale(
     product, weight, weight_sum, sum_weight, largest, target, target_logit, total_largest, total_sum, z_loss,
-    target_weight, hidden,
+    target_weight, inverse_cap, hidden,
     BLOCK: tl.constexpr, SMOOTHED: tl.constexpr,
 ):  # fmt: skip
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = part * BLOCK + tl.arange(0, BLOCK)
     inside = lane < hidden
     value = tl.load(product + token * hidden + lane, mask=inside).to(tl.float32)
-    own, scale, entry = _row(token, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight)
+    own, scale, entry = _row(
+        token, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap
+    )
     word = tl.load(weight + own * hidden + lane, mask=lane < tl.where(own >= 0, hidden, 0), other=0.0).to(tl.float32)
     value = value * scale + word * entry
     if SMOOTHED:
@@ -91,12 +96,14 @@ def rescale_(
 @triton.jit
 def _rescale_if_taken(
     exp, stride, columns, chunk, token, tokens, smallest,
-    largest, target, target_logit, total_largest, total_sum, z_loss, target_weight,
+    largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap,
     CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """A part of a row becomes that of c E, with the target's entry, where c is too small to be left to X."""
     known = tl.minimum(token, tokens - 1)
-    own, scale, entry = _row(known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight)
+    own, scale, entry = _row(
+        known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap
+    )
     if (own >= 0) & (tl.abs(scale) < smallest) & (token < tokens):
         row = exp + token.to(tl.int64) * stride
         for start in range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, columns), STEP):
@@ -109,7 +116,7 @@ def _rescale_if_taken(
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=_VECTORS)
 def _enter_targets(
     exp, stride, columns, x, row_gradient, result, sums, smallest, tokens,
-    largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, hidden,
+    largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap, hidden,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     group, part = tl.program_id(0), tl.program_id(1)
@@ -124,7 +131,9 @@ def _enter_targets(
         place = token.to(tl.int64)[:, None] * hidden + lane[None, :]
         value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
         gradient = tl.load(row_gradient + token, mask=inside, other=0.0)
-        own, scale, entry = _row(known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight)
+        own, scale, entry = _row(
+            known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap
+        )
         taken = (own >= 0) & (tl.abs(scale) < smallest)
         left = tl.where(taken, 1.0, scale)
         tl.store(result + place, (value * (left * gradient)[:, None]).to(result.dtype.element_ty), mask=here)
@@ -137,13 +146,15 @@ def _enter_targets(
     else:
         # Rows whose c is too small to leave to X become c E: all of them that have a target here in fp16, else hardly
         # ever one. Each program has a part of the columns.
-        own, scale, entry = _row(known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight)
+        own, scale, entry = _row(
+            known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap
+        )
         taken = inside & (own >= 0) & (tl.abs(scale) < smallest)
         if tl.max(taken.to(tl.int32), 0) > 0:
             for each in range(0, ROWS):
                 _rescale_if_taken(
                     exp, stride, columns, part - parts, group * ROWS + each, tokens, smallest,
-                    largest, target, target_logit, total_largest, total_sum, z_loss, target_weight,
+                    largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap,
                     CHUNK, STEP,
                 )  # fmt: skip
 
@@ -216,4 +227,5 @@ def _terms(derivative: Derivative) -> tuple[Any, ...]:
     total = derivative.total
     vectors = derivative.largest_n, derivative.target_n, derivative.target_logit_n, total.max_n, total.sum_n
     assert all(vector.is_contiguous() for vector in vectors)
-    return *vectors, derivative.loss.z_loss, derivative.target_weight
+    inverse_cap = 1.0 / derivative.softcap if derivative.softcap else None
+    return *vectors, derivative.loss.z_loss, derivative.target_weight, inverse_cap

@@ -125,11 +125,36 @@ def _addend(logit, lane, start, columns, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _replace(row, lane, start, logit, largest, columns, PIECES: tl.constexpr, MASKED: tl.constexpr):
-    """Store exp(logit - largest) in the logits' place, and return it in fp32."""
+def _capped(logit, softcap):
+    """softcap tanh(logit / softcap), within 1e-6 of it; without a softcap, and beyond the row's end, the logit."""
+    if softcap is None:
+        return logit
+    else:
+        ratio = logit * (1.0 / softcap)
+        square = ratio * ratio
+        # The difference would cancel near zero.
+        near = ratio * (1.0 + square * (square * (2.0 / 15.0) - 1.0 / 3.0))
+        far = 1.0 - 2.0 / (tl.exp2(ratio * (2.0 * LOG2_E)) + 1.0)
+        return tl.where(logit == -float("inf"), logit, softcap * tl.where(square < 0.0225, near, far))
+
+
+@triton.jit
+def _kept(exp, logit, softcap):
+    """What is kept of an exponential: with a softcap, times the slope at its capped logit."""
+    if softcap is None:
+        return exp
+    else:
+        ratio = logit * (1.0 / softcap)
+        return exp * (1.0 - ratio * ratio)
+
+
+@triton.jit
+def _replace(row, lane, start, logit, largest, columns, softcap, PIECES: tl.constexpr, MASKED: tl.constexpr):
+    """Store exp(logit - largest) in the logits' place, with a softcap times its slope; return the exponential, fp32."""
     # Not fma(logit, log2 e, -largest log2 e): with logits near -1000 that product rounds at 3e-5.
-    exp = tl.exp2((_widened(logit, PIECES) - largest) * LOG2_E)
-    kept = exp.to(logit.dtype)
+    wide = _capped(_widened(logit, PIECES), softcap)
+    exp = tl.exp2((wide - largest) * LOG2_E)
+    kept = _kept(exp, wide, softcap).to(logit.dtype)
     if MASKED:
         tl.store((row + lane) + start, kept, mask=lane < columns - start)
     else:
@@ -139,7 +164,7 @@ def _replace(row, lane, start, logit, largest, columns, PIECES: tl.constexpr, MA
 
 @triton.jit(do_not_specialize=["stride", "first", "tokens", "columns"])
 def _exponentiate(
-    logits, stride, labels, first, target_weight, logit_weight, statistics, target, tokens, columns,
+    logits, stride, labels, first, target_weight, logit_weight, softcap, statistics, target, tokens, columns,
     PIECES: tl.constexpr, PIECE: tl.constexpr, HELD: tl.constexpr, FULL: tl.constexpr, UNIT: tl.constexpr,
     SMOOTHED: tl.constexpr, REVERSE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +180,7 @@ def _exponentiate(
     own = tl.where(local.to(tl.uint64, bitcast=True) < columns.to(tl.uint64), local, -1).to(tl.int32)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
-    picked = tl.load(row + own, mask=own >= 0, other=0.0).to(tl.float32)
+    picked = _capped(tl.load(row + own, mask=own >= 0, other=0.0).to(tl.float32), softcap)
     if PIECES > 0:
         # 1. The row and its maximum. Pieces that are not held come first. All pieces but the last are full.
         held = ()  # type: tuple
@@ -173,7 +198,7 @@ def _exponentiate(
                         added += _addend(logit, lane, i * PIECE, columns, i == PIECES - 1 and not FULL)
                 if i < HELD:
                     held = held + (logit,)  # noqa: RUF005  (Triton has no unpacking)
-        largest = tl.max(compared.to(tl.float32), 0)
+        largest = _capped(tl.max(compared.to(tl.float32), 0), softcap)  # the cap keeps the order
         if SMOOTHED:
             sum_of_logits = tl.sum(added, 0)
         # 2. Exponentials: stored, and added up unrounded. By now every thread must have read the target's logit.
@@ -189,7 +214,7 @@ def _exponentiate(
                     # Without this the compiler loads these pieces while registers still hold the others.
                     tl.debug_barrier()
                 logit = _load(row, lane, i * PIECE, columns, i == PIECES - 1 and not FULL)
-            exp = _replace(row, lane, i * PIECE, logit, largest, columns, PIECES, i == PIECES - 1 and not FULL)
+            exp = _replace(row, lane, i * PIECE, logit, largest, columns, softcap, PIECES, i == PIECES - 1 and not FULL)
             if i == 0:
                 total_lane = exp
             else:
@@ -204,14 +229,14 @@ def _exponentiate(
             largest_lane = tl.maximum(largest_lane, logit.to(tl.float32))
             if SMOOTHED:
                 added += _addend(logit, lane, start, columns, not FULL)
-        largest = tl.max(largest_lane, 0)
+        largest = _capped(tl.max(largest_lane, 0), softcap)
         if SMOOTHED:
             sum_of_logits = tl.sum(added, 0)
         tl.debug_barrier()
         total_lane = tl.zeros((PIECE,), tl.float32)
         for start in range(0, columns, PIECE):
             logit = _load(row, lane, start, columns, not FULL)
-            total_lane += _replace(row, lane, start, logit, largest, columns, PIECES, not FULL)
+            total_lane += _replace(row, lane, start, logit, largest, columns, softcap, PIECES, not FULL)
         total = tl.sum(total_lane, 0)
     # 3. The target's column after all others, whichever thread wrote it.
     tl.debug_barrier()
@@ -229,7 +254,12 @@ def _exponentiate(
 
 
 def exponentiate_(
-    logits_nv: torch.Tensor, labels_n: torch.Tensor, first: int, target_weight: float, logit_weight: float = 0.0
+    logits_nv: torch.Tensor,
+    labels_n: torch.Tensor,
+    first: int,
+    target_weight: float,
+    logit_weight: float = 0.0,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Replace logits by E = exp(logit - row maximum), the target's column by zero; `Operations.exponentiate_`.
 
@@ -241,14 +271,15 @@ def exponentiate_(
         labels_n: global token ids, int64 [n].
         first: the token of column 0.
         target_weight: t, what the target's logit counts in the loss.
-        logit_weight: u, what every logit counts in the loss.
+        logit_weight: u, what every logit counts in the loss. Not with a softcap.
+        softcap: k, which caps logits to k tanh(logit / k); 0 for none.
 
     Returns:
         Statistics a, l and t z plus u times the sum of the row, fp32 [3, n]; the target's column, int64 [n], -1 where
         it belongs to another shard; z, fp32 [n], 0 there.
     """
     launch = launch_for(logits_nv.shape[1], logits_nv.dtype)
-    return launch_exponentiate(launch, logits_nv, labels_n, first, target_weight, logit_weight)
+    return launch_exponentiate(launch, logits_nv, labels_n, first, target_weight, logit_weight, softcap)
 
 
 def launch_exponentiate(
@@ -258,6 +289,7 @@ def launch_exponentiate(
     first: int,
     target_weight: float,
     logit_weight: float = 0.0,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`exponentiate_` by a launch of one's own choice, which must suit the width."""
     (tokens, columns), stride = logits_nv.shape, logits_nv.stride(0)
@@ -269,12 +301,14 @@ def launch_exponentiate(
     unit = VECTOR if columns % VECTOR == 0 and stride % VECTOR == 0 else 1
     options: dict[str, int] = {"launch_pdl": True} if launch.dependent else {}
     held = min(launch.held, launch.pieces)
-    if columns <= FULLY_OCCUPYING_ROW and unit > 1 and not logit_weight and _fits_32_registers(launch, logits_nv):
+    if softcap:
+        pass  # tanh takes what registers it needs
+    elif columns <= FULLY_OCCUPYING_ROW and unit > 1 and not logit_weight and _fits_32_registers(launch, logits_nv):
         options["maxnreg"] = 32
     elif columns <= FULLY_OCCUPYING_ROW and logit_weight and launch.warps == 32:
         options["maxnreg"] = 40  # left to itself, Triton 3.6's compiler takes 32 and spills one
     _exponentiate[(tokens,)](
-        logits_nv, stride // unit, labels_n, first, target_weight, logit_weight,
+        logits_nv, stride // unit, labels_n, first, target_weight, logit_weight, softcap or None,
         statistics_4n, target_n, tokens, columns // unit,
         PIECES=launch.pieces,
         PIECE=launch.piece,
