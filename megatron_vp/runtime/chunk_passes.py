@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
 
 from megatron_vp.runtime.model import Model
+from megatron_vp.runtime.offload import Offload
 from megatron_vp.runtime.store import Slot, Store
 from megatron_vp.schedule.passes import PassKind
 from megatron_vp.schedule.placement import Placement
@@ -56,6 +58,7 @@ class ChunkPasses:
         placement: which virtual stage each chunk of each rank is.
         gradients: False in evaluation.
         split_backward: B is the input gradient alone and a W follows.
+        offload: takes what the forwards of some chunks save; None where all of it stays on the device.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class ChunkPasses:
         placement: Placement,
         gradients: bool,
         split_backward: bool,
+        offload: Offload | None = None,
     ) -> None:
         self._store = store
         self._model = model
@@ -75,6 +79,7 @@ class ChunkPasses:
         self._last = placement.stages - 1
         self._gradients = gradients
         self._split_backward = split_backward
+        self._offload = offload
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
@@ -88,21 +93,28 @@ class ChunkPasses:
 
     def _forward(self, microbatch: int, chunk: int) -> None:
         stage = self._stages[chunk]
+        with self._offload.saving(microbatch, chunk) if self._offload else nullcontext() as saved:
+            leaf, output = self._graph(microbatch, chunk, stage)
+        result = output.detach()
+        if self._gradients:
+            self._model.release_output(output)
+            self._store.put(Slot.CHUNK_GRAPH, microbatch, (leaf, output), at=chunk)
+        if saved is not None:
+            saved.close(leaf)
+        if stage == self._last:
+            self._vocab_layers.last_output(microbatch, result)
+        else:
+            self._store.put(Slot.ACTIVATION, microbatch, result, at=stage + 1)
+
+    def _graph(self, microbatch: int, chunk: int, stage: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The chunk's input, where it has one, and its output."""
         if stage == 0:
             leaf, chunk_input = self._vocab_layers.first_input(microbatch)
         else:
             leaf = self._store.take(Slot.ACTIVATION, microbatch, at=stage).requires_grad_(self._gradients)
             chunk_input = leaf
         labels = self._vocab_layers.prepare_last(microbatch) if stage == self._last else None
-        output = self._model.forward(chunk, microbatch, chunk_input, labels)
-        result = output.detach()
-        if self._gradients:
-            self._model.release_output(output)
-            self._store.put(Slot.CHUNK_GRAPH, microbatch, (leaf, output), at=chunk)
-        if stage == self._last:
-            self._vocab_layers.last_output(microbatch, result)
-        else:
-            self._store.put(Slot.ACTIVATION, microbatch, result, at=stage + 1)
+        return leaf, self._model.forward(chunk, microbatch, chunk_input, labels)
 
     def _backward(self, microbatch: int, chunk: int) -> None:
         stage = self._stages[chunk]

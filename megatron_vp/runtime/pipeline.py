@@ -12,18 +12,20 @@ from megatron_vp.runtime.chunk_passes import ChunkPasses, VocabLayers
 from megatron_vp.runtime.collectives import LayerShards, VocabularyCollectives
 from megatron_vp.runtime.executor import Observer, Unobserved, execute
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
+from megatron_vp.runtime.host_memory import HostMemory, slots_by_chunk
 from megatron_vp.runtime.links import Links
 from megatron_vp.runtime.model import Model, Shapes
+from megatron_vp.runtime.offload import Offload
 from megatron_vp.runtime.progress import FINISHING, Progress
 from megatron_vp.runtime.rehearsal import RehearsalModel
 from megatron_vp.runtime.sharded_vocab_layers import ShardedVocabLayers
 from megatron_vp.runtime.store import Slot, Store
-from megatron_vp.runtime.streams import CudaIterations, CudaMark, second_stream
+from megatron_vp.runtime.streams import CudaIterations, CudaMark, Stream, second_stream
 from megatron_vp.runtime.whole_vocab_layers import WholeVocabLayers
 from megatron_vp.schedule.instructions import Load, Loss, Post, Program, Run, Wait
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule
-from megatron_vp.schedule.transfers import Channel, Collective, Message
+from megatron_vp.schedule.transfers import Channel, Collective, Copy, Message
 
 _CONTENT: dict[Channel, tuple[Slot, Callable[[Shapes], torch.Tensor]]] = {
     Channel.ACTIVATION: (Slot.ACTIVATION, lambda shapes: shapes.activation()),
@@ -87,6 +89,9 @@ class Pipeline:
         finished = CudaIterations(device) if device.type == "cuda" else None
         self.progress = Progress(groups.members, groups.rank, finished)
         self._stream = second_stream(device, alone=groups.alone)
+        self._copies: Stream | None = None
+        self.host_memory = HostMemory(pins=device.type == "cuda")
+        """For activations that leave the device."""
         self._rehearsed: set[tuple[Shapes, bool]] = set()
 
     def rehearse(
@@ -174,8 +179,11 @@ class Pipeline:
                 observer=observer,
                 progress=self.progress,
             )
-        chunks = ChunkPasses(store, model, vocab_layers, rank, placement, gradients, schedule.split_backward)
-        passes = chunks.handlers | vocab_layers.handlers
+        offload = self._offload(program, store, shapes.device, observer, rehearsal)
+        if offload is not None:
+            runners[Copy] = offload
+        chunks = ChunkPasses(store, model, vocab_layers, rank, placement, gradients, schedule.split_backward, offload)
+        passes = chunks.handlers | vocab_layers.handlers | (offload.handlers if offload else {})
         runners[Message] = _Messages(self.groups, store, shapes)
 
         def run(instruction: Run) -> None:
@@ -206,6 +214,18 @@ class Pipeline:
         if gradients:
             store.assert_peaks(program.peaks)
         return Report(store.held[Held.ACTIVATIONS].peak / schedule.chunks, store.held[Held.LOGITS].peak)
+
+    def _offload(
+        self, program: Program, store: Store, device: torch.device, observer: Observer, rehearsal: bool
+    ) -> Offload | None:
+        """For a program with copies to the host. A rehearsal saves too little to learn its sizes from."""
+        slots = slots_by_chunk(program.instructions)
+        if not slots:
+            return None
+        self._copies = self._copies or second_stream(device, alone=self.groups.alone)
+        memory = HostMemory(pins=False) if rehearsal else self.host_memory
+        memory.expect(slots)
+        return Offload(store, self._copies, memory, device, slots, observer)
 
 
 def _awaited_collectives(instructions: Sequence[object]) -> frozenset[Collective]:

@@ -27,6 +27,11 @@ class Slot(Enum):
     CHUNK_GRAPH = auto()
     """A chunk's input, a leaf of autograd's graph (None for a chunk that embeds its tokens), and the output that ends
     the graph, by chunk. Put by F, taken by B."""
+    OFFLOADED_GRAPH = auto()
+    """CHUNK_GRAPH of a chunk whose activations are in the host's memory. Put by O, taken by R."""
+    ON_HOST = auto()
+    """Where a chunk's activations are in the host's memory (`HostSlot`), by chunk. Put by the post of the copy to the
+    host, taken by the wait for the copy back."""
     LEFT_FOR_W = auto()
     """Nothing: what W needs is with the model. By chunk; put by a B that leaves the weight gradient to a W, taken by
     that."""
@@ -94,6 +99,7 @@ class Slot(Enum):
 HOLDS = {
     Slot.CHUNK_GRAPH: Held.ACTIVATIONS,
     Slot.LEFT_FOR_W: Held.ACTIVATIONS,
+    Slot.ON_HOST: Held.HOST_ACTIVATIONS,
     Slot.PENDING_OUTPUT: Held.LOGITS,
 }
 """The memory of the schedule's ledger that is taken as long as a value is in the store."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_vp.runtime import offload
 from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.model import Shapes
@@ -132,15 +133,25 @@ def run_pipeline(
     dtype: torch.dtype = torch.float64,
     rehearses: bool = False,
     stage_rows: tuple[int, ...] | None = None,
+    offload_chunks: int = 0,
 ) -> list[tuple[list[float], dict[str, torch.Tensor], tuple[float, int], int]]:
     """Run iterations (microbatches, gradients) on one rank; of each: losses, own gradients, peaks, completions.
 
     With `trace_folder` every iteration but the first is traced. `rehearses`: training and evaluation are rehearsed
-    before their first iteration. `stage_rows`: vocabulary rows by rank.
+    before their first iteration. `stage_rows`: vocabulary rows by rank. `offload_chunks`: chunks of each rank of which
+    all that a forward saves leaves the device.
     """
+    offload.SMALLEST = 0
     with process_group(rank, world):
         shards = VocabShards(VOCAB, world, stage_rows=stage_rows)
-        schedule_of = partial(_schedule, name, world, method=method, vocab_ranks=stage_rows and shards.holders)
+        schedule_of = partial(
+            _schedule,
+            name,
+            world,
+            method=method,
+            vocab_ranks=stage_rows and shards.holders,
+            offload_chunks=offload_chunks,
+        )
         placement = schedule_of(1, gradients=True).placement
         weights = {name: weight.to(device, dtype) for name, weight in parameters(placement.stages).items()}
 
@@ -197,6 +208,14 @@ def _schedule(
     method: str,
     gradients: bool,
     vocab_ranks: tuple[int, ...] | None = None,
+    offload_chunks: int = 0,
 ) -> Schedule:
-    schedule = generate(name, ranks, microbatches, vocab=VocabMethod(method), vocab_ranks=vocab_ranks)
+    schedule = generate(
+        name,
+        ranks,
+        microbatches,
+        vocab=VocabMethod(method),
+        vocab_ranks=vocab_ranks,
+        offload_chunks=offload_chunks if gradients else 0,
+    )
     return schedule if gradients else schedule.forward_only()

@@ -1,0 +1,134 @@
+"""Memory of the host for activations: for each chunk a block of slots, as many as a program fills at once.
+
+The first forward of a chunk says how large a slot is, and its copy allocates all slots in one block. On CUDA the block
+is pinned as it is: PyTorch's own pinned memory comes in powers of two.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megatron_vp.errors import UserError
+from megatron_vp.schedule.instructions import Instruction, Post, Wait
+from megatron_vp.schedule.transfers import Copy
+
+GIB = 2**30
+ALIGNMENT = 512
+"""Bytes: copies are fastest between aligned addresses."""
+
+
+def slots_by_chunk(instructions: Sequence[Instruction]) -> dict[int, int]:
+    """How many microbatches of each chunk of a program are in the host's memory at once at most."""
+    now: dict[int, int] = defaultdict(int)
+    most: dict[int, int] = defaultdict(int)
+    for each in instructions:
+        if isinstance(each, Post) and isinstance(each.operation, Copy) and each.operation.to_host:
+            chunk = each.operation.chunk
+            now[chunk] += 1
+            most[chunk] = max(most[chunk], now[chunk])
+        elif isinstance(each, Wait) and isinstance(each.operation, Copy) and not each.operation.to_host:
+            now[each.operation.chunk] -= 1
+    return dict(most)
+
+
+class HostSlot:
+    """Room for what one forward saved; of a chunk, or made for one use (None)."""
+
+    def __init__(self, memory: torch.Tensor, chunk: int | None) -> None:
+        self._memory = memory
+        self.chunk = chunk
+
+    def parts(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Parts of these sizes in bytes, one behind the other."""
+        return [self._memory[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=True)]
+
+    def fits(self, sizes: Sequence[int]) -> bool:
+        """Whether there is room for these parts."""
+        return _room(sizes) <= self._memory.numel()
+
+
+class HostMemory:
+    """The blocks of one rank, kept from iteration to iteration.
+
+    Args:
+        pins: copies are of a CUDA device.
+    """
+
+    def __init__(self, pins: bool) -> None:
+        self._pins = pins
+        self._needed: Mapping[int, int] = {}
+        self._made: dict[int, int] = defaultdict(int)
+        self._free: dict[int, list[HostSlot]] = defaultdict(list)
+        self._sizes: dict[int, int] = {}
+        self._blocks: list[torch.Tensor] = []
+        self.odd_slots = 0
+        """Slots made for one use each, because a forward saved more than the first one."""
+        self.seconds = 0.0
+        """That allocating the blocks took."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all blocks."""
+        return sum(block.numel() for block in self._blocks)
+
+    def expect(self, slots: Mapping[int, int]) -> None:
+        """The slots that the next iteration fills at once, by chunk: see `slots_by_chunk`."""
+        self._needed = slots
+
+    def knows(self, chunk: int) -> bool:
+        """Whether the size of the chunk's slots is known."""
+        return chunk in self._sizes
+
+    def take(self, chunk: int, sizes: Sequence[int]) -> HostSlot:
+        """A free slot for parts of these sizes in bytes. Raises UserError where the host has no memory left."""
+        if chunk not in self._sizes:
+            self._sizes[chunk] = _room(sizes)
+        if not self._free[chunk]:
+            self._add_block(chunk)
+        if self._free[chunk][-1].fits(sizes):
+            return self._free[chunk].pop()
+        self.odd_slots += 1
+        return HostSlot(torch.empty(_room(sizes), dtype=torch.uint8, pin_memory=self._pins), None)
+
+    def give(self, slot: HostSlot) -> None:
+        """What was in the slot is not needed any more."""
+        if slot.chunk is not None:
+            self._free[slot.chunk].append(slot)
+
+    def _add_block(self, chunk: int) -> None:
+        size, count = self._sizes[chunk], self._needed[chunk] - self._made[chunk]
+        assert count > 0, f"chunk {chunk} fills more slots than its program says"
+        start = time.perf_counter()
+        block = _pinned(size * count) if self._pins else torch.empty(size * count, dtype=torch.uint8)
+        self._blocks.append(block)
+        self._made[chunk] += count
+        self._free[chunk] += [HostSlot(block[place * size : (place + 1) * size], chunk) for place in range(count)]
+        self.seconds += time.perf_counter() - start
+
+
+def _pinned(size: int) -> torch.Tensor:
+    block = torch.empty(size, dtype=torch.uint8)
+    runtime = torch.cuda.cudart()
+    error = runtime.cudaHostRegister(block.data_ptr(), size, 0) if size else runtime.cudaError.success
+    if error != runtime.cudaError.success:
+        raise UserError(
+            f"{size / GIB:.2f} GiB of the host's memory cannot be pinned for activations ({error}): offload fewer "
+            "chunks (--offload-chunks), or raise the limit on locked memory (ulimit -l)"
+        )
+    return block
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    starts, at = [], 0
+    for size in sizes:
+        starts.append(at)
+        at += -(-size // ALIGNMENT) * ALIGNMENT
+    return starts
+
+
+def _room(sizes: Sequence[int]) -> int:
+    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)

@@ -1,0 +1,226 @@
+"""What a chunk's forward saves for its backward, on its way to the memory of the host and back.
+
+Around F every saved tensor is packed into a handle. When F has ended, what nobody else holds is ours alone: parameters,
+caches and shared masks are not. Those storages are copied out as a whole, pass O drops them, pass R makes new ones, the
+copy back fills them, and the backward unpacks views of them. Device memory is allocated and freed on the compute stream
+alone, so how much is in use follows from the order of the passes (PipeOffload, arXiv 2503.01328, appendix C).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from megatron_vp.runtime.executor import Observer
+from megatron_vp.runtime.host_memory import HostMemory, HostSlot
+from megatron_vp.runtime.store import Slot, Store
+from megatron_vp.runtime.streams import Event, Stream
+from megatron_vp.schedule.passes import PassKind
+from megatron_vp.schedule.transfers import Copy
+
+SMALLEST = 2**20
+"""Bytes of a storage from which on it is worth a copy."""
+
+PLAIN = (torch.Tensor, FakeTensor)
+"""Other kinds of tensors have no storage of their own: they keep their parts, which are saved one by one."""
+
+
+class SavedStorage:
+    """A storage that a forward saved: all its bytes as a tensor, or None while they are in the host's memory."""
+
+    __slots__ = ("bytes", "module")
+
+    def __init__(self, tensor: torch.Tensor, module: str) -> None:
+        count = tensor.untyped_storage().nbytes() // tensor.itemsize
+        self.bytes: torch.Tensor | None = tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
+        self.module = module
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether nobody else holds the storage."""
+        assert self.bytes is not None
+        return _owners(self.bytes) == _ALONE
+
+
+class SavedTensor(NamedTuple):
+    """Takes the place of a tensor in autograd's graph."""
+
+    storage: SavedStorage
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def unpack(self) -> torch.Tensor:
+        """A new tensor with the values that were saved."""
+        assert self.storage.bytes is not None, "a backward reads activations that are in the host's memory"
+        return self.storage.bytes.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+
+class SavedForward:
+    """What the forward of a chunk and microbatch saved."""
+
+    def __init__(self) -> None:
+        self._by_storage: dict[int, SavedStorage] = {}
+        self._modules: list[str] = []
+        self.moving: list[SavedStorage] = []
+        """What is copied, once the forward has ended."""
+        self.sizes: list[int] = []
+        """Bytes of `moving`."""
+        self.staying: list[SavedStorage] = []
+        """What others hold, too, with whom it stays on the device."""
+        self.slot: HostSlot | None = None
+        """Where its copy is."""
+
+    @contextmanager
+    def saving(self, names_modules: bool) -> Iterator[None]:
+        """Take what autograd saves inside; `names_modules`: also in which module, which takes a little time."""
+        with saved_tensors_hooks(self._pack, _unpack):
+            if not names_modules:
+                yield
+                return
+            hooks = (
+                register_module_forward_pre_hook(lambda module, _: self._modules.append(type(module).__name__)),
+                register_module_forward_hook(lambda *_: self._leave_module(), always_call=True),
+            )
+            try:
+                yield
+            finally:
+                for hook in hooks:
+                    hook.remove()
+
+    def _leave_module(self) -> None:
+        self._modules.pop()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, torch.nn.Parameter):
+            return tensor  # layers look for `main_grad` on what they saved
+        storage = tensor.untyped_storage() if type(tensor) in PLAIN else None
+        if storage is None or storage.nbytes() < SMALLEST:
+            return tensor.detach()  # the tensor itself would hold the graph that holds it
+        key = storage._cdata
+        if key not in self._by_storage:
+            self._by_storage[key] = SavedStorage(tensor, " in ".join(reversed(self._modules[-3:])))
+        place = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return SavedTensor(self._by_storage[key], tensor.dtype, *place)
+
+    def close(self, leaf: torch.Tensor | None) -> None:
+        """The forward has ended, and its output's data has been released.
+
+        The leaf of the graph keeps its shape, by which its gradient is checked, and lets go of its data.
+        """
+        if leaf is not None:
+            leaf.data = leaf.data.new_empty(1).expand(leaf.shape)
+        for storage in self._by_storage.values():
+            (self.moving if storage.is_ours else self.staying).append(storage)
+        self._by_storage.clear()
+        self.sizes = [storage.bytes.numel() for storage in self.moving if storage.bytes is not None]
+
+
+class Offload:
+    """Passes O and R of one iteration, and its copies.
+
+    Args:
+        store: of the iteration.
+        stream: the copies', which nothing else uses.
+        memory: of the host, kept from iteration to iteration.
+        device: of the passes.
+        chunks: those of the rank whose activations leave the device.
+        observer: watches the copies where they run.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        stream: Stream,
+        memory: HostMemory,
+        device: torch.device,
+        chunks: Collection[int],
+        observer: Observer,
+    ) -> None:
+        self._store = store
+        self._stream = stream
+        self._memory = memory
+        self._device = device
+        self.chunks = chunks
+        self._observer = observer
+        self._saved: dict[tuple[int, int], SavedForward] = {}
+        self._events: dict[Copy, Event] = {}
+
+    @property
+    def handlers(self) -> dict[PassKind, Callable[[int, int], None]]:
+        """Of O and R; see `ChunkPasses.handlers`."""
+        return {PassKind.O: self._leave, PassKind.R: self._return}
+
+    @contextmanager
+    def saving(self, microbatch: int, chunk: int) -> Iterator[SavedForward | None]:
+        """Around F: takes what a chunk that is to leave saves for its backward; None for others."""
+        if chunk not in self.chunks:
+            yield None
+            return
+        saved = self._saved[microbatch, chunk] = SavedForward()
+        with saved.saving(names_modules=not self._memory.knows(chunk)):
+            yield saved
+
+    def _leave(self, microbatch: int, chunk: int) -> None:
+        """O: the copy is there."""
+        for storage in self._saved[microbatch, chunk].moving:
+            storage.bytes = None
+        graph = self._store.take(Slot.CHUNK_GRAPH, microbatch, at=chunk)
+        self._store.put(Slot.OFFLOADED_GRAPH, microbatch, graph, at=chunk)
+
+    def _return(self, microbatch: int, chunk: int) -> None:
+        """R: room for the copy back, made where the passes run."""
+        graph = self._store.take(Slot.OFFLOADED_GRAPH, microbatch, at=chunk)
+        self._store.put(Slot.CHUNK_GRAPH, microbatch, graph, at=chunk)
+        saved = self._saved[microbatch, chunk]
+        for storage, size in zip(saved.moving, saved.sizes, strict=True):
+            storage.bytes = torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def post(self, copy: Copy) -> None:
+        """Start a copy behind those that were posted before."""
+        saved = self._saved[copy.microbatch, copy.chunk]
+        if copy.to_host:
+            saved.slot = self._memory.take(copy.chunk, saved.sizes)
+            self._store.put(Slot.ON_HOST, copy.microbatch, saved.slot, at=copy.chunk)
+        assert saved.slot is not None
+        device, host = [storage.bytes for storage in saved.moving], saved.slot.parts(saved.sizes)
+        targets, sources = (host, device) if copy.to_host else (device, host)
+
+        def run() -> None:
+            with self._observer.communicating(copy):
+                for target, source in zip(targets, sources, strict=True):
+                    target.copy_(source, non_blocking=True)
+
+        self._events[copy] = self._stream.submit(run)
+
+    def wait(self, copy: Copy) -> None:
+        """Order the passes that follow after a copy. After the way back only the graph holds what came."""
+        self._events.pop(copy).wait()
+        if not copy.to_host:
+            del self._saved[copy.microbatch, copy.chunk]
+            self._memory.give(self._store.take(Slot.ON_HOST, copy.microbatch, at=copy.chunk))
+
+    def finish(self) -> None:
+        """The end of an iteration."""
+        self._stream.synchronise()
+        assert not self._events, f"copied but never used: {[str(copy) for copy in self._events]}"
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    return saved.unpack() if isinstance(saved, SavedTensor) else saved
+
+
+def _owners(tensor: torch.Tensor) -> int:
+    """How many tensors and other objects hold the storage of `tensor`; a count is meant to be compared."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_ALONE = _owners(torch.empty(1))
+"""What `_owners` counts where one tensor holds a storage."""
