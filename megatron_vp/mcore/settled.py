@@ -25,6 +25,7 @@ from megatron_vp.jobs.pattern_text import Pattern, pattern_in
 from megatron_vp.mcore.platform.installed import Installed
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, Costs, Family, Placement, VocabMethod, family
 from megatron_vp.schedule.families import family_of_text, is_file, megatrons_own, text_of_file
+from megatron_vp.schedule.request import chunks_to_offload
 
 ALGORITHMS = tuple(method.value for method in VocabMethod if method.is_sharded)
 
@@ -70,11 +71,22 @@ class RunSettings:
     """Of the schedule, or of the file that holds it."""
     file: ScheduleFile | None
     vocab_parallel: bool
+    offload: str = "0"
+    """What --offload-chunks says."""
 
     @property
     def replaces_schedule(self) -> bool:
-        """Whether the plug-in runs the pipeline. Without either option Megatron does, virtual stages included."""
-        return self.vocab_parallel or self.family.name != DEFAULT_SCHEDULE
+        """Whether the plug-in runs the pipeline. Without these options Megatron does, virtual stages included."""
+        return self.vocab_parallel or self.family.name != DEFAULT_SCHEDULE or self.offload != "0"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether activations of some chunks wait in the host's memory between forward and backward."""
+        return self.offload != "0" or bool(self.family.fixed and self.family.fixed.offloaded)
+
+    def offload_chunks(self, chunks: int) -> int:
+        """How many of the `chunks` of each rank those are, where no file says it."""
+        return chunks_to_offload(self.offload, chunks)
 
     @property
     def splits_backward(self) -> bool:
@@ -281,7 +293,7 @@ def run_settings(args: argparse.Namespace) -> RunSettings:
     """What parsed arguments, or those of `options.early_arguments`, make of a run. Raises UserError as `family_of`."""
     with _named():
         name = args.pipeline_schedule
-        return RunSettings(family_of(name), schedule_file(name), bool(args.vocab_parallel))
+        return RunSettings(family_of(name), schedule_file(name), bool(args.vocab_parallel), args.offload_chunks)
 
 
 @contextmanager

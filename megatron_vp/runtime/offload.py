@@ -107,8 +107,8 @@ class SavedForward:
         key = storage._cdata
         if key not in self._by_storage:
             self._by_storage[key] = SavedStorage(tensor, " in ".join(reversed(self._modules[-3:])))
-        place = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return SavedTensor(self._by_storage[key], tensor.dtype, *place)
+        offset = int(tensor.storage_offset())
+        return SavedTensor(self._by_storage[key], tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def close(self, leaf: torch.Tensor | None) -> None:
         """The forward has ended, and its output's data has been released.
@@ -190,7 +190,8 @@ class Offload:
             saved.slot = self._memory.take(copy.chunk, saved.sizes)
             self._store.put(Slot.ON_HOST, copy.microbatch, saved.slot, at=copy.chunk)
         assert saved.slot is not None
-        device, host = [storage.bytes for storage in saved.moving], saved.slot.parts(saved.sizes)
+        device = [storage.bytes for storage in saved.moving if storage.bytes is not None]
+        host = saved.slot.parts(saved.sizes)
         targets, sources = (host, device) if copy.to_host else (device, host)
 
         def run() -> None:

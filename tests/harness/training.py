@@ -149,6 +149,8 @@ def train_case(
     from megatron.core import mpu
     from megatron.training import get_args, training
 
+    from megatron_vp.runtime import offload
+
     run = Run()
     reports: list[tuple[float, float]] = []
     chunks: list = []
@@ -204,6 +206,7 @@ def train_case(
         return result
 
     with (
+        mock.patch.object(offload, "SMALLEST", 0),  # what these small models save leaves the device, too
         mock.patch.object(training, "setup_model_and_optimizer", setup),
         mock.patch.object(training, "train_step", train_step),
         mock.patch.object(training, "evaluate", evaluate_),

@@ -106,6 +106,13 @@ def _shards(text: str) -> str:
     return text
 
 
+def _offload_chunks(text: str) -> str:
+    """A value of --offload-chunks; argparse reports anything else in one line."""
+    if text not in ("half", "all") and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of chunks; give one, half or all")
+    return text.lstrip("0") or "0"
+
+
 def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[..., argparse.ArgumentParser]:
     """Megatron's function that fills a parser, with our arguments and our kind of parser."""
 
@@ -168,6 +175,14 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             metavar="X|XGiB",
             help="With --pipeline-schedule v-flex: the most activations of any rank, in microbatches of all its layers "
             "or in GiB by the cost model. The shortest schedule found within it is taken.",
+        )
+        ours.add_argument(
+            "--offload-chunks",
+            type=_offload_chunks,
+            metavar="N|half|all",
+            default="0",
+            help="Chunks of each rank whose activations wait in the host's memory between forward and backward: those "
+            "that live longest. 1f1b with it is ours, too.",
         )
         ours.add_argument(
             "--core-attention",

@@ -23,6 +23,7 @@ SWITCHES = (
 )
 VALUES = {
     "pipeline_schedule": DEFAULT_SCHEDULE,
+    "offload_chunks": "0",
     "core_attention": "megatron",
     "transformer_impl": "transformer_engine",
     "rank_report": None,

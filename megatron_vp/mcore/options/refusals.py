@@ -15,6 +15,7 @@ from megatron_vp.mcore.model.delayed_weights import MINIMUM_VERSION
 from megatron_vp.mcore.options.refusal import Refusal
 from megatron_vp.mcore.options.refused_files import FILE_REFUSALS, file_words
 from megatron_vp.mcore.options.refused_lengths import LENGTH_REFUSALS
+from megatron_vp.mcore.options.refused_offload import OFFLOAD_REFUSALS
 from megatron_vp.mcore.options.refused_options import REFUSED_OPTIONS
 from megatron_vp.mcore.options.refused_precision import REFUSED_PRECISION, UNSAFE_STATE, cannot_resume
 from megatron_vp.mcore.options.vocab_rows import needs_even_shards
@@ -82,6 +83,7 @@ REFUSALS = (
         "it with --vocab-parallel, or use 1f1b",
     ),
     *FILE_REFUSALS,
+    *OFFLOAD_REFUSALS,
     Refusal(
         lambda a: _keeps_layers(a) and a.pipeline_model_parallel_size < 2,
         "--pipeline-schedule {pipeline_schedule} with one pipeline stage has nothing to order: use "

@@ -44,9 +44,10 @@ FILE_REFUSALS = (
         "schedule that has them (megatron-vp schedule NAME --vocab vocab-2 --format json)",
     ),
     Refusal(
-        lambda a: (file := _fixed(a)) and file.offloaded,
-        "--pipeline-schedule {pipeline_schedule} moves activations to the host's memory (passes O and R), which "
-        "training does not do yet: use a schedule without them",
+        lambda a: _fixed(a) and a.offload_chunks != "0",
+        "--pipeline-schedule {pipeline_schedule} with --offload-chunks {offload_chunks} is not supported: the file "
+        "itself says what leaves the device; leave --offload-chunks out, or write a schedule that has it (megatron-vp "
+        "schedule NAME --offload-chunks {offload_chunks} --format json)",
     ),
     Refusal(
         lambda a: (file := _fixed(a)) and file.vocab.is_sharded and file.vocab != a.vocab_parallel_algorithm,

@@ -134,5 +134,6 @@ REFUSED_OPTIONS = (
         "--fine-grained-activation-offloading",
         lambda a: a.fine_grained_activation_offloading,
         "it counts on the order of Megatron's own schedules",
+        "use --offload-chunks",
     ),
 )

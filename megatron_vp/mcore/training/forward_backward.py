@@ -198,6 +198,7 @@ def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> 
         costs=settled.order,
         vocab_ranks=shards.holders if shards else None,
         forward_only=not gradients,
+        offload_chunks=settled.settings.offload_chunks(len(job.chunks)),
     )
     return programs(request, embeds_on_last_stage=shapes.mtp_depth > 0)
 

@@ -1,0 +1,40 @@
+"""What is refused of jobs that move activations to the host's memory."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_vp.mcore.options.refusal import Refusal
+from megatron_vp.mcore.settled import run_settings
+
+
+def _chunks(a: argparse.Namespace) -> int:
+    return a.virtual_pipeline_model_parallel_size or 1
+
+
+def _asks_for_more(a: argparse.Namespace) -> bool:
+    return a.offload_chunks.isdecimal() and int(a.offload_chunks) > _chunks(a)
+
+
+OFFLOAD_REFUSALS = (
+    Refusal(
+        _asks_for_more,
+        "--offload-chunks {offload_chunks} is more than a rank has chunks: use half, all, or at most as many as "
+        "--pipeline-schedule {pipeline_schedule} has",
+    ),
+    Refusal(
+        lambda a: run_settings(a).offloads and a.pipeline_model_parallel_size < 2,
+        "--offload-chunks {offload_chunks} with one pipeline stage has nothing to hide the copies behind: use "
+        "--pipeline-model-parallel-size 2 or more, or leave it out",
+    ),
+    Refusal(
+        lambda a: run_settings(a).offloads and a.recompute_granularity == "full",
+        "--offload-chunks with --recompute-granularity full is not supported: layers that are computed again keep "
+        "their inputs alone, hardly worth a copy; use --recompute-granularity selective, or leave one of both out",
+    ),
+    Refusal(
+        lambda a: run_settings(a).offloads and a.cuda_graph_impl != "none",
+        "--offload-chunks with --cuda-graph-impl {cuda_graph_impl} is not supported: a graph keeps its activations "
+        "where they were captured; use --cuda-graph-impl none",
+    ),
+)

@@ -1,0 +1,99 @@
+"""Training with activations in the host's memory: bit for bit what it is without, and what plain Megatron does."""
+
+from __future__ import annotations
+
+from functools import cache
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from tests.harness.ranks import run_ranks
+from tests.harness.training import Run, comparable_model, train, train_case
+from tests.mcore.case_parts import BOTH, MOE, SEQUENCE, TIED
+from tests.mcore.comparison import assert_equal
+
+EVALUATED = {"eval_interval": 2, "eval_iters": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": "core_attn"}
+TWO_CHUNKS = {"num_virtual_stages_per_pipeline_rank": 2}
+SPLIT = {"vocab_parallel": True, "vocab_parallel_algorithm": "vocab-2"}
+OTHER = {"vocab_parallel": True, "vocab_parallel_algorithm": "vocab-1"}
+
+
+def case(schedule, size, microbatches, chunks, *options, ranks=None, slow=True):
+    merged = {name: value for each in options for name, value in each.items()}
+    values = (schedule, size, microbatches, chunks, tuple(sorted(merged.items())), ranks or size)
+    name = f"{schedule}-{size}-{microbatches}-{chunks}-{len(options)}-{'-'.join(merged)}"
+    return pytest.param(*values, marks=pytest.mark.slow if slow else (), id=name)
+
+
+CASES = [
+    case("1f1b", 2, 5, "all", SPLIT, TIED, EVALUATED, slow=False),
+    case("po", 3, 4, "half", OTHER, TWO_CHUNKS, slow=False),
+    case("zb-v", 2, 4, "all", SPLIT, SELECTIVE),
+    case("v-half", 4, 6, "half", OTHER, TIED),
+    case("v-min", 3, 1, "all", SPLIT),
+    case("interleaved", 2, 3, "all", SPLIT, TWO_CHUNKS, EVALUATED),
+    case("gis", 2, 4, "all", TWO_CHUNKS),
+    case("gis-h", 4, 4, "half", SPLIT, TWO_CHUNKS),
+    case("zb-h1", 3, 6, "all", SPLIT, TIED, EVALUATED),
+    case("dualpipe-v", 2, 5, "half", SPLIT),
+    case("1f1b", 4, 3, "all"),
+    case("v-half", 2, 4, "all", SPLIT, SEQUENCE, ranks=4),
+    case("po", 2, 6, "all", SPLIT, TWO_CHUNKS, BOTH, TIED, ranks=4),
+    case("zb-v", 2, 4, "half", SPLIT, MOE),
+]
+
+
+def _arguments(microbatches, size, ranks, **changes):
+    options = {"num_layers": 2 * size, "train_iters": 3, "micro_batch_size": 2} | changes
+    parts = int(options.get("tensor_model_parallel_size", 1))
+    return comparable_model(**options, global_batch_size=2 * microbatches * ranks // size // parts)
+
+
+@cache
+def _ours(schedule, size, microbatches, chunks, options, ranks) -> Run:
+    changes = dict(options) | {"pipeline_model_parallel_size": size, "pipeline_schedule": schedule}
+    return train(ranks, _arguments(microbatches, size, ranks, offload_chunks=chunks, **changes))
+
+
+@pytest.mark.parametrize(("schedule", "size", "microbatches", "chunks", "options", "ranks"), CASES)
+def test_gradients_are_bit_for_bit_those_without(schedule, size, microbatches, chunks, options, ranks):
+    offloaded = _ours(schedule, size, microbatches, chunks, options, ranks)
+    resident = _ours(schedule, size, microbatches, "0", options, ranks)
+    for one, other in zip(offloaded.steps, resident.steps, strict=True):
+        assert (one.loss, one.grad_norm) == (other.loss, other.grad_norm)
+        assert one.microbatches == other.microbatches
+        assert one.gradients.keys() == other.gradients.keys()
+        for name, gradient in one.gradients.items():
+            assert np.array_equal(gradient, other.gradients[name]), name
+    assert offloaded.evaluations == resident.evaluations
+    ours = {*SPLIT, *TWO_CHUNKS}
+    plain = {name: value for name, value in options if name not in ours}
+    assert_equal(offloaded, train(ranks // size, _arguments(microbatches, size, ranks, **plain)), 1e-6)
+
+
+def count_storages(rank, world_size, arguments):
+    """Bytes that forwards saved and that left the device, and those that stayed, by module."""
+    from megatron_vp.runtime.offload import SavedForward
+
+    moved, stayed, close = [], {}, SavedForward.close
+
+    def counting(self, leaf):
+        close(self, leaf)
+        moved.append(sum(self.sizes))
+        for storage in self.staying:
+            stayed[storage.module] = stayed.get(storage.module, 0) + storage.bytes.numel()
+
+    with mock.patch.object(SavedForward, "close", counting):
+        train_case(rank, world_size, arguments)
+    return sum(moved), stayed
+
+
+def test_what_forwards_save_leaves_the_device():
+    arguments = _arguments(
+        4, 2, 2, pipeline_model_parallel_size=2, pipeline_schedule="zb-v", offload_chunks="all", **SPLIT
+    )
+    for moved, stayed in run_ranks(2, count_storages, arguments):
+        print(moved, stayed)
+        assert sum(stayed.values()) < 0.02 * moved, stayed
