@@ -54,7 +54,9 @@ def fitted(request: ScheduleRequest, limit: float) -> Family:
     found = [each for each in map(search.whole, search.bases()) if each.peak <= most]
     is_small = request.pipeline_size * request.microbatches <= SMALL
     found = found if is_small else found[:1]
-    found += map(search.whole, search.best_by_level(3 if is_small else 1))
+    # All microbatches may take more than the sample that a block was chosen by.
+    blocks = map(search.whole, search.best_by_level(3 if is_small else 1))
+    found += [each for each in blocks if each.peak <= most]
     if not found:
         raise UserError(
             f"--activation-limit {limit:g} is less than any {family.name} schedule of {request.pipeline_size} ranks, "
@@ -120,7 +122,7 @@ class _Search:
 
     def least(self) -> int:
         """The least peak of any shape."""
-        return min(*(self.peak(Shape(0, gap)) for gap in GAPS), *(self.whole(name).peak for name in self.bases()))
+        return min(self.whole(shape).peak for shape in (*(str(Shape(0, gap)) for gap in GAPS), *self.bases()))
 
     def peak(self, shape: Shape) -> int:
         """Chunk activations of the fullest rank in nominal order."""
