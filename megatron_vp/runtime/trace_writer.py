@@ -13,6 +13,7 @@ from megatron_vp.schedule.instructions import Load, Loss, Post, Run, Wait
 from megatron_vp.schedule.pass_kinds import PassKind
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.perfetto import Lane
+from megatron_vp.schedule.transfers import Copy
 from megatron_vp.trace.partition import UNKNOWN, Partition
 from megatron_vp.trace.rank_files import LOAD, LOSS, WAIT, RankTrace, TracedSpan, path_of
 
@@ -83,7 +84,7 @@ class PipelineTrace:
 
 
 def traced_spans(spans: list[Span], iteration: int, axis: Callable[[int], float]) -> list[TracedSpan]:
-    """Reads of data, passes, losses, collectives with the moment of their post, and waits, in the order of their start.
+    """Reads of data, passes, losses, waits, and collectives and copies with the moment of their post, as they started.
 
     Other posts take no time and are left out. `axis` places a recorded moment in milliseconds.
     """
@@ -102,7 +103,8 @@ def traced_spans(spans: list[Span], iteration: int, axis: Callable[[int], float]
                 traced.append(TracedSpan(iteration, Lane.WAITS, str(operation), WAIT, start, end))
             case Post() | PassKind():
                 pass
-            case operation:  # on the second stream
+            case operation:  # on a stream of its own
+                lane = Lane.COPIES if isinstance(operation, Copy) else Lane.SECOND_STREAM
                 name, moment = str(operation), posted[operation]
-                traced.append(TracedSpan(iteration, Lane.SECOND_STREAM, name, operation.category, start, end, moment))
+                traced.append(TracedSpan(iteration, lane, name, operation.category, start, end, moment))
     return sorted(traced, key=lambda item: item.start)

@@ -18,7 +18,8 @@ class Lane(IntEnum):
     COMPUTE = 0
     SECOND_STREAM = 1
     WAITS = 2
-    LINKS = 3
+    COPIES = 3
+    LINKS = 4
 
     @property
     def title(self) -> str:

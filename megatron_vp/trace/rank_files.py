@@ -24,15 +24,16 @@ LOAD = "load"
 WAIT = "wait"
 """Categories of what is no pass; a pass has its kind."""
 
-_LANES = (Lane.COMPUTE, Lane.SECOND_STREAM, Lane.WAITS)
+_LANES = (Lane.COMPUTE, Lane.SECOND_STREAM, Lane.WAITS, Lane.COPIES)
 
 
 @dataclass(frozen=True, slots=True)
 class TracedSpan:
-    """A pass (named `F12`), a loss (`LOSS:3`), a read of data (`LOAD:3`), a collective (`C1:3`) or a wait.
+    """A pass (named `F12`), a loss (`LOSS:3`), a read of data (`LOAD:3`), a collective (`C1:3`), a wait or a
+    copy to the host or back (`copy-out:3.1[0]`).
 
     A wait is named after what it waits for.
-    Times are milliseconds; `posted` is when the rank handed a collective to the second stream.
+    Times are milliseconds; `posted` is when the rank handed a collective or a copy to its stream.
     """
 
     iteration: int
@@ -79,7 +80,8 @@ class RankTrace:
 
     def events(self) -> list[perfetto.Event]:
         """The rank's process, its lanes and their slices."""
-        events = perfetto.process(self.rank, *_LANES)
+        used = {span.lane for span in self.spans}
+        events = perfetto.process(self.rank, *(lane for lane in _LANES if lane in used or lane < Lane.COPIES))
         for span in self.spans:
             args: dict[str, object] = {"iteration": span.iteration}
             if span.posted is not None:

@@ -236,7 +236,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         warn_of_ignored(args)
         if args.fake_process_group:
             args.do_train = True  # rank 0, which has the data, would tell the others
-        if args.vocab_parallel:
+        if args.vocab_parallel or job.settings.offloads:
             _warn_of_one_queue(args)
         patch_table.apply(Stage.AFTER_VALIDATION, run_here(args))
         return args
@@ -252,7 +252,8 @@ def _warn_of_one_queue(args: argparse.Namespace) -> None:
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         warnings.warn(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one hardware queue: a vocabulary collective that "
-            "waits for its peers holds up the passes behind it; unset it: only tensor and context parallelism need it",
+            "waits for its peers, or a copy that waits for another one, holds up the passes behind it; unset it: only "
+            "tensor and context parallelism need it",
             stacklevel=2,
         )
 

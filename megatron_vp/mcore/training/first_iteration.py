@@ -1,19 +1,23 @@
-"""Before a job's first iteration: a rehearsal of training and of evaluation, and one line about what it took."""
+"""Around a job's first iteration: a rehearsal of training and of evaluation, and what that and host memory took."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from megatron.training.utils import print_rank_0
 
 from megatron_vp.runtime.collectives import LayerShards
+from megatron_vp.runtime.host_memory import HostMemory
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.passes import Schedule
+
+GIB = 2**30
 
 Programs = Callable[[int, bool, Shapes], tuple[Schedule, tuple[Program, ...]]]
 """The schedule and the programs of all ranks for so many microbatches, with or without gradients, of these sizes."""
@@ -48,3 +52,15 @@ def rehearse(
         f"> rehearsed the pipeline for {words} in {time.perf_counter() - start:.2f} s: kernels of the vocabulary "
         f"layers loaded, {pipeline.groups.communicators} communicators of this rank connected"
     )
+
+
+@contextmanager
+def saying_host_memory(memory: HostMemory) -> Iterator[None]:
+    """Around an iteration: says what it has allocated for activations that leave the device, in a line."""
+    size, seconds = memory.bytes, memory.seconds
+    yield
+    if memory.bytes > size:
+        print_rank_0(
+            f"> allocated {(memory.bytes - size) / GIB:.2f} GiB of the host's memory for this rank's activations in "
+            f"{memory.seconds - seconds:.2f} s"
+        )

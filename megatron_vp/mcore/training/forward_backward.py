@@ -19,7 +19,7 @@ from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, layer_shards
 from megatron_vp.mcore.reports.watch import watch
 from megatron_vp.mcore.settled import SettledJob, current, own_loop
 from megatron_vp.mcore.training.deferred_checks import deferred_checks
-from megatron_vp.mcore.training.first_iteration import rehearse
+from megatron_vp.mcore.training.first_iteration import rehearse, saying_host_memory
 from megatron_vp.mcore.training.megatron_model import MegatronModel
 from megatron_vp.mcore.training.programs import late_weights, programs
 from megatron_vp.runtime.collectives import LayerShards
@@ -208,15 +208,16 @@ def _run(
 ) -> None:
     """Run the program, watched by what --rank-report and its like ask for; evaluation is not watched."""
     watched = watch(job.settled, lambda: job.pipeline.groups) if gradients else None
-    counted = job.pipeline.run(
-        schedule,
-        program,
-        megatron,
-        job.layer_shards,
-        shapes,
-        gradients=gradients,
-        observer=watched.recorder if watched else None,
-    )
+    with saying_host_memory(job.pipeline.host_memory):
+        counted = job.pipeline.run(
+            schedule,
+            program,
+            megatron,
+            job.layer_shards,
+            shapes,
+            gradients=gradients,
+            observer=watched.recorder if watched else None,
+        )
     if watched:
         watched.finish(job.chunks, schedule, counted.peak_in_flight, counted.peak_logits_in_flight)
 

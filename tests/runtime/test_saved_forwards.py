@@ -1,0 +1,205 @@
+"""Activations that wait in the host's memory: the same gradients, and nothing of them on the device meanwhile."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.two_tensor import TwoTensor
+
+from megatron_vp.errors import UserError
+from megatron_vp.runtime import offload
+from megatron_vp.runtime.host_memory import HostMemory, slots_by_chunk
+from megatron_vp.runtime.offload import SavedForward, SavedTensor
+from megatron_vp.schedule import generate
+from megatron_vp.schedule.lowering import lower
+from megatron_vp.schedule.pass_kinds import Held
+from tests.harness.ranks import run_ranks
+from tests.runtime.toy import run_pipeline
+
+STEPS = [(1, True), (3, True), (2, False), (8, True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "method", "chunks"),
+    [("1f1b", 2, "vocab-2", 1), ("zb-v", 3, "vocab-1", 1), ("po", 2, "vocab-2", 2), ("interleaved", 4, "vocab-2", 1)],
+)
+def test_gradients_are_bit_for_bit_those_without(name, world, method, chunks):
+    both = [
+        run_ranks(world, run_pipeline, name, method, STEPS, False, rehearses=True, offload_chunks=count, timeout=120)
+        for count in (0, chunks)
+    ]
+    for plain, offloaded in zip(*both, strict=True):
+        for one, other in zip(plain, offloaded, strict=True):
+            assert one[0] == other[0] and one[3] == other[3]
+            assert one[1].keys() == other[1].keys()
+            assert all(torch.equal(one[1][each], other[1][each]) for each in one[1] if one[1][each] is not None)
+    fullest = [max(rank[-1][2][0] for rank in ranks) for ranks in both]
+    assert fullest[1] < fullest[0]
+
+
+def saved_by(function, *inputs, close=True):
+    """What `function` saves for its backward, and its output."""
+    saved = SavedForward()
+    with saved.saving(names_modules=True):
+        output = function(*inputs)
+    if close:
+        saved.close(inputs[0])
+    return saved, output
+
+
+@pytest.fixture(autouse=True)
+def everything_is_large(monkeypatch):
+    monkeypatch.setattr(offload, "SMALLEST", 0)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 12)
+        self.cache = torch.arange(6.0)
+
+    def forward(self, values):
+        left, right = self.linear(values * self.cache).chunk(2, dim=-1)
+        return torch.tanh(left) * right
+
+
+def test_what_is_ours_alone_leaves_and_comes_back():
+    torch.manual_seed(0)
+    layer, values = Layer(), torch.randn(4, 6)
+    expected = values.clone().requires_grad_()
+    layer(expected).sum().backward()
+    weight = layer.linear.weight.grad.clone()
+    layer.zero_grad()
+
+    leaf = values.clone().requires_grad_()
+    saved, output = saved_by(layer, leaf)
+    storages = [StorageWeakRef(each.bytes.untyped_storage()) for each in saved.moving]
+    kept = [each.bytes.clone() for each in saved.moving]
+    assert saved.sizes == [each.numel() for each in kept] and len(kept) >= 3
+    assert leaf.shape == values.shape and leaf.untyped_storage().nbytes() == 4
+    for each in saved.moving:
+        each.bytes = None
+    assert all(each.expired() for each in storages)
+    with pytest.raises(AssertionError, match="in the host's memory"):
+        saved.moving and SavedTensor(saved.moving[0], torch.float32, torch.Size([1]), (1,), 0).unpack()
+    for each, held in zip(saved.moving, kept, strict=True):
+        each.bytes = held
+    output.sum().backward()
+    assert torch.equal(leaf.grad, expected.grad) and torch.equal(layer.linear.weight.grad, weight)
+    assert "Layer" in {name for each in saved.staying for name in each.module.split(" in ")}
+
+
+def test_parameters_caches_and_what_others_hold_stay():
+    layer, values = Layer(), torch.randn(4, 6, requires_grad=True)
+    outside = []
+
+    def forward(values):
+        hidden = torch.exp(layer(values))
+        outside.append(hidden)
+        return hidden * 2
+
+    saved, output = saved_by(forward, values)
+    staying = {each.bytes.untyped_storage().data_ptr() for each in saved.staying}
+    assert {layer.cache.untyped_storage().data_ptr(), outside[0].untyped_storage().data_ptr()} <= staying
+    moving = {each.bytes.untyped_storage().data_ptr() for each in saved.moving}
+    assert layer.linear.weight.untyped_storage().data_ptr() not in moving
+    for each in saved.moving:
+        each.bytes = each.bytes.clone()
+    output.sum().backward()
+    assert values.grad is not None
+
+
+def test_small_tensors_and_other_kinds_pass_through(monkeypatch):
+    values = torch.randn(4, 6, requires_grad=True)
+    for smallest, count in ((96, 1), (97, 0)):
+        monkeypatch.setattr(offload, "SMALLEST", smallest)
+        saved, _ = saved_by(lambda x: torch.exp(x) * 2, values.detach().requires_grad_())
+        assert (len(saved.moving), saved.staying) == (count, [])
+    monkeypatch.setattr(offload, "SMALLEST", 0)
+    wrapped = TwoTensor(values.detach(), values.detach()).requires_grad_()
+    saved, output = saved_by(torch.exp, wrapped, close=False)
+    saved.close(None)
+    assert (saved.moving, saved.staying) == ([], [])
+    output.sum().backward()
+    assert type(wrapped.grad) is TwoTensor and torch.equal(wrapped.grad.a, values.exp())
+
+
+def test_views_of_one_storage_are_copied_once():
+    values = torch.randn(4, 6, requires_grad=True)
+
+    def forward(values):
+        both = values * 1
+        left, right = both[:2], both[2:]
+        return left.t() @ right * right.sum()
+
+    saved, _ = saved_by(forward, values)
+    assert len({each.bytes.data_ptr() for each in saved.moving}) == len(saved.moving)
+    assert 4 * 6 * 4 in saved.sizes
+
+
+def test_a_forward_is_freed_without_the_garbage_collector():
+    gc.disable()
+    try:
+        leaf = torch.randn(4, 6, requires_grad=True)
+        saved, output = saved_by(Layer(), leaf)
+        storages = [StorageWeakRef(each.bytes.untyped_storage()) for each in saved.moving]
+        del saved, output, leaf
+        assert storages and all(each.expired() for each in storages)
+    finally:
+        gc.enable()
+
+
+def test_slots_are_as_many_as_the_program_fills():
+    schedule = generate("po", 4, 12, chunks=2, offload_chunks=2)
+    for rank, program in enumerate(lower(schedule)):
+        slots = slots_by_chunk(program.instructions)
+        assert set(slots) == {chunk for holder, chunk in schedule.offloaded if holder == rank}
+        assert max(slots.values()) <= program.peaks[Held.HOST_ACTIVATIONS] <= sum(slots.values())
+    assert slots_by_chunk(lower(generate("1f1b", 2, 4))[0].instructions) == {}
+
+
+def test_a_block_has_all_slots_of_a_chunk_and_grows_with_the_program():
+    memory = HostMemory(pins=False)
+    memory.expect({0: 2})
+    assert not memory.knows(0)
+    slots = [memory.take(0, [100, 700]) for _ in range(2)]
+    assert memory.knows(0) and memory.bytes == 2 * (512 + 1024)
+    assert [part.numel() for part in slots[0].parts([100, 700])] == [100, 700]
+    one, other = (slot.parts([100, 700])[1] for slot in slots)
+    one.fill_(1), other.fill_(2)
+    assert one.unique().tolist() == [1] and one.data_ptr() % 512 == slots[0].parts([1])[0].data_ptr() % 512
+    memory.give(slots[0])
+    assert memory.take(0, [50, 50]) is slots[0] and memory.bytes == 2 * 1536
+    memory.expect({0: 3})
+    memory.take(0, [100, 700])
+    assert memory.bytes == 3 * 1536
+    with pytest.raises(AssertionError, match="fills more slots than its program says"):
+        memory.take(0, [100, 700])
+
+
+def test_a_forward_that_saves_more_gets_a_slot_for_once():
+    memory = HostMemory(pins=False)
+    memory.expect({1: 1})
+    memory.give(memory.take(1, [100]))
+    odd = memory.take(1, [100, 100, 5000])
+    assert [part.numel() for part in odd.parts([100, 100, 5000])] == [100, 100, 5000]
+    memory.give(odd)
+    assert memory.odd_slots == 1 and memory.bytes == 512
+    assert memory.take(1, [512]).chunk == 1
+
+
+def test_memory_that_cannot_be_pinned_is_refused_in_one_line(monkeypatch):
+    success, error = object(), "cudaErrorMemoryAllocation"
+    runtime = SimpleNamespace(
+        cudaError=SimpleNamespace(success=success), cudaHostRegister=lambda pointer, size, flags: answer
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = HostMemory(pins=True)
+    memory.expect({0: 4})
+    answer = error
+    with pytest.raises(UserError, match=r"0\.00 GiB of the host's memory cannot be pinned .*fewer chunks"):
+        memory.take(0, [1000])
+    answer = success
+    assert memory.take(0, [1000]).parts([1000])[0].numel() == 1000
