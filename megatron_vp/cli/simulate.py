@@ -61,13 +61,6 @@ def simulate(
         ),
     ] = None,
     asked_format: FormatOption = None,
-    offload_chunks: Annotated[
-        str | None,
-        typer.Option(
-            help="Chunks per rank whose activations wait in the host's memory between forward and backward: a number, "
-            "half or all. Those that live longest are taken."
-        ),
-    ] = None,
     output: OutputOption = None,
 ) -> None:
     """Predict time and memory of every pipeline rank for one job, as its configuration runs it.
@@ -85,15 +78,13 @@ def simulate(
     from megatron_vp.cost.prediction.predict import make_simulator, memory_model, predict
     from megatron_vp.cost.prediction.stage_costs import copy_seconds
     from megatron_vp.cost.prediction.traced_costs import traced_costs
-    from megatron_vp.cost.sizes.job_plan import plan_of, with_offload
+    from megatron_vp.cost.sizes.job_plan import plan_of
     from megatron_vp.schedule.gc_paused import gc_paused
     from megatron_vp.trace.rank_files import read_traces
 
     output_format = format_for(asked_format, output, Format)
     request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
-    if offload_chunks is None:
-        offload_chunks = str(request.config.values.get("offload_chunks") or 0)
-    plan = own = with_offload(plan_of(request.config), offload_chunks)
+    plan = own = plan_of(request.config)
     _refuse_endless(request.job, plan)
     measured = None
     if trace is None:

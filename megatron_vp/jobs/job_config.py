@@ -48,7 +48,7 @@ SIZES = (
 )
 OTHERS = (
     *("vocab_parallel", "vocab_parallel_algorithm", "vocab_shards"),
-    *("pipeline_schedule", "activation_limit", "pipeline_model_parallel_layout"),
+    *("pipeline_schedule", "activation_limit", "offload_chunks", "pipeline_model_parallel_layout"),
     *("hybrid_layer_pattern", "hybrid_override_pattern"),
     *("swiglu", "quick_geglu", "group_query_attention", "untie_embeddings_and_output_weights"),
     *("hidden_dropout", "attention_dropout", "sequence_parallel", "use_distributed_optimizer"),

@@ -21,11 +21,12 @@ from megatron_vp.runtime.executor import Observer
 from megatron_vp.runtime.host_memory import HostMemory, HostSlot
 from megatron_vp.runtime.store import Slot, Store
 from megatron_vp.runtime.streams import Event, Stream
+from megatron_vp.schedule.offload import LEAST_OFFLOADED
 from megatron_vp.schedule.passes import PassKind
 from megatron_vp.schedule.transfers import Copy
 
-SMALLEST = 2**20
-"""Bytes of a storage from which on it is worth a copy."""
+SMALLEST = LEAST_OFFLOADED
+"""Bytes of a storage from which on it leaves the device."""
 
 PLAIN = (torch.Tensor, FakeTensor)
 """Other kinds of tensors have no storage of their own: they keep their parts, which are saved one by one."""

@@ -5,6 +5,7 @@ import shlex
 import pytest
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.options import host_room
 from megatron_vp.mcore.start.preflight import check_files, check_job
 from tests.harness.training import tiny_model
 
@@ -51,6 +52,13 @@ def check(flags, **settings):
             "--pipeline-schedule v-flex --vocab-parallel --activation-limit much",
             "--activation-limit 'much' is not a number of microbatches; give one such as 5 or 4.5",
         ),
+        ("--offload-chunks some", "--offload-chunks: 'some' is not a number of chunks; give one, half or all"),
+        ("--offload-chunks 2", "--offload-chunks 2 is more than a rank has chunks: use half, all, or at most as many"),
+        (
+            "--pipeline-schedule zb-v --offload-chunks all --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1",
+            "--offload-chunks with --recompute-granularity full is not supported: layers that are computed again",
+        ),
         ("--tp 2", "unrecognized arguments: --tp 2; the nearest known one is --tensor-model-parallel-size"),
     ],
 )
@@ -63,6 +71,19 @@ def test_what_training_refuses_is_refused(tmp_path, flags, said):
 def test_a_vocabulary_with_room_for_all_tokens_is_taken():
     check("--padded-vocab-size 63 --no-pad-vocab-size", vocab_size=63)
     check("--vocab-parallel --vocab-parallel-algorithm vocab-1")
+
+
+def test_activations_that_leave_the_device_need_room_on_the_host(monkeypatch):
+    flags = ["--pipeline-schedule", "zb-v", "--offload-chunks", "all"]
+    words = ["--cpu", *tiny_model(pipeline_model_parallel_size=2, seq_length=8192, max_position_embeddings=8192)]
+    job = check_job([*words, *flags], 2)
+    assert job.settings.replaces_schedule and job.settings.offload_chunks(2) == 2
+    assert job.order.other["copy"] > 0, "passes are ordered with the copies in mind"
+    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1024}
+    monkeypatch.setattr(host_room.os, "sysconf", pages.__getitem__)
+    with pytest.raises(UserError, match=r"--offload-chunks 2 takes 0 GiB of a node's memory, .*: leave it out"):
+        check_job([*words, *flags], 2)
+    assert check_job(words, 2).settings.offload_chunks(1) == 0
 
 
 @pytest.mark.parametrize("limit", ["3", "1GiB"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from megatron_vp.cost.sizes.job_sizes import job_of, recompute_modules
@@ -115,15 +114,11 @@ def plan_of(config: JobConfig) -> Plan:
             raise UserError(f"--vocab-parallel-algorithm {algorithm!r} is unknown; use vocab-1 or vocab-2")
         vocab = VocabMethod(algorithm)
     layers = layers_given(config)
-    if layers is not None:
-        return Plan(chosen.name, vocab, chunks, layers)
-    return Plan(chosen.name, vocab, chunks, _uneven_layers(config, chosen))
-
-
-def with_offload(plan: Plan, chunks: str) -> Plan:
-    """`plan` with so many `chunks` per rank to offload: a number, half or all. Raises UserError for others."""
-    own = family(plan.schedule).chunks_of(plan.chunks)
-    return replace(plan, offload_chunks=chunks_to_offload(chunks, own))
+    if layers is None:
+        layers = _uneven_layers(config, chosen)
+    offload = str(config.values.get("offload_chunks") or 0)
+    offload_chunks = 0 if offload == "0" else chunks_to_offload(offload, chosen.chunks_of(chunks))
+    return Plan(chosen.name, vocab, chunks, layers, offload_chunks=offload_chunks)
 
 
 def layers_given(config: JobConfig) -> tuple[int, ...] | None:
@@ -182,6 +177,7 @@ def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
         "vocab_shards": _shards_text(plan),
         "pipeline_schedule": DEFAULT_SCHEDULE if own else plan.schedule,
         "activation_limit": plan.activation_limit or None,
+        "offload_chunks": plan.offload_chunks or None,
         **layout,
     }
     defaults = {"vocab_parallel": False, "pipeline_schedule": DEFAULT_SCHEDULE}

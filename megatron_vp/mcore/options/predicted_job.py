@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import SIZES, JobConfig, read_job_config
+from megatron_vp.jobs.settings import ONE_QUEUE
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.flags import uses_cpu
 from megatron_vp.mcore.settled import Words, replay, words
@@ -57,7 +60,8 @@ class Prediction:
         unknown = uncounted(config)
         if unknown and not in_proportion:
             raise UserError(f"the cost model does not count {', '.join(unknown)}")
-        return PredictedJob(job_of(config.values, self._args.world_size), plan_of(config), _hardware(self._args))
+        job = replace(job_of(config.values, self._args.world_size), one_queue=os.environ.get(ONE_QUEUE) == "1")
+        return PredictedJob(job, plan_of(config), _hardware(self._args))
 
     def _config(self) -> JobConfig:
         """The job in the words of all commands, with the sizes that a checkpoint may have replaced. Raises UserError.

@@ -16,6 +16,7 @@ from megatron_vp.errors import Reasons, UserError
 from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.mcore.megatron_arguments import check_validated
+from megatron_vp.mcore.options.host_room import check_host_room
 from megatron_vp.mcore.options.pass_order import choose_order, fit_schedule
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.options.ranges import check_ranges
@@ -68,7 +69,14 @@ def settled_job(
         reasons.refuse()
 
     # What cannot work.
-    for check in (refuse, check_room_without_files, partial(check_rows, prediction=prediction), check_trace_iterations):
+    checks: tuple[Callable[[argparse.Namespace], None], ...] = (
+        refuse,
+        check_room_without_files,
+        partial(check_rows, prediction=prediction),
+        partial(check_host_room, settings=settings, prediction=prediction),
+        check_trace_iterations,
+    )
+    for check in checks:
         with reasons.collected():
             check(args)
     if files:
