@@ -21,8 +21,8 @@ from megatron_vp.runtime.executor import Observer
 from megatron_vp.runtime.host_memory import HostMemory, HostSlot
 from megatron_vp.runtime.store import Slot, Store
 from megatron_vp.runtime.streams import Event, Stream
-from megatron_vp.schedule.offload import LEAST_OFFLOADED
 from megatron_vp.schedule.passes import PassKind
+from megatron_vp.schedule.placed_copies import LEAST_OFFLOADED
 from megatron_vp.schedule.transfers import Copy
 
 SMALLEST = LEAST_OFFLOADED

@@ -12,9 +12,9 @@ from megatron_vp.schedule.gc_paused import gc_paused
 from megatron_vp.schedule.graph import Step
 from megatron_vp.schedule.ledger import peak
 from megatron_vp.schedule.list_scheduler import MemoryLimits
-from megatron_vp.schedule.offload import computed_between, offload, returning_at_once
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule, VocabMethod
+from megatron_vp.schedule.placed_copies import computed_between, offload, returning_at_once
 from megatron_vp.schedule.reorder import evaluation, forwards, reorder_for_costs
 from megatron_vp.schedule.timeline import simulate
 from megatron_vp.schedule.vocab_passes import Nominal, nominal_schedule
@@ -51,7 +51,7 @@ class ScheduleRequest:
     further_orders: bool = True
     """False: only the first orders compete, see `reorder_for_costs`"""
     offload_chunks: int = 0
-    """chunks per rank whose activations wait in the host's memory between forward and backward: see `offload`"""
+    """chunks per rank whose activations wait in the host's memory between forward and backward: see `placed_copies`"""
 
     @classmethod
     def of(

@@ -12,7 +12,7 @@ from functools import lru_cache
 from megatron_vp.cost.sizes.layer_types import LayerType, MlpRecompute, mlp_of, mlp_recompute, type_of
 from megatron_vp.cost.sizes.shapes import Job, Recompute
 from megatron_vp.jobs.layer_kind import LayerKind
-from megatron_vp.schedule.offload import LEAST_OFFLOADED
+from megatron_vp.schedule.placed_copies import LEAST_OFFLOADED
 
 WORKING_SET = 24.5
 """Of the paper's layers: bytes per token and hidden unit that the backward of one layer needs on top."""
