@@ -30,7 +30,20 @@ def register(app: typer.Typer, summary: str = "Predict every cell of the paper's
     app.command("tables", short_help=summary)(tables)
 
 
+class Paper(StrEnum):
+    """Whose runs to predict."""
+
+    VOCABULARY = "vocabulary"
+    PIPEOFFLOAD = "pipeoffload"
+
+
 def tables(
+    paper: Annotated[
+        Paper,
+        typer.Option(
+            help="Whose runs: the tables of vocabulary parallelism, or figure 15 of PipeOffload with published figures."
+        ),
+    ] = Paper.VOCABULARY,
     published: Annotated[
         Path | None,
         typer.Option(
@@ -56,12 +69,17 @@ def tables(
 
     MFU is model FLOPs over 320 (table 5) and 312 (table 6) TFLOP/s; memory is the allocator's peak of the worst rank in
     GiB. With --published, adds the published values, the relative error of each, and their mean and largest. With
-    --hardware, predicts the same jobs as this project runs them there.
+    --hardware, predicts the same jobs as this project runs them there. --paper pipeoffload predicts the runs of another
+    paper, whose activations wait in the host's memory.
     """
     from megatron_vp.cost.paper.published import jobs, read_cells
     from megatron_vp.cost.paper.tables import make_rows, to_csv
 
     output_format = format_for(asked_format, output, Format)
+    if paper is Paper.PIPEOFFLOAD:
+        given = {"--published": published, "--hardware": hardware, "--fp8-recipe": fp8_recipe}
+        write(_pipeoffload(output_format, [option for option, value in given.items() if value is not None]), output)
+        return
     setting = _setting(hardware, fp8_recipe)
     if setting is not None and published is not None:
         raise UserError("--published cells were measured on A100s; leave out --hardware to compare with them")
@@ -79,6 +97,23 @@ def tables(
             from megatron_vp.cost.paper.tables_picture import picture
 
             write(picture(rows) if setting is None else picture(rows, setting.hardware.memory / GIB), output)
+
+
+def _pipeoffload(output_format: Format, given: list[str]) -> str:
+    """Figure 15 of PipeOffload; `given` are options that do not go with it."""
+    from megatron_vp.cost.paper.pipeoffload import predict_cells, published, to_csv, to_text
+
+    if given:
+        raise UserError(f"--paper pipeoffload has published figures and hardware of its own; leave out {given[0]}")
+    if output_format is Format.PNG:
+        raise UserError("--paper pipeoffload is not drawn; use --format table or csv")
+    cells, found = published(), []
+    with progress_bar() as progress:
+        task = progress.add_task("predicting cells", total=len(cells))
+        for each in predict_cells(cells, len(os.sched_getaffinity(0))):
+            found.append(each)
+            progress.update(task, advance=1)
+    return to_csv(found) if output_format is Format.CSV else to_text(found)
 
 
 def _setting(hardware: str | None, fp8_recipe: str | None) -> Setting | None:

@@ -50,7 +50,7 @@ def layer_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
         return job.tokens * job.element_bytes * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
     common = _common_activations(job, kind)
     if job.layers is LayerKind.PAPER:
-        return common
+        return job.kept_bytes * job.tokens * job.model.hidden or common
     return common + _further_activations(job, kind) - recomputed_activations(job, kind)
 
 

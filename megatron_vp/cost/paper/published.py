@@ -52,7 +52,7 @@ class Measurement:
 def jobs() -> dict[Cell, Job]:
     """Every cell of both tables and its job."""
     found = {}
-    for row in _packaged("models.csv"):
+    for row in packaged("models.csv"):
         table, gpus = int(row["table"]), int(row["gpus"])
         for sequence in map(int, row["seq_lengths"].split("/")):
             for method in METHODS[table]:
@@ -84,7 +84,7 @@ def _job(row: dict[str, str], sequence: int, vocab: int) -> Job:
 
 def known_cells() -> dict[Cell, Measurement]:
     """The published cells that come with this package: what the constants were fitted on."""
-    return _cells(_packaged("published_mfu.csv"), "the package's published cells")
+    return _cells(packaged("published_mfu.csv"), "the package's published cells")
 
 
 def read_cells(path: Path) -> dict[Cell, Measurement]:
@@ -132,17 +132,18 @@ def _cells(rows: Iterable[dict[str, str]], source: str) -> dict[Cell, Measuremen
 
 def pass_times() -> list[dict[str, float]]:
     """Mean pass times in milliseconds and iteration times in seconds, measured by the authors on 8 A100."""
-    return [{name: float(value) for name, value in row.items()} for row in _packaged("pass_times_8gpu_a100.csv")]
+    return [{name: float(value) for name, value in row.items()} for row in packaged("pass_times_8gpu_a100.csv")]
 
 
 def scaling_factors() -> dict[tuple[int, str, int], float]:
     """Table 3: percent of linear scaling by sequence length, layer (output-vocab-1, output-vocab-2, input) and GPUs."""
     return {
         (int(row["seq_length"]), row["layer"], int(row["gpus"])): float(row["percent_of_linear"])
-        for row in _packaged("table3_scaling.csv")
+        for row in packaged("table3_scaling.csv")
     }
 
 
-def _packaged(name: str) -> list[dict[str, str]]:
+def packaged(name: str) -> list[dict[str, str]]:
+    """The rows of a file of published figures that comes with the package."""
     text = (files("megatron_vp.cost.paper") / "data" / name).read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))

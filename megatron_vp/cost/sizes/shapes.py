@@ -127,6 +127,7 @@ class Job:
     glu_intermediates: tensors of width `ffn` that a gated MLP keeps besides the input
     and the result of its activation. attention_dropout: the attention drops scores. wide_softmax: Megatron's own
     attention computes its softmax in fp32. one_queue: the environment has CUDA_DEVICE_MAX_CONNECTIONS=1.
+    kept_bytes: of the paper's layers, what one keeps per token and hidden unit, where that is known (0: counted).
     Raises UserError for sizes that do not fit each other.
     """
 
@@ -161,6 +162,7 @@ class Job:
     fp8_parameters: bool = False
     recompute_modules: frozenset[str] = frozenset()
     one_queue: bool = False
+    kept_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("sequence", "micro_batch", "microbatches", "pipeline", "tensor", "context", "data", "expert"):

@@ -1,0 +1,219 @@
+"""Figure 15 of PipeOffload (Wan et al., arXiv 2503.01328): its runs as this project orders them, and what they took.
+
+Memory is that of activations alone, as published: the layers whose activations a rank holds at once, by the ledger of
+its own order of passes, times the bytes of one layer.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import as_completed
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from megatron_vp.cost.hardware.constants import CALIBRATED
+from megatron_vp.cost.memory.rank_memory import GIB
+from megatron_vp.cost.paper import runs
+from megatron_vp.cost.paper.published import Measurement, packaged
+from megatron_vp.cost.paper.runs import paper_mfu
+from megatron_vp.cost.planning.workers import worker_pool
+from megatron_vp.cost.prediction.predict import make_simulator, predict
+from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
+from megatron_vp.schedule import Held, Schedule
+from megatron_vp.schedule.ledger import changes
+
+SEQUENCES = (4096, 8192, 16384, 32768)
+
+METHODS = ("1f1b-i", "gis", "gis-h", "po-h", "po-f", "1f1b")
+"""In the figure's order. PO-H offloads half of the chunks, rounded up, and PO-F all of them."""
+
+VOCABULARY = 50_304
+"""Assumed: it is not published. The vocabulary layers stand where the first and the last stage have a layer less."""
+
+KEPT = 16.7
+"""Bytes per token and hidden unit that a layer keeps, besides its keys and values: those of 34 that are left where the
+norms and the GELU are computed again and nothing is dropped, and 0.7 for all that is small."""
+
+COMPUTED_AGAIN = 12
+"""Of the same: the results of both norms and of the GELU, which one layer's backward holds."""
+
+_BANDWIDTH = 17.6e9
+"""Bytes/s of the authors' A100s each way. They count with 15 GB/s; but fully offloaded 1F1B (figure 1) is slower by
+1 - 1 / (0.85 k) only, k being the ratio of copies to passes at 15 GB/s."""
+
+A100 = replace(runs.A100, host=replace(runs.A100.host, out=_BANDWIDTH, back=_BANDWIDTH))
+
+COLUMNS = (
+    "model",
+    "seq_length",
+    "method",
+    "mfu_percent",
+    "peak_memory_gb",
+    "published_mfu_percent",
+    "published_peak_memory_gb",
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """One of the figure's models; on so many GPUs, all of them pipeline ranks, with so many chunks each."""
+
+    layers: int
+    heads: int
+    hidden: int
+    microbatches: int
+    gpus: int
+    chunks: int
+
+
+MODELS = {"10.5B": Model(38, 40, 5120, 64, 8, 5), "18.1B": Model(46, 48, 6144, 128, 16, 3)}
+
+
+class Cell(NamedTuple):
+    """One run of the figure."""
+
+    model: str
+    sequence: int
+    method: str
+
+    @property
+    def job(self) -> Job:
+        """What is trained."""
+        sizes = MODELS[self.model]
+        shape = ModelShape(
+            sizes.layers, sizes.hidden, sizes.heads, 4 * sizes.hidden, VOCABULARY, kv_groups=KEYS_AND_VALUES
+        )
+        kept = KEPT + 4 * KEYS_AND_VALUES / sizes.heads
+        return Job(shape, self.sequence, 1, sizes.microbatches, sizes.gpus, kept_bytes=kept)
+
+    @property
+    def plan(self) -> Plan:
+        """How it is run: one layer per stage, and none on the first and the last; with one chunk as many per rank."""
+        sizes = MODELS[self.model]
+        chunks = sizes.chunks
+        if self.method == "1f1b":
+            return Plan("1f1b", layers=(chunks - 1, *[chunks] * (sizes.gpus - 2), chunks - 1))
+        schedule = {"1f1b-i": "interleaved", "po-h": "po", "po-f": "po"}.get(self.method, self.method)
+        offloaded = {"po-h": (chunks + 1) // 2, "po-f": chunks}.get(self.method, 0)
+        layers = (0, *[1] * sizes.layers, 0)
+        return Plan(schedule, chunks=chunks, layers=layers, offload_chunks=offloaded)
+
+    @property
+    def layer_bytes(self) -> float:
+        """What one layer keeps of a microbatch."""
+        job = self.job
+        return job.kept_bytes * job.tokens * job.model.hidden
+
+
+KEYS_AND_VALUES = 8
+"""Groups of queries that share them."""
+
+
+@dataclass(frozen=True)
+class CellPrediction:
+    """MFU in percent of 312 TFLOP/s, and activations in GiB."""
+
+    cell: Cell
+    mfu: float
+    memory: float
+
+
+def published() -> dict[Cell, Measurement]:
+    """The figure's runs, as far as the paper made them."""
+
+    def number(text: str) -> float | None:
+        return float(text) if text else None
+
+    return {
+        Cell(row["model"], int(row["seq_length"]), row["method"]): Measurement(
+            number(row["mfu_percent"]), number(row["peak_memory_gb"])
+        )
+        for row in packaged("pipeoffload.csv")
+    }
+
+
+def resident_layers(schedule: Schedule, layers: Sequence[int]) -> int:
+    """Most layers, times microbatches, whose activations a rank holds at once; `layers` by virtual stage."""
+    most = 0
+    for rank, order in enumerate(schedule.ranks):
+        level = 0
+        for step, (taken, given) in zip(order, changes(order, Held.ACTIVATIONS), strict=True):
+            count = layers[schedule.placement.stage_of[rank][step.chunk]]
+            level += count * taken
+            most = max(most, level)
+            level -= count * given
+    return most
+
+
+def predict_cell(cell: Cell) -> CellPrediction:
+    """What the model says of a cell.
+
+    Where chunks leave the device, one layer more: the published figures show the room of a reload, and what a backward
+    computes again of its layer. Those without offload show neither.
+    """
+    job, plan = cell.job, cell.plan
+    simulator = make_simulator(job, plan, A100, CALIBRATED, further_orders=False)
+    found = predict(job, plan, A100, CALIBRATED, simulator=simulator)
+    assert plan.layers is not None
+    layers: float = resident_layers(simulator.schedule, plan.layers)
+    if plan.offload_chunks:
+        layers += 1 + COMPUTED_AGAIN / job.kept_bytes
+    return CellPrediction(cell, paper_mfu(found, A100.peak_flops), layers * cell.layer_bytes / GIB)
+
+
+def predict_cells(cells: Iterable[Cell], processes: int) -> Iterator[CellPrediction]:
+    """Predictions of `cells`, in the order in which they are done."""
+    # The largest first, so that no process is left alone with them.
+    ordered = sorted(cells, key=lambda cell: (MODELS[cell.model].gpus, cell.plan.offload_chunks), reverse=True)
+    with worker_pool(processes) as pool:
+        for done in as_completed(pool.submit(predict_cell, cell) for cell in ordered):
+            yield done.result()
+
+
+def to_csv(predictions: Iterable[CellPrediction]) -> str:
+    """One line per cell; what was not published, or did not fit, is empty."""
+    out, known = io.StringIO(), published()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for each in in_order(predictions):
+        of_paper = known[each.cell]
+        shown = ("" if number is None else f"{number:g}" for number in (of_paper.mfu, of_paper.memory))
+        writer.writerow((*each.cell, f"{each.mfu:.2f}", f"{each.memory:.2f}", *shown))
+    return out.getvalue()
+
+
+def to_text(predictions: Iterable[CellPrediction]) -> str:
+    """A block per model, a line per method; each figure with the published one behind it."""
+    known = published()
+    found = {each.cell: each for each in predictions}
+    lines = [
+        "Figure 15 of PipeOffload: MFU in percent and GiB of activations, predicted, behind each what was published",
+        "-: not published; oom: published as not fitting",
+    ]
+    for model, sizes in MODELS.items():
+        lines += ["", f"{model}, {sizes.gpus} A100, {sizes.microbatches} microbatches, {sizes.chunks} chunks per rank"]
+        heads = "".join(f"{sequence:>15}" for sequence in SEQUENCES)
+        lines += [f"{'':8}{'MFU':>{len(heads)}}  {'GiB':>{len(heads)}}", f"{'':8}{heads}  {heads}"]
+        for method in METHODS:
+            cells = [Cell(model, sequence, method) for sequence in SEQUENCES]
+            mfu = "".join(_entry(found.get(cell), known.get(cell), "mfu") for cell in cells)
+            memory = "".join(_entry(found.get(cell), known.get(cell), "memory") for cell in cells)
+            lines.append(f"{method:8}{mfu}  {memory}")
+    return "\n".join(lines) + "\n"
+
+
+def _entry(predicted: CellPrediction | None, of_paper: Measurement | None, which: str) -> str:
+    if predicted is None or of_paper is None:
+        return f"{'-':>15}"
+    value: float | None = getattr(of_paper, which)
+    return f"{getattr(predicted, which):>9.1f}{'oom' if value is None else f'{value:g}':>6}"
+
+
+def in_order(predictions: Iterable[CellPrediction]) -> list[CellPrediction]:
+    """As the figure has them."""
+    return sorted(
+        predictions,
+        key=lambda each: (list(MODELS).index(each.cell.model), each.cell.sequence, METHODS.index(each.cell.method)),
+    )
