@@ -248,17 +248,19 @@ def pipeline(schedule: str, method: str | None) -> dict[str, object]:
     }
 
 
-def assert_checkpoint_moves(folder: Path, schedule: str, method: str | None, sharded: bool, **model: object) -> None:
+def assert_checkpoint_moves(
+    folder: Path, schedule: str, method: str | None, sharded: bool, fused: bool = FUSED, **model: object
+) -> None:
     """Two ranks save, plain Megatron goes on and saves, two ranks go on; `sharded`: with the distributed optimizer."""
     common = {"eval_iters": 0, "train_iters": 4, "use_distributed_optimizer": sharded, **model}
     saved = {**common, "save": folder, "dist_ckpt_optim_fully_reshardable": sharded}
     split, resumed = pipeline(schedule, method), {"same_weights": False, "load": folder}
     runs = [
-        trained(NEWEST, 2, FUSED, **split, **saved, save_interval=2, exit_interval=2),
-        trained(NEWEST, 1, FUSED, **saved, **resumed, save_interval=3, exit_interval=3),
-        trained(NEWEST, 2, FUSED, **split, **common, **resumed),
+        trained(NEWEST, 2, fused, **split, **saved, save_interval=2, exit_interval=2),
+        trained(NEWEST, 1, fused, **saved, **resumed, save_interval=3, exit_interval=3),
+        trained(NEWEST, 2, fused, **split, **common, **resumed),
     ]
-    unmoved, _ = trained(NEWEST, 1, FUSED, **common)
+    unmoved, _ = trained(NEWEST, 1, fused, **common)
     steps = [step for run, _ in runs for step in run.steps]
     assert [step.loss for step in steps] == pytest.approx(unmoved.losses, rel=BOUND)
     assert [step.grad_norm for step in steps] == pytest.approx(unmoved.grad_norms, rel=BOUND)

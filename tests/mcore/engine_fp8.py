@@ -45,7 +45,8 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Any
     values = tensor.detach().float()
     amax = (values.abs().max() if values.numel() else torch.tensor(0.0)).reshape(1)
     if type(quantizer).__name__ == "Float8Quantizer":
-        quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
+        if quantizer.amax.numel():
+            quantizer.amax.copy_(torch.maximum(quantizer.amax, amax.reshape(quantizer.amax.shape)))
         scale = quantizer.scale.reshape(1).clone()
     else:
         assert type(quantizer).__name__ == "Float8CurrentScalingQuantizer", "only one scale per tensor has a stand-in"
@@ -55,10 +56,31 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Any
     rows = data if quantizer.rowwise_usage else None
     columns = fp8_transpose(data, quantizer.dtype) if quantizer.columnwise_usage else None
     if output is not None:
-        output._data, output._transpose, output._transpose_invalid = rows, columns, columns is None
-        output._scale_inv.copy_(scale.reciprocal())
+        # Into the memory that is there: a weight's is a part of a buffer.
+        output._data = _into(output._data, rows)
+        output._transpose, output._transpose_invalid = columns, columns is None
+        output._scale_inv.copy_(scale.reciprocal().reshape(output._scale_inv.shape))
         return output
     return _made(quantizer, list(tensor.shape), tensor.dtype, rows, columns, scale.reciprocal())
+
+
+def _into(memory: torch.Tensor | None, rows: torch.Tensor | None) -> torch.Tensor | None:
+    return rows if memory is None or rows is None else memory.copy_(rows.reshape(memory.shape))
+
+
+def compute_amax(tensor: torch.Tensor, amax: torch.Tensor) -> None:
+    """The largest magnitude; of nothing it is 0."""
+    amax.copy_(tensor.abs().max() if tensor.numel() else torch.tensor(0.0))
+
+
+def multi_tensor_compute_scale_and_scale_inv(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Any, largest: float, powers_of_2: bool, epsilon: float
+) -> None:
+    """From (largest magnitudes, scales, their reciprocals): those by which a magnitude becomes the format's largest."""
+    assert not powers_of_2 and not epsilon
+    for amax, scale, reciprocal in zip(*tensor_lists, strict=True):
+        scale.copy_(torch.where(amax > 0, largest / amax, torch.ones_like(amax)))
+        reciprocal.copy_(scale.reciprocal())
 
 
 def create_empty_quantized_tensor(
@@ -135,4 +157,5 @@ def fp8_transpose(data: torch.Tensor, dtype: Any, *, out: torch.Tensor | None = 
 FUNCTIONS = (
     *(quantize, bgrad_quantize, fp8_transpose, create_empty_quantized_tensor, split_quantize),
     *(fused_multi_row_padding, fused_multi_row_unpadding),
+    *(compute_amax, multi_tensor_compute_scale_and_scale_inv),
 )

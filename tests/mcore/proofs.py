@@ -173,6 +173,10 @@ PROOFS = (
         "Megatron bit for bit without vocabulary passes",
         "mcore/test_engine_fp8.py::test_without_vocabulary_passes_every_bit_is_plain_megatrons",
     ),
+    Proof(
+        "weights in fp8 (`--fp8-param-gather`): master weights start from what plain Megatron drew, in a V, too",
+        "mcore/test_engine_fp8.py::test_master_weights_start_from_what_plain_megatron_drew",
+    ),
     Proof("`--pipeline-trace`, `--rank-report`", "mcore/test_trace.py::test_the_command_reads_what_training_recorded"),
 )
 
@@ -180,7 +184,7 @@ NOT_YET = (
     "CUDA, NCCL, several nodes",
     "what Transformer Engine compiles; the Mamba, gated delta net and latent attention layers of hybrid models",
     "Transformer Engine's attention under `--context-parallel-size`",
-    "the formats of `--fp8-recipe blockwise` and `mxfp8`, which keep no state between passes",
+    "the formats of `--fp8-recipe blockwise` and `mxfp8`, which keep no state between passes; weights kept in them",
     "`--tp-comm-overlap` under 1f1b: Transformer Engine's buffers need a device",
     "the kernels of the flex token dispatcher, which need a device, and its backends HybridEP and NCCL EP",
 )

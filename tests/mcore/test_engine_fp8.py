@@ -30,6 +30,8 @@ from tests.mcore.engine import (
     ONE_CALL,
     RECOMPUTED,
     SEQUENCE_PARALLEL,
+    SHARDED,
+    assert_checkpoint_moves,
     pipeline,
     trained,
 )
@@ -37,6 +39,7 @@ from tests.mcore.engine import (
 CURRENT = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
 DELAYED = {"fp8_format": "hybrid", "fp8_recipe": "delayed"}
 LONG_HISTORY = {**DELAYED, "fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
+WEIGHTS = {"bf16": True, "fp8_param_gather": True, "use_distributed_optimizer": True}
 ENDS_IN_16_BITS = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
 TWO_CHUNKS = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
 INTERLEAVED = {**TWO_CHUNKS, "pipeline_schedule": "interleaved"}
@@ -64,6 +67,12 @@ CASES = [
     ("zb-h1", FUSED, LTS, LONG_HISTORY),
     ("zb-h1", FUSED, MINIMUM, DELAYED),
     ("1f1b", FUSED, NEWEST, DELAYED),
+    ("v-half", APART, NEWEST, {**CURRENT, **WEIGHTS}),
+    ("interleaved", FUSED, NEWEST, {**CURRENT, **WEIGHTS}),
+    ("zb-h1", APART, NEWEST, {**DELAYED, **WEIGHTS}),
+    ("zb-h1", APART, MEGATRON, {**CURRENT, **WEIGHTS}),
+    # Gradients of experts, which are products into memory of our own.
+    ("zb-h1", APART, NEWEST, {**CURRENT, **WEIGHTS, **ONE_CALL}),
 ]
 
 
@@ -86,6 +95,42 @@ def test_without_vocabulary_passes_every_bit_is_plain_megatrons(schedule, fused,
     ours, products = trained(version, 2, fused, **_schedule(schedule, None), **model)
     assert_same_bits(ours, plain)
     assert any(each.quantised for each in products)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "model"),
+    [
+        ("v-half", {**CURRENT, **WEIGHTS}),
+        pytest.param("zb-v", {**CURRENT, **WEIGHTS, **ONE_CALL}, marks=pytest.mark.slow),
+        # Evaluations change the scales of two chunks and of one differently, see below.
+        pytest.param("v-half", {**DELAYED, **WEIGHTS, "eval_iters": 0}, marks=pytest.mark.slow),
+    ],
+)
+def test_master_weights_start_from_what_plain_megatron_drew(schedule, model):
+    """Weights are Megatron's own draws here. Layers move in a V, and so do the values before their rounding.
+
+    The loss of the first step sees the rounded weights alone, those of the second and third the master weights.
+    """
+    plain, _ = trained(NEWEST, 2, APART, same_weights=False, pipeline_model_parallel_size=2, **model)
+    ours, _ = trained(NEWEST, 2, APART, same_weights=False, **_schedule(schedule, None), **model)
+    assert ours.losses == plain.losses and len(plain.losses) == 3 and None not in plain.losses
+    assert ours.evaluations == plain.evaluations
+    assert ours.grad_norms == pytest.approx(plain.grad_norms, rel=BOUND)
+
+
+@pytest.mark.slow
+def test_weights_in_fp8_are_gathered_beside_those_in_16_bits():
+    """Two replicas, everything overlapped: the buffers of a chunk are of two dtypes."""
+    model = {**CURRENT, **WEIGHTS, **SHARDED}
+    plain, _ = trained(NEWEST, 2, FUSED, **model)
+    ours, _ = trained(NEWEST, 4, FUSED, **_schedule("interleaved", None), **model)
+    assert_same_bits(ours, plain)
+    assert all(abs(weight).max() < 10 for weight in ours.parameters.values()), "16-bit weights became bytes"
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_weights_in_fp8_moves_to_plain_megatron_and_back(tmp_path):
+    assert_checkpoint_moves(tmp_path, "zb-h1", None, True, APART, **CURRENT, **WEIGHTS)
 
 
 @pytest.mark.slow
@@ -116,6 +161,9 @@ def test_delayed_scaling_with_two_chunks_is_that_of_megatrons_own_interleaved_sc
                 ("interlaced", "vocab-2", CURRENT),
                 ("zb-h1", "vocab-2", DELAYED),
                 ("v-half", "vocab-2", {**CURRENT, "bf16": True}),
+                ("1f1b", "vocab-2", {**CURRENT, **WEIGHTS}),
+                ("v-half", "vocab-2", {**CURRENT, **WEIGHTS}),
+                ("interleaved", "vocab-1", {**CURRENT, **WEIGHTS}),
             ]
         ),
     ],

@@ -294,6 +294,7 @@ def test_a_login_node_answers_for_other_nodes(answered, config, nodes, given, wh
 THERE = "te=2.17.1,apex=no"
 OURS, V_HALF = ["--vocab-parallel"], ["--vocab-parallel", "--pipeline-schedule", "v-half"]
 FP8 = ["--fp8-format", "hybrid", "--fp8-recipe"]
+FP8_WEIGHTS = [*FP8, "tensorwise", "--fp8-param-gather", "--use-distributed-optimizer"]
 RECOMPUTED = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 LAYOUT = ["--pipeline-model-parallel-layout", "Et|" + "tt|" * 14 + "tttL"]
 UNEVEN = ["--pipeline-schedule", "v-half", "--untie-embeddings-and-output-weights", *RECOMPUTED, *LAYOUT]
@@ -309,6 +310,11 @@ UNEVEN = ["--pipeline-schedule", "v-half", "--untie-embeddings-and-output-weight
 def test_the_evidence_for_fp8_is_said_where_it_is_allowed(answered, recipe, evidence):
     status, printed, _ = answered(CONFIGS[1], *OURS, *FP8, recipe, "--nodes", THERE)
     assert status == 0 and f"fp8 ({recipe}) in the layers, bf16 in the vocabulary layers: {evidence}" in printed
+
+
+def test_weights_in_fp8_are_allowed_and_named(answered):
+    status, printed, _ = answered(CONFIGS[1], *OURS, *FP8_WEIGHTS, "--nodes", THERE)
+    assert status == 0 and "fp8 (tensorwise) in the layers and their weights, bf16 in the vocabulary" in printed
 
 
 def test_what_megatron_puts_off_with_apex_needs_none_in_our_schedules(answered):
@@ -345,7 +351,6 @@ def test_delayed_scaling_starts_where_it_can_go_on(answered, monkeypatch):
         (THERE, ["--defer-embedding-wgrad-compute"], "needs Apex's fused_weight_gradient_mlp_cuda"),
         (THERE, [*OURS, *FP8, "delayed"], "loads its scales only with NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1"),
         (THERE, [*OURS, *FP8, "custom"], "--fp8-recipe custom is not supported"),
-        (THERE, [*OURS, *FP8, "tensorwise", "--fp8-param-gather"], "--fp8-param-gather is not supported"),
         (THERE, [*OURS, *FP8, "mxfp8", "--fp8-output-proj"], "--fp8-output-proj is not supported"),
         (THERE, [*OURS, "--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"], "fp4 (--fp4-format) is not supported"),
         (THERE, [*OURS, "--te-precision-config-file", "x"], "--te-precision-config-file is not supported"),

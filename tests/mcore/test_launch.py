@@ -60,6 +60,15 @@ REFUSED = [
         {"multi_latent_attention": True, "core_attention": "sdpa", "qk_layernorm": True},
         "norm compressed queries alone; use --q-lora-rank",
     ),
+    (
+        {
+            "fp8_format": "hybrid",
+            "fp8_recipe": "tensorwise",
+            "fp8_param_gather": True,
+            "use_distributed_optimizer": True,
+        },
+        "--fp8-param-gather without --bf16 or --fp16 cannot train",
+    ),
     ({"apply_layernorm_1p": True}, "Apex's LayerNorm alone has weights around 0"),
     (
         {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2},

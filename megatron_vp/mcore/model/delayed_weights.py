@@ -55,7 +55,9 @@ class DelayedWeightGradient:
             inputs, output_gradients, gradients = self.operands
             if not fused:
                 dtype = self.layer.activation_dtype
-                gradients = [torch.empty_like(weight, dtype=dtype) for weight in _weights(self.layer)]
+                # Not `empty_like`: of a weight in fp8 that is a tensor in fp8 whatever the dtype.
+                weights = _weights(self.layer)
+                gradients = [torch.empty(weight.shape, dtype=dtype, device=weight.device) for weight in weights]
             _, bias_gradients, *_ = self.product(inputs, output_gradients, gradients)
         else:
             layer_input, output_gradient = self.operands

@@ -141,12 +141,12 @@ class PlainStart:
                 if found is None:
                     continue
                 source, held = found
-                value = self._held[held][name].detach().to(device).contiguous() if rank == source else None
+                value = _exact(self._held[held][name]).to(device).contiguous() if rank == source else None
                 if source != owner:
                     value = torch.empty(form[0], dtype=form[1], device=device) if value is None else value
                     dist.broadcast(value, src=dist.get_global_rank(self._group, source), group=self._group)
                 if rank == owner:
-                    own.pop(name).copy_(value)
+                    _set(own.pop(name), value)
         unfilled = [name for name, _ in chunk.named_parameters() if _global_name(chunk, name) in own]
         if unfilled:
             warnings.warn(
@@ -233,6 +233,23 @@ def _tensors(chunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for named in (chunk.named_parameters(), chunk.named_buffers()):
         for name, tensor in named:
             yield _global_name(chunk, name), tensor
+
+
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    """The values that were drawn; a weight in fp8 has them beside what they were rounded to."""
+    drawn = tensor.get_high_precision_init_val() if hasattr(tensor, "get_high_precision_init_val") else None
+    return (tensor if drawn is None else drawn).detach()
+
+
+def _set(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Overwrite a tensor; of a weight in fp8 also the values that the optimizer's master weights start from."""
+    if not hasattr(tensor, "get_high_precision_init_val"):
+        tensor.copy_(value)
+        return
+    if (largest := getattr(tensor._quantizer, "amax", None)) is not None:
+        largest.zero_()  # delayed scaling has seen the values that go
+    tensor.copy_(value)
+    tensor.get_high_precision_init_val().copy_(value)
 
 
 def _global_name(chunk: nn.Module, name: str) -> str:

@@ -29,8 +29,8 @@ _UNREAD = (
 """What only Megatron's own schedules act on in a model's configuration. No flag sets it, but a script may."""
 
 
-_UNTRIED = ("fp8_param", "fp8_dot_product_attention", "fp8_multi_head_attention")
-"""What in fp8 has not been tried under our schedules. The first has a flag, which is refused; a script may set all."""
+_UNTRIED = ("fp8_dot_product_attention", "fp8_multi_head_attention")
+"""What in fp8 has not been tried under our schedules. No flag sets it, but a script may."""
 
 
 _SOFTCAP = "final_logit_softcapping"

@@ -160,6 +160,11 @@ REFUSALS = (
         "dtype; leave --fp8-format out, or use Transformer Engine's layers",
     ),
     Refusal(
+        lambda a: a.fp8_param_gather and not (a.bf16 or a.fp16),
+        "--fp8-param-gather without --bf16 or --fp16 cannot train: Transformer Engine's optimizer takes fp8 weights "
+        "only with master weights; use it with --bf16",
+    ),
+    Refusal(
         cannot_resume,
         "--fp8-recipe delayed could not go on from a checkpoint: Transformer Engine {transformer_engine_version} loads "
         f"its scales only with {UNSAFE_STATE}=1; set it on every rank, where you trust the checkpoints, or use another "

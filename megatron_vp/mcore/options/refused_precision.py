@@ -1,7 +1,7 @@
 """What of fp8 and fp4 none of our schedules runs: a row each.
 
-Allowed is the trunk in fp8, with the vocabulary layers in the model's dtype. docs/transformer_engine.md states the
-evidence for each recipe.
+Allowed is the trunk in fp8, its weights too, with the vocabulary layers in the model's dtype.
+docs/transformer_engine.md states the evidence for each recipe.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def describe_precision(a: argparse.Namespace) -> str | None:
         return None
     evidence = "state tested on CPU" if a.fp8_recipe in TESTED_RECIPES else "no state between passes, format not run"
     vocabulary = "bf16" if a.bf16 else "fp16" if a.fp16 else "fp32"
-    return f"fp8 ({a.fp8_recipe}) in the layers, {vocabulary} in the vocabulary layers: {evidence}, kernels not run"
+    layers = "the layers and their weights" if a.fp8_param_gather else "the layers"
+    return f"fp8 ({a.fp8_recipe}) in {layers}, {vocabulary} in the vocabulary layers: {evidence}, kernels not run"
 
 
 def cannot_resume(a: argparse.Namespace) -> bool:
@@ -65,12 +66,6 @@ REFUSED_PRECISION = (
         "use --bf16 or --fp8-format",
     ),
     RefusedOption(
-        "--fp8-param-gather",
-        lambda a: a.fp8_param_gather,
-        "weights that are kept in fp8 have buffers and master weights of their own, and none of that has been tried",
-        "leave it out: weights are then kept in the model's dtype and quantised once an iteration",
-    ),
-    RefusedOption(
         "--fp8-output-proj",
         lambda a: a.fp8_output_proj,
         "the output layer computes in the model's dtype: its class for fp8 does not leave its weight gradient to a "
@@ -85,7 +80,7 @@ REFUSED_PRECISION = (
     RefusedOption(
         "--te-precision-config-file",
         lambda a: a.te_precision_config_file,
-        "it may choose fp8 parameters, fp4 or other formats that are refused by flag",
+        "it may choose fp4 or other formats that are refused by flag",
         "leave it out and choose one format with --fp8-format and --fp8-recipe",
     ),
     RefusedOption(

@@ -69,7 +69,9 @@ def _type_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             return original(self, *args, **kwargs)
-        return original(self).replace("torch.", "torch.cuda.", 1)
+        name = original(self)
+        # Some of Transformer Engine's fp8 tensors say it by themselves.
+        return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
 
     return type_
 
@@ -151,6 +153,19 @@ def _on_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
 
     return drawing
+
+
+def _bytes_apart(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Weights in fp8 are gathered as bytes, and at once."""
+
+    @functools.wraps(original)
+    def gather(whole: torch.Tensor, part: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if whole.dtype != torch.uint8:
+            return original(whole, part, group=group, async_op=async_op)
+        torch.distributed.all_gather(list(whole.chunk(group.size())), part, group=group)
+        return None
+
+    return gather
 
 
 def _always(replacement: Any) -> Callable[[Any], Any]:
@@ -294,6 +309,12 @@ PATCHES = (
         _always(_exact_l2_norm),
         "torch's fp32 norm on CPU is off by 1e-3 on a million elements: clipping would depend on how weights are split",
         "(chunk_size, noop_flag, tensor_lists, per_tensor, *args) or builtin",
+    ),
+    Patch(
+        "megatron.core.distributed.param_and_grad_buffer:dist_all_gather_func",
+        _bytes_apart,
+        "torch joins gathers of buffers in one message, and over gloo 16-bit weights beside fp8 ones become bytes",
+        "(output_tensor, input_tensor, group=None, async_op=False)",
     ),
     Patch(
         "megatron.training.training:set_jit_fusion_options",
