@@ -134,7 +134,33 @@ def _local_layers(config):
     return get_gpt_layer_local_spec(normalization="RMSNorm")
 
 
+def save_hugging_face(folder):
+    """Write a small random Llama in Hugging Face's format."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(5)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": SEQUENCE}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, **sizes, **heads)).save_pretrained(folder)
+
+
+def _from_hugging_face(folder, ranks, chunks):
+    import torch
+    from megatron.bridge import AutoBridge
+
+    provider = AutoBridge.from_hf_pretrained(folder, dtype=torch.float32).to_megatron_provider(load_weights=True)
+    local = {"params_dtype": torch.float32, "bf16": False, "seq_length": SEQUENCE, "cross_entropy_loss_fusion": False}
+    sizes = {"hidden_size", "ffn_hidden_size", "num_layers", "num_attention_heads"}  # are those of the checkpoint
+    transformer = {name: value for name, value in _transformer(ranks, chunks).items() if name not in sizes}
+    for name, value in {**transformer, **local, "transformer_layer_spec": _local_layers}.items():
+        setattr(provider, name, value)
+    return provider
+
+
 def _model(kind, ranks, chunks, tied):
+    if kind.startswith("/"):
+        return _from_hugging_face(kind, ranks, chunks)
     common = {
         "share_embeddings_and_output_weights": tied,
         "position_embedding_type": "rope",
@@ -161,7 +187,10 @@ def _model(kind, ranks, chunks, tied):
 
 
 def configuration(kind, ranks, chunks=1, tied=False, iterations=3, checkpoint=None, ends=None):
-    """Bridge's configuration of a small model: as its recipes have it, but for sizes, fp32 and mock data."""
+    """Bridge's configuration of a small model: as its recipes have it, but for sizes, fp32 and mock data.
+
+    kind: `config`, `provider`, `gemma`, or the folder of a checkpoint of Hugging Face's.
+    """
     from megatron.bridge.training.config import (
         CheckpointConfig,
         ConfigContainer,

@@ -28,6 +28,8 @@ def doubled(chunks):
             chunk.embedding.word_embeddings.weight.data *= 2
         if chunk.post_process:  # of tied weights, plain Megatron's last stage has a copy
             assert isinstance(chunk.output_layer, ColumnParallelLinear)
+            tied = chunk.share_embeddings_and_output_weights
+            assert tied or chunk.output_layer.weight.std() > 0  # a hook before this one may have loaded it
             chunk.output_layer.weight.data *= 2
     return chunks
 
@@ -45,11 +47,12 @@ def start(settings):
     bridge_loop.import_bridge()
 
 
-def train(_rank, _ranks, settings, kind, chunks, tied):
+def train(_rank, _ranks, settings, kind, chunks, tied, tensor=1):
     from megatron.core.utils import unwrap_model
 
     start(settings)
     config = bridge_loop.configuration(kind, 2, chunks, tied)
+    config.model.tensor_model_parallel_size = tensor
     config.model.cross_entropy_fusion_impl = "te"  # of recipes; without their cross_entropy_loss_fusion unread
     config.model.pre_wrap_hooks.append(doubled) if kind == "config" else config.model.register_pre_wrap_hook(doubled)
     trained = bridge_loop.pretrain(config)
@@ -96,10 +99,23 @@ def test_bridge_trains_as_without_the_plug_in(settings, kind, chunks, tied):
         assert np.linalg.norm(gradients[name] - value) <= BOUND * np.linalg.norm(value), name
 
 
-def test_losses_on_two_replicas_are_those_of_bridge():
-    """Gradients are not compared: each replica holds those of its part of the distributed optimizer."""
-    expected, ours = (merged(run_ranks(4, train, settings, "provider", 1, True)) for settings in (None, VOCAB_2))
-    assert len(ours[0]) == 6  # the last ranks of both pipelines report
+@pytest.mark.parametrize(("settings", "chunks"), [(VOCAB_2, 1), (V_HALF, 2)])
+def test_weights_of_hugging_face_are_loaded_before_the_layers_are_cut(tmp_path, settings, chunks):
+    bridge_loop.save_hugging_face(tmp_path)
+    plain_losses, _, plain_gradients = merged(run_ranks(2, train, None, str(tmp_path), 1, False))
+    losses, _, gradients = merged(run_ranks(2, train, settings, str(tmp_path), chunks, False))
+    assert len(losses) == 3 and gradients.keys() == plain_gradients.keys()
+    np.testing.assert_allclose(losses, plain_losses, rtol=BOUND)
+    for name, value in plain_gradients.items():
+        assert np.linalg.norm(gradients[name] - value) <= BOUND * np.linalg.norm(value), name
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_losses_on_two_replicas_or_two_tensor_ranks_are_those_of_bridge(tensor):
+    """Gradients are not compared: each rank holds those of its part of the distributed optimizer, or of its rows."""
+    call = 4, train
+    expected, ours = (merged(run_ranks(*call, each, "provider", 1, True, tensor)) for each in (None, VOCAB_2))
+    assert len(ours[0]) == 6  # two ranks report
     np.testing.assert_allclose(ours[0] + ours[1], expected[0] + expected[1], rtol=BOUND)
 
 

@@ -88,6 +88,20 @@ def test_a_schedule_of_megatrons_that_was_fetched_before_is_refused(settings):
         run_ranks(2, with_megatrons_own, settings)
 
 
+def without_groups(rank, ranks):
+    import megatron_vp
+
+    megatron_vp.enable(vocab_parallel=True)
+    with process_group(rank, ranks):
+        config = own_loop.TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+        own_loop.GPTModel(config, own_loop.get_gpt_layer_local_spec(), vocab_size=8, max_sequence_length=8)
+
+
+def test_a_model_without_megatrons_groups_is_refused():
+    with pytest.raises(RankError, match=r"builds a model before initialize_model_parallel.*dist\.use_decentralized_pg"):
+        run_ranks(1, without_groups)
+
+
 def test_only_megatrons_own_communicator_of_this_pipeline_is_taken(monkeypatch):
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 

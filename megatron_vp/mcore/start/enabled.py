@@ -146,6 +146,12 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    if not parallel_state.model_parallel_is_initialized():
+        raise UserError(
+            "this script builds a model before initialize_model_parallel, or with process groups of its own: "
+            "megatron_vp.enable reads the sizes of Megatron's groups; call it before, and in Megatron-Bridge leave "
+            "dist.use_decentralized_pg=False"
+        )
     config, size = model["config"], parallel_state
     said = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     said |= {
