@@ -61,6 +61,8 @@ OTHERS = (
     *("attention_softmax_in_fp32", "apply_query_key_layer_scaling"),
     *("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "overlap_moe_expert_parallel_comm"),
     *("expert_tensor_parallel_size", "fp8_param_gather", "grad_reduce_in_bf16"),
+    *("attention_backend", "window_size", "window_attn_skip_freq"),
+    *("moe_token_dispatcher_type", "activation_func_clamp_value"),
 )
 """The other arguments from which the cost model computes times and memory."""
 LEAST = {"mtp_num_layers": 0}

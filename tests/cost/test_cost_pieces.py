@@ -164,7 +164,8 @@ def test_small_products_wait_for_memory():
 def test_recomputation_repeats_the_forward_and_sequence_parallelism_shares_what_is_no_product():
     changes = ({}, {"recompute": Recompute.FULL}, {"sequence_parallel": True})
     plain, again, shared = (PassTimes(job(tensor=2, **each), A100, CALIBRATED).layer() for each in changes)
-    assert pytest.approx((plain.F, plain.B + plain.F, plain.W)) == (again.F, again.B, again.W)
+    sums = CommunicationModel(job(tensor=2), A100, CALIBRATED).layer_traffic()
+    assert sums > 0 and pytest.approx((plain.F, plain.B + plain.F + sums, plain.W)) == (again.F, again.B, again.W)
     own = OWN_SHARE * CALIBRATED.layer_bytes * 2048 * 3072
     half = PassTimes(job(), A100, CALIBRATED).memory_time(own / 2)
     assert pytest.approx(half) == plain.F - shared.F and pytest.approx(2 * half) == plain.B - shared.B
@@ -204,7 +205,7 @@ def test_a_ring_moves_all_but_an_own_part_twice_and_experts_exchange_what_is_not
     spread = CommunicationModel(job(gpt(experts=8, experts_per_token=2), data=4, expert=4), A100, CALIBRATED)
     # Tokens go to two experts each and come back; three of four experts are on other ranks.
     moved = 2 * spread.whole_hidden_bytes * 3 / 4
-    assert spread.layer_traffic() == pytest.approx(2 * (4 * LATENCY + moved / spread.bandwidth(True)))
+    assert spread.layer_traffic() == pytest.approx(2 * (LATENCY + moved / spread.bandwidth(True)))
 
 
 def test_messages_take_the_wires_between_their_ranks():
@@ -253,13 +254,21 @@ def test_what_stays_in_a_node_takes_its_links():
     overlapped = replace(node, job=replace(node.job, tensor_overlap=True))
     assert overlapped.tensor_sum == pytest.approx(EXPOSED_SUM * node.tensor_sum)
     experts = CommunicationModel(job(gpt(experts=8, experts_per_token=2), tensor=4, data=4, expert=4), A100, CALIBRATED)
-    # Two experts a token, four ranks on two nodes: one token in two goes over the network for each, once if for both.
+    # Two experts a token, four ranks on two nodes: one copy in two goes over the network, one in four stays near.
     moved = experts.whole_hidden_bytes * 2 / 4
-    far, near = moved * 0.75 / 2 / experts.bandwidth(False), moved / 4 / experts.bandwidth(True)
+    far, near = moved / 2 / experts.bandwidth(False), moved / 4 / experts.bandwidth(True)
     gathered = experts.all_reduce(4 * moved, 4, nodes=1)
-    exchange = 2 * (experts.hops(4, 2) + far + near)
+    exchange = 2 * (NETWORK_LATENCY + far + near)
     assert experts.layer_traffic() == pytest.approx(experts.tensor_sum + gathered + exchange)
-    alone = replace(experts, job=replace(experts.job, expert_tensor=1, expert_overlap=True))
+    assert experts.mlp_traffic() == pytest.approx(gathered + exchange)
+    # The flexible dispatcher sends to a node once for both experts, to a rank as well, and both at the same time.
+    flexible = replace(experts, job=replace(experts.job, flexible_dispatch=True))
+    once = 2 * (NETWORK_LATENCY + 0.75 * far)
+    assert flexible.mlp_traffic() == pytest.approx(gathered + once)
+    assert 0.75 * far > 0.875 * moved / 2 / experts.bandwidth(True)
+    hidden = replace(experts, job=replace(experts.job, expert_overlap=True))
+    assert hidden.mlp_traffic() == pytest.approx(gathered + CONTENTION * exchange)
+    alone = replace(hidden, job=replace(hidden.job, expert=1, expert_tensor=1))
     assert alone.layer_traffic() == pytest.approx(experts.tensor_sum)
 
 
@@ -310,12 +319,14 @@ def test_keys_and_values_of_other_context_ranks_are_waited_for_where_attention_i
 
 
 def test_fused_layers_move_what_is_counted_and_local_attention_all_scores():
-    engine, local = (
+    engine, local, paper = (
         PassTimes(job(sequence_parallel=True, layers=kind), HARDWARE["h100"], CALIBRATED)
-        for kind in (LayerKind.ENGINE, LayerKind.LOCAL)
+        for kind in (LayerKind.ENGINE, LayerKind.LOCAL, LayerKind.PAPER)
     )
-    assert engine.layer_bytes(LayerType.WHOLE) < 0.5 * local.layer_bytes(LayerType.WHOLE)
+    whole = LayerType.WHOLE
+    assert engine.layer_bytes(whole) == local.layer_bytes(whole) < 0.5 * paper.layer_bytes(whole)
     assert local.layer().F > engine.layer().F
+    assert PassTimes(local.job, HARDWARE["cpu"], CALIBRATED).layer_bytes(whole) == paper.layer_bytes(whole)
 
 
 def recomputing(*modules, **changes):

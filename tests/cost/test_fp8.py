@@ -273,6 +273,6 @@ def test_a_faster_trunk_makes_the_vocabulary_a_larger_share_as_the_page_says():
     for name in ("llama3_8b", "qwen3_8b", "gemma2_9b"):
         for gpu, recipe in ((H100, Fp8Recipe.TENSORWISE), (B200, Fp8Recipe.MXFP8)):
             (wide, before), (narrow, after) = gains(name, gpu, None), gains(name, gpu, recipe)
-            assert after[0] > 1.04 * before[0] and abs(after[1] / before[1] - 1) < 0.06
+            assert after[0] > 1.04 * before[0] and abs(after[1] / before[1] - 1) < 0.11
             missing += [line for line in (wide, narrow) if line not in page]
     assert not missing, "\n".join(missing)

@@ -87,6 +87,7 @@ def test_a_vocabulary_is_padded_as_megatron_pads():
         ({"transformer_impl": "local", "swiglu": False}, LayerKind.LOCAL, 0),
         ({"swiglu": False, "quick_geglu": True}, LayerKind.ENGINE, 3),
         (EXPERT_GEGLU, LayerKind.ENGINE, 0),
+        ({**EXPERT_GEGLU, "activation_func_clamp_value": 7.0}, LayerKind.ENGINE, 2),
         ({**EXPERT_GEGLU, "disable_bias_linear": True}, LayerKind.ENGINE, 3),
         ({**EXPERT_GEGLU, "add_bias_linear": False}, LayerKind.ENGINE, 3),
         ({**EXPERT_GEGLU, "no_bias_gelu_fusion": True}, LayerKind.ENGINE, 3),
@@ -96,6 +97,31 @@ def test_a_vocabulary_is_padded_as_megatron_pads():
 def test_the_layers_are_the_flags(changes, kind, tensors):
     found = job_of({**TINY, "swiglu": True, **changes})
     assert (found.layers, found.glu_intermediates) == (kind, tensors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "window", "windowed"),
+    [
+        ({}, 0, 0.0),
+        ({"window_size": "127,0"}, 128, 1.0),
+        ({"window_size": [127, 0], "window_attn_skip_freq": 2}, 128, 0.5),
+        ({"window_size": "(511, 0)", "window_attn_skip_freq": "4"}, 512, 0.75),
+        ({"window_size": "127,0", "window_attn_skip_freq": "([1]*3+[0])*2"}, 128, 0.0),
+        ({"window_size": "-1,0"}, 0, 0.0),
+        ({"window_attn_skip_freq": 2}, 0, 0.0),
+    ],
+)
+def test_windows_are_the_flags(changes, window, windowed):
+    model = job_of({**TINY, **changes}).model
+    assert (model.window, model.windowed) == (window, windowed)
+
+
+def test_kernels_and_dispatchers_are_the_flags():
+    older = {**TINY, "attention_backend": "flash", "moe_token_dispatcher_type": "flex"}
+    found = [(job_of(each).flash_attention_2, job_of(each).flexible_dispatch) for each in (TINY, older)]
+    assert found == [(False, False), (True, True)]
+    clamped = job_of({**TINY, "activation_func_clamp_value": 7.0, "disable_bias_linear": True}).model
+    assert clamped.clamped and not clamped.expert_biases and job_of(TINY).model.expert_biases
 
 
 def test_layers_that_nobody_makes_are_one_line():

@@ -379,8 +379,7 @@ def test_a_partial_answer_says_so_in_all_formats(megatron_loaded, tmp_path, monk
 
 def test_what_must_be_unset_is_in_the_json(megatron_loaded, tmp_path):
     own = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
-    own += ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
-    own += ["--search", "--keep", "context", "--keep", "pipeline", "--keep", "micro-batch"]
+    own += ["--search", "--keep", "tensor", "--keep", "context", "--keep", "pipeline", "--keep", "micro-batch"]
     document = json.loads(command(tmp_path, *own, "--pipeline-model-parallel-size", "2", "--format", "json").stdout)
     for entry in [document["best"], *document["frontier"]]:
         unset = {name for name, value in entry["settings"].items() if value in (None, False)}

@@ -108,7 +108,9 @@ class PublicRow:
         if model["experts"]:
             flags += ["--num-experts", model["experts"], "--moe-router-topk", model["topk"]]
             flags += ["--moe-ffn-hidden-size", model["moe_ffn"], "--moe-grouped-gemm"]
-            flags += ["--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", self["ep"]]
+            flexible = {"flex_dispatcher", "hybrid_ep"} & {*self["options"].split(";")}
+            flags += ["--moe-token-dispatcher-type", "flex" if flexible else "alltoall"]
+            flags += ["--expert-model-parallel-size", self["ep"]]
             if self["etp"]:
                 flags += ["--expert-tensor-parallel-size", self["etp"]]
         return flags + model["other_flags"].split()
@@ -144,6 +146,8 @@ class PublicRow:
             flags += ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", self["cross_entropy"]]
         if self["source"] == "sc21":
             flags += ["--transformer-impl", "local"]
+        if "flash_attention_2" in options:
+            flags += ["--attention-backend", "flash"]
         return flags
 
     def _precision_flags(self) -> list[str]:

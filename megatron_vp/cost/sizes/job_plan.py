@@ -25,8 +25,7 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("multi_latent_attention", "q_lora_rank", "kv_lora_rank"), ()),
     **dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), ()),
     **dict.fromkeys(("experimental_attention_variant", "attention_output_gate", "linear_attention_freq"), ()),
-    **dict.fromkeys(("window_size", "window_attn_skip_freq", "use_kitchen_attention"), ()),
-    **dict.fromkeys(("attention_backend",), ("auto", "flash", "fused", "local")),
+    **dict.fromkeys(("use_kitchen_attention",), ()),
     # Experts.
     **dict.fromkeys(("moe_layer_freq",), (1,)),
     **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_latent_size"), ()),
@@ -72,6 +71,10 @@ def uncounted(config: JobConfig) -> list[str]:
         for name, harmless in UNCOUNTED.items()
         if values.get(name) not in (None, False) and values[name] not in harmless
     ]
+    if values.get("attention_backend") == "unfused":
+        found.append("--attention-backend")
+    if not str(values.get("window_attn_skip_freq") or 0).isdigit():
+        found.append("--window-attn-skip-freq (a list of layers: counted without windows)")
     if values.get("recompute_granularity") == "selective":
         unknown = sorted(recompute_modules(values).difference(COUNTED_MODULES))
         if unknown:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -68,6 +69,10 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         pattern="" if pattern is None else pattern.letters,
         dense_ffn=dense_ffn if experts and pattern is not None else 0,
         mtp_heads=("t",) * given("mtp_num_layers", 0) if pattern is None else pattern.heads,
+        window=_window(given),
+        windowed=_windowed(given),
+        clamped=given("activation_func_clamp_value") is not None,
+        expert_biases=_biases(given),
     )
     recompute = given("recompute_granularity")
     if recompute not in (None, "full", "selective"):
@@ -112,11 +117,27 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         tensor_overlap=bool(given("tp_comm_overlap")),
         expert_overlap=bool(given("overlap_moe_expert_parallel_comm")),
         expert_tensor=given("expert_tensor_parallel_size", 0),
+        flexible_dispatch=given("moe_token_dispatcher_type") == "flex",
+        flash_attention_2=given("attention_backend") == "flash",
         fp8_parameters=bool(given("fp8_param_gather")),
         glu_intermediates=_glu_intermediates(given, kind, bool(experts)),
         attention_dropout=bool(given("attention_dropout", 0.1)),
         wide_softmax=bool(given("attention_softmax_in_fp32") or given("apply_query_key_layer_scaling")),
     )
+
+
+def _window(given: Callable[..., Any]) -> int:
+    """Tokens that a token of a layer with windows sees, itself among them; 0 without windows or with endless ones."""
+    before = re.search(r"-?\d+", str(given("window_size", "")))
+    return max(0, int(before[0]) + 1) if before else 0
+
+
+def _windowed(given: Callable[..., Any]) -> float:
+    """Share of the layers that have windows: all, or all but each so manieth. Of a list they are not counted."""
+    skipped = str(given("window_attn_skip_freq", 0))
+    if not _window(given) or not skipped.isdigit():
+        return 0.0
+    return 1 - 1 / int(skipped) if int(skipped) else 1.0
 
 
 def recompute_modules(arguments: Mapping[str, Any]) -> frozenset[str]:
@@ -133,11 +154,16 @@ def _glu_intermediates(given: Callable[..., Any], kind: LayerKind, experts: bool
     and Megatron turns its fusion off with the biases.
     """
     if given("quick_geglu"):
-        biases = not given("disable_bias_linear") and given("add_bias_linear") is not False
         fused = not given("no_bias_gelu_fusion") and given("bias_gelu_fusion") is not False
-        return 0 if kind is LayerKind.ENGINE and experts and biases and fused else 3
+        if kind is LayerKind.ENGINE and experts and _biases(given) and fused:
+            return 0 if given("activation_func_clamp_value") is None else 2  # both halves, limited
+        return 3
     unfused = kind is not LayerKind.ENGINE or given("no_bias_swiglu_fusion") or given("bias_swiglu_fusion") is False
     return 2 if given("swiglu") and unfused else 0
+
+
+def _biases(given: Callable[..., Any]) -> bool:
+    return not given("disable_bias_linear") and given("add_bias_linear") is not False
 
 
 def _cross_entropy(given: Callable[..., Any]) -> CrossEntropy:

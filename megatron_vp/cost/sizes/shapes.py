@@ -55,7 +55,9 @@ class ModelShape:
     With `experts`, every layer has that many MLPs and a token goes through `experts_per_token` of them. `pattern`: of
     a hybrid model, a letter for each of its `layers` without bars; only its letters E are experts then, and the MLPs of
     its letters - have the width `dense_ffn`. `mtp_heads`: of multi-token prediction, for each further token the layers
-    that predict it, behind the last stage's own: letters of a pattern, or t for a transformer layer.
+    that predict it, behind the last stage's own: letters of a pattern, or t for a transformer layer. `windowed`: share
+    of the layers in which a token sees the last `window` tokens alone. `clamped`: the experts' activation is limited,
+    as GPT-OSS's is. `expert_biases`: where they are clamped, whether they have biases.
     Raises UserError for sizes below one, heads that the groups do not divide, and experts that are not there.
     """
 
@@ -76,6 +78,10 @@ class ModelShape:
     pattern: str = ""
     dense_ffn: int = 0
     mtp_heads: tuple[str, ...] = ()
+    window: int = 0
+    windowed: float = 0.0
+    clamped: bool = False
+    expert_biases: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "ffn", "vocab"):
@@ -122,7 +128,8 @@ class Job:
     parameters are gathered behind the first forward. tensor_overlap: products run while tensor ranks exchange
     hidden states. expert_overlap: tokens travel to their experts behind another microbatch's passes. expert_tensor:
     tensor ranks of an expert (0: those of all else). fp8_parameters: those of the layers' products are kept and
-    gathered in fp8 alone.
+    gathered in fp8 alone. flash_attention_2: its kernels, or others as old. flexible_dispatch: a token travels to a
+    rank once for all its experts there (DeepEP and the like).
     recompute_modules: parts of a layer that are computed again, as `--recompute-modules` names them.
     glu_intermediates: tensors of width `ffn` that a gated MLP keeps besides the input
     and the result of its activation. attention_dropout: the attention drops scores. wide_softmax: Megatron's own
@@ -163,6 +170,8 @@ class Job:
     recompute_modules: frozenset[str] = frozenset()
     one_queue: bool = False
     kept_bytes: float = 0.0
+    flash_attention_2: bool = False
+    flexible_dispatch: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sequence", "micro_batch", "microbatches", "pipeline", "tensor", "context", "data", "expert"):

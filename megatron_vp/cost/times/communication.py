@@ -10,6 +10,7 @@ from megatron_vp.cost.hardware.constants import Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.sizes.layer_types import LayerType, mlp_of
 from megatron_vp.cost.sizes.shapes import Job
+from megatron_vp.cost.times.expert_times import distinct
 from megatron_vp.schedule import Channel, CollectiveKind, Placement, VocabMethod
 
 LINK_SHARE = 0.7
@@ -150,24 +151,36 @@ class CommunicationModel:
 
         The exchange of keys and values over context ranks is in `exposed_keys`.
         """
-        job, sums, mlp = self.job, 2 * kind.share * self.tensor_sum, mlp_of(self.job.model, kind)
+        return kind.attends * self.tensor_sum + self.mlp_traffic(kind)
+
+    def mlp_traffic(self, kind: LayerType = LayerType.WHOLE) -> float:
+        """What is exchanged around the MLPs of one layer's forward."""
+        job, mlp = self.job, mlp_of(self.job.model, kind)
         if mlp is None or not mlp.experts:
-            return sums
-        if job.tensor > 1:
-            sums /= 2  # of the attention alone
-        own = self.whole_hidden_bytes * mlp.per_token / job.tensor
+            return self.tensor_sum if mlp else 0.0
+        own, took = self.whole_hidden_bytes * mlp.per_token / job.tensor, 0.0
         if job.expert_tensor > 1:
             # The tokens of a rank's experts are gathered from the tensor ranks of these, and the results scattered.
-            sums += self.all_reduce(own * job.expert_tensor, job.expert_tensor, self.nodes(job.expert_tensor))
-        if job.expert == 1 or job.expert_overlap:
-            return sums
-        ranks, stride = job.expert, job.expert_tensor
-        nodes = self.nodes(ranks * stride)
-        # A token goes to a node once, however many of its experts are there.
-        copies = nodes * (1 - (1 - 1 / nodes) ** mlp.per_token) / mlp.per_token
-        far = own * copies * (nodes - 1) / nodes / self.bandwidth(False)
-        near = own * (min(ranks, ranks / nodes) - 1) / ranks / self.bandwidth(True)
-        return sums + 2 * (self.hops(ranks, nodes) + max(far, 0.0) + max(near, 0.0))
+            took += self.all_reduce(own * job.expert_tensor, job.expert_tensor, self.nodes(job.expert_tensor))
+        if job.expert == 1:
+            return took
+        exchange = 2 * self.dispatch(own, mlp.per_token)
+        return took + (CONTENTION * exchange if job.expert_overlap else exchange)
+
+    def dispatch(self, count: float, per_token: int) -> float:
+        """`count` bytes, the tokens of a rank once for each of their `per_token` experts, on their way there or back.
+
+        All-to-all sends each copy by itself. The flexible dispatcher sends a token to a node and to a rank once, and in
+        the node while others are still on the network.
+        """
+        ranks, nodes = self.job.expert, min(self.job.expert, self.nodes(self.job.expert * self.job.expert_tensor))
+        inside = ranks / nodes
+        latency, far_share = (NETWORK_LATENCY if nodes > 1 else LATENCY), (nodes - 1) / nodes
+        if not self.job.flexible_dispatch:
+            far = count * far_share / self.bandwidth(False)
+            return latency + far + count * (inside - 1) / ranks / self.bandwidth(True)
+        far = count * distinct(nodes, per_token) * far_share / self.bandwidth(False)
+        return latency + max(far, count * distinct(ranks, per_token) * (inside - 1) / inside / self.bandwidth(True))
 
     def exposed_keys(self, attention: float, kind: LayerType = LayerType.WHOLE) -> float:
         """What a layer's forward waits for keys and values of other context ranks, of whose `attention` each part runs

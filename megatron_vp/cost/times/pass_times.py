@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 from megatron_vp.cost.hardware.constants import Constants
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.sizes.flops import Matrix, attention_flops, layer_matrices
+from megatron_vp.cost.sizes.flops import Matrix, layer_matrices
 from megatron_vp.cost.sizes.fp8 import fp8_matrices, quantised
 from megatron_vp.cost.sizes.layer_types import LayerType, MlpRecompute, mlp_of, mlp_recompute
 from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, Recompute
+from megatron_vp.cost.times.attention_times import attention_times
 from megatron_vp.cost.times.communication import CommunicationModel
+from megatron_vp.cost.times.expert_times import LAUNCHES, PRODUCT, copies, separate_activation
 from megatron_vp.cost.times.vocab_kernels import ShardPasses
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import VocabMethod
@@ -30,9 +32,6 @@ WHOLE_SCORES = {
 divide 8; scale and narrow 10. Transformer Engine, in 16 bits: read 2, read and write 4; scale 4.
 """
 
-ACCUMULATE = 4
-"""Bytes a 16-bit weight gradient moves while its product adds to the accumulated one: a read and a write."""
-
 EMBED_FORWARD, EMBED_BACKWARD = 115, 55
 """Bytes a token and hidden unit in IF and IB: masks, copies and the exchange, from the published times of both."""
 
@@ -49,30 +48,11 @@ A mask of dropout comes on top.
 OWN_SHARE = 0.4
 """Share of the bytes between the products of the paper's layers that norms, dropouts and residuals move."""
 
-EXPERT_COPIES = 12
-"""Passes over the tokens of experts in 16 bits: into the order of ranks, into that of experts, and back, each a kernel
-that gathers short rows, with their probabilities and indices. Fitted to public jobs with experts on H100.
-"""
-
-GROUPED = 0.8
-"""Speed of the products of several experts on one rank, against one product as large as all of them."""
-
-SCORE_BYTES = 13
-"""Bytes a score that unfused attention moves in its forward: written and read as product, softmax and dropped ones."""
-
-EXPERT_LAUNCHES = 0.4e-3
-"""Seconds of a layer with experts for what is too small to keep a GPU busy: the router's top k, the counts that the
-host waits for, some hundred launches. The backward takes twice as long.
-"""
-
 SHARED_HIDDEN = 50
 """Bytes a token and hidden unit that S and T move beside logits and weights: X and its gradient in fp32 and 16 bits."""
 
 EARLY_HIDDEN, EARLY_SCORES = 26, 8
 """What vocab-2 moves in addition, a token and hidden unit, and a logit: an unscaled gradient has to be scaled later."""
-
-ATTENTION_BACKWARD = 2.5
-"""FLOPs of a fused attention's backward, in forwards: five products instead of two."""
 
 
 class Split(NamedTuple):
@@ -104,14 +84,15 @@ class PassTimes:
         operands = matrix.tokens * (matrix.inputs + matrix.outputs) * matrix.copies + matrix.weights
         rates = self.hardware.rates
         arithmetic = matrix.flops / rates.gemm if rates else self.compute(matrix.flops, self.constants.matrix)
-        arithmetic /= GROUPED if rates and matrix.copies > 1 else 1.0
+        arithmetic += PRODUCT * matrix.copies if rates and matrix.copies > 1 else 0.0
         return max(arithmetic, self.memory_time(self.job.element_bytes * operands))
 
     def fp8_gemm_time(self, matrix: Matrix) -> float:
         """The same with fp8 operands and a result in 16 bits."""
         operands = matrix.tokens * (matrix.inputs + 2 * matrix.outputs) * matrix.copies + matrix.weights
         assert self.hardware.rates is not None  # see `refuse_fp8`
-        arithmetic = matrix.flops / self.hardware.rates.fp8_gemm / (GROUPED if matrix.copies > 1 else 1.0)
+        arithmetic = matrix.flops / self.hardware.rates.fp8_gemm
+        arithmetic += PRODUCT * matrix.copies if matrix.copies > 1 else 0.0
         return max(arithmetic, self.memory_time(operands))
 
     def layer(self, kind: LayerType = LayerType.WHOLE) -> Split:
@@ -142,32 +123,26 @@ class PassTimes:
         job, constants = self.job, self.constants
         matrices = layer_matrices(job, kind)
         products = sum(map(self.gemm_time, matrices))
-        causal = attention_flops(job, kind) / 2
         elementwise = self.memory_time(self.layer_bytes(kind))
-        reached = constants.attention_forward, constants.attention_backward
-        if self.counted:
-            assert self.hardware.rates is not None and self.hardware.rates.attention is not None
-            reached = self.hardware.rates.attention
-        attention = self.compute(causal, reached[0])
-        twice = self.compute(ATTENTION_BACKWARD * causal, reached[1])
+        attention, twice = attention_times(job, self.hardware, constants, kind)
+        separate = separate_activation(job, kind)
         communication = CommunicationModel(job, self.hardware, constants)
-        if job.layers is LayerKind.LOCAL and self.hardware.is_gpu:
-            # All scores are computed, written and read. Of CPU cores no layers are told apart.
-            scores = self.memory_time(SCORE_BYTES * job.tokens * job.sequence * job.model.heads / job.tensor)
-            attention = self.compute(2 * causal, constants.matrix) + kind.attends * scores
-            twice = 2 * attention
         # The backward sends keys and values once more, and their gradients on.
         keys = communication.exposed_keys(attention, kind), 2 * communication.exposed_keys(twice / 2, kind)
         mlp = mlp_of(job.model, kind)
-        launches = EXPERT_LAUNCHES if self.counted and mlp and mlp.experts else 0.0
-        forward = products + attention + elementwise + keys[0] + launches
-        backward = products + twice + 2 * elementwise + keys[1] + 2 * launches
-        weight = products + self.memory_time(ACCUMULATE * sum(matrix.weights for matrix in matrices))
-        again = forward if job.recompute is Recompute.FULL else self._mlps_again(kind, launches)
+        launches = LAUNCHES if self.counted and mlp and mlp.experts else 0.0
+        forward = products + attention + elementwise + keys[0] + launches + self.memory_time(separate.forward)
+        backward = products + twice + 2 * elementwise + keys[1] + 2 * launches + self.memory_time(separate.backward)
+        weight = products + self.memory_time(self.accumulated * sum(matrix.weights for matrix in matrices))
+        # What is computed again exchanges its hidden states again.
+        if job.recompute is Recompute.FULL:
+            again = forward + communication.layer_traffic(kind)
+        else:
+            again = self._mlps_again(kind, launches + communication.mlp_traffic(kind))
         return Split(forward, backward + again, weight)
 
-    def _mlps_again(self, kind: LayerType, launches: float) -> float:
-        """What the backward computes again of a layer's MLPs, without the exchanges between experts."""
+    def _mlps_again(self, kind: LayerType, others: float) -> float:
+        """What the backward computes again of a layer's MLPs, whose launches and exchanges take `others`."""
         job, model, t = self.job, self.job.model, self.job.tensor
         again, mlp = mlp_recompute(job, kind), mlp_of(model, kind)
         if again is MlpRecompute.NONE or mlp is None:
@@ -175,15 +150,25 @@ class PassTimes:
         moved = mlp.per_token * (3 if model.gated else 2) * mlp.width / t
         if again is MlpRecompute.ACTIVATION:
             return self.memory_time(job.element_bytes * job.tokens * moved)
-        moved += EXPERT_COPIES * mlp.per_token * model.hidden / t if mlp.experts else 0.0
+        moved += copies(job, kind) * mlp.per_token * model.hidden / t
         products = layer_matrices(job, kind)[2 if kind.attends else 0 :]
-        return sum(map(self.gemm_time, products)) + self.memory_time(job.element_bytes * job.tokens * moved) + launches
+        return sum(map(self.gemm_time, products)) + self.memory_time(job.element_bytes * job.tokens * moved) + others
 
     @property
     def counted(self) -> bool:
         """Whether layers are Transformer Engine's on hardware where its attention is known; others are the paper's."""
         rates = self.hardware.rates
         return rates is not None and rates.attention is not None and self.job.layers is LayerKind.ENGINE
+
+    @property
+    def fused_local(self) -> bool:
+        """Whether layers are Megatron's own on a GPU. Of CPU cores no layers are told apart."""
+        return self.job.layers in (LayerKind.LOCAL, LayerKind.LOCAL_SDPA) and self.hardware.is_gpu
+
+    @property
+    def accumulated(self) -> int:
+        """Bytes a weight gradient moves while its product adds to the accumulated one: a read and a write."""
+        return 8 if self.job.wide_gradients else 2 * self.job.element_bytes
 
     @property
     def gap(self) -> float:
@@ -194,11 +179,12 @@ class PassTimes:
     def layer_bytes(self, kind: LayerType) -> float:
         """Bytes that a layer's forward moves outside its products; the backward moves twice as many.
 
-        Fused layers by count, see `FUSED_HIDDEN`; the paper's by what was fitted to them.
+        Fused layers by count, see `FUSED_HIDDEN`, and Megatron's local ones, which fuse the same; the paper's by what
+        was fitted to them.
         """
         job, model, t = self.job, self.job.model, self.job.tensor
         units = job.tokens * model.hidden / (t if job.sequence_parallel else 1)
-        if not self.counted:
+        if not (self.counted or self.fused_local):
             # Without sequence parallelism, tensor ranks share what lies between the products of a block alone.
             inner = OWN_SHARE * units + (1 - OWN_SHARE) * job.tokens * model.hidden / t
             return kind.share * self.constants.layer_bytes * inner
@@ -209,8 +195,7 @@ class PassTimes:
             inside += wide * (2 + 2 * model.rotary + 2 * model.query_key_norms) * (model.queries / t + 2 * keys)
         if mlp:
             inside += wide * mlp.per_token * (3 if model.gated else 2) * mlp.width / t
-            if mlp.experts:
-                inside += EXPERT_COPIES * wide * mlp.per_token * model.hidden / t
+            inside += copies(job, kind) * wide * mlp.per_token * model.hidden / t
         return kind.share * (FUSED_HIDDEN + 2 * model.dropout) * units + job.tokens * inside
 
     def whole_output(self) -> Split:
@@ -221,7 +206,7 @@ class PassTimes:
         return Split(
             product + self.memory_time(forward * logits),
             product + self.memory_time(backward * logits),
-            product + self.memory_time(ACCUMULATE * matrix.weights),
+            product + self.memory_time(self.accumulated * matrix.weights),
         )
 
     def whole_embedding(self) -> Split:
@@ -268,7 +253,8 @@ class PassTimes:
         first = EAGER_SCORES_FORWARD / (EAGER_SCORES_FORWARD + EAGER_SCORES_BACKWARD)
         products = 2 if early else 1
         scores = products * product + first * softmax + self.constants.gap
-        gradients = (3 - products) * product + (1 - first) * softmax + self.memory_time(ACCUMULATE * matrix.weights)
+        added = self.memory_time(self.accumulated * matrix.weights)
+        gradients = (3 - products) * product + (1 - first) * softmax + added
         return scores, gradients + self.constants.gap
 
     def embedding_shard(self, rows: int | None = None) -> tuple[float, float]:

@@ -1,0 +1,67 @@
+"""How long a layer's attention takes: fused kernels at published rates, the paper's and Megatron's own as fitted."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_vp.cost.hardware.constants import Constants
+from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.sizes.flops import attention_flops
+from megatron_vp.cost.sizes.layer_types import LayerType
+from megatron_vp.cost.sizes.shapes import Job
+from megatron_vp.jobs.layer_kind import LayerKind
+
+BACKWARD = 2.5
+"""FLOPs of a fused attention's backward, in forwards: five products instead of two."""
+
+HALF = 350
+"""Keys of a sequence at which fused kernels reach half of their rate. Published times of cuDNN and FlashAttention 3 on
+H100, of 512 to 16384 keys, put it at 200 to 500.
+"""
+
+NARROW = 0.4
+"""Part of the rate that heads lose as they become narrow; of half of 128, half as much. Published: 0.77 to 0.84 of the
+rate of heads of 128 at 64.
+"""
+
+TILE = 128
+"""Keys that a kernel computes at once, needed or not."""
+
+SCORE_BYTES = 13
+"""Bytes a score that unfused attention moves in its forward: written and read as product, softmax and dropped ones."""
+
+
+class AttentionTimes(NamedTuple):
+    """Seconds of a microbatch in one layer."""
+
+    forward: float
+    backward: float
+
+
+def attention_times(
+    job: Job, hardware: Hardware, constants: Constants, kind: LayerType = LayerType.WHOLE
+) -> AttentionTimes:
+    """Times of a layer of this type on one rank of `job`, without those of the products before and behind."""
+    causal = attention_flops(job, kind) / 2
+    if job.layers is LayerKind.LOCAL and hardware.is_gpu:
+        # All scores are computed, written and read. Of CPU cores no layers are told apart.
+        scores = SCORE_BYTES * job.tokens * job.sequence * job.model.heads / job.tensor if kind.attends else 0.0
+        moved = scores / (hardware.memory_bandwidth * constants.bandwidth)
+        forward = 2 * causal / (hardware.peak_flops * constants.matrix) + moved
+        return AttentionTimes(forward, 2 * forward)
+    reached = constants.attention_forward, constants.attention_backward
+    rates = hardware.rates
+    if rates is not None and rates.attention is not None and job.layers is LayerKind.ENGINE:
+        reached = rates.flash_attention_2 if job.flash_attention_2 and rates.flash_attention_2 else rates.attention
+        keys, narrow = job.sequence / job.context, max(0.0, 1 - job.model.head_size / 128)
+        causal *= _seen(job) * (1 + HALF / keys) / (1 - NARROW * narrow)
+    return AttentionTimes(
+        causal / (hardware.peak_flops * reached[0]), BACKWARD * causal / (hardware.peak_flops * reached[1])
+    )
+
+
+def _seen(job: Job) -> float:
+    """Share of the causal half that is computed where some layers see the last `window` tokens alone."""
+    model = job.model
+    inside = min(1.0, (model.window + TILE) / (job.sequence / 2))
+    return 1 - model.windowed * (1 - inside)

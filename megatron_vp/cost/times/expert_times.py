@@ -1,0 +1,71 @@
+"""What a layer with experts does besides the arithmetic of its products: launches, copies, separate activations."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_vp.cost.sizes.layer_types import LayerType, MlpRecompute, mlp_of, mlp_recompute
+from megatron_vp.cost.sizes.shapes import Job
+
+LAUNCHES = 0.4e-3
+"""Seconds of a layer with experts for what is too small to keep a GPU busy: the router's top k, the counts that the
+host waits for, some hundred launches. The backward takes twice as long.
+"""
+
+PRODUCT = 20e-6
+"""Seconds that each expert's product takes besides its arithmetic where a rank has several: its launch, and a last wave
+of tiles that leaves processors idle. Set by hand on public jobs on H100, which put it at 15 to 30 microseconds.
+"""
+
+COPIES, SORTED = 8, 4
+"""Passes over the tokens of experts in 16 bits that all-to-all needs: into the order of ranks and back, each a kernel
+that gathers short rows, and the exchange's own; where a rank has several experts also into their order and back.
+"""
+
+FLEXIBLE, FLEXIBLE_DISTINCT = 2, 6
+"""The same of the flexible dispatcher: into the order of experts and back, and what it moves once per rank."""
+
+CLAMP_FORWARD, CLAMP_BACKWARD = 16, 24
+"""Bytes an element of an expert's activation that limiting it moves in 16 bits: both halves are read and written, and
+joined in a copy. The backward reads them again.
+"""
+
+BIAS_FORWARD, BIAS_BACKWARD = 28, 36
+"""Bytes an element of the experts' results that adding their biases moves, each times a token's probability, which is
+in fp32: product 4, sum 10, joined 8, narrowed 6; widened 6, narrowed 6, and two products with their sums 12 each.
+"""
+
+
+class Separate(NamedTuple):
+    """Bytes that kernels of their own move in a layer's forward and in its backward."""
+
+    forward: float
+    backward: float
+
+
+def distinct(places: int, per_token: int) -> float:
+    """Share of a token's copies that go to different ones of `places`, where its experts are anywhere."""
+    return places * (1 - (1 - 1 / places) ** per_token) / per_token
+
+
+def copies(job: Job, kind: LayerType) -> float:
+    """Passes over the tokens of a layer's experts, each token counted once for each of its experts."""
+    mlp = mlp_of(job.model, kind)
+    if mlp is None or not mlp.experts:
+        return 0.0
+    if job.flexible_dispatch:
+        return FLEXIBLE + FLEXIBLE_DISTINCT * distinct(job.expert, mlp.per_token)
+    return COPIES + SORTED * (mlp.experts > job.expert)
+
+
+def separate_activation(job: Job, kind: LayerType) -> Separate:
+    """Of experts whose activation is clamped, as GPT-OSS's is: Megatron fuses neither that nor adding their biases."""
+    mlp = mlp_of(job.model, kind)
+    if mlp is None or not mlp.experts or not job.model.clamped:
+        return Separate(0.0, 0.0)
+    tokens = job.tokens * mlp.per_token / job.tensor
+    clamped, biased = tokens * mlp.width, tokens * job.model.hidden * job.model.expert_biases
+    again = 0 if mlp_recompute(job, kind) is MlpRecompute.NONE else CLAMP_FORWARD
+    return Separate(
+        CLAMP_FORWARD * clamped + BIAS_FORWARD * biased, (CLAMP_BACKWARD + again) * clamped + BIAS_BACKWARD * biased
+    )

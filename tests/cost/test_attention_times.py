@@ -1,0 +1,67 @@
+"""Times of attention against published ones, and what windows, narrow heads and older kernels change."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_vp.cost.hardware.constants import CALIBRATED
+from megatron_vp.cost.hardware.gpus import HARDWARE
+from megatron_vp.cost.sizes.flops import attention_flops
+from megatron_vp.cost.sizes.shapes import Job, ModelShape
+from megatron_vp.cost.times.attention_times import BACKWARD, TILE, attention_times
+from megatron_vp.jobs.layer_kind import LayerKind
+
+H100 = HARDWARE["h100"]
+MODEL = ModelShape(layers=8, hidden=2048, heads=16, ffn=8192, vocab=1000)
+PUBLISHED = {  # arXiv 2407.08608, heads of 128, causal forward, TFLOP/s: cuDNN 9, FlashAttention 3, FlashAttention 2
+    2048: (484, 521, 298),
+    4096: (518, 579, 319),
+    8192: (529, 602, 333),
+    16384: (539, 616, 335),
+}
+
+
+def job(sequence=4096, model=MODEL, **changes):
+    return Job(model, sequence, 1, microbatches=1, pipeline=1, layers=LayerKind.ENGINE, **changes)
+
+
+def times(one):
+    return attention_times(one, H100, CALIBRATED)
+
+
+@pytest.mark.parametrize("sequence", PUBLISHED)
+def test_rates_are_published_ones(sequence):
+    newest, old = job(sequence), job(sequence, flash_attention_2=True)
+    flops = attention_flops(newest) / 2
+    cudnn, third, second = PUBLISHED[sequence]
+    assert flops / times(newest).forward / 1e12 == pytest.approx((cudnn + third) / 2, rel=0.03)
+    assert flops / times(old).forward / 1e12 == pytest.approx(second, rel=0.04)
+    assert times(old).backward > 1.5 * times(newest).backward
+
+
+def test_narrow_heads_are_slower_and_each_context_rank_sees_shorter_pieces():
+    """Published at 16384: 497 for heads of 64, 648 of 128, no mask."""
+    narrow = replace(MODEL, heads=32, head_size=64)
+    assert times(job(16384)).forward / times(job(16384, narrow)).forward == pytest.approx(497 / 648, rel=0.05)
+    assert times(job(16384, replace(MODEL, heads=8, kv_groups=8, head_size=256))) == times(job(16384))
+    assert times(job(16384)).forward < 2 * times(job(16384, context=2)).forward < 1.03 * times(job(16384)).forward
+
+
+def test_layers_with_windows_compute_those_alone():
+    windows = replace(MODEL, window=128, windowed=0.5)
+    share = 0.5 + 0.5 * (128 + TILE) / 2048
+    for each, full in zip(times(job(4096, windows)), times(job(4096)), strict=True):
+        assert each == pytest.approx(share * full)
+    assert times(job(4096, replace(windows, window=5000))) == times(job(4096))
+    flops = attention_flops(job(4096, windows))
+    assert flops == attention_flops(job(4096))  # as Megatron counts them for TFLOP/s
+
+
+def test_hardware_without_rates_takes_the_fitted_ones():
+    a100, one = HARDWARE["a100"], job(4096, flash_attention_2=True)
+    took, flops = attention_times(one, a100, CALIBRATED), attention_flops(one) / 2
+    assert took.forward == pytest.approx(flops / a100.peak_flops / CALIBRATED.attention_forward)
+    assert took.backward == pytest.approx(BACKWARD * flops / a100.peak_flops / CALIBRATED.attention_backward)
+    assert attention_times(one, HARDWARE["b200"], CALIBRATED) == attention_times(
+        job(4096), HARDWARE["b200"], CALIBRATED
+    )

@@ -1,0 +1,75 @@
+"""What experts add to a layer besides their arithmetic, against counts by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_vp.cost.hardware.constants import CALIBRATED
+from megatron_vp.cost.hardware.gpus import HARDWARE
+from megatron_vp.cost.sizes.flops import layer_matrices
+from megatron_vp.cost.sizes.layer_types import LayerType
+from megatron_vp.cost.sizes.shapes import Job, ModelShape, Recompute
+from megatron_vp.cost.times.communication import CommunicationModel
+from megatron_vp.cost.times.expert_times import COPIES, PRODUCT, SORTED, copies, distinct, separate_activation
+from megatron_vp.cost.times.pass_times import PassTimes
+from megatron_vp.jobs.layer_kind import LayerKind
+
+H100 = HARDWARE["h100"]
+WHOLE = LayerType.WHOLE
+MODEL = ModelShape(8, 2048, 16, 1024, 1000, gated=True, experts=16, experts_per_token=4)
+
+
+def job(model=MODEL, **changes):
+    sizes = {"sequence": 4096, "micro_batch": 1, "microbatches": 1, "pipeline": 1, "layers": LayerKind.ENGINE}
+    return Job(model, **sizes | changes)
+
+
+def test_a_token_goes_to_as_many_places_as_its_experts_fall_into():
+    assert distinct(1, 4) == 1 / 4 and distinct(10**6, 4) == pytest.approx(1, rel=1e-5)
+    assert distinct(2, 2) == (1 + 1 / 2) / 2  # two places in one case of two
+
+
+def test_tokens_are_sorted_for_several_experts_and_fewer_of_them_for_a_flexible_dispatcher():
+    several, one = (copies(job(data=16, expert=ranks), WHOLE) for ranks in (4, 16))
+    assert (several, one) == (COPIES + SORTED, COPIES)
+    flexible = copies(job(data=16, expert=4, flexible_dispatch=True), WHOLE)
+    assert flexible == pytest.approx(2 + 6 * (4 * (1 - 0.75**4) / 4))
+    assert copies(job(replace(MODEL, experts=0, experts_per_token=0)), WHOLE) == 0
+
+
+def test_each_product_of_several_experts_takes_its_own_start():
+    times = {ranks: PassTimes(job(data=16, expert=ranks), H100, CALIBRATED) for ranks in (4, 16)}
+    first = {ranks: layer_matrices(each.job)[-2] for ranks, each in times.items()}
+    assert first[4].copies == 4 and first[16].copies == 1 and first[4].flops == first[16].flops
+    assert times[4].gemm_time(first[4]) - times[16].gemm_time(first[16]) == pytest.approx(4 * PRODUCT)
+    assert times[4].fp8_gemm_time(first[4]) - times[16].fp8_gemm_time(first[16]) == pytest.approx(4 * PRODUCT)
+
+
+def test_clamped_experts_with_biases_move_more():
+    """Four experts a token, each with 1024 activations and 2048 results."""
+    clamped, biased = replace(MODEL, clamped=True), replace(MODEL, clamped=True, expert_biases=True)
+    assert separate_activation(job(replace(MODEL, expert_biases=True)), WHOLE) == (0, 0)
+    assert separate_activation(job(clamped), WHOLE) == (4096 * 4 * 1024 * 16, 4096 * 4 * 1024 * 24)
+    again = separate_activation(job(biased, recompute_modules=frozenset({"moe_act"})), WHOLE)
+    assert again == (4096 * 4 * (1024 * 16 + 2048 * 28), 4096 * 4 * (1024 * 40 + 2048 * 36))
+    plain, more = (PassTimes(job(model), H100, CALIBRATED) for model in (MODEL, clamped))
+    assert pytest.approx(plain.memory_time(4096 * 4 * 1024 * 16)) == more.layer().F - plain.layer().F
+    assert pytest.approx(plain.memory_time(4096 * 4 * 1024 * 24)) == more.layer().B - plain.layer().B
+
+
+@pytest.mark.parametrize("changes", [{"recompute": Recompute.FULL}, {"recompute_modules": frozenset({"moe"})}])
+def test_what_is_computed_again_is_exchanged_again(changes):
+    sizes = {"data": 16, "tensor": 2, "expert": 8, "sequence_parallel": True}
+    near, far = (replace(H100, network_bandwidth=rate) for rate in (50e9, 25e9))
+    sent = {}
+    for name, one in (("kept", job(**sizes)), ("again", job(**sizes, **changes))):
+        took = [PassTimes(one, hardware, CALIBRATED).layer().B for hardware in (near, far)]
+        sent[name] = took[1] - took[0]
+    exchange = [CommunicationModel(job(**sizes), each, CALIBRATED).mlp_traffic() for each in (near, far)]
+    assert sent["kept"] == 0 and sent["again"] == pytest.approx(exchange[1] - exchange[0]) and sent["again"] > 0
+
+
+def test_gradients_in_fp32_are_read_and_written_in_fp32():
+    wide, narrow = (PassTimes(job(wide_gradients=each), H100, CALIBRATED) for each in (True, False))
+    weights = sum(matrix.weights for matrix in layer_matrices(wide.job))
+    assert pytest.approx(wide.memory_time(4 * weights)) == wide.layer().W - narrow.layer().W
