@@ -78,6 +78,14 @@ def plan(
             "top. The same number finds the same answer on every machine.",
         ),
     ] = None,
+    offload: Annotated[
+        bool,
+        typer.Option(
+            "--offload",
+            help="Also try gis, gis-h and po, and for all schedules chunks whose activations wait in the host's memory "
+            "(--offload-chunks), and say what less memory costs.",
+        ),
+    ] = False,
     keep: Annotated[
         list[str] | None,
         typer.Option(
@@ -95,11 +103,15 @@ def plan(
     megatron-vp plan configs/llama3_8b.yaml --hardware h100 --nodes 32 --search
     """
     from megatron_vp.cost.balance.chosen_shards import gain_of_next_start
+    from megatron_vp.cost.planning.offloading import frontier
     from megatron_vp.cost.planning.planner import plan as make_plan
     from megatron_vp.cost.sizes.job_plan import plan_of
+    from megatron_vp.cost.sizes.shapes import Recompute
 
     output_format = format_for(asked_format, output, Format)
     if search:
+        if offload:
+            raise UserError("--offload plans one job: leave out --search, or plan its result")
         if write_schedule is not None:
             raise UserError("--write-schedule writes the schedule of one job: leave out --search, or plan its result")
         asked = read_cluster(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
@@ -113,6 +125,11 @@ def plan(
         )
     check_destination(False, write_schedule)
     request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
+    if offload and request.job.recompute is Recompute.FULL:
+        raise UserError(
+            "--offload does not go with --recompute-granularity full, which leaves next to nothing to copy: leave out "
+            "one of the two"
+        )
     own = plan_of(request.config)
     with megatrons_check() as check:
         with progress_bar() as bar:
@@ -123,6 +140,7 @@ def plan(
                 chunks=own.chunks or 2,
                 progress=lambda done, of: bar.update(task, completed=done, total=of),
                 limit=request.limit,
+                offload=offload,
             )
         checked = choose_checked(request, evaluations, check)
     next_start = gain_of_next_start(request.config, own, request.job, request.hardware)
@@ -136,13 +154,18 @@ def plan(
         write(to_json(simulator.schedule) + "\n", write_schedule)
     match output_format:
         case Format.TABLE:
-            content: str | bytes = _table(request, evaluations, infeasible, checked, next_start)
+            less = _frontier_table(frontier(evaluations)) if offload else ""
+            content: str | bytes = _table(request, evaluations, infeasible, checked, next_start, less)
         case Format.JSON:
-            content = json.dumps(_document(request, evaluations, infeasible, checked), indent=1) + "\n"
+            document = _document(request, evaluations, infeasible, checked)
+            if offload:
+                document |= {"frontier": [evaluations.index(each) for each in frontier(evaluations)]}
+            content = json.dumps(document, indent=1) + "\n"
         case Format.PNG:
-            from megatron_vp.cost.planning.charts import plan_chart
+            from megatron_vp.cost.planning.charts import dial_chart, plan_chart
 
-            content = plan_chart(evaluations, request.limit, request.title)
+            chart = dial_chart if offload else plan_chart
+            content = chart(evaluations, request.limit, request.title)
     write(content, output)
 
 
@@ -152,6 +175,7 @@ def _table(
     infeasible: list[Infeasible],
     checked: Checked,
     next_start: str | None,
+    less_memory: str,
 ) -> str:
     from rich.table import Table
 
@@ -180,7 +204,12 @@ def _table(
             each.bound_by(request.limit),
             style="bold" if each is chosen else None,
         )
-    lines = [request.title, request.job.layers.line, request.shards, rendered(table) + "\n".join(request.notes)]
+    lines = [
+        request.title,
+        request.job.layers.line,
+        request.shards,
+        rendered(table) + less_memory + "\n".join(request.notes),
+    ]
     lines += [
         f"not possible: {one.candidate.plan.schedule}, {one.candidate.method}: {one.reason}" for one in infeasible
     ]
@@ -190,6 +219,22 @@ def _table(
     settings = settings_of(request.config, chosen.candidate.plan, request.job)
     lines += how_to_run(settings, request)
     return "\n".join(lines)
+
+
+def _frontier_table(best: list[Evaluation]) -> str:
+    """What less memory costs: the runs than which none is both faster and smaller."""
+    from rich.table import Table
+
+    table = Table(title="less memory, more time: no run is both smaller and faster than these", title_justify="left")
+    for heading in ("GiB", "s / iteration", "host GiB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("schedule", "vocabulary"):
+        table.add_column(heading, no_wrap=True)
+    for each in best:
+        host = max((copies.host for copies in each.copies), default=0.0)
+        figures = f"{each.peak_memory / GIB:.1f}", seconds(each.iteration_seconds), f"{host / GIB:.1f}" if host else ""
+        table.add_row(*figures, each.candidate.plan.label, each.candidate.method)
+    return rendered(table)
 
 
 def _shards(plan: Plan) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_vp.cost.balance.pattern_cuts import even_cut, letter_seconds, unit_length
@@ -14,6 +15,7 @@ from megatron_vp.cost.times.communication import CommunicationModel
 from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import FAMILIES, Placement, VocabMethod
+from megatron_vp.schedule.families import PLANNED
 
 PLAIN, REDISTRIBUTED = "plain", "redistributed"
 """Whole vocabulary layers on the first and last stage; with layers spread evenly, or so that no rank has too much."""
@@ -40,10 +42,16 @@ def method_of(plan: Plan) -> str:
     return PLAIN if plan.layers is None or len(set(plan.layers)) == 1 else REDISTRIBUTED
 
 
-def candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED, chunks: int = 2) -> list[Candidate]:
-    """Every schedule with every method that it has, on as even a layout as layers allow.
+def candidates(
+    job: Job,
+    hardware: Hardware,
+    constants: Constants = CALIBRATED,
+    chunks: int = 2,
+    names: Sequence[str] = PLANNED,
+) -> list[Candidate]:
+    """Every schedule of `names` with every method that it has, on as even a layout as layers allow.
 
-    `chunks` are those of `interleaved`.
+    `chunks` are those of `interleaved`, and of other families with any number.
 
     Raises UserError for a job without a pipeline, with more than LARGEST ranks in it, or with fewer layers than that.
     """
@@ -57,9 +65,8 @@ def candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED, 
             f"give at most {LARGEST}, or ask megatron-vp simulate for one schedule at a time (--pipeline-schedule NAME)"
         )
     found = []
-    for name, record in FAMILIES.items():
-        if not record.planned:
-            continue
+    for name in names:
+        record = FAMILIES[name]
         own = chunks if record.chunks is None else None
         placement = record.placement_of(job.pipeline, own)
         even = _even(job, placement, hardware, constants)

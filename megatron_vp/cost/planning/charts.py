@@ -6,6 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron_vp.cost.planning.offloading import frontier
 from megatron_vp.cost.sizes.shapes import Recompute
 
 if TYPE_CHECKING:
@@ -83,6 +84,57 @@ def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
     memory.set_ylim(times.get_ylim())
     _limit(memory, limit)
     memory.set_xlabel("GiB at the peak; dotted: what a rank may take")
+    return _png(figure)
+
+
+def dial_chart(evaluations: Sequence[Evaluation], limit: float, title: str) -> bytes:
+    """PNG: time against memory of every run, coloured by its schedule, filled where chunks are offloaded; the runs
+    than which none is both faster and smaller as a line.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    axes = figure.subplots()
+    figure.suptitle(title, fontsize=8, x=0.01, ha="left")
+    best = frontier(evaluations)
+    longest = max(1.05 * best[-1].iteration_seconds, 1.1 * best[0].iteration_seconds)
+    shown = [each for each in evaluations if each.iteration_seconds <= longest]
+    names = list(dict.fromkeys(each.candidate.plan.schedule for each in shown))
+    for place, name in enumerate(names):
+        own = [each for each in shown if each.candidate.plan.schedule == name]
+        colour = PIPELINES[place % len(PIPELINES)]
+        axes.scatter(
+            [each.peak_memory / GIB for each in own],
+            [each.iteration_seconds for each in own],
+            s=22,
+            marker="os^"[place // len(PIPELINES) % 3],
+            edgecolors=colour,
+            facecolors=[colour if each.candidate.plan.offload_chunks else "none" for each in own],
+            label=name,
+        )
+    axes.plot(
+        [each.peak_memory / GIB for each in best],
+        [each.iteration_seconds for each in best],
+        drawstyle="steps-post",
+        color="#555555",
+        linewidth=1,
+        label="frontier",
+        zorder=1,
+    )
+    for each in best:
+        axes.annotate(
+            f"{each.candidate.plan.label}, {each.candidate.method}",
+            (each.peak_memory / GIB, each.iteration_seconds),
+            xytext=(4, -7),
+            textcoords="offset points",
+            fontsize=5,
+        )
+    most = 1.1 * max(each.peak_memory for each in shown) / GIB
+    if limit / GIB < most:
+        _limit(axes, limit)
+    axes.set_xlim(0, most)
+    axes.set_xlabel("GiB that the fullest rank needs; dotted: what a rank may use; filled: activations in host memory")
+    axes.set_ylabel("seconds per iteration")
     return _png(figure)
 
 

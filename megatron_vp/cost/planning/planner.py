@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import Executor, as_completed
 from dataclasses import dataclass
 
 from megatron_vp.cost.balance.balanced import balanced
@@ -14,10 +14,12 @@ from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.planning.candidates import MOST_BALANCED, PLAIN, REDISTRIBUTED, Candidate, candidates
 from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
 from megatron_vp.cost.planning.flexible import fitted_evaluations
+from megatron_vp.cost.planning.offloading import WITH_OFFLOAD, bases_of, offloaded_evaluations
 from megatron_vp.cost.planning.workers import worker_pool
 from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod, family
+from megatron_vp.schedule.families import PLANNED
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,17 @@ def plan(
     chunks: int = 2,
     progress: Callable[[int, int], None] = lambda done, of: None,
     limit: float | None = None,
+    offload: bool = False,
 ) -> tuple[list[Evaluation], list[Infeasible]]:
     """All candidates, the fastest first, and those that the job cannot run.
 
     Even shards are joined by balanced ones wherever these are worth it, see `balance.balanced`, and flexible schedules
-    by those that are fitted to the memory, see `flexible`; `limit`: bytes per rank that both may take.
+    by those that are fitted to the memory, see `flexible`; `limit`: bytes per rank that both may take. With `offload`
+    there are further schedules, and chunks of all of them that wait in the host's memory, see `offloading`.
     Predicted in processes, one per core. `chunks` are those of `interleaved`; `progress` hears how many of how many
     candidates are done, a balanced one counted with the even one. Raises UserError as `candidates` does.
     """
-    tried = candidates(job, hardware, constants, chunks)
+    tried = candidates(job, hardware, constants, chunks, WITH_OFFLOAD if offload else PLANNED)
     done = 0
     evaluations: list[Evaluation] = []
     infeasible: list[Infeasible] = []
@@ -63,10 +67,30 @@ def plan(
                     infeasible.append(found)
             done += len(running[future])
             progress(done, len(tried))
-        evaluations += fitted_evaluations(pool, [job], hardware, limit, constants)[0]
+        fitted = fitted_evaluations(pool, [job], hardware, limit, constants)[0]
+        if offload:
+            evaluations += _offloaded(pool, evaluations, job, hardware, limit, constants, progress)
+        evaluations += fitted
     if not evaluations:
         raise UserError(f"no schedule can run this job: {infeasible[0].reason}")
     return sorted(evaluations, key=lambda each: each.iteration_seconds), infeasible
+
+
+def _offloaded(
+    pool: Executor,
+    evaluations: Sequence[Evaluation],
+    job: Job,
+    hardware: Hardware,
+    limit: float | None,
+    constants: Constants,
+    progress: Callable[[int, int], None],
+) -> list[Evaluation]:
+    """What becomes of the fastest run of each schedule and method with chunks in the host's memory."""
+    bases = bases_of(evaluations)
+    running = [pool.submit(offloaded_evaluations, base, job, hardware, limit, constants) for base in bases]
+    for done, _ in enumerate(as_completed(running)):
+        progress(done + 1, len(running))
+    return [each for future in running for each in future.result()]
 
 
 def _evaluate_all(
@@ -136,14 +160,15 @@ def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_
 
 
 def simplicity(evaluation: Evaluation) -> tuple[float, ...]:
-    """What decides a tie, the least first: Megatron's own schedules; backwards that are not split; fewer chunks; plain
-    layers before redistributed ones, vocab-2 and vocab-1; balanced shards, where a plan has them, because training
-    takes those by default; less memory.
+    """What decides a tie, the least first: fewer chunks in the host's memory; Megatron's own schedules; backwards that
+    are not split; fewer chunks; plain layers before redistributed ones, vocab-2 and vocab-1; balanced shards, where a
+    plan has them, because training takes those by default; less memory.
     """
     plan = evaluation.candidate.plan
     chosen = family(plan.schedule)
     own = chosen.in_megatron and plan.vocab is VocabMethod.NONE
     return (
+        plan.offload_chunks,
         not own,
         chosen.splits_backward,
         plan.chunks or chosen.chunks or 1,

@@ -263,8 +263,9 @@ class Plan:
 
     @property
     def label(self) -> str:
-        """The schedule for a table: with its limit, if it has one."""
-        return f"{self.schedule} {self.activation_limit}".strip()
+        """The schedule for a table: with its limit, if it has one, and the chunks that it offloads."""
+        away = f", {self.offload_chunks} offloaded" if self.offload_chunks else ""
+        return f"{self.schedule} {self.activation_limit}".strip() + away
 
     def request(
         self, job: Job, microbatches: int | None = None, costs: Costs | None = None, further_orders: bool = True

@@ -1,0 +1,91 @@
+"""Activations in the host's memory in plans: how many chunks of every schedule, and what less memory then costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
+from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.planning.candidates import Candidate
+from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
+from megatron_vp.cost.prediction.copies import fullest_node, host_room
+from megatron_vp.cost.prediction.stage_costs import stage_costs
+from megatron_vp.cost.sizes.shapes import Job, Plan
+from megatron_vp.schedule import FAMILIES
+
+MOST_LOAD = 0.9
+"""Time of a rank's copies over that of its passes, above which copies are not planned: they would set the pace."""
+
+WITH_OFFLOAD = tuple(name for name, record in FAMILIES.items() if not record.bases)
+"""The families of a plan that may offload: with those that are made for it, and no flexible one."""
+
+
+def offloaded_evaluations(
+    base: Evaluation, job: Job, hardware: Hardware, limit: float | None, constants: Constants = CALIBRATED
+) -> list[Evaluation]:
+    """`base`, which offloads nothing, with half of its chunks offloaded, with all, and with one more or one less than
+    the better of these.
+
+    Left out are those whose copies would take more than MOST_LOAD of a rank's time, for which a node has too little
+    memory, and of which no chunk leaves the device.
+    """
+    plan, found = base.candidate.plan, {0: base}
+    record = FAMILIES[plan.schedule]
+    chunks = record.chunks_of(plan.chunks)
+    allowed = [count for count in range(1, chunks + 1) if copy_load(job, plan, count, hardware, constants) <= MOST_LOAD]
+
+    def try_out(counts: Sequence[int]) -> None:
+        for count in counts:
+            if count in allowed and count not in found:
+                candidate = replace(base.candidate, plan=replace(plan, offload_chunks=count))
+                found[count] = evaluate(candidate, job, hardware, constants)
+
+    most = max(allowed, default=0)
+    try_out([min((chunks + 1) // 2, most), most])
+    fitting = [count for count, each in found.items() if limit is None or each.fits(limit)]
+    if fitting:
+        best = min(fitting, key=lambda count: (found[count].iteration_seconds, count))
+    else:
+        best = min(found, key=lambda count: found[count].peak_memory)
+    try_out([best - 1, best + 1])
+    room = host_room(hardware)
+    return [
+        each
+        for count, each in sorted(found.items())
+        if count
+        and any(rank.chunks for rank in each.copies)
+        and fullest_node(job, hardware, [rank.host for rank in each.copies]) <= room
+    ]
+
+
+def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
+    """Time of the copies over that of the passes, on the rank where it is largest; of each rank's largest chunks."""
+    single = plan.request(job, microbatches=1).schedule()
+    costs = stage_costs(job, replace(plan, offload_chunks=chunks), single, hardware, constants)
+    loads = []
+    for rank, order in enumerate(single.ranks):
+        work = sum(costs.duration(single, rank, step) for step in order)
+        both = [costs.copies[True, rank, chunk] + costs.copies[False, rank, chunk] for chunk in range(single.chunks)]
+        loads.append(sum(sorted(both)[single.chunks - chunks :]) / work)
+    return max(loads)
+
+
+def bases_of(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """Of every schedule with every method the fastest run: what may offload."""
+    found: dict[tuple[str, str], Evaluation] = {}
+    for each in evaluations:
+        candidate: Candidate = each.candidate
+        key = candidate.plan.schedule, candidate.plan.vocab
+        if key not in found or each.iteration_seconds < found[key].iteration_seconds:
+            found[key] = each
+    return list(found.values())
+
+
+def frontier(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """The runs than which none is both faster and smaller, the fastest first."""
+    found: list[Evaluation] = []
+    for each in sorted(evaluations, key=lambda one: (one.iteration_seconds, one.peak_memory)):
+        if not found or each.peak_memory < found[-1].peak_memory:
+            found.append(each)
+    return found

@@ -1,0 +1,149 @@
+"""Plans with activations in the host's memory: which numbers of chunks are tried, and what less memory costs."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from megatron_vp.cost.hardware.gpus import HARDWARE
+from megatron_vp.cost.planning import offloading, planner
+from megatron_vp.cost.planning.candidates import Candidate, candidates
+from megatron_vp.cost.planning.evaluation import evaluate
+from megatron_vp.cost.planning.offloading import (
+    WITH_OFFLOAD,
+    bases_of,
+    copy_load,
+    frontier,
+    offloaded_evaluations,
+)
+from megatron_vp.cost.planning.planner import simplicity
+from megatron_vp.cost.prediction.copies import copies_of
+from megatron_vp.cost.prediction.predict import predict
+from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.layer_kind import LayerKind
+from megatron_vp.schedule import FAMILIES, VocabMethod
+from tests.cost.small_job import run
+
+H200 = HARDWARE["h200"]
+MODEL = ModelShape(layers=16, hidden=8192, heads=64, ffn=32768, vocab=64000)
+JOB = Job(MODEL, sequence=4096, micro_batch=1, microbatches=16, pipeline=4, layers=LayerKind.ENGINE)
+PLAN = Plan("po", VocabMethod.VOCAB_2, 4)
+WIDE = replace(H200, host=replace(H200.host, out=2e11, back=2e11))
+"""Copies so fast that all chunks can leave."""
+
+
+def base_of(plan=PLAN, hardware=WIDE):
+    return evaluate(Candidate("vocab-2", plan), JOB, hardware)
+
+
+def counts(found):
+    return [each.candidate.plan.offload_chunks for each in found]
+
+
+def test_the_load_of_copies_is_that_of_the_simulation():
+    for chunks in (1, 2):
+        found = copies_of(predict(JOB, replace(PLAN, offload_chunks=chunks), H200))
+        assert copy_load(JOB, PLAN, chunks, H200) == pytest.approx(max(each.load for each in found), rel=1e-6)
+    assert copy_load(JOB, PLAN, 2, WIDE) < copy_load(JOB, PLAN, 4, WIDE) < 1
+
+
+def test_half_and_all_chunks_are_tried_and_then_neighbours():
+    base = base_of()
+    found = offloaded_evaluations(base, JOB, WIDE, None)
+    assert {2, 4} <= {*counts(found)} and counts(found) == sorted(counts(found)) and 0 not in counts(found)
+    peaks = [each.peak_memory for each in (base, *found)]
+    assert peaks == sorted(peaks, reverse=True) and len({*peaks}) == len(peaks)
+    # Where only the last of them fits, fewer chunks than all are its neighbours.
+    tight = offloaded_evaluations(base, JOB, WIDE, found[-1].peak_memory)
+    assert {2, 3, 4} <= {*counts(tight)}
+
+
+def test_copies_that_would_set_the_pace_are_not_tried():
+    base = base_of(hardware=H200)
+    loads = [copy_load(JOB, PLAN, chunks, H200) for chunks in (1, 2, 3, 4)]
+    assert loads[1] < offloading.MOST_LOAD < loads[3]
+    allowed = {chunks for chunks, load in zip((1, 2, 3, 4), loads, strict=True) if load <= offloading.MOST_LOAD}
+    assert set() < {*counts(offloaded_evaluations(base, JOB, H200, None))} <= allowed
+    slow = replace(H200, host=replace(H200.host, out=1e9, back=1e9))
+    assert offloaded_evaluations(base, JOB, slow, None) == []
+
+
+def test_a_node_with_too_little_memory_offloads_less():
+    found = offloaded_evaluations(base_of(), JOB, WIDE, None)
+    most = [sum(rank.host for rank in each.copies) for each in found]
+    assert most == sorted(most)
+    room = (most[0] + most[1]) / 2
+    small = replace(WIDE, host=replace(WIDE.host, memory=room / 0.8 / 8))
+    assert counts(offloaded_evaluations(base_of(), JOB, small, None)) == counts(found)[:1]
+
+
+def test_families_of_any_chunks_join_with_the_methods_of_their_records():
+    assert {*WITH_OFFLOAD} == {name for name in FAMILIES if name != "v-flex"}
+    found = candidates(JOB, H200, chunks=4, names=WITH_OFFLOAD)
+    own = {each.plan.vocab for each in found if each.plan.schedule == "gis-h"}
+    assert own == set(FAMILIES["gis-h"].methods)
+    assert all(each.plan.chunks == 4 for each in found if each.plan.schedule in ("gis", "gis-h", "po", "interleaved"))
+    assert [each for each in found if FAMILIES[each.plan.schedule].planned] == candidates(JOB, H200, chunks=4)
+
+
+def test_the_frontier_and_ties_prefer_what_stays_on_the_device():
+    base = base_of()
+    twins = [replace(base, iteration_seconds=time) for time in (1.0, 2.0, 3.0)]
+    moved = replace(base, candidate=Candidate("vocab-2", replace(PLAN, offload_chunks=1)))
+    assert frontier([*twins, replace(moved, iteration_seconds=0.5)])[0].iteration_seconds == 0.5
+    assert len(frontier(twins)) == 1
+    assert simplicity(base) < simplicity(moved)
+    assert bases_of([twins[1], twins[0]]) == [twins[0]]
+
+
+@pytest.mark.usefixtures("megatron_loaded")
+def test_plan_says_what_less_memory_costs(small, tmp_path, monkeypatch):
+    make, made = planner.plan, []
+
+    def plan_once(*arguments, **named):
+        assert named["offload"]
+        made.extend([] if made else [make(*arguments, **named)])
+        return made[0]
+
+    monkeypatch.setattr(planner, "plan", plan_once)
+    words = [small, "--hidden-size", 8192, "--num-attention-heads", 64, "--hardware", "h200", "--memory", 400]
+    words += ["--num-virtual-stages-per-pipeline-rank", 2]
+    found = json.loads(run("plan", *words, "--offload", "--format", "json").stdout)
+    plans, best = found["plans"], [found["plans"][index] for index in found["frontier"]]
+    names = {each["schedule"] for each in plans if each["offload_chunks"]}
+    assert {"po", "gis-h"} <= names and "gis" in {each["schedule"] for each in plans}
+    assert [each["peak_memory_bytes"] for each in best] == sorted(
+        (each["peak_memory_bytes"] for each in best), reverse=True
+    )
+    assert best[0]["iteration_seconds"] == min(each["iteration_seconds"] for each in plans)
+    assert any(each["offload_chunks"] and "--offload-chunks" in each["flags"] for each in best)
+    for each in plans:
+        assert (
+            not any(
+                other["iteration_seconds"] < each["iteration_seconds"]
+                and other["peak_memory_bytes"] < each["peak_memory_bytes"]
+                for other in plans
+            )
+            or each not in best
+        )
+    picture = tmp_path / "dial.png"
+    text = run("plan", *words, "--offload").stdout
+    assert "less memory, more time" in text and "offloaded" in text
+    run("plan", *words, "--offload", "-o", picture)
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--search", "--nodes", 1], "leave out --search"),
+        (
+            ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1],
+            "one of the two",
+        ),
+    ],
+)
+def test_what_does_not_go_with_offload_is_refused(small, words, said):
+    refused = run("plan", small, "--offload", *words).exception
+    assert isinstance(refused, UserError) and said in str(refused)
