@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -81,10 +82,10 @@ def _construct(
         )
     groups = given["pg_collection"] or ProcessGroupCollection.use_mpu_process_groups()
     index, config = given["vp_stage"] or 0, given["config"]
-    if softcap_of(config) and job.settings.last_stage_elsewhere:
+    if softcap_of(config) and job.placement.chunk_of(job.placement.stages - 1) + 1 != job.placement.chunks:
         raise UserError(
-            f"--pipeline-schedule {job.args.pipeline_schedule} has the output layer on another pipeline rank than the "
-            f"last, and Megatron-Bridge caps this model's logits on the last one: use 1f1b, interleaved or zb-h1"
+            f"--pipeline-schedule {job.args.pipeline_schedule} does not have the last stage in its rank's last chunk, "
+            f"where Megatron-Bridge caps this model's logits: use a placement that does"
         )
     if (index == 0) != (model.first is None):
         raise UserError(
@@ -190,6 +191,16 @@ def _refuse_outside_of_schedule(first: nn.Module, _chunk: nn.Module, _inputs: tu
         )
 
 
+def _by_stage(original: Callable[..., bool]) -> Callable[..., bool]:
+    """What Megatron-Bridge asks, of a rank's last chunk, to put Gemma's softcap on the output layer."""
+
+    @functools.wraps(original)
+    def is_pp_last_stage(pp_group: dist.ProcessGroup) -> bool:
+        return dist.get_rank(pp_group) == current().placement.last_rank
+
+    return is_pp_last_stage
+
+
 PATCHES = (
     Patch(
         "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
@@ -223,6 +234,12 @@ BRIDGE_PATCHES = (
         _cutting_before_count,
         "hooks that load weights or change layers find the vocabulary layers of a provider's model whole",
         "(model, pg_collection)",
+    ),
+    Patch(
+        "megatron.bridge.models.gemma.gemma2_provider:is_pp_last_stage",
+        _by_stage,
+        "Gemma's softcap goes on the output layer, which a V has on the first rank",
+        "(pp_group)",
     ),
 )
 """Applied where a model is built in a process that has imported Megatron-Bridge's models."""
