@@ -2,6 +2,11 @@
 
 Nothing is stood in for while a model is built or trained, but what follows: Bridge insists on CUDA while it
 initialises, and warms fusions up that no layer here uses.
+
+Where it is not installed, a folder of its own on PYTHONPATH will do, made by
+
+    pip install --no-deps --target FOLDER megatron-bridge==0.6.2 einops datasets pandas pyarrow dill multiprocess \\
+        nvidia-modelopt==0.47.0 scipy pulp==3.3.2 orloge
 """
 
 import contextlib

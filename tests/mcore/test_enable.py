@@ -88,6 +88,14 @@ def test_a_schedule_of_megatrons_that_was_fetched_before_is_refused(settings):
         run_ranks(2, with_megatrons_own, settings)
 
 
+def test_a_loop_that_would_save_optimizer_state_of_one_layout_is_refused():
+    from megatron_vp.mcore.storage import optimizer_form
+
+    for patch in optimizer_form.PATCHES:
+        with pytest.raises(UserError, match=r'saves .*give its sharded_state_dict metadata=.*"fully_reshardable"'):
+            patch.make(lambda: None)(None, {})
+
+
 def without_groups(rank, ranks):
     import megatron_vp
 
