@@ -67,6 +67,8 @@ class HostMemory:
         self._blocks: list[torch.Tensor] = []
         self.odd_slots = 0
         """Slots made for one use each, because a forward saved more than the first one."""
+        self.held_elsewhere: dict[int, list[tuple[str, int]]] = {}
+        """By chunk, what each forward saves and something else holds, so that it stays: in which module, and bytes."""
         self.seconds = 0.0
         """That allocating the blocks took."""
 

@@ -43,6 +43,18 @@ class SavedStorage:
         self.module = module
 
     @property
+    def key(self) -> int:
+        """Which storage it is, among those that live."""
+        assert self.bytes is not None
+        return self.bytes.untyped_storage()._cdata
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        assert self.bytes is not None
+        return self.bytes.numel()
+
+    @property
     def is_ours(self) -> bool:
         """Whether nobody else holds the storage."""
         assert self.bytes is not None
@@ -121,7 +133,7 @@ class SavedForward:
         for storage in self._by_storage.values():
             (self.moving if storage.is_ours else self.staying).append(storage)
         self._by_storage.clear()
-        self.sizes = [storage.bytes.numel() for storage in self.moving if storage.bytes is not None]
+        self.sizes = [storage.size for storage in self.moving]
 
 
 class Offload:
@@ -153,6 +165,7 @@ class Offload:
         self._observer = observer
         self._saved: dict[tuple[int, int], SavedForward] = {}
         self._events: dict[Copy, Event] = {}
+        self._first: dict[int, list[SavedStorage]] = {}
 
     @property
     def handlers(self) -> dict[PassKind, Callable[[int, int], None]]:
@@ -166,8 +179,22 @@ class Offload:
             yield None
             return
         saved = self._saved[microbatch, chunk] = SavedForward()
-        with saved.saving(names_modules=not self._memory.knows(chunk)):
+        with saved.saving(names_modules=chunk not in self._memory.held_elsewhere):
             yield saved
+
+    def close(self, saved: SavedForward, chunk: int, leaf: torch.Tensor | None) -> None:
+        """The forward has ended; see `SavedForward.close`. The first two of a chunk show what stays although it should
+        not: storages that something else holds and that every forward has of its own, unlike parameters and caches.
+        """
+        saved.close(leaf)
+        if chunk in self._memory.held_elsewhere:
+            return
+        if chunk not in self._first:
+            self._first[chunk] = saved.staying
+            return
+        before = {storage.key for storage in self._first.pop(chunk)}
+        held = [(each.module, each.size) for each in saved.staying if each.key not in before]
+        self._memory.held_elsewhere[chunk] = held
 
     def _leave(self, microbatch: int, chunk: int) -> None:
         """O: the copy is there."""

@@ -10,8 +10,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron_vp.errors import UserError
 from megatron_vp.runtime import offload
+from megatron_vp.runtime.executor import Unobserved
 from megatron_vp.runtime.host_memory import HostMemory, slots_by_chunk
-from megatron_vp.runtime.offload import SavedForward, SavedTensor
+from megatron_vp.runtime.offload import Offload, SavedForward, SavedTensor
+from megatron_vp.runtime.store import Store
+from megatron_vp.runtime.streams import InlineStream
 from megatron_vp.schedule import generate
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.pass_kinds import Held
@@ -203,3 +206,22 @@ def test_memory_that_cannot_be_pinned_is_refused_in_one_line(monkeypatch):
         memory.take(0, [1000])
     answer = success
     assert memory.take(0, [1000]).parts([1000])[0].numel() == 1000
+
+
+def test_what_every_forward_leaves_on_the_device_is_named():
+    memory = HostMemory(pins=False)
+    offloading = Offload(Store(), InlineStream(), memory, torch.device("cpu"), {0}, Unobserved())
+    layer, kept = Layer(), []
+
+    class Hoarder(torch.nn.Module):
+        def forward(self, values):
+            kept.append(torch.exp(layer(values)))
+            return kept[-1] * 2
+
+    for microbatch in range(3):
+        leaf = torch.randn(4, 6, requires_grad=True)
+        with offloading.saving(microbatch, 0) as saved:
+            output = Hoarder()(leaf)
+        offloading.close(saved, 0, leaf)
+        assert output.requires_grad
+        assert memory.held_elsewhere == ({0: [("Hoarder", 4 * 6 * 4)]} if microbatch else {})

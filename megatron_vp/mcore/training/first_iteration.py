@@ -17,7 +17,7 @@ from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.passes import Schedule
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 Programs = Callable[[int, bool, Shapes], tuple[Schedule, tuple[Program, ...]]]
 """The schedule and the programs of all ranks for so many microbatches, with or without gradients, of these sizes."""
@@ -56,9 +56,15 @@ def rehearse(
 
 @contextmanager
 def saying_host_memory(memory: HostMemory) -> Iterator[None]:
-    """Around an iteration: says what it has allocated for activations that leave the device, in a line."""
-    size, seconds = memory.bytes, memory.seconds
+    """Around an iteration: says what it has allocated for activations that leave the device, and which of them stay."""
+    size, seconds, known = memory.bytes, memory.seconds, set(memory.held_elsewhere)
     yield
+    for chunk in memory.held_elsewhere.keys() - known:
+        for module, held in memory.held_elsewhere[chunk]:
+            print_rank_0(
+                f"> {held / MIB:.1f} MiB of each microbatch of chunk {chunk} stay on the device: something else holds "
+                f"what {module or 'the chunk'} saved"
+            )
     if memory.bytes > size:
         print_rank_0(
             f"> allocated {(memory.bytes - size) / GIB:.2f} GiB of the host's memory for this rank's activations in "
