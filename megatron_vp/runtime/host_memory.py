@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.instructions import Instruction, Post, Wait
@@ -94,7 +95,9 @@ class HostMemory:
         if self._free[chunk][-1].fits(sizes):
             return self._free[chunk].pop()
         self.odd_slots += 1
-        return HostSlot(torch.empty(_room(sizes), dtype=torch.uint8, pin_memory=self._pins), None)
+        room = _room(sizes)
+        own = torch.empty(room, dtype=torch.uint8, pin_memory=True) if self._pins else _unpinned(room)
+        return HostSlot(own, None)
 
     def give(self, slot: HostSlot) -> None:
         """What was in the slot is not needed any more."""
@@ -105,11 +108,17 @@ class HostMemory:
         size, count = self._sizes[chunk], self._needed[chunk] - self._made[chunk]
         assert count > 0, f"chunk {chunk} fills more slots than its program says"
         start = time.perf_counter()
-        block = _pinned(size * count) if self._pins else torch.empty(size * count, dtype=torch.uint8)
+        block = _pinned(size * count) if self._pins else _unpinned(size * count)
         self._blocks.append(block)
         self._made[chunk] += count
         self._free[chunk] += [HostSlot(block[place * size : (place + 1) * size], chunk) for place in range(count)]
         self.seconds += time.perf_counter() - start
+
+
+def _unpinned(size: int) -> torch.Tensor:
+    # Where tensors are fakes, to count the device's memory, the host's is told apart by its device.
+    device = "meta" if isinstance(torch.empty(0), FakeTensor) else "cpu"
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def _pinned(size: int) -> torch.Tensor:

@@ -14,15 +14,16 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.options.pass_order import predicted_plan
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.platform import installed
-from megatron_vp.mcore.settled import RunSettings
+from megatron_vp.mcore.settled import RunSettings, replay
 
 
 def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> None:
     """Raise UserError where --offload-chunks needs more of a node's memory than there is, with the most that fits.
 
-    A job that the cost model does not count is left to the allocation itself, as is a schedule in a file.
+    A job that the cost model does not count is left to the allocation itself, as are a schedule in a file and the one
+    rank of a replay.
     """
-    if not settings.offloads or settings.family.fixed is not None:
+    if not settings.offloads or settings.family.fixed is not None or replay().job is not None:
         return
     try:
         job, plan, hardware = predicted_plan(args, settings, prediction)

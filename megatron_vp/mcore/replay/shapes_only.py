@@ -65,7 +65,7 @@ class LiveStorages(TorchDispatchMode):
 
     def _counted(self, results: Any, kind: type[torch.Tensor]) -> Any:
         for result in tree_iter(results):
-            if isinstance(result, kind):
+            if isinstance(result, kind) and result.device.type != "meta":  # which is the host's, see `HostMemory`
                 self._count(result.untyped_storage())
         return results
 
