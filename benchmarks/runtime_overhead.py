@@ -1,12 +1,13 @@
 """What the runtime adds to a schedule: real processes and real communication, computation replaced by sleep.
 
     python benchmarks/runtime_overhead.py [--ranks 8] [--microbatches 32] [--pass-ms 20] [--schedule 1f1b ...]
-                                          [--device asynchronous | host]
+                                          [--device asynchronous | host] [--offload-chunks 1] [--copy-ms 15]
 
 A sleeping rank needs no core, so eight ranks fit on two. Every F, B and W of a chunk lasts `--pass-ms`, vocabulary
 passes last in proportion; messages, collectives, second stream and bookkeeping are the runtime's own. The passes last
 on a device that the host runs ahead of, as it does on a GPU; with `--device host` they hold up the host, and its
-bookkeeping comes on top of them, as on a CPU.
+bookkeeping comes on top of them, as on a CPU. With `--offload-chunks` the activations of so many chunks of each rank
+leave and come back, and every copy of a chunk lasts `--copy-ms`.
 
 Printed is the measured time of an iteration over the timeline's prediction. The prediction knows the passes' lengths
 and the latency of every kind of message and collective, each measured in the same processes before, alone, without the
@@ -26,7 +27,8 @@ import platform
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -35,6 +37,7 @@ import torch.multiprocessing as multiprocessing
 from sleeping import SHAPES, SleepingModel, sleeping_layers
 from sleeping_device import DEVICES, SleepingDevice
 
+from megatron_vp.runtime.executor import Unobserved
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.links import Links
 from megatron_vp.runtime.pipeline import Pipeline
@@ -54,9 +57,11 @@ from megatron_vp.schedule import (
 )
 from megatron_vp.schedule.communicators import Edge
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
+from megatron_vp.schedule.transfers import Copy, Operation
 
 UNITS = {"F": 1.0, "B": 1.0, "W": 1.0, "S": 0.25, "T": 0.25, "IF": 0.05, "IB": 0.05}
-METHODS = {"1f1b": "vocab-2", "v-half": "vocab-2", "interlaced": "interlaced"}
+METHODS = {"1f1b": "vocab-2", "v-half": "vocab-2", "interlaced": "interlaced", "po": "vocab-2"}
+DEFAULTS = ("1f1b", "v-half", "interlaced")
 ROUNDS = 20
 """Measurements of each latency."""
 
@@ -123,16 +128,35 @@ def known_costs(schedule: Schedule, costs: PassCosts, message: float, collective
     chunk = [(getattr(costs, kind) / schedule.chunks,) * stages for kind in ("F", "B", "W")]
     vocabulary = [(getattr(costs, kind),) * ranks for kind in ("S", "T", "IF", "IB")]
     pairs = [(a, b, channel) for a in range(ranks) for b in range(ranks) for channel in Channel]
-    return StageCosts(*chunk, *vocabulary, messages=dict.fromkeys(pairs, message), collectives=collectives)
+    copy = costs.other["copy"] / schedule.chunks
+    copies = {(out, *where): copy for out in (True, False) for where in schedule.offloaded}
+    messages = dict.fromkeys(pairs, message)
+    return StageCosts(*chunk, *vocabulary, messages=messages, collectives=collectives, copies=copies)
 
 
 def made_schedule(name: str, options: argparse.Namespace, communication: float) -> tuple[Schedule, PassCosts]:
     """A schedule for passes of the lengths asked for, and their costs in seconds."""
-    chunks = 2 if name == "v-half" else 1
+    chunks = 2 if name in ("v-half", "po") else 1
     unit = options.pass_ms / 1000 * chunks
-    costs = PassCosts(**{kind: value * unit for kind, value in UNITS.items()}, comm=communication)
-    method = VocabMethod(METHODS[name])
-    return expand_interlaced(generate(name, options.ranks, options.microbatches, vocab=method, costs=costs)), costs
+    lengths = {kind: value * unit for kind, value in UNITS.items()}
+    costs = PassCosts(**lengths, comm=communication, other={"copy": options.copy_ms / 1000 * chunks})
+    method, offloaded = VocabMethod(METHODS[name]), min(options.offload_chunks, chunks)
+    asked = {"vocab": method, "costs": costs, "offload_chunks": offloaded}
+    return expand_interlaced(generate(name, options.ranks, options.microbatches, **asked)), costs
+
+
+class SleepingCopies(Unobserved):
+    """Makes copies last, where they run."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    @contextmanager
+    def communicating(self, operation: Operation) -> Iterator[None]:
+        """A copy sleeps."""
+        if isinstance(operation, Copy):
+            time.sleep(self._seconds)
+        yield
 
 
 def used_edges(schedule: Schedule) -> set[Edge]:
@@ -156,12 +180,13 @@ def run_schedule(
     program = lower(schedule, known)[rank]
     model = SleepingModel(schedule, rank, costs, device)
     layers = sleeping_layers(schedule, rank, costs, device)
+    copies = SleepingCopies(options.copy_ms / 1000)
     times, cpu = [], []
     for _ in range(options.iterations + 1):
         dist.barrier()
         burnt = time.process_time()
         start = time.perf_counter()
-        pipeline.run(schedule, program, model, layers, SHAPES, gradients=True)
+        pipeline.run(schedule, program, model, layers, SHAPES, gradients=True, observer=copies)
         device.synchronise()
         cpu.append(time.process_time() - burnt)
         dist.barrier()
@@ -176,6 +201,7 @@ def run_schedule(
     return {
         "schedule": name,
         "device": options.device,
+        "offloaded": len(schedule.offloaded),
         "ratio": round(best / predicted, 4),
         "median_ratio": round(middle / predicted, 4),
         "predicted_s": round(predicted, 4),
@@ -205,7 +231,10 @@ def _rank(rank: int, name: str, options: argparse.Namespace, port: int) -> None:
         row["collective_ms"] = {kind.value: round(1e3 * each, 3) for kind, each in collectives.items()}
         print(json.dumps(row), flush=True)
         if options.output:
-            settings = {name: getattr(options, name) for name in ("ranks", "microbatches", "pass_ms")}
+            settings = {
+                name: getattr(options, name)
+                for name in ("ranks", "microbatches", "pass_ms", "offload_chunks", "copy_ms")
+            }
             machine = {"torch": torch.__version__, "machine": platform.machine(), "cores": os.cpu_count()}
             with Path(options.output).open("a") as file:
                 file.write(json.dumps(row | settings | machine) + "\n")
@@ -219,8 +248,10 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--pass-ms", type=float, default=20.0, help="how long F, B and W of a chunk last")
     parser.add_argument("--iterations", type=int, default=6)
+    parser.add_argument("--offload-chunks", type=int, default=0, help="chunks of each rank that leave and come back")
+    parser.add_argument("--copy-ms", type=float, default=15.0, help="how long a copy of a chunk lasts")
     parser.add_argument("--device", default="asynchronous", choices=list(DEVICES), help="what the passes run on")
-    parser.add_argument("--schedule", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--schedule", nargs="+", default=list(DEFAULTS), choices=list(METHODS))
     parser.add_argument("--output", help="append a line of JSON a schedule to this file")
     options = parser.parse_args()
     for name in options.schedule:

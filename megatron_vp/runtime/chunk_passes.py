@@ -111,7 +111,7 @@ class ChunkPasses:
         if stage == 0:
             leaf, chunk_input = self._vocab_layers.first_input(microbatch)
         else:
-            leaf = self._store.take(Slot.ACTIVATION, microbatch, at=stage).requires_grad_(self._gradients)
+            leaf = self._store.take(Slot.ACTIVATION, microbatch, at=stage).detach().requires_grad_(self._gradients)
             chunk_input = leaf
         labels = self._vocab_layers.prepare_last(microbatch) if stage == self._last else None
         return leaf, self._model.forward(chunk, microbatch, chunk_input, labels)
