@@ -73,6 +73,7 @@ def simulate(
     from megatron_vp.cost.balance.chosen_shards import gain_of_next_start, with_partition, with_shards
     from megatron_vp.cost.planning.candidates import Candidate, method_of
     from megatron_vp.cost.planning.evaluation import evaluation_of
+    from megatron_vp.cost.planning.offloading import with_chosen_offload
     from megatron_vp.cost.prediction.copies import check_host_memory
     from megatron_vp.cost.prediction.limit import with_given_limit
     from megatron_vp.cost.prediction.predict import make_simulator, memory_model, predict
@@ -84,7 +85,8 @@ def simulate(
 
     output_format = format_for(asked_format, output, Format)
     request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
-    plan = own = plan_of(request.config)
+    plan = plan_of(request.config)
+    plan = own = with_chosen_offload(request.config, plan, request.job, request.hardware, request.limit)
     _refuse_endless(request.job, plan)
     measured = None
     if trace is None:

@@ -237,6 +237,10 @@ def _every_rank(family: Family, pipeline_size: int, method: VocabMethod) -> tupl
     return () if method is VocabMethod.NONE else tuple(range(pipeline_size))
 
 
+AUTO = "auto"
+"""An `--offload-chunks` that leaves the number to the cost model."""
+
+
 def chunks_to_offload(text: str, chunks: int) -> int:
     """How many of `chunks` chunks per rank `--offload-chunks` means: a number, `half` (rounded up) or `all`."""
     named = {"half": (chunks + 1) // 2, "all": chunks}

@@ -15,12 +15,14 @@ from megatron_vp.cost.planning.offloading import (
     copy_load,
     frontier,
     offloaded_evaluations,
+    with_chosen_offload,
 )
 from megatron_vp.cost.planning.planner import simplicity
 from megatron_vp.cost.prediction.copies import copies_of
 from megatron_vp.cost.prediction.predict import predict
 from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import FAMILIES, VocabMethod
 from tests.cost.small_job import run
@@ -147,3 +149,17 @@ def test_plan_says_what_less_memory_costs(small, tmp_path, monkeypatch):
 def test_what_does_not_go_with_offload_is_refused(small, words, said):
     refused = run("plan", small, "--offload", *words).exception
     assert isinstance(refused, UserError) and said in str(refused)
+
+
+def test_auto_takes_as_few_chunks_as_fit_and_are_fastest():
+    auto, fixed = JobConfig({"offload_chunks": "auto"}, {}), JobConfig({"offload_chunks": 0}, {})
+    base = base_of()
+    assert with_chosen_offload(fixed, PLAN, JOB, WIDE, 0.5 * base.peak_memory) is PLAN
+    assert with_chosen_offload(auto, PLAN, JOB, WIDE, base.peak_memory) is PLAN, "it fits as it is"
+    all_away = evaluate(Candidate("vocab-2", replace(PLAN, offload_chunks=4)), JOB, WIDE)
+    limit = (base.peak_memory + all_away.peak_memory) / 2
+    chosen = with_chosen_offload(auto, PLAN, JOB, WIDE, limit)
+    fitting = [each for each in offloaded_evaluations(base, JOB, WIDE, limit) if each.fits(limit)]
+    assert chosen == min(fitting, key=lambda each: each.iteration_seconds).candidate.plan and chosen.offload_chunks
+    with pytest.raises(UserError, match=r"auto finds no number of chunks with which this job fits .*: the least is "):
+        with_chosen_offload(auto, PLAN, JOB, WIDE, 0.5 * all_away.peak_memory)

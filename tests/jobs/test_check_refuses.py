@@ -1,6 +1,7 @@
 """`megatron-vp check` and `sbatch` refuse what a start of the job refuses from its arguments."""
 
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -52,7 +53,7 @@ def check(flags, **settings):
             "--pipeline-schedule v-flex --vocab-parallel --activation-limit much",
             "--activation-limit 'much' is not a number of microbatches; give one such as 5 or 4.5",
         ),
-        ("--offload-chunks some", "--offload-chunks: 'some' is not a number of chunks; give one, half or all"),
+        ("--offload-chunks some", "--offload-chunks: 'some' is not a number of chunks; give one, half, all or auto"),
         ("--offload-chunks 2", "--offload-chunks 2 is more than a rank has chunks: use half, all, or at most as many"),
         (
             "--pipeline-schedule zb-v --offload-chunks all --recompute-granularity full --recompute-method uniform "
@@ -84,6 +85,16 @@ def test_activations_that_leave_the_device_need_room_on_the_host(monkeypatch):
     with pytest.raises(UserError, match=r"takes 6 GiB of a node's memory, .*one chunk per rank fits"):
         check_job([*words, *flags], 2)
     assert check_job(words, 2).settings.offload_chunks(1) == 0
+
+
+def test_the_number_of_chunks_may_be_left_to_the_cost_model(monkeypatch):
+    words = ["--cpu", *tiny_model(pipeline_model_parallel_size=2), "--pipeline-schedule", "zb-v"]
+    job = check_job([*words, "--offload-chunks", "auto"], 2)
+    assert (job.args.offload_chunks, job.settings.offload_chunks(2)) == ("0", 0), "it fits as it is"
+    monkeypatch.setattr(host_room, "with_chosen_offload", lambda config, plan, *_: replace(plan, offload_chunks=2))
+    job = check_job([*words, "--offload-chunks", "auto"], 2)
+    assert (job.args.offload_chunks, job.settings.offload_chunks(2)) == ("2", 2)
+    assert job.order.other["copy"] > 0
 
 
 @pytest.mark.parametrize("limit", ["3", "1GiB"])

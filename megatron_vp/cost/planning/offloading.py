@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
-from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.planning.candidates import Candidate
+from megatron_vp.cost.hardware.gpus import GIB, Hardware
+from megatron_vp.cost.planning.candidates import Candidate, method_of
 from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
 from megatron_vp.cost.prediction.copies import fullest_node, host_room
 from megatron_vp.cost.prediction.stage_costs import stage_costs
 from megatron_vp.cost.sizes.shapes import Job, Plan
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.schedule import FAMILIES
+from megatron_vp.schedule.request import AUTO
 
 MOST_LOAD = 0.9
 """Time of a rank's copies over that of its passes, above which copies are not planned: they would set the pace."""
@@ -57,6 +60,37 @@ def offloaded_evaluations(
         and any(rank.chunks for rank in each.copies)
         and fullest_node(job, hardware, [rank.host for rank in each.copies]) <= room
     ]
+
+
+def with_chosen_offload(
+    config: JobConfig,
+    plan: Plan,
+    job: Job,
+    hardware: Hardware,
+    limit: float | None = None,
+    constants: Constants = CALIBRATED,
+) -> Plan:
+    """`plan` of a configuration with the chunks that `--offload-chunks auto` means: those of the fastest run that fits
+    `limit` bytes per rank (None: the device's memory), none where it fits without. As it is without auto.
+
+    Raises UserError where nothing fits.
+    """
+    if config.values.get("offload_chunks") != AUTO:
+        return plan
+    room = hardware.memory if limit is None else limit
+    base = evaluate(Candidate(method_of(plan), plan), job, hardware, constants)
+    if base.fits(room):
+        return plan
+    found = offloaded_evaluations(base, job, hardware, room, constants)
+    fitting = [each for each in found if each.fits(room)]
+    if not fitting:
+        least = min((base, *found), key=lambda each: each.peak_memory)
+        raise UserError(
+            f"--offload-chunks auto finds no number of chunks with which this job fits {room / GIB:.4g} GiB: the least "
+            f"is {least.peak_memory / GIB:.1f} GiB with {least.candidate.plan.offload_chunks}; use another "
+            "--pipeline-schedule, more ranks, or megatron-vp plan --offload"
+        )
+    return min(fitting, key=lambda each: each.iteration_seconds).candidate.plan
 
 
 def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware, constants: Constants = CALIBRATED) -> float:

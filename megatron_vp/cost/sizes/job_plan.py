@@ -15,7 +15,7 @@ from megatron_vp.jobs.job_config import ALGORITHM_ALONE, JobConfig
 from megatron_vp.jobs.layout_text import even_layers, layers_in, layout_of
 from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.schedule import DEFAULT_SCHEDULE, Family, VocabMethod, family, megatrons_own
-from megatron_vp.schedule.request import chunks_to_offload
+from megatron_vp.schedule.request import AUTO, chunks_to_offload
 
 UNCOUNTED: dict[str, tuple[Any, ...]] = {
     # Layers of other shapes.
@@ -120,7 +120,7 @@ def plan_of(config: JobConfig) -> Plan:
     if layers is None:
         layers = _uneven_layers(config, chosen)
     offload = str(config.values.get("offload_chunks") or 0)
-    offload_chunks = 0 if offload == "0" else chunks_to_offload(offload, chosen.chunks_of(chunks))
+    offload_chunks = 0 if offload in ("0", AUTO) else chunks_to_offload(offload, chosen.chunks_of(chunks))
     return Plan(chosen.name, vocab, chunks, layers, offload_chunks=offload_chunks)
 
 

@@ -33,6 +33,7 @@ from megatron_vp.mcore.platform.flags import platform_arguments, uses_cpu
 from megatron_vp.mcore.settled import ALGORITHMS, Words, family_of, note_words, own_loop, settle
 from megatron_vp.mcore.storage.dataset import check_room_for_tokens
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
+from megatron_vp.schedule.request import AUTO
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -108,8 +109,8 @@ def _shards(text: str) -> str:
 
 def _offload_chunks(text: str) -> str:
     """A value of --offload-chunks; argparse reports anything else in one line."""
-    if text not in ("half", "all") and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of chunks; give one, half or all")
+    if text not in ("half", "all", AUTO) and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of chunks; give one, half, all or auto")
     return text.lstrip("0") or "0"
 
 
@@ -179,10 +180,10 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
         ours.add_argument(
             "--offload-chunks",
             type=_offload_chunks,
-            metavar="N|half|all",
+            metavar="N|half|all|auto",
             default="0",
             help="Chunks of each rank whose activations wait in the host's memory between forward and backward: those "
-            "that live longest. 1f1b with it is ours, too.",
+            "that live longest. auto: as many as make the job fit, by the cost model. 1f1b with it is ours, too.",
         )
         ours.add_argument(
             "--core-attention",

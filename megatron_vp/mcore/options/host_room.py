@@ -1,4 +1,4 @@
-"""Whether the nodes have the memory that offloaded activations take."""
+"""How many chunks to offload where that is left open, and whether the nodes have the memory that they take."""
 
 from __future__ import annotations
 
@@ -7,14 +7,28 @@ import os
 from dataclasses import replace
 
 from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.planning.offloading import with_chosen_offload
 from megatron_vp.cost.prediction.copies import check_host_memory
 from megatron_vp.cost.prediction.predict import predict
 from megatron_vp.cost.prediction.samples import sampled
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.mcore.options.pass_order import predicted_plan
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.settled import RunSettings, replay
+from megatron_vp.schedule.request import AUTO
+
+
+def chosen_offload(args: argparse.Namespace) -> str:
+    """--offload-chunks, of auto the number that the cost model chooses. Raises UserError where no number fits, and for
+    a job that it does not count.
+    """
+    if args.offload_chunks != AUTO:
+        return args.offload_chunks
+    job, plan, hardware = Prediction(args).job()
+    config = JobConfig({"offload_chunks": AUTO}, {})
+    return str(with_chosen_offload(config, plan, sampled(job), _on_this_node(hardware)).offload_chunks)
 
 
 def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> None:

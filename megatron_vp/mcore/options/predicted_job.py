@@ -77,6 +77,7 @@ class Prediction:
         if given is None:
             given = read_job_config([], self._words.all)
             sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None} | sizes
+            sizes["offload_chunks"] = args.offload_chunks  # of auto, what was chosen
         return JobConfig(given.values | sizes, given.origins | dict.fromkeys(sizes, "the job's"))
 
 

@@ -16,7 +16,7 @@ from megatron_vp.errors import Reasons, UserError
 from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.mcore.megatron_arguments import check_validated
-from megatron_vp.mcore.options.host_room import check_host_room
+from megatron_vp.mcore.options.host_room import check_host_room, chosen_offload
 from megatron_vp.mcore.options.pass_order import choose_order, fit_schedule
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.options.ranges import check_ranges
@@ -49,6 +49,7 @@ def settled_job(
     """
     # What the user's arguments say, before anything is derived from them.
     check_ranges(args)
+    args.offload_chunks = chosen_offload(args)
     settings, given, prediction = run_settings(args), GivenLayout.of(args), Prediction(args)
     _refuse_numbers_of_chunks(args, settings)
 
