@@ -32,6 +32,7 @@ GPT = [
 LOCAL, SDPA = ["--transformer-impl", "local"], ["--core-attention", "sdpa"]
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 V_HALF = ["--pipeline-schedule", "v-half"]
+MANY_ROWS = [*SMALL, "--vocab-size", "32000", "--vocab-parallel", "--vocab-shards", "2560,2560,2560,24320"]
 SEQUENCE_PARALLEL = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 
 
@@ -71,6 +72,8 @@ def slow(*values):
         slow(CONFIG, [*SMALL, *SEQUENCE_PARALLEL, "--vocab-parallel"], 3),
         (CONFIG, [*SMALL, *SEQUENCE_PARALLEL, *V_HALF, "--vocab-parallel"], 3),
         slow(CONFIG, [*SMALL, *V_HALF, "--vocab-parallel"], 0),
+        (CONFIG, MANY_ROWS, 3),
+        slow(CONFIG, [*MANY_ROWS, "--vocab-parallel-algorithm", "vocab-1"], 3),
         slow(CONFIG, [*SMALL, *LOCAL], 3),
         slow(CONFIG, [*SMALL, *SDPA, "--context-parallel-size", "2"], 0),
         slow(CONFIG, [*SMALL, *RECOMPUTE], 3),

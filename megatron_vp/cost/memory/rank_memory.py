@@ -31,8 +31,10 @@ exchanged rows and a dropout mask."""
 SHARED_BUFFERS = 11
 """Bytes a token and hidden unit for copies of X and of its gradient between S, T and their collectives."""
 
-SCORES = 6
-"""Bytes a logit while output layer passes run: fp32 for the loss, 16 bits for the product. fp32 stays until B."""
+SCORES, OWN_SCORES = 6, 4
+"""Bytes a logit while output layer passes run. The paper's code: fp32 for the loss, 16 bits for the product, and fp32
+stays until B. This project's: 16 bits of two microbatches, one between S and T and one in S.
+"""
 
 WORKSPACES = 0.1 * GIB
 """Small tensors and the workspaces of cuBLAS."""
@@ -172,7 +174,8 @@ class MemoryModel:
         kept_score = 2 if self.job.cross_entropy is CrossEntropy.TE else 4
         shared = 0.0
         if not whole and (self._rows(rank) or rank in (placement.first_rank, placement.last_rank)):
-            shared = SHARED_BUFFERS * self._unit + SCORES * self.job.tokens * self._rows(rank)
+            each = SCORES if self.job.layers is LayerKind.PAPER else OWN_SCORES
+            shared = SHARED_BUFFERS * self._unit + each * self.job.tokens * self._rows(rank)
         kept = self.kept(rank)
         waiting = kept
         if self.job.layers is not LayerKind.PAPER:
