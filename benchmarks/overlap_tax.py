@@ -9,6 +9,10 @@ One GPU has no peers, so a kernel of a fixed number of thread blocks stands for 
     held    waits until the pass has ended, as a receive waits for its message. A rank in the middle of a pipeline has
             about one receive waiting at all times, so this is the tax that every pass pays
 
+    to-host, from-host    copies `--copy-mib` MiB to pinned host memory or back, as `--offload-chunks` does. It takes
+            no multiprocessor. `behind` is how much later a small kernel ends that is issued behind two such copies, of
+            which the second waits for the first: with one hardware queue the second may hold it up
+
 They run on the runtime's own second stream, with its events. What that shows is the price of the multiprocessors and of
 the memory traffic; what it cannot show is traffic between devices, and how many registers and how much shared memory
 NCCL's own blocks keep from a GEMM. Every line is one kind and one number of thread blocks, all measured in turns in one
@@ -42,6 +46,7 @@ from megatron_vp.runtime.groups import CTAS  # noqa: E402
 from megatron_vp.runtime.streams import Event, second_stream  # noqa: E402
 
 KINDS = ("copy", "held")
+HOST_KINDS = ("to-host", "from-host")
 HEAD = 128 if ON_GPU else 8
 POLLS = 1 << 24 if ON_GPU else 50
 """Looks at the flag after which a waiting block gives up, so that nothing can hang: about ten seconds on a GPU."""
@@ -86,8 +91,10 @@ class Layer(torch.nn.Module):
 class Passes:
     """F and B of some layers with or without a kernel of NCCL's each beside them."""
 
-    def __init__(self, tokens: int, hidden: int, layers: int, device: torch.device) -> None:
+    def __init__(self, tokens: int, hidden: int, layers: int, copy_mib: int, device: torch.device) -> None:
         self.device = device
+        self.on_device = torch.zeros(copy_mib * 2**20, dtype=torch.uint8, device=device)
+        self.on_host = torch.zeros(copy_mib * 2**20, dtype=torch.uint8, pin_memory=ON_GPU)
         self.x_nh = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
         self.layers = torch.nn.Sequential(*(Layer(hidden, device) for _ in range(layers)))
         self.gradient_nh = torch.randn_like(self.x_nh)
@@ -99,9 +106,12 @@ class Passes:
         """Whether a block has waited in vain for the end of a pass, whose time is then worth nothing."""
 
     def post(self, kind: str, blocks: int) -> Event | None:
-        """Start a kernel on the second stream; `kind` is one of `KINDS`."""
+        """Start a kernel or a copy on the second stream; `kind` is one of `KINDS` or of `HOST_KINDS`."""
         if not blocks:
             return None
+        if kind in HOST_KINDS:
+            ways = (self.on_host, self.on_device) if kind == "to-host" else (self.on_device, self.on_host)
+            return self.stream.submit(lambda: ways[0].copy_(ways[1], non_blocking=True))
         if kind == "held":
             return self.stream.submit(lambda: hold[(blocks,)](self.flag, self.left, POLLS, num_warps=16))
         count = self.source.numel()
@@ -132,9 +142,23 @@ class Passes:
             parameter.grad = None
         return forward, backward
 
-    def alone(self, blocks: int) -> float:
+    def alone(self, kind: str, blocks: int) -> float:
         """Milliseconds of a copy with nothing beside it."""
-        return milliseconds(lambda: self.post("copy", blocks).wait(), self.device)
+        return milliseconds(lambda: self.post(kind, blocks).wait(), self.device)
+
+    def behind(self, kind: str, copies: int) -> float:
+        """Milliseconds until a small kernel has ended that is issued behind so many copies."""
+        events: list[Event | None] = []
+
+        def issue() -> None:
+            events.extend(self.post(kind, 1) for _ in range(copies))
+            self.flag.zero_()
+
+        took = milliseconds(issue, self.device)
+        for event in events:
+            if event is not None:
+                event.wait()
+        return took
 
 
 def main() -> int:
@@ -143,11 +167,12 @@ def main() -> int:
     for name, here, tried in (("tokens", 4096, 16), ("hidden", 4096, 16), ("layers", 4, 1), ("rounds", 20, 1)):
         parser.add_argument(f"--{name}", type=int, default=here if ON_GPU else tried)
     parser.add_argument("--blocks", default=f"1,2,{CTAS},8,16,32", help="thread blocks, comma-separated, at most 64")
+    parser.add_argument("--copy-mib", type=int, default=256 if ON_GPU else 1, help="size of a copy to the host")
     parser.add_argument("--output", type=Path, help="append the lines to this file")
     args = parser.parse_args()
     device = torch.device("cuda" if ON_GPU else "cpu")
-    passes = Passes(args.tokens, args.hidden, args.layers, device)
-    choices = [("nothing", 0), *product(KINDS, map(int, args.blocks.split(",")))]
+    passes = Passes(args.tokens, args.hidden, args.layers, args.copy_mib, device)
+    choices = [("nothing", 0), *product(KINDS, map(int, args.blocks.split(","))), *product(HOST_KINDS, [1])]
     times: dict[tuple[str, int], list[tuple[float, float]]] = {choice: [] for choice in choices}
     for _ in range(args.rounds + 2):
         for choice in choices:
@@ -158,7 +183,10 @@ def main() -> int:
     }
     forward, backward = medians[choices[0]]
     for kind, blocks in choices[1:]:
-        copied = statistics.median(passes.alone(blocks) for _ in range(args.rounds)) if kind == "copy" else None
+        copied = None
+        if kind != "held":
+            copied = statistics.median(passes.alone(kind, blocks) for _ in range(args.rounds))
+        moved = passes.on_device.numel() if kind in HOST_KINDS else 2 * passes.source.numel()
         line = {
             "machine": torch.cuda.get_device_name() if ON_GPU else "no GPU: times mean nothing",
             "torch": torch.__version__,
@@ -170,9 +198,14 @@ def main() -> int:
             "blocks": blocks,
             "forward_tax": medians[kind, blocks][0] / forward - 1,
             "backward_tax": medians[kind, blocks][1] / backward - 1,
-            "copy_gb_per_s": 2e-6 * passes.source.numel() / copied if copied else None,
+            "copy_gb_per_s": 1e-6 * moved / copied if copied else None,
             "milliseconds": {"forward": forward, "backward": backward, "copy": copied},
         }
+        if kind in HOST_KINDS:
+            behind, without = (
+                statistics.median(passes.behind(kind, copies) for _ in range(args.rounds)) for copies in (2, 0)
+            )
+            line["behind_ms"] = behind - without
         write(line, args.output)
     if passes.gave_up:
         print("a block gave up before its pass had ended: the taxes of `held` are too low")
