@@ -90,7 +90,7 @@ class Request:
         if plan.vocab_rows is None:
             return self.shards
         rows = f"vocabulary rows by rank {','.join(map(str, plan.vocab_rows))}"
-        if not plan.layers or self.job.model.pattern:
+        if not plan.layers or self.job.model.is_hybrid:
             return rows
         return f"{rows}; layers by stage {','.join(map(str, plan.layers))}"
 
@@ -144,7 +144,7 @@ class Request:
         from megatron_vp.cost.hardware.constants import compared
 
         job, found = self.job, None
-        if not job.model.pattern:
+        if not job.model.is_hybrid:
             found = compared(self.hardware.name, fp8=job.fp8 is not None, experts=job.model.experts > 0)
         if found is None:
             return "No published run of this kind was compared with its prediction."

@@ -32,7 +32,7 @@ def test_defaults_are_megatrons(path):
         job_of(vars(args), written.gpus), layers=written.layers, glu_intermediates=written.glu_intermediates
     )
     assert found == written
-    assert job_of(leaves, 4 * written.gpus).data == 4
+    assert job_of(leaves, 4 * written.gpus).data == 4 * written.data
 
 
 def test_the_papers_models_are_the_tables():

@@ -22,7 +22,7 @@ PAPER = {  # Tables 5 and 6: GPUs, layers, heads, hidden size
     "gpt_30b": (32, 64, 48, 6144),
 }
 # The smallest job of each other model.
-RANKS = {"gemma2_9b": 8, "llama3_8b": 8, "llama3_70b": 64, "qwen3_8b": 4, "quickstart": 4}
+RANKS = {"gemma2_9b": 8, "llama3_8b": 8, "llama3_70b": 64, "moonlight_16b": 16, "qwen3_8b": 4, "quickstart": 4}
 
 
 def validated(*files: Path, ranks: int) -> argparse.Namespace:
@@ -40,7 +40,7 @@ def test_every_model_is_listed():
 def test_model_is_accepted(name, methods):
     ranks = PAPER[name][0] if name in PAPER else RANKS[name]
     args = validated(MODELS[name], *(METHODS[method] for method in methods), ranks=ranks)
-    assert args.data_parallel_size == 1
+    assert args.data_parallel_size == args.expert_model_parallel_size
     assert args.vocab_parallel == bool(methods)
     assert args.save == args.load
 

@@ -29,6 +29,12 @@ GPT = [
     *("--max-position-embeddings", "2048", "--vocab-size", "2000", "--pipeline-model-parallel-size", "4"),
     *("--global-batch-size", "16"),
 ]
+LATENT = [
+    *("--multi-latent-attention", "--kv-lora-rank", "64", "--qk-head-dim", "32", "--qk-pos-emb-head-dim", "16"),
+    *("--v-head-dim", "24", "--rope-type", "rope", "--position-embedding-type", "rope", "--normalization", "RMSNorm"),
+    *("--swiglu", "--disable-bias-linear"),
+]
+COMPRESSED = ["--q-lora-rank", "96", "--qk-layernorm"]
 LOCAL, SDPA = ["--transformer-impl", "local"], ["--core-attention", "sdpa"]
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 V_HALF = ["--pipeline-schedule", "v-half"]
@@ -82,6 +88,9 @@ def slow(*values):
         slow(CONFIG, [*SMALL, *SDPA, "--qk-layernorm"], 1),
         slow(CONFIG, [*SMALL, *RECOMPUTE], 0),
         slow("configs/gpt_4b.yaml", GPT, 0),
+        slow("configs/gpt_4b.yaml", [*GPT, *LATENT, "--no-rope-fusion"], 1),
+        slow("configs/gpt_4b.yaml", [*GPT, *LATENT, *COMPRESSED, "--no-rope-fusion"], 1),
+        slow("configs/gpt_4b.yaml", [*GPT, *LATENT, *COMPRESSED, *LOCAL, *SDPA], 0),
         slow("configs/gpt_4b.yaml", [*GPT, *SDPA, "--hidden-dropout", "0.1"], 0),
     ],
 )

@@ -39,12 +39,23 @@ def jobs(draw):
     }
     groups = draw(st.sampled_from([1, 4]))
     values["num_query_groups"] = groups if values["group_query_attention"] else heads
-    kind = draw(st.sampled_from(["dense", "experts", "prediction", "hybrid"]))
+    kind = draw(st.sampled_from(["dense", "experts", "prediction", "hybrid", "latent", "deepseek"]))
     if kind == "experts":
         values |= {"num_experts": 8, "moe_router_topk": draw(st.sampled_from([1, 2])), "moe_layer_freq": 1}
         values |= {"moe_ffn_hidden_size": 1024}
     if kind == "prediction":
         values |= {"mtp_num_layers": draw(st.sampled_from([1, 2]))}
+    if kind in ("latent", "deepseek"):
+        values |= {
+            "multi_latent_attention": True,
+            "q_lora_rank": draw(st.sampled_from([None, 384])),
+            "kv_lora_rank": 96,
+        }
+        values |= {"qk_head_dim": 64, "qk_pos_emb_head_dim": 32, "v_head_dim": 48, "group_query_attention": False}
+    if kind == "deepseek":
+        dense, layers = draw(st.sampled_from([0, 1, 3])), values["num_layers"]
+        values |= {"num_experts": 8, "moe_router_topk": 2, "moe_layer_freq": [0] * dense + [1] * (layers - dense)}
+        values |= {"moe_ffn_hidden_size": 1024, "moe_shared_expert_intermediate_size": 2048, "mtp_num_layers": 1}
     if kind == "hybrid":
         values |= {"hybrid_layer_pattern": "*-" * (values["num_layers"] // 2), "moe_router_topk": 2}
     return values
@@ -58,4 +69,4 @@ def test_every_job_counts_as_in_megatron(values):
     theirs = training.num_floating_point_operations(arguments, values["global_batch_size"])
     job = job_of(values, 2 * values["tensor_model_parallel_size"])
     assert model_flops(job) == pytest.approx(theirs, rel=1e-9)
-    assert paper_flops(job) > model_flops(job) or "mtp_num_layers" in values
+    assert paper_flops(job) > model_flops(job) or "mtp_num_layers" in values or "kv_lora_rank" in values

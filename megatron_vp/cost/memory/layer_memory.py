@@ -104,7 +104,8 @@ def layer_memory(job: Job, split: bool, kind: LayerType = LayerType.WHOLE) -> La
         backward = inner * ((2 if model.gated else 1) + split)
     else:
         keys = max(model.keys // job.tensor, model.head_size)
-        backward = job.tokens * job.element_bytes * (2 * model.queries / job.tensor + 2 * keys)
+        widths = (model.queries + model.results) / job.tensor + keys + max(model.values // job.tensor, model.value_size)
+        backward = job.tokens * job.element_bytes * widths
     if job.recompute is Recompute.FULL:
         backward += layer_activations(replace(job, recompute=Recompute.NONE, recompute_modules=frozenset()), kind)
     backward += recomputed_activations(job, kind)
@@ -143,7 +144,7 @@ class PassMemory:
 
 
 def pass_memory(job: Job, split: bool, letters: str) -> PassMemory:
-    """Of a stage with these `letters` of a hybrid model's pattern; of one of a GPT model, without any.
+    """Of a stage with these `letters` of the model's pattern, if it has one.
 
     In the forward of the last attention, what later letters keep is not there yet. In the backward the MLP that needs
     most decides, or the attention of a stage without any.
@@ -153,6 +154,9 @@ def pass_memory(job: Job, split: bool, letters: str) -> PassMemory:
         return PassMemory(layer.forward, layer.backward)
     kinds = list(map(type_of, letters))
     memory = {kind: layer_memory(job, split, kind) for kind in set(kinds)}
+    if not job.model.is_hybrid:
+        most = (max((getattr(each, name) for each in memory.values()), default=0.0) for name in ("forward", "backward"))
+        return PassMemory(*most)
     forward = 0.0
     if LayerType.ATTENTION in memory:
         after = kinds[len(kinds) - kinds[::-1].index(LayerType.ATTENTION) :]
@@ -184,13 +188,22 @@ def _common_tensors(job: Job, kind: LayerType) -> tuple[list[float], list[float]
     if kind.attends:
         # The norm's input and that of the projection it feeds, the dropout's mask; queries, keys, values, the result
         # and its log-sum-exp.
-        keys = max(model.keys // t, model.head_size)
+        keys, values = max(model.keys // t, model.head_size), max(model.values // t, model.value_size)
         between += [wide * model.hidden, wide * model.hidden, model.dropout * model.hidden]
-        inside += [*[wide * model.queries / t] * 2, *[float(wide * keys)] * 2, 4 * model.heads / t]
+        inside += [wide * model.queries / t, wide * model.results / t, float(wide * keys), float(wide * values)]
+        inside.append(4 * model.heads / t)
+        if model.latent:
+            # The inputs and results of the norms between compressing and decompressing.
+            latent = model.latent
+            between += [wide * latent.query_rank] * 2
+            between += [wide * (latent.key_rank + latent.rotary), wide * latent.key_rank]
     if mlp:
         # The same three; the first product and the second one's input.
         between += [wide * model.hidden, wide * mlp.per_token * model.hidden, model.dropout * model.hidden]
         inside += [mlp.per_token * wide * mlp.width / t] * (3 if model.gated else 2)
+        if mlp.shared:
+            between.append(wide * model.hidden)
+            inside += [wide * mlp.shared / t] * (3 if model.gated else 2)
     return between, inside
 
 
@@ -205,7 +218,7 @@ def _further_activations(job: Job, kind: LayerType) -> float:
     model, wide, t, mlp = job.model, job.element_bytes, job.tensor, mlp_of(job.model, kind)
     local = job.layers is not LayerKind.ENGINE
     keys, groups = max(model.keys // t, model.head_size), max(model.kv_groups // t, 1)
-    elements = mlp.per_token * job.glu_intermediates * mlp.width / t if mlp else 0.0
+    elements = job.glu_intermediates * (mlp.per_token * mlp.width + mlp.shared) / t if mlp else 0.0
     if not kind.attends:
         return job.tokens * wide * elements
     statistics = 0.0
@@ -219,10 +232,12 @@ def _further_activations(job: Job, kind: LayerType) -> float:
     further = job.tokens * (wide * elements + statistics)
     if local and model.rotary:
         # Sines and cosines in 16 bits, for queries and for keys.
-        further += 4 * wide * model.head_size * job.sequence / job.context
+        rotated = model.latent.rotary if model.latent else model.head_size
+        further += 4 * wide * rotated * job.sequence / job.context
     if job.layers is LayerKind.LOCAL_SDPA and job.context > 1:
         # Keys and values of whole sequences in place of the rank's part, and the result once more, in two pieces.
-        further += job.tokens * wide * (2 * keys * (job.context - 1) + model.queries / t)
+        values = max(model.values // t, model.value_size)
+        further += job.tokens * wide * ((keys + values) * (job.context - 1) + model.results / t)
     if job.layers is LayerKind.LOCAL:
         softmax = wide + (4 if job.wide_softmax and wide < 4 else 0)
         dropped = job.attention_dropout * (wide + DROPPED)

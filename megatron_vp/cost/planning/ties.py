@@ -30,7 +30,7 @@ def tie_of(job: Job, hardware: Hardware) -> Tie:
     their own; theirs is as large as the mean error of their kind (docs/planning.md), so that is taken.
     """
     least = ERROR_BAND["time"]
-    experts, pattern = job.model.experts > 0, bool(job.model.pattern)
+    experts, pattern = job.model.experts > 0, job.model.is_hybrid
     single = job.tensor == job.context == 1
     if hardware.name == "a100" and single and not (experts or pattern or job.fp8):
         return Tie(least, "the largest error of setups like the paper's")

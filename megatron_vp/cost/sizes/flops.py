@@ -33,16 +33,13 @@ class Matrix(NamedTuple):
 def layer_matrices(job: Job, kind: LayerType = LayerType.WHOLE) -> tuple[Matrix, ...]:
     """The matrices of one layer on one rank."""
     model, t, tokens = job.model, job.tensor, job.tokens
-    keys = max(model.keys // t, model.head_size)
-    matrices = []
-    if kind.attends:
-        matrices += [
-            Matrix(model.hidden, model.queries // t + 2 * keys, tokens),
-            Matrix(model.queries // t, model.hidden, tokens),
-        ]
+    matrices = list(attention_matrices(job)) if kind.attends else []
     mlp = mlp_of(model, kind)
     if mlp is not None:
         copies = max(1, mlp.experts // job.expert)
+        if mlp.shared:
+            matrices.append(Matrix(model.hidden, (2 if model.gated else 1) * mlp.shared // t, tokens))
+            matrices.append(Matrix(mlp.shared // t, model.hidden, tokens))
         t = job.expert_tensor if mlp.experts else t
         routed = tokens * mlp.per_token / copies * t / job.tensor
         if mlp.experts:
@@ -52,9 +49,30 @@ def layer_matrices(job: Job, kind: LayerType = LayerType.WHOLE) -> tuple[Matrix,
     return tuple(matrices)
 
 
+def attention_matrices(job: Job) -> tuple[Matrix, ...]:
+    """Those around one layer's attention on one rank.
+
+    Of latent attention the matrices that compress are whole on every tensor rank, which with sequence parallelism have
+    a part of the tokens each.
+    """
+    model, t, tokens, latent = job.model, job.tensor, job.tokens, job.model.latent
+    result = Matrix(model.results // t, model.hidden, tokens)
+    if latent is None:
+        keys = max(model.keys // t, model.head_size)
+        return Matrix(model.hidden, model.queries // t + 2 * keys, tokens), result
+    own = tokens / (t if job.sequence_parallel else 1)
+    widths = model.keys - model.heads * latent.rotary + model.values
+    from_keys = Matrix(model.hidden, latent.key_rank + latent.rotary, own), Matrix(latent.key_rank, widths // t, tokens)
+    if not latent.query_rank:
+        return Matrix(model.hidden, model.queries // t, tokens), *from_keys, result
+    compress = Matrix(model.hidden, latent.query_rank, own)
+    return compress, Matrix(latent.query_rank, model.queries // t, tokens), *from_keys, result
+
+
 def attention_flops(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
     """Scores and weighted values of one layer's forward on one rank, no causal half left out."""
-    return 4 * job.tokens * job.sequence * job.model.queries / job.tensor if kind.attends else 0.0
+    widths = job.model.queries + job.model.results
+    return 2 * job.tokens * job.sequence * widths / job.tensor if kind.attends else 0.0
 
 
 def layer_flops(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
@@ -71,13 +89,16 @@ def model_flops(job: Job) -> float:
     """FLOPs of one iteration of the whole job as Megatron's `--log-throughput` counts them.
 
     3 x (output layer + layers), the causal half of attention; of multi-token prediction also the norms and the product
-    that join two embeddings. Neither the input embedding nor routers nor recomputation count. Quick
-    GeGLU counts with its three matrices, of which Megatron's function counts two.
+    that join two embeddings, and of latent attention its norms. Neither the input embedding nor routers nor
+    recomputation count. Quick GeGLU counts with its three matrices, of which Megatron's function counts two.
     """
     # On one rank that has everything: tensor ranks beyond the groups of keys and values compute the same keys.
     whole = replace(job, tensor=1, context=1, expert=1, expert_tensor=1, sequence_parallel=False)
-    hidden, heads = job.model.hidden, 0 if job.model.pattern else len(job.model.mtp_heads)
+    hidden, heads = job.model.hidden, 0 if job.model.is_hybrid else len(job.model.mtp_heads)
     joined = 2 * whole.tokens * heads * (3 * hidden + 2 * hidden**2)
+    if job.model.latent and not job.model.is_hybrid:
+        ranks = job.model.latent.query_rank + job.model.latent.key_rank
+        joined += 2 * whole.tokens * (job.model.layers + heads) * ranks
     return 3 * joined * job.microbatches * job.data + _flops(whole, 0.5)
 
 
@@ -98,7 +119,7 @@ def _flops(job: Job, of_attention: float) -> float:
 
 def layer_weights(job: Job, kind: LayerType = LayerType.WHOLE) -> int:
     """Parameters of one layer on one rank, with its norms: two of a whole layer, one of a hybrid model's."""
-    norms = 2 if kind is LayerType.WHOLE else 1
+    norms = int(2 * kind.share)
     return sum(matrix.weights for matrix in layer_matrices(job, kind)) + norms * 2 * job.model.hidden
 
 

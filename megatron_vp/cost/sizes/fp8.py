@@ -72,10 +72,9 @@ def refuse_fp8(job: Job, hardware: Hardware) -> None:
 
 
 def fp8_matrices(job: Job, kind: LayerType = LayerType.WHOLE) -> tuple[Matrix, ...]:
-    """The matrices of a layer that are multiplied in fp8: two of attention, two of the MLP, not the router."""
-    matrices = layer_matrices(job, kind)
-    attention = matrices[:2] if kind.attends else ()
-    return (*attention, *(matrices[-2:] if mlp_of(job.model, kind) else ()))
+    """The matrices of a layer that are multiplied in fp8: all but the router, which comes before the experts' two."""
+    matrices, mlp = layer_matrices(job, kind), mlp_of(job.model, kind)
+    return (*matrices[:-3], *matrices[-2:]) if mlp and mlp.experts else matrices
 
 
 def weight_copies(job: Job, hardware: Hardware, kind: LayerType = LayerType.WHOLE) -> float:
@@ -95,7 +94,8 @@ def activations_saved(job: Job, hardware: Hardware, kind: LayerType = LayerType.
     kept = quantised(job.fp8, hardware).kept_for_weights
     mlp = mlp_of(model, kind)
     again = mlp_recompute(job, kind)
-    shared = model.hidden * (kind.attends + (mlp.per_token if mlp and again is not MlpRecompute.ALL else 0))
-    inner = mlp.per_token * mlp.width / t if mlp and again is MlpRecompute.NONE else 0
+    through = mlp.per_token + bool(mlp.shared) if mlp and again is not MlpRecompute.ALL else 0
+    shared = model.hidden * (kind.attends + through)
+    inner = (mlp.per_token * mlp.width + mlp.shared) / t if mlp and again is MlpRecompute.NONE else 0
     inputs = shared / (t if job.sequence_parallel else 1) + inner
-    return job.tokens * ((job.element_bytes - kept) * inputs - kept * kind.attends * model.queries / t)
+    return job.tokens * ((job.element_bytes - kept) * inputs - kept * kind.attends * model.results / t)

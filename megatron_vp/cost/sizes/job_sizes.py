@@ -7,17 +7,18 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_vp.cost.sizes.shapes import CrossEntropy, Fp8Recipe, Job, ModelShape, Recompute
+from megatron_vp.cost.sizes.expert_layers import expert_layers
+from megatron_vp.cost.sizes.shapes import CrossEntropy, Fp8Recipe, Job, Latent, ModelShape, Recompute
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
 from megatron_vp.jobs.pattern_text import pattern_in
 
 
 def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
-    """The job that `arguments` describe on `ranks` ranks (by default one replica), with Megatron's own defaults.
+    """The job that `arguments` describe on `ranks` ranks, with Megatron's own defaults.
 
-    Takes the leaves of a configuration file or a run's resolved configuration. Raises UserError where a size is missing
-    or sizes do not fit each other.
+    By default there are as few replicas as hold the experts. Takes the leaves of a configuration file or of a run's
+    resolved configuration. Raises UserError where a size is missing or sizes do not fit each other.
     """
 
     def given(name: str, default: Any = None) -> Any:
@@ -51,24 +52,30 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     elif pattern is not None and not experts:
         raise UserError("--hybrid-layer-pattern has experts (E): give --num-experts")
     dense_ffn = given("ffn_hidden_size", ffn)
+    layers = size("num_layers") if pattern is None else len(pattern.letters)
+    letters = _letters(given, layers, bool(experts)) if pattern is None else pattern.letters
+    latent = _latent(given)
     model = ModelShape(
-        layers=size("num_layers") if pattern is None else len(pattern.letters),
+        layers=layers,
         hidden=hidden,
         heads=size("num_attention_heads"),
         ffn=given("moe_ffn_hidden_size", dense_ffn) if experts else dense_ffn,
         vocab=padded or math.ceil(size("vocab_size") / rows) * rows,
         kv_groups=given("num_query_groups", 1) if given("group_query_attention") else 0,
-        head_size=given("kv_channels", 0),
+        head_size=given("kv_channels", 0) if latent is None else given("qk_head_dim", 128) + latent.rotary,
         gated=gated,
         tied=not given("untie_embeddings_and_output_weights"),
         dropout=bool(given("hidden_dropout", 0.1)),
         experts=experts,
         experts_per_token=given("moe_router_topk", 2) if experts else 0,
-        query_key_norms=bool(given("qk_layernorm") or given("qk_l2_norm")),
-        rotary=given("position_embedding_type") == "rope",
-        pattern="" if pattern is None else pattern.letters,
-        dense_ffn=dense_ffn if experts and pattern is not None else 0,
-        mtp_heads=("t",) * given("mtp_num_layers", 0) if pattern is None else pattern.heads,
+        # Of latent attention they are norms of what is compressed, which is counted with it.
+        query_key_norms=bool(given("qk_layernorm") or given("qk_l2_norm")) and latent is None,
+        rotary=given("position_embedding_type") == "rope" or latent is not None,
+        pattern=letters,
+        dense_ffn=dense_ffn if experts and letters else 0,
+        shared_ffn=given("moe_shared_expert_intermediate_size", 0) if experts else 0,
+        latent=latent,
+        mtp_heads=(letters[-1:] or "t",) * given("mtp_num_layers", 0) if pattern is None else pattern.heads,
         window=_window(given),
         windowed=_windowed(given),
         clamped=given("activation_func_clamp_value") is not None,
@@ -82,7 +89,8 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     kind = layer_kind(arguments)
     context, micro_batch = given("context_parallel_size", 1), size("micro_batch_size")
     replica = pipeline * tensor * context
-    data = 1 if ranks is None else ranks // replica
+    holders = given("expert_model_parallel_size", 1) * given("expert_tensor_parallel_size", tensor)
+    data = max(1, holders // (tensor * context)) if ranks is None else ranks // replica
     if not data or (ranks or replica) % replica:
         raise UserError(
             f"{ranks} ranks cannot hold replicas of {replica}: {pipeline} pipeline x {tensor * context} others"
@@ -124,6 +132,20 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         attention_dropout=bool(given("attention_dropout", 0.1)),
         wide_softmax=bool(given("attention_softmax_in_fp32") or given("apply_query_key_layer_scaling")),
     )
+
+
+def _letters(given: Callable[..., Any], layers: int, experts: bool) -> str:
+    """Of a GPT model with experts in some of its layers alone, t for these and d for the others; else none."""
+    with_experts = expert_layers(given("moe_layer_freq", 1), layers) if experts else ()
+    return "" if all(with_experts) else "".join("t" if each else "d" for each in with_experts)
+
+
+def _latent(given: Callable[..., Any]) -> Latent | None:
+    """Multi-latent attention, with Megatron's defaults. A hybrid model's is counted as plain attention."""
+    if not given("multi_latent_attention"):
+        return None
+    ranks = given("q_lora_rank", 0), given("kv_lora_rank", 32)
+    return Latent(*ranks, given("qk_pos_emb_head_dim", 64), given("v_head_dim", 128))
 
 
 def _window(given: Callable[..., Any]) -> int:

@@ -21,6 +21,8 @@ class LayerType(StrEnum):
 
     WHOLE = "t"
     """attention, then an MLP or experts: a layer of a GPT model"""
+    DENSE = "d"
+    """attention, then an MLP, in a GPT model with experts in other layers"""
     ATTENTION = "*"
     MLP = "-"
     EXPERTS = "E"
@@ -28,29 +30,32 @@ class LayerType(StrEnum):
     @property
     def attends(self) -> bool:
         """Whether it has attention."""
-        return self in (LayerType.WHOLE, LayerType.ATTENTION)
+        return self in (LayerType.WHOLE, LayerType.DENSE, LayerType.ATTENTION)
 
     @property
     def share(self) -> float:
         """Share of a whole layer's norms, dropouts, sums over tensor ranks and other work between the products."""
-        return 1.0 if self is LayerType.WHOLE else 0.5
+        return 1.0 if self in (LayerType.WHOLE, LayerType.DENSE) else 0.5
 
 
 class Mlp(NamedTuple):
-    """The MLPs of a layer: their width, how many experts there are (0: no router), how many a token goes through."""
+    """The MLPs of a layer: their width, how many experts there are (0: no router), how many a token goes through, and
+    the width of the one that all tokens share (0: none).
+    """
 
     width: int
     experts: int
     per_token: int
+    shared: int = 0
 
 
 def mlp_of(model: ModelShape, kind: LayerType) -> Mlp | None:
     """The MLPs of a layer of this type; None without any."""
     if kind is LayerType.ATTENTION:
         return None
-    if kind is LayerType.MLP:
+    if kind in (LayerType.MLP, LayerType.DENSE):
         return Mlp(model.dense_ffn or model.ffn, 0, 1)
-    return Mlp(model.ffn, model.experts, model.mlps_per_token)
+    return Mlp(model.ffn, model.experts, model.mlps_per_token, model.shared_ffn)
 
 
 class MlpRecompute(StrEnum):
@@ -77,7 +82,7 @@ def type_of(letter: str) -> LayerType:
     """The type that a pattern's letter is counted as. Mamba (M), gated delta net (G) and latent attention (D, +) are
     counted as plain attention, because their own costs are not known here.
     """
-    return LayerType(letter) if letter in ("t", "*", "-", "E") else LayerType.ATTENTION
+    return LayerType(letter) if letter in ("t", "d", "*", "-", "E") else LayerType.ATTENTION
 
 
 UNKNOWN_LETTERS = "MGD+"

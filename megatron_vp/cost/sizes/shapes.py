@@ -49,15 +49,29 @@ MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Sizes of multi-latent attention: ranks of the compressed queries (0: not compressed) and of the compressed keys
+    and values; of a head the part of queries and keys that is rotated, and the values.
+    """
+
+    query_rank: int
+    key_rank: int
+    rotary: int
+    value_size: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a GPT-like model. `kv_groups` pairs of keys and values; `ffn` of one expert; `gated`: three matrices.
 
-    With `experts`, every layer has that many MLPs and a token goes through `experts_per_token` of them. `pattern`: of
-    a hybrid model, a letter for each of its `layers` without bars; only its letters E are experts then, and the MLPs of
-    its letters - have the width `dense_ffn`. `mtp_heads`: of multi-token prediction, for each further token the layers
-    that predict it, behind the last stage's own: letters of a pattern, or t for a transformer layer. `windowed`: share
-    of the layers in which a token sees the last `window` tokens alone. `clamped`: the experts' activation is limited,
-    as GPT-OSS's is. `expert_biases`: where they are clamped, whether they have biases.
+    With `experts`, every layer has that many MLPs and a token goes through `experts_per_token` of them, and through one
+    of width `shared_ffn` that all tokens share. `pattern`: of a hybrid model, a letter for each of its `layers` without
+    bars; only its letters E are experts then, and the MLPs of its letters - have the width `dense_ffn`. Of a GPT model
+    with experts in some of its layers, t for these and d for the others. `latent`: `head_size` is that of queries and
+    keys. `mtp_heads`: of multi-token prediction, for each further token the layers that predict it, behind the last
+    stage's own: letters of a pattern, or t for a transformer layer. `windowed`: share of the layers in which a token
+    sees the last `window` tokens alone. `clamped`: the experts' activation is limited, as GPT-OSS's is.
+    `expert_biases`: where they are clamped, whether they have biases.
     Raises UserError for sizes below one, heads that the groups do not divide, and experts that are not there.
     """
 
@@ -77,6 +91,8 @@ class ModelShape:
     rotary: bool = False
     pattern: str = ""
     dense_ffn: int = 0
+    shared_ffn: int = 0
+    latent: Latent | None = None
     mtp_heads: tuple[str, ...] = ()
     window: int = 0
     windowed: float = 0.0
@@ -106,8 +122,28 @@ class ModelShape:
 
     @property
     def keys(self) -> int:
-        """Width of the keys, and of the values."""
+        """Width of the keys."""
         return self.kv_groups * self.head_size
+
+    @property
+    def value_size(self) -> int:
+        """Of one head's value."""
+        return self.latent.value_size if self.latent else self.head_size
+
+    @property
+    def values(self) -> int:
+        """Width of the values."""
+        return self.kv_groups * self.value_size
+
+    @property
+    def results(self) -> int:
+        """Width of what leaves attention: heads x value size."""
+        return self.heads * self.value_size
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether its layers are parts of a transformer layer."""
+        return bool(set(self.pattern) - {"t", "d"})
 
     @property
     def mlps_per_token(self) -> int:
@@ -183,6 +219,7 @@ class Job:
             model.heads % t
             or model.ffn % ffn_ranks
             or model.dense_ffn % t
+            or model.shared_ffn % t
             or (model.kv_groups % t and t % model.kv_groups)
         ):
             raise UserError(

@@ -158,7 +158,7 @@ class CommunicationModel:
         job, mlp = self.job, mlp_of(self.job.model, kind)
         if mlp is None or not mlp.experts:
             return self.tensor_sum if mlp else 0.0
-        own, took = self.whole_hidden_bytes * mlp.per_token / job.tensor, 0.0
+        own, took = self.whole_hidden_bytes * mlp.per_token / job.tensor, self.tensor_sum if mlp.shared else 0.0
         if job.expert_tensor > 1:
             # The tokens of a rank's experts are gathered from the tensor ranks of these, and the results scattered.
             took += self.all_reduce(own * job.expert_tensor, job.expert_tensor, self.nodes(job.expert_tensor))
@@ -190,7 +190,9 @@ class CommunicationModel:
         if job.context == 1 or not kind.attends:
             return 0.0
         near = self.nodes(job.tensor * job.context) == 1
-        count = 2 * job.element_bytes * job.tokens * max(job.model.keys // job.tensor, job.model.head_size)
+        model = job.model
+        width = max(model.keys // job.tensor, model.head_size) + max(model.values // job.tensor, model.value_size)
+        count = job.element_bytes * job.tokens * width
         hop = (LATENCY if near else NETWORK_LATENCY) + count / self.bandwidth(near)
         return (job.context - 1) * max(0.0, hop - attention / job.context)
 

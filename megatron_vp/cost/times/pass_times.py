@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron_vp.cost.hardware.constants import Constants
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.sizes.flops import Matrix, layer_matrices
+from megatron_vp.cost.sizes.flops import Matrix, attention_matrices, layer_matrices
 from megatron_vp.cost.sizes.fp8 import fp8_matrices, quantised
 from megatron_vp.cost.sizes.layer_types import LayerType, MlpRecompute, mlp_of, mlp_recompute
 from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, Recompute
@@ -147,11 +147,12 @@ class PassTimes:
         again, mlp = mlp_recompute(job, kind), mlp_of(model, kind)
         if again is MlpRecompute.NONE or mlp is None:
             return 0.0
-        moved = mlp.per_token * (3 if model.gated else 2) * mlp.width / t
+        moved = (3 if model.gated else 2) * mlp.per_token * mlp.width / t
         if again is MlpRecompute.ACTIVATION:
             return self.memory_time(job.element_bytes * job.tokens * moved)
+        moved += (3 if model.gated else 2) * mlp.shared / t
         moved += copies(job, kind) * mlp.per_token * model.hidden / t
-        products = layer_matrices(job, kind)[2 if kind.attends else 0 :]
+        products = layer_matrices(job, kind)[len(attention_matrices(job)) if kind.attends else 0 :]
         return sum(map(self.gemm_time, products)) + self.memory_time(job.element_bytes * job.tokens * moved) + others
 
     @property
@@ -191,10 +192,10 @@ class PassTimes:
         wide, mlp, inside = job.element_bytes, mlp_of(model, kind), 0.0
         if kind.attends:
             # Queries, keys and values are split; positions are turned into queries and keys.
-            keys = max(model.keys // t, model.head_size)
-            inside += wide * (2 + 2 * model.rotary + 2 * model.query_key_norms) * (model.queries / t + 2 * keys)
+            keys = max(model.keys // t, model.head_size) + max(model.values // t, model.value_size)
+            inside += wide * (2 + 2 * model.rotary + 2 * model.query_key_norms) * (model.queries / t + keys)
         if mlp:
-            inside += wide * mlp.per_token * (3 if model.gated else 2) * mlp.width / t
+            inside += wide * (3 if model.gated else 2) * (mlp.per_token * mlp.width + mlp.shared) / t
             inside += copies(job, kind) * wide * mlp.per_token * model.hidden / t
         return kind.share * (FUSED_HIDDEN + 2 * model.dropout) * units + job.tokens * inside
 
