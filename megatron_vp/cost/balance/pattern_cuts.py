@@ -109,7 +109,7 @@ class _Cuts:
         return ends
 
     def by_level(self) -> list[int]:
-        """Of one chunk per rank: the least level that no rank exceeds, each rank as full as it can be."""
+        """Of one chunk per rank: the least level that no rank exceeds, the first ranks as full as they can be."""
         low, high = 0.0, max(self.extra) + self.sums[-1]
         found = self._below(high)
         assert found is not None
@@ -120,14 +120,42 @@ class _Cuts:
         return found
 
     def _below(self, level: float) -> list[int] | None:
+        """Cuts with which no rank exceeds `level`; None where there are none."""
         ends = [0]
-        for stage, needed in enumerate(self.needed_after):
-            room = self.sums[ends[-1]] + level - self.extra[self.rank_of[stage]]
-            end = min(bisect_right(self.sums, room) - 1, len(self.sums) - 1 - needed)
+        for stage in range(len(self.least)):
+            end = self._fullest(stage, ends[-1], level)
             if end < ends[-1] + self.least[stage]:
-                return None
+                # A rank with little room may need the letter that a fuller rank before it has taken.
+                return self._below_by_all(level)
             ends.append(end)
         return ends if ends[-1] == len(self.sums) - 1 else None
+
+    def _fullest(self, stage: int, start: int, level: float) -> int:
+        """The last end of a stage that begins here and does not bring its rank above `level`."""
+        room = self.sums[start] + level - self.extra[self.rank_of[stage]]
+        return min(bisect_right(self.sums, room) - 1, len(self.sums) - 1 - self.needed_after[stage])
+
+    def _below_by_all(self, level: float) -> list[int] | None:
+        """The same, looking at all ends that each stage can have: sets of them, as the bits of a number."""
+        possible = [1]
+        for stage, least in enumerate(self.least):
+            ends = 0
+            for start in _bits(possible[-1]):
+                ends |= (1 << max(self._fullest(stage, start, level) + 1, start + least)) - (1 << (start + least))
+            if not ends:
+                return None
+            possible.append(ends)
+        found = [len(self.sums) - 1]
+        if not possible[-1] >> found[0]:
+            return None
+        for stage in range(len(self.least) - 1, -1, -1):
+            starts = [
+                start
+                for start in _bits(possible[stage])
+                if start + self.least[stage] <= found[0] <= self._fullest(stage, start, level)
+            ]
+            found.insert(0, starts[-1])
+        return found
 
     def improved(self, ends: list[int]) -> list[int]:
         """Cuts moved by a letter, one or several neighbouring ones together, as long as that helps."""
@@ -158,6 +186,11 @@ class _Cuts:
                     if found < _BETTER * most or sum(each * each for each in moved) < _BETTER * squares:
                         return tried
         return None
+
+
+def _bits(number: int) -> list[int]:
+    """The places of the bits that are set, in ascending order."""
+    return [place for place in range(number.bit_length()) if number >> place & 1]
 
 
 def _level(extra: Sequence[float], work: float) -> float:
