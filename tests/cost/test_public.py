@@ -149,3 +149,11 @@ def test_slopes_are_those_of_the_model():
     before, faster = predicted(row), predicted(row, gemm.times(H100, 1.1))
     assert before.tokens_per_second < faster.tokens_per_second < 1.1 * before.tokens_per_second
     assert predicted(row, VARIED[-1].times(H100, 0.5)).tokens_per_second < before.tokens_per_second
+
+
+def test_a_run_has_the_software_and_the_dispatcher_of_its_source():
+    flags = {row["id"]: " ".join(row.flags()) for row in read_rows()}
+    assert "--attention-backend flash" in flags["nemo-longseq-013"]
+    assert not any("--attention-backend" in text for name, text in flags.items() if "longseq" not in name)
+    assert "dispatcher-type flex" in flags["moe-zoo-098"] and "dispatcher-type alltoall" in flags["moe-zoo-100"]
+    assert "dispatcher-type flex" in flags["bridge-084"] and "dispatcher-type alltoall" in flags["bridge-082"]

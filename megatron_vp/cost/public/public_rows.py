@@ -18,12 +18,19 @@ from megatron_vp.files import MIB, read_text
 Columns = Mapping[str, str]
 
 _MLP = {"swiglu": ["--swiglu"], "geglu": ["--quick-geglu"], "squared_relu": ["--squared-relu"], "gelu": []}
+_SOFTWARE = {
+    "sc21": ["--transformer-impl", "local"],  # 2021, before Transformer Engine
+    "nemo-longseq": ["--attention-backend", "flash"],  # early 2024, before FlashAttention 3 and cuDNN 9
+}
+"""What the software of a source's time computed with."""
+_FLEXIBLE = ("moe-zoo",)
+"""Sources whose scripts dispatch with DeepEP unless a run's note says otherwise."""
 _MODULE = "recompute_"
 """An option that begins so names a part of the layers that `selective_recompute` computes again."""
 _RECIPES = {"current": "tensorwise"}
 
 _FREE_TEXT = ("where", "releases", "assumed", "note", "family", "fsdp", "not_in_flags")
-"""Columns that nothing is computed from."""
+"""Columns that a file may lack."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +115,9 @@ class PublicRow:
         if model["experts"]:
             flags += ["--num-experts", model["experts"], "--moe-router-topk", model["topk"]]
             flags += ["--moe-ffn-hidden-size", model["moe_ffn"], "--moe-grouped-gemm"]
-            flexible = {"flex_dispatcher", "hybrid_ep"} & {*self["options"].split(";")}
-            flags += ["--moe-token-dispatcher-type", "flex" if flexible else "alltoall"]
+            named = {"flex_dispatcher", "hybrid_ep"} & {*self["options"].split(";")}
+            by_default = self["source"] in _FLEXIBLE and "all-to-all" not in self.columns.get("note", "")
+            flags += ["--moe-token-dispatcher-type", "flex" if named or by_default else "alltoall"]
             flags += ["--expert-model-parallel-size", self["ep"]]
             if self["etp"]:
                 flags += ["--expert-tensor-parallel-size", self["etp"]]
@@ -144,11 +152,7 @@ class PublicRow:
             flags += ["--recompute-modules", *modules] * bool(modules)
         if self["cross_entropy"] != "eager":
             flags += ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", self["cross_entropy"]]
-        if self["source"] == "sc21":
-            flags += ["--transformer-impl", "local"]
-        if "flash_attention_2" in options:
-            flags += ["--attention-backend", "flash"]
-        return flags
+        return flags + _SOFTWARE.get(self["source"], [])
 
     def _precision_flags(self) -> list[str]:
         options = self["options"].split(";")
