@@ -120,6 +120,7 @@ IMPORTED: dict[str, dict[str, str]] = {
     },
     "start": {
         "megatron.core.parallel_state:get_virtual_pipeline_model_parallel_world_size": "()",
+        "megatron.core.parallel_state:model_parallel_is_initialized": "()",
         "megatron.training.argument_utils:core_transformer_config_from_args": "(args, config_class=None)",
         "megatron.training.arguments:add_megatron_arguments": "(parser)",
         "megatron.training.arguments:parse_args": "(extra_args_provider=None, ignore_unknown_args=False)",

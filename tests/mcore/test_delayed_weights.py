@@ -62,7 +62,7 @@ def test_what_its_layers_cannot_delay_is_refused(changes, version, words):
             *("use_grouped_gemm_for_shared_expert", "moe_single_grouped_weight", "moe_single_grouped_bias"),
         ]
     )
-    options = {"pipeline_schedule": "zb-h1", "transformer_impl": "transformer_engine"}
+    options = {"pipeline_schedule": "zb-h1", "offload_chunks": "0", "transformer_impl": "transformer_engine"}
     args = argparse.Namespace(**absent | options | changes)
     about_split = [each for each in refusals.REFUSALS if "weight gradients" in each.message]
     with (

@@ -31,7 +31,11 @@ FOR_VOCABULARY_PASSES = ("cross_entropy_loss_fusion", "save_dgrads_interval", "a
 
 def warned(rank=0, vocab_parallel=False, pipeline_schedule="1f1b", **options):
     args = argparse.Namespace(
-        rank=rank, vocab_parallel=vocab_parallel, pipeline_schedule=pipeline_schedule, **UNASKED | options
+        rank=rank,
+        vocab_parallel=vocab_parallel,
+        pipeline_schedule=pipeline_schedule,
+        offload_chunks="0",
+        **UNASKED | options,
     )
     settled.note_words(settled.Words(options={name: f"--{name}" for name in options}))
     try:

@@ -261,7 +261,7 @@ def _settled(layout: str | None = None, pattern: Pattern | None = None, **argume
     """A job whose user gave this layout or pattern, and whose arguments are these by now."""
     defaults = {"pipeline_model_parallel_layout": None, "hybrid_layer_pattern": None, "mtp_num_layers": None}
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "num_layers": 4}
-    ours = {"pipeline_schedule": "v-half", "vocab_parallel": True}
+    ours = {"pipeline_schedule": "v-half", "vocab_parallel": True, "offload_chunks": "0"}
     args = argparse.Namespace(**defaults | sizes | ours | arguments)
     return SettledJob(args, run_settings(args), GivenLayout(layout, pattern), ChosenRows(), None, {}, Words(), None)
 

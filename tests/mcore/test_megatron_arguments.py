@@ -131,7 +131,7 @@ def test_a_release_series_may_lack_an_argument(monkeypatch):
 
 
 def test_another_dtype_of_logits_is_refused_in_a_series_that_has_one():
-    given = argparse.Namespace(vocab_parallel=True, pipeline_schedule="1f1b")
+    given = argparse.Namespace(vocab_parallel=True, pipeline_schedule="1f1b", offload_chunks="0")
     (refusal,) = [each for each in REFUSALS if "--output-logit-dtype" in each.message]
     assert not refusal.applies(given)
     given.logit_dtype = None

@@ -112,7 +112,7 @@ def options_of(parser):
 _BY_TYPE = {int: "7", float: "0.125", str: "else", None: "else", bool: "yes"}
 _OTHER = {
     **{"window_size": "(8,0)", "moe_layer_freq": "2", "linear_attention_freq": "2", "no_rope_freq": "2"},
-    **{"window_attn_skip_freq": "2", "vocab_shards": "even", "pipeline_schedule": "zb-h1"},
+    **{"window_attn_skip_freq": "2", "vocab_shards": "even", "pipeline_schedule": "zb-h1", "offload_chunks": "1"},
     **{"cuda_graph_scope_deprecated": "attn", "cuda_graph_modules": "attn"},
 }
 
