@@ -154,8 +154,8 @@ def test_layouts_read_back():
 def test_what_the_cost_model_does_not_know_is_named_beside_its_answer(small):
     assert "not counted" not in run("simulate", small).stdout
     harmless = ["--optimizer", "adam", "--mtp-num-layers", "0", "--attention-backend", "flash"]
-    answer = run("simulate", small, *harmless, "--multi-latent-attention", "--fp4-format", "e2m1").stdout.splitlines()
-    assert "not counted, though it changes time or memory: --multi-latent-attention, --fp4-format" in answer
+    answer = run("simulate", small, *harmless, "--moe-latent-size", 8, "--fp4-format", "e2m1").stdout.splitlines()
+    assert "not counted, though it changes time or memory: --moe-latent-size, --fp4-format" in answer
     others = ["--attention-backend", "unfused", "--recompute-granularity", "selective"]
     answer = run("simulate", small, *others).stdout.splitlines()
     said = "not counted, though it changes time or memory: --attention-backend, --recompute-granularity selective"
@@ -184,8 +184,9 @@ def test_nothing_is_passed_over_that_the_cost_model_reads(small):
 
     read = set()
     fp8 = "--fp8-format hybrid --fp8-recipe blockwise --first-last-layers-bf16"
+    latent = "--multi-latent-attention --num-experts 4 --moe-layer-freq 2 --v-head-dim 32 --q-lora-rank 64"
     others = "--group-query-attention --fp16 --hidden-dropout 0 --num-experts 4 --cross-entropy-loss-fusion"
-    for flags in ("", fp8, others, "--transformer-impl local --swiglu", "--num-experts 4 --quick-geglu"):
+    for flags in ("", fp8, others, latent, "--transformer-impl local --swiglu", "--num-experts 4 --quick-geglu"):
         config = read_sizes([small], flags.split())
         config = replace(config, values=Heard(config.values | {"bf16": "--fp16" not in flags}))
         job = job_of(config.values)

@@ -15,7 +15,6 @@ from megatron_vp.cost.times.communication import CommunicationModel
 from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import FAMILIES, Placement, VocabMethod
-from megatron_vp.schedule.families import PLANNED
 
 PLAIN, REDISTRIBUTED = "plain", "redistributed"
 """Whole vocabulary layers on the first and last stage; with layers spread evenly, or so that no rank has too much."""
@@ -47,9 +46,10 @@ def candidates(
     hardware: Hardware,
     constants: Constants = CALIBRATED,
     chunks: int = 2,
-    names: Sequence[str] = PLANNED,
+    names: Sequence[str] | None = None,
 ) -> list[Candidate]:
-    """Every schedule of `names` with every method that it has, on as even a layout as layers allow.
+    """Every schedule of `names` (None: all that are planned) with every method that it has, on as even a layout as
+    layers allow.
 
     `chunks` are those of `interleaved`, and of other families with any number.
 
@@ -65,7 +65,8 @@ def candidates(
             f"give at most {LARGEST}, or ask megatron-vp simulate for one schedule at a time (--pipeline-schedule NAME)"
         )
     found = []
-    for name in names:
+    planned = [name for name, record in FAMILIES.items() if record.planned]
+    for name in planned if names is None else names:
         record = FAMILIES[name]
         own = chunks if record.chunks is None else None
         placement = record.placement_of(job.pipeline, own)

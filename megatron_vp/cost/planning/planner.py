@@ -19,7 +19,6 @@ from megatron_vp.cost.planning.workers import worker_pool
 from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod, family
-from megatron_vp.schedule.families import PLANNED
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def plan(
     Predicted in processes, one per core. `chunks` are those of `interleaved`; `progress` hears how many of how many
     candidates are done, a balanced one counted with the even one. Raises UserError as `candidates` does.
     """
-    tried = candidates(job, hardware, constants, chunks, WITH_OFFLOAD if offload else PLANNED)
+    tried = candidates(job, hardware, constants, chunks, WITH_OFFLOAD if offload else None)
     done = 0
     evaluations: list[Evaluation] = []
     infeasible: list[Infeasible] = []
