@@ -61,6 +61,7 @@ OTHERS = (
     *("attention_softmax_in_fp32", "apply_query_key_layer_scaling"),
     *("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "overlap_moe_expert_parallel_comm"),
     *("expert_tensor_parallel_size", "fp8_param_gather", "grad_reduce_in_bf16"),
+    *("use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
     *("attention_backend", "window_size", "window_attn_skip_freq"),
     *("moe_token_dispatcher_type", "activation_func_clamp_value"),
     *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),

@@ -124,6 +124,41 @@ def test_kernels_and_dispatchers_are_the_flags():
     assert clamped.clamped and not clamped.expert_biases and job_of(TINY).model.expert_biases
 
 
+NARROW = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}
+DELAYED, SCALED = ({"fp8_format": "hybrid", "fp8_recipe": recipe} for recipe in ("delayed", "tensorwise"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept", "takes_gradients"),
+    [
+        ({"bf16": True}, 4 + 4 + 2, True),
+        ({"bf16": True, **NARROW}, 2 + 1 + 2, True),
+        ({"bf16": True, "main_params_dtype": "fp16"}, 4 + 4 + 2, True),
+        ({"bf16": True, **SCALED}, 4 + 4 + 4, False),
+        ({"bf16": True, **SCALED, "main_params_dtype": "fp16"}, 4 + 4 + 2, True),
+        ({"bf16": True, **DELAYED}, 4 + 4 + 2, True),
+        ({"bf16": True, **DELAYED, "fp8_param_gather": True}, 4 + 4 + 4, True),
+        ({"fp16": True, **NARROW}, 2 + 1 + 4, True),
+        ({}, 4 + 4, True),
+    ],
+)
+def test_what_an_optimizer_keeps_is_the_flags(changes, kept, takes_gradients):
+    """As Megatron's `OptimizerConfig` and Transformer Engine's FusedAdam with `store_param_remainders` decide."""
+    job = job_of({**TINY, "use_precision_aware_optimizer": True, **changes})
+    assert (job.state_bytes, job.states.takes_gradients) == (kept, takes_gradients)
+    plain = job_of({**TINY, **changes})
+    assert plain.states is None and plain.state_bytes == (12 if changes else 8)
+
+
+def test_gradients_are_as_wide_as_the_flags_say():
+    bf16 = {**TINY, "bf16": True}
+    narrow = [{"grad_reduce_in_bf16": True}, {"main_grads_dtype": "bf16"}, {"main_grads_dtype": "torch.bfloat16"}]
+    assert [job_of(bf16 | each).wide_gradients for each in ({}, *narrow)] == [True, False, False, False]
+    assert not job_of(TINY | {"fp16": True}).wide_gradients
+    with pytest.raises(UserError, match="exp_avg_dtype 'int4' is unknown; use fp32, fp16, bf16, fp8"):
+        job_of(bf16 | {"use_precision_aware_optimizer": True, "exp_avg_dtype": "int4"})
+
+
 def test_layers_that_nobody_makes_are_one_line():
     with pytest.raises(UserError, match="--transformer-impl 'apex' is unknown: use transformer_engine or local"):
         job_of({**TINY, "transformer_impl": "apex"})

@@ -183,7 +183,7 @@ def test_nothing_is_passed_over_that_the_cost_model_reads(small):
             return super().get(name, default)
 
     read = set()
-    fp8 = "--fp8-format hybrid --fp8-recipe blockwise --first-last-layers-bf16"
+    fp8 = "--fp8-format hybrid --fp8-recipe blockwise --first-last-layers-bf16 --use-precision-aware-optimizer"
     latent = "--multi-latent-attention --num-experts 4 --moe-layer-freq 2 --v-head-dim 32 --q-lora-rank 64"
     others = "--group-query-attention --fp16 --hidden-dropout 0 --num-experts 4 --cross-entropy-loss-fusion"
     for flags in ("", fp8, others, latent, "--transformer-impl local --swiglu", "--num-experts 4 --quick-geglu"):

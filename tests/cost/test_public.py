@@ -41,6 +41,10 @@ def test_a_run_becomes_megatrons_options():
     assert {"--swiglu", "--bf16", "--sequence-parallel", "--use-distributed-optimizer"} <= {*flags}
     assert "--num-experts" not in flags
     assert "--recompute-modules" not in flags
+    assert "--use-precision-aware-optimizer" not in flags
+    assert ROWS["dgxc-048"].flags()[-7:-2] == [
+        *("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"),
+    ]
     flags = ROWS["moe-zoo-102"].flags()
     start = flags.index("--recompute-modules")
     assert flags[start : start + 3] == ["--recompute-modules", "layernorm", "moe"]
@@ -114,6 +118,12 @@ def test_what_predictions_say_of_published_runs_is_what_they_are_off(outcomes):
     for name, kind in {**kinds, "dense_bf16_a100": ("a100", False, False)}.items():
         said, found = compared(*kind), groups[name]
         assert (said.runs, said.mean, said.worst) == (found.runs, round(100 * found.mean), round(100 * found.worst))
+
+
+def test_at_least_eighty_runs_on_h100_fit_as_they_did(outcomes):
+    h100 = [each for each in outcomes if each.row["gpu"] == "h100"]
+    assert sum(bool(each.fits) for each in h100) >= 80
+    assert not [each.row["id"] for each in h100 if each.row.judged and each.refusal]
 
 
 def test_the_readme_says_how_far_predictions_are_off(outcomes):

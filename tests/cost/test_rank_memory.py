@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.memory.layer_memory import SPLIT_BACKWARD, WORKING_SET, layer_activations
 from megatron_vp.cost.memory.outside import FRAGMENTS
@@ -15,7 +16,8 @@ from megatron_vp.cost.memory.rank_memory import (
     MemoryModel,
 )
 from megatron_vp.cost.sizes.layouts import equal_layers
-from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, ModelShape
+from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, ModelShape, OptimizerStates
+from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.schedule import generate
 
 HIDDEN, ROWS = 64, 1008
@@ -64,6 +66,22 @@ def test_a_distributed_optimizer_is_shared_by_all_replicas_and_gradients_are_as_
     assert found.rank(0).gradients == 4 * parameters and found.rank(0).optimizer == 12 * parameters / 4
     narrow = replace(JOB, wide_gradients=False)
     assert memory(narrow, microbatches=40).rank(0).optimizer == 12 * parameters
+
+
+def test_a_precision_aware_optimizer_keeps_less_and_its_step_widens_no_gradients():
+    large = replace(JOB, model=replace(MODEL, ffn=400 * HIDDEN), wide_gradients=False)  # its step needs most
+    first = memory(large).rank(0)
+    parameters = memory(large).parameters(0)
+    assert first.gradients == (2 + 4) * parameters and first.optimizer == 12 * parameters
+    aware = memory(replace(large, states=OptimizerStates(6, takes_gradients=True))).rank(0)
+    assert aware.gradients == 2 * parameters and aware.optimizer == 6 * parameters
+    own = memory(replace(large, states=OptimizerStates(8, takes_gradients=False))).rank(0)
+    assert own.gradients == (2 + 4) * parameters and own.optimizer == 8 * parameters
+    steps = [
+        PassTimes(replace(large, states=each), HARDWARE["h100"], CALIBRATED).optimizer_step(1000)
+        for each in (None, OptimizerStates(6, takes_gradients=True))
+    ]
+    assert steps[1] / steps[0] == pytest.approx((46 - 2 * 6) / 46)
 
 
 @pytest.mark.parametrize("parallel", [{}, {"tensor": 2, "sequence_parallel": True}])

@@ -29,6 +29,8 @@ GPT = [
     *("--max-position-embeddings", "2048", "--vocab-size", "2000", "--pipeline-model-parallel-size", "4"),
     *("--global-batch-size", "16"),
 ]
+GEMMA = ["--kv-channels", "32", "--pipeline-model-parallel-layout", "Et*2|t*2|t*2|t*2L"]
+"""What its configuration sets for the real sizes."""
 LATENT = [
     *("--multi-latent-attention", "--kv-lora-rank", "64", "--qk-head-dim", "32", "--qk-pos-emb-head-dim", "16"),
     *("--v-head-dim", "24", "--rope-type", "rope", "--position-embedding-type", "rope", "--normalization", "RMSNorm"),
@@ -78,6 +80,7 @@ def slow(*values):
         slow(CONFIG, [*SMALL, *SEQUENCE_PARALLEL, "--vocab-parallel"], 3),
         (CONFIG, [*SMALL, *SEQUENCE_PARALLEL, *V_HALF, "--vocab-parallel"], 3),
         slow(CONFIG, [*SMALL, *V_HALF, "--vocab-parallel"], 0),
+        ("configs/gemma2_9b.yaml", [*SMALL, *GEMMA], 3),
         (CONFIG, MANY_ROWS, 3),
         slow(CONFIG, [*MANY_ROWS, "--vocab-parallel-algorithm", "vocab-1"], 3),
         slow(CONFIG, [*SMALL, *LOCAL], 3),

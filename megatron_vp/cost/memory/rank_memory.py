@@ -133,14 +133,13 @@ class MemoryModel:
         """The peak of a rank: inside the passes, or in the optimizer step, which holds narrow gradients in fp32 too."""
         job, parameters, stepped = self.job, self.parameters(rank), self.stepped_parameters(rank)
         gradient = 4 if job.wide_gradients else job.element_bytes
-        widened = 0 if gradient == 4 else 4 * stepped
+        widened = 4 * stepped if job.widens_gradients else 0
         activations, vocabulary = self._peak_of_passes(rank)
         in_step = widened > activations + vocabulary
         counted = {
             "parameters": job.element_bytes * (parameters - self.fp8_parameters(rank)) + self.fp8_copies(rank),
             "gradients": gradient * parameters + in_step * widened,
-            # Adam's two moments, and the fp32 copy of 16-bit parameters.
-            "optimizer": (12 if job.element_bytes < 4 else 8) * stepped,
+            "optimizer": job.state_bytes * stepped,
             "activations": WORKSPACES + (0.0 if in_step else activations),
             "vocabulary": 0.0 if in_step else vocabulary,
             "communication": self._messages(rank) * self._unit * job.element_bytes,

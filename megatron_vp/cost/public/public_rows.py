@@ -23,6 +23,13 @@ _SOFTWARE = {
     "nemo-longseq": ["--attention-backend", "flash"],  # early 2024, before FlashAttention 3 and cuDNN 9
 }
 """What the software of a source's time computed with."""
+_STATES = {
+    # optim.dtype of nemotron4-340b-synth.yaml: both moments in 16 bits. Megatron's nearest keeps 2 bytes more.
+    "nemotron/README_340b.md at v25.02": ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"],
+}
+"""Options of the precision-aware optimizer, by a text in the `where` of runs whose recipe keeps states in less than
+fp32.
+"""
 _FLEXIBLE = ("moe-zoo",)
 """Sources whose scripts dispatch with DeepEP unless a run's note says otherwise."""
 _MODULE = "recompute_"
@@ -152,7 +159,13 @@ class PublicRow:
             flags += ["--recompute-modules", *modules] * bool(modules)
         if self["cross_entropy"] != "eager":
             flags += ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", self["cross_entropy"]]
-        return flags + _SOFTWARE.get(self["source"], [])
+        return flags + _SOFTWARE.get(self["source"], []) + self._states()
+
+    def _states(self) -> list[str]:
+        """What the recipe says of the optimizer's precision."""
+        where = self.columns.get("where", "")
+        states = next((found for text, found in _STATES.items() if text in where), None)
+        return [] if states is None else ["--use-precision-aware-optimizer", *states]
 
     def _precision_flags(self) -> list[str]:
         options = self["options"].split(";")

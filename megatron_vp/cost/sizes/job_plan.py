@@ -34,7 +34,6 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("fp4_format", "fp8_output_proj", "te_precision_config_file"), ()),
     **dict.fromkeys(("no_fp8_wgrad", "disable_fp8_wgrad", "keep_fp8_transpose_cache"), ()),
     **dict.fromkeys(("fp32_residual_connection", "fp16_lm_cross_entropy"), ()),
-    **dict.fromkeys(("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), ("fp32",)),
     # Optimizer, recomputation, offloading, sharding, overlap.
     **dict.fromkeys(("optimizer",), ("adam",)),
     **dict.fromkeys(("recompute_activations", "distribute_saved_activations"), ()),

@@ -8,7 +8,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_vp.cost.sizes.expert_layers import expert_layers
-from megatron_vp.cost.sizes.shapes import CrossEntropy, Fp8Recipe, Job, Latent, ModelShape, Recompute
+from megatron_vp.cost.sizes.shapes import (
+    CrossEntropy,
+    Fp8Recipe,
+    Job,
+    Latent,
+    ModelShape,
+    OptimizerStates,
+    Recompute,
+)
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
 from megatron_vp.jobs.pattern_text import pattern_in
@@ -112,8 +120,7 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         distributed_optimizer=bool(given("use_distributed_optimizer")),
         recompute=Recompute.FULL if recompute == "full" else Recompute.NONE,
         recompute_modules=modules if recompute == "selective" else frozenset(),
-        wide_gradients=bool(given("accumulate_allreduce_grads_in_fp32"))
-        or not (given("fp16") or (given("bf16") and given("grad_reduce_in_bf16"))),
+        wide_gradients=_wide_gradients(given),
         element_bytes=2 if given("bf16") or given("fp16") else 4,
         fp8=fp8,
         bf16_at_start=bf16_at_start,
@@ -131,7 +138,46 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         glu_intermediates=_glu_intermediates(given, kind, bool(experts)),
         attention_dropout=bool(given("attention_dropout", 0.1)),
         wide_softmax=bool(given("attention_softmax_in_fp32") or given("apply_query_key_layer_scaling")),
+        states=_states(given, fp8),
     )
+
+
+def _wide_gradients(given: Callable[..., Any]) -> bool:
+    if given("accumulate_allreduce_grads_in_fp32"):
+        return True
+    if given("bf16"):
+        return not (given("grad_reduce_in_bf16") or _bytes_of(given, "main_grads_dtype") < 4)
+    return not given("fp16")
+
+
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+_RESOLVED = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
+"""What Megatron makes of these names when it has read its arguments."""
+
+
+def _bytes_of(given: Callable[..., Any], name: str) -> int:
+    asked = str(given(name, "fp32"))
+    asked = _RESOLVED.get(asked, asked)
+    if asked not in _BYTES:
+        raise UserError(f"{name} {asked!r} is unknown; use {', '.join(_BYTES)}")
+    return _BYTES[asked]
+
+
+def _states(given: Callable[..., Any], fp8: Fp8Recipe | None) -> OptimizerStates | None:
+    """Both moments, and of a parameter in 16 bits what its fp32 copy has besides, as Transformer Engine keeps it.
+
+    Of bf16 parameters that are the other 16 bits. Next to fp8 other than with delayed scaling Megatron keeps fp32
+    parameters itself, and widens gradients for them.
+    """
+    if not given("use_precision_aware_optimizer"):
+        return None
+    parameters = _bytes_of(given, "main_params_dtype")
+    takes = parameters < 4 or fp8 in (None, Fp8Recipe.DELAYED)
+    if takes and given("bf16") and not given("fp8_param_gather"):
+        parameters = 2
+    elif not (given("bf16") or given("fp16")):
+        parameters = 0
+    return OptimizerStates(_bytes_of(given, "exp_avg_dtype") + _bytes_of(given, "exp_avg_sq_dtype") + parameters, takes)
 
 
 def _letters(given: Callable[..., Any], layers: int, experts: bool) -> str:

@@ -152,6 +152,16 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
+class OptimizerStates:
+    """Of `--use-precision-aware-optimizer`. kept: bytes of a parameter that it steps. takes_gradients: its step reads
+    gradients in the width in which they were accumulated.
+    """
+
+    kept: int
+    takes_gradients: bool
+
+
+@dataclass(frozen=True)
 class Job:
     """A training job: `microbatches` of `micro_batch` sequences of `sequence` tokens, a step of one replica.
 
@@ -171,6 +181,7 @@ class Job:
     and the result of its activation. attention_dropout: the attention drops scores. wide_softmax: Megatron's own
     attention computes its softmax in fp32. one_queue: the environment has CUDA_DEVICE_MAX_CONNECTIONS=1.
     kept_bytes: of the paper's layers, what one keeps per token and hidden unit, where that is known (0: counted).
+    states: what the precision-aware optimizer keeps (None: Megatron's own, all in fp32).
     Raises UserError for sizes that do not fit each other.
     """
 
@@ -208,6 +219,7 @@ class Job:
     kept_bytes: float = 0.0
     flash_attention_2: bool = False
     flexible_dispatch: bool = False
+    states: OptimizerStates | None = None
 
     def __post_init__(self) -> None:
         for name in ("sequence", "micro_batch", "microbatches", "pipeline", "tensor", "context", "data", "expert"):
@@ -244,6 +256,20 @@ class Job:
     def output_tokens(self) -> int:
         """Tokens of a microbatch that the output layer sees on one rank: each once for every prediction from it."""
         return self.tokens * (1 + len(self.model.mtp_heads))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that the optimizer keeps of a parameter that it steps: both moments, and of a parameter in 16 bits
+        the fp32 copy or what stands for it.
+        """
+        if self.states is not None:
+            return self.states.kept
+        return 12 if self.element_bytes < 4 else 8
+
+    @property
+    def widens_gradients(self) -> bool:
+        """Whether the optimizer's step makes fp32 gradients of narrower ones."""
+        return not self.wide_gradients and self.element_bytes < 4 and not (self.states and self.states.takes_gradients)
 
     @property
     def gpus_per_stage(self) -> int:

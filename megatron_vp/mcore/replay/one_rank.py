@@ -41,8 +41,8 @@ LEFT_OUT = {
 ROUNDS = 3
 """Microbatches per pipeline rank after which no schedule holds more activations."""
 
-ENGINES_ALONE = {"window_size", "window_attn_skip_freq", "softmax_type"}
-"""Of those, what only Transformer Engine's attention does, and what changes no tensor that it keeps."""
+ENGINES_ALONE = {"window_size", "window_attn_skip_freq", "softmax_type", "apply_layernorm_1p"}
+"""Of those, what only Transformer Engine's layers do, and what changes no tensor that they keep."""
 
 PARALLEL_SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
 
