@@ -79,6 +79,7 @@ READ = {
             *("tensor_model_parallel_size", "tensorboard_dir", "tensorboard_log_interval", "tokenizer_type"),
             *("tp_comm_overlap", "train_iters", "train_samples", "transformer_impl"),
             *("untie_embeddings_and_output_weights", "use_grouped_gemm_for_shared_expert", "use_megatron_fsdp"),
+            *("overlap_param_gather_with_optimizer_step", "use_layer_wise_distributed_optimizer"),
             *("use_ring_exchange_p2p", "use_torch_fsdp2", "use_tp_pp_dp_mapping", "use_transformer_engine_op_fuser"),
             *("validation_set_names", "virtual_pipeline_model_parallel_size", "vocab_size", "weight_decay"),
             *("wandb_project", "window_size", "world_size", "yaml_cfg"),
@@ -145,6 +146,7 @@ READ = {
             *("skip_train", "split", "start_weight_decay", "tensor_model_parallel_size", "tokenizer_model"),
             *("tokenizer_type", "vocab_size", "train_iters", "train_samples", "untie_embeddings_and_output_weights"),
             *("use_checkpoint_opt_param_scheduler", "use_distributed_optimizer"),
+            "use_layer_wise_distributed_optimizer",
             *("virtual_pipeline_model_parallel_size", "weight_decay_incr_style"),
         ),
     ),
@@ -174,7 +176,7 @@ READ = {
 
 DERIVED = (
     *("rank", "world_size", "data_parallel_size", "virtual_pipeline_model_parallel_size"),
-    *("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
+    *("gtp_weight_remat_size", "expert_gtp_weight_remat_size", "use_layer_wise_distributed_optimizer"),
 )
 """What no option gives: Megatron sets it by the end of its own validation."""
 

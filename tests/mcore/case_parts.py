@@ -118,5 +118,7 @@ SGD = {
     "start_weight_decay": 0.0,
     "end_weight_decay": 10.0,
 }
+MUON = {"optimizer": "muon", "muon_fp32_matmul_prec": "high"}
+"""In the exactest precision that Megatron offers: the others round its products as bf16 does."""
 DOCUMENTS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
 LOCAL_FP32 = {"grad_reduce_in_bf16": True, "ddp_param_name_patterns_for_fp32_local_accumulation": ["all"]}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tests.mcore.case_parts import BOTH, DEEPSEEK, DISTRIBUTED, HYBRID, MOE, TIED
+from tests.mcore.case_parts import BOTH, DEEPSEEK, DISTRIBUTED, HYBRID, MOE, MUON, TIED
 
 _SIZES = {
     "p": "pipeline_model_parallel_size",
@@ -247,6 +247,14 @@ MOVES = (
         "1f1b/vocab-2 p3",
         ("plain p2", "v-half/vocab-1 p2"),
         {"fp16": True, "initial_loss_scale": 1024},
+        carried=True,
+    ),
+    Move("Muon", "1f1b/vocab-2 p3", ("plain p2", "v-half/vocab-1 p2", "plain t2"), MUON, carried=True),
+    Move(
+        "Muon, distributed layer by layer, tied, bf16, fully reshardable",
+        "v-half/vocab-2 p2 d2",
+        ("plain p2 d2", "1f1b/vocab-2 p3 d2", "plain p2"),
+        {**MUON, **RESHARDABLE, **TIED, "bf16": True},
         carried=True,
     ),
     Move(

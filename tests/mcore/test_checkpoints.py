@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import sys
 from collections.abc import Mapping
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.storage.optimizer_check import check_optimizer
 from tests.harness import run_ranks
 from tests.harness.training import Run, tiny_model, train
 from tests.mcore.case_parts import BOTH, DISTRIBUTED, DROPOUT, EXPERT, FP32, MOE, SEQUENCE
@@ -107,6 +110,8 @@ def train_along(tmp_path_factory):
 @pytest.mark.parametrize(("name", "other"), RUNS)
 def test_training_continues_as_if_nothing_had_happened(train_along, name, other):
     move = BY_NAME[name]
+    if "optimizer" in move.options:
+        pytest.importorskip("emerging_optimizers", reason="pip install emerging-optimizers")
     path, steps = (move.start, other, move.start), (2, 0 if move.carried else 2, 2)
     moved, _ = train_along(path, steps, move.options)
     if move.pads:
@@ -151,7 +156,6 @@ def refusals(rank, _world_size, cases):
     import torch
 
     import pretrain_gpt_vp as script
-    from megatron_vp.errors import UserError
 
     script.prepare()
     from megatron.training.training import destroy_global_state
@@ -289,6 +293,23 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
     for (changes, expected), found in zip(cases, said, strict=True):
         assert (found is None) == (expected is None) and (expected or "") in (found or ""), (changes, found)
         assert "\n" not in (found or "")
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "said"),
+    [
+        ({"optimizer": "adam"}, {"optimizer": "muon"}, "written by --optimizer adam, and --optimizer muon cannot"),
+        (
+            {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True},
+            {"optimizer": "muon"},
+            "written with --use-distributed-optimizer, and Megatron cannot read it without it",
+        ),
+    ],
+    ids=str,
+)
+def test_the_state_of_another_optimizer_is_refused(there, here, said):
+    with pytest.raises(UserError, match=said):
+        check_optimizer(argparse.Namespace(**here), argparse.Namespace(**there), {}, Path("there"))
 
 
 def _contents(folder):

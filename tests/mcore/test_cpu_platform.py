@@ -101,6 +101,25 @@ def test_ranks_with_unequal_numbers_of_tokens_gather_and_reduce_them():
     assert run_ranks(3, unequal_parts) == [(True, True, True)] * 3
 
 
+def gathered_parts(rank, world_size):
+    from megatron_vp.mcore import patches
+    from megatron_vp.mcore.platform import cpu
+
+    def gathered(sizes):
+        parts = [torch.empty(size, dtype=torch.bfloat16) for size in sizes]
+        part = torch.full((sizes[rank],), rank + 1.0, dtype=torch.bfloat16)
+        torch.distributed.all_gather(parts, part, group=torch.distributed.group.WORLD)
+        return torch.cat(parts).tolist()
+
+    with process_group(rank, world_size), patches.patched(cpu.PATCHES):
+        return gathered((2, 0, 1)), gathered((1, 1, 1))
+
+
+def test_parts_of_any_size_are_gathered():
+    """What replicas stepped with a layer-wise optimizer."""
+    assert run_ranks(3, gathered_parts) == [([1, 1, 3], [1, 2, 3])] * 3
+
+
 def test_tensors_asked_for_on_cuda_are_on_the_cpu_and_torch_is_restored_afterwards():
     assert run_ranks(1, torch_under_the_patches) == [
         {

@@ -245,6 +245,7 @@ INSTANCES = ("--use-distributed-optimizer", "--num-distributed-optimizer-instanc
         ),
         (EXPERTS, "te=2.17.1,cc=8.0", "te=2.17.1,cc=7.0", "compute capability"),
         (INSTANCES, "te=no,einops=yes", "te=no,einops=no", "einops, which is missing"),
+        (("--optimizer", "muon"), "emerging=yes", "emerging=no", "emerging-optimizers, which is missing"),
         ((), "cc=9.0", "cc=ninety", "cc=ninety is not a compute capability: give one such as cc=9.0"),
         ((), "einops=no", "einops=maybe", "einops=maybe says neither yes nor no"),
         ((), "te=no", "4", "--nodes 4 cannot be read: it describes a node"),

@@ -45,7 +45,14 @@ REFUSED = [
     ({**VP, "fp32_residual_connection": True, "bf16": True}, "--fp32-residual-connection"),
     ({**VP, "dataloader_inter_document_masking": True}, "--vocab-parallel with packed sequences"),
     ({**VP, "logits_load_dir": "there"}, "--logits-load-dir"),
-    ({**VP, "optimizer": "lion"}, "use --optimizer adam or sgd"),
+    ({**VP, "optimizer": "adaptive_muon"}, "on vocabulary shards: use --optimizer adam, sgd, muon, lion or soap"),
+    ({"optimizer": "muon", "fp16": True}, "--optimizer muon with --fp16 cannot train"),
+    ({"optimizer": "muon", "use_distributed_optimizer": True}, "steps master weights of 16-bit weights alone"),
+    (
+        {"optimizer": "muon", "use_distributed_optimizer": True, "bf16": True}
+        | {"num_distributed_optimizer_instances": 2},
+        "Megatron's layer-wise optimizer has one instance",
+    ),
     ({"rerun_mode": "report_stats"}, "offers this mode and does not have it; use validate_results or disabled"),
     ({"full_validation": True}, "cannot work without each other"),
     ({"multiple_validation_sets": True}, "cannot work without each other"),

@@ -60,6 +60,12 @@ OUR_SCHEDULE = "--vocab-parallel or --pipeline-schedule {pipeline_schedule}"
 """What may have been typed to get a schedule of ours; a message says which for {our_schedule}."""
 
 
+ELEMENT_BY_ELEMENT = ("adam", "sgd")
+"""Optimizers that step every weight so. All others come with the package emerging-optimizers."""
+STEPS_VOCABULARY_SO = (*ELEMENT_BY_ELEMENT, "muon", "lion", "soap")
+"""Optimizers with which Megatron steps the vocabulary layers' weights so, by Adam or Lion: a shard's step is that of
+its rows. Adaptive Muon would be one, but in Megatron 0.19 it stops in its first step."""
+
 # {names} are filled from the arguments.
 REFUSALS = (
     Refusal(
@@ -321,8 +327,33 @@ REFUSALS = (
         "--vocab-z-loss {vocab_z_loss} is no coefficient: use a small positive number, 1e-4 for example",
     ),
     Refusal(
-        lambda a: a.vocab_parallel and a.optimizer not in ("adam", "sgd"),
-        "--vocab-parallel with --optimizer {optimizer} is not tested on vocabulary shards: use --optimizer adam or sgd",
+        lambda a: a.vocab_parallel and a.optimizer not in STEPS_VOCABULARY_SO,
+        "--vocab-parallel with --optimizer {optimizer} is not tested on vocabulary shards: use --optimizer "
+        f"{', '.join(STEPS_VOCABULARY_SO[:-1])} or {STEPS_VOCABULARY_SO[-1]}",
+    ),
+    Refusal(
+        lambda a: a.optimizer not in ELEMENT_BY_ELEMENT and not installed().emerging_optimizers,
+        "--optimizer {optimizer} cannot work: it comes with the package emerging-optimizers, which is missing here; "
+        "pip install emerging-optimizers, or use --optimizer adam",
+    ),
+    Refusal(
+        lambda a: a.optimizer not in ELEMENT_BY_ELEMENT and a.fp16,
+        "--optimizer {optimizer} with --fp16 cannot train: Megatron scales no losses for it; use --bf16",
+    ),
+    Refusal(
+        lambda a: a.use_layer_wise_distributed_optimizer and not (a.bf16 or a.fp16),
+        "--optimizer {optimizer} with --use-distributed-optimizer and without --bf16 cannot train: Megatron's "
+        "layer-wise optimizer steps master weights of 16-bit weights alone; use --bf16, or leave "
+        "--use-distributed-optimizer out",
+    ),
+    Refusal(
+        lambda a: (
+            a.use_layer_wise_distributed_optimizer
+            and (a.num_distributed_optimizer_instances > 1 or a.overlap_param_gather_with_optimizer_step)
+        ),
+        "--optimizer {optimizer} with --use-distributed-optimizer and --num-distributed-optimizer-instances or "
+        "--overlap-param-gather-with-optimizer-step cannot work: Megatron's layer-wise optimizer has one instance and "
+        "one gathering for all chunks; leave both out",
     ),
     Refusal(
         lambda a: (

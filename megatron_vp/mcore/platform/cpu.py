@@ -168,6 +168,23 @@ def _bytes_apart(original: Callable[..., Any]) -> Callable[..., Any]:
     return gather
 
 
+def _parts_of_any_size(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Parts of different sizes are sent by their owners, one after the other, and at once."""
+
+    @functools.wraps(original)
+    def all_gather(
+        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if len({part.shape for part in tensor_list}) == 1:
+            return original(tensor_list, tensor, group=group, async_op=async_op)
+        tensor_list[torch.distributed.get_rank(group)].copy_(tensor)
+        for owner, part in enumerate(tensor_list):
+            torch.distributed.broadcast(part, group=group, group_src=owner)
+        return None
+
+    return all_gather
+
+
 def _always(replacement: Any) -> Callable[[Any], Any]:
     return lambda _original: replacement
 
@@ -315,6 +332,12 @@ PATCHES = (
         _bytes_apart,
         "torch joins gathers of buffers in one message, and over gloo 16-bit weights beside fp8 ones become bytes",
         "(output_tensor, input_tensor, group=None, async_op=False)",
+    ),
+    Patch(
+        "torch.distributed:all_gather",
+        _parts_of_any_size,
+        "gloo gathers parts of one size, and each replica steps other weights with a layer-wise optimizer",
+        "(tensor_list, tensor, group=None, async_op=False)",
     ),
     Patch(
         "megatron.training.training:set_jit_fusion_options",

@@ -24,6 +24,8 @@ _ACCUMULATION = "fused_weight_gradient_mlp_cuda"
 _SOFTMAX = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "scaled_softmax_cuda")
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)?(\+[\w.]+)?")
 _CAPABILITY = re.compile(r"\d{1,2}\.\d")
+_PACKAGES = {"einops": "einops", "nvrx": "nvrx", "emerging": "emerging_optimizers"}
+"""As `--nodes` names them, and the fields that say whether they are there."""
 _NORM, _OPTIMIZER = "fused_layer_norm_cuda", "amp_C"
 
 
@@ -45,6 +47,8 @@ class Installed:
     """Why Megatron must not use the package `apex` that is installed."""
     einops: bool = False
     """With which Megatron groups instances of the distributed optimizer."""
+    emerging_optimizers: bool = False
+    """What Megatron's Muon and its like are made of."""
     nvrx: bool = False
     """`nvidia_resiliency_ext`, which writes checkpoints of --async-save by default."""
     capability: tuple[int, int] | None = None
@@ -74,6 +78,7 @@ def here() -> Installed:
         apex=_is_there(_APEX) and apex_fault is None,
         apex_fault=apex_fault,
         einops=_is_there("einops"),
+        emerging_optimizers=_is_there("emerging_optimizers"),
         nvrx=_is_there("nvidia_resiliency_ext"),
     )
 
@@ -107,15 +112,16 @@ def _hide(package: str, reason: str) -> None:
 
 
 def from_text(text: str) -> Installed:
-    """What nodes have, by `--nodes "te=VERSION|no,apex=yes|no,einops=yes|no,nvrx=yes|no,cc=X.Y"`.
+    """What nodes have, by `--nodes "te=VERSION|no,apex=yes|no,einops=yes|no,nvrx=yes|no,emerging=yes|no,cc=X.Y"`.
 
     What is left out is as on this machine. Raises UserError.
     """
     given = dict(word.strip().partition("=")[::2] for word in text.split(","))
-    if not given or given.keys() - {"te", "apex", "einops", "nvrx", "cc"} or not all(given.values()):
+    if not given or given.keys() - {"te", "apex", "cc", *_PACKAGES} or not all(given.values()):
         raise UserError(
-            f"--nodes {text} cannot be read: it describes a node, by te=VERSION or te=no, apex=yes or apex=no, einops= "
-            "and nvrx= likewise, and cc=9.0 for the compute capability; give some of them, with commas in between"
+            f"--nodes {text} cannot be read: it describes a node, by te=VERSION or te=no, apex=yes or apex=no, "
+            f"{', '.join(f'{name}=' for name in _PACKAGES)} likewise, and cc=9.0 for the compute capability; give some "
+            "of them, with commas in between"
         )
     machine = here()
     if "te" in given:
@@ -129,7 +135,7 @@ def from_text(text: str) -> Installed:
             raise UserError(f"--nodes: cc={given['cc']} is not a compute capability: give one such as cc=9.0")
         major, _, minor = given["cc"].partition(".")
         machine = replace(machine, capability=(int(major), int(minor)))
-    return replace(machine, **{name: _is_yes(given, name) for name in ("einops", "nvrx") if name in given})
+    return replace(machine, **{field: _is_yes(given, name) for name, field in _PACKAGES.items() if name in given})
 
 
 def _is_yes(given: Mapping[str, str], name: str) -> bool:

@@ -50,8 +50,13 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
     """Megatron reads optimizer state only into the kind of optimizer that wrote it, and the distributed optimizer's
     default form, which stores its buffers as they lie, only in the same layout.
     """
-    distributed = getattr(written_by, "use_distributed_optimizer", args.use_distributed_optimizer)
-    if distributed != args.use_distributed_optimizer:
+    if (written := getattr(written_by, "optimizer", args.optimizer)) != args.optimizer:
+        raise UserError(
+            f"the optimizer state in {folder} was written by --optimizer {written}, and --optimizer {args.optimizer} "
+            f"cannot read it: go on with --optimizer {written}, or with a fresh optimizer by --no-load-optim"
+        )
+    distributed = _is_distributed(written_by, _is_distributed(args))
+    if distributed != _is_distributed(args):
         raise UserError(
             f"the optimizer state in {folder} was written {'with' if distributed else 'without'} "
             f"--use-distributed-optimizer, and Megatron cannot read it {'without' if distributed else 'with'} it: "
@@ -75,6 +80,12 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
                 f"which fits only the layout that wrote it, and there {name} was {there}, here it is {here}: write it "
                 f"with --dist-ckpt-optim-fully-reshardable, or go on with a fresh optimizer by --no-load-optim"
             )
+
+
+def _is_distributed(args: argparse.Namespace, absent: bool = False) -> bool:
+    """As one of Megatron's two distributed optimizers: by elements, or of Muon and its like by whole weights."""
+    by_elements = getattr(args, "use_distributed_optimizer", absent)
+    return by_elements or getattr(args, "use_layer_wise_distributed_optimizer", False)
 
 
 def _check_decoupled_rates(args: argparse.Namespace, written_by: argparse.Namespace, folder: Path) -> None:
