@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn, TaskID
 
 
-TOLD_BY_SUFFIX = ("json", "csv", "svg", "png")
+TOLD_BY_SUFFIX = ("json", "csv", "svg", "png", "html")
 """Formats that the suffix of an output file stands for."""
 
-UNKNOWN_SUFFIXES = ("pdf", "jpg", "jpeg", "gif", "yaml", "yml", "xlsx", "html")
+UNKNOWN_SUFFIXES = ("pdf", "jpg", "jpeg", "gif", "yaml", "yml", "xlsx")
 """Suffixes of files that no command writes."""
 
 LINE_EVERY, REDRAW_EVERY = 2.0, 0.1

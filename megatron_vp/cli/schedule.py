@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,6 +29,7 @@ class Format(StrEnum):
     CSV = "csv"
     SVG = "svg"
     PNG = "png"
+    HTML = "html"
     PERFETTO = "perfetto"
     PROGRAMS = "programs"
 
@@ -82,8 +85,8 @@ def schedule(
         Format | None,
         typer.Option(
             "--format",
-            help="Output format. `programs` is JSON with everything that each rank runs, posts and waits for "
-            "(default: what the file's suffix says, else a table).",
+            help="Output format. `html` is a page for a browser: zoom, and point at a pass. `programs` is JSON with "
+            "everything that each rank runs, posts and waits for (default: what the file's suffix says, else a table).",
         ),
     ] = None,
     output: Annotated[
@@ -96,6 +99,18 @@ def schedule(
     evaluation: Annotated[
         bool, typer.Option("--evaluation", help="Show the schedule of an evaluation: forward passes only, reordered.")
     ] = False,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SCHEDULE",
+            help="With --format html: a second schedule below the first, with one time axis. Give a file, or a name "
+            "for the same ranks, microbatches and costs, with vocabulary passes after a colon: v-half:vocab-2.",
+        ),
+    ] = None,
+    from_time: Annotated[
+        float | None, typer.Option(help="First moment that a table or picture shows, in the costs' unit.")
+    ] = None,
+    until: Annotated[float | None, typer.Option(help="Last moment that a table or picture shows.")] = None,
 ) -> None:
     """Generate a pipeline schedule (or read one with --from), prove that it runs, and show it.
 
@@ -106,6 +121,8 @@ def schedule(
     from megatron_vp.schedule.flex import microbatches_of_limit
 
     output_format = format_for(asked_format, output, Format)
+    if compare is not None and output_format is not Format.HTML:
+        raise UserError("--compare shows a second schedule on a page: add --format html, or -o with a name in .html")
     costs = PassCosts.parse(cost)
     try:
         if source is not None:
@@ -133,9 +150,42 @@ def schedule(
                     name, pipeline_size, microbatches, vocab, vocab_ranks, chunks, offload_chunks, limit, costs
                 )
                 timeline = simulate(forward_schedule(found, costs) if evaluation else found, costs)
+        shown = [timeline] if compare is None else [timeline, _compared(compare, found, costs, evaluation)]
     except ScheduleError as error:
         raise UserError(str(error).splitlines()[0]) from error
-    write(_render(timeline, output_format, costs), output)
+    window = _window(from_time, until, output_format, max(each.makespan for each in shown))
+    write(_render(shown, output_format, costs, window), output)
+
+
+def _compared(words: str, first: Schedule, costs: PassCosts, evaluation: bool) -> Timeline:
+    """What `--compare` asks for: a file that is there, or a schedule by name for the sizes of `first`."""
+    from megatron_vp.schedule import evaluation as forward_schedule
+    from megatron_vp.schedule import generate, simulate, validate
+
+    if Path(words).is_file():
+        second = _read(Path(words))
+        validate(second, costs)
+    else:
+        name, _, vocab = words.partition(":")
+        second = generate(name, first.pipeline_size, first.microbatches, vocab=vocab or "none", costs=costs)
+    return simulate(forward_schedule(second, costs) if evaluation else second, costs)
+
+
+def _window(
+    from_time: float | None, until: float | None, output_format: Format, makespan: float
+) -> tuple[float, float] | None:
+    """What `--from-time` and `--until` ask for; None where neither is given."""
+    if from_time is None and until is None:
+        return None
+    if output_format not in (Format.TABLE, Format.SVG, Format.PNG, Format.HTML):
+        raise UserError(f"--from-time and --until choose what a table or picture shows, and {output_format} has all")
+    start, end = from_time or 0.0, makespan if until is None else until
+    if not 0 <= start < end < math.inf or start >= makespan:
+        raise UserError(
+            f"--from-time {start:g} --until {end:g} is not a part of the schedule, which takes {makespan:.6g}: give "
+            "a start from 0 on and a later end"
+        )
+    return start, min(end, makespan)
 
 
 def _generate(
@@ -191,12 +241,17 @@ def _read(source: Path) -> Schedule:
         raise UserError(f"{source}: {error}") from None
 
 
-def _render(timeline: Timeline, output_format: Format, costs: PassCosts) -> str | bytes:
-    from megatron_vp.schedule import draw, lower, programs_to_json, to_csv, to_json
+def _render(
+    timelines: Sequence[Timeline], output_format: Format, costs: PassCosts, window: tuple[float, float] | None
+) -> str | bytes:
+    from megatron_vp.schedule import draw, lower, programs_to_json, to_csv, to_json, web_page
 
+    timeline = timelines[0]
     match output_format:
         case Format.TABLE:
-            return draw.to_text(timeline)
+            return draw.to_text(timeline, window=window)
+        case Format.HTML:
+            return web_page.to_html(timelines, window)
         case Format.JSON:
             return to_json(timeline.schedule, timeline) + "\n"
         case Format.CSV:
@@ -205,5 +260,5 @@ def _render(timeline: Timeline, output_format: Format, costs: PassCosts) -> str 
             return draw.to_perfetto(timeline) + "\n"
         case Format.PROGRAMS:
             return programs_to_json(timeline.schedule, lower(timeline.schedule, costs)) + "\n"
-    picture = draw.to_picture(timeline, output_format.value)
+    picture = draw.to_picture(timeline, output_format.value, window)
     return picture.decode() if output_format is Format.SVG else picture

@@ -7,7 +7,7 @@ import json
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_vp.schedule import perfetto
@@ -16,7 +16,7 @@ from megatron_vp.schedule.ledger import activation_levels
 from megatron_vp.schedule.pass_kinds import Held, PassKind
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.perfetto import Lane
-from megatron_vp.schedule.timeline import Timeline
+from megatron_vp.schedule.timeline import Span, Timeline
 from megatron_vp.schedule.transfers import Copy
 
 if TYPE_CHECKING:
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 SECOND_STREAM = "#303030"
 COPIES = "#2A6FDB"
 
+WIDEST = 16.0
+"""Inches that a picture is wide at most: wider ones have to be shrunk to be seen. A window shows more detail."""
 
-def to_text(timeline: Timeline, width: int = 100) -> str:
-    """Metrics, one line a rank, and the ranks over time in `width` columns."""
+
+def to_text(timeline: Timeline, width: int = 100, window: Span | None = None) -> str:
+    """Metrics, one line per rank, and the ranks over time in `width` columns: in `window`, or from start to end."""
     schedule = timeline.schedule
     costs = timeline.costs.nominal(schedule.pipeline_size)
-    chunks = "1 chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
-    sizes = f"{schedule.pipeline_size} ranks, {chunks} a rank, {schedule.microbatches} microbatches"
     on_host = "   in host memory" if schedule.offloaded else ""
-    name = f"{schedule.name} ({schedule.shape})" if schedule.shape else schedule.name
     lines = [
-        f"schedule {name}, vocabulary {_vocabulary(schedule)}: {sizes}",
+        f"schedule {title(schedule)}",
         f"makespan {timeline.makespan:.6g}   bubble {100 * timeline.bubble_fraction:.2f} %   "
         f"costs {' '.join(f'{name}={value:g}' for name, value in costs.named().items())}",
         "",
@@ -48,11 +48,24 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
             f"{rank:4d} {busy:6.6g} {idle:10.2f} {timeline.peak_activation[rank]:17.4g} "
             f"{timeline.logits_in_flight[rank]:17d}" + (f"{timeline.peak_host[rank]:17.4g}" if on_host else "")
         )
-    column = timeline.makespan / width
+    first, last = window or (0.0, timeline.makespan)
+    column = (last - first) / width
     marks = "".join(f"{kind.mark} is {kind}, " for kind in PassKind if _needs_explaining(kind, schedule.kinds))
-    lines += ["", f"one column is {column:.4g}; {marks}a dot is idle; passes much shorter may not show"]
-    lines += [f"{rank:4d} {_row(timeline, rank, width)}" for rank in range(schedule.pipeline_size)]
+    shown = f"{first:.6g} to {last:.6g}: " if window else ""
+    lines += ["", f"{shown}one column is {column:.4g}; {marks}a dot is idle; passes much shorter may not show"]
+    middles = [first + (place + 0.5) * column for place in range(width)]
+    lines += [f"{rank:4d} {_row(timeline, rank, middles)}" for rank in range(schedule.pipeline_size)]
     return "\n".join(lines) + "\n"
+
+
+def title(schedule: Schedule) -> str:
+    """Name, vocabulary method and sizes."""
+    name = f"{schedule.name} ({schedule.shape})" if schedule.shape else schedule.name
+    chunks = "1 chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
+    return (
+        f"{name}, vocabulary {_vocabulary(schedule)}: {schedule.pipeline_size} ranks, {chunks} per rank, "
+        f"{schedule.microbatches} microbatches"
+    )
 
 
 def _vocabulary(schedule: Schedule) -> str:
@@ -68,29 +81,30 @@ def _needs_explaining(kind: PassKind, used: Collection[PassKind]) -> bool:
     return kind.mark not in PassKind and (kind in used or kind in (PassKind.IF, PassKind.IB))
 
 
-def _row(timeline: Timeline, rank: int, width: int) -> str:
+def _row(timeline: Timeline, rank: int, times: Sequence[float]) -> str:
+    """The mark of what the rank runs at each of `times`."""
     spans, order = timeline.spans[rank], timeline.schedule.ranks[rank]
     starts = [start for start, _ in spans]
     cells = []
-    for column in range(width):
-        middle = (column + 0.5) * timeline.makespan / width
-        place = bisect_right(starts, middle) - 1
-        busy = place >= 0 and spans[place][1] > middle
+    for time in times:
+        place = bisect_right(starts, time) - 1
+        busy = place >= 0 and spans[place][1] > time
         cells.append(order[place].kind.mark if busy else ".")
     return "".join(cells)
 
 
-def to_picture(timeline: Timeline, file_format: str) -> bytes:
-    """A picture as `svg` or `png`: one row a rank, microbatch numbers in the passes, held activations below each.
+def to_picture(timeline: Timeline, file_format: str, window: Span | None = None) -> bytes:
+    """A picture as `svg` or `png` of what happens in `window`, or from start to end.
 
+    One row per rank: passes with their microbatches' numbers where they are wide enough, and held activations below.
     Collectives that take time are a line under the passes.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     schedule = timeline.schedule
-    ranks, makespan = schedule.pipeline_size, timeline.makespan or 1.0
-    width = min(48.0, max(9.0, 0.13 * makespan / _typical_duration(timeline) + 2))
+    ranks, (first, last) = schedule.pipeline_size, window or (0.0, timeline.makespan or 1.0)
+    width = min(WIDEST, max(9.0, 0.13 * (last - first) / _typical_duration(timeline) + 2))
     # The file must be the same for the same schedule: no date, no random identifiers, and text as text.
     with rc_context({"svg.hashsalt": "megatron-vp", "svg.fonttype": "none", "font.size": 8}):
         figure = Figure(figsize=(width, 1.1 + 0.55 * ranks), layout="constrained")
@@ -98,13 +112,13 @@ def to_picture(timeline: Timeline, file_format: str) -> bytes:
         peak = max(*timeline.peak_activation, *timeline.peak_host)
         second_stream, copies = _second_stream(timeline), _copies(timeline)
         for rank in range(ranks):
-            _draw_passes(axes, timeline, rank, points_per_unit=72 * (width - 1) / makespan)
+            _draw_passes(axes, timeline, rank, points_per_unit=72 * (width - 1) / (last - first))
             if rank in second_stream:
                 axes.broken_barh(second_stream[rank], (rank + 0.575, 0.045), facecolor=SECOND_STREAM, linewidth=0)
             if rank in copies:
                 axes.broken_barh(copies[rank], (rank + 0.625, 0.03), facecolor=COPIES, linewidth=0)
             _draw_memory(axes, timeline, rank, peak)
-        axes.set_xlim(0, makespan)
+        axes.set_xlim(first, last)
         axes.set_ylim(ranks, -0.12)
         axes.set_yticks([rank + 0.28 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
         axes.tick_params(axis="y", length=0)
@@ -112,9 +126,7 @@ def to_picture(timeline: Timeline, file_format: str) -> bytes:
         host = "; blue line: in the host's memory" if schedule.offloaded else ""
         axes.set_xlabel(f"time; grey below each rank: activations held, of a peak of {peak:.4g} microbatches{host}")
         axes.set_title(
-            f"{schedule.name}, vocabulary {_vocabulary(schedule)}, {ranks} ranks, "
-            f"{schedule.microbatches} microbatches: "
-            f"makespan {timeline.makespan:.6g}, bubble {100 * timeline.bubble_fraction:.2f} %",
+            f"{title(schedule)}; makespan {timeline.makespan:.6g}, bubble {100 * timeline.bubble_fraction:.2f} %",
             loc="left",
             fontsize=9,
         )
@@ -130,11 +142,10 @@ def _typical_duration(timeline: Timeline) -> float:
     return sum(taken) / len(taken) if taken else 1.0
 
 
-def _shade(kind: PassKind, chunk: int) -> tuple[float, float, float]:
-    from matplotlib.colors import to_rgb
-
-    red, green, blue = (1 - (1 - channel) * 0.6**chunk for channel in to_rgb(kind.colour))
-    return red, green, blue
+def shade(kind: PassKind, chunk: int) -> str:
+    """The colour of a kind's passes as #RRGGBB: paler for every further chunk."""
+    channels = bytes.fromhex(kind.colour.removeprefix("#"))
+    return "#" + bytes(round(255 - (255 - channel) * 0.6**chunk) for channel in channels).hex()
 
 
 def _draw_passes(axes: Axes, timeline: Timeline, rank: int, points_per_unit: float) -> None:
@@ -148,7 +159,7 @@ def _draw_passes(axes: Axes, timeline: Timeline, rank: int, points_per_unit: flo
             axes.text(middle, rank + 0.28, label, ha="center", va="center", fontsize=5.5, color="black", clip_on=True)
     for (kind, chunk), spans in boxes.items():
         line = 0.4 if points_per_unit > 4 else 0.0
-        axes.broken_barh(spans, (rank, 0.56), facecolor=_shade(kind, chunk), edgecolor="white", linewidth=line)
+        axes.broken_barh(spans, (rank, 0.56), facecolor=shade(kind, chunk), edgecolor="white", linewidth=line)
 
 
 def _second_stream(timeline: Timeline) -> dict[int, list[tuple[float, float]]]:
@@ -202,7 +213,7 @@ def _add_legend(figure: Figure, timeline: Timeline, width: float) -> None:
     patches = []
     for kind, chunk in sorted(used, key=lambda item: (list(PassKind).index(item[0]), item[1])):
         suffix = f", chunk {chunk}" if chunked and kind.per_chunk else ""
-        patches.append(Patch(facecolor=_shade(kind, chunk), label=f"{kind} {kind.meaning}{suffix}"))
+        patches.append(Patch(facecolor=shade(kind, chunk), label=f"{kind} {kind.meaning}{suffix}"))
     if _second_stream(timeline):
         patches.append(Patch(facecolor=SECOND_STREAM, label="collectives"))
     if timeline.schedule.offloaded:

@@ -39,7 +39,7 @@ def slices(text, lane, rank=None):
 
 def test_table_shows_metrics_and_every_rank():
     lines = run(*FAMILY, "--cost", "comm=0.5").stdout.splitlines()
-    assert lines[0] == "schedule 1f1b, vocabulary vocab-2: 3 ranks, 1 chunk a rank, 4 microbatches"
+    assert lines[0] == "schedule 1f1b, vocabulary vocab-2: 3 ranks, 1 chunk per rank, 4 microbatches"
     assert "comm=0.5" in lines[1]
     rows = [line.split() for line in lines[-3:]]
     assert [row[0] for row in rows] == ["0", "1", "2"]

@@ -43,7 +43,7 @@ def test_the_page_shows_what_offloading_leaves():
 def test_every_picture_of_the_page_exists():
     page = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
     pictures = [line.split("](")[1].rstrip(")") for line in page.splitlines() if line.startswith("![")]
-    assert len(pictures) == 2 + len(FAMILIES)
+    assert len(pictures) == 3 + len(FAMILIES)
     assert all((ROOT / "docs" / picture).is_file() for picture in pictures)
 
 

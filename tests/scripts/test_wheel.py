@@ -53,6 +53,11 @@ def test_configurations_have_names(wheel, tmp_path):
     assert "llama3_70b, llama3_8b" in errors
 
 
+def test_a_page_for_the_browser_can_be_made(wheel, tmp_path):
+    words = ("megatron_vp", "schedule", "1f1b", "-p", "2", "-m", "2", "-o", "page.html")
+    assert said(wheel, tmp_path, *words) == (0, "", "") and (tmp_path / "page.html").stat().st_size > 10_000
+
+
 def test_a_file_wins_over_a_name(tmp_path, monkeypatch):
     from megatron_vp.jobs.yaml_files import read_leaves
 

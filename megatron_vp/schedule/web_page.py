@@ -1,0 +1,120 @@
+"""Shows one timeline, or two above each other, as a page for a browser: one HTML file that needs no network."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+
+from megatron_vp.schedule import draw
+from megatron_vp.schedule.graph import Step
+from megatron_vp.schedule.ledger import activation_levels
+from megatron_vp.schedule.pass_kinds import Held, PassKind
+from megatron_vp.schedule.passes import Pass
+from megatron_vp.schedule.timeline import Span, Timeline
+
+
+def to_html(timelines: Sequence[Timeline], window: Span | None = None) -> str:
+    """The page. All timelines share one time axis, which shows `window` (start and end) first, or everything."""
+    styles = _styles(timelines)
+    places = {(style["kind"], style["chunk"]): place for place, style in enumerate(styles)}
+    start, end = window or (0.0, max(timeline.makespan for timeline in timelines))
+    page = {
+        "from": start,
+        "until": end if end > start else start + 1,
+        "peak": max(max(*each.peak_activation, *each.peak_host) for each in timelines),
+        "host_colour": draw.COPIES,
+        "styles": styles,
+        "schedules": [_schedule(timeline, places) for timeline in timelines],
+    }
+    folder = files("megatron_vp.schedule")
+    text, script = (folder.joinpath(f"web_page.{kind}").read_text(encoding="utf-8") for kind in ("html", "js"))
+    parts = {
+        "TITLE": escape(" and ".join(draw.title(timeline.schedule) for timeline in timelines)),
+        # Escaped, so that no schedule's name can end the element that holds the data.
+        "PAGE": json.dumps(page, separators=(",", ":")).replace("<", "\\u003c"),
+        "SCRIPT": script,
+    }
+    return re.sub("|".join(parts), lambda part: parts[part[0]], text)
+
+
+def _styles(timelines: Sequence[Timeline]) -> list[dict[str, object]]:
+    """Colour and words of every kind of pass and chunk, and of what communicates; the legend shows those with words."""
+    used = {(step.kind, step.chunk) for each in timelines for order in each.schedule.ranks for step in order}
+    chunked = any(timeline.schedule.chunks > 1 for timeline in timelines)
+    styles: list[dict[str, object]] = []
+    for kind, chunk in sorted(used, key=lambda item: (list(PassKind).index(item[0]), item[1])):
+        meaning = f"{kind} {kind.meaning}" + (f", chunk {chunk}" if chunked and kind.per_chunk else "")
+        styles.append({"kind": kind.value, "chunk": chunk, "colour": draw.shade(kind, chunk), "meaning": meaning})
+    categories = {operation.category for each in timelines for operation in each.operations}
+    for category, colour, meaning in (
+        ("collective", draw.SECOND_STREAM, "collectives"),
+        ("copy", draw.COPIES, "copies to and from the host; line: activations in its memory"),
+        ("message", "", ""),
+    ):
+        if category in categories:
+            styles.append({"kind": category, "chunk": 0, "colour": colour, "meaning": meaning})
+    return [*styles, {"kind": "", "chunk": 0, "colour": "#9a9a9a", "meaning": "activations held on the device"}]
+
+
+def _schedule(timeline: Timeline, places: dict[tuple[object, object], int]) -> dict[str, object]:
+    """Passes first, rank by rank in their order, then communication; each with the places of all that it waits for.
+
+    A node is name, place of its style, rank (None: all members), start, end, what it waits for, and the node before it
+    on its rank or communicator (None: it is the first).
+    """
+    schedule, (graph, start, end) = timeline.schedule, timeline.nodes
+    steps = [number for order in graph.numbers(schedule.ranks) for number in order]
+    passes = set(steps)
+    numbers = steps + [number for number in range(len(start)) if number not in passes]
+    place_of = {number: place for place, number in enumerate(numbers)}
+    names = list(range(schedule.pipeline_size))
+    nodes = []
+    for number in numbers:
+        node = graph.nodes[number]
+        needed = [place_of[each] for each in graph.predecessors[number]]
+        # The simulator lists the node that had the lane before as the last one.
+        has_turn = needed and graph.lanes[numbers[needed[-1]]] == graph.lanes[number]
+        turn = needed.pop() if has_turn else None
+        times = _rounded(start[number]), _rounded(end[number])
+        if isinstance(node, Step):
+            assert isinstance(node.action, Pass)
+            nodes.append(
+                [str(node.action), places[node.action.kind, node.action.chunk], node.rank, *times, needed, turn]
+            )
+        else:
+            rank = None if node.track is None else node.track[0]
+            nodes.append([node.words(names), places[node.category, 0], rank, *times, needed, turn])
+    return {
+        "title": draw.title(schedule),
+        "figures": f"makespan {timeline.makespan:.6g}, bubble {100 * timeline.bubble_fraction:.2f} %, "
+        f"most activations {max(timeline.peak_activation):.4g} microbatches"
+        + (f", most in host memory {max(timeline.peak_host):.4g}" if schedule.offloaded else ""),
+        "makespan": timeline.makespan,
+        "ranks": schedule.pipeline_size,
+        "members": list(schedule.vocab_members),
+        "passes": len(steps),
+        "nodes": nodes,
+        "memory": _levels(timeline, Held.ACTIVATIONS),
+        "host": _levels(timeline, Held.HOST_ACTIVATIONS) if schedule.offloaded else None,
+    }
+
+
+def _levels(timeline: Timeline, held: Held) -> list[list[list[float]]]:
+    """By rank, the times at which what it holds changes, each with what it holds from then on, in microbatches."""
+    found = []
+    for rank, spans in enumerate(timeline.spans):
+        changes: list[list[float]] = []
+        for (start, end), (during, after) in zip(spans, activation_levels(timeline.schedule, rank, held), strict=True):
+            for time, level in ((start, during), (end, after)):
+                if level != (changes[-1][1] if changes else 0.0):
+                    changes.append([_rounded(time), level])
+        found.append(changes)
+    return found
+
+
+def _rounded(time: float) -> float:
+    """To nine digits, which no picture shows and which keep a file small."""
+    return float(f"{time:.9g}")
