@@ -164,8 +164,11 @@ def plan(
         case Format.PNG:
             from megatron_vp.cost.planning.charts import dial_chart, plan_chart
 
-            chart = dial_chart if offload else plan_chart
-            content = chart(evaluations, request.limit, request.title)
+            content = (
+                dial_chart(evaluations, request.limit, request.title)
+                if offload
+                else plan_chart(evaluations, chosen, request.limit, request.title)
+            )
     write(content, output)
 
 
@@ -253,24 +256,23 @@ def _comparison(choice: Choice, tie: Tie, limit: float) -> list[str]:
     else:
         lines = [
             f"{choice.gain:.2f} times as fast as the best run without vocabulary parallelism that fits "
-            f"({_name(whole)}; redistributed layers are among them)"
+            f"({whole.candidate.name}; redistributed layers are among them)"
         ]
     if len(choice.tied) > 1:
         fastest = choice.tied[0]
         avoided = not chosen.is_tight(limit) and any(each.is_tight(limit) for each in choice.tied)
         ahead = chosen.iteration_seconds / fastest.iteration_seconds - 1
-        said = "is the fastest of them, too" if chosen is fastest else f"{_name(fastest)} is {100 * ahead:.1f} % faster"
+        said = (
+            "is the fastest of them, too"
+            if chosen is fastest
+            else f"{fastest.candidate.name} is {100 * ahead:.1f} % faster"
+        )
         lines.append(
-            f"a tie: {len(choice.tied)} runs are within {tie.text}, and {_name(chosen)} is the simplest of them"
+            f"a tie: {len(choice.tied)} runs are within {tie.text}, and {chosen.candidate.name} is the simplest of them"
             + (" that leave room in memory; " if avoided else "; ")
             + (said if chosen is not fastest else f"it {said}")
         )
     return lines
-
-
-def _name(each: Evaluation) -> str:
-    plan = each.candidate.plan
-    return f"{plan.label}, {each.candidate.method}" + (", balanced shards" if plan.vocab_rows else "")
 
 
 def _document(

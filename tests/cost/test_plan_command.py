@@ -13,7 +13,7 @@ from megatron_vp.cli.plan_check import megatrons_check, refusal_here
 from megatron_vp.cli.planning import seconds
 from megatron_vp.cost.balance.chosen_shards import shard_choice
 from megatron_vp.cost.hardware.gpus import HARDWARE, find_hardware
-from megatron_vp.cost.planning import planner
+from megatron_vp.cost.planning import charts, planner
 from megatron_vp.cost.planning.candidates import Candidate, candidates
 from megatron_vp.cost.planning.evaluation import evaluate
 from megatron_vp.cost.prediction.limit import with_given_limit
@@ -391,6 +391,18 @@ def test_plan_says_what_a_file_must_unset(small, evaluations):
     del evaluations[0][1]
     small.write_text(SMALL.replace("data:", "  vocab_parallel: true\ndata:"))
     assert "and without vocab_parallel, which a file must unset" in run("plan", small).stdout
+
+
+def test_the_picture_marks_what_is_recommended_and_what_does_not_fit(small, tmp_path, monkeypatch, evaluations):
+    figures = []
+    monkeypatch.setattr(charts, "_png", lambda figure: figures.append(figure) or b"")
+    assert run("plan", small, "-o", tmp_path / "plan.png").exit_code == 0
+    times = figures[0].axes[0]
+    assert [text.get_text() for text in times.texts] == ["1 does not fit", "2 recommended", "3"]
+    weights = {label.get_text(): label.get_fontweight() for label in times.get_yticklabels()}
+    assert {name: weight == "bold" for name, weight in weights.items()} == {
+        "1f1b, plain": False, "1f1b, vocab-1": True, "zb-h1, plain": False,
+    }  # fmt: skip
 
 
 def test_seconds_have_four_digits():

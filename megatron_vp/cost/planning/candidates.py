@@ -33,6 +33,11 @@ class Candidate:
     method: str
     plan: Plan
 
+    @property
+    def name(self) -> str:
+        """In tables and pictures: no two candidates of a plan have the same."""
+        return f"{self.plan.label}, {self.method}" + (", balanced shards" if self.plan.vocab_rows else "")
+
 
 def method_of(plan: Plan) -> str:
     """The name of a plan's method."""

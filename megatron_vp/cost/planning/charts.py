@@ -35,8 +35,11 @@ PARTS = {
 }
 
 
-def plan_chart(evaluations: Sequence[Evaluation], limit: float, title: str) -> bytes:
-    """PNG: a row a candidate, the fastest on top: where its iteration's seconds go, and every rank's memory."""
+def plan_chart(evaluations: Sequence[Evaluation], chosen: Evaluation, limit: float, title: str) -> bytes:
+    """PNG: one row per candidate, the fastest on top: where its iteration's seconds go, and every rank's memory.
+
+    The row of `chosen` is marked, and so are candidates that do not fit.
+    """
     figure, (times, memory) = _figure(0.26 * len(evaluations) + 1.6, title)
     rows = range(len(evaluations))
     left = [0.0] * len(evaluations)
@@ -44,23 +47,41 @@ def plan_chart(evaluations: Sequence[Evaluation], limit: float, title: str) -> b
         widths = [getattr(each.loss, name) for each in evaluations]
         times.barh(rows, widths, left=left, color=colour, label=label)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    times.set_yticks(rows, [f"{each.candidate.plan.label}, {each.candidate.method}" for each in evaluations])
-    times.invert_yaxis()
-    times.set_xlabel("seconds an iteration")
-    for row, each in enumerate(evaluations):
+    labels = times.set_yticks(rows, [each.candidate.name for each in evaluations])
+    times.set_ylim(len(evaluations) - 0.4, -0.6)
+    times.set_xlabel("seconds per iteration")
+    for row, (each, tick) in enumerate(zip(evaluations, labels, strict=True)):
+        times.annotate(
+            f"{each.iteration_seconds:.4g}"
+            + (" recommended" if each is chosen else "")
+            + " does not fit" * (not each.fits(limit)),
+            (left[row], row),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7,
+            fontweight="bold" if each is chosen else None,
+        )
+        if each is chosen:
+            tick.label1.set_fontweight("bold")
+            for axes in (times, memory):
+                axes.axhspan(row - 0.5, row + 0.5, color="#FFE9A8", zorder=0)
         totals = sorted(rank.total / GIB for rank in each.memory)
         memory.plot([totals[0], totals[-1]], [row, row], color="#9A9A9A", linewidth=2, zorder=1)
         colour = "#59A14F" if each.fits(limit) else "#E15759"
         memory.scatter(totals, [row] * len(totals), s=12, color=colour, zorder=2)
+    times.margins(x=0.15)
     memory.set_yticks(rows, [""] * len(evaluations))
     memory.set_ylim(times.get_ylim())
+    memory.grid(axis="y", color="#E4E4E4", linewidth=0.6, zorder=0)
+    memory.set_axisbelow(True)
     _limit(memory, limit)
-    memory.set_xlabel("GiB, a dot a rank; dotted: what a rank may take")
+    memory.set_xlabel("GiB, one dot per rank; dotted: what a rank may take")
     return _png(figure)
 
 
 def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
-    """PNG: a row a rank: seconds that it computes and waits, and its memory by what it holds."""
+    """PNG: one row per rank: seconds that it computes and waits, and its memory by what it holds."""
     plan = evaluation.candidate.plan
     figure, (times, memory) = _figure(
         0.26 * len(evaluation.busy) + 1.8, f"{title}\n{plan.label}, {evaluation.candidate.method}"
@@ -74,7 +95,7 @@ def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
     times.barh(rows, step, left=makespan, color=LOSSES["step"][1], label="after the passes")
     times.set_yticks(rows, [f"rank {rank}" for rank in rows])
     times.invert_yaxis()
-    times.set_xlabel("seconds an iteration")
+    times.set_xlabel("seconds per iteration")
     left = [0.0] * len(rows)
     for part, colour in PARTS.items():
         widths = [rank.parts()[part] / GIB for rank in evaluation.memory]
