@@ -342,10 +342,12 @@ CASES = (
     Case("Lion", {"optimizer": "lion"}, EVERY_SHAPE, slow=True),
     Case(
         "SOAP",
-        {"optimizer": "soap"},
+        {"optimizer": "soap", "train_iters": 2},
         EVERY_SHAPE,
         slow=True,
-        bound=2e-3,  # its bases amplify rounding: plain 1F1B and plain interleaved 1F1B differ by 3e-4 in step 4
+        # Its bases amplify rounding: plain 1F1B and plain interleaved 1F1B, alike in two steps, differ by 3e-4 in the
+        # fourth. One step with bases of the shards' own would be 2e-3.
+        bound=1e-3,
     ),
     Case("uneven layers", {"decoder_last_pipeline_num_layers": 1}, slow=True),
     Case("a layout of uneven stages", {"pipeline_model_parallel_layout": "Et|tttL"}, ONE_CHUNK, slow=True),
