@@ -1,0 +1,235 @@
+"""Judge NVIDIA's own jobs, from a checkout of Megatron-LM: which of them a run with `--vocab-parallel` would accept.
+
+    python scripts/nvidia_jobs.py MEGATRON_LM [--write] [--list]
+
+Reads the functional tests and the shell scripts of examples that train GPT or hybrid models in two and more pipeline
+stages. Each is judged by what `megatron-vp check` runs: first as it is, then vocabulary parallel under its own schedule
+(1f1b, or interleaved with virtual stages), then under v-half. `--write` puts the tables into docs/nvidia_jobs.md,
+`--list` prints every job. Nothing is started, and data, tokenizers and checkpoints are not read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import lcm
+from pathlib import Path
+from unittest import mock
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_vp.errors import UserError  # noqa: E402
+from megatron_vp.jobs.command_line import flag_value  # noqa: E402
+from megatron_vp.mcore.start import preflight  # noqa: E402
+
+PAGE = ROOT / "docs" / "nvidia_jobs.md"
+NODES = "te=2.20.2,apex=yes,einops=yes,nvrx=yes,emerging=yes,cc=9.0"
+"""What NVIDIA's own containers have, on H100."""
+OTHER_MODELS = {"bert", "common", "mimo", "multimodal-llava", "t5"}
+"""Folders of functional tests whose models are neither GPT nor hybrid."""
+TRAINS = re.compile(r"\bpretrain_(gpt|mamba|hybrid)\.py")
+OURS = ("own schedule", "v-half")
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A job as NVIDIA has it: where from, its command line, and its environment."""
+
+    group: str
+    name: str
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    @property
+    def ranks(self) -> int:
+        """As many as one replica takes, and at least a node of 8 where replicas fit into it."""
+        size = {name: int(flag_value(list(self.words), f"--{name}-parallel-size") or 1) for name in _SIZES}
+        experts = flag_value(list(self.words), "--expert-tensor-parallel-size")
+        tensor = int(experts) if experts else size["tensor-model"]
+        stages = size["pipeline-model"]
+        replica = stages * lcm(size["tensor-model"] * size["context"], tensor * size["expert-model"])
+        return replica * max(1, 8 // replica)
+
+    def answers(self) -> tuple[str | None, ...]:
+        """Why a run refuses it as it is, under its own schedule and under v-half, in this order; None: accepted.
+
+        What is refused as it is is not asked further.
+        """
+        plain, chunks = self._judged(self.words)
+        if plain is not None:
+            return (plain,)
+        own = "1f1b" if (chunks or 1) == 1 else "interleaved"
+        return None, *(
+            self._judged((*words, "--vocab-parallel", "--pipeline-schedule", schedule))[0]
+            for words, schedule in ((self.words, own), (self._without_stages(), "v-half"))
+        )
+
+    def _judged(self, words: tuple[str, ...]) -> tuple[str | None, int | None]:
+        """The refusal, or the chunks per rank of what is accepted."""
+        with mock.patch.dict(os.environ, self.environment):
+            try:
+                job = preflight.check_job(list(words), self.ranks, nodes=NODES, own_script=True)
+            except UserError as error:
+                return str(error), None
+            return None, job.args.virtual_pipeline_model_parallel_size
+
+    def _without_stages(self) -> tuple[str, ...]:
+        """The command line without virtual stages, which v-half has two of in its own way."""
+        words, left = [], iter(self.words)
+        for word in left:
+            if word in _STAGES:
+                next(left)
+            else:
+                words.append(word)
+        return tuple(words)
+
+
+_SIZES = ("tensor-model", "context", "pipeline-model", "expert-model")
+_STAGES = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+
+
+def functional_tests(checkout: Path) -> Iterator[Job]:
+    """The functional tests that train a GPT or a hybrid model."""
+    folder = checkout / "tests" / "functional_tests" / "test_cases"
+    for path in sorted(folder.glob("*/*/model_config.yaml")):
+        group, name = path.relative_to(folder).parts[:2]
+        config = yaml.safe_load(re.sub(r"\$\{?(\w+)\}?", r"/NOWHERE/\1", path.read_text(encoding="utf-8")))
+        options = config.get("MODEL_ARGS")
+        if group in OTHER_MODELS or config.get("MODE") in ("inference", "rl") or not isinstance(options, dict):
+            continue
+        words = tuple(word for option, value in options.items() for word in _typed(option, value))
+        variables = {key: str(value) for key, value in (config.get("ENV_VARS") or {}).items()}
+        yield Job(f"functional tests: {group}", name, words, variables)
+
+
+def _typed(option: str, value: object) -> list[str]:
+    """An option as the tests' own launcher types it."""
+    if value is True or value is None or value == "":
+        return [option]
+    text = str(value).strip()
+    if isinstance(value, list):
+        return [option, *map(str, value)]
+    if text.startswith("[") and text.endswith("]"):
+        return [option, *text[1:-1].split()]
+    return [option, text.strip("'\"")]
+
+
+def examples(checkout: Path) -> Iterator[Job]:
+    """The examples whose shell script starts one of Megatron's training scripts for these models."""
+    for path in sorted((checkout / "examples").glob("**/*.sh")):
+        text = path.read_text(encoding="utf-8")
+        if TRAINS.search(text):
+            yield Job("examples", str(path.relative_to(checkout / "examples")), _shell_words(text), {})
+
+
+def _shell_words(text: str) -> tuple[str, ...]:
+    """The options of a script: the words of its arrays and of its strings of options, with its own defaults."""
+    text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text).replace("\\\n", "\n")
+    variables: dict[str, str] = {}
+    for name, value in re.findall(r"(?m)^\s*(?:export\s+)?(\w+)=([^\s(][^\n]*)$", text):
+        variables[name] = _filled(value.strip().strip("\"'"), variables)
+    parts = re.findall(r"(?ms)^\s*\w+\+?=\(\s*$(.*?)^\s*\)", text) + re.findall(r'(?s)\w+="(\s*--[^"]*)"', text)
+    words: list[str] = []
+    for part in parts:
+        if "nproc" in part or "DISTRIBUTED" in part:
+            continue
+        for word in shlex.split(_filled(part, variables)):
+            words += shlex.split(word) if word.startswith("--") else [word]
+    return tuple(words)
+
+
+def _filled(text: str, variables: Mapping[str, str]) -> str:
+    """A shell's text with its variables filled in; what it does not say itself is a path that is not there."""
+
+    def value(found: re.Match[str]) -> str:
+        name, default = found[1] or found[3], found[2]
+        return variables.get(name, (default or "").strip("\"'") or f"/NOWHERE/{name}")
+
+    text = re.sub(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)", value, text)
+    return re.sub(r"\$\(\(\s*(?:\$)?(\d+)\s*\*\s*(\d+)\s*\)\)", lambda found: str(int(found[1]) * int(found[2])), text)
+
+
+def reason(answer: str) -> str:
+    """What a refusal is about, without why and what else: the words that jobs are counted by."""
+    first = re.sub(r"^\d+ reasons: \(1\) |^Megatron refuses these arguments: ", "", answer)
+    if first != answer and not first.startswith("--"):
+        return re.split(r"\. |\.?$", first)[0]
+    about = re.split(r" (?:is|are) not supported|: | cannot ", first)[0]
+    return re.sub(r"^(--vocab-parallel|--pipeline-schedule [\w-]+) with ", "", about)
+
+
+def tables(commit: str, date: str, answers: Mapping[Job, tuple[str | None, ...]]) -> str:
+    """How many jobs of each group are accepted, and why the others are not."""
+    lines = [
+        f"Megatron-LM at `{commit}` ({date}):",
+        "",
+        "| jobs | with two and more stages | plain Megatron takes | "
+        + " | ".join(f"accepted, {way}" for way in OURS)
+        + " |",
+        "|---|---|---|---|---|",
+    ]
+    counts: dict[str, Counter[str]] = {}
+    for job, said in answers.items():
+        for group in (job.group, "**all**"):
+            count = counts.setdefault(group, Counter())
+            count["jobs"] += 1
+            count["plain"] += said[0] is None
+            for way, answer in zip(OURS, said[1:], strict=False):
+                count[way] += answer is None
+    totals = counts.pop("**all**")
+    for group, count in [*counts.items(), ("**all**", totals)]:
+        lines.append(f"| {group} | {' | '.join(str(count[key]) for key in ('jobs', 'plain', *OURS))} |")
+    for place, way in enumerate(("plain Megatron", *OURS)):
+        refused = {job: said[place] for job, said in answers.items() if len(said) > place and said[place] is not None}
+        by_reason: dict[str, list[str]] = {}
+        for job, answer in refused.items():
+            by_reason.setdefault(reason(answer), []).append(f"{job.group.rpartition(': ')[2]}/{job.name}")
+        lines += ["", f"| refused, {way} | jobs | which |", "|---|---|---|"]
+        for why, names in sorted(by_reason.items(), key=lambda item: -len(item[1])):
+            few = names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} more"]
+            lines.append(f"| {re.sub(r'--[\w-]+', r'`\g<0>`', why)} | {len(names)} | {', '.join(few)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkout", type=Path, help="a checkout of github.com/NVIDIA/Megatron-LM")
+    parser.add_argument("--write", action="store_true", help=f"put the tables into {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--list", action="store_true", help="print every job with its answers first")
+    given = parser.parse_args()
+    if not (given.checkout / "tests" / "functional_tests").is_dir():
+        parser.error(f"{given.checkout} is not a checkout of Megatron-LM: it has no tests/functional_tests")
+    commit, date = subprocess.check_output(
+        ["git", "-C", str(given.checkout), "log", "-1", "--format=%h %cs"], text=True
+    ).split()
+    preflight.load_megatron()
+    answers = {}
+    for job in (*functional_tests(given.checkout), *examples(given.checkout)):
+        stages = flag_value(list(job.words), "--pipeline-model-parallel-size") or "1"
+        if stages.isdecimal() and int(stages) > 1:
+            answers[job] = job.answers()
+            if given.list:
+                print(job.group, job.name, *(answer or "accepted" for answer in answers[job]), sep=" | ", flush=True)
+    written = tables(commit, date, answers)
+    if given.write:
+        begin, end = "<!-- begin judged -->\n", "\n<!-- end judged -->"
+        before, rest = PAGE.read_text(encoding="utf-8").split(begin)
+        PAGE.write_text(before + begin + written + end + rest.split(end)[1], encoding="utf-8")
+    else:
+        print(written)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
