@@ -93,6 +93,23 @@ def _row(timeline: Timeline, rank: int, times: Sequence[float]) -> str:
     return "".join(cells)
 
 
+def to_slots(timeline: Timeline) -> str:
+    """One line per rank, in cells of one unit of time: `F2` is a pass of microbatch 2, `f2` one of the second chunk.
+
+    Dashes are the rest of a longer pass, dots are idle time. Made for few microbatches and passes of whole units.
+    """
+    lines = []
+    for rank, (order, spans) in enumerate(zip(timeline.schedule.ranks, timeline.spans, strict=True)):
+        cells = [".."] * round(timeline.makespan)
+        for step, (start, end) in zip(order, spans, strict=True):
+            cells[round(start) : round(end)] = ["--"] * (round(end) - round(start))
+            if end > start:
+                mark = step.kind.mark.lower() if step.chunk else step.kind.mark
+                cells[round(start)] = f"{mark}{step.microbatch}"
+        lines.append(f"rank {rank}  {''.join(cells)}")
+    return "\n".join(lines) + "\n"
+
+
 def to_picture(timeline: Timeline, file_format: str, window: Span | None = None) -> bytes:
     """A picture as `svg` or `png` of what happens in `window`, or from start to end.
 

@@ -1,11 +1,7 @@
 """DualPipeV: chunks in V shape; a forward and a whole backward of different microbatches run side by side.
 
 Time is cut into slots of one forward and one whole backward. Everything moves one stage per slot, down the V and up
-again, so that on every rank the forward of one chunk and the backward of the other share a slot (p = 4, rank 1):
-
-    slot      1    3    5    6    7    8    9    10    11    12   ...  14
-    rank 1    F0.0 F1.0 F2.0 F0.1 F3.0 F1.1 F4.0 F2.1  F5.0  F3.1 ...  F4.1
-                                            B0.1       B1.1       ...  B0.0
+again, so that on every rank the forward of one chunk and the backward of the other share a slot.
 
 Source: DeepSeek-AI's DualPipe and its V-shaped form, https://github.com/deepseek-ai/DualPipe.
 """
@@ -24,6 +20,17 @@ def dual_pipe_v(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBl
 
     While the pipeline fills and drains, forwards and backwards run alone. Backwards are then split, and their W fills
     bubbles.
+
+    Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
+
+        rank 0  F0F1F2F3F4....f0b0f1b1f2b2f3b3w0w1w2w3..f4..B0--b4B1B2B3w4W1W2B4W3W4
+        rank 1  ..F0F1F2F3F4f0..f1b0f2b1f3b2w0b3w1w2w3f4B0--B1B2B3b4W1w4W2W3B4W4....
+        rank 2  ....F0F1F2f0F3f1F4f2b0f3b1w0b2w1b3f4B0--B1B2w2B3W1w3b4W2w4B4W3W4....
+        rank 3  ......F0f0F1f1F2f2F3f3F4b0--f4B0--b1B1b2B2b3B3w1W1w2W2b4B4w3W3w4W4..
+
+    1. Fill: forwards of chunk 0, then of chunk 1 (`f`).
+    2. Steady: the forward of one chunk next to a whole backward (`b0--`) of the other.
+    3. Drain: backwards of both chunks; those that are split leave their W for the gaps.
     """
     p, slot = pipeline_size, (costs.F + costs.B + costs.W) / 2
     stages, behind_forward = range(2 * p), costs.F / 2

@@ -42,16 +42,52 @@ def _grouped(step: int, group: int, pipeline_size: int, chunks: int, costs: Pass
 
 
 def gis(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Groups of p: rank r holds at most p v - r chunks, and the backward split leaves no bubble more."""
+    """Groups of p: rank r holds at most p v - r chunks, and the backward split leaves no bubble more.
+
+    Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
+
+        rank 0  F0F1F2F3f0f1f2f3......b0w0F4b1w1..b2w2..b3w3f4B0W0B1W1B2W2b4B3W3w4B4W4
+        rank 1  ..F0F1F2F3f0f1f2....b0w0f3b1w1..b2F4..b3w2w3B0f4B1W0B2W1b4B3W2W3B4w4W4
+        rank 2  ....F0F1F2F3f0f1..b0w0f2b1w1f3b2....b3w2F4B0w3B1f4B2W0b4B3W1W2B4W3w4W4
+        rank 3  ......F0F1F2F3f0b0w0f1b1w1f2b2w2f3b3w3B0..F4B1W0B2f4b4B3W1..B4W2W3w4W4
+
+    1. Fill: p microbatches go through chunk 0, then through chunk 1 (`f`).
+    2. Steady: F, B and W of a chunk in turn.
+    3. Drain: B, with W right behind it or in a gap.
+    """
     return _grouped(pipeline_size, pipeline_size, pipeline_size, chunks, costs)
 
 
 def gis_h(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Groups of p/2, rounded up: half of the memory of `gis`."""
+    """Groups of p/2, rounded up: half of the memory of `gis`.
+
+    Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
+
+        rank 0  F0F1F2F3f0f1..........b0w0..f2b1w1f3B0W0F4B1W1b2w2..f4b3w3B2W2B3W3b4w4....B4W4
+        rank 1  ..F0F1F2..f0f1......b0w0F3b1w1f2B0W0f3B1W1F4b2w2..b3w3f4B2W2B3W3b4w4....B4W4..
+        rank 2  ....F0F1....f0f1..b0w0F2b1w1F3B0W0f2B1W1f3b2w2F4b3w3..B2f4B3W2b4W3w4..B4W4....
+        rank 3  ......F0F1....f0b0w0f1b1w1F2B0W0F3B1W1f2b2w2f3b3w3F4B2W2B3f4b4W3w4..B4W4......
+
+    1. Fill: groups of p/2 microbatches go through chunk 0, then through chunk 1 (`f`).
+    2. Steady: F, B and W of a chunk in turn.
+    3. Drain: B, with W right behind it or in a gap.
+    """
     half = (pipeline_size + 1) // 2
     return _grouped(half, half, pipeline_size, chunks, costs)
 
 
 def po(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """The steps of `gis_h`, each microbatch after the other: every chunk's lifespan repeats evenly."""
+    """The steps of `gis_h`, each microbatch after the other: every chunk's lifespan repeats evenly.
+
+    Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
+
+        rank 0  F0F1F2..f0f1F3f2......b0w0F4b1w1f3B0W0..b2f4w2B1W1..b3w3B2W2b4B3w4W3B4W4
+        rank 1  ..F0F1F2..f0f1F3....b0w0f2b1w1F4B0W0f3b2w2..B1f4..b3W1B2w3b4B3W2w4B4W3W4
+        rank 2  ....F0F1F2..f0f1..b0w0F3b1w1f2B0W0F4b2w2f3B1W1..b3f4B2..b4B3w3W2B4w4W3W4
+        rank 3  ......F0F1F2..f0b0w0f1b1w1F3B0W0f2b2w2F4B1W1f3b3B2w3f4b4B3....B4W2w4W3W4
+
+    1. Fill: forwards of chunk 0; chunk 1 (`f`) starts p/2 microbatches later and takes turns with it.
+    2. Steady: F, B and W of a chunk in turn.
+    3. Drain: B, with W right behind it or in a gap.
+    """
     return _grouped((pipeline_size + 1) // 2, 1, pipeline_size, chunks, costs)

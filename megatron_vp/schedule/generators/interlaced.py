@@ -14,6 +14,17 @@ def interlaced(pipeline_size: int, microbatches: int) -> Schedule:
     Between one V and the next every rank runs one forward and one backward: backward first on the last rank, then
     alternately. So within such a period a forward can follow the one of the rank before, on every other rank, but a
     backward never can: forwards advance two ranks a period, backwards one.
+
+    Five microbatches on four ranks; F, B and W take one unit of time each:
+
+        rank 0  F0F1....V0F2....V1F3....V2F4....V3B0--..V4B1--B2--B3--B4--
+        rank 1  ..F0F1..V0..F2..V1..F3..V2B0--F4V3B1--..V4B2--B3--B4--....
+        rank 2  ....F0..V0F1....V1F2B0--V2F3B1--V3F4B2--V4B3--B4--........
+        rank 3  ......F0V0B0--F1V1B1--F2V2B2--F3V3B3--F4V4B4--............
+
+    1. Fill: forwards; all ranks run V of a microbatch at the same time.
+    2. Steady: between two Vs, one forward and one backward.
+    3. Drain: backwards, with the last Vs among them.
     """
     ranks = tuple(tuple(_order(pipeline_size - 1 - rank, microbatches)) for rank in range(pipeline_size))
     return Schedule("interlaced", VocabMethod.INTERLACED, Placement.linear(pipeline_size), microbatches, ranks)

@@ -44,7 +44,19 @@ class Shape(NamedTuple):
 
 
 def _v_flex(shape: Shape, pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Passes may meet in a slot: for nominal times only their order counts, and W comes right behind its B."""
+    """Passes may meet in a slot: for nominal times only their order counts, and W comes right behind its B.
+
+    Five microbatches on four ranks, at most 3.5 held; F, B and W take one unit of time each, small letters are chunk 1:
+
+        rank 0  F0F1F2F3F4....f0b0f1b1w0w1..f2b2B0w2f3b3W0B1w3f4b4B2W1B3w4W2W3B4W4..
+        rank 1  ..F0F1F2F3F4f0..f1b0w0b1w1f2..B0b2f3W0w2B1b3f4W1B2b4B3w3W2w4B4W3W4..
+        rank 2  ....F0F1F2f0F3f1F4..b0w0f2b1B0w1f3b2W0B1w2f4b3B2W1B3b4w3W2B4w4W3W4..
+        rank 3  ......F0f0F1f1F2f2F3..b0B0w0f3b1W0F4B1w1f4b2B2b3B3W1w2b4B4W2w3W3w4W4
+
+    1. Fill: forwards of chunk 0 go down the V, those of chunk 1 (`f`) come back up; ranks with slack later.
+    2. Steady: per microbatch one F, B and W of each chunk.
+    3. Drain: B first; W fills the gaps.
+    """
     p = pipeline_size
     down, up = zip(*(_slots(p, rank, shape.slack) for rank in range(p)), strict=True)
     forward = _through_the_v(0, down, up)

@@ -11,6 +11,17 @@ def v_half(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
 
     Down the V every second slot, up every slot, forwards and backwards alike. For even p, three slots between forwards
     and backwards keep a rank's passes out of each other's slots.
+
+    Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
+
+        rank 0  F0F1F2F3F4....f0b0w0f1b1w1..f2B0b2w2W0..f3B1b3w3W1f4b4B2w4B3W2W3..B4W4
+        rank 1  ..F0F1F2F3..f0..f1b0w0..b1f2B0w1F4b2W0f3B1w2W1b3f4w3B2b4B3W2w4W3B4W4..
+        rank 2  ....F0F1F2f0F3f1....b0w0f2B0b1w1W0f3F4B1b2w2W1f4b3B2w3B3b4W2w4B4W3W4..
+        rank 3  ......F0f0F1f1F2f2....b0B0w0F3W0f3b1B1w1F4W1f4b2B2b3B3w2W2b4B4w3W3w4W4
+
+    1. Fill: a forward goes down the V in every second slot and comes back up in every slot.
+    2. Steady: per microbatch one F, B and W of each chunk.
+    3. Drain: B first; W fills the gaps.
     """
     p, gap = pipeline_size, 0 if pipeline_size % 2 else 3
     down, up = range(p), range(p - 1, -1, -1)

@@ -12,6 +12,17 @@ def v_min(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
     Forwards and backwards go down and up the V slot by slot. For p a multiple of three, two slots between forwards and
     backwards keep a rank's passes out of each other's slots. Without slack, costs F, B and W that differ, or slow
     communication, leave bubbles in the steady state.
+
+    Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
+
+        rank 0  F0F1..........f0b0w0F2....f1b1B0w1W0F3f2b2B1w2W1F4f3b3B2w3W2..f4b4B3w4W3......B4W4
+        rank 1  ..F0........f0F1..b0w0..f1F2B0b1w1W0f2F3B1b2w2W1f3F4B2b3w3W2f4..B3b4w4W3....B4W4..
+        rank 2  ....F0....f0....F1..b0f1w0B0F2W0b1f2w1B1F3W1b2f3w2B2F4W2b3f4w3B3W3..b4w4..B4W4....
+        rank 3  ......F0f0........F1f1b0B0w0W0F2f2b1B1w1W1F3f3b2B2w2W2F4f4b3B3w3W3....b4B4w4W4....
+
+    1. Fill: one forward after the other goes down the V and straight back up.
+    2. Steady: per microbatch one F, B and W of each chunk, with no slack between ranks.
+    3. Drain: B first; W fills the gaps.
     """
     p, gap = pipeline_size, 0 if pipeline_size % 3 else 2
     forward = list(range(2 * p))

@@ -11,6 +11,17 @@ def zb_h1(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
     """Every rank holds at most p microbatches, as 1F1B's first does.
 
     1F1B's block, in which rank r holds p - r microbatches; the r more that it may hold are those whose W is pending.
+
+    Five microbatches on four ranks; F, B and W take one unit of time each:
+
+        rank 0  F0F1F2F3......B0W0F4B1W1B2W2B3W3B4W4
+        rank 1  ..F0F1F2F3..B0W0B1W1F4B2W2B3W3B4W4..
+        rank 2  ....F0F1F2B0F3B1W0B2W1F4B3W2B4W3W4..
+        rank 3  ......F0B0F1B1F2B2F3B3W0F4B4W1W2W3W4
+
+    1. Fill: forwards until the first B can run, at most p.
+    2. Steady: one F and one B per microbatch; rank r keeps the W of r microbatches back.
+    3. Drain: B as soon as it can run; W fills the gaps.
     """
     p, backward = pipeline_size, costs.B + costs.W
     starts = [p * costs.F + (p - 1 - stage) * backward for stage in range(p)]
