@@ -1,5 +1,6 @@
 """The `megatron-vp` command as a shell sees it: streams, exit status, interruption."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -11,9 +12,18 @@ from pathlib import Path
 import pytest
 
 from megatron_vp.cli.app import app, main
+from megatron_vp.cli.help_pages import SECTIONS
 
 COMMAND = [sys.executable, "-m", "megatron_vp.cli.app"]
 LONG = ["schedule", "1f1b", "-p", "8", "-m", "400", "--format", "json"]
+
+
+def load_examples():
+    path = Path(__file__).parents[1] / "scripts" / "help_examples.py"
+    spec = importlib.util.spec_from_file_location("help_examples", path)
+    script = sys.modules["help_examples"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
 
 
 def start(*arguments, **streams):
@@ -72,6 +82,9 @@ SAYS = {
 }
 
 
+SAME = ("plan", "simulate", "data", "flags", "paper tables", "paper public")
+"""Further commands whose example is the same on every machine."""
+
 DEFAULT = ("version", "help", "env", "simulate")
 
 
@@ -83,10 +96,35 @@ def test_the_summaries_of_the_commands_are_shown_uncut(group):
     known = {command.name for command in (*listed.registered_commands, *listed.registered_groups)}
     environment = os.environ | {"COLUMNS": "80"}
     said = subprocess.run([*COMMAND, *words, "--help"], capture_output=True, text=True, env=environment).stdout
-    lines = [line.split(maxsplit=1) for line in said.partition("Commands:\n")[2].splitlines()]
+    rows = [line.split(maxsplit=1) for line in said.partition("Options:\n")[2].splitlines() if line]
+    lines = [row for row in rows if row[0] in known]
+    if group is None:
+        assert [row[0] for row in lines] == [name for names in SECTIONS.values() for name in names]
+        assert all(f"\n{title}:\n" in said for title in SECTIONS)
     assert {name for name, _ in lines} == known
     for _, summary in lines:
         assert len(summary) <= 50 and summary.endswith(".") and not summary.endswith("..."), summary
+
+
+def test_every_command_has_an_example_of_what_it_prints():
+    examples = load_examples()
+    assert {path.stem for path in examples.FOLDER.iterdir()} == {name.replace(" ", "_") for name in examples.EXAMPLES}
+    for name in examples.EXAMPLES:
+        kept = examples.path_of(name).read_text(encoding="utf-8")
+        assert kept.startswith("$ ") and "megatron-vp " in kept and kept.count("\n") > 1, name
+    said = subprocess.run([*COMMAND, "paper", "jobs", "--help"], capture_output=True, text=True).stdout
+    assert all(f"  {line}\n" in said for line in examples.path_of("paper jobs").read_text("utf-8").splitlines())
+
+
+@pytest.mark.parametrize(
+    "name", ["schedule", "paper jobs", *[pytest.param(name, marks=pytest.mark.slow) for name in SAME]]
+)
+def test_examples_in_the_help_show_what_the_commands_print(tmp_path, name):
+    """Those whose output is the same everywhere."""
+    examples = load_examples()
+    examples.prepare(tmp_path)
+    example = examples.EXAMPLES[name]
+    assert examples.shown(example, examples.run(example, tmp_path)) == examples.path_of(name).read_text("utf-8")
 
 
 def test_tables_is_an_alias_of_paper_tables():

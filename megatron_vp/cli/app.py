@@ -21,12 +21,15 @@ from megatron_vp.cli import (
     schedule,
     simulate,
     trace,
+    training_flags,
 )
+from megatron_vp.cli.help_pages import Sections, add_examples
 from megatron_vp.cli.standard_streams import checked_output
 from megatron_vp.errors import UserError, say
 
 app = typer.Typer(
     name="megatron-vp",
+    cls=Sections,
     help="Vocabulary parallelism and balanced pipeline schedules for Megatron-Core.",
     add_completion=False,
     rich_markup_mode=None,
@@ -40,6 +43,7 @@ for command in (
     simulate,
     data,
     env,
+    training_flags,
     check,
     patch_list,
     run,
@@ -50,6 +54,7 @@ for command in (
     paper,
 ):
     command.register(app)
+add_examples(app)
 
 
 @app.callback(invoke_without_command=True)

@@ -222,6 +222,12 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
     return add_megatron_arguments
 
 
+def our_flags() -> str:
+    """The help of our arguments alone."""
+    parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
+    return with_ours(lambda unchanged: unchanged)(parser).format_help()
+
+
 def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:

@@ -1,0 +1,23 @@
+"""`megatron-vp flags`: the training flags that this plug-in adds to Megatron's, alone."""
+
+from __future__ import annotations
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("flags", short_help="List the training flags that come on top.")(flags)
+
+
+def flags() -> None:
+    """List the flags that a training job understands on top of Megatron's own.
+
+    The training script's `--help` lists them among the hundreds of Megatron's.
+    """
+    from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
+
+    quiet_fallback_warnings()
+    from megatron_vp.mcore.options.arguments import our_flags
+
+    typer.echo(our_flags(), nl=False)
