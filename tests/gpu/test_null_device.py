@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_vp.schedule import PassCosts, generate, to_json
 from tests.harness.ranks import ROOT
 
 SOURCE = Path(__file__).with_name("null_device.c")
@@ -45,10 +46,28 @@ def environment(tmp_path_factory):
     }
 
 
+REPLAY = """
+from megatron_vp.cli.app import main
+from megatron_vp.vocab.kernels.fused import FusedOperations
+from megatron_vp.vocab.owner_sort import sort_by_owner_
+
+def sort_on_host(order_n, counts, tokens_n, spans, vocab_size):
+    on_host = [each.cpu() for each in (order_n, counts, tokens_n, spans)]
+    sort_by_owner_(*on_host, vocab_size)
+    for on_device, found in zip((order_n, counts), on_host):
+        on_device.copy_(found)
+
+FusedOperations.sort_by_owner_ = staticmethod(sort_on_host)
+main()
+"""
+"""How many tokens a rank owns is what a kernel counts, and sizes depend on it. Copies do run on this device."""
+
+
 def _replay(folder, environment, *flags):
     """The report, and what the device says at the end."""
     report = folder / "report.json"
-    command = [sys.executable, "-m", "megatron_vp.cli.app", "replay", *JOB, "-o", str(report), *flags]
+    program = ["-c", REPLAY] if "LD_PRELOAD" in environment else ["-m", "megatron_vp.cli.app"]
+    command = [sys.executable, *program, "replay", *JOB, "-o", str(report), *flags]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(report.read_text()), done.stderr
@@ -75,6 +94,24 @@ def test_the_allocator_holds_what_is_counted_of_shapes_and_nothing_is_compiled(t
     assert 0 < found["memory_bytes"]["outside"] < 2**30
     # Whatever PyTorch compiles leaves its source there.
     assert not list(Path(environment["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.py"))
+
+
+@pytest.mark.slow
+def test_chunks_in_the_hosts_memory_leave_the_allocator_as_they_leave_the_count(tmp_path, environment):
+    """A pass needs a little more on a device than its shapes say, and rank 0 owns what mock tokens there are; what
+    leaves is the same."""
+    on_device, counted = {}, {}
+    for chunks in (0, 2, 4):
+        path = tmp_path / "po.json"
+        costs = PassCosts(other={"copy": 0.75})
+        path.write_text(to_json(generate("po", 8, 24, vocab="vocab-2", chunks=4, costs=costs, offload_chunks=chunks)))
+        flags = ["--rank", "0", "--vocab-parallel", "--pipeline-schedule", str(path)]
+        on_device[chunks] = _replay(tmp_path, environment, *flags)[0]["memory_bytes"]["peak"]
+        variables = os.environ | {"PYTHONPATH": environment["PYTHONPATH"]}
+        counted[chunks] = _replay(tmp_path, variables, *flags, "--shapes-only")[0]["memory_bytes"]["peak"]
+        assert on_device[chunks] == pytest.approx(counted[chunks], rel=0.02)
+    for chunks in (2, 4):
+        assert on_device[0] - on_device[chunks] == pytest.approx(counted[0] - counted[chunks], rel=0.03)
 
 
 @pytest.mark.slow

@@ -43,6 +43,20 @@ ERRORS = [
 ]
 
 
+def end_alone(_rank: int, _world: int) -> None:
+    """End a replay of rank 3 of 8, whose peers and whose store are made up."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ.update(RANK="3", WORLD_SIZE="8")
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    end_with(3, 8, UserError("bad input"), False, None)
+
+
+def test_the_line_of_a_rank_that_is_replayed_is_printed():
+    [(ended, output)] = run_ranks_to_their_end(1, end_alone, timeout=30)
+    assert ended == 2 and "\nerror: bad input" in output
+
+
 @pytest.mark.parametrize(("error", "connected", "status", "said"), ERRORS)
 def test_the_line_is_printed(error, connected, status, said):
     [(ended, output)] = run_ranks_to_their_end(1, end_with, error, connected, None, timeout=30)

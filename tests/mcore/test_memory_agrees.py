@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from megatron_vp.schedule import PassCosts, generate, to_json
 from tests.harness.ranks import ROOT, run_ranks
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -41,6 +42,10 @@ LOCAL, SDPA = ["--transformer-impl", "local"], ["--core-attention", "sdpa"]
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 V_HALF = ["--pipeline-schedule", "v-half"]
 MANY_ROWS = [*SMALL, "--vocab-size", "32000", "--vocab-parallel", "--vocab-shards", "2560,2560,2560,24320"]
+OFFLOADED = [
+    *("--pipeline-model-parallel-size", "8", "--tensor-model-parallel-size", "1", "--global-batch-size", "32"),
+    *("--vocab-size", "128256", "--vocab-parallel", *SDPA),
+]
 SEQUENCE_PARALLEL = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 
 
@@ -101,6 +106,22 @@ def test_prediction_and_count_agree(config, flags, pipeline_rank):
     beside = 2 if {"--tensor-model-parallel-size", "--context-parallel-size"} & set(flags) else 1
     (counted,) = run_ranks(1, _counted, config, pipeline_rank * beside, flags)
     assert _predicted(config, pipeline_rank, flags) == pytest.approx(counted, rel=BOUND)
+
+
+@pytest.mark.slow
+def test_they_agree_where_chunks_wait_in_the_hosts_memory(tmp_path):
+    """As totals, and in what each chunk that leaves takes with it; the order comes from a file, so that all leave."""
+    counted, predicted = {}, {}
+    for chunks in (0, 2, 4):
+        path = tmp_path / f"{chunks}.json"
+        costs = PassCosts(other={"copy": 0.75})
+        path.write_text(to_json(generate("po", 8, 32, vocab="vocab-2", chunks=4, costs=costs, offload_chunks=chunks)))
+        flags = [*OFFLOADED, "--pipeline-schedule", str(path)]
+        (counted[chunks],) = run_ranks(1, _counted, CONFIG, 0, flags)
+        predicted[chunks] = _predicted(CONFIG, 0, flags)
+        assert predicted[chunks] == pytest.approx(counted[chunks], rel=BOUND)
+    for chunks in (2, 4):
+        assert predicted[0] - predicted[chunks] == pytest.approx(counted[0] - counted[chunks], rel=BOUND)
 
 
 @pytest.mark.slow

@@ -37,12 +37,19 @@ def refuse_together(reason: str, seconds: float) -> None:
     with suppress(Exception):  # no store can be reached, or its address is what is refused
         _listen()
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        if ranks == 1:
+        if ranks == 1 or _replays():
             who = None
         elif 0 <= rank < ranks:
             printed = _speak_for_all(rank, ranks, reason, seconds)
     if not printed:
         _print(reason if who is None else {reason: f"rank {printable(who, 20)}"})
+
+
+def _replays() -> bool:
+    """Whether this process is a job's only one, whose process group has no peers and a store that keeps nothing."""
+    from torch import distributed
+
+    return distributed.is_initialized() and distributed.get_backend() == "fake"
 
 
 def _speak_for_all(rank: int, ranks: int, reason: str, seconds: float) -> bool:
