@@ -186,3 +186,17 @@ def test_the_probe_of_calls_that_wait_reports_every_call(tmp_path, environment):
     assert all(row["error"] is None for row in found if not row["call"].startswith("NCCL"))
     # The device is never busy, and nothing is compiled while a call is watched.
     assert not any(row["waits"] for row in found)
+
+
+def test_the_probe_of_copies_beside_passes_runs(tmp_path, environment):
+    """Its own sizes are too large for a machine without a device; figures of this one mean nothing."""
+    rows = tmp_path / "results.jsonl"
+    command = [sys.executable, str(ROOT / "benchmarks" / "overlap_tax.py"), "--output", str(rows)]
+    command += ["--tokens", "256", "--hidden", "256", "--layers", "1", "--copy-mib", "4"]
+    one_queue = environment | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=one_queue, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert {row["kind"] for row in found} == {"copy", "held", "to-host", "from-host"}
+    assert any("behind_ms" in row for row in found) and {row["hardware_queues"] for row in found} == {"1"}
+    assert "runs no kernel" in done.stdout
