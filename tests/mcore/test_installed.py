@@ -340,7 +340,11 @@ def test_delayed_scaling_starts_where_it_can_go_on(answered, monkeypatch):
         ("te", [], "--nodes te cannot be read"),
         ("te=no", ["--cpu"], "--nodes is about nodes with GPUs"),
         (THERE, [*V_HALF, "--cuda-graph-impl", "local"], "replaying a graph of B runs no Python, so nothing would be"),
-        (THERE, [*OURS, "--cuda-graph-impl", "transformer_engine"], "captured in this schedule's order"),
+        (
+            THERE,
+            [*OURS, "--cuda-graph-impl", "transformer_engine", "--rampup-batch-size", "8", "8", "800"],
+            "graphs are captured once, for one number of microbatches",
+        ),
         (THERE, [*OURS, "--cuda-graph-impl", "local"], "create the graphs after their first iteration"),
         (
             THERE,

@@ -42,11 +42,10 @@ REFUSED_OPTIONS = (
         "use --cuda-graph-impl none",
     ),
     RefusedOption(
-        "--cuda-graph-impl transformer_engine",
-        lambda a: a.cuda_graph_impl == "transformer_engine",
-        "the graphs share buffers by the order of Megatron's own schedule, so under another one an F would overwrite "
-        "what a later B reads; they would have to be captured in this schedule's order",
-        "use --cuda-graph-impl none",
+        "--cuda-graph-impl transformer_engine and a batch that grows",
+        lambda a: a.cuda_graph_impl == "transformer_engine" and (a.rampup_batch_size or a.step_batch_size_schedule),
+        "graphs are captured once, for one number of microbatches",
+        "use --cuda-graph-impl none, or a batch of one size",
     ),
     RefusedOption(
         "--cuda-graph-impl local",
@@ -55,8 +54,8 @@ REFUSED_OPTIONS = (
         "use --cuda-graph-impl none",
     ),
     RefusedOption(
-        "--cuda-graph-impl {cuda_graph_impl}",
-        lambda a: a.cuda_graph_impl != "none",
+        "--cuda-graph-impl full_iteration",
+        lambda a: a.cuda_graph_impl == "full_iteration",
         "an iteration uses two streams and reads token counts on the host, which one graph cannot record",
         "use --cuda-graph-impl none",
     ),

@@ -95,6 +95,19 @@ def forward_backward(
     return megatron.losses
 
 
+def training_schedule(
+    model: list[torch.nn.Module],
+    pg_collection: ProcessGroupCollection | None,
+    microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+) -> tuple[Schedule, int]:
+    """The schedule of an iteration of training, and which rank of it this is."""
+    job = _job(model, pg_collection)
+    schedule, _ = _programs(job, microbatches, True, _shapes(job, seq_length, micro_batch_size, True))
+    return schedule, job.pipeline.groups.rank
+
+
 _FULLY_SHARDED = (FullyShardedDataParallel, TorchFullyShardedDataParallel)
 _LEAVE_OUT = "leave --vocab-parallel and --pipeline-schedule out"
 

@@ -67,6 +67,7 @@ class MegatronModel:
         self._gradients = gradients
         self._context_group = context_group
         self._split_backward = split_backward
+        self._replays_graphs = gradients and self._config.cuda_graph_impl == "transformer_engine"
         self._late_weights = late_weights
         self._weights_changed = gradients or first_val_step is not False
         # Megatron runs an iteration with an unexpected loss a second time: the time to look closely.
@@ -115,15 +116,17 @@ class MegatronModel:
         if microbatch == 0 and self._weights_changed and hasattr(part.model, "set_is_first_microbatch"):
             part.model.set_is_first_microbatch()
         schedules.set_current_microbatch(part.model, microbatch)
-        part.core.set_input_tensor(input_sbh)
+        # The backward of a graph leaves its gradient where a later one does, and ours is still being sent then.
+        taken = _KeptGradient.apply(input_sbh) if self._replays_graphs and input_sbh is not None else input_sbh
+        part.core.set_input_tensor(taken)
         given = captured if labels_bs is None else captured.given(labels=labels_bs)
         output = part.model(*given.args, **given.kwargs, **self._output_options)
         part.core.set_input_tensor(None)
         if part.core.post_process:
             # A tensor of its own, whose data `release_output` may free.
             output = output.float().clone()
-        elif output is input_sbh:  # a hybrid segment without layers; its input has to outlive its output
-            output = input_sbh.clone()
+        elif output is taken:  # a hybrid segment without layers; its input has to outlive its output
+            output = taken.clone()
         if self._watches_numbers:
             report_birth_of_nan(chunk, microbatch, input_sbh, output)
         # The loss function is still to come, the attention mask has done its work.
@@ -248,6 +251,20 @@ class MegatronModel:
     def _start_timer(self, name: str) -> None:
         if self._config.timers is not None:
             self._config.timers(name, log_level=2).start()
+
+
+class _KeptGradient(torch.autograd.Function):
+    """A chunk's input [s, b, h] as it is, and a gradient of the same shape in memory of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, input_sbh: torch.Tensor) -> torch.Tensor:
+        """The input, under another name."""
+        return input_sbh.view_as(input_sbh)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_sbh: torch.Tensor) -> torch.Tensor:
+        """A copy."""
+        return gradient_sbh.clone()
 
 
 class _Chunk:

@@ -35,6 +35,12 @@ def _counting_argmax(original: Callable[..., Any]) -> Callable[..., Any]:
     return counting_argmax(original)
 
 
+def _graph_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron_vp.mcore.training.graph_order import in_our_order
+
+    return in_our_order(original)
+
+
 def _theoretical_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     def report_theoretical_memory(args: Any, num_microbatches: int | None = None, verbose: bool = False) -> None:
         from megatron.training import print_rank_0
@@ -84,6 +90,12 @@ SCHEDULE_PATCHES: tuple[Patch, ...] = (
         _deferring,
         "check losses and gradients at the end of an iteration: within the schedule the host would wait for the device",
         "(self, result, rejection_func, message, comparison_func=None, tolerance=0.0, fatal=True)",
+    ),
+    Patch(
+        "megatron.core.transformer.cuda_graphs:TECudaGraphHelper._get_cuda_graph_input_data",
+        _graph_inputs,
+        "CUDA graphs of layers share buffers by the order of passes: that of --pipeline-schedule",
+        "(self)",
     ),
 )
 """Applied with --vocab-parallel, and with a --pipeline-schedule other than 1f1b."""

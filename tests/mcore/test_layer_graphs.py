@@ -1,0 +1,292 @@
+"""CUDA graphs of layers under our schedules: the order in which they share buffers, and what outlives a replay.
+
+Without a GPU nothing is captured. A stand-in for Transformer Engine's capture runs layers eagerly and shares buffers as
+it does, by the order that it is given. Whatever that order frees is filled with NaN at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.training.graph_order import graph_order
+from megatron_vp.schedule import FAMILIES, VocabMethod
+from megatron_vp.schedule.expand_interlaced import expand_interlaced
+from megatron_vp.schedule.flex import fitted
+from megatron_vp.schedule.passes import Pass, PassKind
+from megatron_vp.schedule.request import ScheduleRequest
+from tests.harness.ranks import RankError, run_ranks
+from tests.harness.training import Run, _merge, comparable_model, train_case
+from tests.mcore.comparison import assert_equal
+
+slow = pytest.mark.slow
+MICROBATCHES = 6
+GRAPHS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_warmup_steps": 1}
+
+
+class Buffer:
+    """Memory that graphs share: whoever writes last is read."""
+
+    def __init__(self) -> None:
+        self._tensor: torch.Tensor | None = None
+
+    def hold(self, value: torch.Tensor) -> torch.Tensor:
+        """The buffer with this value, behind autograd's back, as a replay writes it."""
+        if self._tensor is None:
+            self._tensor = value.detach().clone()
+        self._tensor.data.copy_(value.detach())
+        return self._tensor.data
+
+    def spoil(self) -> None:
+        self._tensor.data.fill_(torch.nan)
+
+
+class Graph:
+    """A layer's graph for one microbatch."""
+
+    freed: list[Buffer]
+    """What no graph to come may read, on this rank; shared by its graphs."""
+
+    def __init__(self, layer, given, result, freed) -> None:
+        self.layer, self.given, self.result, self.freed = layer, given, result, freed
+        self.gradient = Buffer()
+        self.releases: list[Buffer] = []
+
+    def __call__(self, hidden, is_first_microbatch=None, **kwargs):
+        return (Replay.apply(self, kwargs, hidden),)
+
+    def reset(self) -> None:
+        pass
+
+
+class Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, graph, kwargs, hidden):
+        _spoil(graph.freed)
+        ctx.graph = graph
+        leaf = graph.given.hold(hidden).requires_grad_()
+        with torch.enable_grad():
+            (output,) = graph.layer._te_cuda_graph_capture(leaf, **kwargs)
+        graph.eager = leaf, output
+        return graph.result.hold(output)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        graph = ctx.graph
+        _spoil(graph.freed)
+        leaf, output = graph.eager
+        torch.autograd.backward(output, gradient)
+        graph.freed += graph.releases
+        return None, None, graph.gradient.hold(leaf.grad)
+
+
+def _spoil(freed) -> None:
+    while freed:
+        freed.pop().spoil()
+
+
+def make_graphed_callables(callables, sample_args, *, _order, _num_layers_per_chunk, **_):
+    """Graphs with inputs as Megatron shares them, outputs from a pool; a microbatch's B gives both back.
+
+    The gradient of a chunk's input is lost at the next replay, earlier than on a device.
+    """
+    layers, start = [], 0
+    for count in _num_layers_per_chunk:
+        layers.append(callables[start : start + count])
+        start += count
+    microbatches = _order.count(1)
+    inputs: dict[int, Buffer] = {}
+    freed: list[Buffer] = []
+    pool: list[Buffer] = []
+    graphs: dict[tuple[int, int], list[Graph]] = {}
+    reached: dict[int, int] = {}
+    for step in _order:
+        chunk, microbatch = abs(step) - 1, reached.get(step, 0)
+        reached[step] = microbatch + 1
+        if step > 0:
+            first = sum(map(len, layers[:chunk])) * microbatches + microbatch * len(layers[chunk])
+            made = []
+            for place, layer in enumerate(layers[chunk]):
+                given = inputs.setdefault(id(sample_args[first + place][0]), Buffer())
+                made.append(Graph(layer, given, pool.pop() if pool else Buffer(), freed))
+            graphs[chunk, microbatch] = made
+        else:
+            above = None
+            for graph in reversed(graphs[chunk, microbatch]):
+                graph.releases = [graph.result, graph.given, *([above.gradient] if above else [])]
+                pool.append(graph.result)
+                above = graph
+            if above:
+                above.releases.append(above.gradient)
+    return [graph for key in product(range(len(layers)), range(microbatches)) for graph in graphs[key]]
+
+
+def graphed_case(rank: int, world_size: int, arguments: list[str], broken: str = "") -> Run | None:
+    """`train_case` with the stand-in; broken: what is left out."""
+    from megatron.core import tensor_parallel
+    from megatron.core.transformer import cuda_graphs
+    from megatron.core.transformer.module import GraphableMegatronModule
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    import pretrain_gpt_vp as script
+    from megatron_vp.mcore.training import graph_order, megatron_model
+
+    captured, seeded = [], tensor_parallel.model_parallel_cuda_manual_seed
+
+    def capture(*args, **kwargs):
+        captured.append(kwargs["_order"])
+        return make_graphed_callables(*args, **kwargs)
+
+    with ExitStack() as patched:
+        # Loads what there is of Transformer Engine's, which the stand-in replaces.
+        script.prepare()
+        for target, name, value in (
+            (torch.cuda, "set_stream", lambda stream: None),
+            (tensor_parallel, "model_parallel_cuda_manual_seed", lambda seed, *_, **__: seeded(seed)),
+            (cuda_graphs, "HAVE_TE_GRAPHS", True),
+            (cuda_graphs, "make_graphed_callables", capture),
+            (cuda_graphs, "is_te_min_version", lambda version: True),
+            (
+                TransformerLayer,
+                "_get_te_cuda_graph_replay_args",
+                GraphableMegatronModule._get_te_cuda_graph_replay_args,
+            ),
+        ):
+            patched.enter_context(mock.patch.object(target, name, value, create=True))
+        if broken == "order":
+            order = megatrons_order(world_size, rank, MICROBATCHES)
+            patched.enter_context(mock.patch.object(graph_order, "graph_order", lambda *_: order))
+        if broken == "copies":
+            patched.enter_context(
+                mock.patch.object(megatron_model._KeptGradient, "backward", staticmethod(lambda _, gradient: gradient))
+            )
+        run = train_case(rank, world_size, arguments)
+    assert len(captured) == 1, "nothing was captured"
+    return run
+
+
+def megatrons_order(size: int, rank: int, microbatches: int) -> list[int]:
+    """Of Megatron's own 1F1B."""
+    ahead = min(size - 1 - rank, microbatches)
+    return [1] * ahead + [1, -1] * (microbatches - ahead) + [-1] * ahead
+
+
+@cache
+def _trained(*, broken: str | None = None, **changes: object) -> Run:
+    sizes = {"pipeline_model_parallel_size": 2, "global_batch_size": 2 * MICROBATCHES, "train_iters": 4}
+    words = comparable_model(**{**sizes, **changes})
+    if broken is None:
+        return _merge(run_ranks(2, train_case, words, timeout=240))
+    return _merge(run_ranks(2, graphed_case, words, broken=broken, timeout=240))
+
+
+def _graphed(schedule: str, method: str, broken: str = "", modules: str | None = None) -> Run:
+    return _trained(
+        **GRAPHS,
+        cuda_graph_modules=modules,
+        broken=broken,
+        vocab_parallel=True,
+        vocab_parallel_algorithm=method,
+        pipeline_schedule=schedule,
+        num_virtual_stages_per_pipeline_rank=2 if schedule == "interleaved" else None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "method", "modules"),
+    [
+        ("1f1b", "vocab-2", None),
+        pytest.param("1f1b", "vocab-1", "mlp", marks=slow),
+        pytest.param("interleaved", "vocab-1", None, marks=slow),
+        pytest.param("interleaved", "vocab-2", "attn", marks=slow),
+        pytest.param("interlaced", "vocab-1", None, marks=slow),
+    ],
+)
+def test_every_step_equals_plain_megatron_without_graphs(schedule, method, modules):
+    assert_equal(_graphed(schedule, method, modules=modules), _trained(), 1e-6)
+
+
+@slow
+@pytest.mark.parametrize("broken", ["order", "copies"])
+def test_megatrons_order_and_gradients_that_are_not_copied_are_noticed(broken):
+    with pytest.raises((AssertionError, RankError), match=r"gradient of|not close|NaN|nan"):
+        assert_equal(_graphed("1f1b", "vocab-2", broken), _trained(), 1e-6)
+
+
+def wrong_reads(handed: list[int], run: list[int]) -> int:
+    """Backwards that find another microbatch's input where `handed` has put theirs, in the order `run`.
+
+    Megatron's rule: a forward takes the buffer that has been free for longest, or a new one.
+    """
+    place: dict[tuple[int, int], int] = {}
+    waiting: dict[int, deque[int]] = {}
+    free: deque[int] = deque()
+    reached: dict[int, int] = {}
+    for step in handed:
+        chunk, microbatch = abs(step), reached.get(step, 0)
+        reached[step] = microbatch + 1
+        if step > 0:
+            place[chunk, microbatch] = free.popleft() if free else len(set(place.values()))
+            waiting.setdefault(chunk, deque()).append(place[chunk, microbatch])
+        else:
+            free.append(waiting[chunk].popleft())
+    holds: dict[int, tuple[int, int]] = {}
+    reached, wrong = {}, 0
+    for step in run:
+        which = abs(step), reached.get(step, 0)
+        reached[step] = which[1] + 1
+        if step > 0:
+            holds[place[which]] = which
+        else:
+            wrong += holds[place[which]] != which
+    return wrong
+
+
+def orders(name: str, method: VocabMethod, size: int, microbatches: int) -> list[list[int]]:
+    family = FAMILIES[name]
+    chunks = 2 if family.chunks is None else None
+    request = ScheduleRequest.of(family, size, microbatches, method=family.method(method), chunks=chunks)
+    if family.bases:
+        request = replace(request, family=fitted(request, size + 2))
+    schedule = expand_interlaced(request.schedule())
+    return [graph_order(schedule, rank) for rank in range(size)]
+
+
+def _combinations(sizes, microbatches):
+    for (name, family), size, count in product(FAMILIES.items(), sizes, microbatches):
+        for method in family.methods:
+            yield name, method, size, count
+
+
+def test_the_own_order_of_every_family_shares_no_buffer_that_is_still_read():
+    for name, method, size, count in _combinations((2, 4), (1, 6)):
+        for order in orders(name, method, size, count):
+            assert wrong_reads(order, order) == 0, (name, method, size, count)
+
+
+@slow
+@pytest.mark.parametrize("size", range(2, 9))
+def test_the_same_in_more_sizes(size):
+    for name, method, _, count in _combinations((size,), (1, 2, 3, 5, 8, 13, 16, 24, 32)):
+        for order in orders(name, method, size, count):
+            assert wrong_reads(order, order) == 0, (name, method, count)
+
+
+def test_megatrons_order_would_share_buffers_that_are_still_read():
+    ours = orders("1f1b", VocabMethod.VOCAB_2, 4, 16)
+    found = [wrong_reads(megatrons_order(4, rank, 16), order) for rank, order in enumerate(ours)]
+    assert min(found) > 0, found
+
+
+def test_a_schedule_that_turns_microbatches_around_is_refused():
+    steps = [Pass(PassKind.F, 0), Pass(PassKind.F, 1), Pass(PassKind.BW, 1), Pass(PassKind.BW, 0)]
+    with pytest.raises(UserError, match="BW1 comes before that of microbatch 0: use --cuda-graph-impl none"):
+        graph_order(mock.Mock(ranks=[steps]), 0)
