@@ -22,8 +22,8 @@ MIB = 2**20
 def read_text(path: str | os.PathLike[str], what: str, most: int, errors: str = "strict") -> str:
     """The text (UTF-8, a mark at its beginning left out) of the `what` at `path`.
 
-    A pipe that somebody writes to is read to its end. `errors` is that of `bytes.decode`. Raises UserError for what
-    cannot be read, a pipe that nobody writes to, what is no text, and what has more than `most` bytes.
+    A pipe that has a writer is read to its end. `errors` is that of `bytes.decode`. Raises UserError for what
+    cannot be read, a pipe without a writer, what is not text, and what has more than `most` bytes.
     """
     try:
         # Opening a pipe would wait for a writer who may never come.

@@ -48,7 +48,7 @@ def typed(text: str) -> str:
 
 def tested() -> str:
     """Every case, with the schedules it ran under, and every proof that lives elsewhere."""
-    lines = ["| together with | options, beside p = 2 | `--pipeline-schedule`, algorithm |", "|---|---|---|"]
+    lines = ["| together with | options, besides p = 2 | `--pipeline-schedule`, algorithm |", "|---|---|---|"]
     for case in CASES:
         size = [] if case.size == 2 else [f"p = {case.size}"]
         replicas = [f"{case.replicas} replicas"] if case.replicas > 1 else []
@@ -113,7 +113,7 @@ def ignored() -> str:
     lines = []
     for each in IGNORED:
         does = "" if each.does == "has no effect" else f" {each.does}"
-        beside = f" with {each.beside}" if each.beside else ""
+        beside = f" with {each.because_of}" if each.because_of else ""
         lines.append(f"- {each.option}{does}{beside}: {each.why}")
     return typed("\n".join(lines))
 

@@ -43,7 +43,7 @@ RUN = (
 EXAMPLES = {
     "schedule": Example("schedule v-half -p 4 -m 8 --vocab vocab-2", most=7),
     "plan": Example("plan llama3_8b --hardware h100 --nodes 4", "times as fast|^use:"),
-    "simulate": Example("simulate llama3_8b --nodes 4 --vocab-parallel", "^schedule| s an iteration|^peak"),
+    "simulate": Example("simulate llama3_8b --nodes 4 --vocab-parallel", "^schedule| s per iteration|^peak"),
     "data": Example("data texts/ --output data --vocab-size 512"),
     "env": Example("env"),
     "check": Example("check llama3_8b --config data/mock --ranks 32 --vocab-parallel --cpu", most=6),

@@ -1,4 +1,4 @@
-"""Write the tables of docs/public_runs.md: published runs of Megatron beside their predictions.
+"""Write the tables of docs/public_runs.md: published runs of Megatron next to their predictions.
 
     python scripts/public_runs.py
 

@@ -1,4 +1,4 @@
-"""`megatron-vp paper public`: published runs of Megatron beside their predictions."""
+"""`megatron-vp paper public`: published runs of Megatron next to their predictions."""
 
 from __future__ import annotations
 

@@ -69,7 +69,9 @@ def collect(
 
     check_destination(False, output)
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder: give the one that megatron-vp paper jobs wrote and the runs logged to")
+        raise UserError(
+            f"{folder} is not a folder: give the one that megatron-vp paper jobs wrote and the runs logged to"
+        )
     device = None if hardware is None else find_hardware(hardware)
     rows, missing = [], []
     for cell in sorted(jobs()):

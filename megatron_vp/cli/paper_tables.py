@@ -1,4 +1,4 @@
-"""`megatron-vp paper tables`: the paper's tables, predicted, beside what was published."""
+"""`megatron-vp paper tables`: the paper's tables, predicted, next to what was published."""
 
 from __future__ import annotations
 

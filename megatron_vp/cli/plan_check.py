@@ -60,7 +60,7 @@ def megatrons_check() -> Iterator[Ask]:
 def _load_megatron() -> None:
     from megatron_vp.mcore.start.preflight import load_megatron
 
-    logging.disable(logging.WARNING)  # this process only checks; what libraries miss here is no news
+    logging.disable(logging.WARNING)  # this process only checks; what libraries miss here is not news
     load_megatron()
 
 

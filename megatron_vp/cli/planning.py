@@ -258,9 +258,7 @@ def _refuse_memory(memory: float, machine: Hardware) -> None:
         gib = memory * factor / GIB
         if memory > most and 1 <= gib <= most:
             meant = f"; as {unit} that is --memory {gib:.4g}"
-    raise UserError(
-        f"--memory {memory:.15g} is no amount of memory of a rank here: give GiB, {LEAST_MEMORY} to {most}{meant}"
-    )
+    raise UserError(f"--memory must be {LEAST_MEMORY} to {most} GiB per rank; got {memory:.15g}{meant}")
 
 
 def what_to_set(settings: dict[str, Any]) -> dict[str, Any]:

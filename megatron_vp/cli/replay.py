@@ -88,7 +88,7 @@ def _table(found: Replayed) -> str:
         note = "of tensors; an allocator's fragments, workspaces and communicators come on top"
         return "\n".join([place, *memory, note, found.layers.line])
     on_a_device = "peak" in found.memory_bytes
-    head = "ms a microbatch" + "  host, to issue" * on_a_device
+    head = "ms per microbatch" + "  host, to issue" * on_a_device
     host = {kind: f"{value:16.3f}" * on_a_device for kind, value in found.host_milliseconds.items()}
     lines = [
         place,

@@ -1,4 +1,4 @@
-"""`megatron-vp run`: somebody's own Megatron script under the plug-in."""
+"""`megatron-vp run`: your own Megatron script under the plug-in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
         """Run a Megatron training script under the plug-in. Each process of a launcher runs this command.
 
         Everything after SCRIPT goes to the script; the plug-in's own flags (--vocab-parallel, --config FILE, --cpu) are
-        understood among them. Start it with a launcher, one process a rank:
+        understood among them. Start it with a launcher, one process per rank:
 
         \b
         torchrun --nproc-per-node 4 --no-python \\

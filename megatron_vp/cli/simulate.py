@@ -155,7 +155,7 @@ def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
             *([next_start] if next_start else []),
             request.job.layers.line,
             "",
-            f"{seconds(found.iteration_seconds)} s an iteration, {found.tokens_per_second:,.0f} tokens/s, "
+            f"{seconds(found.iteration_seconds)} s per iteration, {found.tokens_per_second:,.0f} tokens/s, "
             f"{found.mfu * request.hardware.peak_flops / 1e12:.0f} TFLOP/s per GPU as Megatron counts, "
             f"MFU {100 * found.mfu:.1f} % of {request.hardware.peak_flops / 1e12:.0f}, "
             f"bubble {100 * found.bubble_fraction:.1f} %",
@@ -197,7 +197,7 @@ def _copies(request: Request, found: Evaluation) -> str:
     if not found.copies:
         return ""
     table = Table(title="activations in the host's memory (no copy was measured here)", title_justify="left")
-    for heading in ("rank", "chunks", "host GiB", "GiB a microbatch", "lane busy %", *_WAITS):
+    for heading in ("rank", "chunks", "host GiB", "GiB per microbatch", "lane busy %", *_WAITS):
         table.add_column(heading, justify="right", no_wrap=True)
     for rank, each in enumerate(found.copies):
         chunks = ",".join(map(str, each.chunks)) or "-"

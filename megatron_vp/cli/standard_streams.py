@@ -12,7 +12,7 @@ from megatron_vp.errors import UserError
 
 
 class _Output(io.RawIOBase):
-    """Standard output that says what is wrong with it, once, as a UserError. A reader that has left is no error."""
+    """Standard output that says what is wrong with it, once, as a UserError. A reader that has left is not an error."""
 
     def __init__(self, reason: str | None) -> None:
         self._reason = reason

@@ -19,7 +19,7 @@ class TextFiles:
     """Documents of `files`, which may be iterated any number of times. `.jsonl` files hold one JSON object a line.
 
     Iterating yields (name, text) pairs: a text file is one document, or one a line with `split_lines`; a JSON line's
-    text is under `json_key`. Empty lines are no documents. Raises UserError, naming file and line, for bytes that
+    text is under `json_key`. Empty lines are not documents. Raises UserError, naming file and line, for bytes that
     are not UTF-8, lines that are not JSON, objects without the key, and texts with half a surrogate pair.
     """
 

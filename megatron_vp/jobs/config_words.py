@@ -19,7 +19,7 @@ from megatron_vp.jobs.yaml_files import Leaf, read_leaves
 def arguments_from_config(paths: Sequence[str | os.PathLike[str]], parser: argparse.ArgumentParser) -> list[str]:
     """Translate YAML files, each overlaying those before it, into arguments for `parser`, in the order of the files.
 
-    `null` leaves an option at its default, and so does `false` for a switch. Lists serve options that take several
+    `null` leaves an option at its default; `false` does the same for a switch. Lists serve options that take several
     values.
 
     Raises UserError for a missing or malformed file, an unknown key, a key given twice, or a value of the wrong type.
@@ -38,7 +38,7 @@ def arguments_from_leaves(leaves: Iterable[Leaf], parser: argparse.ArgumentParse
         action = options.get(leaf.key)
         if action is None or isinstance(action, argparse._HelpAction):
             nearest = difflib.get_close_matches(leaf.key, options, n=1, cutoff=0.0)
-            raise UserError(f"{leaf} is no known argument; the nearest known one is '{nearest[0]}'")
+            raise UserError(f"{leaf} is not a known argument; the nearest known one is '{nearest[0]}'")
         if action in seen:
             raise UserError(f"{leaf} was already set in {seen[action]}; keep one of them")
         seen[action] = leaf.section

@@ -115,7 +115,7 @@ class JobConfig:
         if value is None:
             return default
         if not isinstance(value, int) or isinstance(value, bool):
-            raise UserError(f"{self.origins[name]} {value} is no integer")
+            raise UserError(f"{self.origins[name]} {value} is not an integer")
         return value
 
 
@@ -155,7 +155,7 @@ def read_sizes(
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             bare = value is True and not isinstance(config.origins[name], Leaf)
             said = "without a value" if bare else repr(value)
-            raise UserError(f"{config.origins[name]} {said} is no whole number of at least {least}")
+            raise UserError(f"{config.origins[name]} {said} is not a whole number of at least {least}")
         largest = LARGEST.get(name, LARGEST_SIZE)
         if value is not None and value > largest:
             raise UserError(f"{config.origins[name]} {value} is too large for any job; give at most {largest}")

@@ -61,7 +61,7 @@ def known_options() -> dict[str, Option]:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """The known name that somebody who wrote `name` may have meant. Names are with underscores."""
+    """The known name that was most likely meant by `name`. Names are with underscores."""
     return _SHORT.get(name) or difflib.get_close_matches(name, known, 1, 0)[0]
 
 
@@ -75,8 +75,8 @@ def refuse_unknown(name: str, origin: Leaf | str, commands_own: Iterable[str] = 
         hint = f"the nearest known one is '{nearest}'"
         if origin.section == "the top level" and not isinstance(origin.value, str | int | float):
             hint = "a section holds 'argument_name: value' lines"
-        raise UserError(f"{origin} is no known argument; {hint}")
-    raise UserError(f"{origin} is no known option; the nearest known one is {option_of(nearest)}")
+        raise UserError(f"{origin} is not a known argument; {hint}")
+    raise UserError(f"{origin} is not a known option; the nearest known one is {option_of(nearest)}")
 
 
 def refuse_wrong_value(name: str, value: Any, origin: Leaf | str) -> None:

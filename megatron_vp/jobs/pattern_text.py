@@ -38,7 +38,7 @@ class Pattern:
             unknown = next((letter for letter in part if letter not in LETTERS), None)
             if unknown is not None:
                 raise UserError(
-                    f"--hybrid-layer-pattern {text!r}: {unknown!r} is no layer; use {' '.join(LETTERS)}, | between "
+                    f"--hybrid-layer-pattern {text!r}: {unknown!r} is not a layer; use {' '.join(LETTERS)}, | between "
                     "pipeline segments, / before each further head"
                 )
             if "*" in part and ("D" in part or "+" in part):

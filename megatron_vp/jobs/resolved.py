@@ -1,4 +1,4 @@
-"""A run's resolved configuration: every argument that it ran with, beside its checkpoints or logs."""
+"""A run's resolved configuration: every argument that it ran with, next to its checkpoints or logs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_resolved(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read resolved configuration {path}: {one_line(error)}") from error
     if not isinstance(found, dict):
-        raise UserError(f"{path} is no resolved configuration: it holds no mapping")
+        raise UserError(f"{path} is not a resolved configuration: it holds no mapping")
     return found
 
 

@@ -84,7 +84,7 @@ def _refuse_mixed_sections(layers: Sequence[tuple[Path, DictConfig]]) -> None:
             if before != isinstance(value, Mapping):
                 section, leaf = (other, file) if before else (file, other)
                 raise UserError(
-                    f"{leaf}: '{'.'.join(trail)}' is no section here, and in {section} it is one: a section holds "
+                    f"{leaf}: '{'.'.join(trail)}' is not a section here, and in {section} it is one: a section holds "
                     f"'argument_name: value' lines"
                 )
 

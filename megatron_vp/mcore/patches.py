@@ -93,7 +93,7 @@ _applied: dict[str, _Applied] = {}
 
 
 def signature_of(value: Any) -> str:
-    """Parameters of a callable as `(a, b=1, *, c)`, `builtin` where Python cannot tell, `value` if it is no callable.
+    """Parameters of a callable as `(a, b=1, *, c)`, `builtin` where Python cannot tell, else `value`.
 
     Annotations are left out: they change without changing what a call means.
     """
@@ -110,7 +110,7 @@ def signature_of(value: Any) -> str:
 def present_version() -> str:
     """Version of the megatron-core that is imported here, supported or not; UserError if there is none."""
     _distribution()
-    # It adds "+<commit>" when its files lie inside somebody's git repository.
+    # It adds "+<commit>" when its files lie inside a git repository.
     return importlib.import_module("megatron.core").__version__.partition("+")[0]
 
 

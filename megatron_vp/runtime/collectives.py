@@ -275,7 +275,7 @@ class VocabularyCollectives:
         return reduce, lambda: self._store.put(Slot.OUTPUT_GRAD, microbatch, gradient_nh)
 
     def _loss_grad(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """g, one number a token, from the rank that runs the loss function to all others."""
+        """g, one number per token, from the rank that runs the loss function to all others."""
         if self._runs_loss:
             token_loss_grad_n = self._store.take(Slot.OWN_LOSS_GRAD, microbatch)
         else:

@@ -22,7 +22,7 @@ from megatron_vp.runtime.communicator import Communicator, LoneCommunicator, com
 from megatron_vp.schedule.communicators import CHANNELS, Edge
 
 CTAS = CHANNELS
-"""Thread blocks, and so multiprocessors, that NCCL may use for an operation of ours, which runs beside transformer
+"""Thread blocks, and so multiprocessors, that NCCL may use for an operation of ours, which runs next to transformer
 passes. It holds them while it waits for a peer, too: by default a receive would keep up to 32 busy over NVLink until
 its message comes, and those of all edges together nearly a whole device. Not yet measured on a GPU."""
 EDGE_CTAS = CTAS
@@ -76,7 +76,7 @@ class PipelineGroups:
         """Create the groups of every pipeline of the job, and keep those of this rank's; collective over all ranks.
 
         Names of process groups count the groups created so far, so all ranks must create all groups in one order. That
-        costs a rank that is no member microseconds: nothing is communicated. NCCL makes a communicator when a group is
+        costs other ranks microseconds: nothing is communicated. NCCL makes a communicator when a group is
         first used, and holds up the host until the peers get there; programs end although hosts wait so.
 
         Args:

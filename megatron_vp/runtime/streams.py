@@ -2,7 +2,7 @@
 
 `submit` starts a function after everything submitted before it and after the compute work issued so far; the returned
 event's `wait` orders later compute work after it. On CUDA both orderings are device events and the host goes on. On
-CPU the stream is one worker thread, because gloo's blocking collectives then run beside the passes.
+CPU the stream is one worker thread, because gloo's blocking collectives then run at the same time as the passes.
 
 Lifetime: a submitted function writes only into buffers that the compute side allocated, and the event keeps the
 function, and with it those buffers, until the compute side has waited for it or the work is known to be finished.
@@ -32,7 +32,7 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """An ordered queue of functions beside the compute stream."""
+    """An ordered queue of functions that runs next to the compute stream."""
 
     def submit(self, function: Callable[[], None]) -> Event:
         """Queue `function`."""

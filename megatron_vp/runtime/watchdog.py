@@ -1,7 +1,7 @@
 """Ends a process that cannot go on, with one line that says where it was.
 
 A rank that waits for a peer sits in the backend's own code, where neither an exception nor a Python signal handler
-reaches it; a rank whose data loader hangs tells nobody. A thread beside it can see both, because all it has to know is
+reaches it; a rank whose data loader hangs tells nobody. A second thread can see both, because all it has to know is
 in `Progress`, and it can end the process.
 """
 

@@ -62,7 +62,7 @@ def weights_in_free_slots(
 def v_shaped_block(
     pipeline_size: int, interval: float, forward: Sequence[int], backward: Sequence[int]
 ) -> BuildingBlock:
-    """Two chunks a rank in V shape, B and W split, all passes on a grid of six slots an interval.
+    """Two chunks per rank in V shape, B and W split, all passes on a grid of six slots per interval.
 
     `forward` and `backward` are slots by virtual stage; no two passes of a rank may share a slot modulo six.
     """

@@ -1,6 +1,6 @@
 """What waits for what: the passes of a schedule and the communication between them as one graph.
 
-The rules are those of the table in the design: F of a stage waits for the stage before, S for the last stage's output
+The rules (arXiv 2411.05288, section 4): F of a stage waits for the stage before, S for the last stage's output
 (C0), T for the statistics of all shards (C1), B of the last stage for its method's last barrier, W for its B. Only
 ranks with vocabulary rows have IF, S, T and IB.
 """

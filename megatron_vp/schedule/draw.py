@@ -241,7 +241,7 @@ def _add_legend(figure: Figure, timeline: Timeline, width: float) -> None:
 
 
 def to_perfetto(timeline: Timeline) -> str:
-    """Chrome trace events, which Perfetto opens: one process a rank; a unit of cost is shown as a millisecond.
+    """Chrome trace events, which Perfetto opens: one process per rank; a unit of cost is shown as a millisecond.
 
     A process has the lanes of a recorded run: passes on `compute`, collectives on the `second stream` of every rank
     that takes part in them.

@@ -76,11 +76,13 @@ class Family:
             chunks = 2 if chunks is None else chunks
             if chunks < 2:
                 one = "zb-h1" if self.splits_backward else "1f1b"
-                raise UserError(f"schedule {self.name} needs at least 2 chunks a rank, got {chunks}; for 1 take {one}")
+                raise UserError(
+                    f"schedule {self.name} needs at least 2 chunks per rank, got {chunks}; for 1 take {one}"
+                )
             return chunks
         if chunks not in (None, self.chunks):
             own = f"{self.chunks} chunk{'s' * (self.chunks > 1)}"
-            raise UserError(f"schedule {self.name} has {own} a rank, got {chunks}; leave the chunks out")
+            raise UserError(f"schedule {self.name} has {own} per rank, got {chunks}; leave the chunks out")
         return self.chunks
 
     def placement_of(self, pipeline_size: int, chunks: int | None = None) -> Placement:

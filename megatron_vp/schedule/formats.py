@@ -1,4 +1,4 @@
-"""Schedules as files: JSON with times and metrics, CSV with one line a pass. Both read back."""
+"""Schedules as files: JSON with times and metrics, CSV with one line per pass. Both read back."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _all_whole(schedule: Schedule) -> Schedule:
 
 
 def to_csv(schedule: Schedule, timeline: Timeline | None = None) -> str:
-    """A comment line with name and vocabulary method, then one line a pass in execution order of each rank.
+    """A comment line with name and vocabulary method, then one line per pass in execution order of each rank.
 
     Start and end are empty without a timeline.
     """

@@ -1,6 +1,6 @@
 """Chrome trace events, which Perfetto opens: the shape that a simulated timeline and a recorded run share.
 
-One process a rank; times are given in milliseconds and stand in the events in microseconds, as the format wants.
+One process per rank; times are given in milliseconds and stand in the events in microseconds, as the format wants.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Placement:
 
     @classmethod
     def linear(cls, ranks: int) -> Placement:
-        """One chunk a rank: stage s on rank s."""
+        """One chunk per rank: stage s on rank s."""
         return cls.round_robin(ranks, 1)
 
     @classmethod

@@ -209,7 +209,7 @@ class ScheduleRequest:
             raise UserError(f"chunks to offload do not go with the schedule in {name}; write one with passes O and R")
         if not 0 <= chunks <= self.chunks:
             raise UserError(
-                f"{chunks} chunks to offload do not go with schedule {name}, which has {self.chunks} a rank; give a "
+                f"{chunks} chunks to offload do not go with schedule {name}, which has {self.chunks} per rank; give a "
                 f"number from 0 to {self.chunks}, half or all"
             )
 

@@ -91,7 +91,7 @@ def _check_posts(programs: Sequence[Program]) -> None:
             if isinstance(instruction, Post):
                 operation = instruction.operation
                 if program.rank not in operation.members(vocab_members):
-                    raise _error(program, place, f"posts {operation}, of which it is no member")
+                    raise _error(program, place, f"posts {operation}, of which it is not a member")
                 if operation in mine:
                     raise _error(program, place, f"posts {operation} twice")
                 mine.add(operation)

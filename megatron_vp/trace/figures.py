@@ -37,7 +37,7 @@ class Timed(Protocol):
 
 @dataclass(frozen=True)
 class RankFigures:
-    """Means over the traced iterations, in milliseconds an iteration.
+    """Means over the traced iterations, in milliseconds per iteration.
 
     busy: passes and losses. vocabulary: of these, S and T. waiting: of the host (CPU) or the compute stream (GPU) for
     messages and collectives. communicating: a vocabulary collective runs or waits for its peers on the second
@@ -74,7 +74,7 @@ def figures(traces: Sequence[RankTrace]) -> Figures:
         costs = mean_costs(traces)
         predicted = fmean(simulate(ran(traces, iteration), costs).makespan for iteration in iterations)
     except ValueError as error:
-        raise UserError(f"the traced passes are no schedule: {str(error).splitlines()[0]}") from None
+        raise UserError(f"the traced passes do not make a schedule: {str(error).splitlines()[0]}") from None
     return Figures(
         iterations=iterations,
         ranks=tuple(map(_rank_figures, traces)),

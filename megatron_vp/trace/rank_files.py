@@ -22,7 +22,7 @@ COLLECTIVE = "collective"
 LOSS = "loss"
 LOAD = "load"
 WAIT = "wait"
-"""Categories of what is no pass; a pass has its kind."""
+"""Categories of what is not a pass; a pass has its kind."""
 
 _LANES = (Lane.COMPUTE, Lane.SECOND_STREAM, Lane.WAITS, Lane.COPIES)
 
@@ -137,7 +137,7 @@ def read_traces(folder: Path) -> list[RankTrace]:
     Raises UserError where there is no such folder, a file is missing or none of ours, or the files are not of one run.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder; give the folder that the run had as --pipeline-trace")
+        raise UserError(f"{folder} is not a folder; give the folder that the run had as --pipeline-trace")
     paths = sorted(folder.glob("rank_*.json"))
     if not paths:
         raise UserError(f"{folder} has no rank_*.json; the run with --pipeline-trace has not traced an iteration yet")

@@ -109,7 +109,7 @@ def read_document(path: Path) -> Mapping[str, Any]:
         document = json.loads(text)
     except (ValueError, RecursionError):
         raise UserError(
-            f"{path} is no JSON, or is cut off: give the folder of a run's rank reports or traces"
+            f"{path} is not JSON, or is cut off: give the folder of a run's rank reports or traces"
         ) from None
     if not isinstance(document, dict):
         raise UserError(f"{path} is neither a rank report nor a trace; give a folder that holds nothing else")

@@ -81,6 +81,6 @@ class Derivative:
 def smallest_scale(dtype: torch.dtype) -> float:
     """The c from which on e / c is in the range of E's dtype, and c g X in that of X's.
 
-    fp16 has no room beside the loss scale: there no target's row is left to X.
+    fp16 has no room next to the loss scale: there no target's row is left to X.
     """
     return float("inf") if dtype == torch.float16 else 2.0**-60

@@ -104,7 +104,7 @@ class RowExchange:
 def count_buffer(microbatches: int, ranks: int, device: torch.device) -> torch.Tensor:
     """Room for the counts of several exchanges, int64 [microbatches, ranks + 2] on the host.
 
-    Pinned where `device` is a GPU, so that `RowExchange.plan` does not wait for its copy. Made once an iteration: an
+    Pinned where `device` is a GPU, so that `RowExchange.plan` does not wait for its copy. Made once per iteration: an
     allocation of pinned memory may wait for the device.
     """
     return torch.empty(microbatches, ranks + 2, dtype=torch.int64, pin_memory=device.type == "cuda")

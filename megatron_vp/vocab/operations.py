@@ -155,7 +155,7 @@ class EagerOperations:
         max_rn, sum_rn, linear_rn = gathered_r3n.unbind(1)
         max_n, sum_n, linear_n = total_3n.unbind()
         torch.amax(max_rn, 0, out=max_n)
-        finite_n = max_n.clamp(min=torch.finfo(max_n.dtype).min)  # the difference of two infinities is no number
+        finite_n = max_n.clamp(min=torch.finfo(max_n.dtype).min)  # the difference of two infinities is not a number
         torch.sum(sum_rn * torch.exp(max_rn - finite_n), 0, out=sum_n)
         torch.sum(linear_rn, 0, out=linear_n)
 

@@ -46,7 +46,7 @@ class GlobalStatistics:
         return self.linear_n == self.max_n
 
     def probability(self, logit_n: torch.Tensor) -> torch.Tensor:
-        """Softmax entry of one logit a token.
+        """Softmax entry of one logit per token.
 
         Not exp(logit - LSE): a log-sum-exp of 10 rounds at 5e-7, and the whole row of the softmax would be off by it.
         """

@@ -191,7 +191,7 @@ def test_letters_that_are_not_known_are_named():
 @pytest.mark.parametrize(
     ("pattern", "flags", "line"),
     [
-        ("*-x", [], "'x' is no layer"),
+        ("*-x", [], "'x' is not a layer"),
         ("*-D", [], "does not mix attention"),
         ("|", [], "has no layer"),
         ("*E", [], r"has experts \(E\): give --num-experts"),

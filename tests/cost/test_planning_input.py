@@ -19,22 +19,22 @@ pytestmark = pytest.mark.usefixtures("megatron_loaded")
         (["--hardware", "h10"], "h100"),
         (["--pipeline-model-parallel-size", "16"], "8 layers"),
         (["--pipeline-model-parallel-size", "3", "--nodes", "1"], "8 ranks cannot hold replicas of 3"),
-        (["--nodes", "1", "--global-batch-size", "7"], "global_batch_size 7 is no multiple of"),
+        (["--nodes", "1", "--global-batch-size", "7"], "global_batch_size 7 is not a multiple of"),
         (["--num-attention-heads", "15"], "15 heads"),
-        (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size 0 is no whole number of at least 1"),
-        (["--mtp-num-layers", "-1"], "--mtp-num-layers -1 is no whole number of at least 0"),
-        (["--pipeline-model-parallel-size", "eight"], "'eight' is no whole number"),
+        (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size 0 is not a whole number of at least 1"),
+        (["--mtp-num-layers", "-1"], "--mtp-num-layers -1 is not a whole number of at least 0"),
+        (["--pipeline-model-parallel-size", "eight"], "'eight' is not a whole number"),
         (
             ["--pipeline-model-paralel-size", "8"],
-            "--pipeline-model-paralel-size is no known option; the nearest known one is --pipeline-model-parallel-size",
+            "--pipeline-model-paralel-size is not a known option; the nearest known one is --pipeline-model-parallel-",
         ),
-        (["--memory", "-1"], "--memory -1 is no amount of memory"),
-        (["--memory", "inf"], "--memory inf is no amount of memory"),
-        (["--memory", "nan"], "--memory nan is no amount of memory"),
-        (["--memory", "1e-300"], "--memory 1e-300 is no amount of memory of a rank here: give GiB, 0.01 to 512"),
-        (["--memory", "80000"], "give GiB, 0.01 to 512; as MiB that is --memory 78.12"),
-        (["--memory", "85899345920"], "give GiB, 0.01 to 512; as bytes that is --memory 80"),
-        (["--memory", "40000", "--hardware", "cpu"], "give GiB, 0.01 to 16384; as MiB that is --memory 39.06"),
+        (["--memory", "-1"], "GiB per rank; got -1"),
+        (["--memory", "inf"], "GiB per rank; got inf"),
+        (["--memory", "nan"], "GiB per rank; got nan"),
+        (["--memory", "1e-300"], "GiB per rank; got 1e-300"),
+        (["--memory", "80000"], "; as MiB that is --memory 78.12"),
+        (["--memory", "85899345920"], "; as bytes that is --memory 80"),
+        (["--memory", "40000", "--hardware", "cpu"], "; as MiB that is --memory 39.06"),
         (["--nodes", "130000"], "--nodes 130000 are 1,040,000 GPUs, more than any cluster has: give nodes of 8 GPUs"),
         (["--seq-length", "1000000000"], "--seq-length 1000000000 is too large for any job; give at most 67108864"),
         (["--lr", "nan"], "--lr nan is not a finite number"),
@@ -47,20 +47,20 @@ pytestmark = pytest.mark.usefixtures("megatron_loaded")
             "must be one of vocab-1, vocab-2, not 'vocab-3'",
         ),
         (["--vocab-parallel", "--num-virtual-stages-per-pipeline-rank", "2"], "1f1b"),
-        (["8"], "'8' is no flag"),
+        (["8"], "'8' is not a flag"),
         (["--pipeline-schedule", "v-half-ish"], "'v-half-ish' is unknown"),
-        (["--pipeline-model-parallel-layout", "Et*4|t*4L"], "no layout of 8 layers"),
+        (["--pipeline-model-parallel-layout", "Et*4|t*4L"], "not a layout of 8 layers"),
         (["--config", "nowhere.yaml"], "cannot read configuration file nowhere.yaml"),
-        (["--num-layers"], "--num-layers without a value is no whole number"),
+        (["--num-layers"], "--num-layers without a value is not a whole number"),
         (["--num-layers", "100000000"], "100000000 layers make no model"),
         (["--vocab-size", "1" + 30 * "0"], "is too large for any job; give at most 268435456"),
         (["--vocab-parallel", "maybe"], "--vocab-parallel is a switch and takes no value; it was given 'maybe'"),
         (["--pipeline-schedule", ""], "schedule '' is unknown"),
         (["--pipeline-schedule", "interlaced"], "add --vocab-parallel"),
-        (["--hardwrae", "h200"], "--hardwrae is no known option; the nearest known one is --hardware"),
-        (["--node=4"], "--node is no known option; the nearest known one is --nodes"),
-        (["--tp", "8"], "--tp is no known option; the nearest known one is --tensor-model-parallel-size"),
-        (["--data-parallel-size", "8"], "--data-parallel-size is no known option"),
+        (["--hardwrae", "h200"], "--hardwrae is not a known option; the nearest known one is --hardware"),
+        (["--node=4"], "--node is not a known option; the nearest known one is --nodes"),
+        (["--tp", "8"], "--tp is not a known option; the nearest known one is --tensor-model-parallel-size"),
+        (["--data-parallel-size", "8"], "--data-parallel-size is not a known option"),
         (["--vocab-parallel-algorithm", "vocab-1"], "has no effect without --vocab-parallel"),
         (["--lr", "fast"], "--lr must be a number, not 'fast'"),
         (["--train-iters", "1e3"], "--train-iters must be an integer, not 1000.0"),
@@ -92,7 +92,7 @@ def test_a_batch_that_simulate_cannot_play_is_refused_at_once_with_its_chunks(sm
         ("lr: [1, 2]", "'lr' in section 'more' takes one value; it was given 2: 1, 2"),
         ("lr: true", "'lr' in section 'more' must be a number, not True"),
         ("optimizer: addam", "'optimizer' in section 'more' must be one of adam, sgd"),
-        ("learning_rate: 1", "'learning_rate' in section 'more' is no known argument; the nearest known one is"),
+        ("learning_rate: 1", "'learning_rate' in section 'more' is not a known argument; the nearest known one is"),
     ],
 )
 def test_a_value_that_training_does_not_take_is_refused(small, line, words):
@@ -108,9 +108,9 @@ def test_a_section_of_the_wrong_type_is_one_line(small, tmp_path, section):
     for files in ([small, "--config", overlay], [overlay, "--config", small]):
         error = run("plan", *files).exception
         assert isinstance(error, UserError) and "\n" not in str(error)
-        assert str(error).startswith(f"{overlay}: 'model' is no section here, and in {small} it is one")
+        assert str(error).startswith(f"{overlay}: 'model' is not a section here, and in {small} it is one")
     error = run("plan", overlay).exception
-    assert isinstance(error, UserError) and "'model' in the top level is no known argument" in str(error)
+    assert isinstance(error, UserError) and "'model' in the top level is not a known argument" in str(error)
 
 
 def test_a_section_that_is_a_list_is_one_line(small):
@@ -147,9 +147,9 @@ def test_a_plan_that_nothing_fits_is_one_line(small):
         (
             "num_layers: 8",
             "num_layer: 8",
-            "'num_layer' in section 'model' is no known argument; the nearest known one is 'num_layers'",
+            "'num_layer' in section 'model' is not a known argument; the nearest known one is 'num_layers'",
         ),
-        ("num_layers: 8", "num_layers: true", "'num_layers' in section 'model' True is no whole number"),
+        ("num_layers: 8", "num_layers: true", "'num_layers' in section 'model' True is not a whole number"),
         ("num_layers: 8", "num_layers: 8\n  num_layers: 9", "found duplicate key num_layers"),
         ("  num_layers: 8", "\tnum_layers: 8", "is not valid YAML"),
     ],

@@ -85,7 +85,7 @@ def test_long_sequences_are_cut_over_context_ranks():
     ("changed", "gpus", "said"),
     [
         ({"global_batch_size": None}, 16, "set --global-batch-size"),
-        ({"global_batch_size": 7}, 128, "global_batch_size 7 is no multiple"),
+        ({"global_batch_size": 7}, 128, "global_batch_size 7 is not a multiple"),
         ({"num_layers": None}, 16, "num_layers is missing"),
     ],
 )

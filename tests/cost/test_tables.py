@@ -108,7 +108,7 @@ def test_picture_is_a_png():
     [
         ("", "holds no cells"),
         ("table,gpus\n5,8\n", "column seq_length is missing"),
-        (HEADER + "5,8,2048,baseline,32,x,1\n", "line 2: mfu_percent 'x' is no float"),
+        (HEADER + "5,8,2048,baseline,32,x,1\n", "line 2: mfu_percent 'x' is not of type float"),
         (HEADER + "5,8,2048,baseline,32,1\n", "column peak_memory_gb is missing"),
         (HEADER + "5,9,2048,baseline,32,1,1\n", "no cell table 5, 9 GPUs"),
         (HEADER + "6,16,2048,vocab-2,32,1,1\n", "no cell table 6"),

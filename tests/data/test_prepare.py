@@ -147,7 +147,7 @@ def test_progress_counts_characters(tmp_path):
     [
         ({"vocab_size": 258}, "258 is too small.*259"),
         ({"vocab_size": 100_000}, r"teaches only \d+ different tokens, fewer than the vocabulary of 100000"),
-        ({"vocab_size": 300, "name": "a/b"}, "'a/b' is no plain file name"),
+        ({"vocab_size": 300, "name": "a/b"}, "'a/b' is not a plain file name"),
         ({}, "either a vocabulary size"),
         ({"vocab_size": 300, "tokenizer": "x"}, "either a vocabulary size"),
         ({"tokenizer": "no/such"}, "no tokenizer directory no/such"),

@@ -16,7 +16,7 @@ def test_every_spelling_of_a_flag():
         Flag("--lr", ("2",)),
     ]
     assert [flag_value(["script.py", *words], option) for option in ("--switch", "--lr", "--l")] == ["", "2", None]
-    with pytest.raises(UserError, match=r"'job.yaml' is no flag"):
+    with pytest.raises(UserError, match=r"'job.yaml' is not a flag"):
         list(flags_in(["job.yaml", "--switch"]))
 
 
@@ -40,14 +40,14 @@ def test_flags_win_over_files_and_say_where_they_stand(tmp_path):
     }
     assert config.of_files() == {"hidden_size": "two", "seq_length": 8}
     assert [config.whole_number(name, 3) for name in ("num_layers", "lr", "absent")] == [6, 3, 3]
-    with pytest.raises(UserError, match=r"job.yaml: 'hidden_size' in section 'a' two is no integer"):
+    with pytest.raises(UserError, match=r"job.yaml: 'hidden_size' in section 'a' two is not an integer"):
         config.whole_number("hidden_size", 1)
-    with pytest.raises(UserError, match="--bf16 True is no integer"):
+    with pytest.raises(UserError, match="--bf16 True is not an integer"):
         config.whole_number("bf16", 1)
 
 
 def test_two_values_of_a_size_are_refused_as_in_training():
-    with pytest.raises(UserError, match=r"--num-layers \[4, 8\] is no whole number"):
+    with pytest.raises(UserError, match=r"--num-layers \[4, 8\] is not a whole number"):
         read_sizes([], ["--num-layers", "4", "8"])
 
 

@@ -149,7 +149,7 @@ MOVES = (
         ("1f1b/vocab-2 p3 r0,12,32 V44", "v-half/vocab-2 p2 r48,0 V48"),
     ),
     Move(
-        "several chunks a rank",
+        "several chunks per rank",
         "interleaved/vocab-1 p2",
         ("1f1b/vocab-2 p2", "v-half/vocab-2 p2", "zb-h1/none p2", "v-half/none p3"),
     ),
@@ -160,7 +160,7 @@ MOVES = (
         {**RESHARDABLE, **TIED},
     ),
     Move(
-        "tensor parallelism, several chunks a rank",
+        "tensor parallelism, several chunks per rank",
         "v-half/vocab-2 p2 t2",
         ("plain", "1f1b/vocab-1 p3", "interleaved/vocab-2 p2 t2", "zb-h1/none p2"),
     ),

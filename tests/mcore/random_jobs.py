@@ -72,7 +72,7 @@ def _rotary(job: RandomJob) -> bool:
 
 
 def _linear(job: RandomJob) -> bool:
-    """One chunk a rank: dropout draws the masks that plain Megatron draws."""
+    """One chunk per rank: dropout draws the masks that plain Megatron draws."""
     return CHUNKS[job.schedule] == 1
 
 

@@ -27,7 +27,7 @@ DECAY = {**TWO_STAGES, "lr_decay_style": "linear"}
 REFUSED = [
     ({"pipeline_model_parallel_size": 1, "vocab_parallel": True}, "one pipeline stage"),
     ({**VP, "num_layers_per_virtual_pipeline_stage": 1}, "virtual pipeline stages"),
-    ({"eval_interval": None, "eval_iters": 0}, "without --eval-interval Megatron cannot reckon"),
+    ({"eval_interval": None, "eval_iters": 0}, "without --eval-interval Megatron cannot compute"),
     ({"vocab_size": None, "tokenizer_type": "NullTokenizer"}, "NullTokenizer has no vocabulary of its own"),
     ({**VP, "rank_report": "/dev/null"}, "--rank-report /dev/null cannot be a directory: /dev/null is a file"),
     ({"vocab_size": -3}, "--vocab-size -3 cannot work: it has to be at least 1"),
@@ -120,7 +120,7 @@ REFUSED = [
     ({**TWO_STAGES, "pipeline_schedule": "zb-h1", "sft": True}, "--pipeline-schedule zb-h1 with packed sequences"),
     (
         {**TWO_STAGES, "pipeline_schedule": "zb-h1", "num_layers_per_virtual_pipeline_stage": 1},
-        "--pipeline-schedule zb-h1 has one chunk a rank",
+        "--pipeline-schedule zb-h1 has one chunk per rank",
     ),
     ({**TWO_STAGES, "pipeline_schedule": "interleaved"}, "--pipeline-schedule interleaved needs several chunks"),
     (
@@ -130,11 +130,11 @@ REFUSED = [
             "num_layers": 5,
             "num_virtual_stages_per_pipeline_rank": 2,
         },
-        "--num-layers 5 cannot be cut evenly for --pipeline-model-parallel-size 2 with 2 chunks a rank",
+        "--num-layers 5 cannot be cut evenly for --pipeline-model-parallel-size 2 with 2 chunks per rank",
     ),
     (
         {**TWO_STAGES, "pipeline_schedule": "v-half", "pipeline_model_parallel_layout": "Ett|ttL"},
-        "--pipeline-schedule v-half has two chunks a rank",
+        "--pipeline-schedule v-half has two chunks per rank",
     ),
     (
         {**TWO_STAGES, "pipeline_schedule": "v-half", "decoder_last_pipeline_num_layers": 1},
@@ -173,7 +173,7 @@ REFUSED = [
     ({**TWO_STAGES, "eval_micro_batch_size": 0}, "--eval-micro-batch-size 0 cannot work: it has to be at least 1"),
     ({**TWO_STAGES, "group_query_attention": True, "num_query_groups": 3}, "cannot share --num-query-groups 3"),
     ({**TWO_STAGES, "padded_vocab_size": 64}, "--padded-vocab-size 64 is smaller than the tokenizer's vocabulary"),
-    ({**VP, "vocab_z_loss": -1}, "--vocab-z-loss -1.0 is no coefficient"),
+    ({**VP, "vocab_z_loss": -1}, "--vocab-z-loss -1.0 is not a positive number: use a small one"),
     ({**VP, "vocab_label_smoothing": 1}, "--vocab-label-smoothing 1.0 is not in [0, 1)"),
     ({**VP, "log_pipeline_interval": 1}, "--log-pipeline-interval 1 has nowhere to write"),
     ({**VP, "pipeline_trace": "there", "rank_report": "there/"}, "both write rank_N.json to there/"),
@@ -277,14 +277,14 @@ def test_a_start_without_a_launcher_says_how_to_launch():
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two is no whole number of at least 1"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is no whole number of at least 1"),
-        ({"RANK": "1"}, "RANK=1 is no whole number from 0 to 0"),
-        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 is no whole number from 0 to 0"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no whole number from 1 to 65535"),
-        ({"WORLD_SIZE": "9" * 5000}, f"WORLD_SIZE={'9' * 37}... is no whole number of at least 1"),
-        ({"RANK": "0" * 5000}, f"RANK={'0' * 37}... is no whole number from 0 to 0"),
-        ({"LOCAL_RANK": "1\x1b[2J\n"}, "LOCAL_RANK=1 [2J is no whole number from 0 to 0"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two is not a whole number of at least 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is not a whole number of at least 1"),
+        ({"RANK": "1"}, "RANK=1 is not a whole number from 0 to 0"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 is not a whole number from 0 to 0"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a whole number from 1 to 65535"),
+        ({"WORLD_SIZE": "9" * 5000}, f"WORLD_SIZE={'9' * 37}... is not a whole number of at least 1"),
+        ({"RANK": "0" * 5000}, f"RANK={'0' * 37}... is not a whole number from 0 to 0"),
+        ({"LOCAL_RANK": "1\x1b[2J\n"}, "LOCAL_RANK=1 [2J is not a whole number from 0 to 0"),
     ],
 )
 def test_a_place_that_no_launcher_gives_is_refused_before_anything_waits(environment, said):
@@ -401,7 +401,7 @@ def test_what_a_script_raises_is_not_passed_over_in_silence(monkeypatch, error):
 
 def test_a_script_that_is_not_there_is_named():
     ((code, text),) = run_ranks(1, missing_script)
-    assert code == 2 and "no_such_script.py is no file" in text
+    assert code == 2 and "no_such_script.py is not a file" in text
 
 
 def missing_script(_rank, _world_size):

@@ -98,11 +98,11 @@ def test_what_is_no_rank_of_the_job_is_refused():
     from megatron_vp.mcore.replay.one_rank import run_alone
 
     for rank, ranks in ((4, None), (-1, None), (0, 6)):
-        with pytest.raises(UserError, match="is no rank of this job: one replica of the model has 4 ranks"):
+        with pytest.raises(UserError, match="is not a rank of this job: one replica of the model has 4 ranks"):
             run_alone("pretrain_gpt_vp.py", [CONFIG], rank, ranks, 1, ["--vocab-size", "500"])
     with pytest.raises(UserError, match="--vocab-size N"):
         run_alone("pretrain_gpt_vp.py", [CONFIG], 0, None, 1, [])
-    with pytest.raises(UserError, match="--pipeline-model-parallel-size two is no integer"):
+    with pytest.raises(UserError, match="--pipeline-model-parallel-size two is not an integer"):
         run_alone("pretrain_gpt_vp.py", [CONFIG], 0, None, 1, ["--pipeline-model-parallel-size", "two"])
     with pytest.raises(UserError, match="0 x 1 x 1 ranks hold no model"):
         run_alone("pretrain_gpt_vp.py", [CONFIG], 0, None, 1, ["--pipeline-model-parallel-size", "0"])

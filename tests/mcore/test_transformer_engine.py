@@ -26,7 +26,7 @@ from tests.mcore.engine import (
 )
 
 LAYERS = 4 * 4 * 3
-"""Layers that a run computes: four, of four microbatches a step, in three steps."""
+"""Layers that a run computes: four, of four microbatches per step, in three steps."""
 BY_PARTS = {**LATENT, "core_attention": None}
 
 

@@ -17,7 +17,7 @@ COUNTS = [[1, 2, 0], [0, 0, 3], [2, 0, 0]]
 def operations(process, processes, dtype):
     """Of every communicator and root, what each operation left on this rank, where it leaves something.
 
-    Process 0 is no member, so a rank of the communicators is not that of its process.
+    Process 0 is not a member, so a rank of the communicators is not that of its process.
     """
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""A pipeline without Megatron: one tanh layer a rank between the vocabulary layers, and its reference in fp64."""
+"""A pipeline without Megatron: one tanh layer per rank between the vocabulary layers, and its reference in fp64."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def test_offloaded_activations_show_in_all_formats(tmp_path):
         ([*FAMILY, "--vocab-ranks", "0,3"], "ranks 0, 3: give at least one of the ranks 0 to 2"),
         (["zb-v", "-p", 3, "-m", 4, "--vocab-ranks", "0"], "do not go with schedule zb-v, vocab method none"),
         ([*FAMILY, "--offload-chunks", "some"], "'some' is not a number of chunks; give one from 0 to 1, half or all"),
-        ([*FAMILY, "--offload-chunks", 2], "2 chunks to offload do not go with schedule 1f1b, which has 1 a rank"),
+        ([*FAMILY, "--offload-chunks", 2], "2 chunks to offload do not go with schedule 1f1b, which has 1 per rank"),
         (["--from", "file", "--offload-chunks", "all"], "leave out --offload-chunks"),
         ([*FAMILY, "--cost", "O=1"], "'O=1' is not NAME=NUMBER"),
     ],

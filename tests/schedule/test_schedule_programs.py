@@ -454,7 +454,7 @@ def exchange(first, second):
         (drop("+EMBED:3"), "where rank 0 posts EMBED:3"),
         (drop("+activation:3[1>2]"), "which rank 1 never posts"),
         (lambda i: i.append(i[place_of(i, "+C0:0")]), "posts C0:0 twice"),
-        (lambda i: i.append(Post(Message("activation", 0, 0, 3, 0, 3))), "is no member"),
+        (lambda i: i.append(Post(Message("activation", 0, 0, 3, 0, 3))), "is not a member"),
     ],
 )
 def test_a_broken_program_is_refused_where_it_breaks(edit, words):

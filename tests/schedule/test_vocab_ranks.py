@@ -197,7 +197,7 @@ def test_a_rank_outside_that_posts_a_collective_is_refused():
     programs = list(lower(generate("1f1b", 4, 2, vocab="vocab-2", vocab_ranks=(0,))))
     collective = Post(programs[0].collectives[0])
     programs[1] = replace(programs[1], instructions=(*programs[1].instructions, collective))
-    with pytest.raises(ScheduleError, match="rank 1 posts TOKENS:0, of which it is no member"):
+    with pytest.raises(ScheduleError, match="rank 1 posts TOKENS:0, of which it is not a member"):
         validate_programs(programs)
 
 

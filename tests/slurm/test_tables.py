@@ -140,7 +140,7 @@ def test_flops_are_those_of_what_ran(said, tmp_path):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("paper", "collect", "nowhere"), "nowhere is no folder"),
+        (("paper", "collect", "nowhere"), "nowhere is not a folder"),
         (("paper", "collect", "configs"), "configs has no run of any cell"),
         (("paper", "collect", "configs", "--hardware", "h10"), "h100"),
         (("paper", "jobs", "-o", "setup.py"), "cannot write lists of cells to setup.py"),

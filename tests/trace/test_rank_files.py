@@ -1,4 +1,4 @@
-"""Trace files with known answers: figures, merging, and one line for what is no trace of one run."""
+"""Trace files with known answers: figures, merging, and one line for what is not a trace of one run."""
 
 import json
 import re
@@ -278,8 +278,8 @@ def foreign_name(traces):
         (other_run, "files of different runs (ranks 0 and 1)"),
         (other_iterations, "ranks 1 and 2 did not trace the same iterations ([4, 5], [4])"),
         (missing_rank, "has files of ranks [0, 2], and the run has ranks 0 to 2"),
-        (missing_pass, "the traced passes are no schedule"),
-        (foreign_name, "the traced passes are no schedule: 'nap' is not a pass"),
+        (missing_pass, "the traced passes do not make a schedule"),
+        (foreign_name, "the traced passes do not make a schedule: 'nap' is not a pass"),
     ],
 )
 def test_files_that_are_no_trace_of_one_run_get_one_line(tmp_path, spoil, said):
@@ -299,7 +299,7 @@ def test_other_files_get_one_line(tmp_path, text):
 
 
 def test_no_folder_and_no_files_get_one_line(tmp_path):
-    with pytest.raises(UserError, match="nowhere is no folder"):
+    with pytest.raises(UserError, match="nowhere is not a folder"):
         read_traces(tmp_path / "nowhere")
     with pytest.raises(UserError, match="has no rank_"):
         read_traces(tmp_path)

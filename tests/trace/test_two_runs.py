@@ -122,7 +122,7 @@ REFUSED = {
     "a report without iterations": (change("vp", iteration_milliseconds=[]), "rank_1.json is not a rank report"),
     "ranks of two runs": (change("vp", run="another"), "of different runs: report into an empty folder"),
     "fewer ranks than the run had": (lambda plain, split: (split / "rank_1.json").unlink(), "of different runs"),
-    "no JSON": (lambda plain, split: (plain / "rank_1.json").write_text("{"), "is no JSON"),
+    "no JSON": (lambda plain, split: (plain / "rank_1.json").write_text("{"), "is not JSON"),
     "two logs": (lambda plain, split: (plain / "b.out").write_text(log_of(LOSSES)), r"several logs \(b.out, log.txt\)"),
     "a loss that is no number": (
         lambda plain, split: (split / "log.txt").write_text(log_of(LOSSES | {2: "nan"})),

@@ -84,7 +84,7 @@ def gain_of_next_start(
 ) -> str | None:
     """What `--vocab-shards measured:DIR` of this job gains, in a line; None for shards that are not measured.
 
-    Raises UserError where the folder is no measurement of this job.
+    Raises UserError where the folder is not a measurement of this job.
     """
     choice = shard_choice(config, plan)
     if choice.folder is None or not plan.vocab.is_sharded:

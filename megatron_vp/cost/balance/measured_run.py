@@ -200,7 +200,7 @@ def _check_partition(folder: Path, partition: Partition) -> None:
 
 
 def _check_times(each: _Rank, has_rows: bool) -> None:
-    """Refuse times that are no durations, and iterations without a kind of pass that they must have."""
+    """Refuse times that are not durations, and iterations without a kind of pass that they must have."""
     needed = [(PassKind.F,), (PassKind.B, PassKind.BW), *([(PassKind.S,), (PassKind.T,)] if has_rows else [])]
     for one in each.times:
         for kind, took in one.items():

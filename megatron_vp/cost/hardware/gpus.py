@@ -190,7 +190,7 @@ _ALL = (
         link_bandwidth=448 * GIGA,
         network_bandwidth=50 * GIGA,
         gpus_per_node=8,
-        source="AMD Instinct MI300X and platform data sheets: seven links of 64 GB/s a direction; 400 Gb/s a GPU",
+        source="AMD Instinct MI300X and platform data sheets: seven links of 64 GB/s per direction; 400 Gb/s per GPU",
         host=_PCIE_5,
     ),
     Hardware(

@@ -29,7 +29,7 @@ EMBEDDED = 2.7
 exchanged rows and a dropout mask."""
 
 SHARED_BUFFERS = 11
-"""Bytes a token and hidden unit for copies of X and of its gradient between S, T and their collectives."""
+"""Bytes per token and hidden unit for copies of X and of its gradient between S, T and their collectives."""
 
 SCORES, OWN_SCORES = 6, 4
 """Bytes a logit while output layer passes run. The paper's code: fp32 for the loss, 16 bits for the product, and fp32

@@ -21,7 +21,7 @@ _OUT_OF_MEMORY = re.compile(r"out of memory", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: seconds an iteration (median without the first), peak memory of the fullest rank in GiB.
+    """A finished run: seconds per iteration (median without the first), peak memory of the fullest rank in GiB.
 
     Both are None where the run did not fit; memory is None where no device counts it.
     """

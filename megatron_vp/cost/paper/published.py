@@ -108,7 +108,9 @@ def _cells(rows: Iterable[dict[str, str]], source: str) -> dict[Cell, Measuremen
             except (KeyError, AttributeError):
                 raise UserError(f"{source}, line {number}: column {column} is missing") from None
             except ValueError:
-                raise UserError(f"{source}, line {number}: {column} {row[column]!r} is no {kind.__name__}") from None
+                raise UserError(
+                    f"{source}, line {number}: {column} {row[column]!r} is not of type {kind.__name__}"
+                ) from None
             if kind is float and found is not None and not 0 < found <= LARGEST:
                 raise UserError(f"{source}, line {number}: {column} {found} is not above 0 and at most {LARGEST}")
             return found

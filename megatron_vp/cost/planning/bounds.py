@@ -2,7 +2,7 @@
 
 Between F and B of a stage lie the forwards and backwards of all later stages. A rank therefore holds a microbatch for a
 known time at least, and the shorter the iteration, the more of them it must hold at once: on average as many as there
-are in an iteration, times that time, over the iteration (Little's law). The peak is no smaller than the average. The
+are in an iteration, times that time, over the iteration (Little's law). The peak is not smaller than the average. The
 other way round, a schedule that holds few microbatches takes long.
 """
 

@@ -38,7 +38,7 @@ class Loss:
     copies: float = 0.0
 
     def largest(self) -> str:
-        """Name of what costs most beside the work, or `compute` where nothing costs much."""
+        """Name of what costs most besides the work, or `compute` where nothing costs much."""
         names = ("imbalance", "bubble", "communication", "step", "copies")
         name = max(names, key=lambda each: getattr(self, each))
         total = self.work + sum(getattr(self, each) for each in names)

@@ -122,7 +122,7 @@ class Search:
         """Those that fit and are within `band` of the fastest, see `ties.tie_of`: those that leave room in memory
         first, then the simplest.
 
-        Fewer context and tensor ranks are simpler, and so is no recomputation; then see `planner.simplicity`.
+        Fewer context and tensor ranks are simpler, as are jobs without recomputation; then see `planner.simplicity`.
         """
         fitting = self.fitting(limit)
         near = [each for each in fitting if each.seconds <= (1 + band) * fitting[0].seconds]

@@ -27,7 +27,8 @@ def layers_of(job: Job, plan: Plan, placement: Placement) -> tuple[int, ...]:
         return equal_layers(job, placement.stages)
     if len(plan.layers) != placement.stages or sum(plan.layers) != job.model.layers or min(plan.layers) < 0:
         raise UserError(
-            f"layers {list(plan.layers)} are no layout of {job.model.layers} layers on {placement.stages} stages; give "
+            f"layers {list(plan.layers)} are not a layout of {job.model.layers} layers on {placement.stages} stages; "
+            "give "
             "each stage its layers, or leave the layout out"
         )
     return plan.layers

@@ -1,1 +1,1 @@
-"""What others published of training with Megatron, beside predictions; the model itself does not depend on it."""
+"""What others published of training with Megatron, next to predictions; the model itself does not depend on it."""

@@ -3,7 +3,7 @@
 The products of a layer (queries, keys and values, projection, both of the MLP) read fp8 operands and write 16 bits.
 Everything else stays as it was: norms, attention, router, the vocabulary layers, gradients and the optimizer.
 
-    F   X is quantised for X W^T and, in columns, for the weight gradient; of W once an iteration
+    F   X is quantised for X W^T and, in columns, for the weight gradient; of W once per iteration
     B   dY is quantised for dY W and, in columns, for the weight gradient
     W   dY^T X from what F and B have quantised
 

@@ -105,7 +105,9 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         )
     batch = given("global_batch_size", micro_batch * data)
     if batch % (micro_batch * data):
-        raise UserError(f"global_batch_size {batch} is no multiple of {data} replicas x micro_batch_size {micro_batch}")
+        raise UserError(
+            f"global_batch_size {batch} is not a multiple of {data} replicas x micro_batch_size {micro_batch}"
+        )
     return Job(
         model,
         sequence=size("seq_length"),

@@ -107,7 +107,9 @@ class ModelShape:
         object.__setattr__(self, "kv_groups", self.kv_groups or self.heads)
         if not self.head_size:
             if self.hidden % self.heads:
-                raise UserError(f"hidden size {self.hidden} is no multiple of {self.heads} heads; give the head size")
+                raise UserError(
+                    f"hidden size {self.hidden} is not a multiple of {self.heads} heads; give the head size"
+                )
             object.__setattr__(self, "head_size", self.hidden // self.heads)
         if self.heads % self.kv_groups:
             raise UserError(f"{self.heads} attention heads cannot share {self.kv_groups} groups of keys and values")

@@ -210,7 +210,7 @@ class CommunicationModel:
     def gradient_sync(
         self, shared: float, experts: float, narrow: float = 0.0, forward: float = 0.0, backward: float = 0.0
     ) -> float:
-        """Gradients summed over the replicas and parameters gathered from them, once an iteration: what no `forward` or
+        """Gradients summed over the replicas, parameters gathered from them, once per iteration: what no `forward` or
         `backward` of a microbatch hides.
 
         Of a rank's parameters all replicas have the `shared` ones, and `job.expert_replicas` those of its experts.

@@ -26,12 +26,12 @@ FLEXIBLE, FLEXIBLE_DISTINCT = 2, 6
 """The same of the flexible dispatcher: into the order of experts and back, and what it moves once per rank."""
 
 CLAMP_FORWARD, CLAMP_BACKWARD = 16, 24
-"""Bytes an element of an expert's activation that limiting it moves in 16 bits: both halves are read and written, and
+"""Bytes per element of an expert's activation that limiting it moves in 16 bits: both halves are read and written, and
 joined in a copy. The backward reads them again.
 """
 
 BIAS_FORWARD, BIAS_BACKWARD = 28, 36
-"""Bytes an element of the experts' results that adding their biases moves, each times a token's probability, which is
+"""Bytes per element of the experts' results that adding their biases moves, each times a token's probability, which is
 in fp32: product 4, sum 10, joined 8, narrowed 6; widened 6, narrowed 6, and two products with their sums 12 each.
 """
 

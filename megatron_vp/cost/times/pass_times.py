@@ -33,15 +33,15 @@ divide 8; scale and narrow 10. Transformer Engine, in 16 bits: read 2, read and 
 """
 
 EMBED_FORWARD, EMBED_BACKWARD = 115, 55
-"""Bytes a token and hidden unit in IF and IB: masks, copies and the exchange, from the published times of both."""
+"""Bytes per token and hidden unit in IF and IB: masks, copies and the exchange, from the published times of both."""
 
 SHARD_EMBEDDING_GRADIENT, WHOLE_EMBEDDING_GRADIENT = 8, 2
-"""Bytes an element of an embedding's dense gradient. A shard's is filled with zeros and added to the accumulated one:
+"""Bytes per element of an embedding's dense gradient. A shard's is filled with zeros and added to the accumulated one:
 that shows in the published times of IB. Of a whole embedding's, the V-Half baselines show the filling alone.
 """
 
 FUSED_HIDDEN = 22
-"""Bytes a token and hidden unit of a fused layer's forward, twice: a norm 4, a sum with the residual and its copy 7.
+"""Bytes per token and hidden unit of a fused layer's forward, twice: a norm 4, a sum with the residual and its copy 7.
 A mask of dropout comes on top.
 """
 
@@ -49,7 +49,7 @@ OWN_SHARE = 0.4
 """Share of the bytes between the products of the paper's layers that norms, dropouts and residuals move."""
 
 SHARED_HIDDEN = 50
-"""Bytes a token and hidden unit that S and T move beside logits and weights: X and its gradient in fp32 and 16 bits."""
+"""Bytes per token and hidden unit that S and T move besides logits and weights: X, its gradient in fp32 and 16 bits."""
 
 EARLY_HIDDEN, EARLY_SCORES = 26, 8
 """What vocab-2 moves in addition, a token and hidden unit, and a logit: an unscaled gradient has to be scaled later."""

@@ -236,7 +236,7 @@ def _tensors(chunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _exact(tensor: torch.Tensor) -> torch.Tensor:
-    """The values that were drawn; a weight in fp8 has them beside what they were rounded to."""
+    """The values that were drawn; a weight in fp8 has them next to what they were rounded to."""
     drawn = tensor.get_high_precision_init_val() if hasattr(tensor, "get_high_precision_init_val") else None
     return (tensor if drawn is None else drawn).detach()
 

@@ -42,7 +42,7 @@ _CAPPED = "megatron.bridge.models.gemma.gemma2_provider.Gemma2OutputLayer"
 
 
 def check_model(chunk: nn.Module) -> None:
-    """Raise UserError for a model that is no GPTModel and no HybridModel, and for settings that are not supported."""
+    """Raise UserError for a model that is neither a GPTModel nor a HybridModel, and for unsupported settings."""
     if not isinstance(chunk, GPTModel | HybridModel):
         raise UserError(
             f"--vocab-parallel and --pipeline-schedule run Megatron's language models, the script built a "

@@ -135,7 +135,7 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             "--vocab-parallel-algorithm",
             choices=ALGORITHMS,
             default="vocab-2",
-            help="vocab-2: one barrier a microbatch, one more microbatch in flight; vocab-1: two.",
+            help="vocab-2: one barrier per microbatch, one more microbatch in flight; vocab-1: two.",
         )
         ours.add_argument(
             "--vocab-shards",

@@ -16,14 +16,14 @@ class Ignored:
     """An option of Megatron's, whether `asked(args)` asks for it in vain, and why it is.
 
     does: what it does instead.
-    beside: the option that leaves it without effect; None: our schedule, or the vocabulary passes in it.
+    because_of: the option that leaves it without effect; None: our schedule, or the vocabulary passes in it.
     """
 
     option: str
     asked: Callable[[argparse.Namespace], Any]
     why: str
     does: str = "has no effect"
-    beside: str | None = None
+    because_of: str | None = None
 
 
 IGNORED = (
@@ -40,7 +40,7 @@ IGNORED = (
     Ignored(
         "--overlap-p2p-communication-warmup-flush",
         lambda a: run_settings(a).replaces_schedule and a.overlap_p2p_comm_warmup_flush,
-        "messages between stages run beside the passes throughout the schedule",
+        "messages between stages run at the same time as the passes throughout the schedule",
     ),
     Ignored(
         "--use-ring-exchange-p2p",
@@ -59,7 +59,7 @@ IGNORED = (
             and a.virtual_pipeline_model_parallel_size is not None
             and not a.overlap_p2p_comm
         ),
-        "messages between stages always run beside the passes",
+        "messages between stages always run at the same time as the passes",
     ),
     Ignored(
         "--high-priority-stream-groups pp",
@@ -91,7 +91,7 @@ IGNORED = (
         "--moe-grouped-gemm",
         lambda a: a.moe_grouped_gemm and a.transformer_impl == "local",
         "Megatron's local layers run one expert after the other",
-        beside="--transformer-impl local",
+        because_of="--transformer-impl local",
     ),
 )
 
@@ -101,4 +101,6 @@ def warn_of_ignored(args: argparse.Namespace) -> None:
     for ignored in IGNORED:
         if args.rank == 0 and ignored.asked(args):
             ours = f"--pipeline-schedule {args.pipeline_schedule}{' and --vocab-parallel' * args.vocab_parallel}"
-            warnings.warn(f"{ignored.option} {ignored.does} with {ignored.beside or ours}: {ignored.why}", stacklevel=2)
+            warnings.warn(
+                f"{ignored.option} {ignored.does} with {ignored.because_of or ours}: {ignored.why}", stacklevel=2
+            )

@@ -74,7 +74,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: a.eval_interval is None and not a.full_validation and not a.skip_train,
-        "without --eval-interval Megatron cannot reckon how many samples evaluation takes: use it with the number of "
+        "without --eval-interval Megatron cannot compute how many samples evaluation takes: use it with the number of "
         "iterations between two evaluations, and --eval-iters 0 where there shall be none",
     ),
     *LENGTH_REFUSALS,
@@ -106,7 +106,7 @@ REFUSALS = (
     Refusal(
         lambda a: _keeps_layers(a) and run_settings(a).last_stage_elsewhere and a.mtp_num_layers,
         "--pipeline-schedule {pipeline_schedule} with --mtp-num-layers and without --vocab-parallel is not supported: "
-        "the heads' copy of the word embedding would lie beside the first rank's own; add --vocab-parallel, or use "
+        "the heads' copy of the word embedding would lie next to the first rank's own; add --vocab-parallel, or use "
         "zb-h1 or interleaved",
     ),
     *(
@@ -211,8 +211,8 @@ REFUSALS = (
             and a.virtual_pipeline_model_parallel_size is not None
             and run_settings(a).family.chunks == 1
         ),
-        "--pipeline-schedule {pipeline_schedule} has one chunk a rank: use --pipeline-schedule interleaved for virtual "
-        "pipeline stages, or leave them out (--num-layers-per-virtual-pipeline-stage, "
+        "--pipeline-schedule {pipeline_schedule} has one chunk per rank: use --pipeline-schedule interleaved for "
+        "virtual pipeline stages, or leave them out (--num-layers-per-virtual-pipeline-stage, "
         "--num-virtual-stages-per-pipeline-rank, layouts with more segments than ranks)",
     ),
     Refusal(
@@ -228,7 +228,7 @@ REFUSALS = (
             and a.num_layers % (a.pipeline_model_parallel_size * (a.virtual_pipeline_model_parallel_size or 1))
         ),
         "--num-layers {num_layers} cannot be cut evenly for --pipeline-model-parallel-size "
-        "{pipeline_model_parallel_size} with {virtual_pipeline_model_parallel_size} chunks a rank: use a multiple of "
+        "{pipeline_model_parallel_size} with {virtual_pipeline_model_parallel_size} chunks per rank: use a multiple of "
         "their product, or say with --pipeline-model-parallel-layout which stage holds what",
     ),
     Refusal(
@@ -243,7 +243,7 @@ REFUSALS = (
             (run_settings(a).family.chunks or 1) > 1
             and a.virtual_pipeline_model_parallel_size != run_settings(a).family.chunks
         ),
-        "--pipeline-schedule {pipeline_schedule} has {own_chunks} chunks a rank: leave "
+        "--pipeline-schedule {pipeline_schedule} has {own_chunks} chunks per rank: leave "
         "--pipeline-model-parallel-layout out, or give it (of a hybrid model, --hybrid-layer-pattern) "
         "{own_chunks} segments a rank",
     ),
@@ -324,7 +324,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: not 0 <= a.vocab_z_loss < math.inf,
-        "--vocab-z-loss {vocab_z_loss} is no coefficient: use a small positive number, 1e-4 for example",
+        "--vocab-z-loss {vocab_z_loss} is not a positive number: use a small one, 1e-4 for example",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.optimizer not in STEPS_VOCABULARY_SO,

@@ -17,7 +17,7 @@ class RefusedOption:
     name: as the line names it; {names} are filled from the arguments.
     given: whether the arguments ask for it.
     why: why it cannot work.
-    instead: what does, beside Megatron's own schedule.
+    instead: what does, besides Megatron's own schedule.
     """
 
     name: str

@@ -330,7 +330,7 @@ PATCHES = (
     Patch(
         "megatron.core.distributed.param_and_grad_buffer:dist_all_gather_func",
         _bytes_apart,
-        "torch joins gathers of buffers in one message, and over gloo 16-bit weights beside fp8 ones become bytes",
+        "torch joins gathers of buffers in one message, and over gloo 16-bit weights next to fp8 ones become bytes",
         "(output_tensor, input_tensor, group=None, async_op=False)",
     ),
     Patch(

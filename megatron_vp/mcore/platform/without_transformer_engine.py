@@ -1,7 +1,8 @@
 """Patches where Transformer Engine is not installed, on GPUs too: norms, Adam's state in checkpoints, warm-up.
 
-Each was found necessary by leaving it out, except the final norm beside Apex, which comes from reading Megatron. The
-norms of local layers are PyTorch's where Apex is missing or the model has RMSNorm, with Transformer Engine or without.
+Each was found necessary by leaving it out, except the final norm that is used with Apex, which comes from reading
+Megatron. The norms of local layers are PyTorch's where Apex is missing or the model has RMSNorm, with Transformer
+Engine or without.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def run_alone(
         )
     if ranks % replica or not 0 <= rank < ranks:
         raise UserError(
-            f"--rank {rank} of --ranks {ranks} is no rank of this job: one replica of the model has {replica} ranks "
+            f"--rank {rank} of --ranks {ranks} is not a rank of this job: one replica of the model has {replica} ranks "
             f"(pipeline x tensor x context = {' x '.join(map(str, sizes))}), and a job has a multiple of them"
         )
     if shapes_only and (experts := job.whole_number("num_experts", 0)):

@@ -2,7 +2,7 @@
 
 Every rank writes DIR/rank_<pipeline rank>.json after every iteration of training. Times are those of the rank's own
 passes in the last KEPT iterations: device time between CUDA events, or CPU time of the computing thread, which does not
-count waiting for a core; beside them stands the time that the host spent on the same passes. Peaks are those of the
+count waiting for a core; next to them stands the time that the host spent on the same passes. Peaks are those of the
 whole run.
 """
 

@@ -182,7 +182,7 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
     for name in ("pipeline_model_parallel_layout", "overlap_p2p_comm", "cross_entropy_fusion_impl", "transformer_impl"):
         del said[name]
     for name, value in said.items():
-        # A configuration's functions are no arguments; what it leaves open keeps the default of the argument.
+        # A configuration's functions are not arguments; what it leaves open keeps the default of the argument.
         if hasattr(args, name) and value is not None and not callable(value):
             setattr(args, name, value)
     # The default is balanced shards, which may move layers.

@@ -40,7 +40,7 @@ def one_line_errors() -> Iterator[None]:
         raise
     except KeyboardInterrupt:
         _end_interrupted()
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         if not _connected():
             refused = storage_failure(error)
             if refused is None:
@@ -162,12 +162,12 @@ def prepare() -> None:
 
 
 def run_script(script: str, arguments: list[str]) -> None:
-    """Run somebody's Megatron script as `__main__` under the plug-in. Raises UserError if there is no such file."""
+    """Run a user's Megatron script as `__main__` under the plug-in. Raises UserError if there is no such file."""
     with one_line_errors():
         sys.argv = [script, *arguments]
         _require_launcher(f"--no-python megatron-vp run {script}")
         if not Path(script).is_file():
-            raise UserError(f"{script} is no file: give the path of a Megatron training script")
+            raise UserError(f"{script} is not a file: give the path of a Megatron training script")
         # The script finds its own neighbours, as if Python had started it.
         sys.path.insert(0, str(Path(script).resolve().parent))
         prepare()
@@ -178,7 +178,7 @@ def _require_launcher(command: str) -> None:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing and not asks_for_help(sys.argv):
         raise UserError(
-            f"{', '.join(missing)} not set: start one process a rank, for instance with "
+            f"{', '.join(missing)} not set: start one process per rank, for instance with "
             f"`torchrun --nproc-per-node 4 {command} ...`"
         )
     if not missing:
@@ -199,7 +199,7 @@ def _whole(name: str, least: int, most: int) -> int:
     if not text.isdecimal() or len(text) > len(str(sys.maxsize)) or not least <= int(text) <= most:
         limits = f"from {least} to {most}" if most < sys.maxsize else f"of at least {least}"
         raise UserError(
-            f"{name}={printable(text, 40)} is no whole number {limits}: leave it to the launcher, or set it to one"
+            f"{name}={printable(text, 40)} is not a whole number {limits}: leave it to the launcher, or set it to one"
         )
     return int(text)
 

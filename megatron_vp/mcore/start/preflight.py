@@ -44,7 +44,7 @@ def check_job(
     device the arguments are checked with the layers and the backend that a CPU run would choose. Unless the job runs
     `here`, one that asks for NCCL or Transformer Engine's layers, or finds Transformer Engine installed, is checked for
     GPUs elsewhere; so is every job for which `nodes` says what they have ("te=2.17.1,apex=no"). With `files` it is also
-    checked what the job reads and writes. A job of somebody's `own_script` may have options that nobody else knows.
+    checked what the job reads and writes. A job of a user's `own_script` may have options that nobody else knows.
     Raises UserError for what a start would refuse: unknown or contradictory arguments, a Megatron that does not fit.
     """
     with (

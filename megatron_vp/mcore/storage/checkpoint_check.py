@@ -1,7 +1,7 @@
 """The checkpoint that a run is to load, checked before any process group exists: there, whole, and of a form that fits.
 
 Megatron starts from random weights where it finds nothing, and fails on some ranks, at different times, where a file
-is damaged. Neither is what somebody wants who asked for a checkpoint.
+is damaged. Neither is what a user wants who asked for a checkpoint.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _damage(folder: Path) -> str | None:
 
 
 def _common_state(folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors: the arguments of the run that wrote it, and optimizer settings."""
+    """What a checkpoint holds besides tensors: the arguments of the run that wrote it, and optimizer settings."""
     from megatron.core.dist_checkpointing import load_common_state_dict
 
     with warnings.catch_warnings():

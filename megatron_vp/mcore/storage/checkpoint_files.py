@@ -98,7 +98,7 @@ PATCHES = (
     Patch(
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
         _without_padding,
-        "with several buckets of gradients the optimizer's state would be saved from beside where it lies",
+        "with several buckets of gradients the optimizer's state would be saved from next to where it lies",
         "(self, model_sharded_state_dict, is_loading=False, metadata=None)",
         {"0.20": None},  # Megatron leaves the padding out itself
     ),

@@ -82,7 +82,7 @@ def prepare(
             "give either a vocabulary size to train a tokenizer (--vocab-size) or an existing one (--tokenizer)"
         )
     if Path(name).name != name or not name.strip("."):
-        raise UserError(f"--name {name!r} is no plain file name; choose the directory with --output")
+        raise UserError(f"--name {name!r} is not a plain file name; choose the directory with --output")
     output = Path(output)
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def prepare(
 
 
 def _check_names(written: Sequence[Path], overwrite: bool) -> None:
-    """Raise UserError for a name that is taken, and for a folder that holds files of somebody else."""
+    """Raise UserError for a name that is taken, and for a folder that holds files of another owner."""
     taken = [path for path in written if os.path.lexists(path)]
     if taken and not overwrite:
         raise UserError(
@@ -265,14 +265,14 @@ def check_inputs(args: argparse.Namespace) -> None:
     if not args.mock_data:
         for path in filter(None, (args.data_args_path, args.per_split_data_args_path)):
             if os.path.exists(path) and not os.path.isfile(path):
-                raise UserError(f"the list of datasets {path} is no file, and every rank reads it: write it to one")
+                raise UserError(f"the list of datasets {path} is not a file, and every rank reads it: write it to one")
         try:
             blend, blend_per_split = get_blend_and_blend_per_split(args)
         except OSError as error:
             raise UserError(f"cannot read the list of datasets {error.filename}: {error.strerror}") from error
         except ValueError as error:
             listed = args.data_args_path or args.per_split_data_args_path or "--data-path"
-            raise UserError(f"{listed} is no list of datasets: {error}") from error
+            raise UserError(f"{listed} is not a list of datasets: {error}") from error
         except AssertionError as error:
             raise UserError("give --data-path either as prefixes or as pairs of a weight and a prefix") from error
         split = None

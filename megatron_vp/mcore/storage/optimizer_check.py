@@ -32,7 +32,7 @@ def check_optimizer(
     """Check the optimizer state of a checkpoint against validated Megatron arguments.
 
     written_by: the arguments of the run that wrote it.
-    common: what the checkpoint holds beside tensors.
+    common: what the checkpoint holds besides tensors.
 
     Raises UserError.
     """

@@ -93,7 +93,7 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
     """Run the user's `forward_step` against a probe.
 
     Raises UserError where the data ends, and for what our passes could not do as the script asks: where the model is
-    not called exactly once and its output returned as it is, as Megatron's own scripts do, or is called for more than
+    not called exactly once and its output returned unchanged, as Megatron's own scripts do, or is called for more than
     tokens and labels.
     """
     probe = Probe(model)

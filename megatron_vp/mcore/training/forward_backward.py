@@ -54,7 +54,7 @@ def forward_backward(
     """Run one iteration under --pipeline-schedule; Megatron's contract for a `forward_backward_func`.
 
     Returns:
-        What the user's loss function reported, one entry a microbatch, on the last pipeline rank; empty elsewhere.
+        What the user's loss function reported, one entry per microbatch, on the last pipeline rank; empty elsewhere.
 
     Raises:
         UserError: for what this schedule cannot do.

@@ -46,7 +46,7 @@ class LossCheck:
         self._verdicts.append(torch.stack([(~loss.detach().isfinite()).long().squeeze(), wrong_bs.any().long(), worst]))
 
     def judge(self) -> None:
-        """Report losses that are no finite number; what follows from them is Megatron's to decide.
+        """Report losses that are not finite; what follows from them is Megatron's to decide.
 
         Raises UserError for labels outside the vocabulary.
         """

@@ -75,7 +75,7 @@ class MegatronModel:
         self._loss_check = LossCheck(self._chunks[-1].core.vocab_size)
         self._pending_weights: dict[tuple[int, int], list[PendingGradient]] = {}
         self.losses: list[Any] = []
-        """What the user's loss function reported, one entry a microbatch; on the last pipeline rank only."""
+        """What the user's loss function reported, one entry per microbatch; on the last pipeline rank only."""
         self.tokens_seen = torch.zeros([], dtype=torch.int, device=shapes.device)
         self._output_options = {"fp32_output": False} if self._config.fp16 or self._config.bf16 else {}
         if gradients:

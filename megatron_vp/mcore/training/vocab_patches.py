@@ -1,4 +1,4 @@
-"""Patches of our pipeline schedules, and those of vocabulary parallelism beside them."""
+"""Patches of our pipeline schedules, and those of vocabulary parallelism next to them."""
 
 from __future__ import annotations
 

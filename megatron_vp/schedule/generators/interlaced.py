@@ -1,4 +1,4 @@
-"""Interlaced: one chunk a rank, and one vocabulary pass V a microbatch that all ranks run at the same time."""
+"""Interlaced: one chunk per rank, and one vocabulary pass V a microbatch that all ranks run at the same time."""
 
 from __future__ import annotations
 

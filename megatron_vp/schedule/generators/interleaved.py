@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several chunks a rank, round robin; a group of p microbatches goes through chunk after chunk."""
+"""Interleaved 1F1B: several chunks per rank, round robin; a group of p microbatches goes through chunk after chunk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def interleaved(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBl
     """
     p, v = pipeline_size, chunks
     stages, interval = p * v, costs.F + costs.B + costs.W
-    # A step has one forward and one backward of a chunk, so microbatches move one stage a step, down and up again.
+    # A step has one forward and one backward of a chunk, so microbatches move one stage per step, down and up again.
     step = interval / v
     return BuildingBlock(
         placement=Placement.round_robin(p, v),

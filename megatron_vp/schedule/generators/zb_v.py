@@ -10,7 +10,7 @@ def zb_v(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
     """Every rank holds at most p microbatches.
 
     Down and up the V every third slot, forwards and backwards alike, except that a rank's own hand-over from one chunk
-    to the other takes one slot. The slack of two slots a stage fills the warm-up and hides communication.
+    to the other takes one slot. The slack of two slots per stage fills the warm-up and hides communication.
 
     Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
 

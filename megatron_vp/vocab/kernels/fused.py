@@ -21,7 +21,7 @@ _ADDS_INTO_FP32 = adds_into_fp32(torch.__version__)
 
 
 class FusedOperations:
-    """Triton kernels beside cuBLAS; see `Operations` for what each computes."""
+    """Triton kernels next to cuBLAS; see `Operations` for what each computes."""
 
     exponentiate_ = staticmethod(softmax.exponentiate_)
     fold_ = staticmethod(softmax.fold_)

@@ -349,7 +349,7 @@ def _fold(total, gathered, shards, tokens, BLOCK: tl.constexpr):
     for shard in range(shards):
         own = tl.load(gathered + shard * size + token, mask=inside, other=-float("inf"))
         largest = tl.maximum(largest, own)
-    finite = tl.maximum(largest, -3.4e38)  # the difference of two infinities is no number
+    finite = tl.maximum(largest, -3.4e38)  # the difference of two infinities is not a number
     sum_of_all = tl.zeros((BLOCK,), tl.float32)
     linear_of_all = tl.zeros((BLOCK,), tl.float32)
     for shard in range(shards):
