@@ -10,19 +10,9 @@ host's copy of activations at their F, and not at the O that waits until they ha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from megatron_vp.schedule.pass_kinds import Held, PassKind
 from megatron_vp.schedule.passes import Pass, Schedule
-
-
-class Change(NamedTuple):
-    """What a pass does to one kind of memory of its rank, in microbatches of a chunk or shard."""
-
-    taken: int
-    """from its start on"""
-    given: int
-    """back when it ends"""
 
 
 def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
@@ -50,13 +40,15 @@ def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
     return list(ends.items())
 
 
-def changes(order: Sequence[Pass], held: Held) -> list[Change]:
-    """What each pass of a rank's order takes and gives back of this memory."""
+def changes(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
+    """What each pass of a rank's order takes of this memory from its start on, and what it gives back when it ends, in
+    microbatches of a chunk or shard.
+    """
     taken, given = [0] * len(order), [0] * len(order)
     for first, last in lives(order, held):
         taken[first] += 1
         given[last] += 1
-    return list(map(Change, taken, given))
+    return list(zip(taken, given, strict=True))
 
 
 def levels(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
+from itertools import accumulate
 
 from megatron_vp.schedule.graph import Graph
 from megatron_vp.schedule.ledger import lives
@@ -127,11 +128,8 @@ class _MemoryPool:
     def __init__(self, takes: Sequence[bool], gives: Sequence[bool], limit: int) -> None:
         self.takes, self.limit = takes, limit
         self.change = [taken - given for taken, given in zip(takes, gives, strict=True)]
-        self.levels = []
-        level = 0
-        for taken, change in zip(reversed(takes), reversed(self.change), strict=True):
-            self.levels.append(level + taken)
-            level += change
+        before = accumulate(reversed(self.change), initial=0)
+        self.levels = [level + taken for level, taken in zip(before, reversed(takes), strict=False)]
         self.levels.reverse()
 
     def fits(self, index: int) -> bool:
@@ -141,7 +139,7 @@ class _MemoryPool:
     def remove(self, index: int, place: int) -> None:
         """Run a pass ahead of all that were to run before it: the one at `place` of all, at `index` of those left."""
         change = self.change[place]
-        if change and index + 1 < len(self.levels):
+        if change:
             self.levels[index + 1 :] = [level + change for level in self.levels[index + 1 :]]
         del self.levels[index]
 
@@ -168,8 +166,10 @@ class _Rank:
         self.order, self.pools = order, pools
         self.left = list(range(len(order)))
         # Of the ready passes that take from the same pools, the first in order fits or none does.
-        self.taken = [tuple(k for k, pool in enumerate(pools) if pool.takes[place]) for place in range(len(order))]
-        self.takers: dict[tuple[int, ...], Ready] = {each: [] for each in sorted(set(self.taken) - {()})}
+        takes = list(zip(*(pool.takes for pool in pools), strict=True)) if pools else [()] * len(order)
+        named = {each: tuple(pool for pool, taken in enumerate(each) if taken) for each in set(takes)}
+        self.taken = [named[each] for each in takes]
+        self.takers: dict[tuple[int, ...], Ready] = {each: [] for each in sorted(set(named.values()) - {()})}
         self.others: Ready = []
         self.fillers: Ready = []
         self.result: list[int] = []
@@ -208,12 +208,19 @@ class _Rank:
         return admitted
 
     def _run(self, place: int) -> int:
-        index = len(self.left) - 1 if self.left[-1] == place else bisect_left(self.left, place)
-        for pool in self.pools:
-            pool.remove(index, place)
-        del self.left[index]
-        self.result.append(self.order[place])
-        return self.order[place]
+        left = self.left
+        if left[-1] == place:
+            left.pop()
+            for pool in self.pools:
+                pool.levels.pop()
+        else:
+            index = bisect_left(left, place)
+            for pool in self.pools:
+                pool.remove(index, place)
+            del left[index]
+        number = self.order[place]
+        self.result.append(number)
+        return number
 
 
 class _ListScheduler:
@@ -237,10 +244,10 @@ class _ListScheduler:
         for index, order in enumerate(orders):
             rank = _Rank(order, _pools(order, problem.memory, limits.of(index), backwards))
             self.ranks.append(rank)
-            for place, number in enumerate(order):
-                self.ready[number] = rank.others if after[number] else rank.fillers
+            for place, (number, taken) in enumerate(zip(order, rank.taken, strict=True)):
                 self.entry[number] = -place
-                self.ready[number] = rank.takers.get(rank.taken[place], self.ready[number])
+                others = rank.others if after[number] else rank.fillers
+                self.ready[number] = rank.takers[taken] if taken else others
         self.waits = list(map(len, before))
         # A chunk's activations do not come back before something was computed without them: they would have left for
         # nothing. An R waits for that as long as anything else can go on; in reversed time, an O.
@@ -252,6 +259,8 @@ class _ListScheduler:
         for forward, backward in problem.backward_of.items():
             self.halves[forward] = (backward, forward) if backwards else (forward, backward)
             self.pair[forward] = self.pair[backward] = forward
+        # Passes then run as soon as their rank takes them.
+        self.simple = not self.pair and not self.moves
         self.losses: deque[int] = deque()
         # What ends when: a heap of times, for many passes end at the same time.
         self.times: list[float] = []
@@ -300,7 +309,7 @@ class _ListScheduler:
             for each in self.halves.get(number, (number,)):
                 rank.free_at += self.durations[each]
                 self._end(each, rank.free_at)
-            if number not in self.moves:
+            if rank.delayed and number not in self.moves:
                 rank.admit_delayed()
 
     def _begin_pair(self, rank: _Rank, now: float) -> None:
@@ -332,10 +341,16 @@ class _ListScheduler:
             heappush(self.times, time)
 
     def _finish(self, number: int, now: float) -> None:
+        waits, ready, entry, simple = self.waits, self.ready, self.entry, self.simple
         for waiting in self.after[number]:
-            self.waits[waiting] -= 1
-            if not self.waits[waiting]:
-                self._arrive(waiting, now)
+            waits[waiting] -= 1
+            if not waits[waiting]:
+                heap = ready[waiting]
+                if heap is not None and simple:
+                    heappush(heap, entry[waiting])
+                    self.stirred.add(self.lanes[waiting])
+                else:
+                    self._arrive(waiting, now)
 
     def _arrive(self, number: int, now: float) -> None:
         """All that `number` waits for is done."""

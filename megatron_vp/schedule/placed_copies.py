@@ -67,7 +67,9 @@ def offload(nominal: Nominal, chunks: int, costs: Costs) -> Nominal:
 
 def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
     """Rank and R of activations that come back before anything was computed without them."""
-    found = []
+    found: list[tuple[int, Pass]] = []
+    if not schedule.offloaded:
+        return found
     for rank, order in enumerate(schedule.ranks):
         left: set[Key] = set()
         for step in order:

@@ -119,14 +119,15 @@ class ScheduleRequest:
 
     def limits(self, nominal: Schedule) -> MemoryLimits:
         """What a search for orders keeps to, which begins with this one."""
-        device, host = (
-            tuple(peak(order, held) for order in nominal.ranks) for held in (Held.ACTIVATIONS, Held.HOST_ACTIVATIONS)
-        )
+
+        def peaks(held: Held) -> tuple[int, ...]:
+            return tuple(peak(order, held) for order in nominal.ranks)
+
         if nominal.offloaded:
-            return MemoryLimits(device, host=host)
+            return MemoryLimits(peaks(Held.ACTIVATIONS), host=peaks(Held.HOST_ACTIVATIONS))
         if self.family.limit is not None:
             # More than its own order needs could make a block's schedule longer, and with it a looser limit.
-            return MemoryLimits((max(device),) * self.pipeline_size)
+            return MemoryLimits((max(peaks(Held.ACTIVATIONS)),) * self.pipeline_size)
         return MemoryLimits(self.promised_peaks)
 
     def _tightened(self, nominal: Nominal, limits: MemoryLimits) -> Schedule:

@@ -6,7 +6,7 @@ with the memory in use less `torch.cuda.memory_reserved()`.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.sizes.shapes import Job
@@ -60,9 +60,7 @@ class OutsideMemory:
 
     def parts(self) -> dict[str, float]:
         """Bytes by name."""
-        parts = asdict(self)
-        del parts["communicators"]
-        return parts
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "communicators"}
 
 
 def runs_megatrons_schedule(schedule: Schedule) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import accumulate
 
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.layer_memory import (
     SPLIT_BACKWARD,
+    LayerMemory,
     PassMemory,
     layer_memory,
     once_memory,
@@ -18,7 +20,7 @@ from megatron_vp.cost.memory.layer_memory import (
 from megatron_vp.cost.memory.outside import GIB, OutsideMemory, outside_memory, runs_megatrons_schedule
 from megatron_vp.cost.sizes.flops import expert_weights, layer_weights
 from megatron_vp.cost.sizes.fp8 import activations_saved, quantised, weight_copies
-from megatron_vp.cost.sizes.layer_types import LayerType, model_layers, stage_layers
+from megatron_vp.cost.sizes.layer_types import LayerType, StageLayers, model_layers, stage_layers
 from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, Recompute
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import Held, PassKind, Schedule, VocabMethod
@@ -82,13 +84,28 @@ class MemoryModel:
     hardware: Hardware
     shard_rows: tuple[int, ...] | None = None
 
+    @cached_property
+    def _layer_memory(self) -> dict[LayerType, LayerMemory]:
+        """Of a layer of each type in the model."""
+        split = self.schedule.split_backward
+        return {kind: layer_memory(self.job, split, kind) for kind in model_layers(self.job)}
+
+    @cached_property
+    def _stages(self) -> tuple[StageLayers, ...]:
+        return stage_layers(self.job, self.layers)
+
+    @cached_property
+    def _weights(self) -> dict[LayerType, tuple[int, int]]:
+        """Parameters of a layer of each type, and those of them that belong to experts."""
+        return {kind: (layer_weights(self.job, kind), expert_weights(self.job, kind)) for kind in self._layer_memory}
+
     def _rows(self, rank: int) -> int:
         return self.job.shard_rows if self.shard_rows is None else self.shard_rows[rank]
 
     def parameters(self, rank: int) -> int:
         """Parameters on a rank: its layers, and its rows of the vocabulary layers."""
         job, placement = self.job, self.schedule.placement
-        held = sum(count * layer_weights(job, kind) for kind, count in self._layers(rank))
+        held = sum(count * self._weights[kind][0] for kind, count in self._layers(rank))
         hidden = job.model.hidden
         if self.schedule.vocab is not VocabMethod.NONE:
             return held + (1 if job.model.tied else 2) * self._rows(rank) * hidden
@@ -100,11 +117,10 @@ class MemoryModel:
         """Bytes of the fp8 copies of a rank's weights."""
         if self.job.fp8 is None:
             return 0.0
-        stages = stage_layers(self.job, self.layers)
         return sum(
-            (count - stages[stage].wide[kind]) * weight_copies(self.job, self.hardware, kind)
+            (count - self._stages[stage].wide[kind]) * weight_copies(self.job, self.hardware, kind)
             for stage in self.schedule.placement.stage_of[rank]
-            for kind, count in stages[stage].counts.items()
+            for kind, count in self._stages[stage].counts.items()
         )
 
     def fp8_parameters(self, rank: int) -> float:
@@ -115,12 +131,12 @@ class MemoryModel:
 
     def expert_parameters(self, rank: int) -> int:
         """Those of them that belong to experts: each is on a part of the replicas only."""
-        return sum(count * expert_weights(self.job, kind) for kind, count in self._layers(rank))
+        return sum(count * self._weights[kind][1] for kind, count in self._layers(rank))
 
     def _layers(self, rank: int) -> list[tuple[LayerType, int]]:
         """The layers of a rank by type, those of each of its stages."""
-        stages = stage_layers(self.job, self.layers)
-        return [each for stage in self.schedule.placement.stage_of[rank] for each in stages[stage].counts.items()]
+        stages = self.schedule.placement.stage_of[rank]
+        return [each for stage in stages for each in self._stages[stage].counts.items()]
 
     def stepped_parameters(self, rank: int) -> float:
         """Parameters that a rank's optimizer steps: with a distributed optimizer its share of those of all replicas."""
@@ -165,7 +181,6 @@ class MemoryModel:
         """Bytes of activations and of the vocabulary layers, where their sum is largest."""
         placement, split = self.schedule.placement, self.schedule.split_backward
         whole = self.schedule.vocab is VocabMethod.NONE
-        memory = {kind: layer_memory(self.job, split, kind) for kind in model_layers(self.job)}
         in_pass = self.in_pass(rank)
         logits = self.job.tokens * self.job.whole_rows
         dense = self.job.element_bytes * self.job.whole_rows * self.job.model.hidden
@@ -178,12 +193,12 @@ class MemoryModel:
         kept = self.kept(rank)
         waiting = kept
         if self.job.layers is not LayerKind.PAPER:
-            waiting = self.held(rank, {kind: each.waiting for kind, each in memory.items()})
+            waiting = self.held(rank, {kind: each.waiting for kind, each in self._layer_memory.items()})
             if whole and placement.last_rank == rank:
                 # The output layer keeps the last norm's result until its weight gradient.
                 waiting[placement.stages - 1] += self.job.element_bytes * self._unit
         held, scores = once_memory(self.job, split, (kind for kind, count in self._layers(rank) if count)), 0.0
-        peak = (0.0, 0.0)
+        peak, most = (0.0, 0.0), 0.0
         order = self.schedule.ranks[rank]
         moved = self.offloaded(rank) if self.schedule.offloaded else {}
         own: dict[tuple[int, int], float] = {}  # of each microbatch and chunk, at present
@@ -223,7 +238,8 @@ class MemoryModel:
                     # Where W follows, it needs the logits' gradient in 16 bits.
                     scores -= has_output * ((kept_score - 2 * left) * logits)
                     if whole and stage == 0:
-                        peak = max(peak, during, key=sum)
+                        if sum(during) > most:
+                            peak, most = during, sum(during)
                         # The embedding's dense gradient comes last in its backward.
                         during = after + left * self._embedding_s_backward(waiting[stage]), scores + dense
                 case PassKind.W:
@@ -232,7 +248,8 @@ class MemoryModel:
                 case _:
                     during = held, scores + shared
             held = after
-            peak = max(peak, during, key=sum)
+            if sum(during) > most:
+                peak, most = during, sum(during)
         return peak
 
     def kept(self, rank: int) -> dict[int, float]:
@@ -241,8 +258,7 @@ class MemoryModel:
         These are counted apart, because they grow within the forward.
         """
         placement = self.schedule.placement
-        memory = {kind: layer_memory(self.job, self.schedule.split_backward, kind) for kind in model_layers(self.job)}
-        kept = self.held(rank, {kind: each.kept for kind, each in memory.items()})
+        kept = self.held(rank, {kind: each.kept for kind, each in self._layer_memory.items()})
         whole = self.schedule.vocab is VocabMethod.NONE
         if whole and placement.last_rank == rank and self.job.layers is not LayerKind.PAPER:
             # The last norm keeps its input, and the output layer the norm's result.
@@ -254,7 +270,7 @@ class MemoryModel:
 
         Logits of a whole output layer stay: the backward of that stage follows at once.
         """
-        kept, stages = self.kept(rank), stage_layers(self.job, self.layers)
+        kept, stages = self.kept(rank), self._stages
         small = {kind: small_activations(self.job, kind) for kind in model_layers(self.job)}
         return {
             stage: max(0.0, each - sum(count * small[kind] for kind, count in stages[stage].counts.items()))
@@ -289,7 +305,7 @@ class MemoryModel:
 
     def held(self, rank: int, each: Mapping[LayerType, float]) -> dict[int, float]:
         """Bytes of a microbatch by virtual stage of `rank`, of whose layers `each` holds that many."""
-        job, stages = self.job, stage_layers(self.job, self.layers)
+        job, stages = self.job, self._stages
         held = {}
         for stage in self.schedule.placement.stage_of[rank]:
             counts, wide = stages[stage]

@@ -150,6 +150,6 @@ def has_one_queue(job: Job, hardware: Hardware) -> bool:
     return hardware.is_gpu and (job.one_queue or demanded)
 
 
-@lru_cache(maxsize=3)
+@lru_cache(maxsize=16)
 def _simulator(request: ScheduleRequest, one_queue: bool) -> Simulator:
     return Simulator(request.schedule(), request.costs, one_queue)
