@@ -123,12 +123,18 @@ class ScheduleRequest:
         def peaks(held: Held) -> tuple[int, ...]:
             return tuple(peak(order, held) for order in nominal.ranks)
 
-        if nominal.offloaded:
-            return MemoryLimits(peaks(Held.ACTIVATIONS), host=peaks(Held.HOST_ACTIVATIONS))
-        if self.family.limit is not None:
-            # More than its own order needs could make a block's schedule longer, and with it a looser limit.
-            return MemoryLimits((max(peaks(Held.ACTIVATIONS)),) * self.pipeline_size)
-        return MemoryLimits(self.promised_peaks)
+        if not nominal.offloaded and self.family.limit is None:
+            return MemoryLimits(self.promised_peaks)
+        device = peaks(Held.ACTIVATIONS)
+        # More than its own order needs could make a flexible block's schedule longer, and with it a looser limit.
+        most = self.promised_peaks if self.family.limit is None else (max(device),) * self.pipeline_size
+        if not nominal.offloaded:
+            return MemoryLimits(most)
+        # Passes wait less where every rank may hold as much as the fullest, and on the host one chunk more.
+        return MemoryLimits(
+            tuple(max(own, min(max(device), bound)) for own, bound in zip(device, most, strict=True)),
+            host=tuple(each + 1 for each in peaks(Held.HOST_ACTIVATIONS)),
+        )
 
     def _tightened(self, nominal: Nominal, limits: MemoryLimits) -> Schedule:
         """The nominal order, reordered for the costs.

@@ -36,6 +36,7 @@ HELD = {"1f1b-i": 45, "gis": 39, "gis-h": 23, "1f1b": 35}
 
 # In all of them copies take about as long as the passes, or memory is nearly full; no copy costs the passes time here.
 OTHER_ORDER = {
+    ("10.5B", 16384, "po-h", "po-f"),
     ("10.5B", 16384, "po-f", "1f1b"),
     ("18.1B", 16384, "gis-h", "po-h"),
     ("18.1B", 16384, "gis-h", "po-f"),
