@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vp.cli.memory_room import memory_room
-from megatron_vp.cli.plan_check import UNCHECKED, can_check, refusal
+from megatron_vp.cli.plan_check import UNCHECKED, Ask, can_check, megatrons_check, refusal
 from megatron_vp.cli.planning import GIB, Format, Request, how_to_run, rendered, seconds, what_to_set
 from megatron_vp.cli.result_output import progress_bar, write
 from megatron_vp.errors import UserError
@@ -104,17 +104,18 @@ def search_job(
         if name not in DIMENSIONS:
             raise UserError(f"--keep {name} names nothing that a search varies; use {', '.join(DIMENSIONS)}")
     tried = variants(config.values, gpus, hardware, keep)
-    with progress_bar() as bar:
-        tasks: dict[str, int] = {}
+    with megatrons_check() as check:
+        with progress_bar() as bar:
+            tasks: dict[str, int] = {}
 
-        def progress(what: str, done: int, of: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=of)
-            bar.update(tasks[what], completed=done, total=of)
+            def progress(what: str, done: int, of: int) -> None:
+                if what not in tasks:
+                    tasks[what] = bar.add_task(what, total=of)
+                bar.update(tasks[what], completed=done, total=of)
 
-        chunks = chunks_given(config) or 2
-        found = search(tried, hardware, limit, budget=budget or BUDGET, chunks=chunks, progress=progress)
-    answer = _chosen(config, hardware, gpus, limit, found)
+            chunks = chunks_given(config) or 2
+            found = search(tried, hardware, limit, budget=budget or BUDGET, chunks=chunks, progress=progress)
+        answer = _chosen(config, hardware, gpus, limit, found, check)
     match output_format:
         case Format.TABLE:
             content: str | bytes = _table(answer)
@@ -125,7 +126,7 @@ def search_job(
     write(content, output)
 
 
-def _chosen(config: JobConfig, hardware: Hardware, gpus: int, limit: float, found: Search) -> Answer:
+def _chosen(config: JobConfig, hardware: Hardware, gpus: int, limit: float, found: Search, ask: Ask) -> Answer:
     """The simplest of the fastest runs that training would start."""
     from megatron_vp.cost.planning.ties import tie_of
 
@@ -135,7 +136,7 @@ def _chosen(config: JobConfig, hardware: Hardware, gpus: int, limit: float, foun
         return replace(answer, note=UNCHECKED)
     refused: list[tuple[Found, str]] = []
     for each in tied[:MOST_REFUSED]:
-        reason = refusal(answer.request(each), each.evaluation.candidate.plan)
+        reason = refusal(answer.request(each), each.evaluation.candidate.plan, ask)
         if reason is None:
             return replace(answer, chosen=each, refused=refused)
         refused.append((each, reason))
