@@ -79,7 +79,7 @@ def _folders(of):
 
 
 def test_every_folder_is_a_known_room():
-    assert _folders(PACKAGE) == set(ROOMS) | {"configs"}
+    assert _folders(PACKAGE) == set(ROOMS) | {"configs", "slurm"}
     assert _folders(PACKAGE / "mcore") == set(MEGATRON_ROOMS)
     assert _folders(PACKAGE / "cost") == set(COST_ROOMS)
     assert [path.name for path in (PACKAGE / "cost").glob("*.py")] == ["__init__.py"]

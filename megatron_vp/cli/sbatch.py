@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,9 +15,26 @@ import typer
 
 from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.command_line import arguments, files_and_flags, spelled
+from megatron_vp.jobs.command_line import arguments, files_and_flags, flags_in, name_of, spelled
+from megatron_vp.jobs.known_options import known_options
+from megatron_vp.jobs.shipped import BATCH_FILES
 
-BATCH_SCRIPT = Path("scripts/slurm/pretrain.sbatch")
+IN_THE_REPOSITORY = Path("scripts/slurm")
+"""Where the batch files look for their neighbours unless a variable says otherwise."""
+_OF_SLURM = frozenset(
+    [
+        *("account", "array", "begin", "chdir", "clusters", "comment", "constraint", "cpus-per-gpu", "cpus-per-task"),
+        *("dependency", "error", "exclude", "exclusive", "export", "gpus", "gpus-per-task", "gres", "hold", "job-name"),
+        *("licenses", "mail-type", "mail-user", "mem", "mem-per-cpu", "mem-per-gpu", "no-requeue", "nodelist"),
+        *("ntasks", "open-mode", "output", "partition", "priority", "qos", "requeue", "reservation", "signal"),
+        *("time", "wait", "wckey"),
+    ]
+)
+"""Options of SLURM's sbatch that people give to this command by mistake."""
+_SHORT = {
+    **{"-A": "--account", "-C": "--constraint", "-p": "--partition", "-q": "--qos", "-t": "--time"},
+    **{"-w": "--nodelist", "-x": "--exclude"},
+}
 
 
 def register(app: typer.Typer) -> None:
@@ -27,6 +45,10 @@ def register(app: typer.Typer) -> None:
 def sbatch(
     job: JobArgument = None,
     overlays: ConfigOption = None,
+    script: Annotated[
+        str | None,
+        typer.Option("--script", metavar="FILE", help="Train with a Megatron script of your own instead of ours."),
+    ] = None,
     nodes: Annotated[
         int | None, typer.Option("--nodes", min=1, help="Nodes of the job (default: enough for one model replica).")
     ] = None,
@@ -40,39 +62,68 @@ def sbatch(
         list[str] | None,
         typer.Option("--slurm", metavar="OPTION=VALUE", help="An option for sbatch itself, such as partition=long."),
     ] = None,
+    container_image: Annotated[
+        str | None,
+        typer.Option("--container-image", metavar="IMAGE", help="Run all ranks in this image (pyxis and enroot)."),
+    ] = None,
+    container_mounts: Annotated[
+        str | None,
+        typer.Option(
+            "--container-mounts",
+            metavar="FROM:TO,...",
+            help="Folders for the image: data, tokenizers. This folder is always mounted.",
+        ),
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option("--python", help="The ranks' Python (default: this one; `python` in a container image)."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the job and print what would be submitted.")
     ] = False,
 ) -> None:
     """Check a job here, then submit it to SLURM with one rank per GPU, requeued until it has finished.
 
-    Run it in the repository. All other arguments are the job's own, as in training.
+    Works in any folder that the nodes see; logs go to runs/slurm there. All other arguments are the job's own, as in
+    training.
 
     \b
     megatron-vp sbatch configs/llama3_8b.yaml --nodes 4 --vocab-parallel --slurm partition=long --dry-run
+    megatron-vp sbatch --script my_pretrain.py --nodes 4 --vocab-parallel [flags of the script]
     """
     from megatron_vp.mcore.start.preflight import check_files, check_job, describe_job, ranks_of_one_replica
 
     files, flags = files_and_flags(job, overlays)
     if not all(option.strip("-") for option in slurm or ()):
         raise UserError("--slurm names no option of sbatch: give one, such as --slurm partition=long")
-    if not files:
-        raise UserError("the job has no configuration file: give CONFIG first, as in `sbatch configs/llama3_8b.yaml`")
-    if not BATCH_SCRIPT.is_file():
-        raise UserError(f"{BATCH_SCRIPT} is not here: run this in the megatron_vp repository")
+    own = script is not None
+    if not files and not own:
+        raise UserError(
+            "the job has no configuration file: give CONFIG first, as in `sbatch configs/llama3_8b.yaml`, or --script"
+        )
+    if script is not None and not Path(script).is_file():
+        raise UserError(f"--script {script} is not a file: give the path of a Megatron training script")
+    if container_mounts is not None and container_image is None:
+        raise UserError("--container-mounts is about an image: give --container-image, too")
+    _refuse_options_of_slurm(flags)
     per_node = gpus_per_node if ntasks_per_node is None else ntasks_per_node
+    words = arguments(files, flags)
     if nodes is None:
-        nodes = math.ceil(ranks_of_one_replica(arguments(files, flags)) / per_node)
+        nodes = math.ceil(ranks_of_one_replica(words, own) / per_node)
     ranks = nodes * per_node
-    checked = check_job(arguments(files, flags), ranks)
+    checked = check_job(words, ranks, own_script=own)
     resources = f"--gpus-per-node={per_node}" if ntasks_per_node is None else f"--ntasks-per-node={per_node}"
-    # The job runs with the Python that checked it. A comma would end a variable in sbatch's list.
-    python, export = f"MEGATRON_VP_PYTHON={sys.executable}", "--export=ALL"
-    before = ["env", python] if "," in python else []
-    export += "" if before else f",{python}"
-    command = [*before, "sbatch", f"--nodes={nodes}", resources, f"--job-name={files[0].stem}", export]
-    command += [f"--{option.lstrip('-')}" for option in slurm or ()]
-    command += [str(BATCH_SCRIPT), spelled(files[0]), *arguments(files[1:], flags)]
+    command = _command(
+        [f"--nodes={nodes}", resources, f"--job-name={files[0].stem if script is None else Path(script).stem}"],
+        {
+            "MEGATRON_VP_PYTHON": python or (sys.executable if container_image is None else "python"),
+            "MEGATRON_VP_CONTAINER_IMAGE": container_image,
+            "MEGATRON_VP_CONTAINER_MOUNTS": container_mounts,
+        },
+        slurm or (),
+    )
+    command += [] if script is None else ["--script", script]
+    command += [*(spelled(file) for file in files[:1]), *arguments(files[1:], flags)]
     if not dry_run:
         check_files(checked.args)
     typer.echo(f"{nodes} nodes x {per_node}; " + "\n".join(describe_job(checked, ranks)))
@@ -90,3 +141,30 @@ def sbatch(
     if done.returncode:
         raise UserError(" ".join(done.stderr.split()) or f"sbatch ended with status {done.returncode} and said nothing")
     typer.echo(done.stdout.strip())
+
+
+def _refuse_options_of_slurm(flags: Sequence[str]) -> None:
+    """Options of SLURM's sbatch would be taken for the job's: say how to pass them on."""
+    for flag in flags_in([_SHORT.get(word, word) for word in flags]):
+        name = flag.option.removeprefix("--")
+        if name in _OF_SLURM and name_of(name) not in known_options():
+            passed_on = "=".join([name, *flag.values[:1]])
+            raise UserError(f"{flag.option} is an option of SLURM's sbatch: pass it on with --slurm {passed_on}")
+
+
+def _command(options: list[str], variables: dict[str, str | None], slurm: Sequence[str]) -> list[str]:
+    """The command that submits the batch file, as far as the job's own words."""
+    place = IN_THE_REPOSITORY
+    if not (place.is_dir() and place.samefile(BATCH_FILES)):
+        place = BATCH_FILES
+        variables = {**variables, "MEGATRON_VP_SLURM": str(place)}
+    given = [f"{name}={value}" for name, value in variables.items() if value is not None]
+    # A comma would end a variable in sbatch's list.
+    before = [each for each in given if "," in each]
+    exported = ",".join(["ALL", *(each for each in given if "," not in each)])
+    own = [f"--{option.lstrip('-')}" for option in slurm]
+    return [
+        *(["env", *before] if before else []),
+        *("sbatch", *options, f"--export={exported}", *own),
+        str(place / "pretrain.sbatch"),
+    ]

@@ -1,4 +1,4 @@
-"""What comes with megatron_vp wherever it is installed: configurations by name, and the training script."""
+"""What comes with megatron_vp wherever it is installed: configurations by name, the training script, batch files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from megatron_vp.errors import UserError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 FOLDER = _PACKAGE / "configs"
+BATCH_FILES = _PACKAGE / "slurm"
 TRAINING_SCRIPT = _PACKAGE.parent / "pretrain_gpt_vp.py"
 """Next to the package, in the repository as in an installation from the wheel."""
 

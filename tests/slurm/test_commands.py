@@ -12,6 +12,7 @@ import torch
 
 from megatron_vp.cli.app import main
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.shipped import BATCH_FILES
 from megatron_vp.mcore import patches
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.start import preflight
@@ -48,6 +49,24 @@ def test_dry_run_prints_what_would_be_submitted(said):
         *(f"--export=ALL,MEGATRON_VP_PYTHON={sys.executable}", "--time=1:00:00", "--qos=high"),
         *("scripts/slurm/pretrain.sbatch", *LLAMA, "--vocab-parallel", "--lr", "1e-4"),
     ]
+
+
+def test_a_script_of_ones_own_from_any_folder(said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("print('not run here')")
+    words = ("sbatch", "--script", "mine.py", *tiny_model(), "--nodes=2", "--ntasks-per-node=1", "--my-option=3")
+    image = ("--container-image", "me/image:1", "--container-mounts", "/a:/a,/b:/b")
+    status, printed, errors = said(*words, "--pipeline-model-parallel-size=2", "--vocab-parallel", *image, "--dry-run")
+    assert status == 0, errors
+    command = shlex.split(printed.splitlines()[-1])
+    assert command[:7] == [
+        *("env", "MEGATRON_VP_CONTAINER_MOUNTS=/a:/a,/b:/b", "sbatch", "--nodes=2", "--ntasks-per-node=1"),
+        "--job-name=mine",
+        "--export=ALL,MEGATRON_VP_PYTHON=python,MEGATRON_VP_CONTAINER_IMAGE=me/image:1,"
+        f"MEGATRON_VP_SLURM={BATCH_FILES}",
+    ]
+    assert command[7:10] == [str(BATCH_FILES / "pretrain.sbatch"), "--script", "mine.py"]
+    assert "--my-option=3" in command and (BATCH_FILES / "launch.sh").is_file()
 
 
 def test_a_python_with_a_comma_in_its_path_reaches_the_job_whole(said, monkeypatch, tmp_path):
@@ -113,6 +132,13 @@ def test_submission_goes_through_sbatch(said, tmp_path, monkeypatch):
     [
         (("sbatch", *LLAMA, "--no-such-flag", "--dry-run"), "unrecognized arguments: --no-such-flag"),
         (("sbatch", *LLAMA, "--slurm", ""), "--slurm names no option of sbatch"),
+        (
+            ("sbatch", *LLAMA, "--partition", "long"),
+            "--partition is an option of SLURM's sbatch: pass it on with --slurm partition=long",
+        ),
+        (("sbatch", *LLAMA, "-p", "long"), "pass it on with --slurm partition=long"),
+        (("sbatch", *LLAMA, "--container-mounts", "/a:/a"), "give --container-image, too"),
+        (("sbatch", "--script", "nowhere.py", "--dry-run"), "--script nowhere.py is not a file"),
         (("sbatch", "--vocab-parallel"), "the job has no configuration file: give CONFIG first"),
         (("sbatch", *LLAMA, "--nodes", "3", "--gpus-per-node", "5", "--dry-run"), "world size (15) is not divisible"),
         (("sbatch", "configs/llama3_8b.yaml"), "data/corpus_text_document"),

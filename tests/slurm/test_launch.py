@@ -1,12 +1,18 @@
 """scripts/slurm on a real SLURM: ranks, requeueing, and what is given up on. Most jobs run a stand-in for training."""
 
+import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from megatron_vp.jobs.shipped import BATCH_FILES
 from tests.harness.disks import fill, mounted
+from tests.harness.training import tiny_model
+
+ROOT = Path(__file__).parents[2]
 
 PRETRAIN = "scripts/slurm/pretrain.sbatch"
 QUICKSTART = ("configs/quickstart.yaml", "--config", "configs/data/mock.yaml")
@@ -18,7 +24,7 @@ TINY = (
 STAND_IN = """#!/usr/bin/env bash
 # Checks pass; a rank says who it is and does what the test wants. It prints what Megatron prints and tells the batch
 # script what it has achieved as training does.
-if [[ $1 == -m ]]; then {check}; fi
+if [[ $3 == check ]]; then {check}; fi
 saved() {{
     echo "  [2026-01-01] successfully saved checkpoint from iteration       5 to out"
     rm -f "$MEGATRON_VP_ATTEMPT/unsaved"
@@ -46,8 +52,8 @@ def stand_in(tmp_path):
     return make
 
 
-def logs(cluster, job: str, attempt: int = 0) -> list[str]:
-    folder: Path = cluster.work / "runs" / "slurm" / job / f"attempt_{attempt}"
+def logs(cluster, job: str, attempt: int = 0, place: Path | None = None) -> list[str]:
+    folder: Path = (place or cluster.work) / "runs" / "slurm" / job / f"attempt_{attempt}"
     return [path.read_text() for path in sorted(folder.glob("rank_*.log"))]
 
 
@@ -69,9 +75,47 @@ def test_ranks_know_their_place(cluster, stand_in):
     port = 15000 + int(job)
     assert logs(cluster, job) == [
         f"rank {rank} of 4, {rank} of 4 here, meets at localhost:{port}: "
-        "pretrain_gpt_vp.py --config my.yaml --exit-signal-handler --lr 1\n"
+        "-m megatron_vp.pretrain --config my.yaml --exit-signal-handler --lr 1\n"
         for rank in range(4)
     ]
+
+
+IMAGE = """#!/usr/bin/env bash
+# Where srun has the pyxis plug-in, it takes these options.
+for word in "$@"; do
+    if [[ $word == --container-* ]]; then echo "$word" >>{said}; else words+=("$word"); fi
+done
+exec {srun} "${{words[@]}}"
+"""
+
+
+def test_own_scripts_run_in_an_image_from_any_folder(cluster, stand_in, tmp_path):
+    """By the wheel's own batch files. The plug-in that starts images is stood in for."""
+    place, image = tmp_path / "of mine", tmp_path / "bin" / "srun"
+    place.mkdir()
+    image.parent.mkdir()
+    image.write_text(IMAGE.format(said=tmp_path / "said", srun=shutil.which("srun")))
+    image.chmod(0o755)
+    variables = {
+        "MEGATRON_VP_SLURM": str(BATCH_FILES),
+        "MEGATRON_VP_PYTHON": stand_in(),
+        "MEGATRON_VP_CONTAINER_IMAGE": "nvcr.io#nvidia/pytorch:26.06-py3",
+        "MEGATRON_VP_CONTAINER_MOUNTS": "/data:/data,/lustre:/x",
+        "PATH": f"{image.parent}:{os.environ['PATH']}",
+    }
+    batch_file = BATCH_FILES / "pretrain.sbatch"
+    job = cluster.submit(f"--chdir={place}", batch_file, "--script", "mine.py", "--lr", "1", **variables)
+    assert cluster.wait(job, 120)["JobState"] == "COMPLETED", cluster.output(job)
+    ranks = sorted((place / "runs" / "slurm" / job / "attempt_0").glob("rank_*.log"))
+    assert [rank.read_text().partition(": ")[2] for rank in ranks] == [
+        "-m megatron_vp run mine.py --exit-signal-handler --lr 1\n"
+    ] * 4
+    of_a_step = [
+        "--container-image=nvcr.io#nvidia/pytorch:26.06-py3",
+        f"--container-workdir={place}",
+        f"--container-mounts={place}:{place},/data:/data,/lustre:/x",
+    ]
+    assert (tmp_path / "said").read_text().splitlines() == 2 * of_a_step, "of the check and of training"
 
 
 def test_tasks_that_were_asked_for_come_first(cluster, stand_in):
@@ -84,6 +128,7 @@ def test_tasks_that_were_asked_for_come_first(cluster, stand_in):
     ("words", "environment", "said"),
     [
         ((), {}, "megatron_vp: error: no configuration"),
+        (("--script",), {}, "megatron_vp: error: --script names no file"),
         (("my.yaml",), {"MEGATRON_VP_PYTHON": "/nowhere/python"}, "error: no Python at /nowhere/python"),
         pytest.param(("nowhere.yaml",), {}, "cannot read configuration file nowhere.yaml", marks=pytest.mark.slow),
     ],
@@ -281,6 +326,31 @@ def test_a_run_whose_disk_fills_up_goes_on_with_the_same_losses_when_there_is_ro
     starts = re.findall(r"(?:starts at|goes on from) iteration (\d+)", cluster.output(job))
     assert starts == ["0", str(last)]
     assert _losses(cluster.work / "full" / "tensorboard") == undisturbed
+
+
+@pytest.mark.slow
+def test_a_script_of_ones_own_goes_on_after_a_kill_from_a_folder_that_had_nothing(cluster, tmp_path):
+    """Submitted by the command, where nothing but the script is: its losses are those of an undisturbed run."""
+    shutil.copy(ROOT / "tests" / "mcore" / "own_script.py", tmp_path / "mine.py")
+    model = tiny_model(tokenizer_type="NullTokenizer", eval_interval=1000)
+    words = ("--script", "mine.py", "--nodes=1", "--ntasks-per-node=2", "--cpu", "--vocab-parallel", *model)
+    words += ("--pipeline-model-parallel-size=2", "--train-iters=60", "--save-interval=20", "--num-workers=1")
+
+    def run(name: str) -> str:
+        folders = (f"--save={name}", f"--load={name}", f"--tensorboard-dir={name}/tensorboard")
+        return cluster.submit_by_command(tmp_path, *words, *folders)
+
+    undisturbed = run("whole")
+    assert cluster.wait(undisturbed, 500)["JobState"] == "COMPLETED", cluster.output(undisturbed)
+    job = run("killed")
+    reached = "iteration       25/"
+    cluster.until(lambda: any(reached in log for log in logs(cluster, job, 0, tmp_path)), 300, "iteration 25", job)
+    cluster.run("kill", "-KILL", _rank_process(cluster, job, rank=1))
+    state = cluster.wait(job, 500)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
+    assert re.findall(r"(?:starts at|goes on from) iteration (\d+)", cluster.output(job)) == ["0", "20"]
+    losses = _losses(tmp_path / "killed" / "tensorboard")
+    assert len(losses) == 60 and losses == _losses(tmp_path / "whole" / "tensorboard")
 
 
 def _rank_process(cluster, job: str, rank: int) -> str:

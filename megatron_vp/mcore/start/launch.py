@@ -171,7 +171,10 @@ def run_script(script: str, arguments: list[str]) -> None:
         # The script finds its own neighbours, as if Python had started it.
         sys.path.insert(0, str(Path(script).resolve().parent))
         prepare()
-        runpy.run_path(script, run_name="__main__")
+        from megatron_vp.mcore.storage.attempt import noting_the_end
+
+        with noting_the_end():
+            runpy.run_path(script, run_name="__main__")
 
 
 def _require_launcher(command: str) -> None:

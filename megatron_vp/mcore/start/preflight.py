@@ -163,9 +163,10 @@ def check_files(args: argparse.Namespace) -> None:
         check(args)
 
 
-def ranks_of_one_replica(arguments: list[str]) -> int:
+def ranks_of_one_replica(arguments: list[str], own_script: bool = False) -> int:
     """How many ranks hold the model once, by a job's arguments. Raises UserError if they cannot be parsed."""
-    with _platform(arguments, here=False), _parsed(arguments, 1) as args:
+    own = own_options(arguments) if own_script else ()
+    with _platform(arguments, here=False), _parsed(arguments, 1, own) as args:
         return args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
 
 

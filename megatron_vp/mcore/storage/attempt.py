@@ -1,6 +1,6 @@
 """Tells the script that started the ranks what this attempt of a job has achieved.
 
-`scripts/slurm/pretrain.sbatch` puts two empty files into a folder that MEGATRON_VP_ATTEMPT names. Training removes
+`slurm/pretrain.sbatch` puts two empty files into a folder that MEGATRON_VP_ATTEMPT names. Training removes
 `unsaved` when it has written a checkpoint and `unfinished` when it has reached its end. A file can be removed on a full
 disk, where none could be written; and what a rank prints decides nothing.
 """

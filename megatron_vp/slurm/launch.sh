@@ -1,7 +1,8 @@
 # shellcheck shell=bash
-# Sourced by the sbatch files in the repository: which Python, how many ranks, where they meet, how they are started.
-# MEGATRON_VP_PYTHON names another interpreter than that of scripts/setup_env.sh; modules and containers are the
-# submitting shell's affair, because sbatch passes its environment on.
+# Sourced by the batch files next to it: which Python, how many ranks, where they meet, how they are started.
+# MEGATRON_VP_PYTHON names another interpreter than that of scripts/setup_env.sh. With MEGATRON_VP_CONTAINER_IMAGE (and
+# MEGATRON_VP_CONTAINER_MOUNTS, FROM:TO,...) all that srun starts runs in that image, by the pyxis plug-in of SLURM.
+# Modules are the submitting shell's affair, because sbatch passes its environment on.
 
 # What ranks write and log holds their arguments: not for all users.
 umask o=
@@ -24,8 +25,17 @@ number() {
 }
 
 [[ -n ${SLURM_JOB_ID:-} ]] || fail "this is a batch script: start it with sbatch"
-readonly python=${MEGATRON_VP_PYTHON:-.venv/bin/python}
-command -v "$python" >/dev/null || fail "no Python at $python: run scripts/setup_env.sh, or set MEGATRON_VP_PYTHON"
+# The batch script runs on the node, outside the image. The folder of the job is at the same place inside.
+container=()
+if [[ -n ${MEGATRON_VP_CONTAINER_IMAGE:-} ]]; then
+    container=("--container-image=$MEGATRON_VP_CONTAINER_IMAGE" "--container-workdir=$PWD"
+        "--container-mounts=$PWD:$PWD${MEGATRON_VP_CONTAINER_MOUNTS:+,$MEGATRON_VP_CONTAINER_MOUNTS}")
+    python=${MEGATRON_VP_PYTHON:-python}
+else
+    python=${MEGATRON_VP_PYTHON:-.venv/bin/python}
+    command -v "$python" >/dev/null || fail "no Python at $python: run scripts/setup_env.sh, or set MEGATRON_VP_PYTHON"
+fi
+readonly container python
 
 # Tasks that the user asked for, else one a GPU. A cluster that does not manage its GPUs is asked through the driver.
 count_ranks() {
@@ -61,17 +71,25 @@ export PYTHONUNBUFFERED=1
 
 # check ARGUMENT...: one process a node checks the node, the arguments and the inputs; nothing starts if one refuses.
 check() {
-    srun --ntasks="$nodes_of_job" --ntasks-per-node=1 \
-        "$python" -m megatron_vp.cli.app check --ranks "$ranks" --ranks-per-node "$ranks_per_node" "$@"
+    srun "${container[@]}" --ntasks="$nodes_of_job" --ntasks-per-node=1 \
+        "$python" -m megatron_vp check --ranks "$ranks" --ranks-per-node "$ranks_per_node" "$@"
 }
 
-# train FOLDER ARGUMENT...: all ranks, each with its log in FOLDER; the first that dies takes the others with it.
+# A task of srun becomes a rank of torch.distributed: what torchrun would set, from what SLURM says. The addresses come
+# from above. exec: the process that SLURM sends its signals to is the rank itself.
+# shellcheck disable=SC2016 # the rank's shell expands it
+readonly as_rank='export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS
+export LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
+exec "$@"'
+
+# train FOLDER MODULE ARGUMENT...: all ranks run a Python module, each with its log in FOLDER; the first that dies takes
+# the others with it.
 train() {
     local folder=$1 cpus=$((cpus_of_node / ranks_per_node))
     shift
     mkdir -p "$folder"
     # srun replaces %4t by the rank, and would replace other percent signs, too.
-    srun --ntasks="$ranks" --ntasks-per-node="$ranks_per_node" --cpus-per-task=$((cpus > 0 ? cpus : 1)) \
-        --kill-on-bad-exit=1 --output="${folder//%/%%}/rank_%4t.log" \
-        scripts/slurm/rank.sh "$python" pretrain_gpt_vp.py "$@"
+    srun "${container[@]}" --ntasks="$ranks" --ntasks-per-node="$ranks_per_node" \
+        --cpus-per-task=$((cpus > 0 ? cpus : 1)) --kill-on-bad-exit=1 --output="${folder//%/%%}/rank_%4t.log" \
+        bash -c "$as_rank" rank "$python" -m "$@"
 }
