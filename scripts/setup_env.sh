@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
-# setup_env.sh [--latest]: makes .venv in the repository and installs the project into it, with the versions of
-# constraints.txt; does nothing where that is done already. --latest installs the newest versions that pyproject.toml allows,
-# and asks for newer ones each time. PYTHON=/path/to/python chooses the interpreter.
+# setup_env.sh [--latest] [--system-site-packages]: makes .venv in the repository and installs the project into it, with
+# the versions of constraints.txt; does nothing where that is done already. --latest installs the newest versions that
+# pyproject.toml allows, and asks for newer ones each time. --system-site-packages is for containers that bring PyTorch:
+# the environment sees what the container has, and leaves PyTorch, Transformer Engine, Apex and what they are compiled
+# with as they are. It stays so until .venv is removed. PYTHON=/path/to/python chooses the interpreter.
+#
+# On a machine with an NVIDIA GPU, Transformer Engine is compiled too, unless it is there or nvcc is not.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,10 +18,25 @@ PATH=${PATH//"$PWD/$venv/bin:"/}
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 
-latest=no
-if [[ ${1:-} == --latest ]]; then latest=yes; shift; fi
-if [[ $# -gt 0 ]]; then say "'$1' is no option: give --latest or nothing"; exit 2; fi
-readonly latest
+latest=no shared=no
+for option in "$@"; do
+    case $option in
+        --latest) latest=yes ;;
+        --system-site-packages) shared=yes ;;
+        *)
+            say "'$option' is not an option: give --latest, --system-site-packages or nothing"
+            exit 2
+            ;;
+    esac
+done
+shares() { [[ -f $venv/pyvenv.cfg && $(<"$venv/pyvenv.cfg") == *"include-system-site-packages = true"* ]]; }
+readonly asked_to_share=$shared
+if shares; then shared=yes; fi
+if [[ $shared == yes && $latest == yes ]]; then
+    say "--latest would change the container's own packages, which $venv shares (--system-site-packages): leave one out"
+    exit 2
+fi
+readonly latest shared
 
 # Runs the candidate, because a pyenv shim exists for versions that it then refuses to start. Free-threaded builds and
 # other implementations have no wheels of our dependencies; Debian's python3 may come without ensurepip.
@@ -25,7 +44,8 @@ suitable() {
     "$1" -c '
 import ensurepip, sys, sysconfig, venv
 fits = sys.version_info >= (3, 12) and sys.implementation.name == "cpython"
-sys.exit(not fits or bool(sysconfig.get_config_var("Py_GIL_DISABLED")))' >/dev/null 2>&1
+sys.exit(not fits or bool(sysconfig.get_config_var("Py_GIL_DISABLED")))' >/dev/null 2>&1 &&
+        { [[ $shared == no ]] || "$1" -c 'import importlib.metadata as m; m.version("torch")' >/dev/null 2>&1; }
 }
 
 # Oldest version first: prebuilt wheels of the dependencies exist for it the longest.
@@ -43,15 +63,21 @@ candidates() {
 }
 
 find_python() {
-    local candidate
+    local candidate with_torch=''
+    if [[ $shared == yes ]]; then with_torch=", and with PyTorch, which --system-site-packages shares"; fi
     if [[ -n ${PYTHON:-} ]]; then
         if suitable "$PYTHON"; then command -v "$PYTHON" && return; fi
-        say "PYTHON=$PYTHON does not run as CPython 3.12 or newer with venv and ensurepip; set another or unset it."
+        say "PYTHON=$PYTHON does not run as CPython 3.12 or newer with venv and ensurepip$with_torch; set another or unset it."
         return 1
     fi
     while read -r candidate; do
         if suitable "$candidate"; then command -v "$candidate" && return; fi
     done < <(candidates)
+    if [[ $shared == yes ]]; then
+        say "no CPython 3.12 or newer found that has venv and PyTorch: leave --system-site-packages out, or set" \
+            "PYTHON=/path/to/python."
+        return 1
+    fi
     say "no CPython 3.12 or newer with venv found: install one ('uv python install 3.12', 'pyenv install 3.12'," \
         "or your system's python3.12 and python3.12-venv), or set PYTHON=/path/to/python."
     return 1
@@ -85,26 +111,65 @@ create() {
     rm -rf "$venv"
     mkdir "$venv"
     : >"$own"
-    "$python" -m venv "$venv"
+    local sees=()
+    if [[ $shared == yes ]]; then sees=(--system-site-packages); fi
+    "$python" -m venv "${sees[@]}" "$venv"
+}
+
+# What pip may not change where the container's packages are shared, and the tested versions of what it does not have.
+shared_constraints() {
+    "$venv/bin/python" -c '
+import importlib.metadata, pathlib, re, sys
+compiled = r"torch|triton|transformer|apex$|flash|nvidia|cuda|cudnn|nvfuser|numpy$"
+simple = lambda name: re.sub("[-_.]+", "-", name).lower()
+here = {simple(each.name): each.version for each in importlib.metadata.distributions()}
+for name, version in sorted(here.items()):
+    if re.match(compiled, name) and name != "transformers":
+        print(f"{name}=={version}")
+for line in pathlib.Path(sys.argv[1]).read_text().splitlines():
+    if not line.startswith("#") and simple(line.partition("==")[0]) not in here:
+        print(line)' "$constraints"
 }
 
 install() {
     say "installing the project and its dependencies (PyTorch is several GB; this takes minutes)"
     local versions=(--constraint "$constraints")
-    if [[ $latest == yes ]]; then versions=(--upgrade --upgrade-strategy eager); fi
+    if [[ $shared == yes ]]; then
+        # The container's own constraints are about its own programs; these packages are seen by .venv alone.
+        unset PIP_CONSTRAINT
+        shared_constraints >"$venv/shared_constraints.txt"
+        versions=(--constraint "$venv/shared_constraints.txt")
+    elif [[ $latest == yes ]]; then
+        versions=(--upgrade --upgrade-strategy eager)
+    fi
     "$venv/bin/python" -m pip install --disable-pip-version-check "${versions[@]}" --editable '.[test]' >&2
+}
+
+# Megatron's fast layers. Nothing is lost where they cannot be compiled but speed.
+install_engine() {
+    if [[ $shared == yes || $(nvidia-smi --list-gpus 2>/dev/null || true) != *GPU* ]]; then return; fi
+    if "$venv/bin/python" -W ignore -c 'import transformer_engine.pytorch' >/dev/null 2>&1; then return; fi
+    say "this machine has a GPU: compiling Transformer Engine (up to half an hour; Ctrl-C leaves .venv as it is)"
+    scripts/setup_transformer_engine.sh --build >&2 ||
+        say "Transformer Engine was not installed (see above): Megatron's local layers run; try again with" \
+            "scripts/setup_transformer_engine.sh --build"
 }
 
 # An install that was interrupted can leave packages that pip believes to be whole.
 works() { "$venv/bin/python" -W ignore -c 'import torch, megatron.core, megatron_vp, pytest' >/dev/null 2>&1; }
 
-if [[ $latest == no ]] && complete; then exit 0; fi
+done_already() { [[ $latest == no ]] && { [[ $asked_to_share == no ]] || shares; } && complete; }
+if done_already; then exit 0; fi
 if command -v flock >/dev/null; then
     exec 9>.venv.lock
     flock -n 9 || { say "waiting for another set-up to finish"; flock 9; }
-    if [[ $latest == no ]] && complete; then exit 0; fi
+    if done_already; then exit 0; fi
 fi
 keep_what_is_not_ours
+if [[ $asked_to_share == yes && -d $venv ]] && ! shares; then
+    say "making $venv anew: it does not see this machine's packages"
+    rm -rf "$venv"
+fi
 if [[ -e $stamp ]]; then mv "$stamp" "$own"; fi
 if ! { suitable "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1; }; then create; fi
 install
@@ -116,4 +181,5 @@ if ! works; then
 fi
 fingerprint >"$stamp.part"
 mv "$stamp.part" "$stamp"
+install_engine
 say "$venv is ready"

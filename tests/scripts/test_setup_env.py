@@ -159,6 +159,60 @@ def test_an_interruption_while_the_environment_is_made_is_taken_up_again(checkou
     assert result.returncode == 0 and not (checkout / "repo" / ".venv.kept").exists(), result.stderr
 
 
+def test_a_containers_packages_are_seen_and_kept(checkout):
+    maker(checkout)
+    python = checkout / "bin" / "python3.12"
+    seen = "echo include-system-site-packages = true >$4/pyvenv.cfg"
+    python.write_text(
+        python.read_text().replace(
+            "if [[ $1 == -m && $2 == venv ]]; then",
+            'if [[ "$1 $2 $3" == "-m venv --system-site-packages" ]]; then\n'
+            f'mkdir -p $4/bin; {seen}; cp "$0" $4/bin/python; exit; fi\nif [[ $1 == -m && $2 == venv ]]; then',
+        )
+    )
+    assert set_up(checkout).returncode == 0
+    first = set_up(checkout, "--system-site-packages", PIP_CONSTRAINT="/etc/pip/constraint.txt")
+    assert first.returncode == 0 and "making .venv anew: it does not see this machine's packages" in first.stderr
+    assert "--constraint .venv/shared_constraints.txt" in (checkout / "repo" / "pip.log").read_text().splitlines()[-1]
+    pins = (checkout / "repo" / ".venv" / "shared_constraints.txt").read_text().splitlines()
+    for name in ("torch", "numpy"):
+        assert f"{name}=={importlib.metadata.version(name)}" in pins
+    assert len([pin for pin in pins if pin.startswith("torch==")]) == 1
+    assert not [pin for pin in pins if pin.startswith(("typer", "transformers="))], "here, and may be made newer"
+    # It stays so for all who ask for the environment, such as scripts/test.sh.
+    for options in ((), ("--system-site-packages",)):
+        assert (set_up(checkout, *options).returncode, set_up(checkout, *options).stderr) == (0, "")
+    refused = set_up(checkout, "--latest")
+    assert refused.returncode == 2 and "leave one out" in refused.stderr
+    place(checkout / "bin" / "python3.13", STAND_IN.replace("exec", "[[ $2 == *metadata* ]] && exit 1\nexec"))
+    without = set_up(checkout, "--system-site-packages", PYTHON=str(checkout / "bin" / "python3.13"))
+    assert without.returncode == 0, "what is complete needs no interpreter"
+    shutil.rmtree(checkout / "repo" / ".venv")
+    without = set_up(checkout, "--system-site-packages", PYTHON=str(checkout / "bin" / "python3.13"))
+    assert without.returncode == 1 and "and with PyTorch, which --system-site-packages shares" in without.stderr
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_machine_with_a_gpu_gets_transformer_engine(checkout, compiles):
+    maker(checkout)
+    python = checkout / "bin" / "python3.12"
+    python.write_text(
+        python.read_text().replace("[[ $1 == -W ]]", "[[ $* == *transformer_engine* ]] && exit 1\n[[ $1 == -W ]]")
+    )
+    engine = place(
+        checkout / "repo" / "scripts" / "setup_transformer_engine.sh",
+        f'#!/bin/bash\necho "engine $*"; exit {int(not compiles)}\n',
+    )
+    assert "engine" not in set_up(checkout).stderr, "no GPU"
+    with (checkout / "repo" / "pyproject.toml").open("a") as recipe:
+        recipe.write("# another dependency")
+    place(checkout / "bin" / "nvidia-smi", "#!/bin/bash\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\n")
+    result = set_up(checkout)
+    assert result.returncode == 0 and "engine --build" in result.stderr and engine.is_file()
+    assert ("Transformer Engine was not installed (see above)" in result.stderr) == (not compiles)
+    assert ".venv is ready" in result.stderr and set_up(checkout).stderr == ""
+
+
 def test_the_versions_that_were_tested_are_installed_and_the_newest_when_asked(checkout):
     maker(checkout)
     log = checkout / "repo" / "pip.log"

@@ -1,8 +1,12 @@
-"""The wheel alone, in an empty folder: configurations by name, the command and the training script."""
+"""The wheel alone, in an empty folder: configurations by name, the commands and the training script. What pip does with
+it in a container that has its own PyTorch.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +14,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from megatron_vp.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -23,16 +29,23 @@ JOB = ("--config", "llama3_8b", "--config", "data/mock", "--cpu", "--vocab-paral
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """What `pip install` of the wheel would put into site-packages."""
-    source, site = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+def built(tmp_path_factory):
+    """The wheel's file."""
+    source = tmp_path_factory.mktemp("source")
     shutil.copytree(ROOT / "megatron_vp", source / "megatron_vp", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "pretrain_gpt_vp.py"):
+    for name in ("pyproject.toml", "pretrain_gpt_vp.py"):
         shutil.copy(ROOT / name, source)
     build = ("pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", source, source)
     subprocess.run([sys.executable, "-m", *map(str, build)], check=True)
     (made,) = source.glob("*.whl")
-    with zipfile.ZipFile(made) as archive:
+    return made
+
+
+@pytest.fixture(scope="module")
+def wheel(built, tmp_path_factory):
+    """What `pip install` of the wheel would put into site-packages."""
+    site = tmp_path_factory.mktemp("site")
+    with zipfile.ZipFile(built) as archive:
         archive.extractall(site)
     return site
 
@@ -58,6 +71,75 @@ def test_a_page_for_the_browser_can_be_made(wheel, tmp_path):
     assert said(wheel, tmp_path, *words) == (0, "", "") and (tmp_path / "page.html").stat().st_size > 10_000
 
 
+def test_links_of_its_description_lead_somewhere_without_the_repository(wheel):
+    (metadata,) = wheel.glob("megatron_vp-*.dist-info/METADATA")
+    links = re.findall(r"\]\(([^)]+)\)", metadata.read_text())
+    assert links and [link for link in links if not link.startswith("https://")] == []
+
+
+def test_a_script_of_ones_own_can_be_submitted(wheel, tmp_path):
+    (tmp_path / "mine.py").touch()
+    model = ("--tokenizer-type", "NullTokenizer", "--mock-data", "--eval-interval", "1000", "--lr", "1e-3", *TINY)
+    words = ("megatron_vp", "sbatch", "--script", "mine.py", "--dry-run", "--cpu", "--vocab-parallel", *model)
+    status, printed, errors = said(wheel, tmp_path, *words, "--nodes", "1", "--ntasks-per-node", "2")
+    batch_file = wheel / "megatron_vp" / "slurm" / "pretrain.sbatch"
+    assert status == 0 and f"{batch_file} --script mine.py --cpu" in printed, errors
+    assert batch_file.with_name("launch.sh").is_file()
+
+
+COMPILED = {
+    **{"torch": "2.11.0a0+5e6a8e0a4a.nv26.06", "transformer_engine": "2.17.1+4f3a2b", "apex": "0.1"},
+    **{"triton": "3.5.0+gitb0c64ff9", "numpy": "2.1.0", "flash_attn": "2.7.4.post1"},
+}
+"""As in NVIDIA's containers: versions that no index has."""
+
+
+@pytest.fixture(scope="module")
+def container(tmp_path_factory):
+    """A Python that has such packages, as far as pip can see, and Megatron-Core of the release before."""
+    folder = tmp_path_factory.mktemp("container")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for name, version in {**COMPILED, "megatron_core": "0.18.2"}.items():
+        info = site / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "RECORD").touch()
+    return folder / "bin" / "python"
+
+
+def would_install(container, tmp_path, *words):
+    """The names of what `pip install WORDS` would install or replace."""
+    report = tmp_path / "report.json"
+    index = ("pip", "download", "--quiet", "--no-deps", "--dest", str(tmp_path), "typing-extensions")
+    if subprocess.run([container, "-m", *index], capture_output=True, check=False).returncode:
+        pytest.skip("pip reaches no package index here")
+    pip = ("pip", "install", "--quiet", "--dry-run", "--report", str(report), *map(str, words))
+    done = subprocess.run([container, "-m", *pip], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {each["metadata"]["name"].lower().replace("-", "_") for each in json.loads(report.read_text())["install"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("constrained", [False, True])
+def test_a_container_keeps_its_own_pytorch(built, container, tmp_path, constrained):
+    pins = tmp_path / "constraint.txt"
+    pins.write_text("".join(f"{name}=={version}\n" for name, version in COMPILED.items()))
+    found = would_install(container, tmp_path, built, *(("--constraint", pins) if constrained else ()))
+    assert {"megatron_vp", "megatron_core", "typer", "omegaconf"} <= found and not found & set(COMPILED)
+
+
+@pytest.mark.slow
+def test_another_megatron_core_comes_alone(container, tmp_path):
+    """Which a run on an unsupported release is told to install."""
+    from megatron_vp.mcore.patches import require_supported
+
+    with pytest.raises(UserError) as refused:
+        require_supported("0.18.2")
+    (wanted,) = re.findall(r"megatron-core==[\d.]+\d", str(refused.value))
+    assert would_install(container, tmp_path, "--no-deps", wanted) == {"megatron_core"}
+
+
 def test_a_file_wins_over_a_name(tmp_path, monkeypatch):
     from megatron_vp.jobs.yaml_files import read_leaves
 
@@ -69,10 +151,10 @@ def test_a_file_wins_over_a_name(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_it_checks_replays_and_trains(wheel, tmp_path):
-    status, printed, errors = said(wheel, tmp_path, "megatron_vp", "check", "--ranks", "2", *JOB)
-    assert status == 0 and "2 ranks" in printed, errors
+    status, printed, errors = said(wheel, tmp_path, "megatron_vp", "check", "--ranks", "4", *JOB)
+    assert status == 0 and "4 ranks" in printed, errors
     status, printed, errors = said(wheel, tmp_path, "megatron_vp", "replay", "--rank", "1", "--shapes-only", *JOB)
     assert status == 0 and "GiB" in printed, errors
-    launch = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megatron_vp.pretrain")
+    launch = ("torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "megatron_vp.pretrain")
     status, printed, errors = said(wheel, tmp_path, *launch, *JOB)
     assert status == 0 and "iteration        2/       2" in printed, errors
