@@ -107,6 +107,8 @@ class Request:
         lines = []
         if self.uncounted:
             lines.append(f"not counted, though it changes time or memory: {', '.join(self.uncounted)}")
+        if self.assumed:
+            lines.append(f"assumed, because the job does not say it: {'; '.join(self.assumed)}")
         if self.unused:
             lines.append(f"passed over, because no number here depends on it: {', '.join(self.unused)}")
         return [*lines, self.caveat]
@@ -117,6 +119,13 @@ class Request:
         from megatron_vp.cost.sizes.job_plan import uncounted
 
         return uncounted(self.config)
+
+    @property
+    def assumed(self) -> list[str]:
+        """What the job leaves open and its time depends on."""
+        from megatron_vp.cost.times.assumptions import assumed
+
+        return assumed(self.job, self.hardware)
 
     @property
     def unused(self) -> list[str]:
@@ -180,6 +189,7 @@ class Request:
             "limit_bytes": self.limit,
             "vocabulary_passes": "paper" if self.hardware.rates is None else "counted",
             "uncounted": self.uncounted,
+            "assumed": self.assumed,
             "passed_over": self.unused,
             "note": self.caveat,
         }

@@ -7,7 +7,7 @@ import pytest
 from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.sizes.flops import attention_flops
-from megatron_vp.cost.sizes.shapes import Job, ModelShape
+from megatron_vp.cost.sizes.shapes import AttentionKernels, Job, ModelShape
 from megatron_vp.cost.times.attention_times import BACKWARD, TILE, attention_times
 from megatron_vp.jobs.layer_kind import LayerKind
 
@@ -31,12 +31,15 @@ def times(one):
 
 @pytest.mark.parametrize("sequence", PUBLISHED)
 def test_rates_are_published_ones(sequence):
-    newest, old = job(sequence), job(sequence, flash_attention_2=True)
+    newest, old = job(sequence), job(sequence, attention=AttentionKernels.FLASH_2)
     flops = attention_flops(newest) / 2
     cudnn, third, second = PUBLISHED[sequence]
     assert flops / times(newest).forward / 1e12 == pytest.approx((cudnn + third) / 2, rel=0.03)
     assert flops / times(old).forward / 1e12 == pytest.approx(second, rel=0.04)
     assert times(old).backward > 1.5 * times(newest).backward
+    either = times(job(sequence, attention=AttentionKernels.EITHER))
+    for each, one, other in zip(either, times(old), times(newest), strict=True):
+        assert each == pytest.approx((one + other) / 2)
 
 
 def test_narrow_heads_are_slower_and_each_context_rank_sees_shorter_pieces():
@@ -58,7 +61,7 @@ def test_layers_with_windows_compute_those_alone():
 
 
 def test_hardware_without_rates_takes_the_fitted_ones():
-    a100, one = HARDWARE["a100"], job(4096, flash_attention_2=True)
+    a100, one = HARDWARE["a100"], job(4096, attention=AttentionKernels.FLASH_2)
     took, flops = attention_times(one, a100, CALIBRATED), attention_flops(one) / 2
     assert took.forward == pytest.approx(flops / a100.peak_flops / CALIBRATED.attention_forward)
     assert took.backward == pytest.approx(BACKWARD * flops / a100.peak_flops / CALIBRATED.attention_backward)

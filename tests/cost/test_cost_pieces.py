@@ -11,7 +11,7 @@ from megatron_vp.cost.paper.published import Cell, jobs
 from megatron_vp.cost.sizes.flops import Matrix, layer_flops, layer_matrices, layer_weights, model_flops, paper_flops
 from megatron_vp.cost.sizes.layer_types import LayerType
 from megatron_vp.cost.sizes.layouts import equal_layers, redistributed_layers
-from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, ModelShape, Recompute
+from megatron_vp.cost.sizes.shapes import CrossEntropy, Dispatcher, Job, ModelShape, Recompute
 from megatron_vp.cost.times.communication import (
     CONTENTION,
     EXPOSED_SUM,
@@ -262,7 +262,7 @@ def test_what_stays_in_a_node_takes_its_links():
     assert experts.layer_traffic() == pytest.approx(experts.tensor_sum + gathered + exchange)
     assert experts.mlp_traffic() == pytest.approx(gathered + exchange)
     # The flexible dispatcher sends to a node once for both experts, to a rank as well, and both at the same time.
-    flexible = replace(experts, job=replace(experts.job, flexible_dispatch=True))
+    flexible = replace(experts, job=replace(experts.job, dispatcher=Dispatcher.FLEXIBLE))
     once = 2 * (NETWORK_LATENCY + 0.75 * far)
     assert flexible.mlp_traffic() == pytest.approx(gathered + once)
     assert 0.75 * far > 0.875 * moved / 2 / experts.bandwidth(True)

@@ -8,9 +8,17 @@ from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.sizes.flops import layer_matrices
 from megatron_vp.cost.sizes.layer_types import LayerType
-from megatron_vp.cost.sizes.shapes import Job, ModelShape, Recompute
+from megatron_vp.cost.sizes.shapes import Dispatcher, Job, ModelShape, Recompute
 from megatron_vp.cost.times.communication import CommunicationModel
-from megatron_vp.cost.times.expert_times import COPIES, PRODUCT, SORTED, copies, distinct, separate_activation
+from megatron_vp.cost.times.expert_times import (
+    COPIES,
+    PRODUCT,
+    SORTED,
+    copies,
+    distinct,
+    is_flexible,
+    separate_activation,
+)
 from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.jobs.layer_kind import LayerKind
 
@@ -30,11 +38,19 @@ def test_a_token_goes_to_as_many_places_as_its_experts_fall_into():
 
 
 def test_tokens_are_sorted_for_several_experts_and_fewer_of_them_for_a_flexible_dispatcher():
-    several, one = (copies(job(data=16, expert=ranks), WHOLE) for ranks in (4, 16))
+    several, one = (copies(job(data=16, expert=ranks), WHOLE, H100) for ranks in (4, 16))
     assert (several, one) == (COPIES + SORTED, COPIES)
-    flexible = copies(job(data=16, expert=4, flexible_dispatch=True), WHOLE)
+    flexible = copies(job(data=16, expert=4, dispatcher=Dispatcher.FLEXIBLE), WHOLE, H100)
     assert flexible == pytest.approx(2 + 6 * (4 * (1 - 0.75**4) / 4))
-    assert copies(job(replace(MODEL, experts=0, experts_per_token=0)), WHOLE) == 0
+    assert copies(job(replace(MODEL, experts=0, experts_per_token=0)), WHOLE, H100) == 0
+
+
+def test_a_dispatcher_that_is_not_said_is_the_flexible_one_between_nodes():
+    sizes = [(8, 1), (16, 1), (4, 2), (8, 2)]
+    found = [is_flexible(job(data=64, tensor=t, expert=e, dispatcher=Dispatcher.UNSAID), H100) for e, t in sizes]
+    assert found == [False, True, False, True]
+    assert not is_flexible(job(data=64, expert=16), H100)
+    assert is_flexible(job(data=64, expert=8, dispatcher=Dispatcher.FLEXIBLE), H100)
 
 
 def test_each_product_of_several_experts_takes_its_own_start():

@@ -118,10 +118,18 @@ def test_windows_are_the_flags(changes, window, windowed):
 
 def test_kernels_and_dispatchers_are_the_flags():
     older = {**TINY, "attention_backend": "flash", "moe_token_dispatcher_type": "flex"}
-    found = [(job_of(each).flash_attention_2, job_of(each).flexible_dispatch) for each in (TINY, older)]
-    assert found == [(False, False), (True, True)]
+    found = [(job_of(each).attention, job_of(each).dispatcher) for each in (TINY, older)]
+    assert found == [("newest", "unsaid"), ("flash-2", "flex")]
+    assert job_of({**TINY, "moe_token_dispatcher_type": "alltoall"}).dispatcher == "alltoall"
     clamped = job_of({**TINY, "activation_func_clamp_value": 7.0, "disable_bias_linear": True}).model
     assert clamped.clamped and not clamped.expert_biases and job_of(TINY).model.expert_biases
+
+
+def test_delayed_scaling_leaves_the_age_of_the_attention_open_unless_its_backend_is_said():
+    found = [job_of({**TINY, **fp8}).attention for fp8 in (DELAYED, SCALED, {"fp8_format": "hybrid"})]
+    assert found == ["either", "newest", "either"]
+    backends = [job_of({**TINY, **DELAYED, "attention_backend": name}).attention for name in ("fused", "flash", "auto")]
+    assert backends == ["newest", "flash-2", "either"]
 
 
 NARROW = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}

@@ -176,6 +176,22 @@ def test_what_no_number_depends_on_is_listed_in_one_line(small):
     assert (document["passed_over"], document["uncounted"]) == (["--lr", "--tokenizer-model"], ["--moe-latent-size"])
 
 
+def test_what_a_job_leaves_open_is_said(small):
+    sixteen = (
+        "--nodes 2 --num-experts 16 --expert-model-parallel-size 16 --seq-length 4096 --global-batch-size 16 --bf16"
+    )
+    words = [*sixteen.split(), "--pipeline-model-parallel-size", "1", "--fp8-format", "hybrid"]
+    document = json.loads(run("simulate", small, *words, "--format", "json").stdout)
+    attention, experts = document["assumed"]
+    assert "FlashAttention 2 and cuDNN 9" in attention and "--moe-token-dispatcher-type flex" in experts
+    assert f"assumed, because the job does not say it: {attention}; {experts}" in run("simulate", small, *words).stdout
+    words += ["--attention-backend", "fused", "--moe-token-dispatcher-type", "alltoall", "--format", "json"]
+    assert json.loads(run("simulate", small, *words).stdout)["assumed"] == []
+    near = ["--num-experts", "4", "--expert-model-parallel-size", "2", "--nodes", "1", "--format", "json"]
+    (alone,) = json.loads(run("simulate", small, *near).stdout)["assumed"]
+    assert "--moe-token-dispatcher-type alltoall" in alone
+
+
 def test_nothing_is_passed_over_that_the_cost_model_reads(small):
     class Heard(dict):
         def get(self, name, default=None):

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from megatron_vp.cli.app import app
 from megatron_vp.cost.hardware.constants import compared
 from megatron_vp.cost.hardware.gpus import find_hardware
+from megatron_vp.cost.public import public_rows
 from megatron_vp.cost.public.comparison import errors_by_group, predicted, to_markdown
 from megatron_vp.cost.public.public_fit import VARIED, fit_of
 from megatron_vp.cost.public.public_rows import read_rows
@@ -167,3 +168,23 @@ def test_a_run_has_the_software_and_the_dispatcher_of_its_source():
     assert not any("--attention-backend" in text for name, text in flags.items() if "longseq" not in name)
     assert "dispatcher-type flex" in flags["moe-zoo-098"] and "dispatcher-type alltoall" in flags["moe-zoo-100"]
     assert "dispatcher-type flex" in flags["bridge-084"] and "dispatcher-type alltoall" in flags["bridge-082"]
+
+
+class FlagsAlone(public_rows.PublicRow):
+    """A row of which nothing is known but options that it states: no dispatcher that it does not name."""
+
+    def flags(self):
+        return [each for each in super().flags() if each not in ("--moe-token-dispatcher-type", "alltoall")]
+
+
+@pytest.mark.slow
+def test_runs_come_out_by_their_flags_alone_but_for_two(monkeypatch):
+    """Without what their sources say of the software. Nothing in their flags speaks of the unfused attention of 2021,
+    which shows most in narrow layers, or of DeepEP inside a node, where experts are computed again.
+    """
+    for name, empty in {"_SOFTWARE": {}, "_STATES": {}, "_FLEXIBLE": ()}.items():
+        monkeypatch.setattr(public_rows, name, empty)
+    outcomes = [predicted(FlagsAlone(row.columns, row.model)) for row in ROWS.values() if row.judged]
+    assert not [each.refusal for each in outcomes if each.refusal]
+    assert errors_by_group(outcomes)[-1].mean < 0.06
+    assert [each.row["id"] for each in outcomes if abs(each.error) > 0.2] == ["moe-zoo-102", "sc21-111"]

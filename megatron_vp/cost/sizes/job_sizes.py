@@ -9,7 +9,9 @@ from typing import Any
 
 from megatron_vp.cost.sizes.expert_layers import expert_layers
 from megatron_vp.cost.sizes.shapes import (
+    AttentionKernels,
     CrossEntropy,
+    Dispatcher,
     Fp8Recipe,
     Job,
     Latent,
@@ -134,14 +136,29 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         tensor_overlap=bool(given("tp_comm_overlap")),
         expert_overlap=bool(given("overlap_moe_expert_parallel_comm")),
         expert_tensor=given("expert_tensor_parallel_size", 0),
-        flexible_dispatch=given("moe_token_dispatcher_type") == "flex",
-        flash_attention_2=given("attention_backend") == "flash",
+        dispatcher=_DISPATCHERS.get(given("moe_token_dispatcher_type"), Dispatcher.UNSAID),
+        attention=_attention(given, fp8),
         fp8_parameters=bool(given("fp8_param_gather")),
         glu_intermediates=_glu_intermediates(given, kind, bool(experts)),
         attention_dropout=bool(given("attention_dropout", 0.1)),
         wide_softmax=bool(given("attention_softmax_in_fp32") or given("apply_query_key_layer_scaling")),
         states=_states(given, fp8),
     )
+
+
+_DISPATCHERS = {"alltoall": Dispatcher.ALL_TO_ALL, "flex": Dispatcher.FLEXIBLE}
+"""Megatron's default, allgather, is what a job has that says nothing; recipes with experts do not use it."""
+
+
+def _attention(given: Callable[..., Any], fp8: Fp8Recipe | None) -> AttentionKernels:
+    """Those of the backend, where one is said. Recipes set delayed scaling until early 2025; in that time attention on
+    H100 went from FlashAttention 2 to cuDNN 9, so under it both are as likely. All else has today's.
+    """
+    backend = str(given("attention_backend", "auto")).removeprefix("AttnBackend.")
+    if backend == "flash":
+        return AttentionKernels.FLASH_2
+    unsaid = backend == "auto" and fp8 is Fp8Recipe.DELAYED
+    return AttentionKernels.EITHER if unsaid else AttentionKernels.NEWEST
 
 
 def _wide_gradients(given: Callable[..., Any]) -> bool:

@@ -44,6 +44,28 @@ class CrossEntropy(StrEnum):
     """Transformer Engine's, which keeps 16 bits and overwrites them with the gradient"""
 
 
+class AttentionKernels(StrEnum):
+    """Which generation of fused kernels computes attention; hardware says how fast each is."""
+
+    NEWEST = "newest"
+    """cuDNN 9, FlashAttention 3"""
+    FLASH_2 = "flash-2"
+    """FlashAttention 2, or others as old"""
+    EITHER = "either"
+    """not known: the mean of both times"""
+
+
+class Dispatcher(StrEnum):
+    """What brings tokens to their experts (`--moe-token-dispatcher-type`)."""
+
+    ALL_TO_ALL = "alltoall"
+    """a token travels once for each of its experts"""
+    FLEXIBLE = "flex"
+    """DeepEP and the like: once for all of its experts on a rank"""
+    UNSAID = "unsaid"
+    """as recipes set it: all-to-all inside a node, the flexible one between nodes"""
+
+
 MOST_LAYERS = 10_000
 """More are a slip of the keyboard."""
 
@@ -176,8 +198,7 @@ class Job:
     parameters are gathered behind the first forward. tensor_overlap: products run while tensor ranks exchange
     hidden states. expert_overlap: tokens travel to their experts behind another microbatch's passes. expert_tensor:
     tensor ranks of an expert (0: those of all else). fp8_parameters: those of the layers' products are kept and
-    gathered in fp8 alone. flash_attention_2: its kernels, or others as old. flexible_dispatch: a token travels to a
-    rank once for all its experts there (DeepEP and the like).
+    gathered in fp8 alone. attention: its kernels. dispatcher: of tokens to their experts.
     recompute_modules: parts of a layer that are computed again, as `--recompute-modules` names them.
     glu_intermediates: tensors of width `ffn` that a gated MLP keeps besides the input
     and the result of its activation. attention_dropout: the attention drops scores. wide_softmax: Megatron's own
@@ -219,8 +240,8 @@ class Job:
     recompute_modules: frozenset[str] = frozenset()
     one_queue: bool = False
     kept_bytes: float = 0.0
-    flash_attention_2: bool = False
-    flexible_dispatch: bool = False
+    attention: AttentionKernels = AttentionKernels.NEWEST
+    dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
     states: OptimizerStates | None = None
 
     def __post_init__(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import NamedTuple
 
 from megatron_vp.cost.hardware.constants import Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.sizes.flops import attention_flops
 from megatron_vp.cost.sizes.layer_types import LayerType
-from megatron_vp.cost.sizes.shapes import Job
+from megatron_vp.cost.sizes.shapes import AttentionKernels, Job
 from megatron_vp.jobs.layer_kind import LayerKind
 
 BACKWARD = 2.5
@@ -49,15 +50,19 @@ def attention_times(
         moved = scores / (hardware.memory_bandwidth * constants.bandwidth)
         forward = 2 * causal / (hardware.peak_flops * constants.matrix) + moved
         return AttentionTimes(forward, 2 * forward)
-    reached = constants.attention_forward, constants.attention_backward
+    reached = [(constants.attention_forward, constants.attention_backward)]
     rates = hardware.rates
     if rates is not None and rates.attention is not None and job.layers is LayerKind.ENGINE:
-        reached = rates.flash_attention_2 if job.flash_attention_2 and rates.flash_attention_2 else rates.attention
+        older = rates.flash_attention_2 or rates.attention
+        reached = {
+            AttentionKernels.NEWEST: [rates.attention],
+            AttentionKernels.FLASH_2: [older],
+            AttentionKernels.EITHER: [rates.attention, older],
+        }[job.attention]
         keys, narrow = job.sequence / job.context, max(0.0, 1 - job.model.head_size / 128)
         causal *= _seen(job) * (1 + HALF / keys) / (1 - NARROW * narrow)
-    return AttentionTimes(
-        causal / (hardware.peak_flops * reached[0]), BACKWARD * causal / (hardware.peak_flops * reached[1])
-    )
+    forward, backward = (fmean(1 / share for share in shares) for shares in zip(*reached, strict=True))
+    return AttentionTimes(causal / hardware.peak_flops * forward, BACKWARD * causal / hardware.peak_flops * backward)
 
 
 def _seen(job: Job) -> float:

@@ -10,7 +10,7 @@ from megatron_vp.cost.hardware.constants import Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.sizes.layer_types import LayerType, mlp_of
 from megatron_vp.cost.sizes.shapes import Job
-from megatron_vp.cost.times.expert_times import distinct
+from megatron_vp.cost.times.expert_times import distinct, is_flexible
 from megatron_vp.schedule import Channel, CollectiveKind, Placement, VocabMethod
 
 LINK_SHARE = 0.7
@@ -176,7 +176,7 @@ class CommunicationModel:
         ranks, nodes = self.job.expert, min(self.job.expert, self.nodes(self.job.expert * self.job.expert_tensor))
         inside = ranks / nodes
         latency, far_share = (NETWORK_LATENCY if nodes > 1 else LATENCY), (nodes - 1) / nodes
-        if not self.job.flexible_dispatch:
+        if not is_flexible(self.job, self.hardware):
             far = count * far_share / self.bandwidth(False)
             return latency + far + count * (inside - 1) / ranks / self.bandwidth(True)
         far = count * distinct(nodes, per_token) * far_share / self.bandwidth(False)

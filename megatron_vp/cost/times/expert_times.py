@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.sizes.layer_types import LayerType, MlpRecompute, mlp_of, mlp_recompute
-from megatron_vp.cost.sizes.shapes import Job
+from megatron_vp.cost.sizes.shapes import Dispatcher, Job
 
 LAUNCHES = 0.4e-3
 """Seconds of a layer with experts for what is too small to keep a GPU busy: the router's top k, the counts that the
@@ -48,12 +49,19 @@ def distinct(places: int, per_token: int) -> float:
     return places * (1 - (1 - 1 / places) ** per_token) / per_token
 
 
-def copies(job: Job, kind: LayerType) -> float:
+def is_flexible(job: Job, hardware: Hardware) -> bool:
+    """Whether the flexible dispatcher moves the tokens, also where the job names none."""
+    if job.dispatcher is Dispatcher.UNSAID:
+        return job.expert * job.expert_tensor > hardware.gpus_per_node
+    return job.dispatcher is Dispatcher.FLEXIBLE
+
+
+def copies(job: Job, kind: LayerType, hardware: Hardware) -> float:
     """Passes over the tokens of a layer's experts, each token counted once for each of its experts."""
     mlp = mlp_of(job.model, kind)
     if mlp is None or not mlp.experts:
         return 0.0
-    if job.flexible_dispatch:
+    if is_flexible(job, hardware):
         return FLEXIBLE + FLEXIBLE_DISTINCT * distinct(job.expert, mlp.per_token)
     return COPIES + SORTED * (mlp.experts > job.expert)
 

@@ -151,7 +151,7 @@ class PassTimes:
         if again is MlpRecompute.ACTIVATION:
             return self.memory_time(job.element_bytes * job.tokens * moved)
         moved += (3 if model.gated else 2) * mlp.shared / t
-        moved += copies(job, kind) * mlp.per_token * model.hidden / t
+        moved += copies(job, kind, self.hardware) * mlp.per_token * model.hidden / t
         products = layer_matrices(job, kind)[len(attention_matrices(job)) if kind.attends else 0 :]
         return sum(map(self.gemm_time, products)) + self.memory_time(job.element_bytes * job.tokens * moved) + others
 
@@ -196,7 +196,7 @@ class PassTimes:
             inside += wide * (2 + 2 * model.rotary + 2 * model.query_key_norms) * (model.queries / t + keys)
         if mlp:
             inside += wide * (3 if model.gated else 2) * (mlp.per_token * mlp.width + mlp.shared) / t
-            inside += copies(job, kind) * wide * mlp.per_token * model.hidden / t
+            inside += copies(job, kind, self.hardware) * wide * mlp.per_token * model.hidden / t
         return kind.share * (FUSED_HIDDEN + 2 * model.dropout) * units + job.tokens * inside
 
     def whole_output(self) -> Split:
