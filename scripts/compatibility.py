@@ -1,13 +1,7 @@
-"""Write the tables of `docs/compatibility.md` from the tests' tables, the refusals and the table of patches.
-
-    python scripts/compatibility.py [--check]
-
-`--check` writes nothing and exits with status 1 where the page is not that of the present code.
-"""
+"""The tables of the compatibility page, from the tests' tables, the refusals and the table of patches."""
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Mapping
@@ -24,8 +18,6 @@ from tests.mcore.moves import MOVES  # noqa: E402
 from tests.mcore.option_survey.job import BOUND, WAYS, covered  # noqa: E402
 from tests.mcore.option_survey.jobs import JOBS  # noqa: E402
 from tests.mcore.proofs import NOT_YET, PROOFS  # noqa: E402
-
-PAGE = ROOT / "docs" / "compatibility.md"
 
 
 def flags(options: Mapping[str, object], *before: str) -> str:
@@ -138,30 +130,3 @@ def _symbol(target: str) -> str:
     """A patch's target without Megatron's module."""
     module, _, path = target.partition(":")
     return f"`{path if module.startswith('megatron.') else f'{module}.{path}'}`"
-
-
-def page(present: str) -> str:
-    """The page with its generated parts, between `<!-- begin NAME -->` and `<!-- end NAME -->`, made anew."""
-    for part in (tested, surveyed, moved, refused, ignored, not_yet, patched):
-        begin, end = f"<!-- begin {part.__name__} -->\n", f"\n<!-- end {part.__name__} -->"
-        before, rest = present.split(begin)
-        present = before + begin + part() + end + rest.split(end)[1]
-    return present
-
-
-def main() -> int:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the page has changed")
-    check = parser.parse_args().check
-    present = PAGE.read_text(encoding="utf-8")
-    fresh = page(present)
-    if check:
-        print("up to date" if fresh == present else f"{PAGE.name} is out of date; run this without --check")
-        return int(fresh != present)
-    PAGE.write_text(fresh, encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

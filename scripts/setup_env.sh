@@ -142,7 +142,7 @@ install() {
     elif [[ $latest == yes ]]; then
         versions=(--upgrade --upgrade-strategy eager)
     fi
-    "$venv/bin/python" -m pip install --disable-pip-version-check "${versions[@]}" --editable '.[test]' >&2
+    "$venv/bin/python" -m pip install --disable-pip-version-check "${versions[@]}" --editable '.[test,docs]' >&2
 }
 
 # Megatron's fast layers. Nothing is lost where they cannot be compiled but speed.

@@ -19,9 +19,9 @@ LONG = ["schedule", "1f1b", "-p", "8", "-m", "400", "--format", "json"]
 
 
 def load_examples():
-    path = Path(__file__).parents[1] / "scripts" / "help_examples.py"
-    spec = importlib.util.spec_from_file_location("help_examples", path)
-    script = sys.modules["help_examples"] = importlib.util.module_from_spec(spec)
+    path = Path(__file__).parents[1] / "scripts" / "examples.py"
+    spec = importlib.util.spec_from_file_location("examples", path)
+    script = sys.modules["examples"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     return script
 

@@ -18,6 +18,6 @@ def flags() -> None:
     from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
 
     quiet_fallback_warnings()
-    from megatron_vp.mcore.options.arguments import our_flags
+    from megatron_vp.mcore.options.arguments import our_parser
 
-    typer.echo(our_flags(), nl=False)
+    typer.echo(our_parser().format_help(), nl=False)

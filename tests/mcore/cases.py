@@ -1,7 +1,7 @@
 """What is tested together with our schedules, as data: a case is a line here and a row of docs/compatibility.md.
 
 `test_combinations.py` runs every case against plain Megatron on the same ranks with the same options;
-`scripts/compatibility.py` writes the page.
+`scripts/compatibility.py` makes the tables of the compatibility page from it.
 """
 
 from __future__ import annotations

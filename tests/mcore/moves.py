@@ -1,7 +1,7 @@
 """Where checkpoints are moved, as data: a move is a line here and a row of docs/compatibility.md.
 
 `test_checkpoints.py` trains in one layout, in another and again in the first, through checkpoints;
-`scripts/compatibility.py` writes the page.
+`scripts/compatibility.py` makes the tables of the compatibility page from it.
 """
 
 from __future__ import annotations

@@ -237,10 +237,10 @@ def test_the_versions_that_were_tested_are_installed_and_the_newest_when_asked(c
 
 
 def test_every_package_of_the_project_has_its_version_written_down():
-    """All that `pip install .[test]` would bring on this machine, by what the installed packages ask for."""
+    """All that `pip install .[test,docs]` would bring on this machine, by what the installed packages ask for."""
     pinned = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines() if not line.startswith("#"))
     pinned = {canonicalize_name(name): version for name, version in pinned.items()}
-    found, waiting = set(), [Requirement("megatron_vp[test]")]
+    found, waiting = set(), [Requirement("megatron_vp[test,docs]")]
     while waiting:
         asked = waiting.pop()
         key = canonicalize_name(asked.name), frozenset(asked.extras)

@@ -222,10 +222,11 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
     return add_megatron_arguments
 
 
-def our_flags() -> str:
-    """The help of our arguments alone."""
+def our_parser() -> argparse.ArgumentParser:
+    """A parser of our arguments alone."""
     parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
-    return with_ours(lambda unchanged: unchanged)(parser).format_help()
+    with_ours(lambda unchanged: unchanged)(parser)
+    return parser
 
 
 def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:

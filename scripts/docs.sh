@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# docs.sh [FOLDER]: build the documentation as a site into FOLDER (default: site), without a network. A link or an anchor
+# that leads nowhere is an error. PYTHON chooses an interpreter that has the `docs` extra of pyproject.toml.
+set -euo pipefail
+output=$(realpath -m "${1:-site}")
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-python}
+if [[ -z ${PYTHON:-} && -x .venv/bin/python ]]; then python=.venv/bin/python; fi
+export PYTHONPATH=$PWD:$PWD/scripts NO_MKDOCS_2_WARNING=1
+exec "$python" -W ignore -m mkdocs build --quiet --strict --clean --site-dir "$output"

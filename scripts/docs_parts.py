@@ -1,0 +1,223 @@
+"""The parts of the documentation's pages that code writes when the site is built.
+
+A page says `<!-- generated: NAME -->` on a line of its own; NAME is a key of PARTS.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import typer
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = re.compile(r"^<!-- generated: (?P<name>\w+) -->$", re.MULTILINE)
+
+
+def filled(page: str) -> str:
+    """A page with its generated parts. Raises KeyError for a name that is not in PARTS."""
+    return MARK.sub(lambda found: part(found["name"]), page)
+
+
+@functools.cache
+def part(name: str) -> str:
+    """What PARTS has under `name`."""
+    return PARTS[name]().strip()
+
+
+def table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> str:
+    """In Markdown."""
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    lines += [f"| {' | '.join(cell.replace('|', '\\|') for cell in row)} |" for row in rows]
+    return "\n".join(lines)
+
+
+def commands() -> str:
+    """Every command with its options and its example, under the headings of `megatron-vp --help`."""
+    from megatron_vp.cli.app import app
+    from megatron_vp.cli.help_pages import SECTIONS
+
+    top: Any = typer.main.get_command(app)
+    pieces = []
+    for title, names in SECTIONS.items():
+        pieces.append(f"## {title}")
+        for name in names:
+            pieces += _command(top.commands[name], f"megatron-vp {name}")
+    return "\n\n".join(pieces)
+
+
+def _command(command: Any, name: str) -> list[str]:
+    """A heading, what it does, its options and its example; those of a group's commands after it."""
+    pieces = [f"### {name}", *_paragraphs(command.help or "")]
+    if isinstance(getattr(command, "commands", None), dict):
+        return pieces + [piece for key, each in command.commands.items() for piece in _command(each, f"{name} {key}")]
+    context = click.Context(command, info_name=name)
+    rows = []
+    for option in command.params:
+        record = option.get_help_record(context)
+        if record is not None:
+            kind = re.sub(r"<(?:int range|int)>", "N", re.sub(r"<(?:list\[)?str\]?>", "TEXT", record[0]))
+            kind = (
+                kind.replace("<float>", "X").replace("<path>", "PATH").replace("CONFIG [FLAGS] TEXT", "CONFIG [FLAGS]")
+            )
+            rows.append((_code(kind), _typed(_one_line(record[1]))))
+    if rows:
+        pieces.append(table(("option", "meaning"), rows))
+    if command.epilog:
+        pieces.append("```text\n" + command.epilog.partition("\b\n")[2].strip() + "\n```")
+    return pieces
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Of a help text; its indented and its verbatim lines as code."""
+    found = []
+    for each in inspect.cleandoc(text).split("\n\n"):
+        lines = each.removeprefix("\b\n").splitlines()
+        verbatim = each.startswith("\b") or all(line.startswith(("megatron-vp ", "torchrun ", "  ")) for line in lines)
+        found.append("\n".join(["```bash", *lines, "```"]) if verbatim else _typed(_one_line(each)))
+    return found
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _code(text: str) -> str:
+    return f"`{_one_line(text)}`"
+
+
+def _typed(text: str) -> str:
+    """A text with its flags as code, and nothing in it that Markdown would read as HTML."""
+    text = text.replace("<", "&lt;").replace("*", "\\*")
+    return re.sub(r"(?<![\w`-])--[\w-]+", r"`\g<0>`", text)
+
+
+def flags() -> str:
+    """The training flags that come on top of Megatron's."""
+    rows = []
+    for action in _our_actions():
+        given = action.metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else "")
+        takes = "" if action.nargs == 0 else f" {given or action.dest.upper()}"
+        default = "" if action.default in (None, False) else f"`{action.default}`"
+        rows.append((_code(action.option_strings[0] + takes), default, _typed(_one_line(action.help or ""))))
+    return table(("flag", "default", "meaning"), rows)
+
+
+def configuration_keys() -> str:
+    """The same as keys of a YAML file."""
+    rows = []
+    for action in _our_actions():
+        if action.dest != "config":
+            kind = "true or false" if action.nargs == 0 else "number" if action.type in (int, float) else "text"
+            rows.append((f"`{action.dest}`", kind, f"`{action.option_strings[0]}`"))
+    return table(("key", "value", "flag"), rows)
+
+
+def _our_actions() -> list[Any]:
+    from megatron_vp.mcore.options.arguments import our_parser
+
+    return our_parser()._actions
+
+
+def configurations() -> str:
+    """The files that come with the package, by the comment that each begins with."""
+    rows = []
+    folder = ROOT / "megatron_vp" / "configs"
+    for path in sorted(folder.rglob("*.yaml")):
+        text = path.read_text(encoding="utf-8")
+        comment = re.match(r"(?:#.*\n)+", text)
+        said = re.sub(r"(?m)^# ?", "", comment[0]) if comment else _code(yaml.safe_dump(_leaves(text)).strip("{}\n"))
+        rows.append((f"`{path.relative_to(folder)}`", _typed(_one_line(said)) if comment else said))
+    return table(("file", "what it is"), rows)
+
+
+def _leaves(text: str) -> dict[str, Any]:
+    """Of a short overlay."""
+    return {key: value for section in yaml.safe_load(text).values() for key, value in section.items()}
+
+
+def python_interface() -> str:
+    """What a program imports: signatures and docstrings."""
+    import megatron_vp
+    from megatron_vp import schedule
+    from megatron_vp.mcore.start.enabled import Handle
+
+    pieces = ["## megatron_vp", *_documented("enable", megatron_vp.enable)]
+    pieces += _documented("Handle", Handle)
+    pieces += ["## megatron_vp.schedule"]
+    for name in SCHEDULE_FUNCTIONS:
+        pieces += _documented(name, getattr(schedule, name))
+    return "\n\n".join(pieces)
+
+
+SCHEDULE_FUNCTIONS = ("generate", "validate", "simulate", "lower", "to_json", "from_json", "to_csv", "from_csv")
+
+
+def _documented(name: str, what: Any) -> list[str]:
+    """A heading, the signature and the docstring; of a class also those of its methods."""
+    pieces = [f"### {name}", *_docstring(what)]
+    if not inspect.isclass(what):
+        pieces.insert(1, f"```python\n{name.rpartition('.')[2]}{inspect.signature(what)}\n```")
+        return pieces
+    for method, value in vars(what).items():
+        if not method.startswith("_") and value.__doc__:
+            owner = name.rpartition(".")[2].lower()
+            shown = f"{owner}.{method}{inspect.signature(value)}" if callable(value) else f"{owner}.{method}"
+            pieces += [f"```python\n{shown.replace('(self, ', '(').replace('(self)', '()')}\n```", *_docstring(value)]
+    return pieces
+
+
+def _docstring(what: Any) -> list[str]:
+    """Its paragraphs; what stands under Args, Returns and Raises as lists."""
+    found = []
+    for paragraph in inspect.getdoc(what).split("\n\n"):  # type: ignore[union-attr]
+        title, _, rest = paragraph.partition("\n")
+        if title.rstrip() in ("Args:", "Returns:", "Raises:", "Yields:"):
+            lines = re.sub(r"\n\s{6,}", " ", inspect.cleandoc(rest) and "\n" + rest).strip().splitlines()
+            found.append("\n".join([f"**{title.rstrip()[:-1]}**\n", *(f"- {line.strip()}" for line in lines)]))
+        else:
+            found.append(_typed(_one_line(paragraph)))
+    return found
+
+
+def _compatibility(name: str) -> Callable[[], str]:
+    def made() -> str:
+        import compatibility
+
+        return getattr(compatibility, name)()
+
+    return made
+
+
+def public_runs() -> str:
+    """Published runs of Megatron next to their predictions."""
+    from megatron_vp.cost.public.comparison import predicted, to_markdown
+    from megatron_vp.cost.public.public_rows import read_rows
+
+    return to_markdown([predicted(row) for row in read_rows()])
+
+
+def schedule_page() -> str:
+    """Two schedules, one above the other, to point at and to zoom."""
+    from megatron_vp.schedule import generate, simulate
+    from megatron_vp.schedule.web_page import to_html
+
+    return to_html([simulate(generate(name, 4, 12, vocab="vocab-2")) for name in ("1f1b", "v-half")])
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    **{each.__name__: each for each in (commands, flags, configuration_keys, configurations, python_interface)},
+    "public_runs": public_runs,
+    **{
+        name: _compatibility(name)
+        for name in ("tested", "surveyed", "moved", "refused", "ignored", "not_yet", "patched")
+    },
+}
+FILES: dict[str, Callable[[], str]] = {"schedule.html": schedule_page}
+"""Made at build, by their place in the site."""

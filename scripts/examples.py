@@ -1,0 +1,231 @@
+"""Run commands and keep what they print: as the example in a command's `--help`, and in the pages of the documentation.
+
+    python scripts/examples.py [COMMAND|PAGE ...]     # such as plan, 'paper jobs', README.md; default: all (20 minutes)
+
+A fence `console` of a page shows a command, `$ ` in front, and below it what the command prints. A comment above it may
+say which lines are kept, and how the test compares them:
+
+    <!-- run: keep="times as fast|^use:" most=8 slow -->
+
+`head=N` keeps the first N lines, `keep="PATTERN"` those with the pattern, `most=N` at most N of them; `...` stands for
+others. `status=N` is the exit status. `numbers`: digits differ from run to run. `slow`: it takes long, or reads what
+the blocks above it on the page wrote; tested with `-m slow` only. The commands of a page run in order, in a folder of
+their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "megatron_vp" / "cli" / "examples"
+WIDEST = 170
+"""Characters of a line that are kept: most terminals show them in one or two lines."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A command as a user would give it, and which lines of what it prints are kept."""
+
+    words: str
+    """behind `megatron-vp`, or the whole command in a page"""
+    keep: str = "."
+    """a pattern that kept lines contain"""
+    most: int = 8
+    """lines that are kept; an ellipsis stands for others"""
+    status: int = 0
+    """that it ends with"""
+    before: str | None = ""
+    """what stands before `megatron-vp`, such as a launcher; None: `words` is the whole command"""
+    head: int = 0
+    """the first lines, which are kept whatever they contain"""
+    slow: bool = False
+    """it takes long, or reads what others wrote"""
+    numbers: bool = False
+    """its digits differ from run to run"""
+
+    @property
+    def command(self) -> str:
+        """As a shell takes it."""
+        return self.words if self.before is None else f"{self.before}megatron-vp {self.words}"
+
+
+RUN = (
+    "--config quickstart.yaml --num-layers 4 --pipeline-model-parallel-size 2 --train-iters 6 --eval-iters 0 "
+    "--tokenizer-model data/corpus_tokenizer --data-path data/corpus_text_document --split 1,0,0 --cpu"
+)
+EXAMPLES = {
+    "schedule": Example("schedule v-half -p 4 -m 8 --vocab vocab-2", most=7),
+    "plan": Example("plan llama3_8b --hardware h100 --nodes 4", "times as fast|^use:"),
+    "simulate": Example("simulate llama3_8b --nodes 4 --vocab-parallel", "^schedule| s per iteration|^peak"),
+    "data": Example("data texts/ --output data --vocab-size 512"),
+    "env": Example("env"),
+    "check": Example("check llama3_8b --config data/mock --ranks 32 --vocab-parallel --cpu", most=6),
+    "patches": Example("patches --dry-run", "^[a-z].*:|fit", most=6),
+    "flags": Example("flags", most=6),
+    "run": Example(
+        f"run pretrain_gpt_vp.py {RUN} --vocab-parallel",
+        "rows by|layers by|iteration  ",
+        4,
+        before="torchrun --nproc-per-node 2 --no-python ",
+    ),
+    "replay": Example("replay gpt_4b --config data/mock --rank 7 --vocab-parallel --shapes-only --cpu", most=10),
+    "trace": Example("trace trace/", most=10),
+    "report": Example("report plain/ vocab-2/", most=12),
+    "sbatch": Example("sbatch llama3_8b --config data/mock --nodes 4 --vocab-parallel --dry-run --cpu", most=6),
+    "tables": Example("tables", most=8),
+    "paper tables": Example("paper tables", most=8),
+    "paper jobs": Example("paper jobs -o cells", most=6),
+    "paper collect": Example("paper collect cells", status=2),
+    "paper calibrate": Example("paper calibrate", most=8),
+    "paper public": Example("paper public --only gpt3", most=10),
+}
+"""By command, in the order in which they run: later ones read what earlier ones wrote."""
+
+
+def path_of(command: str) -> Path:
+    """Where the example of a command is kept."""
+    return FOLDER / f"{command.replace(' ', '_')}.txt"
+
+
+def shown(example: Example, printed: str) -> str:
+    """The example as the help and the pages show it."""
+    printed = re.sub(r"/\S*/(?=\.venv/bin/)", "", printed)  # where this environment is
+    lines = [line.rstrip() for line in printed.splitlines() if line.strip()]
+    kept = [number for number, line in enumerate(lines) if number >= example.head and re.search(example.keep, line)]
+    kept = [*range(min(example.head, len(lines))), *kept[: example.most]]
+    gaps = {number for number in kept if example.head and number - 1 not in (-1, *kept)}
+    parts = [line for number in kept for line in [*["..."] * (number in gaps), lines[number]]]
+    cut = [line if len(line) <= WIDEST else line[: WIDEST - 4].rstrip() + " ..." for line in parts]
+    ends_early = kept[-1:] != [len(lines) - 1] if example.head else len(kept) < len(lines)
+    command = "$ " + example.command.replace(" " + RUN, " --config quickstart.yaml")
+    return "\n".join([command, *cut, *["..."] * ends_early]) + "\n"
+
+
+def run(example: Example, folder: Path, *more: str) -> str:
+    """What the example prints in `folder`; on standard error only where it says nothing else."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{ROOT / '.venv' / 'bin'}:{environment['PATH']}"
+    command = ["bash", "-c", f"{example.command} {shlex.join(more)}".rstrip()]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != example.status:
+        raise SystemExit(f"{command[-1]} ended with status {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    return (done.stdout or done.stderr).replace(f"{folder}/", "")
+
+
+BLOCK = re.compile(r"(?:^<!-- run:(?P<options>.*?)-->\n)?^```console\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+"""A command and what it prints in a page."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Such a block: its place in the page, what it runs and what it shows."""
+
+    start: int
+    end: int
+    example: Example
+    shown: str
+
+
+def blocks_of(page: str) -> Iterator[Block]:
+    """The blocks of a page, in order. Raises SystemExit for one without a command or with an unknown option."""
+    for found in BLOCK.finditer(page):
+        command = re.match(r"\$ ((?:.*\\\n)*.*)\n", found["text"])
+        if command is None:
+            raise SystemExit(f"a block shows no command behind '$ ': {found['text']}")
+        options: dict[str, object] = {"most": 12}
+        for word in shlex.split(found["options"] or ""):
+            name, given, value = word.partition("=")
+            if name not in ("keep", "most", "status", "head", "slow", "numbers") or bool(given) == (name in _SWITCHES):
+                raise SystemExit(f"{word} is not an option of a block: {found['options']}")
+            options[name] = True if name in _SWITCHES else value if name == "keep" else int(value)
+        yield Block(*found.span("text"), Example(command[1], before=None, **options), found["text"])  # type: ignore[arg-type]
+
+
+_SWITCHES = ("slow", "numbers")
+
+
+def alike(example: Example, fresh: str, kept: str) -> bool:
+    """Whether two outputs say the same, apart from digits where these differ from run to run."""
+
+    def said(text: str) -> list[list[str]]:
+        return [
+            re.sub(r"[-+]?\d[\d.,:e+-]*", "#", line).split() if example.numbers else [line] for line in text.split("\n")
+        ]
+
+    return said(fresh) == said(kept)
+
+
+def write_page(path: Path) -> None:
+    """Run the commands of a page and put what they print into it."""
+    page = path.read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        fresh = [(block, shown(block.example, run(block.example, folder))) for block in blocks_of(page)]
+    for block, text in reversed(fresh):
+        if not (block.example.numbers and alike(block.example, text, block.shown)):
+            page = page[: block.start] + text + page[block.end :]
+    path.write_text(page, encoding="utf-8")
+
+
+def prepare(folder: Path) -> None:
+    """What the examples read: a text, the quick start's configuration and the training script."""
+    (folder / "texts").mkdir()
+    (folder / "texts" / "licence.txt").write_text((ROOT / "LICENSE").read_text("utf-8") * 20, "utf-8")
+    for name in ("scripts", "configs", "benchmarks", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "quickstart.yaml").write_text((ROOT / "megatron_vp/configs/quickstart.yaml").read_text("utf-8"), "utf-8")
+    (folder / "pretrain_gpt_vp.py").write_text((ROOT / "pretrain_gpt_vp.py").read_text("utf-8"), "utf-8")
+
+
+def train(folder: Path) -> None:
+    """The two runs that `report` and `trace` read."""
+    for name, flags in (("plain", []), ("vocab-2", ["--vocab-parallel", "--pipeline-trace", "trace"])):
+        report = ["--rank-report", name, "--tensorboard-dir", f"{name}/tensorboard"]
+        words = f"run pretrain_gpt_vp.py {RUN}"
+        printed = run(Example(words, before=EXAMPLES["run"].before), folder, *report, *flags)
+        (folder / name / "log.txt").write_text(printed, encoding="utf-8")
+
+
+def pages() -> list[Path]:
+    """The pages that show what commands print."""
+    found = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+    return [path for path in found if "```console" in path.read_text(encoding="utf-8")]
+
+
+def main() -> None:
+    """Write all, or those of the named commands and pages."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("commands", nargs="*", metavar="COMMAND|PAGE", help="such as plan or README.md (default: all)")
+    given = parser.parse_args().commands or [*EXAMPLES, *map(str, pages())]
+    asked = [word for word in given if not word.endswith(".md")]
+    for word in given:
+        if word.endswith(".md"):
+            print(word, flush=True)
+            write_page(ROOT / word)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        needed = [
+            *["data"] * bool({"run", "trace", "report"} & set(asked)),
+            *["paper jobs"] * ("paper collect" in asked),
+        ]
+        for command in dict.fromkeys([*needed, *asked]):
+            if command in ("trace", "report") and not (folder / "trace").exists():
+                train(folder)
+            path_of(command).write_text(shown(EXAMPLES[command], run(EXAMPLES[command], folder)), encoding="utf-8")
+            print(path_of(command).read_text("utf-8"))
+
+
+if __name__ == "__main__":
+    main()

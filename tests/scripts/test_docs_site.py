@@ -1,0 +1,46 @@
+"""The documentation builds as a site: no link leads nowhere, and nothing on it comes from another host."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+missing = [name for name in ("mkdocs", "material") if find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(missing), reason="mkdocs-material is not installed (the `docs` extra)")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    command = [str(ROOT / "scripts" / "docs.sh"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHON": sys.executable})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_every_page_is_built_with_its_generated_parts(site):
+    pages = [path.relative_to(ROOT / "docs").with_suffix(".html") for path in ROOT.glob("docs/*/*.md")]
+    assert len(pages) > 3
+    for page in pages:
+        assert "<!-- generated: " not in (site / page).read_text(encoding="utf-8"), page
+    refusals = (site / "reference" / "refusals.html").read_text(encoding="utf-8")
+    assert "use it with" in refusals and 'id="megatron-vp-plan"' in (site / "reference" / "commands.html").read_text(
+        "utf-8"
+    )
+
+
+def test_no_page_loads_anything_from_another_host(site):
+    for page in site.rglob("*.html"):
+        loads = re.findall(
+            r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"?(https?://[^\s\">]+)", page.read_text("utf-8")
+        )
+        assert not loads, page
+
+
+def test_the_page_of_schedules_is_there(site):
+    assert 'id="page"' in (site / "schedule.html").read_text(encoding="utf-8")
