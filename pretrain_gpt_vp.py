@@ -26,10 +26,16 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.core.utils import (
+    flatten_batch_for_packed_sequences,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain, set_startup_timestamps
 from megatron.training.argument_utils import (
     gpt_config_from_args,
@@ -37,6 +43,8 @@ from megatron.training.argument_utils import (
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.datasets.sft_dataset import SFTDataset
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_vp.mcore.options.script_options import refuse_script_options
@@ -44,6 +52,8 @@ from megatron_vp.mcore.options.settle import refused_by_megatron
 from megatron_vp.mcore.storage.attempt import noting_the_end
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+BOUNDARY_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+"""Of packed sequences: where documents end, int32 [1, documents + 1], and the length of the longest."""
 
 SPIKE = 10.0
 """Under --check-for-spiky-loss: how many times the largest loss so far a loss is expected to stay below."""
@@ -54,18 +64,22 @@ def get_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int) -
 
     Middle pipeline stages get None for everything and leave the iterator alone; the first stage has no labels, the last
     no tokens. Tensor-parallel rank 0 reads and broadcasts. Context-parallel ranks get their parts of the sequence.
+
+    BOUNDARY_KEYS follow, None unless sequences are packed. Then every stage reads them, as its attention needs them,
+    and the b sequences are joined to one, [1, b s].
     """
-    if not is_first_or_last_pipeline_stage(vp_stage):
-        return (None,) * len(BATCH_KEYS)
+    keys, at_an_end = BATCH_KEYS + BOUNDARY_KEYS, is_first_or_last_pipeline_stage(vp_stage)
+    if not at_an_end and not packs_sequences():
+        return (None,) * len(keys)
     args = get_args()
     tp_rank = mpu.get_tensor_model_parallel_rank()
-    batch: dict[str, torch.Tensor | None] = {}
+    batch: dict[str, Any] = {}
     if tp_rank == 0:
         sample = next(data_iterator)
-        batch = {key: sample[key].cuda(non_blocking=True) if key in sample else None for key in BATCH_KEYS}
+        batch = {key: sample[key].cuda(non_blocking=True) if key in sample else None for key in keys}
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        has_cu_seqlens=packs_sequences(),
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -79,9 +93,42 @@ def get_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int) -
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    batch = {key: batch[key] for key in BATCH_KEYS}
-    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
-    return tuple(batch[key] for key in BATCH_KEYS)
+    batch = flatten_batch_for_packed_sequences({key: batch.get(key) for key in keys})
+    if not at_an_end:
+        return (None,) * len(BATCH_KEYS) + tuple(batch[key] for key in BOUNDARY_KEYS)
+    batch = get_batch_on_this_cp_rank(
+        batch,
+        is_hybrid_cp=False,
+        cp_group=mpu.get_context_parallel_group(),
+        use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
+    )
+    return tuple(batch[key] for key in keys)
+
+
+def packs_sequences() -> bool:
+    """Whether documents lie end to end in packed sequences, in which attention keeps to each of them."""
+    args = get_args()
+    return args.sft or args.dataloader_inter_document_masking
+
+
+def packed_parameters(
+    ends: torch.Tensor | None, padded_ends: torch.Tensor | None, longest: torch.Tensor | None
+) -> PackedSeqParams | None:
+    """What Megatron's layers are told of packed sequences, from the values of BOUNDARY_KEYS; None for others."""
+    if ends is None:
+        return None
+    ends = (ends if padded_ends is None else padded_ends).squeeze(0)
+    padded_ends = None if padded_ends is None else ends
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=padded_ends,
+        cu_seqlens_kv_padded=padded_ends,
+        max_seqlen_q=int(longest),
+        max_seqlen_kv=int(longest),
+        tokens_per_sample=get_args().seq_length,
+    )
 
 
 def predicts_further_tokens(vp_stage: int | None) -> bool:
@@ -117,20 +164,27 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
     args, timers = get_args(), get_timers()
     timers("batch-generator", log_level=2).start()
     size = args.micro_batch_size if model.training else args.eval_micro_batch_size
-    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"), size)
-    tokens, labels, loss_mask, attention_mask, position_ids = batch
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    tokens, labels, loss_mask, attention_mask, position_ids, *boundaries = get_batch(data_iterator, vp_stage, size)
+    packed = packed_parameters(*boundaries)
+    if packed is not None and model.training and not vp_stage:
+        update_seqlen_stats_from_cu_seqlens(boundaries[0].squeeze(0))  # for Megatron's count of FLOPs
     timers("batch-generator").stop()
-    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, packed_seq_params=packed)
     return output, partial(loss_func, loss_mask)
 
 
 def is_dataset_built_on_rank(vp_stage: int | None = None) -> bool:
-    """Whether this rank reads data: the first and the last pipeline stage, tensor-parallel rank 0."""
-    return is_first_or_last_pipeline_stage(vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
+    """Whether this rank reads data: the first and the last pipeline stage, all of packed sequences; tensor rank 0."""
+    reads = packs_sequences() or is_first_or_last_pipeline_stage(vp_stage)
+    return reads and mpu.get_tensor_model_parallel_rank() == 0
 
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None) -> list[Any]:
-    """The training, validation and test datasets with `samples` samples each, from --data-path or --mock-data."""
+    """The training, validation and test datasets with `samples` samples each.
+
+    They are made from --data-path, which with --sft names JSONL files of conversations, or by --mock-data.
+    """
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
@@ -154,8 +208,10 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> list[A
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
         object_storage_cache_path=args.object_storage_cache_path,
+        context_parallel_size=args.context_parallel_size,
+        inter_document_masking=args.dataloader_inter_document_masking,
     )
-    kind = MockGPTDataset if args.mock_data else GPTDataset
+    kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
     built_here = partial(is_dataset_built_on_rank, vp_stage=vp_stage)
     return BlendedMegatronDatasetBuilder(kind, samples, built_here, config).build()
 

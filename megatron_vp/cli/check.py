@@ -29,7 +29,7 @@ def check(
         str | None,
         typer.Option(
             "--nodes",
-            metavar="te=VERSION|no,apex=yes|no,einops=yes|no,nvrx=yes|no,emerging=yes|no,cc=X.Y",
+            metavar="te=VERSION|no,apex=yes|no,einops=yes|no,nvrx=yes|no,emerging=yes|no,datasets=yes|no,cc=X.Y",
             help="Describe a node of the job, if nodes differ from this machine: Transformer Engine, Apex, einops, "
             "nvidia-resiliency-ext (which --async-save needs), emerging-optimizers (which Muon needs), compute "
             "capability. Elsewhere --nodes is a number.",

@@ -192,6 +192,10 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.core.parallel_state:get_tensor_model_parallel_src_rank": "()",
         "megatron.core.parallel_state:is_pipeline_first_stage": "(ignore_virtual=True, vp_stage=None)",
         "megatron.core.parallel_state:is_pipeline_last_stage": "(ignore_virtual=True, vp_stage=None)",
+        "megatron.core.packed_seq_params:PackedSeqParams": (
+            "takes qkv_format, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, "
+            "max_seqlen_kv, local_cp_size, tokens_per_sample"
+        ),
         "megatron.core.rerun_state_machine:get_rerun_state_machine": "()",
         "megatron.core.transformer.multi_token_prediction:mtp_on_this_rank": (
             "(layout=None, mtp_num_layers=None, ignore_virtual=True, vp_stage=None)"
@@ -200,8 +204,11 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout.from_str": (
             "(layout, pipeline_model_parallel_size)"
         ),
+        "megatron.core.utils:flatten_batch_for_packed_sequences": "(batch)",
         "megatron.core.utils:get_attr_wrapped_model": "(model, attr, allow_none=True, return_model_obj=False)",
-        "megatron.core.utils:get_batch_on_this_cp_rank": "takes batch, is_hybrid_cp, cp_group",
+        "megatron.core.utils:get_batch_on_this_cp_rank": (
+            "takes batch, is_hybrid_cp, cp_group, use_per_sequence_balancing"
+        ),
         "megatron.core.utils:get_batch_on_this_tp_rank": (
             "takes batch, has_cu_seqlens, is_hybrid_cp, create_attention_mask_in_dataloader, broadcast_src_rank, "
             "broadcast_group, cp_size, tp_rank, micro_batch_size, seq_length, mtp_on_this_rank, "
@@ -213,6 +220,8 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.training.arguments:parse_and_validate_args": (
             "(extra_args_provider=None, ignore_unknown_args=False, args_defaults={})"
         ),
+        "megatron.training.datasets.sft_dataset:SFTDataset": "class",
+        "megatron.training.training:update_seqlen_stats_from_cu_seqlens": "(cu_seqlens)",
         "megatron.training.utils:get_blend_and_blend_per_split": "(args)",
         "megatron.training.utils:is_first_or_last_pipeline_stage": "(vp_stage)",
         "megatron.training:get_args": "()",

@@ -141,6 +141,20 @@ PROOFS = (
         "mcore/test_multi_token.py::test_every_step_equals_plain_megatron",
     ),
     Proof(
+        "packed sequences (`--dataloader-inter-document-masking`) under every kind of schedule, with latent attention, "
+        "experts, multi-token prediction, tensor and sequence parallelism, micro batches of one and more",
+        "mcore/test_packed.py::test_every_step_equals_plain_megatron",
+    ),
+    Proof(
+        "conversations (`--sft`) through Megatron's `SFTDataset`, with context parallelism too, over a stand-in for "
+        "Transformer Engine's cut of documents",
+        "mcore/test_packed.py::test_conversations_train_as_in_plain_megatron",
+    ),
+    Proof(
+        "packed sequences: initial weights in a V; checkpoints of other sizes and of plain Megatron",
+        "mcore/test_packed.py::test_training_goes_on_from_checkpoints_of_other_sizes_and_of_plain_megatron",
+    ),
+    Proof(
         "label smoothing and z-loss, against an eager loss inside plain Megatron, which has neither",
         "mcore/test_losses.py::test_losses_and_gradients",
     ),
@@ -183,7 +197,7 @@ PROOFS = (
 NOT_YET = (
     "CUDA, NCCL, several nodes",
     "what Transformer Engine compiles; the Mamba, gated delta net and latent attention layers of hybrid models",
-    "Transformer Engine's attention under `--context-parallel-size`",
+    "Transformer Engine's attention under `--context-parallel-size`, and over packed sequences",
     "the formats of `--fp8-recipe blockwise` and `mxfp8`, which keep no state between passes; weights kept in them",
     "`--tp-comm-overlap` under 1f1b: Transformer Engine's buffers need a device",
     "the capture of CUDA graphs (`--cuda-graph-impl transformer_engine`): the order of buffers, and what outlives a "

@@ -43,7 +43,17 @@ REFUSED = [
     ({**VP, "num_experts": 4, "moe_paged_stash": True}, "--moe-paged-stash"),
     ({**VP, "fp16_lm_cross_entropy": True, "fp16": True}, "--fp16-lm-cross-entropy"),
     ({**VP, "fp32_residual_connection": True, "bf16": True}, "--fp32-residual-connection"),
-    ({**VP, "dataloader_inter_document_masking": True}, "--vocab-parallel with packed sequences"),
+    ({**VP, "dataloader_inter_document_masking": True}, "local attention has masks and no boundaries of documents"),
+    (
+        {**VP, **AHEAD, "dataloader_inter_document_masking": True, "context_parallel_size": 2},
+        "with packed sequences (--sft, --dataloader-inter-document-masking), --context-parallel-size and --mtp-num",
+    ),
+    (
+        {"core_attention": "sdpa", "dataloader_inter_document_masking": True, "context_parallel_size": 2},
+        "cuts the whole",
+    ),
+    ({"sft": True}, "--sft cannot work without --data-path and --tokenizer-type SFTTokenizer"),
+    ({"sft": True, "reset_position_ids": True}, "packed conversations have their own positions"),
     ({**VP, "logits_load_dir": "there"}, "--logits-load-dir"),
     ({**VP, "optimizer": "adaptive_muon"}, "on vocabulary shards: use --optimizer adam, sgd, muon, lion or soap"),
     ({"optimizer": "muon", "fp16": True}, "--optimizer muon with --fp16 cannot train"),
@@ -117,7 +127,6 @@ REFUSED = [
         "--pipeline-schedule v-min with tied embeddings and without --vocab-parallel",
     ),
     ({**TWO_STAGES, "pipeline_schedule": "v-min", **AHEAD}, "v-min with --mtp-num-layers and without --vocab-parallel"),
-    ({**TWO_STAGES, "pipeline_schedule": "zb-h1", "sft": True}, "--pipeline-schedule zb-h1 with packed sequences"),
     (
         {**TWO_STAGES, "pipeline_schedule": "zb-h1", "num_layers_per_virtual_pipeline_stage": 1},
         "--pipeline-schedule zb-h1 has one chunk per rank",

@@ -167,7 +167,6 @@ def test_an_attention_mask_is_freed_after_the_models_run_though_the_loss_functio
         ({"calls": 2}, "called it 2 times"),
         ({"decoder_input": torch.zeros(2, 1, 2)}, "decoder_input"),
         ({"output_processor": print}, "output_processor"),
-        ({"packed_seq_params": object()}, "packed sequences"),
     ],
 )
 def test_a_forward_step_that_does_more_than_call_the_model_is_refused(changes, said):

@@ -25,6 +25,8 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("mla_down_proj_fusion",), ()),
     **dict.fromkeys(("experimental_attention_variant", "attention_output_gate", "linear_attention_freq"), ()),
     **dict.fromkeys(("use_kitchen_attention",), ()),
+    # Attention that keeps to the documents of a packed sequence.
+    **dict.fromkeys(("sft", "dataloader_inter_document_masking"), ()),
     # Experts.
     **dict.fromkeys(("moe_shared_expert_gate", "moe_latent_size"), ()),
     **dict.fromkeys(("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor", "moe_paged_stash"), ()),

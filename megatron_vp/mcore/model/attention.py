@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,13 +34,14 @@ class ScaledDotProductAttention(MegatronModule):
     It also takes the two arguments by which latent attention says how large its keys and values are. They are not
     needed: the tensors have their sizes.
 
-    A causal layer ignores the mask it is handed: it can only repeat causality, because packed documents are refused
-    with the arguments. Scores are scaled once, by 1 / sqrt(head size): Megatron's query-key layer scaling divides them
-    by the layer number for the range of fp16 and multiplies it back inside the softmax, which a fused kernel with fp32
-    scores has no use for.
+    A causal layer ignores the mask it is handed: it can only repeat causality. Packed documents come with their
+    boundaries and no mask, and each is attended to by itself. Scores are scaled once, by 1 / sqrt(head size):
+    Megatron's query-key layer scaling divides them by the layer number for the range of fp16 and multiplies it back
+    inside the softmax, which a fused kernel with fp32 scores has no use for.
 
     With context parallelism rank r of c holds pieces r and 2c - 1 - r of every sequence's 2c, as Megatron's
-    `get_batch_on_this_cp_rank` cuts them to make causal work even. A piece's queries meet the keys up to its end.
+    `get_batch_on_this_cp_rank` cuts them to make causal work even; in packed sequences, of every document's. A piece's
+    queries meet the keys up to its end.
 
     Raises:
         UserError: a softmax or a window that PyTorch's attention does not offer, or parts of sequences in a layer that
@@ -95,12 +97,19 @@ class ScaledDotProductAttention(MegatronModule):
                 where dv is d except in latent attention; one dtype.
             attention_mask: bool, True where a query must not look, [b or 1, 1, s, s]; unused in a causal layer.
             attn_mask_type: replaces the layer's own.
+            packed_seq_params: where the documents of a packed sequence begin and end; query, key and value then have no
+                dimension b.
 
         Returns:
-            The context, [s, b, heads * dv].
+            The context, [s, b, heads * dv]; of a packed sequence [s, heads * dv].
         """
-        assert attention_bias is None and packed_seq_params is None, "refused with the arguments"
+        assert attention_bias is None, "refused with the arguments"
         causal = (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal
+        if packed_seq_params is not None:
+            lengths = self._lengths(packed_seq_params)
+            documents = zip(*(each.unsqueeze(1).split(lengths) for each in (query, key, value)), strict=True)
+            own = {"attention_mask": None, "attn_mask_type": attn_mask_type}
+            return torch.cat([self(*parts, **own).squeeze(1) for parts in documents])
         if _alone_keeps_more(value, query):
             value = value.clone(memory_format=torch.contiguous_format)
         # [s, b, heads, d] -> [b, heads, s, d]
@@ -128,6 +137,16 @@ class ScaledDotProductAttention(MegatronModule):
             enable_gqa=query_bnsd.shape[1] != key_bgsd.shape[1],
             **mask,
         )
+
+    def _lengths(self, packed_seq_params: Any) -> list[int]:
+        """Of the documents, what this rank holds of each with the padding behind it; empty ones are left out.
+
+        Reads the boundaries on the host, as Megatron's own rotary positions do in every layer.
+        """
+        ends = packed_seq_params.cu_seqlens_q_padded
+        ends = (packed_seq_params.cu_seqlens_q if ends is None else ends).tolist()
+        ranks = 1 if self.context_group is None else self.context_group.size()
+        return [(end - start) // ranks for start, end in pairwise(ends) if end > start]
 
     def _attend_by_pieces(
         self, query_bnsd: torch.Tensor, key_bgsd: torch.Tensor, value_bgsd: torch.Tensor

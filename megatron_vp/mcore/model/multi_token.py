@@ -25,11 +25,13 @@ class PrefetchedEmbedding(nn.Module):
     """In the place of `word_embeddings`: hands the block embedding rows that were looked up on their owners.
 
     ahead: the rows [b, s, h] of each layer of the block in turn, one position further each time; None in evaluation.
+    beyond: the row that stands beyond a sequence's end, [b, 1, h].
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.ahead: Iterator[torch.Tensor] | None = None
+        self.beyond: torch.Tensor | None = None
 
     def forward(self, _no_ids: None) -> torch.Tensor:
         """The rows of the block's next layer, [b, s, h]."""
@@ -52,6 +54,8 @@ def attach_mtp_block(chunk: nn.Module) -> None:
     def run_block(_decoder: nn.Module, _args: tuple, given: dict[str, Any], hidden_sbh: torch.Tensor) -> torch.Tensor:
         if rows.ahead is None:
             return hidden_sbh
+        if given.get("packed_seq_params") is not None:
+            rows.ahead = _within_documents(rows.ahead, rows.beyond, given["packed_seq_params"].cu_seqlens_q)
         predictions_sbh = chunk.mtp(
             input_ids=None,  # the rows of each layer are known, and nothing is left to shift
             position_ids=None,
@@ -59,10 +63,28 @@ def attach_mtp_block(chunk: nn.Module) -> None:
             embedding=chunk.received_embedding,
             **{name: given[name] for name in _SHARED if name in given},
         )
-        rows.ahead = None
+        rows.ahead = rows.beyond = None
         return predictions_sbh
 
     chunk.decoder.register_forward_hook(run_block, with_kwargs=True)
+
+
+def _within_documents(
+    ahead: Iterator[torch.Tensor], beyond_b1h: torch.Tensor, ends: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """Rows ahead of packed documents, whose last positions see what stands beyond a sequence's end, as in Megatron.
+
+    Those positions count in no loss, but as tokens of a block's experts.
+
+    Args:
+        ahead: rows [b, s, h], one position further each time.
+        beyond_b1h: what replaces the rows of other documents.
+        ends: where documents end, in ascending order behind the 0 at which the first begins.
+    """
+    for depth, rows_bsh in enumerate(ahead, start=1):
+        positions = torch.arange(rows_bsh.shape[1], dtype=ends.dtype, device=ends.device)
+        own_ends = ends[torch.searchsorted(ends, positions, right=True).clamp(max=len(ends) - 1)]
+        yield torch.where((positions + depth >= own_ends)[:, None], beyond_b1h, rows_bsh)
 
 
 def append_next_tokens(
@@ -109,6 +131,7 @@ def with_further_predictions(
     loss_mask_bs: Any,
     config: Any,
     context_group: dist.ProcessGroup,
+    packed_seq_params: Any,
 ) -> torch.Tensor:
     """The next token's losses [b, s], whose backward starts that of the further predictions' losses, too; logs those.
 
@@ -118,6 +141,7 @@ def with_further_predictions(
         labels_bs, loss_mask_bs: as the user's script gave them to the model.
         config: Megatron's.
         context_group: all of its ranks call this together, for the part of the mask that each has for the one before.
+        packed_seq_params: where the documents of a packed sequence end; None of other sequences.
     """
     _, *further = target_is_argmax_ks.chunk(1 + config.mtp_num_layers)
     return process_mtp_loss(
@@ -131,6 +155,7 @@ def with_further_predictions(
         compute_language_model_loss=lambda _labels, token_loss_bs: token_loss_bs,
         config=config,
         cp_group=context_group,
+        packed_seq_params=packed_seq_params,
     )
 
 

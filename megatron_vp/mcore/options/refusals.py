@@ -17,6 +17,7 @@ from megatron_vp.mcore.options.refused_files import FILE_REFUSALS, file_words
 from megatron_vp.mcore.options.refused_lengths import LENGTH_REFUSALS
 from megatron_vp.mcore.options.refused_offload import OFFLOAD_REFUSALS
 from megatron_vp.mcore.options.refused_options import REFUSED_OPTIONS
+from megatron_vp.mcore.options.refused_packing import PACKING_REFUSALS, REFUSED_PACKING
 from megatron_vp.mcore.options.refused_precision import REFUSED_PRECISION, UNSAFE_STATE, cannot_resume
 from megatron_vp.mcore.options.vocab_rows import needs_even_shards
 from megatron_vp.mcore.platform.installed import installed
@@ -90,6 +91,7 @@ REFUSALS = (
     ),
     *FILE_REFUSALS,
     *OFFLOAD_REFUSALS,
+    *PACKING_REFUSALS,
     Refusal(
         lambda a: _keeps_layers(a) and a.pipeline_model_parallel_size < 2,
         "--pipeline-schedule {pipeline_schedule} with one pipeline stage has nothing to order: use "
@@ -115,7 +117,7 @@ REFUSALS = (
             f"{{our_schedule}} with {option.name} is not supported: {option.why}; {option.instead}, or use Megatron's "
             "own schedule (1f1b without --vocab-parallel)",
         )
-        for option in (*REFUSED_OPTIONS, *REFUSED_PRECISION)
+        for option in (*REFUSED_OPTIONS, *REFUSED_PRECISION, *REFUSED_PACKING)
     ),
     Refusal(
         lambda a: run_settings(a).splits_backward and a.transformer_impl not in ("local", "transformer_engine"),

@@ -71,12 +71,6 @@ REFUSED_OPTIONS = (
         "leave them out",
     ),
     RefusedOption(
-        "packed sequences (--sft, --dataloader-inter-document-masking)",
-        lambda a: a.sft or a.dataloader_inter_document_masking,
-        "every microbatch must have the same shape",
-        "leave them out",
-    ),
-    RefusedOption(
         "--hybrid-context-parallel", lambda a: a.hybrid_context_parallel, "every microbatch must have the same shape"
     ),
     RefusedOption("--perform-rl-step", lambda a: a.perform_rl_step, "our schedules are for pretraining"),

@@ -8,7 +8,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
 
 SCRIPT_OPTIONS = (
-    *("sft", "fim_data", "dataloader_inter_document_masking", "hybrid_context_parallel", "per_dataset_sequences_path"),
+    *("fim_data", "hybrid_context_parallel", "per_dataset_sequences_path"),
     *("logits_save_dir", "logits_load_dir", "perform_rl_step", "log_straggler"),
 )
 

@@ -24,7 +24,7 @@ _ACCUMULATION = "fused_weight_gradient_mlp_cuda"
 _SOFTMAX = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "scaled_softmax_cuda")
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)?(\+[\w.]+)?")
 _CAPABILITY = re.compile(r"\d{1,2}\.\d")
-_PACKAGES = {"einops": "einops", "nvrx": "nvrx", "emerging": "emerging_optimizers"}
+_PACKAGES = {"einops": "einops", "nvrx": "nvrx", "emerging": "emerging_optimizers", "datasets": "datasets"}
 """As `--nodes` names them, and the fields that say whether they are there."""
 _NORM, _OPTIMIZER = "fused_layer_norm_cuda", "amp_C"
 
@@ -45,6 +45,8 @@ class Installed:
     """Apex with its norms and its optimizer."""
     apex_fault: str | None = None
     """Why Megatron must not use the package `apex` that is installed."""
+    datasets: bool = False
+    """With which Megatron reads the conversations of --sft."""
     einops: bool = False
     """With which Megatron groups instances of the distributed optimizer."""
     emerging_optimizers: bool = False
@@ -77,6 +79,7 @@ def here() -> Installed:
         apex_softmax=all(map(_is_there, _SOFTMAX)),
         apex=_is_there(_APEX) and apex_fault is None,
         apex_fault=apex_fault,
+        datasets=_is_there("datasets"),
         einops=_is_there("einops"),
         emerging_optimizers=_is_there("emerging_optimizers"),
         nvrx=_is_there("nvidia_resiliency_ext"),
@@ -112,7 +115,7 @@ def _hide(package: str, reason: str) -> None:
 
 
 def from_text(text: str) -> Installed:
-    """What nodes have, by `--nodes "te=VERSION|no,apex=yes|no,einops=yes|no,nvrx=yes|no,emerging=yes|no,cc=X.Y"`.
+    """What nodes have, by `--nodes "te=VERSION|no,apex=yes|no,PACKAGE=yes|no,cc=X.Y"` with the names of `_PACKAGES`.
 
     What is left out is as on this machine. Raises UserError.
     """

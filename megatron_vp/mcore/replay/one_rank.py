@@ -32,11 +32,15 @@ from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, PassCosts
 LEFT_OUT = {
     *("data_path", "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path"),
     *("data_args_path", "mock_data", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"),
+    *("sft", "sft_tokenizer_prompt_format", "dataloader_inter_document_masking"),
     *("save", "load", "save_interval", "async_save", "tensorboard_dir", "wandb_project", "log_interval"),
     *("train_iters", "train_samples", "eval_iters", "eval_interval", "exit_interval", "rank_report", "pipeline_trace"),
     *("lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples"),
 }
 """Arguments of the job that a replay has no use for: data, checkpoints, logs, lengths."""
+
+PACKS = ("--sft", "--dataloader-inter-document-masking")
+"""The same as words: made-up data has no documents, and attention takes its longest and largest."""
 
 ROUNDS = 3
 """Microbatches per pipeline rank after which no schedule holds more activations."""
@@ -142,6 +146,7 @@ def run_alone(
             f"--train-iters {every} --lr-warmup-iters 0 --eval-iters 0 --eval-interval {every} --log-interval {every}"
         )
         made_up = f"--fake-process-group --mock-data --tokenizer-type NullTokenizer --vocab-size {tokens}"
+        flags = [word for word in flags if word not in PACKS]
         arguments = ["--config", str(kept), *flags, *length.split(), *made_up.split(), "--rank-report", str(report)]
         if shapes_only:
             # Loaders in processes of their own would hand over fake tensors; what Megatron keeps to run an iteration

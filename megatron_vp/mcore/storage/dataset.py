@@ -21,6 +21,7 @@ from megatron_vp.data.tokenizer import (
 )
 from megatron_vp.errors import UserError
 from megatron_vp.files import removed_when_told_to_end
+from megatron_vp.mcore.storage.conversations import check_conversations
 from megatron_vp.mcore.storage.split_check import MEGATRONS_SPLIT, check_parts, check_split, split_for
 
 if TYPE_CHECKING:
@@ -286,7 +287,10 @@ def check_inputs(args: argparse.Namespace) -> None:
             check_split(split)
         for part in (blend, *(blend_per_split or ())):
             for prefix in part[0] if part else ():
-                check_dataset(prefix, split)
+                if args.sft:
+                    check_conversations(prefix)
+                else:
+                    check_dataset(prefix, split)
     if args.tokenizer_type == "HuggingFaceTokenizer":
         if args.tokenizer_model is None:
             raise UserError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model DIRECTORY")
@@ -330,7 +334,8 @@ def _tokens_of(args: argparse.Namespace) -> int:
     """The size of the vocabulary of the tokenizer that Megatron would build. Raises UserError where it cannot."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-    if args.tokenizer_type == "HuggingFaceTokenizer" and not os.path.isdir(args.tokenizer_model or ""):
+    by_folder = args.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer")
+    if by_folder and not os.path.isdir(args.tokenizer_model or ""):
         # Its library would take the path for a name on the hub, and ask there for minutes.
         raise UserError(f"there is no folder --tokenizer-model {args.tokenizer_model}")
     asked = argparse.Namespace(**vars(args) | {"pad_vocab_size": False, "rank": 1})  # rank 0 prints

@@ -21,7 +21,6 @@ from megatron_vp.errors import UserError
 _ELSEWHERE = {
     "decoder_input": "embeddings made outside the model",
     "output_processor": "an output processor",
-    "packed_seq_params": "packed sequences",
 }
 """Arguments of the model that our passes would leave unread, and what they ask for."""
 

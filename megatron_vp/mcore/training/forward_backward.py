@@ -21,6 +21,7 @@ from megatron_vp.mcore.settled import SettledJob, current, own_loop
 from megatron_vp.mcore.training.deferred_checks import deferred_checks
 from megatron_vp.mcore.training.first_iteration import rehearse, saying_host_memory
 from megatron_vp.mcore.training.megatron_model import MegatronModel
+from megatron_vp.mcore.training.packed_sequences import packs_sequences
 from megatron_vp.mcore.training.programs import late_weights, programs
 from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.groups import pipeline_device
@@ -191,7 +192,10 @@ def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) 
         "sp_size": sp_size,
         "sp_rank": sp_rank,
     }
-    sizes = (seq_length // context, micro_batch_size, config.hidden_size, config.params_dtype, pipeline_device())
+    sequence, batch = seq_length // context, micro_batch_size
+    if packs_sequences(args):
+        sequence, batch = sequence * batch, 1
+    sizes = (sequence, batch, config.hidden_size, config.params_dtype, pipeline_device())
     return (
         RandomBuffers(*sizes, args.padded_vocab_size, **split) if args.fake_process_group else Shapes(*sizes, **split)
     )

@@ -19,6 +19,7 @@ from megatron_vp.mcore.model.split_backward import PendingGradient, backward_wit
 from megatron_vp.mcore.training.capture import Capture, capture
 from megatron_vp.mcore.training.gradient_sync import GradientSynchronisation
 from megatron_vp.mcore.training.loss_check import LossCheck, report_birth_of_nan
+from megatron_vp.mcore.training.packed_sequences import check_packed
 from megatron_vp.runtime.model import Shapes
 
 
@@ -102,8 +103,9 @@ class MegatronModel:
     def receive_words(self, words_rh: torch.Tensor) -> None:
         """The embedding rows that multi-token prediction uses in the next forward of the last chunk."""
         words_beh = words_rh.view(self._shapes.batch, -1, self._shapes.hidden)
-        ahead = (self._shapes.ahead(words_beh, depth) for depth in range(1, self._shapes.predictions))
-        self._chunks[-1].core.received_embedding.word_embeddings.ahead = ahead
+        rows = self._chunks[-1].core.received_embedding.word_embeddings
+        rows.ahead = (self._shapes.ahead(words_beh, depth) for depth in range(1, self._shapes.predictions))
+        rows.beyond = words_beh[:, -1:]
 
     def forward(
         self, chunk: int, microbatch: int, input_sbh: torch.Tensor | None, labels_bs: torch.Tensor | None
@@ -130,7 +132,7 @@ class MegatronModel:
         if self._watches_numbers:
             report_birth_of_nan(chunk, microbatch, input_sbh, output)
         # The loss function is still to come, the attention mask has done its work.
-        captured.keep("labels", "loss_mask")
+        captured.keep("labels", "loss_mask", "packed_seq_params")
         self._calculate_loss(part, output, None, is_last_stage=False)
         return output
 
@@ -174,7 +176,8 @@ class MegatronModel:
         next_loss_bs = token_loss_bs
         if self._shapes.mtp_depth:
             given = labels_bs, captured.argument("loss_mask"), self._config, self._context_group
-            next_loss_bs = with_further_predictions(token_loss_bs, target_is_argmax_bs, *given)
+            packed = captured.argument("packed_seq_params")
+            next_loss_bs = with_further_predictions(token_loss_bs, target_is_argmax_bs, *given, packed)
         loss, token_count = self._calculate_loss(part, next_loss_bs, captured.loss_func, is_last_stage=True)
         self.tokens_seen += token_count
         if self._gradients:
@@ -208,7 +211,9 @@ class MegatronModel:
     def _capture(self, chunk: _Chunk, microbatch: int) -> Capture:
         """Data in order, and no earlier than needed: an attention mask can be large."""
         while chunk.captured <= microbatch:
-            chunk.captures[chunk.captured] = capture(self._forward_step, chunk.data_iterator, chunk.model)
+            captured = capture(self._forward_step, chunk.data_iterator, chunk.model)
+            check_packed(captured, self._shapes, self._context_group.size())
+            chunk.captures[chunk.captured] = captured
             chunk.captured += 1
         return chunk.captures[microbatch]
 

@@ -1,0 +1,73 @@
+"""What is refused of jobs with packed sequences, in which attention keeps to each of several documents."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_vp.mcore.options.refusal import Refusal
+from megatron_vp.mcore.options.refused_options import RefusedOption
+from megatron_vp.mcore.platform.installed import installed
+
+
+def _packs(a: argparse.Namespace) -> bool:
+    return a.sft or a.dataloader_inter_document_masking
+
+
+def _graphs_hold_attention(a: argparse.Namespace) -> bool:
+    named = [getattr(module, "name", module) for module in a.cuda_graph_modules or ()]
+    return a.cuda_graph_impl == "transformer_engine" and (not named or "attn" in named)
+
+
+PACKING = "packed sequences (--sft, --dataloader-inter-document-masking)"
+
+REFUSED_PACKING = (
+    RefusedOption(
+        f"{PACKING}, --context-parallel-size and --mtp-num-layers",
+        lambda a: _packs(a) and a.context_parallel_size > 1 and a.mtp_num_layers,
+        "what follows a position lies in its document's other piece",
+        "leave one of them out",
+    ),
+    RefusedOption(
+        f"{PACKING} and --cuda-graph-impl transformer_engine",
+        lambda a: _packs(a) and _graphs_hold_attention(a),
+        "a graph that holds attention takes no boundaries of documents",
+        "name --cuda-graph-modules without attn, use --cuda-graph-impl none",
+    ),
+)
+"""Of our schedules alone."""
+
+PACKING_REFUSALS = (
+    Refusal(
+        lambda a: a.sft and (a.mock_data or a.tokenizer_type != "SFTTokenizer"),
+        "--sft cannot work without --data-path and --tokenizer-type SFTTokenizer: Megatron reads conversations from "
+        "JSONL files and tokenizes them by a template; use both, or leave --sft out",
+    ),
+    Refusal(
+        lambda a: a.sft and (a.create_attention_mask_in_dataloader or a.reset_position_ids or a.reset_attention_mask),
+        "--sft with attention masks made by the loader, --reset-position-ids or --reset-attention-mask cannot work: "
+        "packed conversations have their own positions and boundaries in place of masks; use "
+        "--no-create-attention-mask-in-dataloader, and leave the others out",
+    ),
+    Refusal(
+        lambda a: a.sft and not installed().datasets,
+        "--sft cannot work: Megatron reads conversations with the package datasets, which is missing here; pip install "
+        "datasets, or leave it out",
+    ),
+    Refusal(
+        lambda a: (
+            _packs(a)
+            and a.transformer_impl == "local"
+            and a.core_attention == "megatron"
+            and a.hybrid_layer_pattern is None
+        ),
+        f"{PACKING} with --transformer-impl local and --core-attention megatron cannot work: Megatron's local "
+        "attention has masks and no boundaries of documents; use --core-attention sdpa, or Transformer Engine's layers",
+    ),
+    Refusal(
+        lambda a: a.core_attention == "sdpa" and a.context_parallel_size > 1 and _packs(a) and not a.sft,
+        "--core-attention sdpa with --dataloader-inter-document-masking and --context-parallel-size is not supported: "
+        "Megatron then cuts the whole sequence into pieces and not each document, which attention needs; use "
+        "--context-parallel-size 1, or --sft",
+    ),
+)
+"""Of every run."""

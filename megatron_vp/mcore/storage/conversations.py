@@ -1,0 +1,33 @@
+"""Conversations for --sft, in files of JSON lines: checked before a training run opens them."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from megatron_vp.errors import UserError
+
+
+def check_conversations(path: str | os.PathLike[str]) -> None:
+    """Check that a file is there and that its first line is what Megatron's `SFTDataset` reads.
+
+    Raises UserError naming the file, what is wrong and what to do.
+    """
+    path = os.fspath(path)
+    form = '{"messages": [{"role": "system", "content": "..."}, ...]}'
+    try:
+        with open(path, encoding="utf-8") as file:
+            line = file.readline()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not a text in UTF-8"
+        raise UserError(f"cannot read the conversations {path}: {reason}; check --data-path") from error
+    try:
+        messages = json.loads(line)["messages"]
+        complete = bool(messages) and all({"role", "content"} <= message.keys() for message in messages)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        complete = False
+    if not complete:
+        raise UserError(
+            f"the first line of {path} is not a conversation, which --sft reads from --data-path: write each line as "
+            f"{form}"
+        )
