@@ -253,6 +253,41 @@ def configuration(kind, ranks, chunks=1, tied=False, iterations=3, checkpoint=No
     )
 
 
+def save_packs(folder):
+    """Write packs of several documents, two lengths less than the sequence among them, as Bridge's offline packing."""
+    import numpy as np
+
+    draw = np.random.default_rng(5)
+    packs = []
+    for _ in range(24):
+        starts = np.flatnonzero(np.concatenate([[1], draw.random(SEQUENCE - 8) < 0.1])).tolist()
+        ids = draw.integers(0, VOCAB - 1, SEQUENCE - draw.integers(0, 6)).tolist()
+        packs.append({"input_ids": ids, "loss_mask": [1] * len(ids), "seq_start_id": starts})
+    for part in ("train", "val"):
+        np.save(folder / f"{part}.npy", packs, allow_pickle=True)
+
+
+def read_packs(config, folder, padded=True):
+    """Let the job read the packs in `folder`, one a micro batch as Bridge demands; `padded`: to the sequence length."""
+    from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
+    from megatron.bridge.data.packing.config import PackedSequenceSpecs
+
+    config.dataset = GPTSFTDatasetConfig(
+        seq_length=SEQUENCE,
+        dataset_root=folder,
+        enable_offline_packing=True,
+        offline_packing_specs=PackedSequenceSpecs(
+            packed_sequence_size=SEQUENCE,
+            packed_train_data_path=folder / "train.npy",
+            packed_val_data_path=folder / "val.npy",
+        ),
+        dataset_kwargs={"pad_to_max_length": padded},
+        do_test=False,
+        num_workers=0,
+    )
+    config.train.micro_batch_size, config.train.global_batch_size = 1, MICROBATCHES
+
+
 @dataclass
 class Trained:
     """What a run leaves on a rank. Losses are where Megatron reports them, on the last pipeline rank."""

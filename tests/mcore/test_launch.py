@@ -52,6 +52,10 @@ REFUSED = [
         {"core_attention": "sdpa", "dataloader_inter_document_masking": True, "context_parallel_size": 2},
         "cuts the whole",
     ),
+    (
+        {**TWO_STAGES, "core_attention": "sdpa", "dataloader_inter_document_masking": True},
+        "its scripts join the sequences of a micro batch, and it receives them apart",
+    ),
     ({"sft": True}, "--sft cannot work without --data-path and --tokenizer-type SFTTokenizer"),
     ({"sft": True, "reset_position_ids": True}, "packed conversations have their own positions"),
     ({**VP, "logits_load_dir": "there"}, "--logits-load-dir"),

@@ -156,6 +156,11 @@ def test_an_attention_mask_is_freed_after_the_models_run_though_the_loss_functio
     assert lives() is None and found.argument("labels") is not None
 
 
+def test_data_that_a_script_builds_at_the_ends_alone_is_asked_for_in_the_middle():
+    with pytest.raises(UserError, match="built none there: let its is_dataset_built_on_rank say True"):
+        capture(forward_step, None, model())
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

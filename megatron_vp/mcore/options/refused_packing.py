@@ -7,6 +7,7 @@ import argparse
 from megatron_vp.mcore.options.refusal import Refusal
 from megatron_vp.mcore.options.refused_options import RefusedOption
 from megatron_vp.mcore.platform.installed import installed
+from megatron_vp.mcore.settled import run_settings
 
 
 def _packs(a: argparse.Namespace) -> bool:
@@ -62,6 +63,17 @@ PACKING_REFUSALS = (
         ),
         f"{PACKING} with --transformer-impl local and --core-attention megatron cannot work: Megatron's local "
         "attention has masks and no boundaries of documents; use --core-attention sdpa, or Transformer Engine's layers",
+    ),
+    Refusal(
+        lambda a: (
+            _packs(a)
+            and a.pipeline_model_parallel_size > 1
+            and max(a.micro_batch_size, a.eval_micro_batch_size or 0) > 1
+            and not run_settings(a).replaces_schedule
+        ),
+        f"{PACKING} with --pipeline-model-parallel-size {{pipeline_model_parallel_size}} and micro batches above 1 "
+        "cannot work under Megatron's own schedule: its scripts join the sequences of a micro batch, and it receives "
+        "them apart; use --micro-batch-size 1 and --eval-micro-batch-size 1, or a --pipeline-schedule of ours",
     ),
     Refusal(
         lambda a: a.core_attention == "sdpa" and a.context_parallel_size > 1 and _packs(a) and not a.sft,

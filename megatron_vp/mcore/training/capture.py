@@ -103,6 +103,14 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
             "the data ended before the iteration did: the iterator that forward_step reads has no further microbatch; "
             "give the run more data or fewer --train-iters (--train-samples), or let the loader start over"
         ) from end
+    except TypeError as error:
+        if data_iterator is not None or "NoneType" not in str(error):
+            raise
+        raise UserError(
+            "this forward_step reads data for a chunk in the middle of the model, and the script built none there: let "
+            "its is_dataset_built_on_rank say True for every stage, as packed sequences need; NVIDIA's scripts do so "
+            "with --sft alone, pretrain_gpt_vp.py also with --dataloader-inter-document-masking"
+        ) from error
     if len(probe.calls) != 1:
         raise UserError(
             f"the schedule runs the model itself from the arguments of forward_step's one call of it; this "
