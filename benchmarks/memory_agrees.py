@@ -57,6 +57,7 @@ FURTHER = {
     "fp16": [],
     "vocabulary 256k": ["--vocab-size", "262144"],
     "fused cross entropy": ["--cross-entropy-loss-fusion"],
+    "half of the rows on the last rank": ["--vocab-shards", ",".join(["9216"] * 7 + ["66560"])],
 }
 SETTINGS = {
     "gemma2_9b": "kernels: {window_size: null, window_attn_skip_freq: null}\nmodel: {apply_layernorm_1p: null}\n",
@@ -143,6 +144,10 @@ JOBS = [
     AgreesJob("gpt_4b", "TE", "v-half", "plain", "vocabulary 256k"),
     AgreesJob("gpt_4b", "TE", "1f1b", "plain", "fused cross entropy"),
     AgreesJob("gpt_4b", "sdpa", "1f1b", "vocab-2", "fp16"),
+    AgreesJob("gpt_4b", "TE", "1f1b", "vocab-1", "half of the rows on the last rank"),
+    AgreesJob("gpt_4b", "TE", "1f1b", "vocab-2", "half of the rows on the last rank"),
+    AgreesJob("gpt_4b", "TE", "v-half", "vocab-2", "half of the rows on the last rank"),
+    AgreesJob("gpt_4b", "TE", "zb-h1", "vocab-1", "half of the rows on the last rank"),
 ]
 """And what else changes memory: further schedules, sizes and options."""
 
