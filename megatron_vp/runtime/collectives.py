@@ -42,12 +42,16 @@ class LayerShards:
     """The shards of this rank, of which tied layers share one weight, and what training minimises for a token.
 
     A rank without vocabulary rows has neither layer.
+
+    trains_embedding, trains_output: whether the weights of the layers, on the ranks that hold rows, take gradients.
     """
 
     shards: VocabShards
     embedding: EmbeddingLayer | None
     output: OutputLayer | None
     loss: TokenLoss = CROSS_ENTROPY
+    trains_embedding: bool = True
+    trains_output: bool = True
 
     @property
     def holds_rows(self) -> bool:
@@ -97,6 +101,7 @@ class VocabularyCollectives:
         self._layer_shards = layer_shards
         self._holds_rows = layer_shards.holds_rows
         self._gradients = gradients
+        self._embedding_gradients = gradients and layer_shards.trains_embedding
         self._reduces_in_c1 = gradients and method is VocabMethod.VOCAB_2
         self._holds_first = groups.rank == first_rank
         self._holds_last = groups.rank == last_rank
@@ -173,8 +178,8 @@ class VocabularyCollectives:
                 target.copy_(shapes.ahead(labels_be, depth).t().unflatten(0, (shapes.sp_size, -1)))
 
         def complete() -> None:
-            # IF, where there are rows, and EMBED; then the same way back.
-            uses = (1 + self._holds_rows) * (1 + self._gradients)
+            # IF, where there are rows, and EMBED; then the same way back, unless the embedding is frozen.
+            uses = (1 + self._holds_rows) * (1 + self._embedding_gradients)
             self._store.put(Slot.ROW_EXCHANGE, microbatch, exchange, uses=uses)
             if self._holds_rows:
                 self._store.put(Slot.TARGETS, microbatch, labels_n)
@@ -287,7 +292,9 @@ class VocabularyCollectives:
         )
 
     def _embed_gradient(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """Gradients of the embedding rows from where the words went back to the rows' owners."""
+        """Gradients of the embedding rows from where the words went back to the rows' owners; none to frozen rows."""
+        if not self._embedding_gradients:
+            return lambda: None, lambda: self._store.put(Slot.OWN_ROW_GRADS, microbatch, ())
         exchange = self._row_exchange(microbatch)
         gradients_nh = []
         if self._holds_first:

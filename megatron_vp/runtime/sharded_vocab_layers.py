@@ -49,7 +49,7 @@ class ShardedVocabLayers:
         self._token_loss = layer_shards.loss if gradients else CROSS_ENTROPY
         self._contributions: dict[torch.nn.Parameter, int] = {}
         for layer in (layer_shards.embedding, layer_shards.output):
-            if layer is not None:
+            if layer is not None and layer.weight.requires_grad:
                 self._contributions[layer.weight] = self._contributions.get(layer.weight, 0) + microbatches
 
     @property
@@ -81,9 +81,10 @@ class ShardedVocabLayers:
         return leaf, self._model.embed(microbatch, words_bsh)
 
     def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:
-        """Rows [b e, h] for their owners."""
+        """Rows [b e, h] for their owners, unless they are frozen."""
         assert leaf is not None
-        self._store.put(Slot.EMBEDDING_GRAD, microbatch, leaf.grad)
+        if self._layer_shards.trains_embedding:
+            self._store.put(Slot.EMBEDDING_GRAD, microbatch, leaf.grad)
 
     def prepare_last(self, microbatch: int) -> None:
         """Hand over the embedding rows for multi-token prediction; a chunk without output layer needs no labels."""
@@ -107,7 +108,8 @@ class ShardedVocabLayers:
         """Gradients of the embedding rows that multi-token prediction used."""
         if self._shapes.mtp_depth:
             ahead = self._store.take(Slot.MTP_LEAF, microbatch)
-            self._store.put(Slot.MTP_EMBEDDING_GRAD, microbatch, ahead.grad)
+            if self._layer_shards.trains_embedding:
+                self._store.put(Slot.MTP_EMBEDDING_GRAD, microbatch, ahead.grad)
 
     def loss(self, microbatch: int) -> None:
         """The user's loss function, on the rank that holds the labels."""
@@ -163,12 +165,18 @@ class ShardedVocabLayers:
         self._contributed(self._output.weight)
 
     def _embed_backward(self, microbatch: int, chunk: int) -> None:
+        gradients = self._store.take(Slot.OWN_ROW_GRADS, microbatch)
+        if not self._layer_shards.trains_embedding:
+            return
         exchange = self._store.take(Slot.ROW_EXCHANGE, microbatch)
-        for gradient_kh in self._store.take(Slot.OWN_ROW_GRADS, microbatch):
+        for gradient_kh in gradients:
             self._embedding.backward_pass(exchange, gradient_kh)
         self._contributed(self._embedding.weight)
 
     def _contributed(self, weight: torch.nn.Parameter) -> None:
+        """A pass that adds to a weight's gradient is over; a frozen weight has none."""
+        if weight not in self._contributions:
+            return
         self._contributions[weight] -= 1
         if not self._contributions[weight]:
             self._model.gradient_complete(weight)

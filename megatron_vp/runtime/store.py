@@ -51,8 +51,8 @@ class Slot(Enum):
     by the wait for the message; taken by B of the last stage, or by the post that sends it."""
 
     ROW_EXCHANGE = auto()
-    """Which rank owns which of the microbatch's tokens (`RowExchange`). Put by TOKENS; taken by IF, EMBED, EMBED_GRAD
-    and IB."""
+    """Which rank owns which of the microbatch's tokens (`RowExchange`). Put by TOKENS; taken by IF, EMBED and, unless
+    the embedding is frozen, by EMBED_GRAD and IB."""
     TARGETS = auto()
     """Label of every row of the last stage's output, int64 [outputs]. Put by TOKENS, taken by S."""
     OWN_ROWS = auto()
@@ -64,12 +64,14 @@ class Slot(Enum):
     MTP_LEAF = auto()
     """MTP_EMBEDDING as a leaf of autograd's graph. Put by F of the last stage, taken by its B."""
     EMBEDDING_GRAD = auto()
-    """Gradient of EMBEDDING [b e, h], model dtype. Put by B of the first stage, taken by EMBED_GRAD."""
+    """Gradient of EMBEDDING [b e, h], model dtype. Put by B of the first stage, taken by EMBED_GRAD; not there where
+    the embedding is frozen."""
     MTP_EMBEDDING_GRAD = auto()
-    """Gradient of MTP_EMBEDDING [b e, h], model dtype. Put by B of the last stage, taken by EMBED_GRAD."""
+    """Gradient of MTP_EMBEDDING [b e, h], model dtype. Put by B of the last stage, taken by EMBED_GRAD; not there where
+    the embedding is frozen."""
     OWN_ROW_GRADS = auto()
-    """Gradients of OWN_ROWS, one from each rank that embeds: [1 or 2, r, h], model dtype. Put by EMBED_GRAD, taken by
-    IB."""
+    """Gradients of OWN_ROWS, one from each rank that embeds: [1 or 2, r, h], model dtype; of frozen rows none. Put by
+    EMBED_GRAD, taken by IB."""
 
     LAST_OUTPUT = auto()
     """This rank's rows of the last stage's output [outputs / sequence parallel ranks, h], model dtype. Put by F of the

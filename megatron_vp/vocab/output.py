@@ -17,6 +17,9 @@ so it costs no further pass, and no further copy of the logits.
 D is never formed: T enters the targets' entries over c into E, so that E^T (c g X) is all of D^T (g X), by one GEMM.
 The row factors ride on X, which is V/p / h times smaller than E (`megatron_vp.vocab.derivative`).
 
+A frozen weight (`requires_grad` is False) costs what dX needs and no more. T forms no gradient, X is freed after S, and
+E as soon as E W is formed: with vocab-2 in S.
+
 Precision: logits in the model's dtype, as the GEMM returns them; statistics, exponentials and the targets' entries of D
 in fp32; E kept between S and T in the model's dtype.
 """
@@ -40,7 +43,7 @@ from megatron_vp.vocab.weights import main_grad
 class PendingOutput:
     """What a shard keeps of one microbatch between S and T: E [n, V/p], X [n, h] and vectors [n]. T uses E up.
 
-    With label smoothing E has `SMOOTHING_ROWS` rows more.
+    With label smoothing E has `SMOOTHING_ROWS` rows more. Of a frozen weight X is empty, and E once E W is formed.
     """
 
     x_nh: torch.Tensor
@@ -109,12 +112,15 @@ class OutputLayer(nn.Module):
             )
         else:
             statistics_3n, target_n, target_logit_n = _of_no_rows(logits_nv, labels_n)
-        return PendingOutput(x_nh, exp_nv, statistics_3n, target_n, target_logit_n, loss, vocab_size, self.softcap)
+        kept_nh = x_nh if self.weight.requires_grad else x_nh.new_empty(0, x_nh.shape[1])
+        return PendingOutput(kept_nh, exp_nv, statistics_3n, target_n, target_logit_n, loss, vocab_size, self.softcap)
 
     @torch.no_grad()
     def unscaled_input_gradient(self, pending: PendingOutput) -> torch.Tensor:
         """The end of vocab-2's S: E W, [n, h] in the model's dtype, formed before the global statistics are known."""
-        product_nh, tokens = pending.exp_nv @ self.weight, len(pending.x_nh)
+        product_nh, tokens = pending.exp_nv @ self.weight, len(pending.target_n)
+        if not self.weight.requires_grad:
+            pending.exp_nv = pending.exp_nv.new_empty(0, len(self.weight))
         if len(product_nh) == tokens:
             return product_nh
         pending.weight_sum_h = product_nh[tokens]
@@ -137,6 +143,8 @@ class OutputLayer(nn.Module):
     ) -> torch.Tensor | None:
         """Pass T: accumulate the weight gradient into `main_grad`; vocab-1 also returns its part of dX / g, [n, h].
 
+        A frozen weight has no gradient: with vocab-2 T then does nothing.
+
         Args:
             pending: the state of S, which this uses up.
             total: statistics of the whole vocabulary.
@@ -144,12 +152,11 @@ class OutputLayer(nn.Module):
                 loss scale.
             input_gradient: return D W (vocab-1).
         """
-        x_nh = pending.x_nh
         part_nh = None
         if input_gradient:
             part_nh = self.rescaled_input_gradient(self.unscaled_input_gradient(pending), pending, total)
-        if self.weight.shape[0]:
-            operations = operations_for(x_nh)
+        if self.weight.shape[0] and self.weight.requires_grad:
+            x_nh, operations = pending.x_nh, operations_for(pending.x_nh)
             weighed_nh = operations.enter_targets_(pending.exp_nv, x_nh, token_loss_grad_n, pending.derivative(total))
             operations.add_product_(main_grad(self.weight), pending.exp_nv, weighed_nh)
         return part_nh

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -127,19 +127,27 @@ def train(
     *,
     same_weights: bool = True,
     masked: bool = False,
+    hook: Callable[[list], list] | None = None,
     timeout: float = 120,
 ) -> Run:
     """Train on `world_size` ranks and merge what they recorded (of one replica; divided tensors in rank order).
 
     `same_weights` replaces the weights after the model is built; leave it off to keep Megatron's own or a checkpoint's.
     `masked` leaves every third position, and one whole sequence of each microbatch, out of the loss.
+    `hook` is given the finished chunks before Megatron wraps them, and returns them: one of `pre_wrap_hooks`.
     """
-    options = {"same_weights": same_weights, "masked": masked}
+    options = {"same_weights": same_weights, "masked": masked, "hook": hook}
     return _merge(run_ranks(world_size, train_case, list(arguments), **options, timeout=timeout))
 
 
 def train_case(
-    rank: int, world_size: int, arguments: list[str], *, same_weights: bool = True, masked: bool = False
+    rank: int,
+    world_size: int,
+    arguments: list[str],
+    *,
+    same_weights: bool = True,
+    masked: bool = False,
+    hook: Callable[[list], list] | None = None,
 ) -> Run | None:
     """Runs inside a rank: the whole of `pretrain_gpt_vp.main`, watched. None on ranks that only repeat others."""
     sys.argv = ["pretrain_gpt_vp.py", *arguments]
@@ -154,12 +162,18 @@ def train_case(
     run = Run()
     reports: list[tuple[float, float]] = []
     chunks: list = []
-    build, one_step, evaluate, loss_func = (
+    build, one_step, evaluate, loss_func, model_config = (
         training.setup_model_and_optimizer,
         training.train_step,
         training.evaluate,
         script.loss_func,
+        script.gpt_config_from_args,
     )
+
+    def config_from_args(args):
+        config = model_config(args)
+        config.pre_wrap_hooks += [hook] if hook else []
+        return config
 
     def setup(*args, **kwargs):
         model, optimizer, scheduler = build(*args, **kwargs)
@@ -177,7 +191,8 @@ def train_case(
             if get_args().use_distributed_optimizer:
                 _gather_gradients(model)
             scale = optimizer.get_loss_scale().item()
-            step.gradients = {name: _array(parameter.main_grad) / scale for name, parameter in _named(model)}
+            trained = ((name, parameter) for name, parameter in _named(model) if parameter.requires_grad)
+            step.gradients = {name: _array(parameter.main_grad) / scale for name, parameter in trained}
             return update()
 
         reports.clear()
@@ -211,6 +226,7 @@ def train_case(
         mock.patch.object(training, "train_step", train_step),
         mock.patch.object(training, "evaluate", evaluate_),
         mock.patch.object(script, "loss_func", loss_function),
+        mock.patch.object(script, "gpt_config_from_args", config_from_args),
     ):
         try:
             script.main()

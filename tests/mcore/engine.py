@@ -221,20 +221,34 @@ def on_cpu(version: str, fused: bool, apex: bool = True) -> Iterator[None]:
 
 
 def engine_case(
-    rank: int, world_size: int, version: str, arguments: list[str], fused: bool, same_weights: bool, apex: bool
+    rank: int,
+    world_size: int,
+    version: str,
+    arguments: list[str],
+    fused: bool,
+    same_weights: bool,
+    apex: bool,
+    hook: Callable[[list], list] | None = None,
 ) -> tuple[Run | None, Products]:
     """`train_case` with Transformer Engine's layers; `fused` leaves Megatron's fused accumulation on."""
     with on_cpu(version, fused, apex), counted_products() as products:
-        return train_case(rank, world_size, arguments, same_weights=same_weights), products
+        return train_case(rank, world_size, arguments, same_weights=same_weights, hook=hook), products
 
 
 @cache
 def trained(
-    version: str, world_size: int, fused: bool, same_weights: bool = True, apex: bool = True, **changes: object
+    version: str,
+    world_size: int,
+    fused: bool,
+    same_weights: bool = True,
+    apex: bool = True,
+    hook: Callable[[list], list] | None = None,
+    **changes: object,
 ) -> tuple[Run, list[Products]]:
     """`engine_case` on `world_size` ranks; `changes` are of `tiny_model` and `MODEL`."""
     arguments = tiny_model(**MODEL | changes)
-    ranks = run_ranks(world_size, engine_case, require(version), arguments, fused, same_weights, apex, timeout=240)
+    given = require(version), arguments, fused, same_weights, apex, hook
+    ranks = run_ranks(world_size, engine_case, *given, timeout=240)
     return _merge([run for run, _ in ranks]), [products for _, products in ranks]
 
 

@@ -35,7 +35,7 @@ def forward_step(iterator, model):
     return model(text[:, :-1].contiguous(), places, None, labels=text[:, 1:].contiguous()), partial(loss_func)
 
 
-def build(config, chunks, tied):
+def build(config, chunks, tied, hook):
     parts = []
     for index in range(chunks):
         stage = {"vp_stage": index} if chunks > 1 else {}
@@ -45,12 +45,16 @@ def build(config, chunks, tied):
         }
         sizes = {"vocab_size": VOCAB, "max_sequence_length": SEQUENCE, "share_embeddings_and_output_weights": tied}
         parts.append(GPTModel(config, get_gpt_layer_local_spec(), **sizes, **ends, **stage))
+    parts = hook(parts)
     ddp = DistributedDataParallelConfig()
     return [DistributedDataParallel(config, ddp, part, disable_bucketing=bool(i)) for i, part in enumerate(parts)]
 
 
-def train(ranks, chunks=1, tied=False):
-    """One iteration on `ranks` pipeline ranks; returns the model's chunks and the losses."""
+def train(ranks, chunks=1, tied=False, hook=list):
+    """One iteration on `ranks` pipeline ranks; returns the model's chunks and the losses.
+
+    `hook` is given the rank's chunks before they are wrapped, and returns them.
+    """
     virtual = chunks if chunks > 1 else None
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=ranks, virtual_pipeline_model_parallel_size=virtual
@@ -71,7 +75,7 @@ def train(ranks, chunks=1, tied=False):
         masked_softmax_fusion=False,
     )
     config.finalize_model_grads_func = finalize_model_grads
-    model = build(config, chunks, tied)
+    model = build(config, chunks, tied, hook)
     losses = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[samples() for _ in range(chunks)] if chunks > 1 else samples(),

@@ -16,6 +16,7 @@ def add_arguments(parser):
     parser.add_argument("--stride", type=int, default=1)
     parser.add_argument("--mean-loss", action="store_true", help="report the mean alone, in Megatron's older way")
     parser.add_argument("--no-labels", action="store_true", help="ask the model for logits")
+    parser.add_argument("--freeze-vocabulary", action="store_true", help="train the layers between alone")
     parser.add_argument("--own-evaluation", action="store_true", help="call the model beside Megatron's evaluation")
     return parser
 
@@ -23,7 +24,7 @@ def add_arguments(parser):
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
     args = get_args()
     print_rank_0("building the user's model")
-    return GPTModel(
+    model = GPTModel(
         config=config or core_transformer_config_from_args(args),
         transformer_layer_spec=get_gpt_layer_local_spec(),
         vocab_size=args.padded_vocab_size,
@@ -35,6 +36,11 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
+    if args.freeze_vocabulary and pre_process:
+        model.embedding.word_embeddings.requires_grad_(False)
+    if args.freeze_vocabulary and post_process:
+        model.output_layer.requires_grad_(False)
+    return model
 
 
 class Counting(torch.utils.data.Dataset):

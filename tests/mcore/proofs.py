@@ -191,6 +191,19 @@ PROOFS = (
         "weights in fp8 (`--fp8-param-gather`): master weights start from what plain Megatron drew, in a V, too",
         "mcore/test_engine_fp8.py::test_master_weights_start_from_what_plain_megatron_drew",
     ),
+    Proof(
+        "frozen layers: both vocabulary layers or one, tied and untied, every other layer, all but attention's "
+        "projection with the distributed optimizer overlapped; low-rank adapters (LoRA) between frozen layers",
+        "mcore/test_frozen.py::test_what_is_trained_is_trained_as_in_plain_megatron",
+    ),
+    Proof(
+        "a frozen vocabulary: no gradients, no optimizer state, no launch in T of vocab-2 and in IB",
+        "mcore/test_frozen.py::test_a_frozen_vocabulary_takes_no_gradients_no_state_and_no_time",
+    ),
+    Proof(
+        "checkpoints of partly frozen models: resumed bit for bit, moved to plain Megatron and to other shards",
+        "mcore/test_frozen.py::test_checkpoints_resume_exactly_and_move_to_plain_megatron_and_other_sizes",
+    ),
     Proof("`--pipeline-trace`, `--rank-report`", "mcore/test_trace.py::test_the_command_reads_what_training_recorded"),
 )
 

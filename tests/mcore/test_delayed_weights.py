@@ -173,7 +173,7 @@ class _Freed:
 
 def test_w_frees_what_a_layer_has_used_before_the_next(monkeypatch):
     alive, seen = weakref.WeakSet(), []
-    part = SimpleNamespace(before_weight_gradient=lambda _: None, after_weight_gradient=lambda _: None)
+    part = SimpleNamespace(before_weight_gradient=lambda _: None, after_weight_gradient=lambda _: None, delaying=())
     model = megatron_model.MegatronModel.__new__(megatron_model.MegatronModel)
     model._chunks = [part]
     model._pending_weights = {(0, 0): [_Freed(alive, seen) for _ in range(3)]}

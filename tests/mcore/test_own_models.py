@@ -44,9 +44,15 @@ def unbuilt(kind, **attributes):
     return module
 
 
+class Adapted(nn.Module):
+    """A layer inside of another, as adapters have it."""
+
+
 def model(kind=GPTModel, head=ColumnParallelLinear, bias=None, trainable=True):
     words = unbuilt(VocabParallelEmbedding, weight=nn.Parameter(torch.zeros(4, 2), requires_grad=trainable))
     layer = unbuilt(head, weight=nn.Parameter(torch.zeros(4, 2)), bias=bias)
+    if head is Adapted:
+        layer.layer = unbuilt(ColumnParallelLinear)
     embedding = unbuilt(nn.Module, word_embeddings=words)
     return unbuilt(kind, config=CONFIG, pre_process=True, post_process=True, embedding=embedding, output_layer=layer)
 
@@ -61,6 +67,7 @@ def hooked():
 def test_megatrons_own_vocabulary_layers_and_loss_pass(kind):
     check_model(model(kind))
     check_vocabulary_layers(model(kind))
+    check_vocabulary_layers(model(kind, trainable=False))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +77,7 @@ def test_megatrons_own_vocabulary_layers_and_loss_pass(kind):
         (lambda: model(head=SoftCapped), "output_layer is a SoftCapped"),
         (lambda: model(bias=nn.Parameter(torch.zeros(4))), "output_layer has a bias"),
         (hooked, "output_layer has a hook"),
-        (lambda: model(trainable=False), "weight of embedding.word_embeddings is frozen"),
+        (lambda: model(head=Adapted), "an adapter on output_layer"),
     ],
 )
 def test_what_the_cut_would_leave_out_is_named(made, said):

@@ -84,6 +84,31 @@ def test_shards_of_any_size_and_ranks_without_rows(name, world, rows, method, ti
             )
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
+@pytest.mark.parametrize("rows", [pytest.param((8, 8, 7), marks=pytest.mark.slow), (0, 23, 0)])
+def test_frozen_layers_have_no_gradients_and_all_others_those_of_one_process(rows, method, tied):
+    steps = [(4, True), (2, False), (3, True)]
+    for frozen in [("embedding", "output")] if tied else [("embedding",), ("output",), ("embedding", "output")]:
+        options = {"rehearses": True, "stage_rows": rows, "frozen": frozen}
+        results = run_ranks(3, run_pipeline, "1f1b", method, steps, tied, **options, timeout=120)
+        for iteration, (microbatches, gradients) in enumerate(steps):
+            losses, expected = reference(3, microbatches, iteration, tied)
+            assert results[-1][iteration][0] == pytest.approx(losses, rel=1e-12)
+            if not gradients:
+                continue
+            for rank, ranks in enumerate(results):
+                _, found, _, reported = ranks[iteration]
+                names = {"embedding"} if tied else {"embedding", "output"}
+                assert all(found[name] is None for name in names & {*frozen})
+                assert reported == (len(names - {*frozen}) if rows[rank] else 0)
+                layer = expected[f"layer{rank}"]
+                assert (found[f"layer{rank}"] - layer).norm() <= 1e-12 * layer.norm()
+            for name in {"embedding", "output"} - {*frozen}:
+                whole = torch.cat([ranks[iteration][1][name] for ranks in results])
+                assert (whole - expected[name]).norm() <= 1e-12 * expected[name].norm()
+
+
 def test_a_member_without_rows_adds_nothing_to_the_statistics():
     collectives = object.__new__(VocabularyCollectives)
     collectives._shapes = Shapes(5, 2, 6, torch.float32, torch.device("cpu"))

@@ -134,12 +134,13 @@ def run_pipeline(
     rehearses: bool = False,
     stage_rows: tuple[int, ...] | None = None,
     offload_chunks: int = 0,
+    frozen: tuple[str, ...] = (),
 ) -> list[tuple[list[float], dict[str, torch.Tensor], tuple[float, int], int]]:
     """Run iterations (microbatches, gradients) on one rank; of each: losses, own gradients, peaks, completions.
 
     With `trace_folder` every iteration but the first is traced. `rehearses`: training and evaluation are rehearsed
     before their first iteration. `stage_rows`: vocabulary rows by rank. `offload_chunks`: chunks of each rank of which
-    all that a forward saves leaves the device.
+    all that a forward saves leaves the device. `frozen`: of `embedding` and `output`, those without gradients.
     """
     offload.SMALLEST = 0
     with process_group(rank, world):
@@ -161,9 +162,11 @@ def run_pipeline(
         names = [f"layer{stage}" for stage in placement.stage_of[rank]]
         embedding, chunks = shard("embedding"), [torch.nn.Parameter(weights[name]) for name in names]
         output = embedding if tied else shard("output")
-        layers = LayerShards(shards, EmbeddingLayer(embedding, shards, rank), OutputLayer(output, shards, rank))
-        if rank not in shards.holders:
-            layers = LayerShards(shards, None, None)
+        for name, weight in (("embedding", embedding), ("output", output)):
+            weight.requires_grad_(name not in frozen)
+        held = (EmbeddingLayer(embedding, shards, rank), OutputLayer(output, shards, rank))
+        trains = {f"trains_{name}": name not in frozen for name in ("embedding", "output")}
+        layers = LayerShards(shards, *(held if rank in shards.holders else (None, None)), **trains)
         seats = [(placement.rank_of(stage), placement.rank_of(stage + 1)) for stage in range(placement.stages - 1)]
         forward_edges = {(here, there, Channel.ACTIVATION) for here, there in seats if here != there}
         backward_edges = {(there, here, Channel.GRADIENT) for here, there, _ in forward_edges}
@@ -177,6 +180,9 @@ def run_pipeline(
         for iteration, (microbatches, gradients) in enumerate(steps):
             schedule = schedule_of(microbatches, gradients=gradients)
             for weight in {embedding, output}:
+                weight.main_grad = None
+                if not weight.requires_grad:
+                    continue
                 weight.main_grad = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
             for weight in chunks:
                 weight.grad = None

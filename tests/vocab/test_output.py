@@ -66,6 +66,28 @@ def test_beside_the_operations_a_pass_is_its_gemms_alone():
             assert (s.names, c1.names, t.names) == (of_s, of_c1, of_t)
 
 
+@pytest.mark.parametrize("algorithm", ["vocab-1", "vocab-2"])
+def test_a_frozen_weight_launches_no_gradient_and_frees_what_only_that_needs(algorithm):
+    vocab, shards = 640, VocabShards(640, 2)
+    x, weight, labels, g = _problem(vocab, torch.bfloat16)
+    parts = []
+    for trains in (True, False):
+        own = torch.nn.Parameter(weight[: vocab // 2].clone(), requires_grad=trains)
+        if trains:
+            own.main_grad = torch.zeros(own.shape)
+        layer = OutputLayer(own, shards, 0)
+        pending = layer(x, labels)
+        total = GlobalStatistics(*pending.statistics_3n)
+        unscaled = layer.unscaled_input_gradient(pending) if algorithm == "vocab-2" else None
+        kept = {pending.x_nh.nbytes, pending.exp_nv.nbytes}
+        with Launches() as t:
+            part = layer.t_pass(pending, total, g, input_gradient=algorithm == "vocab-1")
+        parts.append(part if unscaled is None else layer.rescaled_input_gradient(unscaled, pending, total))
+    assert kept == ({0} if algorithm == "vocab-2" else {0, 2 * TOKENS * vocab // 2})
+    assert t.names.count("mm") == (algorithm == "vocab-1") and (algorithm == "vocab-1" or not t.names)
+    assert torch.equal(*parts)
+
+
 class Bytes(TorchDispatchMode):
     """Adds up what PyTorch's operations read and write, views apart."""
 

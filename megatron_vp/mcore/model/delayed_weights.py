@@ -45,7 +45,7 @@ class DelayedWeightGradient:
     @property
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
         """The parameters that are complete after the last pass W."""
-        return (*_weights(self.layer), *_biases(self.layer))
+        return trained_parameters([self.layer])
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -65,9 +65,10 @@ class DelayedWeightGradient:
             gradients, bias_gradients = ([each] for each in self.product(layer_input, output_gradient))
         if not fused:
             for weight, gradient in zip(_weights(self.layer), gradients, strict=True):
-                weight.main_grad.add_(gradient)
+                if weight.requires_grad:
+                    weight.main_grad.add_(gradient)
         for bias, gradient in zip(_biases(self.layer), bias_gradients, strict=False):
-            if gradient is not None and gradient.numel():
+            if bias.requires_grad and gradient is not None and gradient.numel():
                 bias.main_grad.add_(gradient)
 
 
@@ -78,6 +79,12 @@ def delaying_layers(chunk: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
         for module in chunk.modules()
         if getattr(module, "wgrad_store", None) is not None and module.wgrad_store.delay_wgrad_compute()
     )
+
+
+def trained_parameters(layers: Iterable[torch.nn.Module]) -> tuple[torch.nn.Parameter, ...]:
+    """Weights and biases of delaying layers that take gradients; the bias of a frozen weight has its from pass B."""
+    held = (each for layer in layers for each in (*_weights(layer), *_biases(layer)))
+    return tuple(parameter for parameter in held if parameter.requires_grad)
 
 
 def leave_out_hooks(chunk: torch.nn.Module) -> None:

@@ -65,7 +65,7 @@ def check_model(chunk: nn.Module) -> None:
 def check_vocabulary_layers(chunk: nn.Module) -> None:
     """Check a chunk that `check_model` has passed, before its vocabulary layers are cut.
 
-    Raises UserError for methods, layers, biases and hooks that are not Megatron's own, and for a frozen weight.
+    Raises UserError for methods, layers, biases and hooks that are not Megatron's own.
     """
     base = GPTModel if isinstance(chunk, GPTModel) else HybridModel
     for name in _LEFT_OUT:
@@ -97,6 +97,8 @@ def refuse_outside_of_passes(chunk: nn.Module, _inputs: tuple) -> None:
 
 
 def _check_layer(name: str, layer: nn.Module, expected: type[nn.Module]) -> None:
+    if any(isinstance(inner, expected) for inner in layer.modules() if inner is not layer):
+        raise UserError(adapted(name, layer))
     extension, *others = type(layer).__bases__
     capped = f"{extension.__module__}.{extension.__qualname__}" == _CAPPED and others == [expected]
     if type(layer) is not expected and not capped:
@@ -106,8 +108,15 @@ def _check_layer(name: str, layer: nn.Module, expected: type[nn.Module]) -> None
         _refuse(f"{name} has a bias, which would be left out", f"{expected.__name__} without one")
     if layer._forward_hooks or layer._forward_pre_hooks:
         _refuse(f"{name} has a hook on its forward, which would be left out", f"{expected.__name__} without one")
-    if layer.weight is not None and not layer.weight.requires_grad:
-        _refuse(f"the weight of {name} is frozen, and its shards would be trained", "trainable vocabulary layers")
+
+
+def adapted(name: str, layer: nn.Module) -> str:
+    """Why a vocabulary layer cannot have an adapter."""
+    return (
+        f"an adapter on {name} (here a {type(layer).__name__}) is not supported with --vocab-parallel, which spreads "
+        f"the rows of that layer over all ranks and computes with them alone: adapt the layers between embedding and "
+        f"output layer, or leave --vocab-parallel out"
+    )
 
 
 def _refuse(found: str, instead: str) -> None:

@@ -104,7 +104,6 @@ class _InputGradientLinear(torch.autograd.Function):
     def forward(ctx: Any, layer_input: torch.Tensor, bias: torch.Tensor | None, layer: _Layer) -> torch.Tensor:
         ctx.save_for_backward(layer_input)
         ctx.layer = layer
-        ctx.has_bias = bias is not None
         output = whole_sequence(layer_input, layer.sequence_group) @ layer.weight.detach().t()
         return output if bias is None else output + bias
 
@@ -116,7 +115,7 @@ class _InputGradientLinear(torch.autograd.Function):
         # Detached, because its graph would keep the chunk's input and that one's gradient until W.
         pending = PendingWeightGradient(layer.weight, layer_input.detach(), output_gradient, layer.sequence_group)
         _collected.append(pending)
-        bias_gradient = output_gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
+        bias_gradient = output_gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         input_gradient = output_gradient @ layer.weight.detach()
         if layer.sum_group is not None:
             dist.all_reduce(input_gradient, group=layer.sum_group)

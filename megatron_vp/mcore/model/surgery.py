@@ -38,18 +38,19 @@ from megatron_vp.mcore.model.model_check import (
 )
 from megatron_vp.mcore.model.multi_token import attach_mtp_block
 from megatron_vp.mcore.settled import SettledJob, current, own_loop
-from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.watchdog import Watchdog
 from megatron_vp.schedule.communicators import all_edges
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
-from megatron_vp.vocab.loss import TokenLoss
 from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards
 
 PIPELINE_ATTRIBUTE = "vocabulary_parallel_pipeline"
 """Where a chunk keeps its `Pipeline`."""
+
+GROUP_ATTRIBUTE = "vocabulary_parallel_group"
+"""Where a chunk whose vocabulary layers are cut keeps the group of the ranks that share them."""
 
 
 class ShardedWordEmbedding(EmbeddingLayer):
@@ -217,6 +218,7 @@ def prepare_chunk(
     leave_out_hooks(chunk)
     if vocab_parallel:
         _shard_vocabulary(job, chunk, first, groups, index)
+        setattr(first, GROUP_ATTRIBUTE, groups.mp)
     # Not before: with tied weights Megatron's first and last chunk communicate while they are built.
     if index + 1 == placement.chunks:
         members = placement.vocab_members(vocab_shards(job, chunk).holders) if vocab_parallel else None
@@ -287,18 +289,6 @@ def stage_ends(job: SettledJob, pipeline_group: dist.ProcessGroup, index: int) -
     return {"pre_process": stage == 0, "post_process": stage + 1 == job.placement.stages}
 
 
-def layer_shards(job: SettledJob, chunks: Sequence[nn.Module]) -> LayerShards | None:
-    """The shards of a rank's chunks and the loss that the arguments ask for; None without --vocab-parallel."""
-    if not job.settings.vocab_parallel:
-        return None
-    loss = TokenLoss(job.args.vocab_label_smoothing, job.args.vocab_z_loss)
-    placement = job.placement
-    first, last = (chunks[placement.chunk_of(stage)] for stage in (0, placement.stages - 1))
-    output = getattr(last, "output_layer", None)
-    embedding = None if output is None else first.embedding.word_embeddings
-    return LayerShards(vocab_shards(job, first), embedding, output, loss)
-
-
 def _pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_members: Sequence[int] | None) -> Pipeline:
     args = job.args
     first = 60 * args.distributed_timeout_minutes
@@ -337,7 +327,7 @@ def _shard(
 ) -> nn.Parameter:
     """Spread the rows of the weight [V, h] that pipeline rank `owner` holds, [V/t, h] on each of its tensor ranks.
 
-    Returns this rank's shard, with Megatron's attributes on it.
+    Returns this rank's shard, with Megatron's attributes on it; frozen where the whole weight is.
     """
     device, rank = pipeline_device(), dist.get_rank(groups.mp)
     size = {"dtype": config.params_dtype, "device": device}
@@ -345,6 +335,7 @@ def _shard(
     if job.args.fake_process_group:
         config.init_method(own_vh)  # a rank without peers receives nothing
     root = dist.get_process_group_ranks(groups.mp)[owner * groups.tp.size()]
+    trained = _is_trained(full_vh, root, groups.mp)
     if full_vh is not None:
         full_vh = _gathered(full_vh.detach().to(device), groups.tp, root)
     # One broadcast per shard, over a group whose ring is connected for the gradient norm anyway. A scatter would
@@ -358,13 +349,20 @@ def _shard(
         if index == rank:
             own_vh.copy_(piece_vh)
     home = torch.device("cpu") if config.use_cpu_initialization else device
-    weight = nn.Parameter(own_vh.to(home))
+    weight = nn.Parameter(own_vh.to(home), requires_grad=trained)
     # Counted once by gradient norm and zero count, as a row block that no other rank holds.
     tensor_parallel.set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
     weight.is_embedding_or_output_parameter = True
     if config.use_mup:
         weight.is_embedding_parameter = True
     return weight
+
+
+def _is_trained(full_vh: nn.Parameter | None, root: int, group: dist.ProcessGroup) -> bool:
+    """Whether the weight takes gradients on `root`, which holds it."""
+    said = torch.tensor([full_vh is None or full_vh.requires_grad], dtype=torch.uint8, device=pipeline_device())
+    dist.broadcast(said, src=root, group=group)
+    return bool(said.item())
 
 
 def _gathered(part_vh: torch.Tensor, group: dist.ProcessGroup, root: int) -> torch.Tensor:

@@ -15,14 +15,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, layer_shards
+from megatron_vp.mcore.model.held_shards import layer_shards
+from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE
 from megatron_vp.mcore.reports.watch import watch
 from megatron_vp.mcore.settled import SettledJob, current, own_loop
 from megatron_vp.mcore.training.deferred_checks import deferred_checks
 from megatron_vp.mcore.training.first_iteration import rehearse, saying_host_memory
 from megatron_vp.mcore.training.megatron_model import MegatronModel
 from megatron_vp.mcore.training.packed_sequences import packs_sequences
-from megatron_vp.mcore.training.programs import late_weights, programs
+from megatron_vp.mcore.training.programs import late_weights, programs, without_frozen
 from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.model import Shapes
@@ -155,7 +156,7 @@ class _Job:
 
 
 def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessGroupCollection | None) -> _Job:
-    """Raises UserError for a model that was not prepared for our schedules."""
+    """Raises UserError for a model that was not prepared for our schedules, and as `layer_shards`."""
     chunks = model if isinstance(model, list) else [model]
     sharded = next((each for each in chunks if isinstance(each, _FULLY_SHARDED)), None)
     if sharded is not None:
@@ -177,7 +178,8 @@ def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessG
         )
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     settled = current()
-    return _Job(settled, chunks, pipeline, layer_shards(settled, cores), get_model_config(chunks[0]), groups)
+    shards = layer_shards(settled, chunks[0], cores, alone=pipeline.groups.alone)
+    return _Job(settled, chunks, pipeline, shards, get_model_config(chunks[0]), groups)
 
 
 def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) -> Shapes:
@@ -212,7 +214,7 @@ def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> 
         microbatches,
         method=family.method(method),
         chunks=len(job.chunks),
-        costs=settled.order,
+        costs=without_frozen(settled.order, family.method(method), job.layer_shards),
         vocab_ranks=shards.holders if shards else None,
         forward_only=not gradients,
         offload_chunks=settled.settings.offload_chunks(len(job.chunks)),

@@ -13,7 +13,7 @@ from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machin
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.model.delayed_weights import delaying_layers
+from megatron_vp.mcore.model.delayed_weights import delaying_layers, trained_parameters
 from megatron_vp.mcore.model.multi_token import append_next_tokens, with_further_predictions
 from megatron_vp.mcore.model.split_backward import PendingGradient, backward_without_weights
 from megatron_vp.mcore.training.capture import Capture, capture
@@ -159,6 +159,7 @@ class MegatronModel:
         part = self._chunks[chunk]
         part.before_weight_gradient(microbatch)
         parameters = [parameter for each in pending for parameter in each.parameters]
+        parameters += trained_parameters(part.delaying)  # biases of frozen weights have left nothing
         pending.reverse()
         while pending:  # what a layer has used is freed before the next layer's product
             pending.pop().accumulate()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
+from megatron_vp.runtime.collectives import LayerShards
+from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.lowering import lower
-from megatron_vp.schedule.passes import PassKind, Schedule
+from megatron_vp.schedule.passes import PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.request import ScheduleRequest
 
 
@@ -19,6 +22,26 @@ def programs(request: ScheduleRequest, embeds_on_last_stage: bool) -> tuple[Sche
     """
     schedule = expand_interlaced(request.schedule())
     return schedule, lower(schedule, request.costs, embeds_on_last_stage)
+
+
+def without_frozen(costs: Costs | None, method: VocabMethod, shards: LayerShards | None) -> Costs | None:
+    """What passes are ordered for, without the gradients of frozen vocabulary layers.
+
+    IB then takes no time, and neither does T but for vocab-1, of whose two products it keeps that of dX: half of it.
+    """
+    if shards is None or (shards.trains_embedding and shards.trains_output):
+        return costs
+    costs = costs or PassCosts()
+    left = {"IB": 1.0 if shards.trains_embedding else 0.0}
+    left["T"] = 1.0 if shards.trains_output else 0.5 if method is VocabMethod.VOCAB_1 else 0.0
+    durations = {kind: getattr(costs, kind) for kind in left}
+    return replace(
+        costs,
+        **{
+            kind: tuple(left[kind] * each for each in took) if isinstance(took, tuple) else left[kind] * took
+            for kind, took in durations.items()
+        },
+    )
 
 
 def late_weights(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:

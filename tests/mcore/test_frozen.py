@@ -1,0 +1,238 @@
+"""Frozen vocabulary layers, frozen layers and adapters: gradients as plain Megatron's, and nothing done for the frozen.
+
+Megatron's loop here; of one's own in test_enable.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from unittest import mock
+
+import pytest
+
+from megatron_vp.mcore.training.programs import without_frozen
+from megatron_vp.runtime.collectives import LayerShards
+from megatron_vp.schedule import StageCosts, VocabMethod
+from megatron_vp.schedule.request import ScheduleRequest
+from megatron_vp.vocab.shards import VocabShards
+from tests.harness import run_ranks, run_ranks_to_their_end
+from tests.harness.training import Run, comparable_model, tiny_model, train, train_case
+from tests.mcore import engine, frozen
+from tests.mcore.case_parts import BOTH, TIED
+from tests.mcore.comparison import assert_equal, assert_same_bits
+from tests.mcore.engine import pipeline
+from tests.mcore.test_launch import run_own_script
+from tests.vocab.test_output import Launches
+
+BOUND = 1e-6
+MAIN = ("v-half/vocab-2", "1f1b/vocab-2", "interleaved/vocab-1", "zb-h1/vocab-2", "zb-h1/none")
+WAYS = ("embedding", "output_layer", "first_layers")
+
+# (what is frozen, options, schedule and algorithm)
+CASES = [("adapted", {}, MAIN[0])]
+SLOW_CASES = [
+    *(("vocabulary", {}, method) for method in (*MAIN, "1f1b/vocab-1", "v-half/vocab-1")),
+    *(("vocabulary", TIED, method) for method in MAIN[:4]),
+    *(("all_but_projection", BOTH, method) for method in MAIN),
+    *(("every_other_layer", {}, method) for method in MAIN),
+    *(("every_other_layer", {**BOTH, "bf16": None}, method) for method in ("zb-h1/vocab-2", "v-half/none")),
+    *(("adapted", {}, method) for method in (*MAIN[1:], "v-half/none")),
+    *(("adapted", BOTH, method) for method in ("zb-h1/vocab-2", "v-half/vocab-2")),
+    *((way, {}, method) for way in WAYS for method in ("1f1b/vocab-2", "v-half/vocab-1")),
+    ("first_layers", {}, "zb-h1/none"),
+]
+
+
+def _run(what: str, ranks: int, options: Mapping[str, object], **changes: object) -> Run:
+    arguments = {
+        "global_batch_size": 8 * (2 if "overlap_grad_reduce" in options else 1),
+        "lr": 2e-6,
+        **options,
+        **changes,
+    }
+    return train(ranks, comparable_model(**arguments), hook=getattr(frozen, what))
+
+
+@cache
+def _plain(what: str, options: tuple[tuple[str, object], ...]) -> Run:
+    """Plain Megatron, one stage, as many replicas."""
+    return _run(what, 2 if ("overlap_grad_reduce", True) in options else 1, dict(options))
+
+
+def _scheduled(method: str) -> dict[str, object]:
+    schedule, algorithm = method.split("/")
+    virtual = {"num_virtual_stages_per_pipeline_rank": 2} if schedule == "interleaved" else {}
+    return pipeline(schedule, None if algorithm == "none" else algorithm) | virtual
+
+
+@pytest.mark.parametrize(
+    ("what", "options", "method"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
+)
+def test_what_is_trained_is_trained_as_in_plain_megatron(what, options, method):
+    plain = _plain(what, tuple(options.items()))
+    ours = _run(what, 4 if "overlap_grad_reduce" in options else 2, options, **_scheduled(method))
+    assert_equal(ours, plain, BOUND)
+    assert plain.steps[0].gradients.keys() < plain.parameters.keys()
+
+
+ENGINE_CASES = [
+    ("every_other_layer", "zb-h1", "vocab-2", engine.FUSED),
+    ("every_other_layer", "v-half", "vocab-1", engine.APART),
+    ("every_other_layer", "interleaved", "vocab-1", engine.FUSED),
+    ("first_layers", "zb-h1", None, engine.APART),
+    ("vocabulary", "1f1b", "vocab-2", engine.FUSED),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, engine.SHARDED], ids=["whole optimizer", "distributed optimizer"])
+@pytest.mark.parametrize(("what", "schedule", "method", "fused"), ENGINE_CASES)
+def test_frozen_layers_of_transformer_engine_leave_nothing_to_w(what, schedule, method, fused, options):
+    on_a_stage, hook = 2 if options else 1, getattr(frozen, what)
+    plain, _ = engine.trained(engine.NEWEST, on_a_stage, fused, hook=hook, **options)
+    virtual = {"num_virtual_stages_per_pipeline_rank": 2} if schedule == "interleaved" else {}
+    job = {**pipeline(schedule, method), **virtual, **options}
+    ours, found = engine.trained(engine.NEWEST, 2 * on_a_stage, fused, hook=hook, **job)
+    assert_equal(ours, plain, BOUND)
+    if schedule not in ("interleaved", "1f1b"):
+        trained = sum(name.endswith(".weight") and "linear" in name for name in plain.steps[0].gradients)
+        assert sum(each.queued for each in found) == 3 * 4 * trained  # steps, microbatches
+
+
+def counted(rank: int, ranks: int, arguments: list[str], hook: Callable[[list], list] | None) -> dict[str, float]:
+    """Elements of gradient buffers and optimizer state of a rank, launches in its passes T and IB, and their costs."""
+    from megatron.training import training
+
+    from megatron_vp.mcore.training import forward_backward
+    from megatron_vp.runtime.sharded_vocab_layers import ShardedVocabLayers
+
+    found = {"launches of T": 0, "launches of IB": 0}
+
+    def launching(name: str, original: Callable) -> Callable:
+        def run(*args: object) -> None:
+            with Launches() as launches:
+                original(*args)
+            found[name] += len(launches.names)
+
+        return run
+
+    def setup(*args: object, **kwargs: object) -> tuple:
+        built = build(*args, **kwargs)
+        found["gradients"] = sum(buffer.grad_data.numel() for chunk in built[0] for buffer in chunk.buffers)
+        found["parameters"] = sum(parameter.numel() for chunk in built[0] for parameter in chunk.parameters())
+        kept.append(built[1])
+        return built
+
+    def programs(request: ScheduleRequest, embeds_on_last_stage: bool) -> tuple:
+        costs = request.costs.nominal(ranks)
+        found["cost of T"], found["cost of IB"] = costs.T, costs.IB
+        return make_programs(request, embeds_on_last_stage)
+
+    build, make_programs, kept = training.setup_model_and_optimizer, forward_backward.programs, []
+    t_pass, ib_pass = ShardedVocabLayers._output_t, ShardedVocabLayers._embed_backward
+    with (
+        mock.patch.object(training, "setup_model_and_optimizer", setup),
+        mock.patch.object(forward_backward, "programs", programs),
+        mock.patch.object(ShardedVocabLayers, "_output_t", launching("launches of T", t_pass)),
+        mock.patch.object(ShardedVocabLayers, "_embed_backward", launching("launches of IB", ib_pass)),
+    ):
+        train_case(rank, ranks, arguments, same_weights=False, hook=hook)
+    states = (state for each in kept[0].chained_optimizers for state in each.optimizer.state.values())
+    found["state"] = sum(each.numel() for state in states for each in state.values() if each.dim())
+    return found
+
+
+def test_a_frozen_vocabulary_takes_no_gradients_no_state_and_no_time():
+    job = tiny_model(train_iters=2, **pipeline("1f1b", "vocab-2"))
+    trained, kept = (run_ranks(2, counted, job, hook) for hook in (None, frozen.vocabulary))
+    rows = 2 * 32 * 512 // 2  # of both layers, on either rank
+    for before, after in zip(trained, kept, strict=True):
+        assert before["parameters"] == after["parameters"]
+        assert before["gradients"] - after["gradients"] == rows and before["state"] - after["state"] == 2 * rows
+        assert before["launches of T"] > 0 and before["cost of T"] > 0 and before["cost of IB"] > 0
+        assert not any(after[f"{what} of {step}"] for what in ("launches", "cost") for step in ("T", "IB"))
+
+
+def test_of_vocab_1_a_frozen_output_layer_leaves_one_of_two_products():
+    shards = LayerShards(VocabShards(8, 2), None, None, trains_output=False)
+    costs = StageCosts(
+        F=(4.0, 4.0), B=(4.0, 4.0), W=(4.0, 4.0), S=(1.0, 2.0), T=(4.0, 6.0), IF=(1.0, 1.0), IB=(1.0, 1.0)
+    )
+    assert without_frozen(costs, VocabMethod.VOCAB_1, shards) == replace(costs, T=(2.0, 3.0))
+    assert without_frozen(costs, VocabMethod.VOCAB_2, shards) == replace(costs, T=(0.0, 0.0))
+    assert without_frozen(None, VocabMethod.VOCAB_2, replace(shards, trains_output=True)) is None
+
+
+def to_its_end(rank: int, ranks: int, arguments: list[str], hook: Callable[[list], list]) -> None:
+    """A run that ends as the script ends one."""
+    from megatron_vp.mcore.start.launch import one_line_errors
+
+    with one_line_errors():
+        train_case(rank, ranks, arguments, hook=hook)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("first_rank_only", "embedding.word_embeddings is frozen on 1 of 2 ranks .model-parallel ranks 0."),
+        pytest.param("adapted_output_layer", "an adapter on output_layer .here a Adapter.", marks=pytest.mark.slow),
+    ],
+)
+def test_what_would_be_trained_otherwise_on_other_ranks_is_refused_on_all(what, said):
+    ends = run_ranks_to_their_end(2, to_its_end, tiny_model(**pipeline("1f1b", "vocab-2")), getattr(frozen, what))
+    assert [status for status, _ in ends] == [2, 2]
+    assert any(re.search(f"^error: .*{said}", output, re.MULTILINE) for _, output in ends), ends
+
+
+@pytest.mark.slow
+def test_layers_that_a_scripts_provider_freezes_start_as_plain_megatrons_under_a_v_and_stay_frozen():
+    words = [*tiny_model(pipeline_model_parallel_size=2, lr=1e-2), "--stride", "2"]
+    v_half = ["--pipeline-schedule", "v-half", "--vocab-parallel"]
+    losses = []
+    for options in (["--freeze-vocabulary"], ["--freeze-vocabulary", *v_half], v_half):
+        output = run_ranks(2, run_own_script, [*words, *options])[-1]
+        losses.append([float(loss) for loss in re.findall(r"lm loss: (\S+)", output)])
+    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[2] != pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["vocabulary", "every_other_layer"])
+def test_a_fresh_run_starts_with_plain_megatrons_weights(what):
+    job = {"train_iters": 1, "lr": 0, "pipeline_model_parallel_size": 2}
+    hook = getattr(frozen, what)
+    ours = train(2, tiny_model(**job | pipeline("zb-v", "vocab-2")), same_weights=False, hook=hook)
+    plain = train(2, tiny_model(**job), same_weights=False, hook=hook)
+    assert_same_bits(ours.parameters, plain.parameters)
+    assert ours.losses == pytest.approx(plain.losses, rel=BOUND)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["vocabulary", "adapted", "all_but_projection"])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_checkpoints_resume_exactly_and_move_to_plain_megatron_and_other_sizes(tmp_path, what, distributed):
+    hook = getattr(frozen, what)
+    options = {"use_distributed_optimizer": distributed, "dist_ckpt_optim_fully_reshardable": distributed}
+    v_half, rows = pipeline("v-half", "vocab-2"), {"vocab_shards": "16,24"}
+
+    def part(ranks: int, ends: int, save: str | None, load: str | None = None, **changes: object) -> Run:
+        places = {"save": save and tmp_path / save, "load": load and tmp_path / load, "save_interval": 1000}
+        job = {"lr": 1e-4, **options, **places, "train_iters": ends, "override_opt_param_scheduler": True, **changes}
+        return train(ranks, comparable_model(**job), same_weights=load is None, hook=hook)
+
+    whole = part(2, 6, None, **v_half)
+    first = part(2, 2, "first", **v_half)
+    again = part(2, 6, None, "first", **v_half)
+    assert first.losses + again.losses == whole.losses
+    assert_same_bits(again.parameters, whole.parameters)
+    moved = part(1, 4, "plain", "first")
+    last = part(2, 6, None, "plain", **pipeline("1f1b", "vocab-1"), **rows)
+    for numbers in ("losses", "grad_norms"):
+        found = [each for run in (first, moved, last) for each in getattr(run, numbers)]
+        assert found == pytest.approx(getattr(whole, numbers), rel=BOUND), numbers
+    for name, frozen_weight in whole.parameters.items():
+        if name not in whole.steps[0].gradients:
+            assert_same_bits({name: last.parameters[name]}, {name: frozen_weight})
