@@ -8,7 +8,7 @@ OR-tools' CP-SAT (`pip install 'megatron_vp[optimality]'`) for the cases that `r
 them there; delete a line to have it solved again. A case takes a second to a minute on one core. Where the solver stops
 before it has proven the shortest, its lower bound counts: the ratio is then at most what is printed.
 
-`--write` puts the table into `docs/schedules.md`; without it the table is printed. The exit status is 1 if a schedule
+At the end it prints the table of docs/evidence/predictions.md. The exit status is 1 if a schedule
 takes more than 2 percent over the bound; V-Min and one named cell of the table may take more.
 """
 
@@ -36,8 +36,6 @@ from megatron_vp.schedule.list_scheduler import MemoryLimits
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "optimality.jsonl"
-PAGE = ROOT / "docs" / "schedules.md"
-BEGIN, END = "<!-- begin optimality -->\n", "<!-- end optimality -->\n"
 
 MOST = 1.02
 """The most that a makespan may be of the shortest, with the exceptions below."""
@@ -215,7 +213,6 @@ def main() -> int:
     parser.add_argument("--solve", action="store_true", help="find the shortest schedules that the results lack")
     parser.add_argument("--effort", type=float, default=15.0, help="about so many seconds per case (default 15)")
     parser.add_argument("--only", nargs="+", choices=PLANNED, default=list(PLANNED), help="these families")
-    parser.add_argument("--write", action="store_true", help="write the table to docs/schedules.md")
     args = parser.parse_args()
     results = read_results()
 
@@ -242,11 +239,7 @@ def main() -> int:
         )
         if ratio(case, result) > most(case):
             failed = 1
-    if args.write:
-        before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-        PAGE.write_text(before + BEGIN + table(results) + END + rest.split(END)[1], encoding="utf-8")
-    else:
-        print(table(results), end="")
+    print(table(results), end="")
     return failed
 
 

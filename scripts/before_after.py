@@ -1,4 +1,4 @@
-"""Write the README's picture and figures, and the search in docs/planning.md: Llama 3 8B on H100, as predicted.
+"""Write the README's picture and figures: Llama 3 8B on H100 as predicted, and published runs next to predictions.
 
     python scripts/before_after.py [--check]
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import subprocess
+import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,20 +19,23 @@ from typing import NamedTuple
 
 from megatron_vp.cli.planning import GIB, Request, read_request
 from megatron_vp.cost.hardware.constants import CALIBRATED
+from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.planning.candidates import REDISTRIBUTED, candidates
 from megatron_vp.cost.prediction.predict import Prediction, make_simulator, predict
 from megatron_vp.cost.prediction.stage_costs import layers_of, stage_costs
+from megatron_vp.cost.public.comparison import predicted
+from megatron_vp.cost.public.public_rows import PublicRow, read_rows
 from megatron_vp.cost.sizes.flops import layer_weights
-from megatron_vp.cost.sizes.shapes import CrossEntropy, Plan
+from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, Plan
 from megatron_vp.schedule import PassKind, Schedule, VocabMethod
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-PLANNING = ROOT / "docs" / "planning.md"
 PICTURE = ROOT / "docs" / "images" / "before_after.png"
 
 CONFIG, HARDWARE, NODES = "configs/llama3_8b.yaml", "h100", 4
-SEARCHED_NODES = 32
+LEAST_GPUS = 128
+"""Of a published run that is shown."""
 WINDOW = 2.5
 """Seconds of the iteration that the picture shows."""
 
@@ -133,25 +136,29 @@ def request() -> Request:
 
 
 def runs(asked: Request) -> list[Run]:
-    """Plain Megatron, Megatron with layers moved, and ours."""
-    moved = next(
-        each.plan
-        for each in candidates(asked.job, asked.hardware)
-        if each.method == REDISTRIBUTED and each.plan.schedule == "1f1b"
-    )
+    """Plain Megatron, a tuned one, and ours."""
     plans = {
-        "plain Megatron, 1F1B": Plan(),
-        "Megatron with layers moved, 1F1B": moved,
         "vocabulary parallel, 1F1B": Plan("1f1b", VocabMethod.VOCAB_2),
         "vocabulary parallel, V-Half": Plan("v-half", VocabMethod.VOCAB_2),
     }
-    return [run_of(asked, title, plan) for title, plan in plans.items()]
+    ours = [run_of(asked.job, asked.hardware, title, plan) for title, plan in plans.items()]
+    return [run_of(asked.job, asked.hardware, "plain Megatron, 1F1B", Plan()), tuned(asked), *ours]
 
 
-def run_of(asked: Request, title: str, plan: Plan) -> Run:
+def tuned(asked: Request) -> Run:
+    """The fastest of Megatron's own schedules that fits: layers moved, Transformer Engine's cross entropy."""
+    job = replace(asked.job, cross_entropy=CrossEntropy.TE)
+    plans = [each.plan for each in candidates(job, asked.hardware) if each.method == REDISTRIBUTED]
+    found = [run_of(job, asked.hardware, "", plan) for plan in plans if plan.schedule in ("1f1b", "interleaved")]
+    best = min((run for run in found if run.prediction.fits()), key=lambda run: run.seconds)
+    name = {"1f1b": "1F1B", "interleaved": "interleaved 1F1B"}[best.prediction.plan.schedule]
+    return replace(best, title=f"Megatron tuned, {name}")
+
+
+def run_of(job: Job, hardware: Hardware, title: str, plan: Plan) -> Run:
     """Its prediction."""
-    simulator = make_simulator(asked.job, plan, asked.hardware)
-    return Run(title, simulator.schedule, predict(asked.job, plan, asked.hardware, simulator=simulator))
+    simulator = make_simulator(job, plan, hardware)
+    return Run(title, simulator.schedule, predict(job, plan, hardware, simulator=simulator))
 
 
 def marks(block: str) -> tuple[str, str]:
@@ -172,61 +179,48 @@ def with_block(page: str, block: str, content: str) -> str:
     return before + begin + content + end + rest.split(end)[1]
 
 
-def plan_output() -> str:
-    """What `megatron-vp plan` says about the job, shortened: the best rows, the gain, the flags."""
-    lines = _plan(NODES)
-    top = next(number for number, line in enumerate(lines) if line.startswith("┏"))
-    verdict = [line for line in lines if " times as fast as " in line or line.startswith("use: ")]
-    return _code([*lines[top : top + 6], "...", *verdict])
+def public() -> str:
+    """The largest judged pipeline run of each model on 128 or more H100, and its prediction, in Markdown."""
+    largest: dict[str, PublicRow] = {}
+    for row in read_rows():
+        fits = row.judged and row["gpu"] == "h100" and row["pp"] not in ("", "1") and row.gpus >= LEAST_GPUS
+        if fits and (row["model"] not in largest or row.gpus > largest[row["model"]].gpus):
+            largest[row["model"]] = row
+    lines = ["| run | published, tokens/s per GPU | predicted | error |", "|---|---|---|---|"]
+    for row in largest.values():
+        found = predicted(row)
+        assert found.tokens_per_second is not None and found.error is not None
+        lines.append(
+            f"| {row['model']}, {row.gpus} GPUs, {row['precision']}, p = {row['pp']} | {row.tokens_per_second:,.0f} "
+            f"| {found.tokens_per_second:,.0f} | {100 * found.error:+.1f} % |"
+        )
+    return "\n".join(lines) + "\n"
 
 
-def search_output() -> str:
-    """The same of a search on more nodes: the fastest runs of the frontier, and the flags of the recommended one."""
-    lines = _plan(SEARCHED_NODES, "--search")
-    top = next(number for number, line in enumerate(lines) if line.startswith("┏"))
-    used = next(number for number, line in enumerate(lines) if line.startswith("use: "))
-    return _code([*lines[: top + 7], "...", *filter(None, lines[used : used + 2])])
-
-
-def _plan(nodes: int, *more: str) -> list[str]:
-    words = ["plan", CONFIG, "--hardware", HARDWARE, "--nodes", str(nodes), *more]
-    command = [sys.executable, "-m", "megatron_vp.cli.app", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-
-
-def _code(lines: list[str]) -> str:
-    return "\n".join(["```text", *lines, "```"]) + "\n"
-
-
-def fused_gain(asked: Request, ours: Run, fusion: CrossEntropy) -> float:
-    """How many times as fast as plain Megatron `ours` is where plain Megatron fuses its cross entropy."""
-    job = replace(asked.job, cross_entropy=fusion)
-    return predict(job, Plan(), asked.hardware).iteration_seconds / ours.seconds
-
-
-def table(asked: Request, found: list[Run]) -> str:
+def table(found: list[Run]) -> str:
     """Time, use of the hardware and memory, in Markdown."""
-    lines = ["| run | seconds per iteration | MFU | memory of the fullest rank |", "|---|---|---|---|"]
+    lines = ["| predicted | seconds per iteration | MFU | memory of the fullest rank |", "|---|---|---|---|"]
     lines += [
         f"| {run.title} | {run.seconds:.2f} | {100 * run.prediction.mfu:.1f} % | {run.peak:.1f} GiB |" for run in found
     ]
-    plain, moved, ours = (found[place].seconds for place in (0, 1, 2))
-    gain = (
-        f"**Predicted, not measured: {plain / ours:.2f} times as fast as plain Megatron** with the same schedule\n"
-        f"(1F1B), and {moved / ours:.2f} times as fast as Megatron with its layers moved to balance the stages."
+    return "\n".join(lines) + "\n"
+
+
+def with_gain(page: str, found: list[Run]) -> str:
+    """The page with the gain over a tuned Megatron in its first line."""
+    return re.sub(
+        r"[\d.]+ times as fast as a tuned", f"{found[1].seconds / found[2].seconds:.2f} times as fast as a tuned", page
     )
-    native, engine = (fused_gain(asked, found[2], fusion) for fusion in (CrossEntropy.NATIVE, CrossEntropy.TE))
-    fused = (
-        "Plain Megatron computes the cross entropy unfused here, which is its default. If it fuses it,\n"
-        f"vocabulary parallelism is predicted to be {native:.2f} times as fast (`--cross-entropy-loss-fusion`) or "
-        f"{engine:.2f}\ntimes (`--cross-entropy-fusion-impl te`)."
-    )
-    return "\n".join([gain, "", *lines, "", fused]) + "\n"
+
+
+def written(page: str, found: list[Run]) -> str:
+    """The page with all that this script writes."""
+    return with_block(with_block(with_gain(page, found), "predicted", table(found)), "public", public())
 
 
 def shown(found: list[Run]) -> list[Run]:
     """The runs of the picture."""
-    return [run for run in found if run.prediction.plan.layers is None]
+    return [run for run in found if run.prediction.plan.layers is None and "tuned" not in run.title]
 
 
 def digest(found: list[Run]) -> str:
@@ -307,17 +301,13 @@ def main() -> int:
     asked = request()
     found = runs(asked)
     page = README.read_text(encoding="utf-8")
-    fresh = with_block(with_block(page, "predicted", table(asked, found)), "plan", plan_output())
-    planning = PLANNING.read_text(encoding="utf-8")
-    searched = with_block(planning, "search", search_output())
+    fresh = written(page, found)
     if check:
         stale = [PICTURE.name] * (stored_digest() != digest(found)) + [README.name] * (fresh != page)
-        stale += [PLANNING.name] * (searched != planning)
         print(f"out of date: {', '.join(stale)}; run this without --check" if stale else "up to date")
         return int(bool(stale))
     draw(asked, found)
     README.write_text(fresh, encoding="utf-8")
-    PLANNING.write_text(searched, encoding="utf-8")
     return 0
 
 

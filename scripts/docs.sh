@@ -6,5 +6,5 @@ output=$(realpath -m "${1:-site}")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python}
 if [[ -z ${PYTHON:-} && -x .venv/bin/python ]]; then python=.venv/bin/python; fi
-export PYTHONPATH=$PWD:$PWD/scripts NO_MKDOCS_2_WARNING=1
-exec "$python" -W ignore -m mkdocs build --quiet --strict --clean --site-dir "$output"
+export PYTHONPATH=$PWD:$PWD/scripts:$PWD/benchmarks NO_MKDOCS_2_WARNING=1
+exec "$python" -W ignore -m mkdocs build --strict --clean --site-dir "$output"

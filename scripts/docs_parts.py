@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import click
@@ -17,12 +19,14 @@ import typer
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+GIB = 2**30
 MARK = re.compile(r"^<!-- generated: (?P<name>\w+) -->$", re.MULTILINE)
 
 
 def filled(page: str) -> str:
     """A page with its generated parts. Raises KeyError for a name that is not in PARTS."""
-    return MARK.sub(lambda found: part(found["name"]), page)
+    return MARK.sub(lambda found: part(found["name"]).replace(" %", "\N{NO-BREAK SPACE}%"), page)
 
 
 @functools.cache
@@ -163,14 +167,28 @@ def _documented(name: str, what: Any) -> list[str]:
     """A heading, the signature and the docstring; of a class also those of its methods."""
     pieces = [f"### {name}", *_docstring(what)]
     if not inspect.isclass(what):
-        pieces.insert(1, f"```python\n{name.rpartition('.')[2]}{inspect.signature(what)}\n```")
+        pieces.insert(1, f"```python\n{_signature(name, what)}\n```")
         return pieces
     for method, value in vars(what).items():
         if not method.startswith("_") and value.__doc__:
             owner = name.rpartition(".")[2].lower()
-            shown = f"{owner}.{method}{inspect.signature(value)}" if callable(value) else f"{owner}.{method}"
-            pieces += [f"```python\n{shown.replace('(self, ', '(').replace('(self)', '()')}\n```", *_docstring(value)]
+            shown = _signature(f"{owner}.{method}", value) if callable(value) else f"{owner}.{method}"
+            pieces += [f"```python\n{shown}\n```", *_docstring(value)]
     return pieces
+
+
+def _signature(name: str, what: Any) -> str:
+    """As it is written: a line for each parameter where one line is too long."""
+    signature = inspect.signature(what)
+    kept = [each for each in signature.parameters.values() if each.name != "self"]
+    text = f"{name}{signature.replace(parameters=kept)}".replace("'", "")
+    if len(text) <= 84:
+        return text
+    stars = {each.name for each in kept if each.kind is each.KEYWORD_ONLY}
+    lines = []
+    for each in kept:
+        lines += ["    *,"] * (each.name in stars and "    *," not in lines) + [f"    {each},".replace("'", "")]
+    return "\n".join([f"{name}(", *lines, f") -> {signature.return_annotation}".replace("'", "")])
 
 
 def _docstring(what: Any) -> list[str]:
@@ -203,6 +221,65 @@ def public_runs() -> str:
     return to_markdown([predicted(row) for row in read_rows()])
 
 
+def schedules() -> str:
+    """Every `--pipeline-schedule`."""
+    from megatron_vp.schedule import FAMILIES
+
+    rows = [(f"`{name}`", family.summary, family.peak_formula) for name, family in FAMILIES.items()]
+    return table(("`--pipeline-schedule`", "what you get", "most activations on rank r, in microbatches"), rows)
+
+
+def roofline() -> str:
+    """What bounds S and T on H100, H200 and B200."""
+    from megatron_vp.cost.times.roofline import lines, markdown
+
+    return markdown(list(lines()))
+
+
+def host_links() -> str:
+    """Copies to the host's memory, by GPU."""
+    from megatron_vp.cost.hardware.gpus import GIGA, HARDWARE
+
+    rows = []
+    for name, hardware in HARDWARE.items():
+        host = hardware.host
+        source = "quoted" if host.source.startswith("quoted") else "estimate"
+        figures = (f"{figure:g}" for figure in (host.out / GIGA, host.back / GIGA, host.memory / GIB))
+        rows.append((name, *figures, source))
+    return table(("GPU", "to the host, GB/s", "from the host, GB/s", "host memory per GPU, GiB", "where from"), rows)
+
+
+def memory_by_layer() -> str:
+    """Memory counted in a replay of shapes next to the prediction, by job."""
+    from memory_agrees import lines_of, table_of
+
+    return table_of(lines_of(RESULTS / "memory_agrees.jsonl"))
+
+
+def optimality() -> str:
+    """How far small schedules are from the shortest possible."""
+    import optimality
+
+    return optimality.table(optimality.read_results())
+
+
+def memory_of_the_papers_models() -> str:
+    """Memory counted so next to the prediction, of the paper's models."""
+    text = (RESULTS / "replay_shapes.jsonl").read_text(encoding="utf-8")
+    lines = [line for line in map(json.loads, text.splitlines()) if "error" not in line]
+    off = [100 * abs(line["predicted_bytes"] / line["memory_bytes"]["peak"] - 1) for line in lines]
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for line in lines:
+        if line["pipeline_rank"] in (0, line["pipeline_size"] - 1):
+            key = line["model"], f"{line['vocab_size'] // 1024}k", line["method"]
+            rows.setdefault(key, []).extend(
+                f"{size / GIB:.2f}" for size in (line["memory_bytes"]["peak"], line["predicted_bytes"])
+            )
+    heads = ("first stage: counted", "predicted", "last stage: counted", "predicted")
+    found = table(("model", "vocabulary", "method", *heads), [(*key, *cells) for key, cells in rows.items()])
+    return f"{found}\n\n{len(off)} ranks: {fmean(off):.1f} % apart on average, {max(off):.1f} % at worst."
+
+
 def schedule_page() -> str:
     """Two schedules, one above the other, to point at and to zoom."""
     from megatron_vp.schedule import generate, simulate
@@ -213,7 +290,8 @@ def schedule_page() -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     **{each.__name__: each for each in (commands, flags, configuration_keys, configurations, python_interface)},
-    "public_runs": public_runs,
+    **{each.__name__: each for each in (schedules, public_runs, roofline, host_links, optimality)},
+    **{each.__name__: each for each in (memory_by_layer, memory_of_the_papers_models)},
     **{
         name: _compatibility(name)
         for name in ("tested", "surveyed", "moved", "refused", "ignored", "not_yet", "patched")

@@ -9,7 +9,8 @@ say which lines are kept, and how the test compares them:
 
 `head=N` keeps the first N lines, `keep="PATTERN"` those with the pattern, `most=N` at most N of them; `...` stands for
 others. `status=N` is the exit status. `numbers`: digits differ from run to run. `slow`: it takes long, or reads what
-the blocks above it on the page wrote; tested with `-m slow` only. The commands of a page run in order, in a folder of
+the blocks above it on the page wrote; tested with `-m slow` only. `as="COMMAND"`: what runs in its place, where the
+command would set up an environment. The commands of a page run in order, in a folder of
 their own.
 """
 
@@ -52,6 +53,8 @@ class Example:
     """it takes long, or reads what others wrote"""
     numbers: bool = False
     """its digits differ from run to run"""
+    runs: str | None = None
+    """what runs in its place"""
 
     @property
     def command(self) -> str:
@@ -115,7 +118,7 @@ def run(example: Example, folder: Path, *more: str) -> str:
     """What the example prints in `folder`; on standard error only where it says nothing else."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{ROOT / '.venv' / 'bin'}:{environment['PATH']}"
-    command = ["bash", "-c", f"{example.command} {shlex.join(more)}".rstrip()]
+    command = ["bash", "-c", f"{example.runs or example.command} {shlex.join(more)}".rstrip()]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != example.status:
         raise SystemExit(f"{command[-1]} ended with status {done.returncode}:\n{done.stdout}\n{done.stderr}")
@@ -145,13 +148,14 @@ def blocks_of(page: str) -> Iterator[Block]:
         options: dict[str, object] = {"most": 12}
         for word in shlex.split(found["options"] or ""):
             name, given, value = word.partition("=")
-            if name not in ("keep", "most", "status", "head", "slow", "numbers") or bool(given) == (name in _SWITCHES):
+            if name not in (*_TEXTS, *_NUMBERS, *_SWITCHES) or bool(given) == (name in _SWITCHES):
                 raise SystemExit(f"{word} is not an option of a block: {found['options']}")
-            options[name] = True if name in _SWITCHES else value if name == "keep" else int(value)
+            key = _TEXTS.get(name, name)
+            options[key] = True if name in _SWITCHES else value if name in _TEXTS else int(value)
         yield Block(*found.span("text"), Example(command[1], before=None, **options), found["text"])  # type: ignore[arg-type]
 
 
-_SWITCHES = ("slow", "numbers")
+_SWITCHES, _NUMBERS, _TEXTS = ("slow", "numbers"), ("head", "most", "status"), {"keep": "keep", "as": "runs"}
 
 
 def alike(example: Example, fresh: str, kept: str) -> bool:

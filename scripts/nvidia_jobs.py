@@ -4,8 +4,8 @@
 
 Reads the functional tests and the shell scripts of examples that train GPT or hybrid models in two and more pipeline
 stages. Each is judged by what `megatron-vp check` runs: first as it is, then vocabulary parallel under its own schedule
-(1f1b, or interleaved with virtual stages), then under v-half. `--write` puts the tables into docs/nvidia_jobs.md,
-`--list` prints every job. Nothing is started, and data, tokenizers and checkpoints are not read.
+(1f1b, or interleaved with virtual stages), then under v-half. `--write` puts the tables into the page of evidence
+about them, `--list` prints every job. Nothing is started, and data, tokenizers and checkpoints are not read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_vp.errors import UserError  # noqa: E402
 from megatron_vp.jobs.command_line import flag_value  # noqa: E402
 from megatron_vp.mcore.start import preflight  # noqa: E402
 
-PAGE = ROOT / "docs" / "nvidia_jobs.md"
+PAGE = ROOT / "docs" / "evidence" / "nvidia_jobs.md"
 NODES = "te=2.20.2,apex=yes,einops=yes,nvrx=yes,emerging=yes,cc=9.0"
 """What NVIDIA's own containers have, on H100."""
 OTHER_MODELS = {"bert", "common", "mimo", "multimodal-llava", "t5"}

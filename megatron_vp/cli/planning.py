@@ -144,7 +144,7 @@ class Request:
         return (
             f"Predicted, not measured. {self._vocabulary_passes} Setups of A100s that the constants were not "
             f"fitted on came out within {time} of their time and {memory} of their memory; other hardware is not "
-            f"calibrated (docs/cost_model.md). {self._evidence}"
+            f"calibrated (docs/evidence/predictions.md). {self._evidence}"
         )
 
     @property

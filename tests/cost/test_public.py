@@ -14,7 +14,7 @@ from megatron_vp.cli.app import app
 from megatron_vp.cost.hardware.constants import compared
 from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.public import public_rows
-from megatron_vp.cost.public.comparison import errors_by_group, predicted, to_markdown
+from megatron_vp.cost.public.comparison import errors_by_group, predicted
 from megatron_vp.cost.public.public_fit import VARIED, fit_of
 from megatron_vp.cost.public.public_rows import read_rows
 from megatron_vp.errors import UserError
@@ -131,12 +131,6 @@ def test_the_readme_says_how_far_predictions_are_off(outcomes):
     means = {each.group: round(100 * each.mean) for each in errors_by_group(outcomes)}
     said = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert f"come out {means['all']} % off on average, those with experts {means['moe']} %" in said
-
-
-def test_the_page_shows_the_present_predictions(outcomes):
-    """Where it does not: scripts/public_runs.py writes it."""
-    page = (ROOT / "docs" / "public_runs.md").read_text(encoding="utf-8")
-    assert page.partition("<!-- begin runs -->\n")[2].partition("<!-- end runs -->\n")[0] == to_markdown(outcomes)
 
 
 def test_a_constant_that_is_off_is_found_and_families_are_left_out_of_their_own_fit():

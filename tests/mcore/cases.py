@@ -1,4 +1,4 @@
-"""What is tested together with our schedules, as data: a case is a line here and a row of docs/compatibility.md.
+"""What is tested together with our schedules, as data: a case is a line here and a row of the page of compatibility.
 
 `test_combinations.py` runs every case against plain Megatron on the same ranks with the same options;
 `scripts/compatibility.py` makes the tables of the compatibility page from it.

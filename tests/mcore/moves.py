@@ -1,4 +1,4 @@
-"""Where checkpoints are moved, as data: a move is a line here and a row of docs/compatibility.md.
+"""Where checkpoints are moved, as data: a move is a line here and a row of the page of compatibility.
 
 `test_checkpoints.py` trains in one layout, in another and again in the first, through checkpoints;
 `scripts/compatibility.py` makes the tables of the compatibility page from it.

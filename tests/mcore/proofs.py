@@ -1,4 +1,4 @@
-"""What is tested beside the table of cases, and what is neither tested nor refused: rows of docs/compatibility.md."""
+"""What is tested outside the table of cases, and what is neither tested nor refused: rows of the compatibility page."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ PROOFS = (
     Proof(
         "Transformer Engine's layers, with latent attention too, under `1f1b`, `zb-h1`, `zb-v`, `v-half` and `v-min`, "
         "and their checkpoints moved to plain Megatron and back, PyTorch in the place of what it compiles "
-        "([how](transformer_engine.md#evidence))",
+        "([how](../evidence/on_gpu.md#transformer-engine-and-fp8))",
         "mcore/test_transformer_engine.py::test_every_step_equals_plain_megatron_with_the_same_layers",
     ),
     Proof(

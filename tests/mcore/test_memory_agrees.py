@@ -17,7 +17,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 from memory_agrees import JOBS, MEAN, MOST, PLACES, TWENTY, agreement, table_of
 
 BOUND = 0.03
-"""Of the bytes of tensors at a rank's peak; docs/cost_model.md names it."""
+"""Of the bytes of tensors at a rank's peak; docs/evidence/predictions.md names it."""
 
 CONFIG = "configs/llama3_8b.yaml"
 SMALL = [

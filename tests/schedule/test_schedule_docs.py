@@ -48,6 +48,6 @@ def test_every_picture_of_the_page_exists():
 
 
 def test_the_schedule_written_by_hand_runs():
-    page = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
-    example = page.split("```\n# schedule=")[1].split("```")[0]
+    page = (ROOT / "docs" / "reference" / "schedule_formats.md").read_text(encoding="utf-8")
+    example = page.split("```text\n# schedule=")[1].split("```")[0]
     assert validate(from_csv(f"# schedule={example}")).makespan == 9

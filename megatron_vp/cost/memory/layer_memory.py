@@ -1,6 +1,6 @@
 """What one transformer layer keeps of a microbatch for its backward, and what its passes need for a moment.
 
-Bytes on one rank. docs/cost_model.md has the same figures as a table, with their sources.
+Bytes on one rank. docs/evidence/predictions.md compares them with what a replay counts.
 """
 
 from __future__ import annotations

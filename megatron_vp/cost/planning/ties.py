@@ -27,7 +27,7 @@ def tie_of(job: Job, hardware: Hardware) -> Tie:
 
     Runs of one job share most of their error, so their ratio is better known than either. In the paper's tables it is
     0.7 percent off on average and 2.8 at worst. Published pairs of one job in two layouts are too few for a figure of
-    their own; theirs is as large as the mean error of their kind (docs/planning.md), so that is taken.
+    their own; theirs is as large as the mean error of their kind (docs/evidence/public_runs.md), so that is taken.
     """
     least = ERROR_BAND["time"]
     experts, pattern = job.model.experts > 0, job.model.is_hybrid

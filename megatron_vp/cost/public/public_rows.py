@@ -1,7 +1,7 @@
 """Published runs: a row of a file each, as options of a job and as tokens per second and GPU.
 
 `data/h100.csv` holds published throughputs with their configurations, `data/models.csv` the sizes of the models. Both
-are facts from public pages, each row with its source; columns are described in docs/public_runs.md.
+are facts from public pages, each row with its source; columns are described in docs/evidence/public_runs.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What of fp8 and fp4 none of our schedules runs: a row each.
 
 Allowed is the trunk in fp8, its weights too, with the vocabulary layers in the model's dtype.
-docs/transformer_engine.md states the evidence for each recipe.
+docs/evidence/on_gpu.md states the evidence for each recipe.
 """
 
 from __future__ import annotations
