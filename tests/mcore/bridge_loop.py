@@ -254,24 +254,30 @@ def configuration(kind, ranks, chunks=1, tied=False, iterations=3, checkpoint=No
 
 
 def save_packs(folder):
-    """Write packs of several documents, two lengths less than the sequence among them, as Bridge's offline packing."""
+    """Write packs of several documents, all shorter than the sequence, as Bridge's offline packing does."""
     import numpy as np
 
     draw = np.random.default_rng(5)
     packs = []
     for _ in range(24):
-        starts = np.flatnonzero(np.concatenate([[1], draw.random(SEQUENCE - 8) < 0.1])).tolist()
-        ids = draw.integers(0, VOCAB - 1, SEQUENCE - draw.integers(0, 6)).tolist()
+        starts = np.flatnonzero(np.concatenate([[1], draw.random(SEQUENCE - 30) < 0.1])).tolist()
+        ids = draw.integers(0, VOCAB - 1, SEQUENCE - draw.integers(18, 24)).tolist()
         packs.append({"input_ids": ids, "loss_mask": [1] * len(ids), "seq_start_id": starts})
     for part in ("train", "val"):
         np.save(folder / f"{part}.npy", packs, allow_pickle=True)
+    (folder / "metadata.jsonl").write_text("[]")
 
 
-def read_packs(config, folder, padded=True):
-    """Let the job read the packs in `folder`, one a micro batch as Bridge demands; `padded`: to the sequence length."""
+def read_packs(config, folder, padded):
+    """Let the job read the packs in `folder`, one a micro batch as Bridge demands.
+
+    padded: to the sequence length; else to the longest of an iteration, whose length Bridge gives the schedule.
+    """
     from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
     from megatron.bridge.data.packing.config import PackedSequenceSpecs
+    from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
+    NullTokenizer.eos_id = VOCAB - 1  # Bridge pads with it
     config.dataset = GPTSFTDatasetConfig(
         seq_length=SEQUENCE,
         dataset_root=folder,
@@ -280,6 +286,7 @@ def read_packs(config, folder, padded=True):
             packed_sequence_size=SEQUENCE,
             packed_train_data_path=folder / "train.npy",
             packed_val_data_path=folder / "val.npy",
+            packed_metadata_path=folder / "metadata.jsonl",
         ),
         dataset_kwargs={"pad_to_max_length": padded},
         do_test=False,

@@ -151,6 +151,11 @@ PROOFS = (
         "mcore/test_packed.py::test_conversations_train_as_in_plain_megatron",
     ),
     Proof(
+        "Megatron-Bridge's offline packing, packs as long as the sequence or as the longest of an iteration, in Bridge's "
+        "own loop",
+        "mcore/test_bridge.py::test_packs_train_as_without_the_plug_in",
+    ),
+    Proof(
         "packed sequences: initial weights in a V; checkpoints of other sizes and of plain Megatron",
         "mcore/test_packed.py::test_training_goes_on_from_checkpoints_of_other_sizes_and_of_plain_megatron",
     ),
