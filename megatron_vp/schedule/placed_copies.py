@@ -83,6 +83,33 @@ def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
     return found
 
 
+def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
+    """The same order with only the first `microbatches`; where nothing is left to compute between an O and its R, the R
+    moves behind the next pass that computes, or the O before the last one.
+
+    A chunk with a backward right behind its forward then stays on the device.
+    """
+    cut = schedule.first_microbatches(microbatches)
+    returning, orders = returning_at_once(cut), [list(order) for order in cut.ranks]
+    staying: set[tuple[int, int]] = set()
+    for rank, back in returning:
+        order, left = orders[rank], back._replace(kind=PassKind.O)
+        computing = [place for place, step in enumerate(order) if step.kind not in OFFLOAD_KINDS]
+        following = bisect_left(computing, order.index(back))
+        before, after = computing[following - 1], computing[following]
+        if (order[after].chunk, order[after].microbatch) != (back.chunk, back.microbatch):
+            order.insert(after, order.pop(order.index(back)))
+        elif (order[before].chunk, order[before].microbatch) != (back.chunk, back.microbatch):
+            order.insert(before, order.pop(order.index(left)))
+        else:
+            staying.add((rank, back.chunk))
+    kept = (
+        tuple(step for step in order if step.kind not in OFFLOAD_KINDS or (rank, step.chunk) not in staying)
+        for rank, order in enumerate(orders)
+    )
+    return replace(cut, ranks=tuple(kept))
+
+
 def computed_between(
     placed: Schedule, found: Schedule, returning: Collection[tuple[int, Pass]]
 ) -> list[tuple[Step, Step]]:

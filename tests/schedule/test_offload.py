@@ -24,6 +24,8 @@ from megatron_vp.schedule import (
     to_json,
     validate,
 )
+from megatron_vp.schedule.families import family_of_text
+from megatron_vp.schedule.placed_copies import returning_at_once
 from tests.schedule.program_player import HostWaits, stuck_ranks
 
 NAMES = ("gis", "gis-h", "po")
@@ -291,6 +293,25 @@ def test_activations_that_leave_for_nothing_are_refused(some):
 
     with pytest.raises(ScheduleError, match="rank 0 computes nothing between O2 and R2"):
         validate(edited(some, adjacent))
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "count", "copy"),
+    [("zb-v", "vocab-2", 1, 0.25), ("zb-v", "none", 2, 0.25), ("po", "vocab-2", 2, 0.75), ("1f1b", "none", 1, 0.25)],
+)
+def test_the_first_microbatches_of_a_file_run(name, method, count, copy):
+    """A rehearsal and a replay cut a file's order; what ran between an O and its R may be gone."""
+    whole = generate(name, 4, 16, vocab=method, costs=PassCosts(other={"copy": copy}), offload_chunks=count)
+    family = family_of_text("some.json", to_json(whole))
+    peaks, adjacent = simulate(whole).peak_activation, 0
+    for microbatches in range(1, 16):
+        adjacent += len(returning_at_once(whole.first_microbatches(microbatches)))
+        timeline = validate(ScheduleRequest.of(family, 4, microbatches, method=whole.vocab).schedule())
+        assert timeline.schedule.microbatches == microbatches
+        assert set(timeline.schedule.offloaded) <= set(whole.offloaded)
+        assert microbatches < 4 or timeline.schedule.offloaded == whole.offloaded
+        assert all(own <= peak for own, peak in zip(timeline.peak_activation, peaks, strict=True))
+    assert adjacent
 
 
 def test_the_file_says_what_is_offloaded_and_reads_back(some):
