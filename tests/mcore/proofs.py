@@ -151,8 +151,8 @@ PROOFS = (
         "mcore/test_packed.py::test_conversations_train_as_in_plain_megatron",
     ),
     Proof(
-        "Megatron-Bridge's offline packing, packs as long as the sequence or as the longest of an iteration, in Bridge's "
-        "own loop",
+        "Megatron-Bridge's offline packing in its own loop, packs as long as the sequence or as the longest of an "
+        "iteration",
         "mcore/test_bridge.py::test_packs_train_as_without_the_plug_in",
     ),
     Proof(
