@@ -63,6 +63,10 @@ def test_the_pages_are_not_too_long():
     assert sum(words.values()) <= MOST_WORDS, words
 
 
+def test_the_readme_fits_a_few_screens():
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 120
+
+
 def test_the_glossary_has_every_pass_and_calls_no_pass_of_ours_planned():
     rows = re.findall(r"^\| `([A-Z]+)` \| (.*)$", (DOCS / "glossary.md").read_text("utf-8"), re.MULTILINE)
     implemented = {name for name, row in rows if "planned" not in row}
