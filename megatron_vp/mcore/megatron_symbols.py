@@ -83,6 +83,7 @@ IMPORTED: dict[str, dict[str, str]] = {
             "(obj, key, sharded_offsets=(), replica_id=None, **kwargs)"
         ),
         "megatron.core.utils:get_pg_rank": "(group=None)",
+        "megatron.core.utils:unwrap_model": "(model, module_instances=None)",
         "megatron.training.models.gpt:GPTModelBuilder": "(model_config)",
         "megatron.training.models.hybrid:HybridModelBuilder": "(model_config)",
     },

@@ -108,6 +108,10 @@ def _records(args: argparse.Namespace) -> object:
     return args.rank_report is not None or args.pipeline_trace is not None or _logs(args)
 
 
+def _with_bridges_models(_run: Run) -> bool:
+    return own_loop() is not None and "megatron.bridge.models.model_provider" in sys.modules
+
+
 def _in_own_loop(run: Run) -> bool:
     loop = own_loop()
     return loop is not None and not loop.reads_arguments() and run.settings.replaces_schedule
@@ -295,10 +299,21 @@ GROUPS = (
         "megatron_vp.mcore.model.own_models:BRIDGE_PATCHES",
         Condition(
             "only after `megatron_vp.enable`, in a process that has imported Megatron-Bridge's models",
-            lambda run: own_loop() is not None and "megatron.bridge.models.model_provider" in sys.modules,
+            _with_bridges_models,
         ),
         Stage.AFTER_VALIDATION,
         "models of its providers would be whole, and refused by our schedules",
+        package="megatron.bridge",
+    ),
+    PatchGroup(
+        "exports of Megatron-Bridge",
+        "megatron_vp.mcore.model.whole_vocabulary:BRIDGE_PATCHES",
+        Condition(
+            "the same, with --vocab-parallel",
+            lambda run: _with_bridges_models(run) and run.args.vocab_parallel,
+        ),
+        Stage.AFTER_VALIDATION,
+        "its export would find shards in the place of vocabulary layers",
         package="megatron.bridge",
     ),
     PatchGroup(

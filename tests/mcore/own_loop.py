@@ -50,14 +50,16 @@ def build(config, chunks, tied, hook):
     return [DistributedDataParallel(config, ddp, part, disable_bucketing=bool(i)) for i, part in enumerate(parts)]
 
 
-def train(ranks, chunks=1, tied=False, hook=list):
-    """One iteration on `ranks` pipeline ranks; returns the model's chunks and the losses.
+def start(ranks, chunks=1, tied=False, tensor=1, hook=list):
+    """The chunks of a model on `ranks` pipeline ranks of `tensor` tensor ranks each.
 
     `hook` is given the rank's chunks before they are wrapped, and returns them.
     """
     virtual = chunks if chunks > 1 else None
     parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=ranks, virtual_pipeline_model_parallel_size=virtual
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=ranks,
+        virtual_pipeline_model_parallel_size=virtual,
     )
     torch.manual_seed(1234 + 100 * dist.get_rank())
     model_parallel_cuda_manual_seed(1234)
@@ -69,13 +71,19 @@ def train(ranks, chunks=1, tied=False, hook=list):
         hidden_dropout=0.0,
         use_cpu_initialization=True,
         pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=ranks,
         virtual_pipeline_model_parallel_size=virtual,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
     )
     config.finalize_model_grads_func = finalize_model_grads
-    model = build(config, chunks, tied, hook)
+    return build(config, chunks, tied, hook)
+
+
+def train(ranks, chunks=1, tied=False, hook=list):
+    """One iteration; returns the model's chunks, as `start` makes them, and the losses."""
+    model = start(ranks, chunks, tied, hook=hook)
     losses = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[samples() for _ in range(chunks)] if chunks > 1 else samples(),

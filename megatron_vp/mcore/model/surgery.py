@@ -37,6 +37,7 @@ from megatron_vp.mcore.model.model_check import (
     softcap_of,
 )
 from megatron_vp.mcore.model.multi_token import attach_mtp_block
+from megatron_vp.mcore.model.whole_vocabulary import keep_whole_layers
 from megatron_vp.mcore.settled import SettledJob, current, own_loop
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
 from megatron_vp.runtime.pipeline import Pipeline
@@ -246,6 +247,7 @@ def _shard_vocabulary(
     rank = dist.get_rank(groups.mp)
     shards = vocab_shards(job, chunk)
     holds_rows = rank // shards.tensor in shards.holders
+    whole = keep_whole_layers(chunk, shards, groups)
     tied = chunk.share_embeddings_and_output_weights
     if index == placement.chunk_of(0):
         full = chunk.embedding.word_embeddings.weight if chunk.pre_process else None
@@ -267,6 +269,7 @@ def _shard_vocabulary(
             chunk.output_layer = ShardedOutputLayer(weight, shards, rank, tied, softcap_of(chunk.config))
         elif chunk.post_process:
             del chunk.output_layer
+    whole.release()
     if chunk.post_process and chunk.config.use_mup:
         # Megatron scales the logits, which no rank holds whole; the hidden states behind them do as well.
         chunk.register_forward_hook(lambda last, _inputs, hidden_sbh: last._scale_logits(hidden_sbh))

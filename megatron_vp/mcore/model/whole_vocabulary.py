@@ -1,0 +1,254 @@
+"""The export view: inside, embedding and output layer stand whole under Megatron's names, as plain Megatron has them.
+
+Exporters, conversion tools and post-training frameworks look for one embedding on the first stage and one output layer
+on the last, each over that stage's tensor ranks. A chunk therefore keeps the layers that Megatron built for it, without
+their rows. The view puts them back in the place of the shards, and fills them from all ranks in blocks of rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
+from torch import nn
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.patches import Patch
+from megatron_vp.runtime.groups import pipeline_device
+from megatron_vp.vocab.embedding import EmbeddingLayer
+from megatron_vp.vocab.output import OutputLayer
+from megatron_vp.vocab.shards import VocabShards
+
+BLOCK_BYTES = 64 * 2**20
+"""Rows that a rank holds on their way to the whole layer, at most."""
+
+_ATTRIBUTE = "vocabulary_parallel_whole_layers"
+"""Where a cut chunk keeps its `WholeLayers`."""
+
+_ENDS = ("pre_process", "post_process", "share_embeddings_and_output_weights")
+
+
+class WholeLayers:
+    """A chunk's vocabulary layers as Megatron built them, without rows, and what the chunk said of them.
+
+    Made before the chunk is cut; `release` is called when it is.
+
+    Args:
+        chunk: the chunk.
+        shards: how the vocabulary is cut.
+        groups: Megatron's.
+    """
+
+    def __init__(self, chunk: nn.Module, shards: VocabShards, groups: ProcessGroupCollection) -> None:
+        self.chunk = chunk
+        self.shards = shards
+        self.group = groups.mp
+        self.tied = chunk.share_embeddings_and_output_weights
+        self.shown = False
+        """A view is open."""
+        self._ends = {name: getattr(chunk, name) for name in _ENDS}
+        self.embedding = chunk.embedding.word_embeddings if chunk.pre_process else None
+        self.output_layer = chunk.output_layer if chunk.post_process else None
+
+    def release(self) -> None:
+        """Drop the rows; what Megatron has attached to the parameters stays."""
+        for layer in filter(None, (self.embedding, self.output_layer)):
+            layer.weight.data = layer.weight.new_empty(0)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the layers are the chunk's; shards of the embedding and the output layer are not."""
+        chunk = self.chunk
+        modules, ends = dict(chunk._modules), {name: getattr(chunk, name) for name in _ENDS}
+        if self.embedding is None:
+            chunk._modules.pop("embedding", None)
+        else:
+            shard, chunk.embedding.word_embeddings = chunk.embedding.word_embeddings, self.embedding
+        if self.output_layer is None:
+            chunk._modules.pop("output_layer", None)
+        else:
+            chunk.output_layer = self.output_layer
+        vars(chunk).update(self._ends)
+        self.shown = True
+        try:
+            yield
+        finally:
+            self.shown = False
+            vars(chunk).update(ends)
+            chunk._modules.clear()
+            chunk._modules.update(modules)  # in their order, which is that of the parameters
+            if self.embedding is not None:
+                chunk.embedding.word_embeddings = shard
+            self.release()
+
+
+def keep_whole_layers(chunk: nn.Module, shards: VocabShards, groups: ProcessGroupCollection) -> WholeLayers:
+    """Keep what a chunk's vocabulary layers are, before they are cut."""
+    layers = WholeLayers(chunk, shards, groups)
+    object.__setattr__(chunk, _ATTRIBUTE, layers)
+    return layers
+
+
+@contextmanager
+def whole_vocabulary(model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
+    """See `megatron_vp.whole_vocabulary`."""
+    cut = _cut_in(model)
+    if not cut or cut[0].shown:  # whole anyway, or inside of another view
+        yield
+        return
+    chunks = [layers.chunk for layers in cut]
+    embedding, output = _shard_of(chunks, "embedding.word_embeddings"), _shard_of(chunks, "output_layer")
+    with ExitStack() as stack:
+        for layers in cut:
+            stack.enter_context(layers.in_place())
+        embeddings, outputs = [each.embedding for each in cut], [each.output_layer for each in cut]
+        if cut[0].tied:
+            _fill([*embeddings, *outputs], embedding, cut[0])
+        else:
+            _fill(embeddings, embedding, cut[0])
+            _fill(outputs, output, cut[0])
+        yield
+
+
+def _cut_in(model: nn.Module | Sequence[nn.Module]) -> list[WholeLayers]:
+    """What the chunks of a model that were cut have kept."""
+    chunks = unwrap_model(list(model) if isinstance(model, Sequence) else [model])
+    return [getattr(chunk, _ATTRIBUTE) for chunk in chunks if hasattr(chunk, _ATTRIBUTE)]
+
+
+def _shard_of(chunks: Sequence[nn.Module], path: str) -> torch.Tensor | None:
+    """The rows [V/p, h] of this rank's shard of a layer; None where it has none."""
+    for chunk in chunks:
+        layer: Any = chunk
+        for name in path.split("."):
+            layer = getattr(layer, name, None)
+        if isinstance(layer, EmbeddingLayer | OutputLayer):
+            return layer.weight.detach()
+    return None
+
+
+def _fill(layers: Sequence[nn.Module | None], own_vh: torch.Tensor | None, cut: WholeLayers) -> None:
+    """Give those of a rank's `layers` that are not None their tensor rank's rows of a weight that is cut over `group`.
+
+    Broadcasts, over a group whose connections training has: messages would connect pairs of ranks for good.
+    """
+    shards, group = cut.shards, cut.group
+    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+    said: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(said, None if own_vh is None else (own_vh.dtype, own_vh.shape[1]), group=group)
+    dtype, width = next(filter(None, said))
+    size = {"dtype": dtype, "device": pipeline_device()}
+    rows = max(1, BLOCK_BYTES // (width * dtype.itemsize))
+    part = shards.vocab_size // shards.tensor
+    first = rank % shards.tensor * part
+    filled = [layer.weight for layer in layers if layer is not None]
+    whole_vh = torch.empty(part, width, **size) if filled else None
+    buffer_kh = torch.empty(min(rows, shards.vocab_size), width, **size)
+    for index, root in enumerate(ranks):
+        begin, end = shards.start(index), shards.start(index + 1)
+        for start in range(begin, end, rows):
+            stop = min(start + rows, end)
+            block_kh = buffer_kh[: stop - start]
+            if index == rank:
+                block_kh = own_vh[start - begin : stop - begin].to(size["device"])
+            dist.broadcast(block_kh, src=root, group=group)
+            low, high = max(start, first), min(stop, first + part)
+            if whole_vh is not None and low < high:
+                whole_vh[low - first : high - first].copy_(block_kh[low - start : high - start])
+    for weight in filled:
+        weight.data = whole_vh
+
+
+def _model_in(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What finds, in a call of a method of Megatron-Bridge's, the model."""
+    signature = inspect.signature(original)
+    return lambda *args, **kwargs: signature.bind(*args, **kwargs).arguments["megatron_model"]
+
+
+def _viewing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of Megatron-Bridge's that looks at a model's weights, with the layers whole while it runs."""
+    model_in = _model_in(original)
+
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with whole_vocabulary(model_in(*args, **kwargs)):
+            return original(*args, **kwargs)
+
+    return call
+
+
+def _viewing_stream(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """The same for one that yields weights."""
+    model_in = _model_in(original)
+
+    @wraps(original)
+    def stream(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with whole_vocabulary(model_in(*args, **kwargs)):
+            yield from original(*args, **kwargs)
+
+    return stream
+
+
+def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron-Bridge's loading of Hugging Face's weights, which would not reach the shards."""
+    model_in = _model_in(original)
+
+    @wraps(original)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        if _cut_in(model_in(*args, **kwargs)):
+            raise UserError(
+                "Megatron-Bridge loads Hugging Face's weights into whole vocabulary layers, and those of this model "
+                "are cut: load before the model is wrapped, as to_megatron_provider(load_weights=True) does"
+            )
+        return original(*args, **kwargs)
+
+    return load
+
+
+_BRIDGE = "megatron.bridge.models.conversion.model_bridge:MegatronModelBridge"
+
+BRIDGE_PATCHES = (
+    *(
+        Patch(
+            f"{_BRIDGE}.{method}",
+            make,
+            "exporters find whole vocabulary layers, on the ranks where plain runs have them",
+            signature,
+        )
+        for method, make, signature in (
+            (
+                "stream_weights_megatron_to_hf",
+                _viewing_stream,
+                "(self, megatron_model, hf_pretrained, cpu=True, show_progress=True, conversion_tasks=None, "
+                "merge_adapter_weights=True, weight_dtype=None)",
+            ),
+            (
+                "stream_weights_megatron_to_hf_quant",
+                _viewing_stream,
+                "(self, megatron_model, hf_pretrained, quantization_checker, quant_fn, quant_block_size=None, "
+                "cpu=True, show_progress=True, conversion_tasks=None, merge_adapter_weights=False)",
+            ),
+            ("build_conversion_tasks", _viewing, "(self, hf_pretrained, megatron_model, weight_dtype=None)"),
+            (
+                "build_export_fp8_tasks",
+                _viewing,
+                "(self, hf_pretrained, megatron_model, *, scale_inv_suffix='_scale_inv', "
+                "fp8_scale_inv_attr='_rowwise_scale_inv')",
+            ),
+        )
+    ),
+    Patch(
+        f"{_BRIDGE}.load_weights_hf_to_megatron",
+        _refusing,
+        "weights are not loaded into layers that are cut already",
+        "(self, hf_pretrained, megatron_model, allowed_mismatched_params=None)",
+    ),
+)
+"""Applied where a model is built in a process that has imported Megatron-Bridge's models."""
