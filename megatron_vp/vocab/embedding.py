@@ -140,12 +140,7 @@ class EmbeddingLayer(nn.Module):
 
     @torch.no_grad()
     def backward_pass(self, exchange: RowExchange, gradient_kh: torch.Tensor) -> None:
-        """Pass IB: add the gradients of the owned rows [k, h] to `weight.main_grad`, deterministically.
-
-        Not for a frozen weight, which has no gradient.
-        """
-        if not self.weight.requires_grad:
-            return
+        """Pass IB: add the gradients of the owned rows [k, h] to `weight.main_grad`, deterministically."""
         rows_k = self._rows(exchange)
         operations_for(gradient_kh).add_rows_(main_grad(self.weight), rows_k, gradient_kh, sorted_rows=True)
 
