@@ -86,6 +86,7 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.core.utils:unwrap_model": "(model, module_instances=None)",
         "megatron.training.models.gpt:GPTModelBuilder": "(model_config)",
         "megatron.training.models.hybrid:HybridModelBuilder": "(model_config)",
+        "megatron.training.utils:print_rank_0": "(message, rank=None)",
     },
     "options": {
         "megatron.core.transformer.enums:LayerType": "class",

@@ -104,6 +104,17 @@ def test_experts_whose_operands_are_one_tensor_accumulate_without_fusion(dtype):
     assert [weight.main_grad.unique().tolist() for weight in (layer.weight0, layer.weight1)] == [[2.0], [3.0]]
 
 
+def test_a_frozen_bias_gets_nothing_and_is_not_reported():
+    layer = SimpleNamespace(fuse_wgrad_accumulation=False, use_bias=True)
+    layer.weight = torch.nn.Parameter(torch.zeros(2, 3))
+    layer.weight.main_grad = torch.ones(2, 3)
+    layer.bias = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    delayed = DelayedWeightGradient(layer, [None, None], lambda *_: (torch.ones(2, 3), torch.ones(2)))
+    assert delayed.parameters == (layer.weight,)
+    delayed.accumulate()
+    assert layer.weight.main_grad.unique().tolist() == [2.0] and not hasattr(layer.bias, "main_grad")
+
+
 class _Quantised:
     """A quantised operand that says what it keeps."""
 

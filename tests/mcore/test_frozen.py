@@ -8,14 +8,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
+from torch import nn
 
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.model.surgery import ShardedOutputLayer, ShardedWordEmbedding
+from megatron_vp.mcore.model.trained_layers import Trained, agreed
 from megatron_vp.mcore.training.programs import without_frozen
-from megatron_vp.runtime.collectives import LayerShards
-from megatron_vp.schedule import StageCosts, VocabMethod
+from megatron_vp.schedule import PassCosts, Placement, StageCosts, VocabMethod
 from megatron_vp.schedule.request import ScheduleRequest
 from megatron_vp.vocab.shards import VocabShards
 from tests.harness import run_ranks, run_ranks_to_their_end
@@ -157,13 +162,34 @@ def test_a_frozen_vocabulary_takes_no_gradients_no_state_and_no_time():
 
 
 def test_of_vocab_1_a_frozen_output_layer_leaves_one_of_two_products():
-    shards = LayerShards(VocabShards(8, 2), None, None, trains_output=False)
+    trained = Trained(embedding=True, output=False, weights=(1.0, 0.25))
     costs = StageCosts(
         F=(4.0, 4.0), B=(4.0, 4.0), W=(4.0, 4.0), S=(1.0, 2.0), T=(4.0, 6.0), IF=(1.0, 1.0), IB=(1.0, 1.0)
     )
-    assert without_frozen(costs, VocabMethod.VOCAB_1, shards) == replace(costs, T=(2.0, 3.0))
-    assert without_frozen(costs, VocabMethod.VOCAB_2, shards) == replace(costs, T=(0.0, 0.0))
-    assert without_frozen(None, VocabMethod.VOCAB_2, replace(shards, trains_output=True)) is None
+    assert without_frozen(costs, VocabMethod.VOCAB_1, trained) == replace(costs, W=(4.0, 1.0), T=(2.0, 3.0))
+    assert without_frozen(costs, VocabMethod.VOCAB_2, trained) == replace(costs, W=(4.0, 1.0), T=(0.0, 0.0))
+    mean = PassCosts(W=8.0, T=2.0)
+    assert without_frozen(mean, VocabMethod.VOCAB_1, trained) == replace(mean, W=5.0, T=1.0)
+    everything = replace(trained, output=True, weights=(1.0, 1.0))
+    assert without_frozen(None, VocabMethod.VOCAB_2, everything) is None
+
+
+def test_a_model_that_is_wrapped_anew_is_asked_anew_and_else_a_later_change_is_refused():
+    placement, settings = Placement.round_robin(2, 1), SimpleNamespace(vocab_parallel=True)
+    job, shards = SimpleNamespace(placement=placement, settings=settings), VocabShards(8, 2)
+    weights = [nn.Parameter(torch.zeros(4, 2)) for _ in range(2)]
+    chunk = nn.Module()
+    chunk.post_process, chunk.embedding, chunk.layer = False, nn.Module(), nn.Linear(2, 2)
+    chunk.embedding.word_embeddings = ShardedWordEmbedding(weights[0], shards, 0)
+    chunk.output_layer = ShardedOutputLayer(weights[1], shards, 0, tied=False)
+    ask = partial(agreed, job, chunks=[chunk], alone=True)
+    first = nn.Module()
+    assert ask(first) == Trained(True, True, (1.0,)) and ask(first).everything
+    weights[1].requires_grad_(False)
+    with pytest.raises(UserError, match="frozen or thawed a vocabulary layer after its first iteration"):
+        ask(first)
+    chunk.layer.weight.requires_grad_(False)
+    assert ask(nn.Module()) == Trained(True, False, (0.0,))
 
 
 def to_its_end(rank: int, ranks: int, arguments: list[str], hook: Callable[[list], list]) -> None:

@@ -51,7 +51,7 @@ PIPELINE_ATTRIBUTE = "vocabulary_parallel_pipeline"
 """Where a chunk keeps its `Pipeline`."""
 
 GROUP_ATTRIBUTE = "vocabulary_parallel_group"
-"""Where a chunk whose vocabulary layers are cut keeps the group of the ranks that share them."""
+"""Where a chunk keeps the group of the ranks that hold its model."""
 
 
 class ShardedWordEmbedding(EmbeddingLayer):
@@ -219,7 +219,7 @@ def prepare_chunk(
     leave_out_hooks(chunk)
     if vocab_parallel:
         _shard_vocabulary(job, chunk, first, groups, index)
-        setattr(first, GROUP_ATTRIBUTE, groups.mp)
+    setattr(first, GROUP_ATTRIBUTE, groups.mp)
     # Not before: with tied weights Megatron's first and last chunk communicate while they are built.
     if index + 1 == placement.chunks:
         members = placement.vocab_members(vocab_shards(job, chunk).holders) if vocab_parallel else None

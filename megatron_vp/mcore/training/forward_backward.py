@@ -15,8 +15,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.model.held_shards import layer_shards
 from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE
+from megatron_vp.mcore.model.trained_layers import Trained, agreed, layer_shards
 from megatron_vp.mcore.reports.watch import watch
 from megatron_vp.mcore.settled import SettledJob, current, own_loop
 from megatron_vp.mcore.training.deferred_checks import deferred_checks
@@ -149,6 +149,7 @@ class _Job:
     settled: SettledJob
     chunks: list[torch.nn.Module]
     pipeline: Pipeline
+    trained: Trained
     layer_shards: LayerShards | None
     """The vocabulary shards; None without --vocab-parallel."""
     config: Any
@@ -156,7 +157,7 @@ class _Job:
 
 
 def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessGroupCollection | None) -> _Job:
-    """Raises UserError for a model that was not prepared for our schedules, and as `layer_shards`."""
+    """Raises UserError for a model that was not prepared for our schedules, and as `agreed`."""
     chunks = model if isinstance(model, list) else [model]
     sharded = next((each for each in chunks if isinstance(each, _FULLY_SHARDED)), None)
     if sharded is not None:
@@ -178,8 +179,9 @@ def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessG
         )
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     settled = current()
-    shards = layer_shards(settled, chunks[0], cores, alone=pipeline.groups.alone)
-    return _Job(settled, chunks, pipeline, shards, get_model_config(chunks[0]), groups)
+    trained = agreed(settled, chunks[0], cores, alone=pipeline.groups.alone)
+    shards = layer_shards(settled, cores, trained)
+    return _Job(settled, chunks, pipeline, trained, shards, get_model_config(chunks[0]), groups)
 
 
 def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) -> Shapes:
@@ -214,7 +216,7 @@ def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> 
         microbatches,
         method=family.method(method),
         chunks=len(job.chunks),
-        costs=without_frozen(settled.order, family.method(method), job.layer_shards),
+        costs=without_frozen(settled.order, family.method(method), job.trained),
         vocab_ranks=shards.holders if shards else None,
         forward_only=not gradients,
         offload_chunks=settled.settings.offload_chunks(len(job.chunks)),

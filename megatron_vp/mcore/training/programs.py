@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from megatron_vp.runtime.collectives import LayerShards
+from megatron_vp.mcore.model.trained_layers import Trained
 from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.schedule.instructions import Program
@@ -24,24 +24,22 @@ def programs(request: ScheduleRequest, embeds_on_last_stage: bool) -> tuple[Sche
     return schedule, lower(schedule, request.costs, embeds_on_last_stage)
 
 
-def without_frozen(costs: Costs | None, method: VocabMethod, shards: LayerShards | None) -> Costs | None:
-    """What passes are ordered for, without the gradients of frozen vocabulary layers.
+def without_frozen(costs: Costs | None, method: VocabMethod, trained: Trained) -> Costs | None:
+    """What passes are ordered for, without the gradients of frozen weights.
 
-    IB then takes no time, and neither does T but for vocab-1, of whose two products it keeps that of dX: half of it.
+    W takes as large a part of its time as of its weights is trained. IB of frozen rows takes no time, and neither does
+    T but for vocab-1, of whose two products it keeps that of dX: half of it.
     """
-    if shards is None or (shards.trains_embedding and shards.trains_output):
+    if trained.everything:
         return costs
     costs = costs or PassCosts()
-    left = {"IB": 1.0 if shards.trains_embedding else 0.0}
-    left["T"] = 1.0 if shards.trains_output else 0.5 if method is VocabMethod.VOCAB_1 else 0.0
-    durations = {kind: getattr(costs, kind) for kind in left}
-    return replace(
-        costs,
-        **{
-            kind: tuple(left[kind] * each for each in took) if isinstance(took, tuple) else left[kind] * took
-            for kind, took in durations.items()
-        },
-    )
+    kept_t = 0.5 if method is VocabMethod.VOCAB_1 else 0.0
+    t, ib = 1.0 if trained.output else kept_t, 1.0 if trained.embedding else 0.0
+    if isinstance(costs, PassCosts):
+        mean = sum(trained.weights) / len(trained.weights)
+        return replace(costs, W=round(mean * costs.W, 2), T=t * costs.T, IB=ib * costs.IB)
+    weights = tuple(round(part * each, 2) for part, each in zip(trained.weights, costs.W, strict=True))
+    return replace(costs, W=weights, T=tuple(t * each for each in costs.T), IB=tuple(ib * each for each in costs.IB))
 
 
 def late_weights(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:

@@ -1,0 +1,174 @@
+"""What the ranks of a model train, which they agree on: both vocabulary layers or not, and how much of the others.
+
+`requires_grad` of a weight decides, as in Megatron, at any time before the model is wrapped. A vocabulary layer that is
+frozen before it is cut has frozen shards on all ranks (`surgery`). What freezes layers afterwards, a hook or the lines
+of a script, runs on every rank for itself, and finds a shard under Megatron's name on all ranks that hold rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.training.utils import print_rank_0
+from torch import nn
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.model.model_check import adapted
+from megatron_vp.mcore.model.surgery import (
+    GROUP_ATTRIBUTE,
+    ReceivedWords,
+    ShardedOutputLayer,
+    ShardedWordEmbedding,
+    vocab_shards,
+)
+from megatron_vp.mcore.settled import SettledJob
+from megatron_vp.runtime.collectives import LayerShards
+from megatron_vp.vocab.loss import TokenLoss
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings", "output_layer"
+
+_AGREED = "vocabulary_parallel_training"
+"""Where a wrapped chunk keeps what its rank said of itself, and what all ranks agreed on."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a model trains.
+
+    embedding, output: its vocabulary layers, where they are shards; True where they are whole.
+    weights: by virtual stage, which part of the weights that a pass W multiplies, from 0 to 1.
+    """
+
+    embedding: bool
+    output: bool
+    weights: tuple[float, ...]
+
+    @property
+    def everything(self) -> bool:
+        """Whether nothing is frozen."""
+        return self.embedding and self.output and min(self.weights) == 1
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """What one rank says of its vocabulary shards.
+
+    trained: whether the weight takes gradients, by the names of the layers that the rank has rows of.
+    adapter: why the model cannot be trained, where another layer is in the place of a shard; else None.
+    """
+
+    trained: dict[str, bool]
+    adapter: str | None = None
+
+
+def agreed(job: SettledJob, wrapped: nn.Module, chunks: Sequence[nn.Module], *, alone: bool) -> Trained:
+    """What the ranks of a model train.
+
+    Args:
+        wrapped: the first chunk as the script hands it over. A model that is wrapped anew is asked anew.
+        chunks: the rank's chunks.
+        alone: the rank has no peers, in a replay.
+
+    The first call for a model is collective over its ranks. Raises UserError for a vocabulary layer that is frozen on
+    some of them, or since the first call, and for an adapter on one.
+    """
+    own = _shards(job, chunks)
+    before: tuple[_Shards, Trained] | None = getattr(wrapped, _AGREED, None)
+    if before is None:
+        before = own, _ask(job, chunks, own, alone)
+        setattr(wrapped, _AGREED, before)
+    if own != before[0]:
+        raise UserError(
+            "this script has frozen or thawed a vocabulary layer after its first iteration, which Megatron's gradient "
+            "buffers and optimizer do not follow: do it before the model is wrapped, or wrap it and make its optimizer "
+            "anew"
+        )
+    return before[1]
+
+
+def layer_shards(job: SettledJob, chunks: Sequence[nn.Module], trained: Trained) -> LayerShards | None:
+    """The shards of a rank's chunks and the loss that the arguments ask for; None without --vocab-parallel."""
+    if not job.settings.vocab_parallel:
+        return None
+    first, last = _ends(job, chunks)
+    output = getattr(last, "output_layer", None)
+    embedding = None if output is None else first.embedding.word_embeddings
+    loss = TokenLoss(job.args.vocab_label_smoothing, job.args.vocab_z_loss)
+    return LayerShards(vocab_shards(job, first), embedding, output, loss, trained.embedding, trained.output)
+
+
+def _ends(job: SettledJob, chunks: Sequence[nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """The chunks that hold a rank's shards of the embedding and of the output layer."""
+    placement = job.placement
+    return chunks[placement.chunk_of(0)], chunks[placement.chunk_of(placement.stages - 1)]
+
+
+def _shards(job: SettledJob, chunks: Sequence[nn.Module]) -> _Shards:
+    if not job.settings.vocab_parallel:
+        return _Shards({})
+    first, last = _ends(job, chunks)
+    embedding = getattr(first, "embedding", None)
+    words = None if embedding is None else embedding.word_embeddings
+    trained = {}
+    for name, layer in ((EMBEDDING, words), (OUTPUT, getattr(last, "output_layer", None))):
+        if layer is None or type(layer) is ReceivedWords:
+            continue
+        added = [each for each, _ in layer.named_parameters() if each != "weight"]
+        if type(layer) not in (ShardedWordEmbedding, ShardedOutputLayer) or added:
+            return _Shards({}, adapted(name, layer))
+        trained[name] = layer.weight.requires_grad
+    return _Shards(trained)
+
+
+def _ask(job: SettledJob, chunks: Sequence[nn.Module], own: _Shards, alone: bool) -> Trained:
+    parts = tuple(map(_trained_part, chunks))
+    if alone:  # of its peers nothing is known
+        return Trained(own.trained.get(EMBEDDING, True), own.trained.get(OUTPUT, True), parts)
+    group = getattr(chunks[0], GROUP_ATTRIBUTE)
+    ranks: list[tuple[_Shards, tuple[float, ...]]] = [(own, parts)] * group.size()
+    dist.all_gather_object(ranks, (own, parts), group=group)
+    shards = [said for said, _ in ranks]
+    # The group is ordered by pipeline rank, then by tensor rank. Those of a stage hold as much each.
+    by_stage = {}
+    for stages, (_, rank_parts) in zip(
+        job.placement.stage_of, ranks[:: job.args.tensor_model_parallel_size], strict=True
+    ):
+        by_stage |= dict(zip(stages, rank_parts, strict=True))
+    trained = Trained(
+        _trains(EMBEDDING, shards), _trains(OUTPUT, shards), tuple(by_stage[each] for each in sorted(by_stage))
+    )
+    if not trained.everything:
+        frozen = [name for name, trains in ((EMBEDDING, trained.embedding), (OUTPUT, trained.output)) if not trains]
+        frozen.append(f"{100 * (1 - sum(trained.weights) / len(trained.weights)):.0f} % of the weights between")
+        print_rank_0(f"> frozen: {', '.join(frozen)}; the passes are ordered for that")
+    return trained
+
+
+def _trained_part(chunk: nn.Module) -> float:
+    """Which part of the elements of matrices that a chunk multiplies by takes gradients; 1 where it has none."""
+    whole = trained = 0
+    for name, parameter in chunk.named_parameters():
+        looked_up = name.startswith("embedding.")
+        elsewhere = name.startswith("output_layer.") and not chunk.post_process  # a shard, which T multiplies
+        if parameter.dim() > 1 and not looked_up and not elsewhere:
+            whole += parameter.numel()
+            trained += parameter.numel() * parameter.requires_grad
+    return trained / whole if whole else 1.0
+
+
+def _trains(name: str, ranks: Sequence[_Shards]) -> bool:
+    """Whether the ranks of a model train a vocabulary layer. Raises UserError where they differ."""
+    adapters = [held.adapter for held in ranks if held.adapter is not None]
+    if adapters:
+        raise UserError(adapters[0])
+    said = {rank: held.trained[name] for rank, held in enumerate(ranks) if name in held.trained}
+    frozen = [rank for rank, trained in said.items() if not trained]
+    if frozen and len(frozen) < len(said):
+        raise UserError(
+            f"the weight of {name} is frozen on {len(frozen)} of {len(said)} ranks (model-parallel ranks "
+            f"{', '.join(map(str, frozen))}), and --vocab-parallel has rows of it on all of them: freeze it on every "
+            f"rank, by the name of its parameter and not by pre_process or post_process, or on none"
+        )
+    return not frozen
