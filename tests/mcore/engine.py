@@ -23,7 +23,7 @@ import torch
 
 from tests.harness.ranks import ROOT, run_ranks
 from tests.harness.training import Run, _merge, tiny_model, train_case
-from tests.mcore import engine_kernels
+from tests.mcore import engine_fp4, engine_kernels
 
 MODEL = {
     "hidden_size": 64,
@@ -81,11 +81,11 @@ def _folder(version: str) -> Path:
 
 
 @contextmanager
-def imported(version: str, apex: bool = True) -> Iterator[None]:
+def imported(version: str, apex: bool = True, capability: int = 9) -> Iterator[None]:
     """In a process of its own: inside, Megatron and its plug-in are imported anew and find this Transformer Engine.
 
     They find Apex's accumulation of weight gradients with `apex`. Transformer Engine is told that there is a device of
-    compute capability 9.0 wherever it asks. Nobody else is.
+    compute capability 9.0, or another whole number, wherever it asks. Nobody else is.
     """
     forgotten = ("transformer_engine", "megatron", "megatron_vp", "pretrain_gpt_vp")
     for name in [name for name in sys.modules if name.partition(".")[0] in forgotten]:
@@ -95,13 +95,14 @@ def imported(version: str, apex: bool = True) -> Iterator[None]:
         return sys._getframe(2).f_globals["__name__"].startswith("transformer_engine.")
 
     on_device, there_is_one = torch.Tensor.is_cuda, torch.cuda.is_available
-    device = SimpleNamespace(major=9, minor=0, multi_processor_count=1)
+    device = SimpleNamespace(major=capability, minor=0, multi_processor_count=1)
     with (
         mock.patch.object(sys, "path", [str(_folder(version)), *sys.path]),
         mock.patch.object(torch.Tensor, "is_cuda", property(lambda self: by_engine() or on_device.__get__(self))),
         mock.patch.object(torch.cuda, "is_available", lambda: by_engine() or there_is_one()),
         mock.patch.object(torch.cuda, "get_device_properties", lambda device_=None: device),
         mock.patch.object(torch.cuda, "get_device_capability", lambda device_=None: (device.major, device.minor)),
+        mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
         mock.patch.object(torch.cuda, "device", nullcontext),
         mock.patch.dict(
@@ -124,6 +125,12 @@ def imported(version: str, apex: bool = True) -> Iterator[None]:
         generator = torch.default_generator
         distributed._get_cuda_rng_state = lambda *_, **__: generator.get_state()
         distributed._set_cuda_rng_state = lambda state, *_, **__: generator.set_state(state)
+        if capability >= 10:
+            # Gathers of fp4 are several messages at once, which gloo does not join.
+            distributed.torch = engine_fp4.without_joined_messages(torch)
+            distributed.pad_columnwise_scale_inv = engine_fp4.padded  # a Triton kernel
+            storage = importlib.import_module("transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage")
+            storage._FromNVFP4Func.forward = staticmethod(engine_fp4.read_in_place)
         assert importlib.import_module("transformer_engine").__version__ == version
         yield
 
@@ -205,10 +212,10 @@ def counted_products() -> Iterator[Products]:
 
 
 @contextmanager
-def on_cpu(version: str, fused: bool, apex: bool = True) -> Iterator[None]:
+def on_cpu(version: str, fused: bool, apex: bool = True, capability: int = 9) -> Iterator[None]:
     """As `imported`, with a plug-in that leaves the choice of layers, and of fused accumulation, to the flags."""
     chosen_here = {"--transformer-impl"} | ({"--no-gradient-accumulation-fusion"} if fused else set())
-    with imported(version, apex):
+    with imported(version, apex, capability):
         from megatron_vp.mcore.platform import flags, installed
 
         others = tuple(choice for choice in flags._CHOICES if choice.option not in chosen_here)
@@ -231,7 +238,8 @@ def engine_case(
     hook: Callable[[list], list] | None = None,
 ) -> tuple[Run | None, Products]:
     """`train_case` with Transformer Engine's layers; `fused` leaves Megatron's fused accumulation on."""
-    with on_cpu(version, fused, apex), counted_products() as products:
+    capability = 10 if "--fp4-format" in arguments else 9
+    with on_cpu(version, fused, apex, capability), counted_products() as products:
         return train_case(rank, world_size, arguments, same_weights=same_weights, hook=hook), products
 
 

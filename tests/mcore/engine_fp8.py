@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from tests.mcore import engine_fp4
+
 E4M3, E5M2 = 7, 8
 """The formats by their numbers in the compiled module."""
 _FORMATS = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
@@ -24,6 +26,8 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def dense(tensor: Any, columnwise: bool) -> torch.Tensor:
     """The values of an operand of a product, read from the copy that a device of 9.0 would read."""
+    if engine_fp4.is_fp4(tensor):
+        return engine_fp4.dense(tensor, columnwise)
     if not hasattr(tensor, "_fp8_dtype"):
         return tensor
     kind = _FORMATS[int(tensor._fp8_dtype)]
@@ -40,6 +44,8 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Any
     Under delayed scaling the scale is the quantizer's, which remembers the largest magnitude. Under current scaling
     the largest magnitude becomes the format's.
     """
+    if engine_fp4.is_fp4(quantizer):
+        return engine_fp4.quantize(tensor, quantizer, output)
     kind = _FORMATS[int(quantizer.dtype)]
     largest = torch.finfo(kind).max
     values = tensor.detach().float()
@@ -87,6 +93,8 @@ def create_empty_quantized_tensor(
     quantizer: Any, shape: list[int], dtype: torch.dtype, device: object, pin_memory: bool
 ) -> Any:
     """A quantised tensor whose values are yet to come."""
+    if engine_fp4.is_fp4(quantizer):
+        return engine_fp4.quantize(torch.zeros(shape, dtype=dtype), quantizer)
     data = torch.zeros(shape, dtype=torch.uint8)
     columns = fp8_transpose(data, quantizer.dtype) if quantizer.columnwise_usage else None
     return _made(quantizer, shape, dtype, data if quantizer.rowwise_usage else None, columns, torch.ones(1))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.mcore import engine_fp8
+from tests.mcore import engine_fp4, engine_fp8
 from tests.mcore.engine_fp8 import dense, wide
 
 
@@ -274,6 +274,7 @@ _FUNCTIONS = (
     *(multi_tensor_scale, multi_tensor_scale_tensor, multi_tensor_adam, get_cudnn_version),
     *(get_num_cublas_streams, get_cublasLt_version),
     *engine_fp8.FUNCTIONS,
+    *engine_fp4.FUNCTIONS,
 )
 
 

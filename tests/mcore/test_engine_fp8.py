@@ -134,6 +134,24 @@ def test_a_checkpoint_of_weights_in_fp8_moves_to_plain_megatron_and_back(tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "method"), [("1f1b", "vocab-2"), ("v-half", "vocab-1")])
+def test_a_checkpoint_of_weights_in_fp8_goes_on_with_vocabulary_passes(tmp_path, schedule, method):
+    """From two ranks to two, and from plain Megatron: bits of the unmoved run, and as close as two roundings."""
+    common = {**CURRENT, **WEIGHTS, "eval_iters": 0, "train_iters": 4, "dist_ckpt_optim_fully_reshardable": True}
+    split, until = _schedule(schedule, method), {"save_interval": 2, "exit_interval": 2}
+    unmoved, _ = trained(NEWEST, 2, APART, **common, **split)
+    trained(NEWEST, 2, APART, **common, **split, **until, save=tmp_path / "ours")
+    resumed, _ = trained(NEWEST, 2, APART, **common, **split, same_weights=False, load=tmp_path / "ours")
+    assert resumed.losses == unmoved.losses[2:] and len(resumed.losses) == 2
+    plain, _ = trained(NEWEST, 1, APART, **common)
+    trained(NEWEST, 1, APART, **common, **until, save=tmp_path / "plain")
+    moved, _ = trained(NEWEST, 2, APART, **common, **split, same_weights=False, load=tmp_path / "plain")
+    exact, _ = trained(NEWEST, 1, APART, **{**common, "fp8_format": None, "fp8_recipe": None, "fp8_param_gather": None})
+    rounding = max(abs(a - b) for a, b in zip(plain.losses, exact.losses, strict=True))
+    assert moved.losses == pytest.approx(plain.losses[2:], abs=math.sqrt(2) * rounding) and rounding > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "model"), [("interleaved", DELAYED), ("v-half", DELAYED), ("interleaved", LONG_HISTORY)]
 )

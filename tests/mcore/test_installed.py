@@ -334,7 +334,7 @@ def test_delayed_scaling_starts_where_it_can_go_on(answered, monkeypatch):
     [
         ("te=no", ["--transformer-impl", "transformer_engine"], "cannot work without Transformer Engine"),
         ("te=2.7.0,apex=yes", ["--pipeline-schedule", "zb-h1"], "needs Transformer Engine 2.8 or newer"),
-        ("te=no,apex=no", ["--fp8-format", "hybrid"], "--fp8-format with --transformer-impl local has no effect"),
+        ("te=no,apex=no", ["--fp8-format", "hybrid"], "with --transformer-impl local has no effect"),
         ("te=new", [], "te=new is neither a version"),
         ("apex=maybe", [], "apex=maybe says neither yes nor no"),
         ("te", [], "--nodes te cannot be read"),
@@ -357,7 +357,7 @@ def test_delayed_scaling_starts_where_it_can_go_on(answered, monkeypatch):
         (THERE, [*OURS, *FP8, "delayed"], "loads its scales only with NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1"),
         (THERE, [*OURS, *FP8, "custom"], "--fp8-recipe custom is not supported"),
         (THERE, [*OURS, *FP8, "mxfp8", "--fp8-output-proj"], "--fp8-output-proj is not supported"),
-        (THERE, [*OURS, "--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"], "fp4 (--fp4-format) is not supported"),
+        (THERE, [*OURS, "--fp4-format", "e2m1", "--fp4-recipe", "custom"], "--fp4-recipe custom is not supported"),
         (THERE, [*OURS, "--te-precision-config-file", "x"], "--te-precision-config-file is not supported"),
         ("te=2.16.0", [*UNEVEN, *FP8, "delayed"], "chunks of different numbers of layers is not supported"),
     ],

@@ -163,14 +163,14 @@ REFUSALS = (
         "1f1b",
     ),
     Refusal(
-        lambda a: a.fp8 and a.transformer_impl == "local",
-        "--fp8-format with --transformer-impl local has no effect: Megatron's local layers compute in the model's "
-        "dtype; leave --fp8-format out, or use Transformer Engine's layers",
+        lambda a: (a.fp8 or a.fp4) and a.transformer_impl == "local",
+        "--fp8-format or --fp4-format with --transformer-impl local has no effect: Megatron's local layers compute in "
+        "the model's dtype; leave it out, or use Transformer Engine's layers",
     ),
     Refusal(
-        lambda a: a.fp8_param_gather and not (a.bf16 or a.fp16),
-        "--fp8-param-gather without --bf16 or --fp16 cannot train: Transformer Engine's optimizer takes fp8 weights "
-        "only with master weights; use it with --bf16",
+        lambda a: (a.fp8_param_gather or a.fp4_param_gather) and not (a.bf16 or a.fp16),
+        "--fp8-param-gather or --fp4-param-gather without --bf16 or --fp16 cannot train: Transformer Engine's "
+        "optimizer takes such weights only with master weights; use it with --bf16",
     ),
     Refusal(
         cannot_resume,

@@ -1,6 +1,6 @@
 """What of fp8 and fp4 none of our schedules runs: a row each.
 
-Allowed is the trunk in fp8, its weights too, with the vocabulary layers in the model's dtype.
+Allowed is the trunk in fp8 or fp4, its weights too, with the vocabulary layers in the model's dtype.
 docs/evidence/on_gpu.md states the evidence for each recipe.
 """
 
@@ -22,12 +22,18 @@ FIRST_WITHOUT_PICKLES = "2.16.1"
 
 
 def describe_precision(a: argparse.Namespace) -> str | None:
-    """What computes in fp8 in an accepted job, and the evidence for it; None without fp8."""
-    if not a.fp8:
+    """What computes in fp8 or fp4 in an accepted job, and the evidence for it; None without either."""
+    if not (a.fp8 or a.fp4):
         return None
     evidence = "state tested on CPU" if a.fp8_recipe in TESTED_RECIPES else "no state between passes, format not run"
     vocabulary = "bf16" if a.bf16 else "fp16" if a.fp16 else "fp32"
-    layers = "the layers and their weights" if a.fp8_param_gather else "the layers"
+    layers = "the layers and their weights" if a.fp8_param_gather or a.fp4_param_gather else "the layers"
+    if a.fp4:
+        # Its gradients are rounded by draws from the device's generator, one after the other.
+        return (
+            f"fp4 ({a.fp4_recipe}) in {layers}, {vocabulary} in the vocabulary layers: losses differ between schedules "
+            f"as with dropout, because rounding draws random numbers; all but the draws tested on CPU, kernels not run"
+        )
     return f"fp8 ({a.fp8_recipe}) in {layers}, {vocabulary} in the vocabulary layers: {evidence}, kernels not run"
 
 
@@ -60,10 +66,10 @@ def _chunks_are_alike(a: argparse.Namespace) -> bool:
 
 REFUSED_PRECISION = (
     RefusedOption(
-        "fp4 (--fp4-format)",
-        lambda a: a.fp4,
-        "its rounding draws random numbers, so no test has compared it with Megatron's own schedule",
-        "use --bf16 or --fp8-format",
+        "--fp4-recipe custom",
+        lambda a: a.fp4 and a.fp4_recipe == "custom",
+        "its quantizers may keep state that depends on the order of passes",
+        "use --fp4-recipe nvfp4",
     ),
     RefusedOption(
         "--fp8-output-proj",
@@ -80,7 +86,7 @@ REFUSED_PRECISION = (
     RefusedOption(
         "--te-precision-config-file",
         lambda a: a.te_precision_config_file,
-        "it may choose fp4 or other formats that are refused by flag",
+        "it may choose formats that are refused by flag, layer by layer",
         "leave it out and choose one format with --fp8-format and --fp8-recipe",
     ),
     RefusedOption(

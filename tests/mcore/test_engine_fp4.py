@@ -1,0 +1,100 @@
+"""The trunk in NVFP4, its weights too, over Transformer Engine's own Python: compared as fp8 in `test_engine_fp8`.
+
+`engine_fp4` rounds gradients to the nearest number. On a device that rounding draws random numbers in the order of the
+passes, so losses differ between schedules there, as they do with dropout. This shows that nothing else differs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.mcore.comparison import largest_distance
+from tests.mcore.engine import (
+    APART,
+    FUSED,
+    LLAMA,
+    MEGATRON,
+    NEWEST,
+    ONE_CALL,
+    RECOMPUTED,
+    SEQUENCE_PARALLEL,
+    SHARDED,
+    assert_checkpoint_moves,
+    trained,
+)
+from tests.mcore.test_engine_fp8 import ENDS_IN_16_BITS, _schedule, assert_same_bits
+
+FP4 = {"fp4_format": "e2m1", "fp4_recipe": "nvfp4", "bf16": True}
+WEIGHTS = {**FP4, "fp4_param_gather": True, "use_distributed_optimizer": True}
+
+CASES = [
+    ("1f1b", FUSED, NEWEST, FP4),
+    ("interleaved", FUSED, NEWEST, {**FP4, **LLAMA}),
+    ("zb-h1", APART, NEWEST, FP4),
+    ("v-half", APART, MEGATRON, FP4),
+    ("v-half", APART, NEWEST, {**FP4, **ONE_CALL}),
+    ("zb-h1", APART, NEWEST, {**FP4, **RECOMPUTED}),
+    ("v-half", APART, NEWEST, {**FP4, **ENDS_IN_16_BITS}),
+    ("1f1b", FUSED, NEWEST, WEIGHTS),
+    ("interleaved", FUSED, NEWEST, {**WEIGHTS, **ONE_CALL}),
+    ("zb-h1", APART, NEWEST, {**WEIGHTS, **ONE_CALL}),
+    ("v-half", APART, NEWEST, WEIGHTS),
+    ("v-half", APART, MEGATRON, WEIGHTS),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "fused", "version", "model"), CASES)
+def test_without_vocabulary_passes_every_bit_is_plain_megatrons(schedule, fused, version, model):
+    plain, _ = trained(version, 1, fused, **model)
+    ours, products = trained(version, 2, fused, **_schedule(schedule, None), **model)
+    assert_same_bits(ours, plain)
+    assert any(each.quantised for each in products)
+
+
+@pytest.mark.parametrize("model", [WEIGHTS, pytest.param({**WEIGHTS, **ONE_CALL}, marks=pytest.mark.slow)])
+def test_master_weights_start_from_what_plain_megatron_drew(model):
+    """As in fp8, under a V, where layers move."""
+    plain, _ = trained(NEWEST, 2, APART, same_weights=False, pipeline_model_parallel_size=2, **model)
+    ours, products = trained(NEWEST, 2, APART, same_weights=False, **_schedule("v-half", None), **model)
+    assert_same_bits(ours, plain)
+    assert all(each.quantised for each in products)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "method", "model"),
+    [("1f1b", "vocab-2", FP4), ("v-half", "vocab-2", WEIGHTS), ("interleaved", "vocab-1", WEIGHTS)],
+)
+def test_with_vocabulary_passes_runs_are_as_close_as_two_roundings(schedule, method, model):
+    exact, _ = trained(NEWEST, 1, APART, bf16=True, use_distributed_optimizer=model is WEIGHTS)
+    plain, _ = trained(NEWEST, 1, APART, **model)
+    ours, _ = trained(NEWEST, 2, APART, **_schedule(schedule, method), **model)
+    apart = math.sqrt(2)
+    rounding = max(abs(a - b) for a, b in zip(plain.losses, exact.losses, strict=True))
+    assert rounding > 0 and ours.losses == pytest.approx(plain.losses, abs=apart * rounding)
+    assert 0 < largest_distance(ours, plain) <= apart * largest_distance(plain, exact)
+
+
+@pytest.mark.slow
+def test_two_replicas_gather_weights_in_fp4_while_they_compute():
+    """Masters of a replica are parts of weights, cut where a byte of two numbers may be shared."""
+    plain, _ = trained(NEWEST, 2, FUSED, **{**WEIGHTS, **SHARDED})
+    ours, _ = trained(NEWEST, 4, FUSED, **_schedule("interleaved", None), **{**WEIGHTS, **SHARDED})
+    assert_same_bits(ours, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [FP4, WEIGHTS])
+def test_sequence_parallelism_is_plain_megatrons(model):
+    plain, _ = trained(NEWEST, 2, APART, **model, **SEQUENCE_PARALLEL)
+    ours, _ = trained(NEWEST, 4, APART, **_schedule("v-half", None), **model, **SEQUENCE_PARALLEL)
+    assert_same_bits(ours, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [FP4, WEIGHTS])
+def test_a_checkpoint_moves_to_plain_megatron_and_back(tmp_path, model):
+    assert_checkpoint_moves(tmp_path, "zb-h1", None, "fp4_param_gather" in model, APART, **model)
