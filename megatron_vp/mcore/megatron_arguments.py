@@ -10,7 +10,7 @@ import argparse
 from dataclasses import dataclass
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.patches import TESTED_VERSIONS, Problem, present_series, present_version
+from megatron_vp.mcore.patches import RELEASE, TESTED_VERSIONS, Problem, present_series, present_version
 
 
 @dataclass(frozen=True)
@@ -231,5 +231,5 @@ def _require(args: argparse.Namespace, derived: bool) -> None:
             raise UserError(
                 f"megatron-core {present_version()} has no argument '{name}', and megatron_vp reads it "
                 f"{use} (tested with megatron-core {', '.join(TESTED_VERSIONS)}): install "
-                f"megatron-core=={TESTED_VERSIONS[-1]}"
+                f"megatron-core=={RELEASE}"
             )

@@ -149,8 +149,8 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.training.utils:get_blend_and_blend_per_split": "(args)",
     },
     "training": {
-        "megatron.core.distributed:FullyShardedDataParallel": "class",
-        "megatron.core.distributed:TorchFullyShardedDataParallel": "class",
+        "megatron.core.distributed.data_parallel_base:_BaseDataParallel": "class",
+        "megatron.core.distributed:DistributedDataParallel": "class",
         "megatron.core.num_microbatches_calculator:get_num_microbatches": "()",
         "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator": "class",
         "megatron.core.pipeline_parallel.schedules:backward_step": (

@@ -18,8 +18,12 @@ from typing import Any
 
 from megatron_vp.errors import UserError
 
-SUPPORTED_SERIES = ("0.19",)
-TESTED_VERSIONS = ("0.19.0", "0.19.2")
+SUPPORTED_SERIES = ("0.19", "0.20")
+TESTED_VERSIONS = ("0.19.0", "0.19.2", "0.20 development line at d98e8a64")
+RELEASE = "0.19.2"
+"""The newest release on PyPI that was tested."""
+INSTALL = f"pip install --no-deps megatron-core=={RELEASE}"
+"""Brings it into an environment that has everything else, a container of NVIDIA's, and touches nothing else there."""
 
 _MISSING = object()
 
@@ -119,7 +123,12 @@ def installed_version() -> str:
     require_supported(_distribution().version)
     # The module may be another copy than the one that the metadata describes (an editable checkout on the path).
     module = present_version()
-    require_supported(module)
+    if _series(module) not in SUPPORTED_SERIES:
+        folder = importlib.import_module("megatron.core").__path__[0]
+        raise UserError(
+            f"{_refusal(module)}; it is imported from {folder}, ahead of the megatron-core "
+            f"{_distribution().version} that is installed: take that folder out of PYTHONPATH"
+        )
     return module
 
 
@@ -201,19 +210,22 @@ def in_force() -> tuple[Patch, ...]:
 def require_supported(version: str) -> None:
     """Raise UserError for a release of megatron-core outside SUPPORTED_SERIES."""
     if _series(version) not in SUPPORTED_SERIES:
-        raise UserError(
-            f"megatron-core {version} is not supported: the patches are made for {', '.join(SUPPORTED_SERIES)}.x "
-            f"(tested with {', '.join(TESTED_VERSIONS)}); install megatron-core=={TESTED_VERSIONS[-1]}"
-        )
+        raise UserError(f"{_refusal(version)}; `{INSTALL}` replaces it and leaves all other packages as they are")
+
+
+def _refusal(version: str) -> str:
+    series = " and ".join(f"{series}.x" for series in SUPPORTED_SERIES)
+    return (
+        f"megatron-core {version} is not supported: the patches are made for {series} "
+        f"(tested with {', '.join(TESTED_VERSIONS)})"
+    )
 
 
 def _distribution() -> importlib.metadata.Distribution:
     try:
         return importlib.metadata.distribution("megatron-core")
     except importlib.metadata.PackageNotFoundError:
-        raise UserError(
-            f"megatron-core is not installed; install megatron-core[training]=={TESTED_VERSIONS[-1]}"
-        ) from None
+        raise UserError(f"megatron-core is not installed; install megatron-core[training]=={RELEASE}") from None
 
 
 def _series(version: str) -> str:

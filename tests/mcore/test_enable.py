@@ -134,7 +134,7 @@ def test_only_megatrons_own_communicator_of_this_pipeline_is_taken(monkeypatch):
 
 def misuse(_rank, _ranks):
     """What wrong calls say; Megatron's functions with the plug-in on, and after it was switched off."""
-    from megatron.core.distributed import FullyShardedDataParallel
+    from megatron.core.distributed import TorchFullyShardedDataParallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.pipeline_parallel import schedules
 
@@ -157,7 +157,7 @@ def misuse(_rank, _ranks):
     with pytest.raises(UserError) as refused:
         ours(forward_step_func=None, data_iterator=None, model=nn.Linear(2, 2), **sizes)
     said.append(str(refused.value))
-    sharded = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    sharded = TorchFullyShardedDataParallel.__new__(TorchFullyShardedDataParallel)
     nn.Module.__init__(sharded)
     with pytest.raises(UserError) as refused:
         ours(forward_step_func=None, data_iterator=None, model=sharded, **sizes)
@@ -174,5 +174,5 @@ def test_wrong_calls_are_refused_in_one_line_and_disable_undoes_a_call():
     assert "is a switch: write true or false" in value and "v-haf" in schedule
     assert "called twice" in twice
     assert "Linear was built before megatron_vp.enable, or not as a GPTModel" in unprepared
-    assert "FullyShardedDataParallel" in sharded and "wrap it in that" in sharded
+    assert "TorchFullyShardedDataParallel" in sharded and "wrap it in that" in sharded
     assert not any("\n" in line for line in (unknown, value, schedule, twice, unprepared, sharded))

@@ -131,7 +131,7 @@ def library(monkeypatch):
 def of_series(monkeypatch, series, *groups):
     import megatron.core
 
-    monkeypatch.setattr(patches, "SUPPORTED_SERIES", ("0.19", series))
+    monkeypatch.setattr(patches, "SUPPORTED_SERIES", (*patches.SUPPORTED_SERIES, series))
     monkeypatch.setattr(megatron.core, "__version__", f"{series}.0")
     monkeypatch.setattr(patch_table, "GROUPS", groups)
 
@@ -211,7 +211,7 @@ def test_a_group_that_is_not_essential_and_does_not_fit_is_left_out_with_one_lin
     assert (library.first("a"), library.second("b")) == ("old", "b")  # of the group left out, nothing is applied
     line = (
         "megatron_vp: left out 'curves': library:second does not fit: expected (b, more), found (b) (tested with "
-        "megatron-core 0.19.0, 0.19.2); without it, nothing is drawn\n"
+        f"megatron-core {', '.join(patches.TESTED_VERSIONS)}); without it, nothing is drawn\n"
     )
     assert capsys.readouterr().out == line * lines
     # The same group ends the start where it is essential.

@@ -137,6 +137,17 @@ def test_a_version_with_the_commit_of_a_surrounding_repository_is_the_same_versi
     assert patches.installed_version() == "0.19.2"
 
 
+def test_a_release_that_is_not_supported_is_answered_by_the_command_that_brings_one(monkeypatch):
+    import megatron.core
+
+    with pytest.raises(UserError, match=r"0\.18\.2 is not supported.*`pip install --no-deps megatron-core==0\.19\.2`"):
+        patches.require_supported("0.18.2")
+    # A folder on the path, such as a container's, would win over what is installed.
+    monkeypatch.setattr(megatron.core, "__version__", "0.18.0")
+    with pytest.raises(UserError, match=r"0\.18\.0 is not supported.* imported from /.*/megatron/core, ahead of"):
+        patches.installed_version()
+
+
 def test_every_declared_patch_fits_the_installed_megatron_and_names_its_reason():
     declared = [patch for group in patch_table.GROUPS for patch in patch_table.patches_of(group.name)]
     assert [patch_table.examine(group)[1] for group in patch_table.GROUPS] == [[]] * len(patch_table.GROUPS)
@@ -240,7 +251,8 @@ def test_the_command_compares_an_unsupported_release_and_applies_nothing(monkeyp
     result = invoke()
     assert result.exit_code == 1 and "megatron-core 0.21.0 is not supported" in result.output
     assert "fits  megatron.training.arguments:validate_args" in result.output
-    assert "megatron-core 0.21.0 (not supported, and no run will start; tested: 0.19.0, 0.19.2)" in result.output
+    tested = ", ".join(patches.TESTED_VERSIONS)
+    assert f"megatron-core 0.21.0 (not supported, and no run will start; tested: {tested})" in result.output
 
 
 def test_the_command_says_what_runs_leave_out(monkeypatch):

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import FullyShardedDataParallel, TorchFullyShardedDataParallel
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
@@ -110,7 +111,6 @@ def training_schedule(
     return schedule, job.pipeline.groups.rank
 
 
-_FULLY_SHARDED = (FullyShardedDataParallel, TorchFullyShardedDataParallel)
 _LEAVE_OUT = "leave --vocab-parallel and --pipeline-schedule out"
 
 
@@ -159,10 +159,11 @@ class _Job:
 def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessGroupCollection | None) -> _Job:
     """Raises UserError for a model that was not prepared for our schedules, and as `agreed`."""
     chunks = model if isinstance(model, list) else [model]
-    sharded = next((each for each in chunks if isinstance(each, _FULLY_SHARDED)), None)
-    if sharded is not None:
+    wrapped = [each for each in chunks if isinstance(each, _BaseDataParallel)]
+    others = [each for each in wrapped if not isinstance(each, DistributedDataParallel)]
+    if others:
         raise UserError(
-            f"this script wraps its model in {type(sharded).__name__}, and our passes put gradients into the buffers "
+            f"this script wraps its model in {type(others[0]).__name__}, and our passes put gradients into the buffers "
             f"of Megatron's DistributedDataParallel: wrap it in that, with a distributed optimizer"
         )
     cores = unwrap_model(chunks)
