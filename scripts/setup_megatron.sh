@@ -1,18 +1,25 @@
 #!/usr/bin/env bash
-# setup_megatron.sh VERSION: makes .venv-megatron-VERSION, an environment with another megatron-core on top of .venv.
-# Whatever that release does not ask for in another version (PyTorch above all) is .venv's, and costs nothing. Releases
-# that the patches are not made for are refused.
+# setup_megatron.sh VERSION|PATH: makes an environment with another megatron-core on top of .venv, and prints its folder:
+# .venv-megatron-VERSION with that release, or .venv-megatron-NAME-COMMIT with what the checkout of Megatron-LM at PATH
+# holds now. The checkout is copied, and stays as it is. Whatever that megatron-core does not ask for in another version
+# (PyTorch above all) is .venv's, and costs nothing. Series that the patches are not made for are refused.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 
-if [[ $# -ne 1 || ! $1 =~ ^[0-9]+\.[0-9]+[0-9a-z.]*$ ]]; then
-    say "give one version of megatron-core, such as 0.19.2"
+if [[ $# -eq 1 && -f $1/megatron/core/package_info.py ]]; then
+    checkout=$(realpath "$1")
+    commit=$(git -C "$checkout" rev-parse --short HEAD 2>/dev/null || echo files)
+    version=$(sed -n 's/^\(MAJOR\|MINOR\|PATCH\) = \([0-9]*\).*/\2/p' "$1/megatron/core/package_info.py" | paste -sd.)
+    venv=.venv-megatron-$(basename "$checkout")-$commit
+elif [[ $# -eq 1 && $1 =~ ^[0-9]+\.[0-9]+[0-9a-z.]*$ ]]; then
+    checkout='' version=$1 venv=.venv-megatron-$1
+else
+    say "give one version of megatron-core, such as 0.19.2, or the path of a checkout of Megatron-LM"
     exit 2
 fi
-readonly version=$1 venv=.venv-megatron-$1
-readonly stamp=$venv/.megatron_vp_complete
+readonly checkout version venv stamp=$venv/.megatron_vp_complete
 
 scripts/setup_env.sh
 .venv/bin/python - "$version" <<'END'
@@ -24,7 +31,12 @@ from megatron_vp.mcore.patches import require_supported
 with one_line_errors():
     require_supported(sys.argv[1])
 END
-if [[ -f $stamp ]] && cmp -s "$stamp" .venv/.megatron_vp_complete; then exit 0; fi
+# A checkout that was changed since its commit has no name of its own: its environment is made anew each time.
+changed=$([[ -z $checkout ]] || git -C "$checkout" status --porcelain 2>&1 | head -1)
+if [[ -z $changed && -f $stamp ]] && cmp -s "$stamp" .venv/.megatron_vp_complete; then
+    echo "$venv"
+    exit 0
+fi
 
 say "making $venv"
 rm -rf "$venv"
@@ -37,6 +49,15 @@ import sys
 
 print(f"import site; site.addsitedir({sys.argv[1]!r})")
 END
-"$venv/bin/python" -m pip install --disable-pip-version-check "megatron-core[training]==$version" >&2
+if [[ -n $checkout ]]; then
+    source=$venv/megatron-core
+    mkdir "$source"
+    tar -C "$checkout" -cf - megatron pyproject.toml setup.py MANIFEST.in README.md LICENSE | tar -C "$source" -xf -
+    "$venv/bin/python" -m pip install --disable-pip-version-check --no-deps "./$source" >&2
+    rm -rf "$source"
+else
+    "$venv/bin/python" -m pip install --disable-pip-version-check "megatron-core[training]==$version" >&2
+fi
 cp .venv/.megatron_vp_complete "$stamp"
 say "$venv is ready"
+echo "$venv"

@@ -5,14 +5,15 @@
 #   --quick             what an inner loop needs: schedules, cost model, configuration, the vocabulary
 #                       layers against fp64, and one small run against plain Megatron
 #   --megatron VERSION  run the tests against that megatron-core, in an environment of its own
+#   --megatron PATH     the same with a checkout of Megatron-LM, and with NVIDIA's own scripts from there
 #   --latest            install the newest versions of everything instead of those that were tested together
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=.venv quick=no
 case ${1:-} in
     --megatron)
-        scripts/setup_megatron.sh "${2:-}"
-        venv=.venv-megatron-$2
+        venv=$(scripts/setup_megatron.sh "${2:-}")
+        if [[ -d $2 ]]; then MEGATRON_LM=$(realpath "$2") && export MEGATRON_LM; fi
         shift 2
         ;;
     --latest)
