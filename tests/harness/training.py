@@ -6,10 +6,12 @@ model. Losses, gradient norms and every parameter's main gradient are recorded j
 
 from __future__ import annotations
 
+import importlib
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -41,6 +43,8 @@ class Run:
     evaluations: list[list[tuple[float, float]]] = field(default_factory=list)
     parameters: dict[str, np.ndarray] = field(default_factory=dict)
     losses_on: list[int] = field(default_factory=list)
+    rows_on: list[int] = field(default_factory=list)
+    """Of a merged run, how many rows of the word embedding each rank holds."""
     row_shards: bool = False
     pipeline_rank: int = 0
     split: dict[str, int] = field(default_factory=dict)
@@ -128,6 +132,7 @@ def train(
     same_weights: bool = True,
     masked: bool = False,
     hook: Callable[[list], list] | None = None,
+    script: Any = None,
     timeout: float = 120,
 ) -> Run:
     """Train on `world_size` ranks and merge what they recorded (of one replica; divided tensors in rank order).
@@ -135,8 +140,9 @@ def train(
     `same_weights` replaces the weights after the model is built; leave it off to keep Megatron's own or a checkpoint's.
     `masked` leaves every third position, and one whole sequence of each microbatch, out of the loss.
     `hook` is given the finished chunks before Megatron wraps them, and returns them: one of `pre_wrap_hooks`.
+    `script` is another script than `pretrain_gpt_vp`: an object with its functions `prepare`, `main` and `loss_func`.
     """
-    options = {"same_weights": same_weights, "masked": masked, "hook": hook}
+    options = {"same_weights": same_weights, "masked": masked, "hook": hook, "script": script}
     return _merge(run_ranks(world_size, train_case, list(arguments), **options, timeout=timeout))
 
 
@@ -148,11 +154,11 @@ def train_case(
     same_weights: bool = True,
     masked: bool = False,
     hook: Callable[[list], list] | None = None,
+    script: Any = None,
 ) -> Run | None:
-    """Runs inside a rank: the whole of `pretrain_gpt_vp.main`, watched. None on ranks that only repeat others."""
+    """Runs inside a rank: the whole of a script's `main`, watched. None on ranks that only repeat others."""
     sys.argv = ["pretrain_gpt_vp.py", *arguments]
-    import pretrain_gpt_vp as script
-
+    script = script or importlib.import_module("pretrain_gpt_vp")
     script.prepare()
     from megatron.core import mpu
     from megatron.training import get_args, training
@@ -322,6 +328,7 @@ def _merge(results: list[Run | None]) -> Run:
         step = Step(steps[-1].loss, steps[-1].microbatches, steps[-1].grad_norm)
         step.gradients = _join(runs, [each.gradients for each in steps])
         merged.steps.append(step)
+    merged.rows_on = [len(run.parameters.get(WORD_EMBEDDING, ())) for run in runs]
     merged.losses_on = [rank for rank, run in enumerate(runs) if run.steps and run.steps[0].loss is not None]
     return merged
 
