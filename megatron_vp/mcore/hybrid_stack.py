@@ -23,8 +23,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 _whole = get_gpt_layer_local_submodules()
 _nothing = TransformerLayerSubmodules()
-_ATTENTION = ("input_layernorm", "self_attention", "self_attn_bda")
-_MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda")
+# In checkpoints norms have the names of Transformer Engine's fused layers, as those of a local GPTModel have.
+_ATTENTION = ("input_layernorm", "self_attention", "self_attn_bda", "sharded_state_dict_keys_map")
+_MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda", "sharded_state_dict_keys_map")
 
 
 def _only(parts: tuple[str, ...]) -> TransformerLayerSubmodules:

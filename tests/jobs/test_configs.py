@@ -22,7 +22,10 @@ PAPER = {  # Tables 5 and 6: GPUs, layers, heads, hidden size
     "gpt_30b": (32, 64, 48, 6144),
 }
 # The smallest job of each other model.
-RANKS = {"gemma2_9b": 8, "llama3_8b": 8, "llama3_70b": 64, "moonlight_16b": 16, "qwen3_8b": 4, "quickstart": 4}
+RANKS = {
+    **{"gemma2_9b": 8, "llama3_8b": 8, "llama3_8b_hybrid": 8, "llama3_70b": 64},
+    **{"moonlight_16b": 16, "qwen3_8b": 4, "quickstart": 4},
+}
 
 
 def validated(*files: Path, ranks: int) -> argparse.Namespace:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_vp.mcore import patches
 from tests.harness.training import comparable_model, train
 from tests.mcore.case_parts import FP32, TIED
 from tests.mcore.comparison import assert_equal
@@ -54,4 +55,23 @@ def test_every_step_equals_plain_megatron(size, schedule, algorithm, pattern, op
             pipeline_schedule=schedule,
         ),
     )
+    assert_equal(split, plain, FP32)
+
+
+@pytest.mark.skipif(
+    patches.present_series() == "0.19", reason="megatron-core 0.19 loads no GPT checkpoint into a HybridModel"
+)
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("v-half", marks=slow)])
+def test_a_gpt_checkpoint_goes_on_as_a_hybrid_model(tmp_path, schedule):
+    def go_on(size: int, pattern: str, **ours: object):
+        where = {"pipeline_model_parallel_size": size, **ours}
+        folder = tmp_path / str(size)
+        train(size, comparable_model(position_embedding_type="rope", save=folder, save_interval=1000, **where))
+        until = {"train_iters": 6, "load": folder, "override_opt_param_scheduler": True}
+        return train(size, _arguments(pattern, **until, **where), same_weights=False)
+
+    plain = go_on(1, "*-*-*-*-")
+    pattern = {"1f1b": "*-*-|*-*-", "v-half": "*-|*-|*-|*-"}[schedule]
+    split = go_on(2, pattern, vocab_parallel=True, pipeline_schedule=schedule)
+    assert len(plain.steps) == 3 and split.rows_on == [24, 16]
     assert_equal(split, plain, FP32)
