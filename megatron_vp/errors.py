@@ -122,10 +122,14 @@ def at_last(speak: Callable[[], None]) -> bool:
             speak()
         written.append(all([_flush(sys.stdout), _flush(sys.stderr)]))
 
-    with suppress(Exception):  # no room for a thread
+    with suppress(Exception):
         speaking = threading.Thread(target=words, daemon=True)
-        speaking.start()
-        speaking.join(_PATIENCE_SECONDS)
+        try:
+            speaking.start()
+        except RuntimeError:  # no room for a thread: better blocked than silent
+            words()
+        else:
+            speaking.join(_PATIENCE_SECONDS)
     return written == [True]
 
 

@@ -106,6 +106,8 @@ def _print(reasons: str | dict[str, str]) -> None:
         line = "".join(f"{who}: error: {reason}" for reason, who in reasons.items())
     else:
         line = f"error: {'; '.join(f'{who}: {reason}' for reason, who in reasons.items())}"
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which would cut the line off; this process is about to end
     at_last(lambda: say(line))
     _tell_torchrun(line)
 
