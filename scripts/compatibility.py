@@ -12,6 +12,12 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_vp.mcore.options.ignored import IGNORED  # noqa: E402
 from megatron_vp.mcore.options.refusals import OUR_SCHEDULE, REFUSALS  # noqa: E402
+from megatron_vp.mcore.options.refused_files import FILE_REFUSALS  # noqa: E402
+from megatron_vp.mcore.options.refused_lengths import LENGTH_REFUSALS  # noqa: E402
+from megatron_vp.mcore.options.refused_offload import OFFLOAD_REFUSALS  # noqa: E402
+from megatron_vp.mcore.options.refused_options import REFUSED_OPTIONS  # noqa: E402
+from megatron_vp.mcore.options.refused_packing import PACKING_REFUSALS, REFUSED_PACKING  # noqa: E402
+from megatron_vp.mcore.options.refused_precision import REFUSED_PRECISION  # noqa: E402
 from megatron_vp.mcore.patch_table import GROUPS, patches_of  # noqa: E402
 from tests.mcore.cases import CASES  # noqa: E402
 from tests.mcore.moves import MOVES  # noqa: E402
@@ -94,10 +100,32 @@ def moved() -> str:
 
 
 def refused() -> str:
-    """Every refusal's message; what it fills in from the arguments is in capitals."""
-    messages = (refusal.message.replace("{our_schedule}", OUR_SCHEDULE) for refusal in REFUSALS)
-    messages = (re.sub(r"{(\w+)}", lambda name: name[1].upper(), message) for message in messages)
-    return typed("\n".join(f"- {message}" for message in messages))
+    """Every refusal's message under the table that it is from; what it fills in from the arguments is in capitals."""
+    groups: dict[str, list[str]] = {title: [] for title in ("Combinations", *REFUSED_BY)}
+    for refusal in REFUSALS:
+        message = refusal.message.replace("{our_schedule}", OUR_SCHEDULE)
+        named = (title for title, names in REFUSED_BY.items() if any(name in refusal.message for name in names))
+        title = next((title for title, table in TABLES.items() if refusal in table), next(named, "Combinations"))
+        groups[title].append("- " + re.sub(r"{(\w+)}", lambda name: name[1].upper(), message))
+    assert sum(map(len, groups.values())) == len(REFUSALS) and all(groups.values()), groups
+    return typed("\n\n".join(f"### {title}\n\n" + "\n".join(lines) for title, lines in groups.items()))
+
+
+REFUSED_BY = {
+    "Options under a schedule of ours": [f"with {option.name} is" for option in REFUSED_OPTIONS],
+    "Precision": [f"with {option.name} is" for option in REFUSED_PRECISION],
+    "Packed sequences": [f"with {option.name} is" for option in REFUSED_PACKING],
+    "Length of a run": [],
+    "Files": [],
+    "Activations in the host's memory": [],
+}
+"""Headings, and the words by which the refusals of an option are known."""
+TABLES = {
+    "Packed sequences": PACKING_REFUSALS,
+    "Length of a run": LENGTH_REFUSALS,
+    "Files": FILE_REFUSALS,
+    "Activations in the host's memory": OFFLOAD_REFUSALS,
+}
 
 
 def ignored() -> str:
