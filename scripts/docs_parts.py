@@ -153,6 +153,7 @@ def python_interface() -> str:
     from megatron_vp.mcore.start.enabled import Handle
 
     pieces = ["## megatron_vp", *_documented("enable", megatron_vp.enable)]
+    pieces += _documented("whole_vocabulary", megatron_vp.whole_vocabulary)
     pieces += _documented("Handle", Handle)
     pieces += ["## megatron_vp.schedule"]
     for name in SCHEDULE_FUNCTIONS:
