@@ -152,7 +152,7 @@ _DISPATCHERS = {"alltoall": Dispatcher.ALL_TO_ALL, "flex": Dispatcher.FLEXIBLE}
 
 def _attention(given: Callable[..., Any], fp8: Fp8Recipe | None) -> AttentionKernels:
     """Those of the backend, where one is said. Recipes set delayed scaling until early 2025; in that time attention on
-    H100 went from FlashAttention 2 to cuDNN 9, so under it both are as likely. All else has today's.
+    H100 went from FlashAttention 2 to cuDNN 9, so under it either is possible. All else has today's.
     """
     backend = str(given("attention_backend", "auto")).removeprefix("AttnBackend.")
     if backend == "flash":

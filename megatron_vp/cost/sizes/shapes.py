@@ -52,7 +52,7 @@ class AttentionKernels(StrEnum):
     FLASH_2 = "flash-2"
     """FlashAttention 2, or others as old"""
     EITHER = "either"
-    """not known: the mean of both times"""
+    """not known: a mean of both times"""
 
 
 class Dispatcher(StrEnum):
