@@ -198,7 +198,8 @@ PROOFS = (
     ),
     Proof(
         "frozen layers: both vocabulary layers or one, tied and untied, every other layer, all but attention's "
-        "projection with the distributed optimizer overlapped; low-rank adapters (LoRA) between frozen layers",
+        "projection with the distributed optimizer overlapped; low-rank adapters (LoRA) between frozen layers; "
+        "multi-token prediction, experts, tensor and sequence parallelism, full recomputation",
         "mcore/test_frozen.py::test_what_is_trained_is_trained_as_in_plain_megatron",
     ),
     Proof(

@@ -24,9 +24,9 @@ from megatron_vp.schedule import PassCosts, Placement, StageCosts, VocabMethod
 from megatron_vp.schedule.request import ScheduleRequest
 from megatron_vp.vocab.shards import VocabShards
 from tests.harness import run_ranks, run_ranks_to_their_end
-from tests.harness.training import Run, comparable_model, tiny_model, train, train_case
+from tests.harness.training import WORD_EMBEDDING, Run, comparable_model, tiny_model, train, train_case
 from tests.mcore import engine, frozen
-from tests.mcore.case_parts import BOTH, TIED
+from tests.mcore.case_parts import AHEAD, BOTH, FULL_RECOMPUTE, MOE, SEQUENCE, TIED
 from tests.mcore.comparison import assert_equal, assert_same_bits
 from tests.mcore.engine import pipeline
 from tests.mcore.test_launch import run_own_script
@@ -48,6 +48,13 @@ SLOW_CASES = [
     *(("adapted", BOTH, method) for method in ("zb-h1/vocab-2", "v-half/vocab-2")),
     *((way, {}, method) for way in WAYS for method in ("1f1b/vocab-2", "v-half/vocab-1")),
     ("first_layers", {}, "zb-h1/none"),
+    *((what, AHEAD, method) for what in ("vocabulary", "embedding") for method in ("1f1b/vocab-2", "v-half/vocab-1")),
+    ("vocabulary", {**AHEAD, **TIED}, "v-half/vocab-2"),
+    *((what, SEQUENCE, "zb-h1/vocab-2") for what in ("vocabulary", "every_other_layer")),
+    ("first_layers", {**SEQUENCE, **BOTH}, "v-half/vocab-1"),
+    ("vocabulary", FULL_RECOMPUTE, "1f1b/vocab-2"),
+    ("first_layers", FULL_RECOMPUTE, "interleaved/none"),
+    ("vocabulary", MOE, "zb-h1/vocab-2"),
 ]
 
 
@@ -61,10 +68,15 @@ def _run(what: str, ranks: int, options: Mapping[str, object], **changes: object
     return train(ranks, comparable_model(**arguments), hook=getattr(frozen, what))
 
 
+def _ranks(options: Mapping[str, object]) -> int:
+    """Of a stage: its tensor ranks, in two replicas where they overlap what they exchange."""
+    return (2 if "overlap_grad_reduce" in options else 1) * (2 if "tensor_model_parallel_size" in options else 1)
+
+
 @cache
 def _plain(what: str, options: tuple[tuple[str, object], ...]) -> Run:
     """Plain Megatron, one stage, as many replicas."""
-    return _run(what, 2 if ("overlap_grad_reduce", True) in options else 1, dict(options))
+    return _run(what, _ranks(dict(options)), dict(options))
 
 
 def _scheduled(method: str) -> dict[str, object]:
@@ -78,7 +90,7 @@ def _scheduled(method: str) -> dict[str, object]:
 )
 def test_what_is_trained_is_trained_as_in_plain_megatron(what, options, method):
     plain = _plain(what, tuple(options.items()))
-    ours = _run(what, 4 if "overlap_grad_reduce" in options else 2, options, **_scheduled(method))
+    ours = _run(what, 2 * _ranks(options), options, **_scheduled(method))
     assert_equal(ours, plain, BOUND)
     assert plain.steps[0].gradients.keys() < plain.parameters.keys()
 
@@ -190,6 +202,25 @@ def test_a_model_that_is_wrapped_anew_is_asked_anew_and_else_a_later_change_is_r
         ask(first)
     chunk.layer.weight.requires_grad_(False)
     assert ask(nn.Module()) == Trained(True, False, (0.0,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distributed", [False, True])
+def test_training_goes_on_frozen_and_a_thawed_layer_needs_a_fresh_optimizer(tmp_path, distributed):
+    options = {"use_distributed_optimizer": distributed, "dist_ckpt_optim_fully_reshardable": distributed}
+    job = {**options, **pipeline("1f1b", "vocab-2"), "save_interval": 1000, "override_opt_param_scheduler": True}
+    rest = {**job, "train_iters": 4, "eval_iters": 0, "load": tmp_path}
+    first = train(2, comparable_model(**job, train_iters=2, save=tmp_path))
+    then = train(2, comparable_model(**rest, save=tmp_path), same_weights=False, hook=frozen.vocabulary)
+    assert len(then.steps) == 2 and WORD_EMBEDDING not in then.steps[0].gradients
+    whole = train(2, comparable_model(**job, train_iters=3))
+    assert first.losses + then.losses[:1] == pytest.approx(whole.losses, rel=BOUND)  # nothing was frozen before
+    ends = run_ranks_to_their_end(2, to_its_end, comparable_model(**{**rest, "train_iters": 6}), list)
+    said = r"^error: rank . gave the checkpoint up, .* the checkpoint has no optimizer\.state\..*--no-load-optim"
+    assert [status for status, _ in ends] == [1, 1]
+    assert any(re.search(said, output, re.MULTILINE) for _, output in ends), ends
+    fresh = comparable_model(**{**rest, "train_iters": 6, "no_load_optim": True})
+    assert len(train(2, fresh, same_weights=False).steps) == 2
 
 
 def to_its_end(rank: int, ranks: int, arguments: list[str], hook: Callable[[list], list]) -> None:

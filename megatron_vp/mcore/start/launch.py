@@ -108,9 +108,18 @@ def _checkpoint_line(error: BaseException) -> str | None:
 
     if not isinstance(error, CheckpointException):
         return None
-    failed = [f"rank {rank}: {str(reason).strip().partition('\n')[0]}" for rank, (reason, _) in error.failures.items()]
+    failed = [f"rank {rank}: {_failure(reason)}" for rank, (reason, _) in error.failures.items()]
     where = f" on {'; '.join(failed)}" if failed else "; rank 0 says where"
     return f"{_who()} gave the checkpoint up, because its {error.args[0]} failed{where}"
+
+
+def _failure(reason: BaseException) -> str:
+    """Why a rank failed to write or read a checkpoint."""
+    if not isinstance(reason, KeyError):
+        return str(reason).strip().partition("\n")[0]
+    state = str(reason.args[0]).startswith("optimizer.state.")
+    way = "; the run that wrote it had this frozen: go on with a fresh optimizer by --no-load-optim" if state else ""
+    return f"the checkpoint has no {reason.args[0]}{way}"
 
 
 def _storage_line(error: BaseException) -> str | None:
