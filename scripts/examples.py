@@ -10,8 +10,8 @@ say which lines are kept, and how the test compares them:
 `head=N` keeps the first N lines, `keep="PATTERN"` those with the pattern, `most=N` at most N of them; `...` stands for
 others. `status=N` is the exit status. `numbers`: digits differ from run to run. `slow`: it takes long, or reads what
 the blocks above it on the page wrote; tested with `-m slow` only. `as="COMMAND"`: what runs in its place, where the
-command would set up an environment. The commands of a page run in order, in a folder of
-their own.
+command would set up an environment. The commands of a page run in order, in a folder of their own. A comment
+`<!-- file: NAME -->` above any fence puts what the fence shows into the file NAME of that folder.
 """
 
 from __future__ import annotations
@@ -158,6 +158,10 @@ def blocks_of(page: str) -> Iterator[Block]:
 _SWITCHES, _NUMBERS, _TEXTS = ("slow", "numbers"), ("head", "most", "status"), {"keep": "keep", "as": "runs"}
 
 
+FILE = re.compile(r"^<!-- file: (?P<name>\S+) -->\n```\w*\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+"""A file that a page shows and its commands read."""
+
+
 def alike(example: Example, fresh: str, kept: str) -> bool:
     """Whether two outputs say the same, apart from digits where these differ from run to run."""
 
@@ -174,7 +178,7 @@ def write_page(path: Path) -> None:
     page = path.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepare(folder)
+        prepare(folder, page)
         fresh = [(block, shown(block.example, run(block.example, folder))) for block in blocks_of(page)]
     for block, text in reversed(fresh):
         if not (block.example.numbers and alike(block.example, text, block.shown)):
@@ -182,8 +186,10 @@ def write_page(path: Path) -> None:
     path.write_text(page, encoding="utf-8")
 
 
-def prepare(folder: Path) -> None:
-    """What the examples read: a text, the quick start's configuration and the training script."""
+def prepare(folder: Path, page: str = "") -> None:
+    """What the examples read: a text, the quick start's configuration, the training script, and files that `page` shows."""
+    for found in FILE.finditer(page):
+        (folder / found["name"]).write_text(found["text"], encoding="utf-8")
     (folder / "texts").mkdir()
     (folder / "texts" / "licence.txt").write_text((ROOT / "LICENSE").read_text("utf-8") * 20, "utf-8")
     for name in ("scripts", "configs", "benchmarks", "tests"):

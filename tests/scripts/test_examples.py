@@ -38,15 +38,16 @@ def require_same(block, folder):
 )
 def test_pages_show_what_commands_print(tmp_path, page, block):
     """Where it does not: python scripts/examples.py PAGE."""
-    examples.prepare(tmp_path)
+    examples.prepare(tmp_path, page.read_text(encoding="utf-8"))
     require_same(block, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", SLOW, ids=lambda page: page.stem)
 def test_pages_show_what_long_commands_print(tmp_path, page):
-    examples.prepare(tmp_path)
-    for block in examples.blocks_of(page.read_text(encoding="utf-8")):
+    text = page.read_text(encoding="utf-8")
+    examples.prepare(tmp_path, text)
+    for block in examples.blocks_of(text):
         require_same(block, tmp_path)
 
 
