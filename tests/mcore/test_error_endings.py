@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from megatron_vp.errors import PeerLost, UserError
+from megatron_vp.errors import PeerLost, UserError, at_last, say
 from megatron_vp.mcore.start.launch import one_line_errors
 from tests.harness.broken import BROKEN, break_stderr
 from tests.harness.ranks import RankError, run_ranks, run_ranks_to_their_end
@@ -119,3 +119,12 @@ def _exiting(rank, world_size, *args):
         train_until_interrupted(rank, world_size, *args)
     except SystemExit as end:
         os._exit(end.code)
+
+
+def test_a_line_is_printed_where_no_thread_can_be_started(monkeypatch, capsys):
+    def no_room(_thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_room)
+    assert at_last(lambda: say("error: bad input"))
+    assert capsys.readouterr().err == "error: bad input\n"
