@@ -100,6 +100,29 @@ def test_a_loop_that_would_save_optimizer_state_of_one_layout_is_refused():
             patch.make(lambda: None)(None, {})
 
 
+def after_a_model(rank, ranks):
+    """A plain model and Megatron's own schedule, and the call after both."""
+    import megatron_vp
+    from megatron_vp.mcore import patch_table, patches
+
+    patches.apply(patch_table.patches_of("cpu platform"))
+    with process_group(rank, ranks):
+        own_loop.parallel_state.initialize_model_parallel()
+        own_loop.model_parallel_cuda_manual_seed(1234)
+        config = own_loop.TransformerConfig(
+            num_layers=1, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True
+        )
+        model = own_loop.GPTModel(config, own_loop.get_gpt_layer_local_spec(), vocab_size=8, max_sequence_length=8)
+        with pytest.raises(UserError, match=r"called after this script had built a GPTModel"):
+            megatron_vp.enable(vocab_parallel=True)
+        megatron_vp.enable().disable()  # without a schedule of ours, nothing is lost
+        del model
+
+
+def test_a_model_that_was_built_before_is_refused_at_the_call():
+    run_ranks(1, after_a_model)
+
+
 def without_groups(rank, ranks):
     import megatron_vp
 

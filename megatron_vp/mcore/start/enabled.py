@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import inspect
 import io
 import os
@@ -54,6 +55,8 @@ def enable(settings: Mapping[str, Any]) -> Handle:
         args, words = _parsed(settings)
         settled.note_own_loop(_OwnLoop(settings, words))
         run = patch_table.run_here(args)
+        if run.settings.replaces_schedule:
+            _require_no_model()
         patch_table.require_fit(run)
         # Before a model exists, so that no loop gets Megatron's own schedule in silence.
         patch_table.apply_early(run, "pipeline schedule", "models of own scripts")
@@ -63,6 +66,20 @@ def enable(settings: Mapping[str, Any]) -> Handle:
     finally:
         sys.excepthook = _hook(hook)
     return handle
+
+
+def _require_no_model() -> None:
+    """Raise UserError where the script holds a model already: it would train as plain Megatron's, in silence."""
+    module = sys.modules.get("megatron.core.models.common.language_module.language_module")
+    if module is None:
+        return
+    # By their types: `isinstance` would ask objects that pretend to be others.
+    built = {type(each) for each in gc.get_objects() if issubclass(type(each), module.LanguageModule)}
+    if built:
+        raise UserError(
+            f"megatron_vp.enable was called after this script had built a {min(kind.__name__ for kind in built)}: call "
+            f"it before a model is built, best in the first lines of the script"
+        )
 
 
 def _hook(before: Any) -> Any:
