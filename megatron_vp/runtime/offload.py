@@ -135,6 +135,13 @@ class SavedForward:
         self._by_storage.clear()
         self.sizes = [storage.size for storage in self.moving]
 
+    def leave_to_graph(self) -> None:
+        """Hold nothing any more: autograd frees each storage when the backward has used it.
+
+        Its graph keeps the hooks, and with them this object, to the end.
+        """
+        self.moving, self.staying = [], []
+
 
 class Offload:
     """Passes O and R of one iteration, and its copies.
@@ -233,7 +240,7 @@ class Offload:
         """Order the passes that follow after a copy. After the way back only the graph holds what came."""
         self._events.pop(copy).wait()
         if not copy.to_host:
-            del self._saved[copy.microbatch, copy.chunk]
+            self._saved.pop((copy.microbatch, copy.chunk)).leave_to_graph()
             self._memory.give(self._store.take(Slot.ON_HOST, copy.microbatch, at=copy.chunk))
 
     def finish(self) -> None:

@@ -13,11 +13,12 @@ from megatron_vp.runtime import offload
 from megatron_vp.runtime.executor import Unobserved
 from megatron_vp.runtime.host_memory import HostMemory, slots_by_chunk
 from megatron_vp.runtime.offload import Offload, SavedForward, SavedTensor
-from megatron_vp.runtime.store import Store
+from megatron_vp.runtime.store import Slot, Store
 from megatron_vp.runtime.streams import InlineStream
 from megatron_vp.schedule import generate
 from megatron_vp.schedule.lowering import lower
-from megatron_vp.schedule.pass_kinds import Held
+from megatron_vp.schedule.pass_kinds import Held, PassKind
+from megatron_vp.schedule.transfers import Copy
 from tests.harness.ranks import run_ranks
 from tests.runtime.toy import run_pipeline
 
@@ -92,6 +93,31 @@ def test_what_is_ours_alone_leaves_and_comes_back():
     output.sum().backward()
     assert torch.equal(leaf.grad, expected.grad) and torch.equal(layer.linear.weight.grad, weight)
     assert "Layer" in {name for each in saved.staying for name in each.module.split(" in ")}
+
+
+def test_a_backward_frees_what_came_back_layer_by_layer():
+    memory, store = HostMemory(pins=False), Store()
+    memory.expect({0: 1})
+    offloading = Offload(store, InlineStream(), memory, torch.device("cpu"), {0}, Unobserved())
+    values, storages, alive = torch.randn(4, 6), [], []
+    with offloading.saving(0, 0) as saved:
+        for _ in range(3):
+            values = torch.nn.functional.gelu(torch.nn.Linear(6, 6)(values))
+            values.register_hook(lambda _: alive.append(sum(not each.expired() for each in storages)))
+    store.put(Slot.CHUNK_GRAPH, 0, values.sum(), at=0)
+    del values
+    offloading.close(saved, 0, None)
+    away, back = Copy(True, 0, 0, 0), Copy(False, 0, 0, 0)
+    offloading.post(away)
+    offloading.wait(away)
+    for kind in (PassKind.O, PassKind.R):
+        offloading.handlers[kind](0, 0)
+    storages += [StorageWeakRef(each.bytes.untyped_storage()) for each in saved.moving]
+    offloading.post(back)
+    offloading.wait(back)
+    del saved
+    store.take(Slot.CHUNK_GRAPH, 0, at=0).backward()
+    assert alive[0] > alive[1] > alive[2] > 0
 
 
 def test_parameters_caches_and_what_others_hold_stay():
