@@ -187,7 +187,7 @@ def write_page(path: Path) -> None:
 
 
 def prepare(folder: Path, page: str = "") -> None:
-    """What the examples read: a text, the quick start's configuration, the training script, and files that `page` shows."""
+    """What the examples read: a text, a configuration, the training script, and files that `page` shows."""
     for found in FILE.finditer(page):
         (folder / found["name"]).write_text(found["text"], encoding="utf-8")
     (folder / "texts").mkdir()

@@ -1,4 +1,4 @@
-"""Write the figures and pictures of `docs/schedules.md`: every schedule at the default costs.
+"""Write the figures and pictures of docs/concepts/schedules.md: every schedule at the default costs.
 
     python scripts/schedule_figures.py [--check]
 
@@ -17,7 +17,7 @@ from megatron_vp.schedule.families import PLANNED
 from megatron_vp.schedule.request import chunks_to_offload
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "schedules.md"
+PAGE = ROOT / "docs" / "concepts" / "schedules.md"
 PICTURES = ROOT / "docs" / "images" / "schedules"
 BEGIN, END = "<!-- begin figures -->\n", "<!-- end figures -->\n"
 BEGIN_OFFLOAD, END_OFFLOAD = "<!-- begin offload figures -->\n", "<!-- end offload figures -->\n"
