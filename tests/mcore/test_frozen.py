@@ -27,7 +27,7 @@ from tests.harness import run_ranks, run_ranks_to_their_end
 from tests.harness.training import WORD_EMBEDDING, Run, comparable_model, tiny_model, train, train_case
 from tests.mcore import engine, frozen
 from tests.mcore.case_parts import AHEAD, BOTH, FULL_RECOMPUTE, MOE, SEQUENCE, TIED
-from tests.mcore.comparison import assert_equal, assert_same_bits
+from tests.mcore.comparison import assert_as_close, assert_equal, assert_same_bits
 from tests.mcore.engine import pipeline
 from tests.mcore.test_launch import run_own_script
 from tests.vocab.test_output import Launches
@@ -93,6 +93,14 @@ def test_what_is_trained_is_trained_as_in_plain_megatron(what, options, method):
     ours = _run(what, 2 * _ranks(options), options, **_scheduled(method))
     assert_equal(ours, plain, BOUND)
     assert plain.steps[0].gradients.keys() < plain.parameters.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["vocabulary", "adapted"])
+def test_in_16_bits_it_is_as_close_to_fp32_as_plain_megatron(what):
+    exact, options = _plain(what, tuple(BOTH.items())), {**BOTH, "bf16": True}
+    ours = _run(what, 4, options, **_scheduled("v-half/vocab-2"))
+    assert_as_close(ours, _plain(what, tuple(options.items())), exact)
 
 
 ENGINE_CASES = [

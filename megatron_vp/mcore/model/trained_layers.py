@@ -141,7 +141,9 @@ def _ask(job: SettledJob, chunks: Sequence[nn.Module], own: _Shards, alone: bool
     )
     if not trained.everything:
         frozen = [name for name, trains in ((EMBEDDING, trained.embedding), (OUTPUT, trained.output)) if not trains]
-        frozen.append(f"{100 * (1 - sum(trained.weights) / len(trained.weights)):.0f} % of the weights between")
+        if min(trained.weights) < 1:
+            share = 1 - sum(trained.weights) / len(trained.weights)
+            frozen.append(f"{100 * share:.0f} % of the weights between the vocabulary layers")
         print_rank_0(f"> frozen: {', '.join(frozen)}; the passes are ordered for that")
     return trained
 
