@@ -136,18 +136,23 @@ def _transformer(ranks, chunks):
 def _local_layers(config):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    return get_gpt_layer_local_spec(normalization="RMSNorm")
+    return get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=getattr(config, "qk_layernorm", False))
 
 
-def save_hugging_face(folder):
-    """Write a small random Llama in Hugging Face's format."""
+def save_hugging_face(folder, family="Llama", tied=False):
+    """Write a small random model of `family`, Llama or Qwen3, in Hugging Face's format, with a tokenizer."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
+    from tokenizers import Tokenizer, models
 
     torch.manual_seed(5)
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": SEQUENCE}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, **sizes, **heads)).save_pretrained(folder)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    layers = {"num_hidden_layers": LAYERS, "tie_word_embeddings": tied}
+    config = getattr(transformers, f"{family}Config")(**layers, **sizes, **heads)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({str(index): index for index in range(VOCAB)}, unk_token="0"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
 
 
 def _from_hugging_face(folder, ranks, chunks):
@@ -155,6 +160,13 @@ def _from_hugging_face(folder, ranks, chunks):
     from megatron.bridge import AutoBridge
 
     provider = AutoBridge.from_hf_pretrained(folder, dtype=torch.float32).to_megatron_provider(load_weights=True)
+    return _on_local_layers(provider, ranks, chunks)
+
+
+def _on_local_layers(provider, ranks, chunks):
+    """A provider that was made for a GPU, with Megatron's local layers, in fp32."""
+    import torch
+
     local = {"params_dtype": torch.float32, "bf16": False, "seq_length": SEQUENCE, "cross_entropy_loss_fusion": False}
     sizes = {"hidden_size", "ffn_hidden_size", "num_layers", "num_attention_heads"}  # are those of the checkpoint
     transformer = {name: value for name, value in _transformer(ranks, chunks).items() if name not in sizes}
@@ -295,6 +307,43 @@ def read_packs(config, folder, padded):
     config.train.micro_batch_size, config.train.global_batch_size = 1, MICROBATCHES
 
 
+def recipe(folder, ranks, chunks=1, accounts=False):
+    """Bridge's own recipe of Llama 3.1 405B, shrunk: what is set here is what differs.
+
+    folder: a model of Hugging Face's, of which the configuration takes the place of the published one.
+    accounts: the recipe's `account_for_embedding_in_pipeline_split` and `account_for_loss_in_pipeline_split` stay on.
+    """
+    from megatron import bridge
+    from megatron.bridge import AutoBridge
+
+    # The package of all recipes imports what those of pictures need.
+    recipes = types.ModuleType("megatron.bridge.recipes")
+    recipes.__path__ = [os.path.join(*bridge.__path__, "recipes")]
+    sys.modules[recipes.__name__] = recipes
+    llama3 = importlib.import_module("megatron.bridge.recipes.llama.h100.llama3")
+    published = AutoBridge.from_hf_pretrained
+    with mock.patch.object(AutoBridge, "from_hf_pretrained", lambda _name: published(folder)):
+        config = llama3.llama31_405b_pretrain_256gpu_h100_bf16_config()
+    assert config.ddp.overlap_grad_reduce and config.ddp.overlap_param_gather and config.ddp.use_distributed_optimizer
+    assert config.model.account_for_embedding_in_pipeline_split and config.model.cross_entropy_loss_fusion
+    _on_local_layers(config.model, ranks, chunks)
+    config.model.tensor_model_parallel_size = config.model.context_parallel_size = 1
+    config.model.sequence_parallel = False
+    if not accounts:
+        config.model.account_for_embedding_in_pipeline_split = False
+        config.model.account_for_loss_in_pipeline_split = False
+    config.dataset.seq_length, config.dataset.num_workers = SEQUENCE, 0
+    config.tokenizer.vocab_size = VOCAB - 1
+    config.train.train_iters, config.train.micro_batch_size = 3, BATCH
+    config.train.global_batch_size = MICROBATCHES * BATCH
+    config.validation.eval_interval, config.validation.eval_iters = 3, 1
+    config.scheduler.lr_warmup_iters, config.scheduler.lr_decay_iters = 0, 3
+    config.checkpoint.save = config.checkpoint.load = config.logger.tensorboard_dir = None
+    config.mixed_precision = config.comm_overlap = None  # fp32, and no communication inside of products
+    config.dist.distributed_backend, config.dist.use_gloo_process_groups = "gloo", True
+    return config
+
+
 @dataclass
 class Trained:
     """What a run leaves on a rank. Losses are where Megatron reports them, on the last pipeline rank."""
@@ -308,8 +357,8 @@ class Trained:
     """Of the first iteration, by global name."""
 
 
-def pretrain(config):
-    """Train by `config`."""
+def pretrain(config, at_end=None):
+    """Train by `config`; `at_end` is given the trained model, before Bridge ends its process groups."""
     from megatron.bridge.training import pretrain as loop
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.gpt_step import forward_step
@@ -329,7 +378,10 @@ def pretrain(config):
         def on_eval_end(self, context):
             trained.evaluated += loss(context.total_loss_dict)
 
-        on_test_end = on_eval_end
+        def on_test_end(self, context):
+            self.on_eval_end(context)
+            if at_end is not None:
+                at_end(trained.model)
 
     with on_cpu(), mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):
         loop.pretrain(config, forward_step, callbacks=[Watch()])
@@ -339,11 +391,18 @@ def pretrain(config):
 def _gradients(chunks):
     from megatron.core.utils import unwrap_model
 
-    found = {}
-    for core in unwrap_model(chunks):
-        for name, parameter in core.named_parameters():
-            if name.startswith("decoder.layers."):
-                index, _, rest = name.removeprefix("decoder.layers.").partition(".")
-                name = f"{core.decoder.layers[int(index)].layer_number - 1}.{rest}"
-            found[name] = parameter.main_grad.float().numpy().copy()
-    return found
+    return {
+        name: parameter.main_grad.float().numpy().copy()
+        for core in unwrap_model(chunks)
+        for name, parameter in by_place(core)
+        if parameter.requires_grad
+    }
+
+
+def by_place(chunk):
+    """The parameters of a chunk by name, with the numbers that its layers have in the whole model."""
+    for name, parameter in chunk.named_parameters():
+        if name.startswith("decoder.layers."):
+            index, _, rest = name.removeprefix("decoder.layers.").partition(".")
+            name = f"{chunk.decoder.layers[int(index)].layer_number - 1}.{rest}"
+        yield name, parameter
