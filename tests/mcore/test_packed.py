@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.storage.conversations import check_conversations
 from megatron_vp.mcore.training.packed_sequences import check_packed
 from megatron_vp.runtime.model import Shapes
 from tests.harness.ranks import run_ranks
@@ -263,6 +264,24 @@ def test_conversations_train_as_in_plain_megatron(conversations, ranks, size, me
     tokens = [count for step in plain.steps for _, count in step.microbatches]
     assert max(tokens) < 256  # prompts and padding count in no loss
     assert_equal(ours, plain, FP32)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"messages": [{"role": "system", "content": "be brief"}]}', None),
+        ('{"text": "no conversation"}', "the first line of .* is not a conversation, which --sft reads"),
+        ('{"messages": ["be brief"]}', "is not a conversation"),
+        ("be brief", "is not a conversation"),
+        (None, "cannot read the conversations .*No such file"),
+    ],
+)
+def test_a_file_without_conversations_is_refused(tmp_path, line, said):
+    path = tmp_path / "talks.jsonl"
+    if line is not None:
+        path.write_text(f"{line}\n")
+    with pytest.raises(UserError, match=said) if said else nullcontext():
+        check_conversations(path)
 
 
 def captured(**changes: object) -> SimpleNamespace:
