@@ -66,7 +66,14 @@ READ = {
             *("make_vocab_size_divisible_by", "max_position_embeddings", "micro_batch_size"),
             *("microbatch_group_size_per_vp_stage", "min_lr", "moe_expert_rank_capacity_factor"),
             *("moe_grouped_gemm", "moe_paged_stash", "moe_single_grouped_bias", "moe_single_grouped_weight"),
-            *("mock_data", "moe_use_upcycling", "mtp_detach_heads", "mtp_num_layers", "mtp_use_repeated_layer"),
+            *(
+                "mock_data",
+                "moe_use_upcycling",
+                "mtp_detach_heads",
+                "mtp_hsm",
+                "mtp_num_layers",
+                "mtp_use_repeated_layer",
+            ),
             *("multi_latent_attention", "multiple_validation_sets", "num_attention_heads"),
             *("num_distributed_optimizer_instances", "num_experts", "num_layers"),
             *("num_layers_per_virtual_pipeline_stage", "num_query_groups", "num_virtual_stages_per_pipeline_rank"),
@@ -193,7 +200,7 @@ IN_TRAINING = ("curr_iteration",)
 """What Megatron's training loop sets; a start cannot check it."""
 
 
-LACKS: dict[str, tuple[str, ...]] = {"0.19": ("logit_dtype",)}
+LACKS: dict[str, tuple[str, ...]] = {"0.19": ("logit_dtype", "mtp_hsm")}
 """By release series of megatron-core, the arguments that it does not have; our sources do without them there."""
 
 

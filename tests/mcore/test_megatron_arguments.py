@@ -129,13 +129,17 @@ def test_a_release_series_may_lack_an_argument(monkeypatch):
     assert {str(each).split("'")[1] for each in megatron_arguments.missing()} == {"async_save", *lacks}
 
 
-def test_another_dtype_of_logits_is_refused_in_a_series_that_has_one():
+@pytest.mark.parametrize(
+    ("option", "name", "default", "value"),
+    [("--output-logit-dtype", "logit_dtype", None, "fp32"), ("--mtp-hsm", "mtp_hsm", False, True)],
+)
+def test_an_option_of_one_series_is_refused_there(option, name, default, value):
     given = argparse.Namespace(vocab_parallel=True, pipeline_schedule="1f1b", offload_chunks="0")
-    (refusal,) = [each for each in REFUSALS if "--output-logit-dtype" in each.message]
+    (refusal,) = [each for each in REFUSALS if option in each.message]
     assert not refusal.applies(given)
-    given.logit_dtype = None
+    setattr(given, name, default)
     assert not refusal.applies(given)
-    given.logit_dtype = "fp32"
+    setattr(given, name, value)
     assert refusal.applies(given)
 
 

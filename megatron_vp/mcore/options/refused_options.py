@@ -86,6 +86,12 @@ REFUSED_OPTIONS = (
         "vocabulary passes and split backwards compute logits in the model's dtype",
     ),
     RefusedOption(
+        "--mtp-hsm",
+        lambda a: getattr(a, "mtp_hsm", False),  # nor this one
+        "which hidden states a further prediction mixes is drawn at random, and has not been compared with Megatron's "
+        "own order of passes",
+    ),
+    RefusedOption(
         "--fp32-residual-connection",
         lambda a: a.fp32_residual_connection,
         "what stages and vocabulary layers hand to each other travels in the model's dtype",
