@@ -33,8 +33,13 @@ from megatron_vp.jobs.command_line import flag_value  # noqa: E402
 from megatron_vp.mcore.start import preflight  # noqa: E402
 
 PAGE = ROOT / "docs" / "evidence" / "nvidia_jobs.md"
-NODES = "te=2.20.2,apex=yes,einops=yes,nvrx=yes,emerging=yes,cc=9.0"
-"""What NVIDIA's own containers have, on H100."""
+
+
+def nodes(capability: str) -> str:
+    """What NVIDIA's own containers have, on GPUs of a compute capability."""
+    return f"te=2.20.2,apex=yes,einops=yes,nvrx=yes,emerging=yes,cc={capability}"
+
+
 OTHER_MODELS = {"bert", "common", "mimo", "multimodal-llava", "t5"}
 """Folders of functional tests whose models are neither GPT nor hybrid."""
 TRAINS = re.compile(r"\bpretrain_(gpt|mamba|hybrid)\.py")
@@ -49,6 +54,7 @@ class Job:
     name: str
     words: tuple[str, ...]
     environment: Mapping[str, str]
+    nodes: str = nodes("9.0")
 
     @property
     def ranks(self) -> int:
@@ -78,7 +84,7 @@ class Job:
         """The refusal, or the chunks per rank of what is accepted."""
         with mock.patch.dict(os.environ, self.environment):
             try:
-                job = preflight.check_job(list(words), self.ranks, nodes=NODES, own_script=True)
+                job = preflight.check_job(list(words), self.ranks, nodes=self.nodes, own_script=True)
             except UserError as error:
                 return str(error), None
             return None, job.args.virtual_pipeline_model_parallel_size
@@ -168,10 +174,10 @@ def reason(answer: str) -> str:
     return re.sub(r"^(--vocab-parallel|--pipeline-schedule [\w-]+) with ", "", about)
 
 
-def tables(commit: str, date: str, answers: Mapping[Job, tuple[str | None, ...]]) -> str:
+def tables(source: str, answers: Mapping[Job, tuple[str | None, ...]]) -> str:
     """How many jobs of each group are accepted, and why the others are not."""
     lines = [
-        f"Megatron-LM at `{commit}` ({date}):",
+        f"{source}:",
         "",
         "| jobs | with two and more stages | plain Megatron takes | "
         + " | ".join(f"accepted, {way}" for way in OURS)
@@ -201,6 +207,13 @@ def tables(commit: str, date: str, answers: Mapping[Job, tuple[str | None, ...]]
     return "\n".join(lines)
 
 
+def write(block: str, written: str) -> None:
+    """Put tables into their place on the page."""
+    begin, end = f"<!-- begin {block} -->\n", f"\n<!-- end {block} -->"
+    before, rest = PAGE.read_text(encoding="utf-8").split(begin)
+    PAGE.write_text(before + begin + written + end + rest.split(end)[1], encoding="utf-8")
+
+
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -221,11 +234,9 @@ def main() -> int:
             answers[job] = job.answers()
             if given.list:
                 print(job.group, job.name, *(answer or "accepted" for answer in answers[job]), sep=" | ", flush=True)
-    written = tables(commit, date, answers)
+    written = tables(f"Megatron-LM at `{commit}` ({date})", answers)
     if given.write:
-        begin, end = "<!-- begin judged -->\n", "\n<!-- end judged -->"
-        before, rest = PAGE.read_text(encoding="utf-8").split(begin)
-        PAGE.write_text(before + begin + written + end + rest.split(end)[1], encoding="utf-8")
+        write("judged", written)
     else:
         print(written)
     return 0

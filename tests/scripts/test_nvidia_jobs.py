@@ -102,7 +102,7 @@ def test_jobs_are_counted_by_what_their_refusal_is_about(script):
         (None, f"2 reasons: (1) {refusal}", refusal),
         ("Megatron refuses these arguments: No.",),
     ]
-    text = script.tables("abc123", "2026-08-20", dict(zip(jobs, said, strict=True)))
+    text = script.tables("Megatron-LM at `abc123`", dict(zip(jobs, said, strict=True)))
     assert "| gpt | 3 | 2 | 1 | 1 |" in text and "| **all** | 3 | 2 | 1 | 1 |" in text
     assert text.count("| `--fp4-format` | 1 | gpt/b |") == 2
     assert "| No | 1 | gpt/c |" in text

@@ -1,0 +1,237 @@
+"""Judge Megatron-Bridge's performance recipes: which of them a run with `--vocab-parallel` would accept.
+
+    PYTHONPATH=FOLDER python scripts/bridge_recipes.py [--write] [--list]
+
+FOLDER has Megatron-Bridge and what it imports, as `tests/mcore/bridge_loop.py` says. Each recipe for H100, B200 and
+GB300 that has two and more pipeline stages is built, with the sizes of its Hugging Face model below, and turned into
+Megatron's flags; these are judged as `scripts/nvidia_jobs.py` judges NVIDIA's other jobs. What a recipe adds to a model
+afterwards (adapters, frozen weights) has no flag and is not judged. Nothing is downloaded and nothing is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import importlib
+import importlib.machinery
+import logging
+import pkgutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import nvidia_jobs  # noqa: E402
+from nvidia_jobs import Job  # noqa: E402
+
+from megatron_vp.mcore.start import preflight  # noqa: E402
+from tests.mcore import bridge_loop  # noqa: E402
+
+FAMILIES = ("deepseek", "gpt_oss", "kimi", "llama", "nemotronh", "qwen")
+GPUS = {"h100": "9.0", "b200": "10.0", "gb300": "10.3"}
+"""And their compute capability."""
+_NOT_HERE = ("diffusers", "nvidia_resiliency_ext", "megatron.energon")
+_OF_OTHER_MODELS = ("megatron.bridge.diffusion", "megatron.bridge.recipes.flux", "megatron.bridge.recipes.wan")
+_CALLED_OTHERWISE = {
+    "num_moe_experts": "num_experts",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "gated_linear_unit": "swiglu",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    "fp8_param": "fp8_param_gather",
+}
+_LEFT_OUT = {
+    # Written below, or of the process; a fused loss is the same to our passes whatever computes it.
+    *("moe_layer_freq", "pipeline_model_parallel_layout", "position_embedding_type", "hidden_dropout"),
+    *("attention_dropout", "rank", "world_size", "data_parallel_size", "cross_entropy_fusion_impl"),
+    # Of kernels and layers alone, in a form that Megatron's flags do not have.
+    *("attention_backend", "softmax_type", "window_size", "linear_attention_freq", "experimental_attention_variant"),
+    *("glu_linear_offset", "rotary_base_local", "moe_deepep_num_sms", "moe_hybridep_num_sms", "overlap_p2p_comm"),
+    *("batch_p2p_comm", "hierarchical_context_parallel_sizes", "mtp_loss_scaling_factor"),
+}
+_LETTERS = {"embedding": "E", "decoder": "t", "loss": "L", "mtp": "m"}
+
+
+class _StandIns:
+    """Packages that are not here and models that are not judged, as modules in which everything is found."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.startswith(_OF_OTHER_MODELS) or any(f"{name}.".startswith(f"{each}.") for each in _NOT_HERE):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+        return None
+
+    def create_module(self, spec: Any) -> Any:
+        module = bridge_loop._Anything(spec.name)
+        module.__path__ = []
+        return module
+
+    def exec_module(self, module: Any) -> None:
+        pass
+
+
+def models() -> dict[str, Any]:
+    """The configurations of the recipes' Hugging Face models, as far as their sizes are public and plain."""
+    import transformers as hf
+
+    def llama(hidden: int, intermediate: int, layers: int, heads: int) -> Any:
+        sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+        kinds = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "rope_theta": 500000.0}
+        return hf.LlamaConfig(**sizes, **kinds, num_attention_heads=heads, num_key_value_heads=8)
+
+    def qwen3(hidden: int, intermediate: int, layers: int, heads: int, of_expert: int) -> Any:
+        sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+        experts = {"moe_intermediate_size": of_expert, "num_experts": 128, "num_experts_per_tok": 8}
+        kinds = {"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "head_dim": 128}
+        return hf.Qwen3MoeConfig(**sizes, **experts, **kinds, num_attention_heads=heads, num_key_value_heads=4)
+
+    deepseek = {"architectures": ["DeepseekV3ForCausalLM"]}
+    kimi = {"n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 163840}
+    kimi |= {"num_nextn_predict_layers": 0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    return {
+        "meta-llama/Meta-Llama-3-8B": llama(4096, 14336, 32, 32),
+        "meta-llama/Meta-Llama-3-70B": llama(8192, 28672, 80, 64),
+        "meta-llama/Meta-Llama-3.1-405B": llama(16384, 53248, 126, 128),
+        "Qwen/Qwen3-30B-A3B": qwen3(2048, 6144, 48, 32, 768),
+        "Qwen/Qwen3-235B-A22B": qwen3(4096, 12288, 94, 64, 1536),
+        "Qwen/Qwen3-Next-80B-A3B-Instruct": hf.Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]),
+        "deepseek-ai/DeepSeek-V3": hf.DeepseekV3Config(**deepseek),
+        "moonshotai/Kimi-K2-Instruct": hf.DeepseekV3Config(**deepseek, **kimi),
+        "openai/gpt-oss-120b": hf.GptOssConfig(architectures=["GptOssForCausalLM"]),
+    }
+
+
+def recipes() -> Iterator[tuple[str, str, str, Any]]:
+    """(family, GPU, name, configuration) of every recipe whose model is known."""
+    bridge_loop.import_bridge()
+    sys.meta_path.insert(0, _StandIns())
+    from megatron.bridge import AutoBridge
+
+    known = models()
+    AutoBridge.from_hf_pretrained = staticmethod(lambda model, **_: AutoBridge.from_hf_config(known[model]))
+    for family in FAMILIES:
+        for gpu in GPUS:
+            package = importlib.import_module(f"megatron.bridge.perf_recipes.{family}.{gpu}")
+            for each in pkgutil.iter_modules(package.__path__):
+                module = importlib.import_module(f"{package.__name__}.{each.name}")
+                for name, make in list(vars(module).items()):
+                    public = name.endswith("_config") and not name.startswith("_")
+                    if public and getattr(make, "__module__", "") == module.__name__:
+                        try:
+                            yield family, gpu, name.removesuffix("_config"), make()
+                        except KeyError as unknown:
+                            logging.getLogger(__name__).warning("%s: sizes of %s are not known", name, unknown)
+
+
+def words_of(recipe: Any, options: dict[str, Any]) -> list[str]:
+    """A recipe as Megatron's flags: what differs from the defaults of `options`, by name."""
+    model, train = recipe.model, recipe.train
+    if hasattr(recipe.mixed_precision, "setup"):
+        recipe.mixed_precision.setup(model, recipe.optimizer, recipe.ddp)
+    said = {"moe_layer_freq": None}
+    for part in (recipe.ddp, recipe.optimizer, model):
+        said |= {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    words: list[str] = []
+    for name, value in said.items():
+        option = options.get(_CALLED_OTHERWISE.get(name, name))
+        left_out = name in _LEFT_OUT or name.startswith("megatron_fsdp")
+        if option is not None and not left_out and value is not None and not callable(value):
+            words += _typed(option, value)
+    overlap = recipe.comm_overlap
+    for name in ("tp_comm_overlap", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"):
+        option = f"--{name.replace('_', '-')}"
+        alone = name == "tp_comm_overlap" and model.tensor_model_parallel_size == 1  # Bridge switches it off
+        if getattr(overlap, name, False) and option not in words and not alone:
+            words.append(option)
+    words += [*("--tokenizer-type", "NullTokenizer", "--mock-data", "--train-iters", "10", "--lr", "1e-4")]
+    words += [*("--lr-decay-style", "constant", "--eval-iters", "0", "--eval-interval", "100")]
+    words += ["--vocab-size", str(model.vocab_size), "--max-position-embeddings", str(max(model.seq_length, 8192))]
+    words += ["--micro-batch-size", str(train.micro_batch_size), "--global-batch-size", str(train.global_batch_size)]
+    words += ["--hidden-dropout", str(model.hidden_dropout), "--attention-dropout", str(model.attention_dropout)]
+    words += ["--position-embedding-type", model.position_embedding_type]
+    words += ["--bf16"] * ("--bf16" not in words)
+    words += ["--group-query-attention"] * (model.num_query_groups not in (None, model.num_attention_heads))
+    words += ["--untie-embeddings-and-output-weights"] * (not model.share_embeddings_and_output_weights)
+    if not recipe.rerun_state_machine.check_for_nan_in_loss or model.cuda_graph_impl == "full_iteration":
+        words.append("--no-check-for-nan-in-loss-and-grad")
+    if getattr(model, "moe_layer_freq", 1) not in (1, None):
+        words += ["--moe-layer-freq", str(model.moe_layer_freq).replace(" ", "")]
+    if model.pipeline_model_parallel_layout is not None:
+        stages = "--num-virtual-stages-per-pipeline-rank"
+        if stages in words:
+            place = words.index(stages)
+            words[place : place + 2] = []
+        words += ["--pipeline-model-parallel-layout", _layout(model.pipeline_model_parallel_layout)]
+    return words
+
+
+def _typed(option: Any, value: Any) -> list[str]:
+    (flag, *others), default = option.option_strings, option.default
+    if isinstance(option, argparse._StoreTrueAction):
+        return [flag] * (value is True)
+    if isinstance(option, argparse._StoreFalseAction):
+        return [flag] * (value is False)
+    if isinstance(option, argparse.BooleanOptionalAction):
+        return [flag if value else others[-1]] * (value != default)
+    if isinstance(value, list | tuple):
+        return [flag, *map(_text, value)] * bool(value)
+    return [flag, _text(value)] * (value != default)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, float) and value > 1 and value == int(value):
+        return str(int(value))
+    narrow = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}
+    return narrow.get(str(value), str(value))
+
+
+def _layout(layout: Any) -> str:
+    if isinstance(layout, str):
+        return layout
+    stages = getattr(layout, "layout", layout)
+    if stages is not layout:  # by rank and chunk
+        stages = [stage for chunk in zip(*stages, strict=True) for stage in chunk]
+    return "|".join("".join(_LETTERS[str(layer).rpartition(".")[2]] for layer in stage) for stage in stages)
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--write", action="store_true", help=f"put the tables into {nvidia_jobs.PAGE.relative_to(ROOT)}"
+    )
+    parser.add_argument("--list", action="store_true", help="print every recipe with its answers first")
+    given = parser.parse_args()
+    if (missing := bridge_loop.missing()) is not None:
+        parser.error(missing)
+    logging.disable(logging.INFO)
+    preflight.load_megatron()
+    from megatron.training.arguments import add_megatron_arguments
+
+    megatron = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    options = {option.dest: option for option in megatron._actions}
+    answers = {}
+    for family, gpu, name, recipe in recipes():
+        if recipe.model.pipeline_model_parallel_size > 1:
+            queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "1" if gpu == "h100" else "32"}
+            job = Job(f"{family}", name, tuple(words_of(recipe, options)), queues, nvidia_jobs.nodes(GPUS[gpu]))
+            answers[job] = job.answers()
+            if given.list:
+                print(name, *(answer or "accepted" for answer in answers[job]), sep=" | ", flush=True)
+    from megatron.bridge.package_info import __version__
+
+    written = nvidia_jobs.tables(f"Megatron-Bridge {__version__}", answers)
+    if given.write:
+        nvidia_jobs.write("recipes", written)
+    else:
+        print(written)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
