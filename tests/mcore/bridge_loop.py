@@ -81,6 +81,8 @@ def import_bridge():
     importlib.import_module("megatron.core.extensions.transformer_engine")  # settles that it is not installed
     sys.meta_path.insert(0, _Finder())
     importlib.import_module("megatron.bridge.training.pretrain")
+    # Megatron has Transformer Engine's classes as None where it is missing, which Bridge takes for classes.
+    importlib.import_module("megatron.bridge.peft.utils").HAVE_TE = False
 
 
 @contextlib.contextmanager
