@@ -38,7 +38,10 @@ def part(name: str) -> str:
 def table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> str:
     """In Markdown."""
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-    lines += [f"| {' | '.join(cell.replace('|', '\\|') for cell in row)} |" for row in rows]
+    # A bar separates cells except in code.
+    lines += [
+        f"| {' | '.join(re.sub(r'(`[^`]*`)|\|', lambda x: x[1] or '&#124;', cell) for cell in row)} |" for row in rows
+    ]
     return "\n".join(lines)
 
 
