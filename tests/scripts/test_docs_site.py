@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.browser import CHROMIUM, Browser
+
 ROOT = Path(__file__).resolve().parents[2]
 missing = [name for name in ("mkdocs", "material") if find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(missing), reason="mkdocs-material is not installed (the `docs` extra)")
@@ -44,3 +46,13 @@ def test_no_page_loads_anything_from_another_host(site):
 
 def test_the_page_of_schedules_is_there(site):
     assert 'id="page"' in (site / "schedule.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium in PATH")
+def test_a_browser_without_a_network_shows_the_home_page_with_its_schedules(site, tmp_path):
+    with Browser(tmp_path) as browser:
+        browser.open(site / "index.html")
+        assert browser.value("document.querySelector('h1').firstChild.textContent") == "megatron_vp"
+        pictures = "[...document.querySelectorAll('article img')].every(each => each.complete && each.naturalWidth > 0)"
+        assert browser.value(pictures) and browser.value("document.querySelectorAll('iframe').length") == 1
+        assert browser.errors == []

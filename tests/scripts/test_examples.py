@@ -107,4 +107,5 @@ def test_digits_count_unless_they_are_said_to_differ():
     (exact,) = examples.blocks_of("```console\n$ a\n1.5 s\n```\n")
     (loose,) = examples.blocks_of("<!-- run: numbers -->\n```console\n$ a\n1.5 s\n```\n")
     assert not examples.alike(exact.example, "2 s", "1.5 s")
+    assert examples.alike(loose.example, "a 12.2 b c | de ...", "a 1.5 b c | d ...")
     assert examples.alike(loose.example, " 12.25 s", "1.5 s") and not examples.alike(loose.example, "2 ms", "1.5 s")
