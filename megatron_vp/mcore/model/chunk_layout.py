@@ -29,16 +29,17 @@ class PlacedLayout(PipelineParallelLayerLayout):
     def __init__(self, layout: str, pipeline_model_parallel_size: int, placement: Placement) -> None:
         super().__init__(layout, pipeline_model_parallel_size)
         assert self.virtual_pipeline_model_parallel_size == placement.chunks, "checked with the arguments"
-        self._placement = placement
+        # Not the placement itself: exporters copy a configuration attribute by attribute, which frozen classes refuse.
+        self._stage_of = placement.stage_of
         self._segments = [row[chunk] for chunk in range(placement.chunks) for row in self.layout]
-        self.layout = [[self._segments[stage] for stage in stages] for stages in placement.stage_of]
+        self.layout = [[self._segments[stage] for stage in stages] for stages in self._stage_of]
 
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
         """Number of layers of a kind in the stages before a chunk."""
         rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
-        stage = self._placement.stage_of[rank][vp_stage or 0]
+        stage = self._stage_of[rank][vp_stage or 0]
         return sum(segment.count(layer_type) for segment in self._segments[:stage])
 
 
