@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness.ranks import run_ranks
 from tests.mcore import bridge_loop
-from tests.mcore.test_bridge import BOUND, VOCAB_2, start
+from tests.mcore.test_bridge import BOUND, V_HALF, VOCAB_2, start
 
 pytestmark = pytest.mark.skipif(bridge_loop.missing() is not None, reason=str(bridge_loop.missing()))
 
@@ -51,8 +51,10 @@ def loaded(folder):
     ("family", "tied", "settings", "chunks"),
     [
         ("Llama", False, VOCAB_2, 1),
-        ("Qwen3", False, VOCAB_2, 1),
+        ("Qwen3", False, V_HALF, 2),
+        pytest.param("Qwen3", False, VOCAB_2, 1, marks=pytest.mark.slow),
         pytest.param("Llama", True, VOCAB_2, 1, marks=pytest.mark.slow),
+        pytest.param("Llama", True, V_HALF, 2, marks=pytest.mark.slow),
     ],
 )
 def test_weights_come_out_as_through_plain_megatron(tmp_path, family, tied, settings, chunks):

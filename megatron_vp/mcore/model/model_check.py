@@ -37,7 +37,10 @@ _SOFTCAP = "final_logit_softcapping"
 """How Megatron-Bridge's configuration of Gemma names k of the softcap k tanh(logit / k)."""
 
 
-_CAPPED = "megatron.bridge.models.gemma.gemma2_provider.Gemma2OutputLayer"
+_CAPPED = (
+    "megatron.bridge.models.gemma.gemma2_provider.Gemma2OutputLayer",
+    "megatron.bridge.models.gemma.modeling_gemma4.Gemma4OutputLayer",
+)
 """What Bridge puts before Megatron's class of the output layer, to cap the logits; the name of the class stays."""
 
 
@@ -100,7 +103,7 @@ def _check_layer(name: str, layer: nn.Module, expected: type[nn.Module]) -> None
     if any(isinstance(inner, expected) for inner in layer.modules() if inner is not layer):
         raise UserError(adapted(name, layer))
     extension, *others = type(layer).__bases__
-    capped = f"{extension.__module__}.{extension.__qualname__}" == _CAPPED and others == [expected]
+    capped = f"{extension.__module__}.{extension.__qualname__}" in _CAPPED and others == [expected]
     if type(layer) is not expected and not capped:
         kind = extension if type(layer).__name__ == expected.__name__ else type(layer)
         _refuse(f"{name} is a {kind.__name__}, whose own ways would be left out", expected.__name__)

@@ -21,6 +21,7 @@ from torch import nn
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.settled import current
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.vocab.embedding import EmbeddingLayer
 from megatron_vp.vocab.output import OutputLayer
@@ -212,6 +213,19 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
+def _tying_by_stage(original: Callable[..., None]) -> Callable[..., None]:
+    """What Megatron-Bridge does with tied weights that it has loaded: the last rank's output layer gets a copy."""
+
+    @wraps(original)
+    def broadcast_shared_embeddings(self: Any, megatron_model: nn.Module | Sequence[nn.Module]) -> None:
+        placement = current().placement
+        if placement.last_rank + 1 == placement.ranks:
+            original(self, megatron_model)
+        # Else that rank has no output layer. Shards of a tied weight are cut from the embedding: no copy is read.
+
+    return broadcast_shared_embeddings
+
+
 _BRIDGE = "megatron.bridge.models.conversion.model_bridge:MegatronModelBridge"
 
 BRIDGE_PATCHES = (
@@ -249,6 +263,12 @@ BRIDGE_PATCHES = (
         _refusing,
         "weights are not loaded into layers that are cut already",
         "(self, hf_pretrained, megatron_model, allowed_mismatched_params=None)",
+    ),
+    Patch(
+        f"{_BRIDGE}._broadcast_shared_embeddings",
+        _tying_by_stage,
+        "tied weights are loaded where a V has the output layer on the first rank",
+        "(self, megatron_model)",
     ),
 )
 """Applied where a model is built in a process that has imported Megatron-Bridge's models."""
