@@ -88,7 +88,7 @@ REFUSED = [
             "fp8_param_gather": True,
             "use_distributed_optimizer": True,
         },
-        "--fp8-param-gather without --bf16 or --fp16 cannot train",
+        "--fp8-param-gather or --fp4-param-gather without --bf16 or --fp16 cannot train",
     ),
     ({"apply_layernorm_1p": True}, "Apex's LayerNorm alone has weights around 0"),
     (
