@@ -48,7 +48,8 @@ _PLACES = {
     ),
     "checkpoints, which machines may mount in different places": (
         "save load pretrained_checkpoint ckpt_convert_save non_persistent_global_ckpt_dir "
-        "non_persistent_local_ckpt_dir ict_load bert_load logits_save_dir logits_load_dir"
+        "non_persistent_local_ckpt_dir ict_load bert_load logits_save_dir logits_load_dir ckpt_pg_tensors_cache_path "
+        "rl_rollout_bank_dir"
     ),
     "logs and dumps": (
         "tensorboard_dir wandb_save_dir rank_report pipeline_trace config_logger_dir rl_profile_dir "
