@@ -12,7 +12,7 @@ from megatron_vp.cost.sizes.job_sizes import job_of
 ABSENT = """
     moe_latent_size moe_shared_expert_intermediate_size attention_output_gate experimental_attention_variant
     hybrid_layer_pattern num_experts mtp_num_layers moe_ffn_hidden_size multi_latent_attention linear_key_head_dim
-    linear_value_head_dim linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim
+    linear_value_head_dim linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim gdp_num_householder
 """
 MAMBA = {"mamba_state_dim": 128, "mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_num_heads": 128}
 
