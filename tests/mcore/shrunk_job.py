@@ -1,0 +1,211 @@
+"""NVIDIA's own jobs, read from its checkout and shrunk to four CPU ranks.
+
+Every option stays that says how a job trains. Sizes become small, what needs a GPU, files or hours is left out, and
+what was is said with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from scripts.nvidia_jobs import Job, functional_tests
+from tests.mcore.nvidia_script import CHECKOUT
+
+Options = dict[str, object]
+STEPS = 3
+
+_ENGINE = "of Transformer Engine's layers; on the CPU Megatron's local ones are built"
+_HALF = "rounding would hide a difference: the job runs in fp32"
+_FILES = "data, tokenizer and folders of NVIDIA's cluster; mock data and a tokenizer without a file instead"
+_RANDOM = "random numbers differ between schedules, as they do between two plain ones"
+_HOURS = "the job ends after few steps"
+_SAVES = "only a job that resumes saves"
+_LOGS = "logs go to the console alone"
+_WARMUP = "the first steps would change nothing, and with them no gradient"
+
+DROPPED = {
+    "transformer_impl": _ENGINE,
+    "attention_backend": _ENGINE,
+    "use_flash_attn": _ENGINE,
+    "moe_grouped_gemm": _ENGINE,
+    "moe_permute_fusion": _ENGINE,
+    "tp_comm_overlap": _ENGINE,
+    "apply_layernorm_1p": _ENGINE,
+    "fp8_format": _ENGINE,
+    "fp8_recipe": _ENGINE,
+    "distributed_backend": "the CPU has gloo",
+    "moe_flex_dispatcher_backend": "the kernels of DeepEP are those that have a stand-in",
+    "bf16": _HALF,
+    "cross_entropy_loss_fusion": "plain Megatron's rounds gradients to bf16 whatever the job's dtype, ours does not",
+    "cross_entropy_fusion_impl": "see --cross-entropy-loss-fusion",
+    "dist_ckpt_strictness": "Megatron 0.19 fails at it with PyTorch 2.15, which describes tensors by more words",
+    "hidden_dropout": _RANDOM,
+    "attention_dropout": _RANDOM,
+    **dict.fromkeys(
+        ("data_path", "vocab_file", "merge_file", "tokenizer_model", "tokenizer_type", "data_cache_path", "split"),
+        _FILES,
+    ),
+    **dict.fromkeys(("exit_duration_in_mins", "exit_interval", "num_workers", "distributed_timeout_minutes"), _HOURS),
+    **dict.fromkeys(("lr_warmup_fraction", "lr_warmup_samples", "lr_warmup_init"), _WARMUP),
+    **dict.fromkeys(
+        ("tensorboard_dir", "wandb_project", "wandb_entity", "wandb_exp_name", "wandb_save_dir", "logging_level"), _LOGS
+    ),
+    **dict.fromkeys(("log_timers_to_tensorboard", "log_memory_to_tensorboard"), _LOGS),
+}
+"""What no shrunk job has, and why."""
+STORAGE = (
+    *("save", "load", "save_interval", "save_retain_interval", "finetune", "auto_detect_ckpt_format"),
+    *("async_save", "use_persistent_ckpt_worker"),
+)
+
+SMALL = {
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+    "seq_length": 128,
+    "max_position_embeddings": 128,
+    "micro_batch_size": 2,
+    "make_vocab_size_divisible_by": 4,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 64,
+    "moe_shared_expert_intermediate_size": 64,
+    "moe_router_topk": 2,
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 12,
+    "dsa_indexer_n_heads": 4,
+    "dsa_indexer_head_dim": 16,
+    "dsa_indexer_topk": 32,
+    "eval_interval": 2,
+    "manual_gc_interval": 2,
+    "check_weight_hash_across_dp_replicas_interval": 2,
+    "log_interval": 1,
+    # Adam makes whole updates of the rounding of small gradients, and two plain runs drift apart.
+    "lr": 1e-5,
+    "min_lr": 1e-6,
+    "decoupled_lr": 2e-5,
+    "decoupled_min_lr": 2e-6,
+}
+"""At most so much of each, where a job says it."""
+LAYERS = 12
+ADDED: Options = {
+    "eval_iters": 1,
+    "mock_data": True,
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": 39,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "num_workers": 0,
+    "distributed_timeout_minutes": 1,
+}
+
+
+@cache
+def _jobs() -> Mapping[str, Job]:
+    named = functional_tests(Path(CHECKOUT or ""))
+    return {f"{job.group.rpartition(': ')[2]}/{job.name}": job for job in named}
+
+
+def shrunk(name: str, sizes: Options, keeps: tuple[str, ...] = ()) -> tuple[Options, dict[str, str]]:
+    """The options of a job by the names of their arguments, and what was left out of it with why.
+
+    `sizes` replaces parallel sizes, so that the job has four ranks; what `keeps` names is not left out.
+    """
+    if name not in _jobs():
+        pytest.skip(f"the checkout has no functional test {name}")
+    given = options_of(_jobs()[name])
+    why = DROPPED | dict.fromkeys(STORAGE, _SAVES)
+    if "transformer_impl" in keeps:
+        why["log_params_norm"] = "the stand-in for Transformer Engine's kernels has none for it"
+    left_out = {option: why[option] for option in given if option in why and option not in keeps}
+    job = {option: value for option, value in given.items() if option not in left_out}
+    for option, most in SMALL.items():
+        if option in job:
+            job[option] = min(most, type(most)(job[option]))
+    for option, size in sizes.items():
+        assert option in job, f"{name} has no {option}"
+        job[option] = size
+    if "M" in str(job.get("hybrid_layer_pattern", "")):
+        left_out["hybrid_layer_pattern M"] = "Mamba has kernels for GPUs alone; attention is in its layers' places"
+    if "async_save" in job:
+        job["async_strategy"] = "mcore"  # the other's package needs a GPU
+    _shrink_layers(job)
+    _shrink_batches(job)
+    if "fp16" in job:
+        job["initial_loss_scale"] = 4096  # no step is skipped
+    return {**job, **ADDED}, left_out
+
+
+def options_of(job: Job) -> Options:
+    """A command line by the names of arguments: True, a word, or a list of words."""
+    options: dict[str, list[str]] = {}
+    for word in job.words:
+        if word.startswith("--"):
+            latest = options.setdefault(word[2:].replace("-", "_"), [])
+        else:
+            latest.append(word)
+    return {name: values if len(values) > 1 else values[0] if values else True for name, values in options.items()}
+
+
+def _shrink_layers(job: Options) -> None:
+    stages = int(job["pipeline_model_parallel_size"])
+    if "hybrid_layer_pattern" in job:
+        job["hybrid_layer_pattern"] = str(job["hybrid_layer_pattern"]).replace("M", "*")
+        job["spec"] = ["megatron_vp.mcore.hybrid_stack", "local_stack_spec"]
+        return
+    if "pipeline_model_parallel_layout" in job:
+        layout = re.sub(r"t\*\d+", "t*2", str(job["pipeline_model_parallel_layout"]))
+        job["pipeline_model_parallel_layout"] = layout
+        layers = sum(int(count or 1) for count in re.findall(r"t(?:\*(\d+))?", layout))
+    elif {"decoder_first_pipeline_num_layers", "account_for_loss_in_pipeline_split"} & job.keys():
+        layers = int(job["num_layers"])
+    else:
+        chunks = stages * int(job.get("num_virtual_stages_per_pipeline_rank", 1))
+        layers = min(LAYERS, int(job["num_layers"])) // chunks * chunks
+    if "num_layers_per_virtual_pipeline_stage" in job:
+        job["num_layers_per_virtual_pipeline_stage"] = min(2, int(job["num_layers_per_virtual_pipeline_stage"]))
+    if "moe_layer_freq" in job:
+        job["moe_layer_freq"] = f"([0]*1+[1]*{layers - 1})"
+    job["num_layers"] = layers
+
+
+def _shrink_batches(job: Options) -> None:
+    parts = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    replicas = 4
+    for part in parts:
+        replicas //= int(job.get(part, 1))
+    rows = int(job["micro_batch_size"]) * replicas
+    group = int(job.get("microbatch_group_size_per_virtual_pipeline_stage", 4))
+    batch = 2 * group * rows
+    if "step_batch_size_schedule" in job:
+        tokens = batch * int(job["seq_length"])
+        job["step_batch_size_schedule"] = f"0:{batch} {tokens}:{2 * batch}"
+        job["eval_global_batch_size"] = batch
+        batch = 2 * batch - batch // STEPS
+    else:
+        job["global_batch_size"] = batch
+    for option, value in (("train", STEPS), ("lr_decay", STEPS)):
+        if f"{option}_samples" in job:
+            job[f"{option}_samples"] = value * batch
+        elif f"{option}_iters" in job:
+            job[f"{option}_iters"] = value
+
+
+def words_of(options: Options) -> list[str]:
+    """The command line of options."""
+    words: list[str] = []
+    for name, value in options.items():
+        values = [] if value is True else map(str, value) if isinstance(value, list) else [str(value)]
+        words += ["--" + name.replace("_", "-"), *values]
+    return words

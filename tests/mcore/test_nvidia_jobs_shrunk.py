@@ -1,0 +1,144 @@
+"""Jobs of NVIDIA's own, shrunk to four CPU ranks, in NVIDIA's own scripts: every step equals plain Megatron's.
+
+    MEGATRON_LM=~/Megatron-LM .venv/bin/python -m pytest -q -s -m slow tests/mcore/test_nvidia_jobs_shrunk.py
+
+Both runs have the same ranks and the job's own schedule; one of them cuts the vocabulary layers over the pipeline.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.harness.ranks import run_ranks
+from tests.harness.training import Run, _merge, train_case
+from tests.mcore.case_parts import FP32
+from tests.mcore.comparison import assert_as_close, assert_equal
+from tests.mcore.engine import FUSED, NEWEST, on_cpu, require
+from tests.mcore.nvidia_script import NvidiaScript, needs_checkout
+from tests.mcore.shrunk_job import Options, shrunk, words_of
+from tests.mcore.test_flex_dispatcher import fused_combine, fused_dispatch
+
+pytestmark = [needs_checkout, pytest.mark.slow]
+
+DATA = {"pipeline_model_parallel_size": 2}
+"""The other two ranks hold a replica."""
+
+# The job, and the parallel sizes that four ranks have instead of its own.
+JOBS = {
+    "gpt/gpt3_mcore_te_tp2_pp2_mla": {},
+    "gpt/gpt3_mcore_te_tp2_pp2_dsa": {},
+    "gpt/gpt3_mcore_te_tp2_pp2_defer_embedding_wgrad_compute": {},
+    "gpt/gpt3_mcore_te_tp1_pp4_vp1_uneven_pipeline": {},
+    "gpt/gpt3_mcore_te_tp1_pp4_vp2_account_for_embedding_loss_in_pipeline_split": {},
+    "gpt/gpt3_mcore_te_tp1_pp4_vp1_dist_optimizer_overlap_grad_reduce_param_gather": DATA,
+    "gpt/gpt3_mcore_te_tp1_pp4_vp1_tunable_overlap": DATA,
+    "gpt/gpt3_mcore_te_tp2_pp2_cp2": {"tensor_model_parallel_size": 1},
+    "gpt/gpt3_15b_8t_release_sm_gb200": {"tensor_model_parallel_size": 2},
+    "gpt/gpt3_7b_tp1_pp4_memory_speed": {},
+    "gpt/gpt3_mcore_reruns_enable": {},
+    "hybrid/hybrid_mr_mcore_te_tp1_pp2_vpp2_cp1_dgx_a100_1N8G": {},
+    "mixtral/deepseekv3_proxy_flex_tp2pp2emp16etp1cp1_gb_200_release_sm": {"expert_model_parallel_size": 2},
+    "mixtral/mixtral_8x7b_tp1pp4ep8vpp8_release": {**DATA, "expert_model_parallel_size": 2},
+    "moe/gpt3_mcore_te_tp2_pp2_ep4_etp1_mtp_resume_torch_dist_fp8": {"expert_model_parallel_size": 2},
+    "moe/gpt3_mcore_cp2_pp2_ep2_te_4experts2parallel_nondeterministic": {},
+}
+HALF = ("fp16", "apply_query_key_layer_scaling")
+IN_ENGINE = {
+    "gpt/gpt3_mcore_te_tp2_pp2_defer_embedding_wgrad_compute": ("transformer_impl", "attention_backend"),
+    "gpt/gpt3_mcore_te_tp2_pp2_dsa": ("transformer_impl",),
+}
+"""Of these, what Transformer Engine's layers keep over the stand-in for its kernels."""
+
+
+class JobScript(NvidiaScript):
+    """With stand-ins for the kernels of the flex dispatcher and of DeepSeek's sparse attention."""
+
+    def main(self) -> None:
+        from megatron.core.transformer.experimental_attention_variant import dsa
+        from megatron.core.transformer.moe import token_dispatcher
+
+        dispatcher = {
+            "fused_dispatch": fused_dispatch,
+            "fused_combine": fused_combine,
+            "set_deepep_num_sms": lambda number: None,
+        }
+        with (
+            mock.patch.multiple(token_dispatcher, **dispatcher),
+            mock.patch.object(dsa, "rotate_activation", hadamard_transform),
+        ):
+            super().main()
+
+
+def hadamard_transform(rows: torch.Tensor) -> torch.Tensor:
+    """The orthogonal Hadamard transform of the last dimension, a power of two."""
+    size = rows.shape[-1]
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+    return rows @ matrix.to(rows) * size**-0.5
+
+
+def trained(options: Options, settings: dict[str, object], same_weights: bool = True) -> Run:
+    """A run of the job in the script that trains it."""
+    script = "pretrain_hybrid.py" if "hybrid_layer_pattern" in options else "pretrain_gpt.py"
+    case = train_case
+    if options.get("transformer_impl") == "transformer_engine":
+        require(NEWEST)
+        case = engine_case
+    elif "multi_latent_attention" in options or int(options.get("context_parallel_size", 1)) > 1:
+        settings = {"core_attention": "sdpa", **settings}  # Megatron's local attention has neither
+    words = words_of(options)
+    return _merge(run_ranks(4, case, words, script=JobScript(script, settings), same_weights=same_weights, timeout=400))
+
+
+def engine_case(rank: int, world_size: int, arguments: list[str], **how: Any) -> Run | None:
+    """`train_case` with Transformer Engine's layers, and with weight gradients that are added in their product."""
+    with on_cpu(NEWEST, FUSED):
+        return train_case(rank, world_size, arguments, **how)
+
+
+def ours(options: Options) -> dict[str, object]:
+    """The settings that make a run of the job vocabulary parallel, under its own schedule."""
+    stages = {"num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"}
+    pattern = str(options.get("hybrid_layer_pattern", ""))
+    chunked = stages & options.keys() or pattern.count("|") >= int(options["pipeline_model_parallel_size"])
+    return {
+        "vocab_parallel": True,
+        "vocab_shards": "even",
+        "pipeline_schedule": "interleaved" if chunked else "1f1b",
+        "vocab_parallel_algorithm": "vocab-1" if chunked else "vocab-2",
+    }
+
+
+def say(name: str, left_out: dict[str, str]) -> None:
+    """Print what a shrunk job lacks of NVIDIA's."""
+    by_reason: dict[str, list[str]] = {}
+    for option, why in left_out.items():
+        by_reason.setdefault(why, []).append("--" + option.replace("_", "-"))
+    print(f"\n{name} is left without", *(f"{', '.join(each)} ({why})" for why, each in by_reason.items()), sep="\n  ")
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_of_nvidias_trains_as_in_plain_megatron(name):
+    options, left_out = shrunk(name, JOBS[name], IN_ENGINE.get(name, ()))
+    say(name, left_out)
+    plain = trained(options, {})
+    split = trained(options, ours(options))
+    print(f"  losses {plain.losses}, gradient norms {plain.grad_norms}")
+    assert plain.rows_on != split.rows_on
+    assert plain.losses[0] != plain.losses[-1]
+    assert_equal(split, plain, FP32)
+
+
+def test_a_job_of_nvidias_in_fp16_trains_as_close_to_fp32_as_plain_megatron():
+    name = "gpt/gpt3_mcore_tp1_pp2_fp16"
+    options, left_out = shrunk(name, {})
+    say(name, left_out)
+    whole = {option: value for option, value in options.items() if option not in HALF}
+    plain, exact = trained(options, {}), trained(whole, {})
+    print(f"  losses {plain.losses}, in fp32 {exact.losses}")
+    assert_as_close(trained(options, ours(options)), plain, exact)
