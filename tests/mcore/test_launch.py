@@ -72,7 +72,7 @@ REFUSED = [
     ({"multiple_validation_sets": True}, "cannot work without each other"),
     (
         {**VP, "full_validation": True, "multiple_validation_sets": True},
-        "an evaluation micro batch of 2 cannot work: Megatron 0.19 reads one sequence at a time",
+        "an evaluation micro batch of 2 cannot work: Megatron reads one sequence at a time",
     ),
     ({"validation_set_names": ["a", "b"]}, "cannot work without --multiple-validation-sets"),
     ({"no_pad_vocab_size": True}, "cannot work without --padded-vocab-size"),

@@ -426,23 +426,23 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: a.init_method_xavier_uniform,
-        "--init-method-xavier-uniform cannot work: Megatron 0.19 passes on an initialisation that its own "
+        "--init-method-xavier-uniform cannot work: Megatron passes on an initialisation that its own "
         "configuration does not know; use --init-method-std",
     ),
     Refusal(
         lambda a: a.rerun_mode == "report_stats",
-        "--rerun-mode report_stats cannot work: Megatron 0.19 offers this mode and does not have it; use "
+        "--rerun-mode report_stats cannot work: Megatron offers this mode and does not have it; use "
         "validate_results or disabled",
     ),
     Refusal(
         lambda a: a.full_validation != a.multiple_validation_sets,
-        "--full-validation and --multiple-validation-sets cannot work without each other: Megatron 0.19 fails in the "
+        "--full-validation and --multiple-validation-sets cannot work without each other: Megatron fails in the "
         "first evaluation or before it; use both, also for a single validation set, or none",
     ),
     Refusal(
         lambda a: a.full_validation and a.pipeline_model_parallel_size > 1 and a.eval_micro_batch_size != 1,
         "--full-validation with --pipeline-model-parallel-size {pipeline_model_parallel_size} and an evaluation micro "
-        "batch of {eval_micro_batch_size} cannot work: Megatron 0.19 reads one sequence at a time in a full "
+        "batch of {eval_micro_batch_size} cannot work: Megatron reads one sequence at a time in a full "
         "validation; use --eval-micro-batch-size 1",
     ),
     Refusal(
@@ -452,7 +452,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: not a.pad_vocab_size and a.padded_vocab_size is None,
-        "--no-pad-vocab-size cannot work without --padded-vocab-size: Megatron 0.19 has no size of the vocabulary "
+        "--no-pad-vocab-size cannot work without --padded-vocab-size: Megatron has no size of the vocabulary "
         "then; use --make-vocab-size-divisible-by 1 to pad as little as the ranks allow",
     ),
     Refusal(
