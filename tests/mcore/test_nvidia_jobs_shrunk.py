@@ -19,7 +19,7 @@ from tests.mcore.case_parts import FP32
 from tests.mcore.comparison import assert_as_close, assert_equal
 from tests.mcore.engine import FUSED, NEWEST, on_cpu, require
 from tests.mcore.nvidia_script import NvidiaScript, needs_checkout
-from tests.mcore.shrunk_job import Options, shrunk, words_of
+from tests.mcore.shrunk_job import STEPS, STORAGE, Options, shrunk, words_of
 from tests.mcore.test_flex_dispatcher import fused_combine, fused_dispatch
 
 pytestmark = [needs_checkout, pytest.mark.slow]
@@ -45,6 +45,10 @@ JOBS = {
     "mixtral/mixtral_8x7b_tp1pp4ep8vpp8_release": {**DATA, "expert_model_parallel_size": 2},
     "moe/gpt3_mcore_te_tp2_pp2_ep4_etp1_mtp_resume_torch_dist_fp8": {"expert_model_parallel_size": 2},
     "moe/gpt3_mcore_cp2_pp2_ep2_te_4experts2parallel_nondeterministic": {},
+}
+RESUMED = {
+    "gpt/gpt3_mcore_te_tp1_pp4_vp1_resume_torch_dist_calculate_per_token_loss": {},
+    "moe/gpt3_mcore_te_tp1_pp2_resume_torch_dist_reshard_2x1x4_te_8experts2parallel_dist_optimizer": {},
 }
 HALF = ("fp16", "apply_query_key_layer_scaling")
 IN_ENGINE = {
@@ -132,6 +136,23 @@ def test_a_job_of_nvidias_trains_as_in_plain_megatron(name):
     assert plain.rows_on != split.rows_on
     assert plain.losses[0] != plain.losses[-1]
     assert_equal(split, plain, FP32)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_job_of_nvidias_resumes_as_in_plain_megatron(name, tmp_path):
+    """Each run saves a checkpoint and goes on from its own in other processes."""
+    options, left_out = shrunk(name, RESUMED[name], STORAGE)
+    say(name, left_out)
+    runs = []
+    for settings in ({}, ours(options)):
+        folder = {"save": str(tmp_path / f"{len(runs)}"), "load": str(tmp_path / f"{len(runs)}")}
+        first = trained({**options, **folder, "save_interval": 2, "exit_interval": 2}, settings)
+        runs.append((first, trained({**options, **folder}, settings, same_weights=False)))
+    (plain, plain_resumed), (split, split_resumed) = runs
+    print(f"  losses {plain.losses}, resumed {plain_resumed.losses}")
+    assert (len(plain.steps), len(plain_resumed.steps)) == (2, STEPS - 2)
+    assert_equal(split, plain, FP32)
+    assert_equal(split_resumed, plain_resumed, FP32)
 
 
 def test_a_job_of_nvidias_in_fp16_trains_as_close_to_fp32_as_plain_megatron():
