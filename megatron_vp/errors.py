@@ -77,7 +77,7 @@ class PeerLost(RuntimeError):
 
 
 def storage_failure(error: BaseException) -> str | None:
-    """What storage refused, and of which file; None for any other error."""
+    """The storage error and its file; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in _STORAGE_FAILS:
         return None
     return f"{error.strerror}{f': {printable(str(error.filename))}' if error.filename else ''}"
@@ -113,7 +113,7 @@ def say(line: str) -> None:
 def at_last(speak: Callable[[], None]) -> bool:
     """Call `speak` before the process ends, and return soon whatever it runs into; says whether all was written.
 
-    A thread speaks and is given up after some seconds: a pipe that nobody reads blocks whoever writes to it.
+    A thread speaks and is given up after some seconds: a pipe without a reader blocks its writer.
     """
     written: list[bool] = []
 

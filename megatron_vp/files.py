@@ -38,7 +38,7 @@ def read_text(path: str | os.PathLike[str], what: str, most: int, errors: str = 
     if max(size, len(data)) > most:
         raise UserError(f"cannot read {what} {path}: it has more than {most // MIB} MiB; give the file itself")
     if stat.S_ISFIFO(status.st_mode) and not data:
-        raise UserError(f"cannot read {what} {path}: it is a pipe that nobody has written to")
+        raise UserError(f"cannot read {what} {path}: it is a pipe without a writer")
     try:
         return data.decode("utf-8-sig", errors)
     except UnicodeDecodeError as error:
@@ -49,8 +49,9 @@ def read_text(path: str | os.PathLike[str], what: str, most: int, errors: str = 
 def replacing(path: str | os.PathLike[str], most_mode: int = 0o666) -> Iterator[IO[bytes]]:
     """A new binary file that gets the name `path` when the block has ended; where the block raises, nothing is left.
 
-    Until then it has a random name in the same folder, and it is created exclusively: nobody who can write to the
-    folder can put a link in its way. A file that is replaced passes its permissions on, `most_mode` limits them. Where
+    Until then it has a random name in the same folder, and it is created exclusively: so others who can write to
+    the folder cannot redirect it through a link. A file that is replaced passes its permissions on, `most_mode` limits
+    them. Where
     `path` is a link, the link is replaced, not what it points to. Raises OSError.
     """
     path = Path(path)

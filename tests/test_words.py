@@ -25,7 +25,7 @@ HABITS = {
     "documents that are not here": r"\bthe design\b|\bearlier version\b|\brung \d",
 }
 
-CEILINGS = {"nobody and whoever": 31}
+CEILINGS: dict[str, int] = {}
 """Lines of the package that may have one; none of the others. Lower a number when you mend lines; never raise it."""
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]

@@ -67,7 +67,7 @@ def _options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command, and what it returns to be run outside of typer; never returns.
+    """Run the command, then the function that it returned, if any, outside of typer; never returns.
 
     Exit status 2 and one line for bad input, a traceback only for a defect.
     """

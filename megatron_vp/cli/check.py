@@ -37,7 +37,7 @@ def check(
     ] = None,
     script: Annotated[
         str | None,
-        typer.Option("--script", help="Judge a job of `megatron-vp run SCRIPT`; options nobody knows are left to it."),
+        typer.Option("--script", help="Judge a job of `megatron-vp run SCRIPT`; unknown options are left to it."),
     ] = None,
     output: Annotated[
         Literal["text", "json"],

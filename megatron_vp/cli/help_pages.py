@@ -1,4 +1,4 @@
-"""How `--help` shows the commands: by what one wants to do, and each with an example of what it prints."""
+"""How `--help` shows the commands: grouped by task, each with an example of its output."""
 
 from __future__ import annotations
 

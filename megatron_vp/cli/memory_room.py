@@ -17,7 +17,7 @@ GIB = 2**30
 def memory_room(
     request: Request, found: Evaluation, others: Sequence[Evaluation] = (), searched: bool = False
 ) -> list[str]:
-    """What a run that fits leaves free, in lines; where that is inside the error, also what would give room.
+    """Lines on the memory that a fitting run leaves free; if that is within the model's error, also ways to free more.
 
     `others`: runs of the same job, the fastest first. `searched`: other parallel sizes were tried already.
     """

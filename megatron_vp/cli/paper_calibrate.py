@@ -22,7 +22,7 @@ def calibrate() -> None:
     """Fit the cost model's constants to the published cells that come with the package, and validate them.
 
     Prints the constants, the errors of pass times and of table 3, and, for every setup (table, GPUs, sequence length)
-    and for all of table 5 on 16 GPUs, the errors of its cells with constants fitted to the others alone. Then what
+    and for all of table 5 on 16 GPUs, the errors of its cells with constants fitted only to the others. Then what
     published runs on H100 say of its constants, with intervals and the errors of runs that a fit has not seen. Takes
     two or three minutes.
     """
@@ -57,7 +57,7 @@ def calibrate() -> None:
 
 
 def public_lines(found: PublicFit) -> list[str]:
-    """What the published runs on H100 say, in lines."""
+    """The result of the fit to the published H100 runs, in lines."""
     lines = [f"{found.runs} published runs on H100, {found.families} families (one model, precision and layout each)"]
     lines.append("constants as they are, and the 90 percent in which these runs put them")
     for each in found.intervals:

@@ -106,7 +106,7 @@ def _pipeoffload(output_format: Format, given: list[str]) -> str:
     if given:
         raise UserError(f"--paper pipeoffload has published figures and hardware of its own; leave out {given[0]}")
     if output_format is Format.PNG:
-        raise UserError("--paper pipeoffload is not drawn; use --format table or csv")
+        raise UserError("--paper pipeoffload cannot be drawn; use --format table or csv")
     cells, found = published(), []
     with progress_bar() as progress:
         task = progress.add_task("predicting cells", total=len(cells))

@@ -1,4 +1,5 @@
-"""`megatron-vp patches`: what is replaced and called in Megatron, why, and whether it fits the installed one."""
+"""`megatron-vp patches`: what this plug-in replaces and calls in Megatron, why, and whether it fits the installed
+version."""
 
 from __future__ import annotations
 

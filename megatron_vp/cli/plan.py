@@ -127,7 +127,7 @@ def plan(
     request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
     if offload and request.job.recompute is Recompute.FULL:
         raise UserError(
-            "--offload does not go with --recompute-granularity full, which leaves next to nothing to copy: leave out "
+            "--offload does not go with --recompute-granularity full, which leaves almost nothing to copy: leave out "
             "one of the two"
         )
     own = plan_of(request.config)
@@ -245,7 +245,7 @@ def _shards(plan: Plan) -> str:
 
 
 def _comparison(choice: Choice, tie: Tie, limit: float) -> list[str]:
-    """What the choice gains over runs without vocabulary parallelism, and whether it was a tie, in lines."""
+    """Lines on the gain over runs without vocabulary parallelism, and on a tie."""
     from megatron_vp.cost.planning.planner import WITHOUT_SPLIT
 
     chosen, whole = choice.chosen, choice.without_split

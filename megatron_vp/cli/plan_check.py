@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 UNCHECKED = "not checked: Megatron is not installed here; run megatron-vp check"
-"""What is said where training's own validation cannot be asked."""
+"""The note that is printed where training's own validation cannot run."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Checked:
 
 
 Ask = Callable[[list[str], int], str | None]
-"""Why so many ranks would refuse these arguments; None where they would start."""
+"""Why a job of so many ranks would refuse these arguments; None if it would start."""
 
 
 def refusal_here(words: list[str], ranks: int) -> str | None:

@@ -39,7 +39,7 @@ class Answer:
     refused: Sequence[tuple[Found, str]]
     """Faster or simpler runs that training would refuse, and why."""
     note: str | None
-    """What remains to be said about that."""
+    """The notes below the recommendation."""
 
     def request(self, found: Found) -> Request:
         """The question that `plan` without a search answers with this run."""
@@ -68,7 +68,7 @@ class Answer:
 
     @property
     def heading(self) -> str:
-        """What the frontier is, and what may be missing in it, in a line."""
+        """A line that explains the frontier and says what may be missing from it."""
         found = self.search
         if not found.partial:
             return "The frontier: no other run is both faster and smaller."

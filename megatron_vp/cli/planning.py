@@ -55,7 +55,7 @@ OutputOption = Annotated[Path | None, typer.Option("-o", "--output", help="Write
 
 @dataclass(frozen=True)
 class Request:
-    """What a planning command was asked: the job, the hardware, and the bytes that a rank may take."""
+    """The input of a planning command: the job, the hardware, and the bytes available per rank."""
 
     config: JobConfig
     job: Job
@@ -103,7 +103,7 @@ class Request:
 
     @property
     def notes(self) -> list[str]:
-        """What the numbers leave out and how far they may be off, in lines."""
+        """Lines on what the numbers leave out and how far they may be off."""
         lines = []
         if self.uncounted:
             lines.append(f"not counted, though it changes time or memory: {', '.join(self.uncounted)}")
@@ -122,7 +122,7 @@ class Request:
 
     @property
     def assumed(self) -> list[str]:
-        """What the job leaves open and its time depends on."""
+        """Settings that the job leaves open and that its time depends on."""
         from megatron_vp.cost.times.assumptions import assumed
 
         return assumed(self.job, self.hardware)
@@ -251,7 +251,7 @@ def _read(
         _refuse_memory(memory, machine)
     if nodes is not None and nodes * machine.gpus_per_node > MOST_GPUS:
         raise UserError(
-            f"--nodes {nodes} are {nodes * machine.gpus_per_node:,} GPUs, more than any cluster has: give nodes of "
+            f"--nodes {nodes} mean {nodes * machine.gpus_per_node:,} GPUs, more than any cluster has: give nodes of "
             f"{machine.gpus_per_node} GPUs, at most {MOST_GPUS // machine.gpus_per_node}"
         )
     limit = machine.memory if memory is None else memory * GIB
@@ -272,7 +272,7 @@ def _refuse_memory(memory: float, machine: Hardware) -> None:
 
 
 def what_to_set(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same for programs: `flags` alone are this run only where `unset` is empty, `overlay` always is."""
+    """The same for programs: `flags` give this run only if `unset` is empty; `overlay` always does."""
     unset = [option_of(name) for name, value in settings.items() if value is None or value is False]
     return {"settings": settings, "flags": flags_of(settings), "unset": unset, "overlay": yaml_of(settings)}
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 TOLD_BY_SUFFIX = ("json", "csv", "svg", "png", "html")
-"""Formats that the suffix of an output file stands for."""
+"""The format for each suffix of an output file."""
 
 UNKNOWN_SUFFIXES = ("pdf", "jpg", "jpeg", "gif", "yaml", "yml", "xlsx")
 """Suffixes of files that no command writes."""
@@ -31,7 +31,7 @@ _WRITTEN_AS = {"perfetto": "json", "programs": "json"}
 
 
 def format_for[F: StrEnum](asked: F | None, output: Path | None, formats: type[F], otherwise: str = "table") -> F:
-    """The format of a command's result: what is asked for, else what the file's suffix says, else `otherwise`.
+    """The format of a command's result: the one asked for, else the one of the file's suffix, else `otherwise`.
 
     To be called before the work. Raises UserError for a file whose suffix says otherwise than what is asked for or that
     the command cannot write, for a picture without a file, and for a file that cannot be made.
@@ -51,7 +51,7 @@ def check_destination(is_picture: bool, output: Path | None) -> None:
     """To be called before the work. Raises UserError for a picture without a file, and a file that cannot be made."""
     if output is None:
         if is_picture:
-            raise UserError("a picture does not go to the screen; name a file with -o")
+            raise UserError("a picture cannot be shown in the terminal; name a file with -o")
     elif output.is_dir():
         raise UserError(f"cannot write {output}: it is a folder; name a file")
     elif not output.parent.is_dir():
@@ -61,7 +61,7 @@ def check_destination(is_picture: bool, output: Path | None) -> None:
 
 
 def write(content: str | bytes, output: Path | None) -> None:
-    """Write to `output`, which appears complete or not at all, or print where it is None.
+    """Write to `output`, which appears complete or not at all; print if it is None.
 
     Raises UserError for a picture without a file, and a file that cannot be written.
     """
@@ -81,7 +81,7 @@ def write(content: str | bytes, output: Path | None) -> None:
         if output.exists() and not output.is_file():  # a device or a pipe
             output.write_bytes(data)
             return
-        with replacing(output.resolve()) as file:  # what a link points to, not the link
+        with replacing(output.resolve()) as file:  # the target of a link, not the link itself
             file.write(data)
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from None

@@ -104,7 +104,7 @@ def sbatch(
     if script is not None and not Path(script).is_file():
         raise UserError(f"--script {script} is not a file: give the path of a Megatron training script")
     if container_mounts is not None and container_image is None:
-        raise UserError("--container-mounts is about an image: give --container-image, too")
+        raise UserError("--container-mounts only applies to a container image: give --container-image, too")
     _refuse_options_of_slurm(flags)
     per_node = gpus_per_node if ntasks_per_node is None else ntasks_per_node
     words = arguments(files, flags)

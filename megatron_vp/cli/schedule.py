@@ -178,7 +178,10 @@ def _window(
     if from_time is None and until is None:
         return None
     if output_format not in (Format.TABLE, Format.SVG, Format.PNG, Format.HTML):
-        raise UserError(f"--from-time and --until choose what a table or picture shows, and {output_format} has all")
+        raise UserError(
+            f"--from-time and --until choose a part for a table or picture, and {output_format} always holds the "
+            "whole schedule"
+        )
     start, end = from_time or 0.0, makespan if until is None else until
     if not 0 <= start < end < math.inf or start >= makespan:
         raise UserError(

@@ -188,7 +188,7 @@ def _outside(found: Evaluation) -> Table:
 
 
 def _copies(request: Request, found: Evaluation) -> str:
-    """The table of copies to the host's memory; nothing where there are none."""
+    """The table of copies to the host's memory; nothing without copies."""
     from rich.table import Table
 
     from megatron_vp.cost.prediction.copies import fullest_node, host_room

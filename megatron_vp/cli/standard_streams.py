@@ -12,7 +12,7 @@ from megatron_vp.errors import UserError
 
 
 class _Output(io.RawIOBase):
-    """Standard output that says what is wrong with it, once, as a UserError. A reader that has left is not an error."""
+    """Standard output that reports its own failure once, as a UserError. A reader that has left is not an error."""
 
     def __init__(self, reason: str | None) -> None:
         self._reason = reason
@@ -29,7 +29,7 @@ class _Output(io.RawIOBase):
 
     def write(self, data: bytes) -> int:
         if self._failed:
-            return len(data)  # what is left in buffers
+            return len(data)  # data left in buffers
         reason = self._reason
         if reason is None:
             try:
@@ -46,7 +46,7 @@ class _Output(io.RawIOBase):
 def checked_output() -> Iterator[None]:
     """Standard output that raises UserError where nothing can be written to it, and writes a `?` for what it lacks.
 
-    Streams that are not those of the process, as in a test, are left alone.
+    Streams that do not belong to the process, as in a test, are not touched.
     """
     before = sys.stdout
     if before is not None and before is not sys.__stdout__:

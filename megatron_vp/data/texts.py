@@ -36,7 +36,7 @@ class TextFiles:
         Raises UserError for an empty name, an input that does not exist, a pipe, and a directory without files.
         """
         if not all(map(os.fspath, inputs)):
-            raise UserError("an input has an empty name, as a variable that is not set: name text or .jsonl files")
+            raise UserError("an input name is empty, perhaps from an unset variable: name text or .jsonl files")
         files: list[Path] = []
         for path in map(Path, inputs):
             if path.is_dir():
@@ -49,7 +49,7 @@ class TextFiles:
             elif path.is_file():
                 files.append(path)
             elif path.exists():
-                raise UserError(f"{path} is a pipe or a device, and the input is read twice: write it to a file first")
+                raise UserError(f"{path} is a pipe or a device, but the input is read twice: write it to a file first")
             else:
                 raise UserError(f"there is no file or directory {path}")
         return cls(tuple(files), json_key, split_lines)
@@ -82,7 +82,9 @@ class TextFiles:
             text.encode()
         except UnicodeEncodeError as error:
             half = text[error.start]
-            raise UserError(f"{where}: \\u{ord(half):04x} is half of a character and no text; mend the line") from None
+            raise UserError(
+                f"{where}: \\u{ord(half):04x} is half of a surrogate pair, so this is not valid text; fix the line"
+            ) from None
         return text
 
 

@@ -49,7 +49,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     learned = tokenizer.get_vocab_size()
     if learned < vocab_size:
         raise UserError(
-            f"the text teaches only {learned} different tokens, fewer than the vocabulary of {vocab_size}; "
+            f"the text yields only {learned} different tokens, fewer than the requested vocabulary of {vocab_size}; "
             f"ask for --vocab-size {learned} or less, or give more text"
         )
     return tokenizer
@@ -91,7 +91,8 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> tuple[Tokenizer, int]:
     end_id = tokenizer.token_to_id(end) if isinstance(end, str) else None
     if end_id is None:
         raise UserError(
-            f"{directory}/tokenizer_config.json names no eos_token of the vocabulary; documents need an end"
+            f"{directory}/tokenizer_config.json does not name an eos_token from the vocabulary, which ends each "
+            "document"
         )
     return tokenizer, end_id
 
@@ -114,7 +115,7 @@ def check_tokenizer(directory: str | os.PathLike[str]) -> None:
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
         raise UserError(f"{path} holds no tokenizer (no tokenizer.json); make one with 'megatron-vp data'")
     if not any((path / name).is_file() for name in ("tokenizer_config.json", "config.json")):
-        raise UserError(f"{path} holds no tokenizer_config.json, so nothing tells which tokenizer class to load")
+        raise UserError(f"{path} holds no tokenizer_config.json, which says which tokenizer class to load")
     _config(path)
     if (path / "tokenizer.json").is_file():
         from tokenizers import Tokenizer

@@ -35,7 +35,7 @@ def flags_in(words: Sequence[str]) -> Iterator[Flag]:
             option, equals, value = word.partition("=")
             values = [value] if equals else []
         elif option is None:
-            raise UserError(f"{word!r} is not a flag; after the configuration come --flags")
+            raise UserError(f"{word!r} is not a flag; give only --flags after the configuration")
         else:
             values.append(word)
     if option is not None:

@@ -74,7 +74,7 @@ def _text(action: argparse.Action, value: Any, where: str) -> str:
     if isinstance(value, bool) and action.type is bool:
         return "True" if value else ""  # bool("False") is true
     if isinstance(value, bool | list | Mapping) or value is None:
-        raise UserError(f"{where} must be {_expected(action)}, not {value!r}; quote it if the text is meant")
+        raise UserError(f"{where} must be {_expected(action)}, not {value!r}; quote it if you mean text")
     text = str(value)
     try:
         converted = action.type(text) if callable(action.type) else text

@@ -1,4 +1,4 @@
-"""What a job was given: the leaves of its configuration files, and its flags, which win over them."""
+"""The input of a job: the arguments in its configuration files, and its flags, which override them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class JobConfig:
     """Where each value comes from: a leaf of a file, or a flag of the command line. Their text goes into messages."""
 
     def of_files(self) -> dict[str, Any]:
-        """What the files set and no flag overrides, without the options that they leave at their default."""
+        """Options that the files set and no flag overrides, without those that they leave at their default."""
         return {
             name: value
             for name, value in self.values.items()

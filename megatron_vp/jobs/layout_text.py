@@ -20,11 +20,11 @@ def layers_in(layout: str) -> tuple[int, ...]:
         part, times = repeated[1] or repeated[2] or "", int(repeated[3])
         if len(text) + len(part) * times > _LONGEST_LAYOUT:
             raise UserError(
-                f"--pipeline-model-parallel-layout {layout!r} stands for more than {_LONGEST_LAYOUT} letters"
+                f"--pipeline-model-parallel-layout {layout!r} expands to more than {_LONGEST_LAYOUT} letters"
             )
         text = text[: repeated.start()] + part * times + text[repeated.end() :]
     if not re.fullmatch(r"E?[t|]*m*L?", text):
-        raise UserError(f"--pipeline-model-parallel-layout {layout!r} is not understood; write it as Et*4|(t*5|)*6t*3L")
+        raise UserError(f"--pipeline-model-parallel-layout {layout!r} cannot be parsed; write it as Et*4|(t*5|)*6t*3L")
     return tuple(segment.count("t") for segment in text.split("|"))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_vp.errors import UserError
 
 LETTERS = "*-EMGD+"
-"""Attention, MLP, experts, Mamba, gated delta net, and two kinds of latent attention: what Megatron's patterns know."""
+"""The layers of Megatron's patterns: attention, MLP, experts, Mamba, gated delta net, two kinds of latent attention."""
 
 _NAMES = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """The argument, and the older name that Megatron still takes."""
@@ -39,7 +39,7 @@ class Pattern:
             if unknown is not None:
                 raise UserError(
                     f"--hybrid-layer-pattern {text!r}: {unknown!r} is not a layer; use {' '.join(LETTERS)}, | between "
-                    "pipeline segments, / before each further head"
+                    "pipeline segments, / before each additional prediction head"
                 )
             if "*" in part and ("D" in part or "+" in part):
                 raise UserError(f"--hybrid-layer-pattern {text!r}: Megatron does not mix attention * with D or +")
@@ -48,7 +48,7 @@ class Pattern:
         if not any(heads):
             heads = []
         if len(set(heads)) > 1:
-            raise UserError(f"--hybrid-layer-pattern {text!r}: the parts behind slashes must be alike")
+            raise UserError(f"--hybrid-layer-pattern {text!r}: all parts after slashes must be the same")
         layers = tuple(map(len, segments)) if len(segments) > 1 else None
         return cls(letters, layers, tuple(heads))
 

@@ -24,7 +24,7 @@ _URL_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 def environment_without_secrets() -> Iterator[list[str]]:
     """OmegaConf with an `oc.env` that refuses variables that look like a secret, by their name or their value.
 
-    Yields the reasons of what it refused. For each it raises ValueError, which OmegaConf turns into its own error.
+    Yields the reason of each refusal. For each it raises ValueError, which OmegaConf turns into its own error.
     """
     refused: list[str] = []
 
@@ -38,7 +38,7 @@ def environment_without_secrets() -> Iterator[list[str]]:
         value = oc.env(name, *default)
         if isinstance(value, str) and _URL_WITH_PASSWORD.search(value):
             refused.append(
-                f"${{oc.env:{name}}} is a URL with a password, which would go into files and logs: leave that out"
+                f"${{oc.env:{name}}} is a URL with a password, which would be written to files and logs: leave it out"
             )
             raise ValueError(refused[0])
         return value

@@ -13,7 +13,7 @@ ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def flags_of(settings: dict[str, Any]) -> str:
-    """Settings as flags of a command line; what is to be unset has none."""
+    """Settings as flags of a command line; an option to be unset has none."""
     words = []
     for name, value in settings.items():
         if value is None or value is False:

@@ -51,7 +51,7 @@ class ShardChoice:
         numbers = [number.strip() for number in words.split(",")]
         if not all(number.removeprefix("-").isdecimal() and len(number) < 20 for number in numbers):
             raise UserError(
-                f"--vocab-shards {words} is not understood: use balanced, even, measured:DIR, or one number of rows "
+                f"--vocab-shards {words} cannot be parsed: use balanced, even, measured:DIR, or one number of rows "
                 "per pipeline rank such as 64000,64256,0,0"
             )
         return cls(ShardRule.ROWS, tuple(map(int, numbers)))

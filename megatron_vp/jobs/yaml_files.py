@@ -84,13 +84,13 @@ def _refuse_mixed_sections(layers: Sequence[tuple[Path, DictConfig]]) -> None:
             if before != isinstance(value, Mapping):
                 section, leaf = (other, file) if before else (file, other)
                 raise UserError(
-                    f"{leaf}: '{'.'.join(trail)}' is not a section here, and in {section} it is one: a section holds "
+                    f"{leaf}: '{'.'.join(trail)}' is not a section here, but it is one in {section}: a section holds "
                     f"'argument_name: value' lines"
                 )
 
 
 def _nodes(tree: Any, trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """All names of a tree with what stands behind them, sections included."""
+    """All names of a tree with their values, sections included."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield (*trail, str(key)), value
@@ -100,7 +100,7 @@ def _nodes(tree: Any, trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictConfig]]:
     """The file after its bases, each with its path."""
     if path.resolve() in overlaid_by:
-        raise UserError(f"{path}: '{_BASE}' leads back to the file itself; remove one of the '{_BASE}' lines")
+        raise UserError(f"{path}: '{_BASE}' includes the file itself; remove one of the '{_BASE}' lines")
     text = read_text(path, "configuration file", MIB)
     try:
         config = OmegaConf.load(io.StringIO(text))
@@ -111,10 +111,12 @@ def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictC
     except RecursionError as error:
         raise UserError(f"{path} nests sections or lists too deeply; write them on one level") from error
     except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {str(error).partition('\n')[0]}; keys are sections and names of arguments") from error
+        raise UserError(
+            f"{path}: {str(error).partition('\n')[0]}; keys must be section names or argument names"
+        ) from error
     except ValueError as error:  # a number of thousands of digits, a date that does not exist
         what = one_line(error).partition(";")[0]
-        raise UserError(f"{path} is not valid YAML: {what}; quote it if the text is meant") from error
+        raise UserError(f"{path} is not valid YAML: {what}; quote it if you mean text") from error
     if not isinstance(config, DictConfig):
         raise UserError(f"{path} holds no mapping; write 'argument_name: value' lines, grouped in sections")
     base = config.pop(_BASE, None)

@@ -1,4 +1,4 @@
 """The only rooms that know Megatron.
 
-`patches.py`, which all share, checks and applies what is replaced in Megatron; `patch_table.py` says when.
+All share `patches.py`, which checks and applies replacements in Megatron; `patch_table.py` says when.
 """

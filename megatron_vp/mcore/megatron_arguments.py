@@ -15,7 +15,7 @@ from megatron_vp.mcore.patches import RELEASE, TESTED_VERSIONS, Problem, present
 
 @dataclass(frozen=True)
 class Reads:
-    """What a room reads: `use` ends the sentence "megatron_vp reads it"."""
+    """The arguments that each package reads: `use` ends the sentence "megatron_vp reads it"."""
 
     use: str
     names: tuple[str, ...]

@@ -2,8 +2,8 @@
 
 `megatron-vp patches` compares the table with the installed Megatron, so that a new release says at once what changed.
 An entry maps `module:path` to what we expect there, as `patches.check_symbol` reads it: a signature; `takes a, b` where
-only the arguments that we pass matter; `class` for a class that we subclass or recognise; `value`; `present`. What is
-different in one release series stands in `IN_SERIES`.
+only the arguments that we pass matter; `class` for a class that we subclass or recognise; `value`; `present`.
+`IN_SERIES` holds the differences of each release series.
 """
 
 from __future__ import annotations

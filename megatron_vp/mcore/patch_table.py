@@ -35,7 +35,7 @@ class Run:
     args: argparse.Namespace
     """Megatron's arguments; before they are parsed, those of `options.early_arguments`, which conditions may read."""
     machine: Installed
-    """What is installed where the job runs."""
+    """The packages installed where the job runs."""
     cpu: bool = False
     """No CUDA device is used."""
     shapes_only: bool = False
@@ -45,7 +45,7 @@ class Run:
 
     @property
     def settings(self) -> RunSettings:
-        """What the arguments make of the run."""
+        """The properties of the run that its arguments decide."""
         return run_settings(self.args)
 
 
@@ -101,7 +101,7 @@ class PatchGroup:
 
 
 def _logs(args: argparse.Namespace) -> bool:
-    return str(args.log_pipeline_interval) != "0"  # the early arguments have it as it was typed
+    return str(args.log_pipeline_interval) != "0"  # the early arguments hold it as typed
 
 
 def _records(args: argparse.Namespace) -> object:
@@ -421,7 +421,7 @@ def require_fit(run: Run) -> None:
 
 
 def apply(stage: Stage, run: Run) -> None:
-    """Apply what a run selects of one stage: all of it or, raising UserError, nothing.
+    """Apply the patches of one stage that a run selects: all of them or, raising UserError, none.
 
     Groups that are not essential and do not fit are left out, each with a line on the rank that writes the log.
     """
@@ -450,5 +450,5 @@ def _fitting(groups: Iterable[PatchGroup]) -> tuple[list[Patch], list[str]]:
             left_out.append(f"left out '{group.name}': {found[0]}; without it, {group.without}")
     if problems:
         more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise UserError(f"{problems[0]}{more}; none of these patches was applied, see `megatron-vp patches`")
+        raise UserError(f"{problems[0]}{more}; none of these patches was applied (see `megatron-vp patches`)")
     return fitting, left_out

@@ -30,7 +30,7 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Variant:
-    """What is different about a patch in one release series of megatron-core."""
+    """The differences of a patch in one release series of megatron-core."""
 
     signature: str
     """The target's signature there."""
@@ -83,7 +83,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class _Applied:
-    """What is needed to take a patch back: `raw` is the owner's own entry, or _MISSING where it was inherited."""
+    """The data needed to undo a patch: `raw` is the owner's own entry, or _MISSING where it was inherited."""
 
     patch: Patch
     owner: Any
@@ -181,7 +181,7 @@ def apply(patches: Sequence[Patch]) -> tuple[Patch, ...]:
 
 
 def undo(patches: Iterable[Patch]) -> None:
-    """Put the originals back. Patches that are not in force are left alone."""
+    """Put the originals back. Patches that are not in force stay as they are."""
     for patch in reversed(tuple(patches)):
         entry = _applied.pop(patch.target, None)
         if entry is None:

@@ -53,7 +53,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a replay of one rank knows that its arguments do not say."""
+    """Settings of a replay of one rank that its arguments do not hold."""
 
     job: JobConfig | None = None
     """The whole job, before the replay's changes to it."""
@@ -145,12 +145,12 @@ class SettledJob:
     given: GivenLayout
     shards: ChosenRows
     order: Costs | None
-    """What the passes are ordered for; None: for `PassCosts()`. All ranks of a run take rank 0's."""
+    """The costs that the passes are ordered for; None: `PassCosts()`. All ranks of a run take rank 0's."""
     parts: Mapping[str, str]
     """Who computes the layers, the norms and so on: see `platform.parts`."""
     words: Words
     nodes: Installed | None
-    """What the nodes have, where the job was checked for others than this machine."""
+    """The packages of the nodes, if the job was checked for other nodes than this machine."""
     checkpoint_to_load: str | None = None
     """Its directory; None where the run starts afresh, or where none is checked."""
 
@@ -180,7 +180,7 @@ class OwnLoop(Protocol):
 
 
 class _Process:
-    """What this process holds of its job."""
+    """The state of this process's job."""
 
     def __init__(self) -> None:
         self.replay = Replay()
@@ -272,7 +272,7 @@ def replaying(**changes: Any) -> Iterator[None]:
 
 
 def replay() -> Replay:
-    """What is known of the replay in this process; in a run, nothing."""
+    """The settings of the replay in this process; none in a run."""
     return _process.replay
 
 

@@ -1,6 +1,6 @@
 """One time axis for the ranks of a pipeline, and how exact it is.
 
-Nobody leaves an all-gather before everybody has entered it. So with `o` to be added to this rank's clock to get rank
+No rank leaves an all-gather before every rank has entered it. So with `o` to be added to this rank's clock to get rank
 0's, every all-gather says: `enter_0 - leave <= o <= leave_0 - enter`. A few of them narrow `o` to an interval; its
 middle is taken, and half its width bounds the error: about half the time of the fastest all-gather. Ranks on rank 0's
 host read the very same clock, which is then used as it is, with no error. On GPUs the

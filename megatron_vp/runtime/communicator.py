@@ -149,11 +149,11 @@ class LoneCommunicator:
         """Nothing arrives."""
 
     def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
-        """Everybody has the same."""
+        """All ranks have the same tensor."""
         gathered.copy_(own.expand_as(gathered))
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
-        """Nobody adds anything."""
+        """There are no other ranks to add to."""
 
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor, incoming: Sequence[int], outgoing: Sequence[int]

@@ -1,4 +1,4 @@
-"""What the runtime asks of the model it drives. `megatron_vp.mcore` implements it with Megatron's modules."""
+"""The interface that the runtime needs from a model. `megatron_vp.mcore` implements it with Megatron's modules."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Model(Protocol):
         """
 
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
-        """What the backward of the chunk and microbatch left to do."""
+        """The weight-gradient work that the backward of the chunk and microbatch left over."""
 
     def loss(
         self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor | None

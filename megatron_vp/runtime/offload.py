@@ -1,9 +1,10 @@
-"""What a chunk's forward saves for its backward, on its way to the memory of the host and back.
+"""Moves the tensors that a chunk's forward saves for its backward to the host's memory and back.
 
-Around F every saved tensor is packed into a handle. When F has ended, what nobody else holds is ours alone: parameters,
-caches and shared masks are not. Those storages are copied out as a whole, pass O drops them, pass R makes new ones, the
-copy back fills them, and the backward unpacks views of them. Device memory is allocated and freed on the compute stream
-alone, so how much is in use follows from the order of the passes (PipeOffload, arXiv 2503.01328, appendix C).
+Around F every saved tensor is packed into a handle. When F has ended, tensors without other references are ours:
+parameters, caches and shared masks are not among them. Those storages are copied out as a whole, pass O drops them,
+pass R makes new ones, the copy back fills them, and the backward unpacks views of them. Device memory is allocated and
+freed only on the compute stream, so how much is in use follows from the order of the passes (PipeOffload, arXiv
+2503.01328, appendix C).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class SavedStorage:
 
     @property
     def is_ours(self) -> bool:
-        """Whether nobody else holds the storage."""
+        """Whether the storage has no other references."""
         assert self.bytes is not None
         return _owners(self.bytes) == _ALONE
 
@@ -77,13 +78,13 @@ class SavedTensor(NamedTuple):
 
 
 class SavedForward:
-    """What the forward of a chunk and microbatch saved."""
+    """The tensors that the forward of a chunk and microbatch saved."""
 
     def __init__(self) -> None:
         self._by_storage: dict[int, SavedStorage] = {}
         self._modules: list[str] = []
         self.moving: list[SavedStorage] = []
-        """What is copied, once the forward has ended."""
+        """The tensors that are copied, once the forward has ended."""
         self.sizes: list[int] = []
         """Bytes of `moving`."""
         self.staying: list[SavedStorage] = []

@@ -34,7 +34,7 @@ _CONTENT: dict[Channel, tuple[Slot, Callable[[Shapes], torch.Tensor]]] = {
     Channel.TOKEN_LOSS: (Slot.TOKEN_LOSS, lambda shapes: shapes.token_values()),
     Channel.TOKEN_GRADIENT: (Slot.TOKEN_GRADIENT, lambda shapes: shapes.token_values()),
 }
-"""What a message carries, and the buffer that receives it."""
+"""The contents of a message, and the buffer that receives it."""
 
 
 class Runner(Protocol):
@@ -72,7 +72,7 @@ class _Messages:
 
 @dataclass(frozen=True)
 class Report:
-    """What the runtime counted in one iteration of one rank."""
+    """The runtime's counts for one iteration of one rank."""
 
     peak_in_flight: float
     """Most microbatches of a whole rank whose activations were held at once."""
@@ -142,7 +142,7 @@ class Pipeline:
             shapes: sizes of a microbatch, equal on all ranks.
             gradients: False for evaluation, whose schedule holds forward passes only.
             observer: watches the instructions and the collectives.
-            rehearsal: whether the iteration is none of the job's.
+            rehearsal: whether the iteration is a rehearsal, not one of the job's.
         """
         placement, rank = schedule.placement, self.groups.rank
         observer = observer or Unobserved()

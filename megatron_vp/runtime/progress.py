@@ -1,7 +1,8 @@
 """Where a rank is in its schedule, and how to say so when it cannot go on.
 
-The executor and the second stream store what they are at, one attribute each. Whoever wants to know how long a rank has
-been in one place (`megatron_vp.runtime.watchdog`) looks twice.
+The executor and the second stream store what they are at, one attribute each. To see how long a rank has been in one
+place,
+`megatron_vp.runtime.watchdog` looks twice.
 
 On CUDA the host runs ahead of the device, so the rank also keeps a mark for every wait that the device has not passed.
 Only the main thread asks the device for its marks. The watchdog reads attributes and host memory and makes no CUDA
@@ -36,7 +37,7 @@ _CAUSE = re.compile(r"^Last error:\n(.+)|^NCCL Last Error: (.+)", re.MULTILINE)
 
 
 class _Finishing:
-    """Stands for an instruction at the end of a program: what this rank sent is still being received."""
+    """Shown as the instruction at the end of a program: what this rank sent is still being received."""
 
 
 FINISHING = _Finishing()
@@ -49,7 +50,7 @@ class Mark(Protocol):
     """A point on the device's compute stream."""
 
     def done(self) -> bool:
-        """Whether the device has passed it; never blocks. Asked by the main thread alone."""
+        """Whether the device has passed it; never blocks. Called only by the main thread."""
 
 
 class FinishedIterations(Protocol):
@@ -77,11 +78,11 @@ class Progress:
         self.iteration = 0
         """How many times a schedule was started, rehearsals left out."""
         self.instruction: Instruction | _Finishing | None = None
-        """What the host is at; None outside a schedule."""
+        """The host's current instruction; None outside a schedule."""
         self.behind: Wait | None = None
         """The first wait that the device had not passed when the main thread last looked; None if there was none."""
         self.collective: Operation | None = None
-        """What the second stream is at, where the host runs it (on CPU)."""
+        """The second stream's current operation, if the host runs it (on CPU)."""
         self.others: Callable[[], str] = str
         """Says which ranks hold the pipeline up, where a connection breaks; a watchdog can ask them."""
         self._marks: deque[tuple[Wait, Mark]] = deque()
@@ -127,7 +128,7 @@ class Progress:
         """Something that changes when this rank gets on."""
         iteration, at, behind = self.iteration, self.instruction, self.behind
         if at is None and self._device_finished():
-            behind = None  # nobody looks at marks outside a schedule
+            behind = None  # marks are not read outside a schedule
         return iteration, at if isinstance(at, _HOSTS_OWN) else behind or at, self.collective
 
     def sentence(self) -> str:
@@ -169,7 +170,7 @@ class Progress:
 
 
 def lost_peer(error: Exception) -> str | None:
-    """What a backend says of a lost or silent peer, in a few words; None for any other error."""
+    """A backend's error about a lost or silent peer, in a few words; None for any other error."""
     said = str(error).strip()
     first_line = said.partition("\n")[0]
     # gloo has no exception class of its own, and NCCL's newer backend uses one for time limits only.

@@ -1,8 +1,8 @@
-"""What the ranks of a stalled pipeline tell each other, in the launcher's store: who holds the others up.
+"""How the ranks of a stalled pipeline find out, through the launcher's store, which rank holds up the others.
 
-The first rank that cannot go on calls the roll: its limit is reached, or a connection is broken. Every rank that stands
-still then leaves word of where it is, also before its own time is up, so nobody's answer depends on whose limit comes
-first. Whoever comes later reads what was left. A rank without a word is stopped, gone or out of reach, or it gets on.
+The first rank that cannot go on calls the roll: its limit is reached, or a connection is broken. Every rank that is
+stuck then records where it is, even before its own time limit, so the answers do not depend on whose limit comes first.
+Ranks that come later read these records. A rank without a word is stopped, gone or out of reach, or it gets on.
 
 The store has no password, so whatever lies there is text that anybody may have written.
 """
@@ -26,7 +26,7 @@ _LONGEST_LOOK_SECONDS = 1.0
 _STORE_SECONDS = 10.0
 """How long the store may take to let a rank answer."""
 _LONGEST_WORD = 4096
-"""Bytes of what a peer left in the store that are looked at."""
+"""The most bytes that are read of a peer's record in the store."""
 
 
 class RollCall:
@@ -40,7 +40,8 @@ class RollCall:
         self._called = f"{self._keys}/called/{progress.members[0]}"
 
     def answer(self, limit: float) -> None:
-        """Leave word when another rank calls while this one stands still; never returns, for a thread of its own.
+        """Record this rank's place when another rank calls while this one is stuck; never returns, so it needs its own
+        thread.
 
         A rank that gets on does not ask the store anything. `limit`: seconds that a rank may be in one place.
         """

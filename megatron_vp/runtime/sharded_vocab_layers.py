@@ -73,7 +73,7 @@ class ShardedVocabLayers:
 
     def first_input(self, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The words that all ranks have looked up, and what Megatron makes of them."""
-        # A tensor of its own: whoever made the words may still hold theirs when this one lets go of its data.
+        # A separate tensor: the caller may still hold the tokens when this one frees its data.
         leaf = self._store.take(Slot.EMBEDDING, microbatch).detach().requires_grad_(self._gradients)
         words_bsh = leaf.view(self._shapes.batch, -1, self._shapes.hidden)
         if self._shapes.mtp_depth:

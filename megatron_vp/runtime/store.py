@@ -10,7 +10,7 @@ from megatron_vp.schedule.pass_kinds import Held
 
 
 class Slot(Enum):
-    """What a tensor in the store is, who puts it there and who takes it.
+    """The kinds of tensor in the store, with their producers and consumers.
 
     Names in capitals such as TOKENS or C1 are collectives (`CollectiveKind`). Sizes: s positions, b sequences, h
     hidden, V/p rows of a shard; e positions of `Shapes.token_ids`; outputs rows of the last stage's output
@@ -162,7 +162,7 @@ class Store:
         assert not self._values, f"left over at the end of an iteration: {sorted(map(_words, self._values))}"
 
     def assert_peaks(self, promised: Mapping[Held, int]) -> None:
-        """Check that the iteration held as much at once as its program's passes say: see `Program.peaks`."""
+        """Check that the iteration's peaks equal those of its program's passes: see `Program.peaks`."""
         for held, peak in promised.items():
             found = self.held[held].peak
             assert found == peak, f"held {held} of {found} microbatches at once where the program's passes hold {peak}"

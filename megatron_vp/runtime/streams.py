@@ -22,7 +22,7 @@ class Event(Protocol):
     """Completion of one submitted function."""
 
     def wait(self) -> None:
-        """Order all later compute work after the function; raises what the function raised."""
+        """Order all later compute work after the function; raises the function's exception."""
 
     def host_wait(self) -> None:
         """Block the host until the function has finished."""
@@ -134,7 +134,7 @@ class ThreadEvent:
         self._pending.release()
 
     def wait(self) -> None:
-        """Block until the function has returned; raises what it raised."""
+        """Block until the function has returned; raises its exception."""
         with self._pending:
             if self._error is not None:
                 raise self._error
@@ -209,7 +209,7 @@ class InlineStream:
 
 
 def second_stream(device: torch.device, alone: bool = False) -> Stream:
-    """The second stream of `device`; `alone` says that nobody takes part in the collectives but this rank."""
+    """The second stream of `device`; `alone` means that no other rank takes part in the collectives."""
     if device.type == "cuda":
         return CudaStream()
     return InlineStream() if alone else ThreadStream()

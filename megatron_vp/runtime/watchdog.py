@@ -1,8 +1,8 @@
 """Ends a process that cannot go on, with one line that says where it was.
 
 A rank that waits for a peer sits in the backend's own code, where neither an exception nor a Python signal handler
-reaches it; a rank whose data loader hangs tells nobody. A second thread can see both, because all it has to know is
-in `Progress`, and it can end the process.
+reaches it; a rank whose data loader hangs does not report it. A second thread can see both, because all it has to know
+is in `Progress`, and it can end the process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TOLD_SECONDS = 2.0
 
 
 class Watchdog:
-    """Watches one pipeline rank from a thread of its own.
+    """Watches one pipeline rank from its own thread.
 
     Args:
         progress: of the rank.
@@ -122,7 +122,7 @@ class _Watching(threading.Thread):
 
 
 def others_of_a_lost_peer() -> str:
-    """Who holds the pipeline up, where a connection breaks outside its schedule; empty if nobody watches yet."""
+    """The rank that holds up the pipeline when a connection breaks outside its schedule; empty without a watchdog."""
     watching = (thread for thread in threading.enumerate() if isinstance(thread, _Watching))
     return next((thread.watchdog.others() for thread in watching), "")
 

@@ -44,7 +44,7 @@ class PassCosts:
 
     @classmethod
     def parse(cls, text: str) -> PassCosts:
-        """Read `F=1,B=1,S=0.25`; what is not named keeps its default. Raises UserError."""
+        """Read `F=1,B=1,S=0.25`; anything not named keeps its default. Raises UserError."""
         known = {*_OWN, *(kind.value for kind in PassKind if kind not in _NOT_NAMED)}
         known |= {make(0, Pass(kind, 0)).cost for kind in PassKind for make in (kind.through, kind.filled_by) if make}
         given: dict[str, float] = {}
@@ -115,7 +115,7 @@ class StageCosts:
     F, B (input gradient) and W (weight gradient) by virtual stage; S, T, IF, IB and V by rank, empty where a schedule
     has no such passes; `other` kinds by virtual stage, or by rank if a rank runs one per microbatch. `messages` by
     source rank, target rank and channel, `collectives` by kind, `copies` by whether they go to the host, rank and
-    chunk; what is not named is free. Raises UserError for a negative or non-finite duration, and for F, B and W of
+    chunk; anything not named is free. Raises UserError for a negative or non-finite duration, and for F, B and W of
     different numbers of stages.
     """
 
@@ -232,4 +232,6 @@ def _check(name: str, value: float) -> None:
     if not (math.isfinite(value) and value >= 0):
         raise UserError(f"cost {name}={value} is not a duration; give a finite number of at least 0")
     if value > LONGEST:
-        raise UserError(f"cost {name}={value:g} is too long for a pass; give at most {LONGEST:g}, in any unit of time")
+        raise UserError(
+            f"cost {name}={value:g} is too long for a pass; give at most {LONGEST:g}, in a unit of your choice"
+        )

@@ -49,7 +49,7 @@ def expected_passes(schedule: Schedule, holds_rows: bool) -> list[Pass]:
 def check_passes(schedule: Schedule) -> None:
     """Raise ScheduleError unless every rank lists each of its passes exactly once and no other.
 
-    A rank lists all vocabulary passes or none, and at least one rank lists them. A BW stands for a B and its W. Passes
+    A rank lists all vocabulary passes or none, and at least one rank lists them. A BW is a B and its W in one. Passes
     that the method does not demand (see `PassKind`) are listed at most once.
     """
     if len(schedule.ranks) != schedule.pipeline_size:
@@ -114,9 +114,9 @@ def _check_offloaded(schedule: Schedule) -> None:
             back = places[PassKind.R][microbatch]
             if all(step.kind in OFFLOAD_KINDS for step in order[left:back]):
                 raise ScheduleError(
-                    f"rank {rank} computes nothing between {Pass(PassKind.O, microbatch, chunk)} and "
-                    f"{Pass(PassKind.R, microbatch, chunk)} ({schedule.name}, {schedule.vocab}): leave the chunk where "
-                    "it is"
+                    f"rank {rank} has no pass between {Pass(PassKind.O, microbatch, chunk)} and "
+                    f"{Pass(PassKind.R, microbatch, chunk)} ({schedule.name}, {schedule.vocab}): do not offload the "
+                    "chunk there"
                 )
 
 

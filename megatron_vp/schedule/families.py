@@ -207,7 +207,7 @@ def _read(path: str, changed: int | None) -> Family:
 
 
 def text_of_file(path: str) -> str:
-    """What a schedule file holds. Raises UserError for one that cannot be read."""
+    """The contents of a schedule file. Raises UserError for one that cannot be read."""
     return read_text(Path(path), "schedule file", 512 * MIB)
 
 
@@ -236,7 +236,7 @@ def family_of_text(path: str, text: str) -> Family:
 
 
 def megatrons_own(chunks: int | None = None) -> Family:
-    """What Megatron runs by itself with so many chunks per rank."""
+    """The schedule that Megatron runs by itself with so many chunks per rank."""
     several = (chunks or 1) > 1
     return next(each for each in FAMILIES.values() if each.in_megatron and (each.chunks is None) == several)
 
@@ -256,7 +256,7 @@ def generate(
 ) -> Schedule:
     """The schedule of a `ScheduleRequest` for the family or file of this name.
 
-    `activation_limit`: what a flexible family is fitted to, in microbatches of a whole rank.
+    `activation_limit`: the limit that a flexible family is fitted to, in microbatches of a whole rank.
     Raises UserError for an unknown family or vocabulary method, and as `ScheduleRequest` and `fitted` do.
     """
     try:

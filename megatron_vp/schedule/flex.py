@@ -1,7 +1,7 @@
 """Fits a flexible family to a memory limit: finds the building block whose schedule is shortest within it.
 
 The search looks at a fixed list of blocks in a fixed order, so all ranks of a run find the same one. It runs once, when
-a request is resolved: what it finds is a family's record, with which schedules are generated as with any other.
+a request is resolved: its result is a family's record, from which schedules are generated as for any other family.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def fitted(request: ScheduleRequest, limit: float) -> Family:
     family = request.family
     if not family.bases:
         raise UserError(
-            f"--activation-limit does not go with schedule {family.name}, whose memory is its own; use v-flex"
+            f"--activation-limit does not go with schedule {family.name}, whose memory is fixed; use v-flex"
         )
     most = math.floor(limit * request.chunks + 1e-9)
     search = _Search(request, most)

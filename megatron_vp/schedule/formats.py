@@ -82,12 +82,12 @@ def from_json(text: str) -> Schedule:
             document.get("shape", ""),
         )
     except KeyError as error:
-        raise UserError(f"schedule file has no {error}; the keys of the JSON format must all be there") from None
+        raise UserError(f"schedule file lacks the key {error}; the JSON format needs all keys") from None
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"schedule file is not in the JSON format: {error}") from None
     for key, actual in (("pipeline_size", schedule.pipeline_size), ("chunks", schedule.chunks)):
         if document.get(key, actual) != actual:
-            raise UserError(f"schedule file says {key} {document[key]}, but its placement has {actual}")
+            raise UserError(f"schedule file has {key} {document[key]}, but its placement has {actual}")
     pairs = [list(pair) for pair in schedule.offloaded]
     if document.get("offloaded", pairs) != pairs:
         raise UserError(f"schedule file says offloaded {document['offloaded']}, but its passes O and R are of {pairs}")
@@ -112,7 +112,7 @@ def _assemble(
         if not isinstance(text, str) or not text.isprintable() or len(text) > LONGEST_NAME:
             raise ValueError(f"the schedule's {what} must be one printable line of at most {LONGEST_NAME} characters")
     if microbatches < 1:
-        raise ValueError(f"{microbatches} microbatches make no schedule")
+        raise ValueError(f"a schedule of {microbatches} microbatches is empty")
     longest = max(map(len, orders), default=0)
     if microbatches > longest:
         raise ValueError(f"{microbatches} microbatches, but no rank lists more than {longest} passes")
@@ -164,8 +164,8 @@ def from_csv(text: str) -> Schedule:
     about = _HEADER.fullmatch(header.rstrip())
     if about is None:
         raise UserError(
-            "schedule file begins neither with '{', as JSON does, nor, as CSV does, with "
-            "'# schedule=NAME vocab=METHOD microbatches=M', nor with an action of PyTorch's, such as 0F0"
+            "schedule file must begin with '{' (JSON), with '# schedule=NAME vocab=METHOD "
+            "microbatches=M' (CSV), or with an action of PyTorch's, such as 0F0"
         )
     try:
         orders: dict[int, list[Pass]] = {}

@@ -102,7 +102,7 @@ class Graph:
     def link_one_queue(self, orders: Sequence[Sequence[int]]) -> None:
         """Make what a rank issues behind a copy wait until its lane's previous copy has ended.
 
-        On a device with one hardware queue a copy that waits for its lane holds up all that stands behind it.
+        On a device with one hardware queue a copy that waits for its lane blocks everything issued after it.
         """
         posted = self.posted_behind
         for order in orders:

@@ -1,10 +1,11 @@
 """Compute schedule -> each rank's program, communication included.
 
 All events are laid on one line, by their times in the timeline: a pass and the loss function where they end, a
-communication where its last input is ready. On that line everything comes after what it waits for, so ranks that post
-and wait in its order cannot block each other, not even where every post waits until its operation is complete.
+communication where its last input is ready. On that line every event comes after all events that it waits for, so ranks
+that post and wait in its order cannot block each other, not even where every post waits until its operation is
+complete.
 
-That is what a CUDA device asks for. Streams may share one hardware queue, in which an operation that cannot start
+A CUDA device needs that. Streams may share one hardware queue, in which an operation that cannot start
 stalls everything issued behind it. And the host may have to wait for the whole device at any step: CUDA waits so when
 it loads a kernel, when the allocator frees memory, in debuggers and under timers. So no receive is posted ahead of its
 message's place on the line: it would occupy the device while this rank has yet to compute what the sender waits for.

@@ -1,4 +1,4 @@
-"""Times of the nodes of a graph: each starts as soon as what it waits for has ended and its lane is free."""
+"""Times of the nodes of a graph: each starts as soon as its predecessors have ended and its lane is free."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def durations(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
 
 
 def node_times(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[float]) -> NodeTimes:
-    """Start every node as soon as what it waits for has ended and its lane is free.
+    """Start every node as soon as its predecessors have ended and its lane is free.
 
     A rank is the lane of its steps: `orders[r]` are the numbers of rank r's, in order; a loss that is not listed there
     waits for the end of the pass that its rank is at. A communicator is the lane of its operations, which run one after

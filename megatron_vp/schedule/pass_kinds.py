@@ -54,7 +54,7 @@ class _Table(type):
 
 
 class PassKind(str, metaclass=_Table):
-    """What a pass computes. `PassKind.F` and `PassKind("F")` are the entry for F, which is also the string "F"."""
+    """The work of a pass. `PassKind.F` and `PassKind("F")` are the entry for F, which is also the string "F"."""
 
     entries: ClassVar[dict[str, PassKind]] = {}
 
@@ -102,7 +102,7 @@ class PassKind(str, metaclass=_Table):
     ) -> PassKind:
         """Add an entry. Raises ValueError for a name that is taken."""
         if name in cls.entries:
-            raise ValueError(f"there is a pass {name} already")
+            raise ValueError(f"pass {name} already exists")
         kind = str.__new__(cls, name)
         kind.meaning, kind.colour, kind.mark = meaning, colour, mark or name[0]
         kind.lane, kind.per_chunk, kind.forward = lane, per_chunk, forward

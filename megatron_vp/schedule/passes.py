@@ -127,7 +127,7 @@ class Schedule:
 
     @property
     def split_backward(self) -> bool:
-        """Whether a B computes the input gradient alone."""
+        """Whether a B computes only the input gradient."""
         return PassKind.W in self.kinds
 
     @property

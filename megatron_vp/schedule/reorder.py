@@ -123,7 +123,7 @@ class _Search:
     def further_orders(
         self, given: Found, forwards: Found, backwards: Found, even: Sequence[float], sharded: bool
     ) -> list[Found]:
-        """What the list scheduler makes of its first orders, and of the given one with `even` durations.
+        """The list scheduler's results for its first orders, and for the given one with `even` durations.
 
         A list scheduler never waits for a pass that is about to become ready: it runs a filler first, and the pass is
         late by all of the filler. With even durations passes meet exactly, and in the order found with them real passes
@@ -147,7 +147,7 @@ class _Search:
         return [self.run(given[1], even, backwards[0] < forwards[0])] if uneven else []
 
     def both_ways(self, given: Orders, durations: Sequence[float]) -> tuple[Found, Found]:
-        """What is found working forwards, and working backwards."""
+        """The results of working forwards, and of working backwards."""
         return self.run(given, durations, False), self.run(given, durations, True)
 
     def again(self, forwards: Found, backwards: Found, durations: Sequence[float]) -> list[Found]:

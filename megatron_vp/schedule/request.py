@@ -1,4 +1,4 @@
-"""What is asked of a schedule, checked once, and the schedule that answers it."""
+"""The request for a schedule, checked once, and the schedule that answers it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LARGEST = 1_000_000
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """Everything that decides a schedule: equal requests give equal schedules. `of` fills in what is left open.
+    """Everything that decides a schedule: equal requests give equal schedules. `of` fills in everything left open.
 
     Raises UserError for a method, chunks or ranks that do not go with the family, other ranks or more microbatches
     than a file has, fewer than one rank or microbatch, vocabulary passes on fewer than two ranks, costs for another
@@ -118,7 +118,7 @@ class ScheduleRequest:
         return self._tightened(nominal, self.limits(nominal.schedule))
 
     def limits(self, nominal: Schedule) -> MemoryLimits:
-        """What a search for orders keeps to, which begins with this one."""
+        """The limits of a search for orders that begins with this one."""
 
         def peaks(held: Held) -> tuple[int, ...]:
             return tuple(peak(order, held) for order in nominal.ranks)
@@ -193,7 +193,7 @@ class ScheduleRequest:
                 f"pipeline size {ranks} is too small for {name}, vocab method {self.method}; give at least {least}"
             )
         if microbatches < 1:
-            raise UserError(f"{microbatches} microbatches make no schedule; give at least 1")
+            raise UserError(f"a schedule of {microbatches} microbatches is empty; give at least 1")
         chunks = self.chunks if self.family.chunks is None else 1
         if ranks * microbatches * chunks > LARGEST:
             size = f"{ranks} ranks x {microbatches} microbatches" + (f" x {chunks} chunks" if chunks > 1 else "")

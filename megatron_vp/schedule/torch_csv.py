@@ -69,7 +69,7 @@ def _actions(cells: list[str]) -> Iterator[tuple[int, str, int]]:
             stage, letter, microbatch = match.groups()
             if letter not in ("F", "I", "W", "B"):
                 raise UserError(
-                    f"schedule file: {each[:40]} is not computation; let PyTorch write its compute actions alone "
+                    f"schedule file: {each[:40]} is not computation; let PyTorch write only its compute actions "
                     "(_dump_csv with format compute_only)"
                 )
             if microbatch is None:

@@ -1,4 +1,5 @@
-"""What ranks start and later wait for: messages, collectives and copies. Each kind of operation answers for itself."""
+"""What ranks start and later wait for: messages, collectives and copies. Each kind of operation is a class with its own
+members, lane and words."""
 
 from __future__ import annotations
 
@@ -122,7 +123,7 @@ class Operation(Protocol):
         """The ranks that post it; `vocab_members` take part in the vocabulary collectives."""
 
     def words(self, ranks: Sequence[int]) -> str:
-        """What whoever waits for it waits for, and from whom; `ranks` are the names of the pipeline ranks."""
+        """Describes what its waiters wait for, and from whom; `ranks` are the names of the pipeline ranks."""
 
     def _replace(self, *, microbatch: int) -> Self:
         """The same operation of another microbatch."""

@@ -15,7 +15,7 @@ from megatron_vp.schedule.transfers import Operation
 
 
 def validate(schedule: Schedule, costs: Costs | None = None, memory_bound: Sequence[float] | None = None) -> Timeline:
-    """The timeline of a schedule that is proven to run, alone and lowered to programs.
+    """The timeline of a schedule that is proven to run, both as a schedule and lowered to programs.
 
     `memory_bound[r]` is the most activation rank r may hold, in microbatches of a whole rank. Raises ScheduleError for
     a missing, repeated or foreign pass, an order that cannot proceed, and a bound that is passed.

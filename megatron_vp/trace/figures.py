@@ -1,4 +1,4 @@
-"""What a recorded run shows: each rank's time, and the simulator's prediction from the run's own pass times."""
+"""Figures of a recorded run: each rank's time, and the simulator's prediction from the run's own pass times."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def ran(traces: Sequence[RankTrace], iteration: int) -> Schedule:
 def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
     """Mean durations in milliseconds, with an unsplit backward as B alone.
 
-    A collective takes what it takes on the rank that comes last to it. Messages are not timed where they travel: each
+    The duration of a collective is that on the rank that enters it last. Messages are not timed where they travel: each
     counts as a collective of middle length.
     """
     took: dict[tuple, list[float]] = defaultdict(list)
@@ -207,7 +207,8 @@ def scalars(ranks: Sequence[IterationFigures]) -> dict[str, float]:
     """One iteration of all ranks as curves show it: times in seconds, shares between 0 and 1.
 
     The rank with the longest extent, the first one in all schedules, starts first and ends last. The vocabulary's share
-    is that of S and T in all busy time. Left out is what a run does not have: vocabulary passes, a second stream.
+    is that of S and T in all busy time. Columns that a run does not have are left out: vocabulary passes, a second
+    stream.
     """
     busy, vocabulary = [rank.busy for rank in ranks], sum(rank.vocabulary for rank in ranks)
     communicating = sum(rank.communicating for rank in ranks)

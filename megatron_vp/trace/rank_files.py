@@ -22,7 +22,7 @@ COLLECTIVE = "collective"
 LOSS = "loss"
 LOAD = "load"
 WAIT = "wait"
-"""Categories of what is not a pass; a pass has its kind."""
+"""Categories of everything but passes; the category of a pass is its kind."""
 
 _LANES = (Lane.COMPUTE, Lane.SECOND_STREAM, Lane.WAITS, Lane.COPIES)
 
@@ -140,7 +140,7 @@ def read_traces(folder: Path) -> list[RankTrace]:
         raise UserError(f"{folder} is not a folder; give the folder that the run had as --pipeline-trace")
     paths = sorted(folder.glob("rank_*.json"))
     if not paths:
-        raise UserError(f"{folder} has no rank_*.json; the run with --pipeline-trace has not traced an iteration yet")
+        raise UserError(f"{folder} has no rank_*.json; the run with --pipeline-trace has not traced an iteration")
     traces = sorted(map(_read, paths), key=lambda trace: trace.rank)
     for one, other in pairwise(traces):
         if one.run != other.run:

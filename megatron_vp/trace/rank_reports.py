@@ -1,4 +1,4 @@
-"""Reads what a run wrote as --rank-report: what every pipeline rank held, and how long it computed."""
+"""Reads a run's --rank-report: what every pipeline rank held, and how long it computed."""
 
 from __future__ import annotations
 

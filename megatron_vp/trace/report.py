@@ -1,4 +1,4 @@
-"""What a recorded run shows, as text: one line per rank, and the measured iteration next to the predicted one."""
+"""The report of a recorded run, as text: one line per rank, and the measured iteration next to the predicted one."""
 
 from __future__ import annotations
 

@@ -151,7 +151,10 @@ def read_losses(log: Path) -> dict[int, float]:
         except ValueError:
             loss = math.nan
         if not math.isfinite(loss):
-            raise UserError(f"{log}: the loss of iteration {iteration} is {printable(text, 40)}, so no curve compares")
+            raise UserError(
+                f"{log}: the loss of iteration {iteration} is {printable(text, 40)}, so the loss curves cannot be "
+                "compared"
+            )
         losses[int(iteration)] = loss
     if not losses:
         raise UserError(f"{log} has no line with 'iteration' and 'lm loss': give Megatron's output with --logs")

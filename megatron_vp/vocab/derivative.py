@@ -26,7 +26,7 @@ from megatron_vp.vocab.loss import TokenLoss
 from megatron_vp.vocab.statistics import GlobalStatistics
 
 SMOOTHING_ROWS = 2
-"""What label smoothing adds to E and X': one row, and one for what the rounding of X' left over."""
+"""The terms that label smoothing adds to E and X': one row, and one for what the rounding of X' left over."""
 
 SMOOTHING_ENTRY = 2.0**-8
 """Of those rows of E: keeps u times a sum over tokens, and a sum of W's rows, in the middle of fp16's range."""
@@ -40,7 +40,7 @@ class Derivative:
     target_n: int64, the target's column, -1 where it belongs to another shard.
     target_logit_n: z, zero without a target.
     total: A and L of the whole vocabulary.
-    loss: what is minimised for a token.
+    loss: the loss of a token.
     vocab_size: padded, of all shards.
     softcap: k; 0 without one.
     """

@@ -114,8 +114,8 @@ def count_buffer(microbatches: int, ranks: int, device: torch.device) -> torch.T
 def _owner_spans(shards: VocabShards, tensor_size: int, tensor_rank: int, device: torch.device) -> torch.Tensor:
     """Which keys of `Operations.sort_by_owner_` belong to whom, int64 [2, p + 2]: the least, and the least one beyond.
 
-    The keys of a pipeline rank's words are their ids. Those of other pipelines' words are from V on, of nobody's from
-    2 V on.
+    The keys of a pipeline rank's words are their ids. Keys of other pipelines' tokens start at V, those of invalid
+    tokens at 2 V.
     """
     size = shards.vocab_size
     own = range(tensor_rank, shards.count, tensor_size)

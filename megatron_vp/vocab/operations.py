@@ -101,7 +101,7 @@ class Operations(Protocol):
 
         Args:
             order_n: int64 [n], the sorted positions.
-            counts: int64 [p + 2], positions of each pipeline rank, of other pipelines, of nobody.
+            counts: int64 [p + 2], positions of each pipeline rank, of other pipelines, of invalid tokens.
             tokens_n: int64 [n].
             spans: int64 [2, p + 2], of each of these the least key, and the least one beyond its own.
             vocab_size: V.

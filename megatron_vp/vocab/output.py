@@ -41,7 +41,8 @@ from megatron_vp.vocab.weights import main_grad
 
 @dataclass
 class PendingOutput:
-    """What a shard keeps of one microbatch between S and T: E [n, V/p], X [n, h] and vectors [n]. T uses E up.
+    """The state that a shard keeps of one microbatch between S and T: E [n, V/p], X [n, h] and vectors [n]. T uses E
+    up.
 
     With label smoothing E has `SMOOTHING_ROWS` rows more. Of a frozen weight X is empty, and E once E W is formed.
     """
@@ -87,7 +88,7 @@ class OutputLayer(nn.Module):
             x_nh: output of the last stage, [n, h], in the model's dtype.
             labels_n: global token ids, int64 [n]. An id outside the vocabulary has no target: its loss is the
                 log-sum-exp, as in Megatron's vocabulary-parallel cross entropy.
-            loss: what is minimised for a token.
+            loss: the loss of a token.
 
         Returns:
             The state that T needs, with the packed statistics [3, n] for barrier C1.

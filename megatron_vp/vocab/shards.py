@@ -41,7 +41,7 @@ class VocabShards:
             )
         if self.count % self.tensor or self.vocab_size % self.tensor:
             raise UserError(
-                f"{self.tensor} tensor ranks cannot share {self.vocab_size} rows in {self.count} shards equally: use a "
+                f"{self.tensor} tensor ranks cannot equally share {self.vocab_size} rows in {self.count} shards: use a "
                 "padded vocabulary size that --tensor-model-parallel-size divides"
             )
         if self.stage_rows is not None:

@@ -195,7 +195,7 @@ def test_letters_that_are_not_known_are_named():
         ("*-D", [], "does not mix attention"),
         ("|", [], "has no layer"),
         ("*E", [], r"has experts \(E\): give --num-experts"),
-        ("*-/*/-", [], "must be alike"),
+        ("*-/*/-", [], "must be the same"),
         ("*-*-", ["--pipeline-model-parallel-layout", "Et|tL"], "does not go with --hybrid-layer-pattern"),
         ("*-*-", ["--num-virtual-stages-per-pipeline-rank", "2"], "does not go with --hybrid-layer-pattern"),
     ],

@@ -171,7 +171,7 @@ DAMAGED = {
     "negative rows": (lambda f: of_both(f, vocab_rows=[VOCAB + 8, -8, 0, 0]), "do not add up to the 131072 of its run"),
     "layers": (lambda f: of_both(f, layers=[3, 3, 3, 2]), "layers 3,3,3,2, which do not add up to the 12 of its run"),
     "without sizes": (lambda f: of_both(f, sizes={}), "does not say which sizes its run had"),
-    "without rows": (lambda f: of_both(f, vocab_rows=None), "is of a run without vocabulary shards"),
+    "without rows": (lambda f: of_both(f, vocab_rows=None), "is from a run without vocabulary shards"),
     "much slower": (lambda f: times(f, 1, lambda t: t.update(B=1e5)), "rank_1.json has passes [0-9.]+ times as long"),
 }
 MIXED = {
@@ -192,19 +192,19 @@ MIXED = {
         "files of ranks 0, 1, 2, and its run had ranks 0 to 3",
     ),
     "another length": (lambda f: fewer(f, 1, 3), "rank_0.json has 6 measured iterations and another rank's file 2"),
-    "too short": (lambda f: [fewer(f, r, 5) for r in range(4)], "has 4 measured iterations, and 5 are the least"),
+    "too short": (lambda f: [fewer(f, r, 5) for r in range(4)], "has 4 measured iterations, but needs at least 5"),
     "no file": (lambda f: [path.unlink() for path in f.iterdir()], r"holds no rank_\*.json"),
 }
 FOREIGN = {
-    "schedule": (lambda f: of_both(f, schedule="v-half"), "--pipeline-schedule v-half, and this job has 1f1b"),
-    "method": (lambda f: of_both(f, vocab="vocab-1"), "--vocab-parallel-algorithm vocab-1, and this job has vocab-2"),
-    "layers": (lambda f: of_both(f, sizes=SIZES | {"num_layers": 16}), "--num-layers 16, and this job has 12"),
-    "hidden": (lambda f: of_both(f, sizes=SIZES | {"hidden_size": 32}), "--hidden-size 32, and this job has 64"),
-    "tensor ranks": (lambda f: of_both(f, tensor=2), "a run with 2 tensor ranks, and this job has 1"),
-    "pipeline ranks": (lambda f: reports(f, 8, sizes=SIZES), "a run with 8 pipeline ranks, and this job has 4"),
+    "schedule": (lambda f: of_both(f, schedule="v-half"), "--pipeline-schedule v-half, but this job has 1f1b"),
+    "method": (lambda f: of_both(f, vocab="vocab-1"), "--vocab-parallel-algorithm vocab-1, but this job has vocab-2"),
+    "layers": (lambda f: of_both(f, sizes=SIZES | {"num_layers": 16}), "--num-layers 16, but this job has 12"),
+    "hidden": (lambda f: of_both(f, sizes=SIZES | {"hidden_size": 32}), "--hidden-size 32, but this job has 64"),
+    "tensor ranks": (lambda f: of_both(f, tensor=2), "a run with 2 tensor ranks, but this job has 1"),
+    "pipeline ranks": (lambda f: reports(f, 8, sizes=SIZES), "a run with 8 pipeline ranks, but this job has 4"),
     "vocabulary": (
         lambda f: of_both(f, vocab_rows=[8192] * 4, sizes=SIZES | {"padded_vocab_size": 32768}),
-        "a run with 32768 vocabulary rows, and this job has 131072",
+        "a run with 32768 vocabulary rows, but this job has 131072",
     ),
 }
 WRONG = [

@@ -52,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("megatron_loaded")
         (["--pipeline-model-parallel-layout", "Et*4|t*4L"], "not a layout of 8 layers"),
         (["--config", "nowhere.yaml"], "cannot read configuration file nowhere.yaml"),
         (["--num-layers"], "--num-layers without a value is not a whole number"),
-        (["--num-layers", "100000000"], "100000000 layers make no model"),
+        (["--num-layers", "100000000"], "100000000 layers are too many for a model"),
         (["--vocab-size", "1" + 30 * "0"], "is too large for any job; give at most 268435456"),
         (["--vocab-parallel", "maybe"], "--vocab-parallel is a switch and takes no value; it was given 'maybe'"),
         (["--pipeline-schedule", ""], "schedule '' is unknown"),
@@ -108,7 +108,7 @@ def test_a_section_of_the_wrong_type_is_one_line(small, tmp_path, section):
     for files in ([small, "--config", overlay], [overlay, "--config", small]):
         error = run("plan", *files).exception
         assert isinstance(error, UserError) and "\n" not in str(error)
-        assert str(error).startswith(f"{overlay}: 'model' is not a section here, and in {small} it is one")
+        assert str(error).startswith(f"{overlay}: 'model' is not a section here, but it is one in {small} it is one")
     error = run("plan", overlay).exception
     assert isinstance(error, UserError) and "'model' in the top level is not a known argument" in str(error)
 

@@ -98,7 +98,7 @@ def test_the_command_prints_runs_and_groups_of_any_file(tmp_path):
     [
         (lambda text: text.replace(",gpus,", ",gpu_count,"), "column gpus is missing"),
         (lambda text: text.splitlines()[0], "it holds no rows"),
-        (lambda text: text.replace("llama2_13b", "llama9"), "no sizes are known of model 'llama9'"),
+        (lambda text: text.replace("llama2_13b", "llama9"), "the sizes of this model are unknown: 'llama9'"),
     ],
 )
 def test_a_file_that_lacks_something_is_refused(tmp_path, change, expected):

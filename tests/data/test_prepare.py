@@ -93,7 +93,7 @@ def test_a_name_that_is_taken_is_refused_and_replaced_only_when_asked(prepared, 
     folder = Path(shutil.copytree(prepared.dataset.parent, tmp_path / "data"))
     before = contents(folder)
     for options in ({"vocab_size": 300}, {"tokenizer": prepared.tokenizer}):
-        with pytest.raises(UserError, match=r"fox_(tokenizer|text_document\.bin) is there already.*--overwrite"):
+        with pytest.raises(UserError, match=r"fox_(tokenizer|text_document\.bin) already exists.*--overwrite"):
             prepare(NAMED, folder, name="fox", **options)
     assert contents(folder) == before
     prepare([("x", DOCUMENTS[0] * 9)], folder, name="fox", vocab_size=280, overwrite=True)
@@ -146,7 +146,7 @@ def test_progress_counts_characters(tmp_path):
     ("options", "message"),
     [
         ({"vocab_size": 258}, "258 is too small.*259"),
-        ({"vocab_size": 100_000}, r"teaches only \d+ different tokens, fewer than the vocabulary of 100000"),
+        ({"vocab_size": 100_000}, r"yields only \d+ different tokens, fewer than the requested vocabulary of 100000"),
         ({"vocab_size": 300, "name": "a/b"}, "'a/b' is not a plain file name"),
         ({}, "either a vocabulary size"),
         ({"vocab_size": 300, "tokenizer": "x"}, "either a vocabulary size"),

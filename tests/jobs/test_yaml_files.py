@@ -95,7 +95,7 @@ def test_command_line_wins(tmp_path):
         ("- lr", ["mapping"]),
         ("lr: ${nowhere}", ["nowhere"]),
         ("lr: ${oc.env:NOT_SET_ANYWHERE}", ["NOT_SET_ANYWHERE", "'lr'"]),
-        ("null: 1", ["key", "names of arguments"]),
+        ("null: 1", ["key", "argument names"]),
         ("lr: " + "[" * 2000 + "]" * 2000, ["too deeply"]),
         ("base: job.yaml", ["base", "itself"]),
         ("base: other.yaml", ["cannot read", "other.yaml"]),

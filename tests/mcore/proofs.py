@@ -133,7 +133,7 @@ PROOFS = (
     ),
     Proof(
         "a HybridModel of attention and MLP layers (`megatron_vp.mcore.hybrid_stack`), cut by the "
-        "bars of its pattern, two segments a rank in interleaved and V-shaped schedules",
+        "bars of its pattern, two segments per rank in interleaved and V-shaped schedules",
         "mcore/test_hybrid.py::test_every_step_equals_plain_megatron",
     ),
     Proof(

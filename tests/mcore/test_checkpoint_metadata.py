@@ -92,6 +92,8 @@ def test_functions_and_classes_that_are_no_records_are_refused(folder, module, n
 @pytest.mark.parametrize("said", ["9" * 5000, "x" * 10**6, "-1", "\x1b[31m\n2"])
 def test_a_tracker_that_names_no_iteration_is_one_short_line(folder, said):
     (folder / TRACKER).write_text(said)
-    with pytest.raises(UserError, match=r"is corrupt: it holds .* and not an iteration; use --ckpt-step 2") as refused:
+    with pytest.raises(
+        UserError, match=r"is corrupt: it holds .* instead of an iteration; use --ckpt-step 2"
+    ) as refused:
         check_checkpoint(arguments(folder))
     assert str(refused.value).isprintable() and len(str(refused.value)) < 500

@@ -219,16 +219,19 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ({"load": good, "optimizer": "sgd", "no_load_optim": True}, None),
         ({"load": tmp_path / "new", "save": tmp_path / "new", "save_interval": 2}, None),
         ({"load": tmp_path / "no such"}, "holds no checkpoint"),
-        ({"load": good, "ckpt_step": 3}, "iter_0000003 is not there; use --ckpt-step 2"),
+        ({"load": good, "ckpt_step": 3}, "iter_0000003 does not exist; use --ckpt-step 2"),
         ({"load": cut, "save": cut, "save_interval": 2}, f"{first_file} is cut short"),
         ({"load": without_file}, "is missing"),
         ({"load": without_end}, "lacks .metadata"),
         ({"load": unreadable}, ".metadata is corrupt"),
         ({"load": unmarked}, "metadata.json is corrupt"),
-        ({"load": wrong_tracker}, "holds 'twelve' and not an iteration"),
+        ({"load": wrong_tracker}, "holds 'twelve' instead of an iteration"),
         ({"load": by_rank, "ckpt_format": "torch"}, None),
-        ({"load": by_rank, **Layout.read("1f1b/vocab-2 p2").options}, "fit the ranks of plain Megatron alone: convert"),
-        ({"load": empty_tracker}, "holds '' and not an iteration; use --ckpt-step 2"),
+        (
+            {"load": by_rank, **Layout.read("1f1b/vocab-2 p2").options},
+            "only plain Megatron on the same ranks can load: convert",
+        ),
+        ({"load": empty_tracker}, "holds '' instead of an iteration; use --ckpt-step 2"),
         ({"save": first_file / "below", "save_interval": 2}, "is a file; choose another place"),
         ({"load": good, **DISTRIBUTED}, "vocab_parallel was True, here it is False: write it with --dist-ckpt-optim"),
         ({"load": good, **DISTRIBUTED, **EXPERT}, "saved with --expert-model-parallel-size 1, with 2: keep both"),
@@ -255,7 +258,7 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ({"pretrained_checkpoint": cut}, f"{first_file} is cut short"),
         (
             {"pretrained_checkpoint": by_rank, **Layout.read("1f1b/vocab-2 p2").options},
-            "fit the ranks of plain Megatron alone: convert",
+            "only plain Megatron on the same ranks can load: convert",
         ),
         ({**as_before, **fleeting, "train_iters": 2}, None),
         ({**as_before, **fleeting, **tied}, "an output layer of its own"),
@@ -265,7 +268,7 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
     ]
     _, stateless = train_along((layout,), (2,), {**options, "inference_rng_tracker": True})
     here = {**as_before, "load": stateless, "train_iters": 2}
-    cases += [(here, "keeps no random state that Megatron could load: add --no-load-rng")]
+    cases += [(here, "does not store random state in a form that Megatron can load: add --no-load-rng")]
     cases += [({**here, "no_load_rng": True}, None)]
     _, decoupled = train_along((layout,), (2,), {**options, "decoupled_lr": 1e-2})
     here = {**as_before, "load": decoupled, "train_iters": 2}

@@ -104,7 +104,7 @@ def test_settings_of_a_scripts_own_configuration_that_no_schedule_of_ours_reads_
     built = model()
     built.config = copy.copy(CONFIG)  # nothing of Megatron's is checked anew
     setattr(built.config, setting, 1)
-    with pytest.raises(UserError, match=f"sets {setting}, which Megatron's own schedules alone look at"):
+    with pytest.raises(UserError, match=f"sets {setting}, which only Megatron's own schedules read"):
         check_model(built)
 
 
@@ -164,7 +164,7 @@ def test_an_attention_mask_is_freed_after_the_models_run_though_the_loss_functio
 
 
 def test_data_that_a_script_builds_at_the_ends_alone_is_asked_for_in_the_middle():
-    with pytest.raises(UserError, match="built none there: let its is_dataset_built_on_rank say True"):
+    with pytest.raises(UserError, match="built none there: make its is_dataset_built_on_rank return True"):
         capture(forward_step, None, model())
 
 
@@ -174,8 +174,8 @@ def test_data_that_a_script_builds_at_the_ends_alone_is_asked_for_in_the_middle(
         ({"change": lambda output: output * 2}, "computes with the model's output"),
         ({"change": lambda output: output.float()}, "computes with the model's output"),
         ({"in_loss": lambda output: output.mean()}, "computes with the model's output"),
-        ({"change": lambda output: torch.zeros(())}, "returns something else"),
-        ({"change": lambda output: (output, None)}, "returns something else"),
+        ({"change": lambda output: torch.zeros(())}, "does not return the model's output unchanged"),
+        ({"change": lambda output: (output, None)}, "does not return the model's output unchanged"),
         ({"calls": 2}, "called it 2 times"),
         ({"decoder_input": torch.zeros(2, 1, 2)}, "decoder_input"),
         ({"output_processor": print}, "output_processor"),

@@ -169,9 +169,9 @@ def test_measured_rows_leave_a_slow_rank(tmp_path):
 @pytest.mark.parametrize(
     ("job", "run", "said"),
     [
-        ({"pipeline_model_parallel_size": 2, "num_layers": 8}, {}, "a run with 4 pipeline ranks, and this job has 2"),
-        ({"vocab_size": 8191}, {}, "a run with 16384 vocabulary rows, and this job has 8192"),
-        ({}, {"tensor": 2}, "a run with 2 tensor ranks, and this job has 1"),
+        ({"pipeline_model_parallel_size": 2, "num_layers": 8}, {}, "a run with 4 pipeline ranks, but this job has 2"),
+        ({"vocab_size": 8191}, {}, "a run with 16384 vocabulary rows, but this job has 8192"),
+        ({}, {"tensor": 2}, "a run with 2 tensor ranks, but this job has 1"),
         (
             {"pipeline_model_parallel_layout": "Et|tt|tt|ttL"},
             {},

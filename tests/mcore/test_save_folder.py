@@ -257,7 +257,7 @@ def test_a_run_that_has_lost_its_folder_saves_nothing_more(tmp_path, folder, sle
     assert run.take()
     (tmp_path / FIRST).unlink()
     claimed_by(tmp_path, sleeper.pid, SECOND)
-    with pytest.raises(UserError, match=r"was taken over by process .* on node5 .* it ends without saving"):
+    with pytest.raises(UserError, match=r"was taken over by process .* on node5 .* this run stops without saving"):
         run.check()
     run.release()
     assert names(tmp_path) == [SECOND]

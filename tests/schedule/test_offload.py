@@ -291,7 +291,7 @@ def test_activations_that_leave_for_nothing_are_refused(some):
         back = order.pop(find(order, "R", 2))
         order.insert(find(order, "O", 2) + 1, back)
 
-    with pytest.raises(ScheduleError, match="rank 0 computes nothing between O2 and R2"):
+    with pytest.raises(ScheduleError, match="rank 0 has no pass between O2 and R2"):
         validate(edited(some, adjacent))
 
 

@@ -173,8 +173,8 @@ def test_no_json_object_is_refused(text):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda text: text.split("\n", 1)[1], "begins neither with"),
-        (lambda text: text.replace("vocab=none", ""), "begins neither with"),
+        (lambda text: text.split("\n", 1)[1], "must begin with"),
+        (lambda text: text.replace("vocab=none", ""), "must begin with"),
         (lambda text: text.replace("stage", "floor"), "column 'stage' is missing"),
         (lambda text: text.replace("0,F,0,0,0", "0,F,0,zero,0"), "'zero'"),
         (lambda text: text.replace("0,F,0,0,0", "0,Q,0,0,0"), "'Q' is not a pass"),

@@ -205,7 +205,7 @@ CONTEXT = ("--context-parallel-size", "2")
         ),
         (("--distributed-backend=nccl",), 0, "compute capability 9.0 assumed"),
         ((*ENGINE, *CONTEXT), 2, "require setting the environment variable CUDA_DEVICE_MAX_CONNECTIONS to 1"),
-        ((*ENGINE, "--core-attention", "sdpa"), 2, "Transformer Engine's layers have an attention of their own"),
+        ((*ENGINE, "--core-attention", "sdpa"), 2, "Transformer Engine's layers have their own attention"),
         (("--distributed-backend=nccl", "--cpu"), 2, "--distributed-backend nccl cannot work without a CUDA device"),
         (CONTEXT, 2, "use --core-attention sdpa"),
     ],

@@ -93,8 +93,8 @@ def balanced(
         return Shards(None, None)
     outcome = cache(search.outcome)
     first = outcome(even)
-    # Even shards that fit are kept unless something takes fewer seconds than this. The work alone shows of most
-    # candidates, and often of all that there could be, that they do not: those are not simulated.
+    # Even shards that fit are kept unless something takes fewer seconds than this. For most candidates, often for
+    # all, the work already shows that they cannot: those are not simulated.
     needed = first.seconds / (1 + EVEN_BAND) if first.fits else math.inf
     if search.least_of_all() > needed:
         return Shards(even.layers, None)
@@ -155,7 +155,7 @@ class _Outcome:
 
 
 class _Search:
-    """What the candidates of one job have in common."""
+    """The data that all candidates of one job share."""
 
     def __init__(
         self, job: Job, plan: Plan, hardware: Hardware, constants: Constants, memory_limit: float | None
@@ -257,7 +257,7 @@ class _Search:
         return [sum(self.times.vocabulary_passes(self.plan.vocab, each * count)) for count in range(units + 1)]
 
     def _rows(self, units: Sequence[int]) -> tuple[int, ...]:
-        """What is left of the vocabulary beyond whole units goes to the last holder."""
+        """The remainder of the vocabulary beyond whole units goes to the last holder."""
         assert self.unit is not None
         rows = [self.unit * count for count in units]
         rows[max(rank for rank, count in enumerate(units) if count)] += self.job.model.vocab % self.unit

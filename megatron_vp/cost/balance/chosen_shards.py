@@ -67,7 +67,7 @@ def with_shards(
 
 
 def measured_job(config: JobConfig, plan: Plan, job: Job) -> MeasuredJob:
-    """What a run must have been to be a measurement of this job."""
+    """The properties that a run must share with this job to count as its measurement."""
     layers = None if layers_given(config) is None else plan.layers
     sizes = job.pipeline, job.tensor, job.model.vocab
     method = plan.vocab.value

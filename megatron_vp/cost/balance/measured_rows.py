@@ -20,12 +20,12 @@ from megatron_vp.jobs.command_line import option_of
 from megatron_vp.trace.partition import VOCABULARY, Partition
 
 CERTAIN = 2.0
-"""A gain of fewer standard deviations of the measurement than this is none that the measurement shows."""
+"""A gain of fewer standard deviations than this is not significant."""
 
 
 @dataclass(frozen=True)
 class MeasuredJob:
-    """What a start is, to be compared with the run that was measured for it.
+    """The properties of a start that are compared with those of the measured run.
 
     ranks, tensor, vocab: pipeline and tensor ranks, and the padded vocabulary (None: not known yet). schedule, method:
     by name. arguments: of the job by long name; sizes that are None or missing are not known yet. layers: by virtual
@@ -59,8 +59,8 @@ class MeasuredJob:
             if measured != here:
                 said = f"{what} {measured}" if what.startswith("--") else f"{measured} {what}"
                 raise UserError(
-                    f"--vocab-shards measured:{folder} is of a run with {said}, and this job has {here}: measure a run "
-                    "of this job"
+                    f"--vocab-shards measured:{folder} is from a run with {said}, but this job has {here}: measure a "
+                    "run of this job"
                 )
         if self.layers is not None and partition.layers is not None and self.layers != partition.layers:
             raise UserError(

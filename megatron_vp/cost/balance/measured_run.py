@@ -1,4 +1,4 @@
-"""What a run measured of its passes, read from its rank reports or traces; anything doubtful is refused.
+"""Pass times that a run measured, read from its rank reports or traces; anything doubtful is refused.
 
 A report that is damaged, of another run than its neighbours, or of too few iterations would put rows on the wrong
 ranks, and nothing later would show it.
@@ -38,7 +38,7 @@ Seconds = Mapping[str, float]
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a run measured: seconds by pipeline rank, medians over its iterations, and what it was a run of.
+    """Measurements of a run: seconds by pipeline rank, medians over its iterations, and the job that ran.
 
     uncertainty: standard deviation of a rank's time per microbatch, as a share of it, of the least certain rank.
     """
@@ -88,7 +88,7 @@ def read_run(folder: Path) -> MeasuredRun:
 
 
 def traced_run(folder: Path, traces: Sequence[RankTrace]) -> MeasuredRun:
-    """What the traces of all ranks, read from `folder`, say. Raises UserError as `read_run` does."""
+    """The measurements in the traces of all ranks, read from `folder`. Raises UserError as `read_run` does."""
     ranks = []
     for trace in traces:
         times = iteration_pass_times(trace)
@@ -165,7 +165,7 @@ def _checked(folder: Path, ranks: Sequence[_Rank]) -> MeasuredRun:
         _check_times(each, rows[each.rank] > 0)
     if iterations < ENOUGH:
         raise UserError(
-            f"{folder} has {iterations} measured iterations, and {ENOUGH} are the least (20 are better): train "
+            f"{folder} has {iterations} measured iterations, but needs at least {ENOUGH} (20 are better): train "
             f"{ENOUGH + 1} or more with --rank-report, or trace as many, as by --pipeline-trace-iterations 3-22"
         )
     kinds = [sorted({kind for one in each.times for kind in one}) for each in ranks]
@@ -181,7 +181,7 @@ def _checked(folder: Path, ranks: Sequence[_Rank]) -> MeasuredRun:
 def _check_partition(folder: Path, partition: Partition) -> None:
     rows, sizes = partition.vocab_rows, dict(partition.sizes)
     if rows is None:
-        raise UserError(f"{folder} is of a run without vocabulary shards: measure one with --vocab-parallel")
+        raise UserError(f"{folder} is from a run without vocabulary shards: measure one with --vocab-parallel")
     vocab, layers = sizes.get(VOCABULARY), sizes.get("num_layers")
     if vocab is None or partition.tensor < 1 or any(size < 1 for size in sizes.values()):
         raise UserError(f"{folder} does not say which sizes its run had: measure again with this version")
@@ -226,8 +226,8 @@ def _check_speeds(ranks: Sequence[_Rank], seconds: Sequence[Seconds], partition:
     for each, took in zip(ranks, by_layer, strict=True):
         if took > IMPLAUSIBLE * usual:
             raise UserError(
-                f"{each.path} has passes {took / usual:.1f} times as long per layer as the other ranks: no GPU is so "
-                "much slower; look what else ran there, and measure again"
+                f"{each.path} has passes {took / usual:.1f} times as long per layer as the other ranks: GPUs do not "
+                "differ that much; check what else ran there, and measure again"
             )
 
 

@@ -50,7 +50,7 @@ def even_cut(
         may_be_empty: virtual stages that need no letter.
 
     With one chunk per rank no cut has a lower maximum. With several it is a good one: cuts are moved while that helps.
-    Among equal maxima, the other ranks' work is as even as moves make it. A function of the numbers alone.
+    Among equal maxima, the other ranks' work is as even as moves make it. The result depends only on the numbers.
     """
     least = [int(stage not in may_be_empty) for stage in range(placement.stages)]
     if sum(least) > len(work):
@@ -65,7 +65,7 @@ def even_cut(
 
 
 def loads_of(work: Sequence[float], placement: Placement, cut: Sequence[int]) -> list[float]:
-    """Work of every rank, whose stages have so many letters."""
+    """Work of every rank, for stages of so many letters."""
     loads, sums = [0.0] * placement.ranks, [0.0, *accumulate(work)]
     for stage, (start, end) in enumerate(pairwise(accumulate(cut, initial=0))):
         loads[placement.rank_of(stage)] += sums[end] - sums[start]
@@ -91,7 +91,7 @@ class _Cuts:
         return loads
 
     def figures(self, ends: Sequence[int]) -> tuple[float, float]:
-        """What is to be least: the busiest rank's work, then how unequal the ranks are."""
+        """The objective: the busiest rank's work, then the inequality of the ranks."""
         loads = self.loads(ends)
         return max(loads), sum(each * each for each in loads)
 
@@ -120,7 +120,7 @@ class _Cuts:
         return found
 
     def _below(self, level: float) -> list[int] | None:
-        """Cuts with which no rank exceeds `level`; None where there are none."""
+        """Cuts with which no rank exceeds `level`; None if there are none."""
         ends = [0]
         for stage in range(len(self.least)):
             end = self._fullest(stage, ends[-1], level)

@@ -20,8 +20,8 @@ def fill(
         cost: of 0, 1, 2, ... units, starting at 0 and never falling. The last entry is for all units there are.
         most: units that each rank can take. slowness: how much longer each rank takes; by default all are alike.
 
-    A unit less than the level is poured first; what is left goes to the ranks that end up with least, the first of
-    equal ones. The result is a function of the numbers alone.
+    First each rank is filled to one unit below the level; the rest goes to the ranks with the least, the first of
+    equal ones. The result depends only on the numbers.
     """
     total, slowness = len(cost) - 1, slowness or [1.0] * len(work)
     most = [min(cap, total) for cap in most]

@@ -12,7 +12,7 @@ TERA, GIGA, GIB = 1e12, 1e9, 2**30
 
 @dataclass(frozen=True)
 class Rates:
-    """What one GPU sustains, as far as it is known from elsewhere; nothing here was measured by this project.
+    """The rates that one GPU sustains, from other sources; this project measured none of them.
 
     gemm: FLOP/s of large bf16 products. fp8_gemm: of fp8 ones, 0 without them. copy: bytes/s of a copy, reads and
     writes together. issue: instructions/s, counted by thread. source: where the figures are from. any_layout_fp8:

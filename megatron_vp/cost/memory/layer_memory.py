@@ -76,7 +76,7 @@ def small_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
 def recomputed_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
     """Bytes that a layer need not keep because its backward computes a part of its MLPs again.
 
-    The whole MLP keeps its input alone: the result of the norm, or the norm's input where one module has both.
+    The whole MLP keeps only its input: the result of the norm, or the norm's input where one module has both.
     """
     again, model, mlp = mlp_recompute(job, kind), job.model, mlp_of(job.model, kind)
     if again is MlpRecompute.NONE or mlp is None:
@@ -97,7 +97,7 @@ def layer_memory(job: Job, split: bool, kind: LayerType = LayerType.WHOLE) -> La
         unit = job.tokens * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
         return LayerMemory(kept, kept, 0.0, (WORKING_SET + (SPLIT_BACKWARD if split else 0)) * unit)
     # The MLP's backward holds most: the gradient of the first matrix's result. The input of the second one is gone by
-    # then, unless W needs it. Attention alone holds the gradients of queries, keys, values and of its result.
+    # then, unless W needs it. Only attention holds the gradients of queries, keys, values and of its result.
     model = job.model
     inner = _inner(job, kind)
     if mlp_of(model, kind):

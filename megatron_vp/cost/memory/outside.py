@@ -25,7 +25,7 @@ CONNECTION = 9.2 * MIB
 """Buffers of one connection to a peer, for each channel: 4.0 MiB for the protocol SIMPLE, 0.5 for LL, 4.7 for LL128."""
 
 COMMUNICATOR = 4 * MIB
-"""What a communicator takes before it is connected: queues, tables of peers and channels, rounded up to pages."""
+"""Memory of a communicator before it is connected: queues, tables of peers and channels, rounded up to pages."""
 
 MEGATRON_CHANNELS = 16
 """Channels of Megatron's communicators: NCCL's own choice over NVLink. It takes fewer between nodes."""
@@ -70,7 +70,7 @@ def runs_megatrons_schedule(schedule: Schedule) -> bool:
 
 
 def outside_memory(job: Job, schedule: Schedule, rank: int, moving: float, hardware: Hardware) -> OutsideMemory:
-    """What pipeline rank `rank` takes besides its tensors, of which `moving` bytes come and go."""
+    """Memory of pipeline rank `rank` besides its tensors, of which `moving` bytes come and go."""
     fragments = FRAGMENTS * moving
     own = None
     if not runs_megatrons_schedule(schedule):

@@ -1,4 +1,5 @@
-"""Where the memory of every rank goes: what stays, and what the schedule's own order of passes makes come and go."""
+"""The memory of every rank: the part that stays, and the part that comes and goes with the schedule's order of
+passes."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """What the device must have."""
+        """Memory that the device must have."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
@@ -124,7 +125,7 @@ class MemoryModel:
         )
 
     def fp8_parameters(self, rank: int) -> float:
-        """Parameters on a rank of which fp8 copies alone are kept."""
+        """Parameters on a rank that are kept only in fp8."""
         if not self.job.fp8_parameters or self.job.fp8 is None:
             return 0.0
         return self.fp8_copies(rank) / quantised(self.job.fp8, self.hardware).kept

@@ -37,7 +37,7 @@ EXPECTED = Constants(
     idle_boost=0.06,
     network=0.8,
 )
-"""What is known of A100s and eager PyTorch code before any fit; score_bytes: 52 of the whole layer and a rescaling."""
+"""Prior values for A100s and eager PyTorch code, before any fit; score_bytes: 52 of the whole layer and a rescaling."""
 
 SPREAD = Constants(
     matrix=0.05,
@@ -184,7 +184,7 @@ class LeftOut:
 def leave_out(
     cells: Mapping[Cell, Measurement], parts: Iterable[Part], progress: Callable[[], None] = lambda: None
 ) -> list[LeftOut]:
-    """Every part of the cells, predicted with constants fitted to the others alone.
+    """Every part of the cells, predicted with constants fitted only to the others.
 
     Pass times and Table 3 stay in the fit. `redis` on 16 GPUs and more is left out of the errors where its layout is
     not the rule's: there the error is not the model's.

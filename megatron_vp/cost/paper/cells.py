@@ -18,7 +18,7 @@ MODELS = {
     5: {8: "gpt_4b", 16: "gpt_10b", 32: "gpt_21b"},
     6: {16: "gpt_7b", 24: "gpt_16b", 32: "gpt_30b"},
 }
-"""Configuration of the model that a table has on so many GPUs."""
+"""Configuration of the model that a table uses on so many GPUs."""
 
 _COLUMNS = ("cell", "arguments")
 

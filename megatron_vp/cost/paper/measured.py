@@ -23,7 +23,7 @@ _OUT_OF_MEMORY = re.compile(r"out of memory", re.IGNORECASE)
 class Run:
     """A finished run: seconds per iteration (median without the first), peak memory of the fullest rank in GiB.
 
-    Both are None where the run did not fit; memory is None where no device counts it.
+    Both are None if the run did not fit; memory is None if no device counts it.
     """
 
     seconds: float | None

@@ -148,7 +148,7 @@ def resident_layers(schedule: Schedule, layers: Sequence[int]) -> int:
 
 
 def predict_cell(cell: Cell) -> CellPrediction:
-    """What the model says of a cell.
+    """The model's prediction for a cell.
 
     Where chunks leave the device, one layer more: the published figures show the room of a reload, and what a backward
     computes again of its layer. Those without offload show neither.
@@ -165,7 +165,7 @@ def predict_cell(cell: Cell) -> CellPrediction:
 
 def predict_cells(cells: Iterable[Cell], processes: int) -> Iterator[CellPrediction]:
     """Predictions of `cells`, in the order in which they are done."""
-    # The largest first, so that no process is left alone with them.
+    # The largest come first, so that no single process still works on one at the end.
     ordered = sorted(cells, key=lambda cell: (MODELS[cell.model].gpus, cell.plan.offload_chunks), reverse=True)
     with worker_pool(processes) as pool:
         for done in as_completed(pool.submit(predict_cell, cell) for cell in ordered):

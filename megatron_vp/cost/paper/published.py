@@ -36,13 +36,13 @@ class Cell:
 
     @property
     def setup(self) -> tuple[int, int, int]:
-        """What is left out together in validation: table, GPUs, sequence length."""
+        """The cells that validation leaves out together: table, GPUs, sequence length."""
         return self.table, self.gpus, self.sequence
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a cell was published with: percent and GiB; None where the run did not fit in memory."""
+    """The published values of a cell: percent and GiB; None if the run did not fit in memory."""
 
     mfu: float | None
     memory: float | None
@@ -125,7 +125,7 @@ def _cells(rows: Iterable[dict[str, str]], source: str) -> dict[Cell, Measuremen
         if cell not in known:
             raise UserError(f"{source}, line {number}: the paper's tables have no cell {cell}")
         if cell in found:
-            raise UserError(f"{source}, line {number}: {cell} is there twice; keep one of the two")
+            raise UserError(f"{source}, line {number}: {cell} occurs twice; keep one of the two")
         found[cell] = Measurement(value("mfu_percent", float), value("peak_memory_gb", float))
     if not found:
         raise UserError(f"{source} holds no cells; its first line names table, gpus, seq_length, method, vocab_k, ...")

@@ -1,4 +1,4 @@
-"""The runs of the paper's tables as plans: what the authors ran, predicted."""
+"""The runs of the paper's tables as plans, to predict what the authors ran."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ A100 = replace(HARDWARE["a100"], rates=None)
 """Without rates: the fitted constants stand for the authors' code, not for this project's kernels."""
 
 PEAK_FLOPS = {5: 320e12, 6: 312e12}
-"""What the tables divide by for MFU. 320 matches all 8-GPU rows of table 5. Table 6's is not published: 312, the A100's
-nominal peak, is what the authors' scripts have, and brings the time its output layer takes to that of table 5.
+"""The peak that the tables divide by for MFU. 320 matches all 8-GPU rows of table 5. Table 6's is not published: 312,
+the A100's nominal peak, is what the authors' scripts have, and brings the time its output layer takes to that of table
+5.
 """
 
 NOMINAL_CELL = {"vocab_k": 64, "sequence": 2048}
@@ -96,7 +97,7 @@ def simulator_of(cell: Cell) -> Simulator:
 def _simulator(cell: Cell, schedule: str, vocab: VocabMethod) -> Simulator:
     job = jobs()[replace(cell, method="baseline")]
     if vocab is VocabMethod.NONE and not family(schedule).in_megatron:
-        # The authors' baseline is the published order, which knows nothing of costs.
+        # The authors' baseline is the published order, which does not depend on costs.
         made = generate(schedule, job.pipeline, job.microbatches, costs=EQUAL)
         return Simulator(made, EQUAL)
     # The constants were fitted with these orders.
@@ -104,7 +105,7 @@ def _simulator(cell: Cell, schedule: str, vocab: VocabMethod) -> Simulator:
 
 
 def predict_cell(cell: Cell, constants: Constants = FITTED, layers: tuple[int, ...] | None = None) -> CellPrediction:
-    """What the model says of `cell`, with another layout if `layers` are given."""
+    """The model's prediction for `cell`, with another layout if `layers` are given."""
     plan = plan_of(cell)
     if layers is not None:
         plan = replace(plan, layers=layers)
@@ -119,7 +120,7 @@ def paper_mfu(found: Prediction, peak_flops: float) -> float:
 
 
 def predict_cell_on(cell: Cell, setting: Setting) -> CellPrediction:
-    """What the model says of `cell` run by this project in another setting; MFU is of the nominal 16-bit peak."""
+    """The model's prediction for `cell` run by this project in another setting; MFU is of the nominal 16-bit peak."""
     plan, job = plan_of(cell), setting.job(cell)
     simulator = _simulator_on(replace(cell, method="baseline", **NOMINAL_CELL), plan.schedule, plan.vocab, setting)
     found = predict(job, plan, setting.hardware, simulator=simulator)
@@ -140,7 +141,7 @@ def predict_cells(
     for cell in cells:
         plan = plan_of(cell)
         groups.setdefault((cell.gpus, cell.table, plan.schedule, plan.vocab), []).append(cell)
-    # The largest first, so that no process is left alone with them.
+    # The largest come first, so that no single process still works on one at the end.
     ordered = [groups[key] for key in sorted(groups, reverse=True)]
     with worker_pool(processes) as pool:
         for done in as_completed(pool.submit(_predict_group, group, setting) for group in ordered):

@@ -62,7 +62,7 @@ class Bound:
 
 
 def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
-    """What can be said of a plan without a simulation. Raises UserError where the job cannot run `plan`.
+    """Bounds on a plan without a simulation. Raises UserError where the job cannot run `plan`.
 
     A rank has its own work for all microbatches. Its first forward waits for one of every stage before it. The last
     backward of the first stage waits for that of the rank's own stage and those in between. Of its vocabulary passes a

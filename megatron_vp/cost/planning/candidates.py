@@ -1,4 +1,4 @@
-"""What a job can be run with: every schedule with every vocabulary method, on layers that suit it."""
+"""The candidates for a job: every schedule with every vocabulary method, on layers that suit it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def balanced_layers(
 
 
 def _redistributed(job: Job, placement: Placement, hardware: Hardware, constants: Constants) -> list[tuple[int, ...]]:
-    """The layouts that `redistributed` stands for: `balanced_layers`, and for a pattern that repeats the best one
+    """The layouts that `redistributed` means: `balanced_layers`, and for a pattern that repeats the best one
     between whole repetitions, too, which is at times a little faster.
     """
     found = [balanced_layers(job, placement, hardware, constants)]

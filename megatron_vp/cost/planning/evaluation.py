@@ -1,4 +1,4 @@
-"""What a candidate makes of a job: its time and where that goes, and its memory."""
+"""Evaluation of a candidate for a job: its time, how that is spent, and its memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a candidate makes of the job. Seconds and bytes; `busy` and `memory` by pipeline rank."""
+    """The evaluation of a candidate for the job. Seconds and bytes; `busy` and `memory` by pipeline rank."""
 
     candidate: Candidate
     iteration_seconds: float

@@ -5,7 +5,7 @@ the job's own sizes are simulated first, then all others in the order of their b
 its bounds say that it cannot be better than simulated ones, neither in time nor in memory. At the end flexible
 schedules are fitted to the memory, for the job's own sizes and for those of the fastest run.
 
-What is simulated, and with it the answer, does not depend on the machine, its cores or its load: work is counted in
+Neither the simulations nor the answer depend on the machine, its cores or its load: work is counted in
 simulations, and each is decided on with the results of all but the last WINDOW before it.
 """
 
@@ -58,7 +58,7 @@ DIMENSIONS = {
     "micro-batch": ("micro_batch_size",),
     "recompute": ("recompute_granularity", "recompute_method", "recompute_num_layers"),
 }
-"""What a search varies, and the arguments behind it. Data parallelism takes the GPUs that are left."""
+"""The dimensions that a search varies, and their arguments. Data parallelism takes the GPUs that are left."""
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 NO_RECOMPUTE = dict.fromkeys(FULL_RECOMPUTE)
@@ -93,7 +93,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Search:
-    """What a search has tried and found, the fastest first.
+    """The results of a search, the fastest first.
 
     too_large: combinations that need more memory than there is, by their bound. dominated: those that cannot be better
     than simulated ones, cannot run, or came out as another one did. untried: those that may be on the frontier and for
@@ -157,7 +157,7 @@ class Search:
 
 
 def variants(arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: Collection[str] = ()) -> list[Variant]:
-    """All ways to cut the job that `arguments` describe over `gpus` GPUs; `keep` names dimensions to leave alone.
+    """All ways to cut the job that `arguments` describe over `gpus` GPUs; `keep` names dimensions that do not vary.
 
     The job's own sizes come first, where they go with the GPUs, whether or not a search would try them.
 
@@ -166,7 +166,7 @@ def variants(arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: 
     """
     if arguments.get("global_batch_size") is None:
         raise UserError("a search keeps the global batch: set --global-batch-size")
-    # What is wrong whatever the sizes are, such as a missing one, is said here.
+    # Errors that do not depend on the sizes, such as a missing size, are raised here.
     job_of({name: value for name, value in arguments.items() if name not in _varied(())} | {"micro_batch_size": 1})
     found, reason = [], f"--global-batch-size {arguments['global_batch_size']} does not go with {gpus} GPUs"
     for sizes in _sizes(arguments, gpus, hardware, keep):
@@ -195,7 +195,7 @@ def _varied(keep: Collection[str]) -> set[str]:
 def _sizes(
     arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: Collection[str]
 ) -> Iterator[dict[str, Any]]:
-    """Combinations by their arithmetic alone."""
+    """Combinations judged only by their arithmetic."""
 
     def own(dimension: str, tried: Sequence[int]) -> Sequence[int]:
         return [arguments.get(DIMENSIONS[dimension][0]) or 1] if dimension in keep else tried
@@ -240,8 +240,8 @@ def search(
     """Simulate the combinations that may be the fastest, or the fastest on less memory, of those that fit `limit`.
 
     At most `budget` of them, and all of the job's own sizes that may be. `chunks` are those of `interleaved`.
-    In processes, one per core. `progress` hears what is being done, and how many of how many are done. Raises UserError
-    where nothing fits.
+    In processes, one per core. `progress` is called with the current step, the number done and the total. Raises
+    UserError where nothing fits.
     """
     front = _Front(limit)
     found: list[Found] = []
@@ -338,7 +338,7 @@ class _Simulations:
         return own or self._left > 0
 
     def start(self, option: _Option) -> None:
-        """Simulate `option`, or see from closer bounds that this is in vain."""
+        """Simulate `option`, unless closer bounds show that it cannot win."""
         job, asked = self._tried[option.variant].job, (self._hardware, self._constants, self._front)
         self._running.append((option.variant, self._pool.submit(_evaluation, option, job, *asked)))
         self._left -= not self._tried[option.variant].own
@@ -450,7 +450,7 @@ def _evaluation(
 
 
 def _options(variant: int, what: Variant, hardware: Hardware, constants: Constants, chunks: int) -> list[_Option]:
-    """What a job can be run with, `interlaced` left out: it is a comparison.
+    """The schedules that a search tries: all but `interlaced`, which exists only for comparison.
 
     Balanced shards come with layers that the ranks cannot share equally, and for the job's own sizes as in a plan.
     """

@@ -98,7 +98,7 @@ def _deaf_to_interruptions() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """End this worker when its parent is gone, whatever it is doing: it would wait for work that nobody sends."""
+    """End this worker when its parent is gone; otherwise it would wait for work that never comes."""
     threading.Thread(target=_watch_parent, name="parent", daemon=True).start()
 
 

@@ -136,7 +136,7 @@ def make_simulator(
     if plan.offload_chunks and job.recompute is Recompute.FULL:
         raise UserError(
             f"--offload-chunks {plan.offload_chunks} does not go with --recompute-granularity full, which leaves "
-            "next to nothing to copy: leave out one of the two"
+            "almost nothing to copy: leave out one of the two"
         )
     plan.shard_rows(job)  # refuses rows that do not add up to the vocabulary
     costs = order_costs(job, plan, hardware, constants)

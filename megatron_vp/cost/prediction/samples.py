@@ -12,11 +12,11 @@ from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.schedule import PassKind, Timeline
 
 SAMPLED, SAMPLED_PER_RANK = 512, 6
-"""Microbatches x ranks that are simulated, and at least so many microbatches per rank. Times are then right within 0.3
-percent; of `v-min`, whose order depends on how many microbatches there are, within 4."""
+"""The number of microbatches x ranks that is simulated, and the least number of microbatches per rank. Times are then
+right within 0.3 percent; of `v-min`, whose order depends on how many microbatches there are, within 4."""
 
 MANY, SAMPLED_OF_MANY = 16, 3
-"""On more ranks than MANY so many microbatches per rank, to be quick."""
+"""The number of microbatches per rank on more than MANY ranks, to be quick."""
 
 STEADY = (0.4, 0.75)
 """Part of the makespan that lies between warm-up and cool-down."""

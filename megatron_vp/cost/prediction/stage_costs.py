@@ -1,4 +1,5 @@
-"""Seconds of every pass, message and collective of a plan, by stage and rank; and what a schedule is ordered for."""
+"""Seconds of every pass, message and collective of a plan, by stage and rank; and the costs that a schedule is ordered
+for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the published runs on H100 say of its constants, and how well those predict runs that they have not seen.
+"""Fit of the H100's constants to the published runs, and the error on runs left out of the fit.
 
 Errors are linear in small changes of the constants' logarithms: each constant is moved a little once, and all fits are
 solved from these slopes (one step of Gauss and Newton).
@@ -76,8 +76,8 @@ VARIED = (
     _nominal("link_bandwidth"),
     _nominal("network_bandwidth"),
 )
-"""What decides most of a run's time. Bandwidths stand for what is reached of them: only their product with a fixed
-share matters."""
+"""What decides most of a run's time. A bandwidth here includes the share that is reached: only the product
+matters."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class PublicFit:
-    """What the runs make of the constants. Errors by group: of the constants as they are; fitted to all runs; and of
+    """The constants as fitted to the runs. Errors by group: of the constants as they are; fitted to all runs; and of
     each family of runs with constants fitted to all others.
     """
 

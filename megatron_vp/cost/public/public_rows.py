@@ -22,7 +22,7 @@ _SOFTWARE = {
     "sc21": ["--transformer-impl", "local"],  # 2021, before Transformer Engine
     "nemo-longseq": ["--attention-backend", "flash"],  # early 2024, before FlashAttention 3 and cuDNN 9
 }
-"""What the software of a source's time computed with."""
+"""The attention that the software of a source's time used."""
 _STATES = {
     # optim.dtype of nemotron4-340b-synth.yaml: both moments in 16 bits. Megatron's nearest keeps 2 bytes more.
     "nemotron/README_340b.md at v25.02": ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"],
@@ -162,7 +162,7 @@ class PublicRow:
         return flags + _SOFTWARE.get(self["source"], []) + self._states()
 
     def _states(self) -> list[str]:
-        """What the recipe says of the optimizer's precision."""
+        """The optimizer's precision according to the recipe."""
         where = self.columns.get("where", "")
         states = next((found for text, found in _STATES.items() if text in where), None)
         return [] if states is None else ["--use-precision-aware-optimizer", *states]
@@ -187,8 +187,8 @@ def read_rows(runs: Path | None = None, models: Path | None = None) -> list[Publ
     for number, row in enumerate(_read(runs, "h100.csv"), 2):
         if row["model"] not in sizes:
             raise UserError(
-                f"{runs or 'h100.csv'}, line {number}: no sizes are known of model {row['model']!r}; add it to a copy "
-                "of the package's cost/public/data/models.csv, and give that with --models"
+                f"{runs or 'h100.csv'}, line {number}: the sizes of this model are unknown: {row['model']!r}; add it "
+                "to a copy of the package's cost/public/data/models.csv, and give that with --models"
             )
         found.append(PublicRow(row, sizes[row["model"]]))
     return found

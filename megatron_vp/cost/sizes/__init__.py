@@ -1,1 +1,1 @@
-"""What is trained and how it is split: model, job and plan as numbers, FLOPs, layouts of layers."""
+"""The model and how it is split: model, job and plan as numbers, FLOPs, layouts of layers."""

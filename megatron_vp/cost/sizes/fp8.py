@@ -87,7 +87,7 @@ def activations_saved(job: Job, hardware: Hardware, kind: LayerType = LayerType.
     """Bytes that a layer keeps less of a microbatch on one rank than in 16 bits.
 
     The inputs of queries, keys and values, of the MLP and of its second product are kept in fp8. The projection's input
-    is kept twice: attention's backward needs it in 16 bits. What the backward computes again is not kept at all.
+    is kept twice: attention's backward needs it in 16 bits. Tensors that the backward recomputes are not kept at all.
     """
     assert job.fp8 is not None
     model, t = job.model, job.tensor

@@ -61,7 +61,7 @@ COUNTED_MODULES = ("mlp", "moe", "moe_act")
 
 
 def uncounted(config: JobConfig) -> list[str]:
-    """Flags of this job that the cost model knows nothing of, though they change time or memory, and the parts of a
+    """Flags of this job that change time or memory but that the cost model leaves out, and the parts of a
     hybrid model's pattern that it counts as something else.
     """
     values = config.values
@@ -164,7 +164,7 @@ def _uneven_layers(config: JobConfig, chosen: Family) -> tuple[int, ...] | None:
 
 
 def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
-    """What to change for this configuration to run `plan`, by long name; None and False unset what it sets."""
+    """Arguments to change so that this configuration runs `plan`, by long name; None and False unset one."""
     chunks, split = plan.chunks, plan.vocab is not VocabMethod.NONE
     # Without vocabulary passes, several chunks are all that makes Megatron's own schedule interleaved.
     own = not split and plan.schedule == megatrons_own(chunks).name

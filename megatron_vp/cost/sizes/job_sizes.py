@@ -151,8 +151,8 @@ _DISPATCHERS = {"alltoall": Dispatcher.ALL_TO_ALL, "flex": Dispatcher.FLEXIBLE}
 
 
 def _attention(given: Callable[..., Any], fp8: Fp8Recipe | None) -> AttentionKernels:
-    """Those of the backend, where one is said. Recipes set delayed scaling until early 2025; in that time attention on
-    H100 went from FlashAttention 2 to cuDNN 9, so under it either is possible. All else has today's.
+    """Those of the backend, if the job names one. Recipes set delayed scaling until early 2025; in that time attention
+    on H100 went from FlashAttention 2 to cuDNN 9, so under it either is possible. All else has today's.
     """
     backend = str(given("attention_backend", "auto")).removeprefix("AttnBackend.")
     if backend == "flash":
@@ -237,7 +237,7 @@ def recompute_modules(arguments: Mapping[str, Any]) -> frozenset[str]:
 
 def _glu_intermediates(given: Callable[..., Any], kind: LayerKind, experts: bool) -> int:
     """Fused SwiGLU computes everything again from its input. Megatron's own code keeps the activated half and a copy of
-    the other half, to which it adds an offset; quick GeGLU the sigmoid as well. Quick GeGLU is fused in experts alone,
+    the other half, to which it adds an offset; quick GeGLU the sigmoid as well. Quick GeGLU is fused only in experts,
     and Megatron turns its fusion off with the biases.
     """
     if given("quick_geglu"):

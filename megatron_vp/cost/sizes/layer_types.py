@@ -1,4 +1,4 @@
-"""What a layer consists of: a whole transformer layer of a GPT model, or one letter of a hybrid model's pattern.
+"""The parts of a layer: a whole transformer layer of a GPT model, or one letter of a hybrid model's pattern.
 
 `Plan.layers` counts layers by virtual stage. In a hybrid model a layer is a letter, and a stage has the next so many
 letters of the pattern. An attention letter and an MLP letter together are a transformer layer.
@@ -59,7 +59,7 @@ def mlp_of(model: ModelShape, kind: LayerType) -> Mlp | None:
 
 
 class MlpRecompute(StrEnum):
-    """What a backward computes again of a layer's MLPs where it does not compute the whole layer again."""
+    """The parts of a layer's MLPs that a backward recomputes if it does not recompute the whole layer."""
 
     NONE = "none"
     ACTIVATION = "activation"
@@ -106,7 +106,8 @@ def model_layers(job: Job) -> Counts:
 
 @lru_cache(maxsize=4096)
 def stage_layers(job: Job, layers: tuple[int, ...]) -> tuple[StageLayers, ...]:
-    """What the virtual stages hold, of which each has so many `layers`, and the last those of multi-token prediction.
+    """The layers of the virtual stages, given their number for each; the last also holds those of multi-token
+    prediction.
 
     In 16 bits are all layers without fp8, otherwise the first and the last of the model that the job says.
     """

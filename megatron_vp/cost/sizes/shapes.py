@@ -1,4 +1,4 @@
-"""What is trained and how it is split: sizes of the model, of the job, and the plan for its pipeline."""
+"""The model and how it is split: sizes of the model, of the job, and the plan for its pipeline."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_vp.schedule.flex import shaped
 
 
 class Recompute(StrEnum):
-    """What the backward computes again instead of keeping it."""
+    """The tensors that the backward recomputes instead of keeping them."""
 
     NONE = "none"
     FULL = "full"
-    """every layer keeps its input alone"""
+    """every layer keeps only its input"""
 
 
 class Fp8Recipe(StrEnum):
@@ -125,18 +125,22 @@ class ModelShape:
         for name in ("layers", "hidden", "heads", "ffn", "vocab"):
             _at_least_one(name, getattr(self, name))
         if self.layers > MOST_LAYERS:
-            raise UserError(f"{self.layers} layers make no model; give at most {MOST_LAYERS}")
+            raise UserError(f"{self.layers} layers are too many for a model; give at most {MOST_LAYERS}")
         object.__setattr__(self, "kv_groups", self.kv_groups or self.heads)
         if not self.head_size:
             if self.hidden % self.heads:
                 raise UserError(
-                    f"hidden size {self.hidden} is not a multiple of {self.heads} heads; give the head size"
+                    f"hidden size {self.hidden} is not a multiple of {self.heads} attention heads; set the head size "
+                    "yourself"
                 )
             object.__setattr__(self, "head_size", self.hidden // self.heads)
         if self.heads % self.kv_groups:
             raise UserError(f"{self.heads} attention heads cannot share {self.kv_groups} groups of keys and values")
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
-            raise UserError(f"a token goes through {self.experts_per_token} of {self.experts} experts; give 1 to all")
+            raise UserError(
+                f"a token goes through {self.experts_per_token} of {self.experts} experts; give a number from 1 to "
+                f"{self.experts}"
+            )
         assert not self.pattern or len(self.pattern) == self.layers
 
     @property
@@ -198,7 +202,7 @@ class Job:
     parameters are gathered behind the first forward. tensor_overlap: products run while tensor ranks exchange
     hidden states. expert_overlap: tokens travel to their experts behind another microbatch's passes. expert_tensor:
     tensor ranks of an expert (0: those of all else). fp8_parameters: those of the layers' products are kept and
-    gathered in fp8 alone. attention: its kernels. dispatcher: of tokens to their experts.
+    gathered only in fp8. attention: its kernels. dispatcher: of tokens to their experts.
     recompute_modules: parts of a layer that are computed again, as `--recompute-modules` names them.
     glu_intermediates: tensors of width `ffn` that a gated MLP keeps besides the input
     and the result of its activation. attention_dropout: the attention drops scores. wide_softmax: Megatron's own
@@ -322,7 +326,7 @@ class Job:
 
     @property
     def whole_rows(self) -> int:
-        """Vocabulary rows of a rank where each layer sits on one stage, split over tensor ranks alone."""
+        """Vocabulary rows of a rank where each layer sits on one stage, split only over tensor ranks."""
         return -(-self.model.vocab // self.tensor)
 
 
@@ -356,7 +360,7 @@ class Plan:
     def request(
         self, job: Job, microbatches: int | None = None, costs: Costs | None = None, further_orders: bool = True
     ) -> ScheduleRequest:
-        """What this plan asks of a schedule for `job`, of so many `microbatches` (None: as many as the job has).
+        """The schedule request of this plan for `job`, for so many `microbatches` (None: as many as the job has).
 
         Raises UserError for what no schedule answers.
         """
@@ -404,4 +408,4 @@ class Plan:
 
 def _at_least_one(name: str, value: int) -> None:
     if value < 1:
-        raise UserError(f"{name.replace('_', ' ')} {value} makes no job; give at least 1")
+        raise UserError(f"{name.replace('_', ' ')} {value} is too small; give at least 1")

@@ -1,4 +1,4 @@
-"""What a prediction takes for granted where a job does not say it."""
+"""The assumptions of a prediction about settings that a job leaves open."""
 
 from __future__ import annotations
 

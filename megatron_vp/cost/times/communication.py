@@ -63,7 +63,7 @@ class CommunicationModel:
         return (LATENCY if near else NETWORK_LATENCY) + count / self.bandwidth(near)
 
     def nodes(self, gpus: int) -> int:
-        """Nodes that so many neighbouring GPUs are on."""
+        """The number of nodes that so many neighbouring GPUs occupy."""
         return math.ceil(gpus / self.hardware.gpus_per_node)
 
     def hops(self, ranks: int, nodes: int) -> float:
@@ -154,7 +154,7 @@ class CommunicationModel:
         return kind.attends * self.tensor_sum + self.mlp_traffic(kind)
 
     def mlp_traffic(self, kind: LayerType = LayerType.WHOLE) -> float:
-        """What is exchanged around the MLPs of one layer's forward."""
+        """The exchanges around the MLPs in one layer's forward."""
         job, mlp = self.job, mlp_of(self.job.model, kind)
         if mlp is None or not mlp.experts:
             return self.tensor_sum if mlp else 0.0

@@ -1,4 +1,4 @@
-"""What a layer with experts does besides the arithmetic of its products: launches, copies, separate activations."""
+"""The work of a layer with experts besides its matrix products: launches, copies, separate activations."""
 
 from __future__ import annotations
 

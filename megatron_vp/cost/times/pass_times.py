@@ -134,7 +134,7 @@ class PassTimes:
         forward = products + attention + elementwise + keys[0] + launches + self.memory_time(separate.forward)
         backward = products + twice + 2 * elementwise + keys[1] + 2 * launches + self.memory_time(separate.backward)
         weight = products + self.memory_time(self.accumulated * sum(matrix.weights for matrix in matrices))
-        # What is computed again exchanges its hidden states again.
+        # Recomputed parts exchange their hidden states again.
         if job.recompute is Recompute.FULL:
             again = forward + communication.layer_traffic(kind)
         else:
@@ -200,7 +200,7 @@ class PassTimes:
         return kind.share * (FUSED_HIDDEN + 2 * model.dropout) * units + job.tokens * inside
 
     def whole_output(self) -> Split:
-        """The output layer and loss on the last stage alone."""
+        """The output layer and loss, on the last stage only."""
         matrix = Matrix(self.job.model.hidden, self.job.whole_rows, self.job.output_tokens)
         logits, product = matrix.tokens * matrix.outputs, self.gemm_time(matrix)
         forward, backward = WHOLE_SCORES[self.job.cross_entropy]
@@ -211,7 +211,7 @@ class PassTimes:
         )
 
     def whole_embedding(self) -> Split:
-        """The input embedding on the first stage alone."""
+        """The input embedding, on the first stage only."""
         job = self.job
         units = job.tokens * job.model.hidden
         return Split(

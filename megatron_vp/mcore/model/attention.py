@@ -2,8 +2,8 @@
 
 Megatron's own local attention writes the scores of all heads, [b, heads, s, s], to memory and keeps the softmax for the
 backward, and takes whole sequences. PyTorch's fused kernels keep neither, and here the context-parallel ranks gather
-keys and values. Chosen with `--core-attention sdpa`; Transformer Engine's layers bring their own attention and are left
-alone.
+keys and values. Chosen with `--core-attention sdpa`; Transformer Engine's layers have their own attention and stay
+unchanged.
 """
 
 from __future__ import annotations
@@ -64,17 +64,18 @@ class ScaledDotProductAttention(MegatronModule):
         super().__init__(config=config)
         if config.softmax_type != "vanilla":
             raise UserError(
-                f"--core-attention sdpa has no softmax of type {config.softmax_type}: use --core-attention megatron"
+                f"--core-attention sdpa does not support the softmax type {config.softmax_type}: use "
+                "--core-attention megatron"
             )
         if config.window_size is not None:
-            raise UserError("--core-attention sdpa has no sliding window: use --core-attention megatron")
+            raise UserError("--core-attention sdpa does not support a sliding window: use --core-attention megatron")
         # Transformer Engine, which this stands for in a replay of shapes, sends keys and values on and keeps its own.
         in_parts = config.context_parallel_size > 1 and not replay().counts_engine
         self.context_group = pg_collection.cp if in_parts else None
         if self.context_group is not None and attn_mask_type is not AttnMaskType.causal:
             raise UserError(
-                f"--core-attention sdpa with --context-parallel-size {config.context_parallel_size} is made for causal "
-                f"layers, not for {attn_mask_type.name} ones: use --context-parallel-size 1"
+                f"--core-attention sdpa with --context-parallel-size {config.context_parallel_size} supports only "
+                f"causal layers, not {attn_mask_type.name} ones: use --context-parallel-size 1"
             )
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout

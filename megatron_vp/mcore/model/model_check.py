@@ -1,7 +1,7 @@
 """Whether a script's own model is one that our schedules run as its author meant it.
 
 A chunk whose vocabulary layers are cut keeps its decoder and embedding; Megatron's output layer and loss give way to
-the passes S and T. What a model does there beyond Megatron's own would be left out without a word, so it is refused.
+the passes S and T. A model's additions to these methods would silently be left out, so they are refused.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ def check_model(chunk: nn.Module) -> None:
     """Raise UserError for a model that is neither a GPTModel nor a HybridModel, and for unsupported settings."""
     if not isinstance(chunk, GPTModel | HybridModel):
         raise UserError(
-            f"--vocab-parallel and --pipeline-schedule run Megatron's language models, the script built a "
+            f"--vocab-parallel and --pipeline-schedule run only Megatron's language models, but the script built a "
             f"{type(chunk).__name__}: build a GPTModel or HybridModel, or leave both options out"
         )
     for name in _UNREAD:
         if getattr(chunk.config, name):
             raise UserError(
-                f"the script's model configuration sets {name}, which Megatron's own schedules alone look at: leave it "
+                f"the script's model configuration sets {name}, which only Megatron's own schedules read: leave it "
                 f"out, or leave --vocab-parallel and --pipeline-schedule out"
             )
     for name in _UNTRIED:
         if getattr(chunk.config, name):
             raise UserError(
-                f"the script's model configuration sets {name}, which has not been run under our schedules: leave it "
+                f"the script's model configuration sets {name}, which was never tested under our schedules: leave it "
                 f"out, or leave --vocab-parallel and --pipeline-schedule out"
             )
 
@@ -73,7 +73,7 @@ def check_vocabulary_layers(chunk: nn.Module) -> None:
     base = GPTModel if isinstance(chunk, GPTModel) else HybridModel
     for name in _LEFT_OUT:
         if inspect.getattr_static(type(chunk), name, None) is not inspect.getattr_static(base, name, None):
-            _refuse(f"{type(chunk).__name__} has a {name} of its own, of which parts would be left out", base.__name__)
+            _refuse(f"{type(chunk).__name__} has its own {name}, parts of which would not run", base.__name__)
     if chunk.pre_process:
         _check_layer("embedding.word_embeddings", chunk.embedding.word_embeddings, VocabParallelEmbedding)
     if chunk.post_process:
@@ -94,8 +94,8 @@ def refuse_outside_of_passes(chunk: nn.Module, _inputs: tuple) -> None:
     """
     if chunk.decoder.input_tensor is None:
         raise UserError(
-            f"this script calls its {type(chunk).__name__} outside of forward_step, where its vocabulary layers are "
-            f"spread over all ranks: leave that call out, or leave --vocab-parallel out"
+            f"this script calls its {type(chunk).__name__} outside of forward_step, but its vocabulary layers are "
+            "spread over all ranks then: leave that call out, or leave --vocab-parallel out"
         )
 
 
@@ -106,11 +106,11 @@ def _check_layer(name: str, layer: nn.Module, expected: type[nn.Module]) -> None
     capped = f"{extension.__module__}.{extension.__qualname__}" in _CAPPED and others == [expected]
     if type(layer) is not expected and not capped:
         kind = extension if type(layer).__name__ == expected.__name__ else type(layer)
-        _refuse(f"{name} is a {kind.__name__}, whose own ways would be left out", expected.__name__)
+        _refuse(f"{name} is a {kind.__name__}, and its own behavior would be left out", expected.__name__)
     if getattr(layer, "bias", None) is not None:
         _refuse(f"{name} has a bias, which would be left out", f"{expected.__name__} without one")
     if layer._forward_hooks or layer._forward_pre_hooks:
-        _refuse(f"{name} has a hook on its forward, which would be left out", f"{expected.__name__} without one")
+        _refuse(f"{name} has a hook on its forward, which would not run", f"{expected.__name__} without one")
 
 
 def adapted(name: str, layer: nn.Module) -> str:

@@ -18,7 +18,7 @@ from torch import nn
 
 _SHARED = ("attention_mask", "padding_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
 _SHARED += ("packed_seq_params", "sequence_len_offset")
-"""What the decoder and the block are called with alike."""
+"""The arguments that the decoder and the block are both called with."""
 
 
 class PrefetchedEmbedding(nn.Module):

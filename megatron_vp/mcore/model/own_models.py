@@ -51,7 +51,7 @@ _model = _OwnModel()
 
 
 def _preparing(original: Callable[..., None]) -> Callable[..., None]:
-    _model.clear()  # what a model that could not be built has left
+    _model.clear()  # left behind by a model that could not be built
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -77,7 +77,7 @@ def _construct(
 ) -> None:
     if type(chunk) is not GPTModel:
         raise UserError(
-            f"megatron_vp.enable prepares models of Megatron's GPTModel, the script builds a {type(chunk).__name__}: "
+            f"megatron_vp.enable supports only Megatron's GPTModel, but the script builds a {type(chunk).__name__}: "
             f"build a GPTModel, or build it through Megatron's get_model"
         )
     groups = given["pg_collection"] or ProcessGroupCollection.use_mpu_process_groups()
@@ -89,8 +89,8 @@ def _construct(
         )
     if (index == 0) != (model.first is None):
         raise UserError(
-            f"the script builds chunk {index} of a rank with {job.placement.chunks}, where chunk "
-            f"{0 if index else 1} is due: build the chunks of a model in order, one GPTModel per vp_stage"
+            f"the script builds chunk {index} of a rank with {job.placement.chunks}, but "
+            f"chunk {0 if index else 1} comes next: build the chunks of a model in order, one GPTModel per vp_stage"
         )
 
     def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
@@ -187,7 +187,7 @@ def _refuse_outside_of_schedule(first: nn.Module, _chunk: nn.Module, _inputs: tu
     if pipeline is None or pipeline.progress.instruction is None:
         raise UserError(
             "this script runs its model outside of the schedules of megatron_vp.enable: call "
-            "get_forward_backward_func after enable, and the model in forward_step alone"
+            "get_forward_backward_func after enable, and run the model only in forward_step"
         )
 
 

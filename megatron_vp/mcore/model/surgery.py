@@ -206,7 +206,7 @@ def prepare_chunk(
     index: int,
     start: PlainStart | None = None,
 ) -> nn.Module:
-    """Make a freshly built chunk of this rank of a job, of which `first` is the first one, ready for our schedules.
+    """Prepare a freshly built chunk of this rank for our schedules; `first` is the rank's first chunk.
 
     Its weights become those of `start`. With its last chunk the rank gets its communicators, which the first one keeps.
     Collective over all ranks; each builds its chunks in order. Raises UserError for a model that cannot be cut as
@@ -330,7 +330,7 @@ def _shard(
 ) -> nn.Parameter:
     """Spread the rows of the weight [V, h] that pipeline rank `owner` holds, [V/t, h] on each of its tensor ranks.
 
-    Returns this rank's shard, with Megatron's attributes on it; frozen where the whole weight is.
+    Returns this rank's shard, with Megatron's attributes; frozen if the whole weight is.
     """
     device, rank = pipeline_device(), dist.get_rank(groups.mp)
     size = {"dtype": config.params_dtype, "device": device}

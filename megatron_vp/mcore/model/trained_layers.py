@@ -1,4 +1,4 @@
-"""What the ranks of a model train, which they agree on: both vocabulary layers or not, and how much of the others.
+"""The trained layers, which the ranks of a model agree on: both vocabulary layers or not, and how much of the others.
 
 `requires_grad` of a weight decides, as in Megatron, at any time before the model is wrapped. A vocabulary layer that is
 frozen before it is cut has frozen shards on all ranks (`surgery`). What freezes layers afterwards, a hook or the lines
@@ -35,7 +35,7 @@ _AGREED = "vocabulary_parallel_training"
 
 @dataclass(frozen=True)
 class Trained:
-    """What a model trains.
+    """The trained part of a model.
 
     embedding, output: its vocabulary layers, where they are shards; True where they are whole.
     weights: by virtual stage, which part of the weights that a pass W multiplies, from 0 to 1.
@@ -64,7 +64,7 @@ class _Shards:
 
 
 def agreed(job: SettledJob, wrapped: nn.Module, chunks: Sequence[nn.Module], *, alone: bool) -> Trained:
-    """What the ranks of a model train.
+    """The trained layers on all ranks of a model.
 
     Args:
         wrapped: the first chunk as the script hands it over. A model that is wrapped anew is asked anew.
@@ -82,8 +82,8 @@ def agreed(job: SettledJob, wrapped: nn.Module, chunks: Sequence[nn.Module], *, 
     if own != before[0]:
         raise UserError(
             "this script has frozen or thawed a vocabulary layer after its first iteration, which Megatron's gradient "
-            "buffers and optimizer do not follow: do it before the model is wrapped, or wrap it and make its optimizer "
-            "anew"
+            "buffers and optimizer do not follow: do it before the model is wrapped, or wrap it and create a new "
+            "optimizer for it"
         )
     return before[1]
 
@@ -144,7 +144,7 @@ def _ask(job: SettledJob, chunks: Sequence[nn.Module], own: _Shards, alone: bool
         if min(trained.weights) < 1:
             share = 1 - sum(trained.weights) / len(trained.weights)
             frozen.append(f"{100 * share:.0f} % of the weights between the vocabulary layers")
-        print_rank_0(f"> frozen: {', '.join(frozen)}; the passes are ordered for that")
+        print_rank_0(f"> frozen: {', '.join(frozen)}; the schedule takes this into account")
     return trained
 
 

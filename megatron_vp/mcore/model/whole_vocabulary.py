@@ -91,7 +91,7 @@ class WholeLayers:
 
 
 def keep_whole_layers(chunk: nn.Module, shards: VocabShards, groups: ProcessGroupCollection) -> WholeLayers:
-    """Keep what a chunk's vocabulary layers are, before they are cut."""
+    """Keep a chunk's vocabulary layers, before they are split."""
     layers = WholeLayers(chunk, shards, groups)
     object.__setattr__(chunk, _ATTRIBUTE, layers)
     return layers
@@ -119,7 +119,7 @@ def whole_vocabulary(model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _cut_in(model: nn.Module | Sequence[nn.Module]) -> list[WholeLayers]:
-    """What the chunks of a model that were cut have kept."""
+    """The whole vocabulary layers that the split chunks of a model have kept."""
     chunks = unwrap_model(list(model) if isinstance(model, Sequence) else [model])
     return [getattr(chunk, _ATTRIBUTE) for chunk in chunks if hasattr(chunk, _ATTRIBUTE)]
 
@@ -205,8 +205,9 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     def load(*args: Any, **kwargs: Any) -> Any:
         if _cut_in(model_in(*args, **kwargs)):
             raise UserError(
-                "Megatron-Bridge loads Hugging Face's weights into whole vocabulary layers, and those of this model "
-                "are cut: load before the model is wrapped, as to_megatron_provider(load_weights=True) does"
+                "Megatron-Bridge loads Hugging Face's weights into whole vocabulary layers, but the vocabulary layers "
+                "of this model are split: load before the model is wrapped, as "
+                "to_megatron_provider(load_weights=True) does"
             )
         return original(*args, **kwargs)
 

@@ -1,1 +1,1 @@
-"""What a user can ask for: arguments, configuration files, and what is refused or has no effect."""
+"""The user's options: arguments, configuration files, refusals, and options without effect."""

@@ -223,7 +223,7 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
 
 
 def our_parser() -> argparse.ArgumentParser:
-    """A parser of our arguments alone."""
+    """A parser of only our arguments."""
     parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
     with_ours(lambda unchanged: unchanged)(parser)
     return parser
@@ -260,8 +260,8 @@ def _warn_of_one_queue(args: argparse.Namespace) -> None:
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         warnings.warn(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one hardware queue: a vocabulary collective that "
-            "waits for its peers, or a copy that waits for another one, holds up the passes behind it; unset it: only "
-            "tensor and context parallelism need it",
+            "waits for its peers, or a copy that waits for another one, blocks all passes issued after it; unset it, "
+            "because only tensor and context parallelism need it",
             stacklevel=2,
         )
 

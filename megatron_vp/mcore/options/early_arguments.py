@@ -1,4 +1,4 @@
-"""What a job says before Megatron's parser exists, as far as it decides which patches apply.
+"""The arguments of a job that decide which patches apply, read before Megatron's parser exists.
 
 Megatron's own parser is patched itself, and nothing is patched before everything that a run needs has been checked. So
 the few arguments that matter are read first, in the way of every command. Whatever is malformed is left to Megatron's

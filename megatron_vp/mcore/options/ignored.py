@@ -1,4 +1,4 @@
-"""Options that change nothing, or not what they are for: said once at the start, so that nobody tunes them in vain."""
+"""Options without effect, or without the intended one. A run warns of them once at the start."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron_vp.mcore.settled import run_settings, words
 
 @dataclass(frozen=True)
 class Ignored:
-    """An option of Megatron's, whether `asked(args)` asks for it in vain, and why it is.
+    """An option of Megatron's that has no effect if `asked(args)`, and the reason.
 
-    does: what it does instead.
+    does: its actual effect.
     because_of: the option that leaves it without effect; None: our schedule, or the vocabulary passes in it.
     """
 
@@ -97,7 +97,7 @@ IGNORED = (
 
 
 def warn_of_ignored(args: argparse.Namespace) -> None:
-    """Warn, on rank 0, of every option that validated Megatron arguments ask for in vain."""
+    """Warn, on rank 0, of every option without effect in validated Megatron arguments."""
     for ignored in IGNORED:
         if args.rank == 0 and ignored.asked(args):
             ours = f"--pipeline-schedule {args.pipeline_schedule}{' and --vocab-parallel' * args.vocab_parallel}"

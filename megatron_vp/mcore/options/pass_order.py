@@ -1,4 +1,5 @@
-"""What the passes of this job are ordered for: predicted times. Training then runs the order that `plan` simulates."""
+"""The costs that the passes of this job are ordered for: predicted times. Training then runs the order that `plan`
+simulates."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Pr
         if hardware.rates is None or not hardware.rates.fp8_gemm:
             job = replace(job, fp8=None)
         return order_costs(job, plan, hardware)
-    except UserError:  # said where it matters: by `choose_rows`, or by Megatron's own checks
+    except UserError:  # raised where it matters: by `choose_rows`, or by Megatron's own checks
         return None
 
 
@@ -56,7 +57,7 @@ def fit_schedule(
     if not settings.family.bases:
         raise UserError(
             f"--activation-limit {args.activation_limit} with --pipeline-schedule {args.pipeline_schedule} has no "
-            "effect, as its memory is its own: use --pipeline-schedule v-flex, or leave the limit out"
+            "effect, because its memory is fixed: use --pipeline-schedule v-flex, or leave the limit out"
         )
     job, plan, hardware = predicted_plan(args, settings, prediction, in_proportion=True)
     shape = with_limit(job, plan, hardware, args.activation_limit, order).shape
@@ -65,8 +66,8 @@ def fit_schedule(
 
 
 def _layers_by_ends(args: argparse.Namespace, placement: Placement) -> tuple[int, ...] | None:
-    """Layers by virtual stage where the first or the last rank has others than the rest, as Megatron shares them out:
-    so many of their own, or one less for a vocabulary layer. None without such options.
+    """Layers by virtual stage if the first or the last rank has a different number, as Megatron shares them out: a
+    given number, or one less for a vocabulary layer. None without such options.
     """
     ranks, chunks, layers = placement.ranks, placement.chunks, args.num_layers
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers

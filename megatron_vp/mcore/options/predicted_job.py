@@ -24,7 +24,7 @@ from megatron_vp.mcore.settled import Words, replay, words
 from megatron_vp.mcore.storage.dataset import padded_vocabulary
 
 UNKNOWN_GPU = "h100"
-"""What the cost model takes a GPU for that it has no figures of: relative times of passes differ little."""
+"""The GPU that the cost model assumes for an unknown one: relative times of passes differ little."""
 
 
 class PredictedJob(NamedTuple):
@@ -37,7 +37,7 @@ class PredictedJob(NamedTuple):
 
 
 class Prediction:
-    """What the cost model is asked about one start's arguments, which are parsed and may not be validated yet.
+    """The job that the cost model predicts for a start's arguments, which are parsed but may not be validated yet.
 
     `typed` are the words that they were parsed from; by default those of this process.
     """
@@ -54,7 +54,7 @@ class Prediction:
         """The sizes of this job, its plan and the device of this rank.
 
         Raises UserError for a job that the cost model does not count in full, unless proportions between its passes are
-        enough: what is not counted is then left aside.
+        enough: in that case uncounted parts are ignored.
         """
         config = self._config()
         unknown = uncounted(config)
@@ -71,7 +71,7 @@ class Prediction:
         """
         args = self._args
         if self.vocabulary is None:
-            raise UserError("the vocabulary's size is not known before its tokenizer can be read")
+            raise UserError("the vocabulary size is unknown until the tokenizer can be read")
         sizes: dict[str, Any] = {"padded_vocab_size": self.vocabulary}
         given = replay().job
         if given is None:
@@ -82,7 +82,7 @@ class Prediction:
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:
-    """What the cost model knows of this rank's device: by the GPU's name, or as of a usual GPU or CPU core."""
+    """The cost model's hardware for this rank's device: by the GPU's name, else a typical GPU or CPU core."""
     if installed.of_nodes is not None or replay().meter is not None:  # of a job that runs on GPUs elsewhere
         return HARDWARE[UNKNOWN_GPU]
     # While Megatron starts on a CPU, torch says that CUDA is available.

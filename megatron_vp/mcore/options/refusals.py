@@ -1,4 +1,4 @@
-"""What is refused: every combination that cannot work, or that no test stands behind, as a table."""
+"""The table of refusals: every combination that cannot work, or that no test covers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ REFUSALS = (
     Refusal(
         lambda a: a.eval_interval is None and not a.full_validation and not a.skip_train,
         "without --eval-interval Megatron cannot compute how many samples evaluation takes: use it with the number of "
-        "iterations between two evaluations, and --eval-iters 0 where there shall be none",
+        "iterations between two evaluations, or set --eval-iters 0 to skip evaluation",
     ),
     *LENGTH_REFUSALS,
     Refusal(
@@ -108,8 +108,8 @@ REFUSALS = (
     Refusal(
         lambda a: _keeps_layers(a) and run_settings(a).last_stage_elsewhere and a.mtp_num_layers,
         "--pipeline-schedule {pipeline_schedule} with --mtp-num-layers and without --vocab-parallel is not supported: "
-        "the heads' copy of the word embedding would lie next to the first rank's own; add --vocab-parallel, or use "
-        "zb-h1 or interleaved",
+        "the first rank would hold both its own word embedding and the prediction heads' copy; add "
+        "--vocab-parallel, or use zb-h1 or interleaved",
     ),
     *(
         Refusal(
@@ -128,7 +128,7 @@ REFUSALS = (
     Refusal(
         lambda a: _delays_weights(a) and not is_te_min_version(MINIMUM_VERSION),
         f"--pipeline-schedule {{pipeline_schedule}} needs Transformer Engine {MINIMUM_VERSION} or newer, whose layers "
-        "can leave weight gradients to pass W, and this is {transformer_engine_version}: update it, add "
+        "can leave weight gradients to pass W, but {transformer_engine_version} is installed: update it, add "
         "--transformer-impl local, or use 1f1b",
     ),
     *(
@@ -159,7 +159,7 @@ REFUSALS = (
     Refusal(
         lambda a: _delays_weights(a) and (a.moe_single_grouped_weight or a.moe_single_grouped_bias),
         "--pipeline-schedule {pipeline_schedule} with --moe-single-grouped-weight or --moe-single-grouped-bias is not "
-        "supported: weight gradients are split off experts that have parameters of their own; leave them out, or use "
+        "supported: weight gradients can be delayed only if each expert has its own parameters; leave them out, or use "
         "1f1b",
     ),
     Refusal(
@@ -174,8 +174,8 @@ REFUSALS = (
     ),
     Refusal(
         cannot_resume,
-        "--fp8-recipe delayed could not go on from a checkpoint: Transformer Engine {transformer_engine_version} loads "
-        f"its scales only with {UNSAFE_STATE}=1; set it on every rank, where you trust the checkpoints, or use another "
+        "--fp8-recipe delayed cannot resume from a checkpoint: Transformer Engine {transformer_engine_version} loads "
+        f"its scales only with {UNSAFE_STATE}=1; set it on every rank, if you trust the checkpoints, or use another "
         "--fp8-recipe",
     ),
     Refusal(
@@ -185,8 +185,9 @@ REFUSALS = (
             and a.gradient_accumulation_fusion
             and a.transformer_impl != "local"
         ),
-        "--mtp-use-repeated-layer with fused accumulation of weight gradients loses gradients: in a first microbatch "
-        "Transformer Engine's layer overwrites what its other uses have added; add --no-gradient-accumulation-fusion",
+        "--mtp-use-repeated-layer with fused accumulation of weight gradients loses gradients: in the first microbatch "
+        "Transformer Engine's layer overwrites the gradients that its other uses added; add "
+        "--no-gradient-accumulation-fusion",
     ),
     Refusal(
         lambda a: a.defer_embedding_wgrad_compute and not installed().apex_accumulation,
@@ -221,7 +222,7 @@ REFUSALS = (
         lambda a: run_settings(a).family.chunks is None and (a.virtual_pipeline_model_parallel_size or 1) < 2,
         "--pipeline-schedule {pipeline_schedule} needs several chunks: use it with "
         "--num-virtual-stages-per-pipeline-rank 2, or with a hybrid model whose --hybrid-layer-pattern has two or "
-        "more segments a rank",
+        "more segments per rank",
     ),
     Refusal(
         lambda a: (
@@ -238,7 +239,7 @@ REFUSALS = (
         "--pipeline-schedule {pipeline_schedule} with fewer layers in the first or last stage "
         "(--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers, "
         "--account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split) is not supported: in a V "
-        "both are on the first rank; use --pipeline-model-parallel-layout with two segments a rank",
+        "both are on the first rank; use --pipeline-model-parallel-layout with two segments per rank",
     ),
     Refusal(
         lambda a: (
@@ -247,12 +248,13 @@ REFUSALS = (
         ),
         "--pipeline-schedule {pipeline_schedule} has {own_chunks} chunks per rank: leave "
         "--pipeline-model-parallel-layout out, or give it (of a hybrid model, --hybrid-layer-pattern) "
-        "{own_chunks} segments a rank",
+        "{own_chunks} segments per rank",
     ),
     Refusal(
         lambda a: a.mtp_num_layers and a.hybrid_layer_pattern and run_settings(a).last_stage_elsewhere,
-        "--pipeline-schedule {pipeline_schedule} with a hybrid model of several heads is not supported: Megatron "
-        "builds the heads on the last rank, a V ends on the first; use 1f1b, interleaved, zb-h1 or interlaced",
+        "--pipeline-schedule {pipeline_schedule} with a hybrid model that has several prediction heads is not "
+        "supported: Megatron builds the heads on the last rank, but a V shape ends on the first; use 1f1b, "
+        "interleaved, zb-h1 or interlaced",
     ),
     Refusal(
         lambda a: (
@@ -268,25 +270,26 @@ REFUSALS = (
             a.vocab_parallel and a.mtp_num_layers and a.hybrid_layer_pattern and "/" not in a.hybrid_layer_pattern
         ),
         "--vocab-parallel with --mtp-num-layers and a --hybrid-layer-pattern without heads is not supported: Megatron "
-        "builds no further head then; write the layers of each head behind a slash of its own (*-|*-/*-), or leave "
+        "then builds no prediction heads; write the layers of each head after its own slash (*-|*-/*-), or leave "
         "--mtp-num-layers out",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.mtp_num_layers and a.mtp_detach_heads,
-        "--vocab-parallel with --mtp-detach-heads is not supported: all heads train the output layer; leave it out",
+        "--vocab-parallel with --mtp-detach-heads is not supported: all prediction heads train the output layer; "
+        "leave it out",
     ),
     Refusal(
         lambda a: a.mtp_num_layers and a.vocab_label_smoothing,
-        "--vocab-label-smoothing with --mtp-num-layers is not supported: accepted predictions are counted from the "
-        "target's logit alone; leave one of them out",
+        "--vocab-label-smoothing with --mtp-num-layers is not supported: whether a prediction is accepted is computed "
+        "without label smoothing; leave one of them out",
     ),
     Refusal(
         lambda a: (
             a.distributed_backend == "gloo" and a.num_distributed_optimizer_instances > 1 and a.overlap_grad_reduce
         ),
         "--num-distributed-optimizer-instances {num_distributed_optimizer_instances} with --overlap-grad-reduce and "
-        "--distributed-backend gloo is not supported: Megatron orders the two reductions by a CUDA stream, and without "
-        "one gradients are wrong; leave --overlap-grad-reduce out",
+        "--distributed-backend gloo is not supported: Megatron orders the two reductions with a CUDA stream, and "
+        "gradients are wrong without one; leave --overlap-grad-reduce out",
     ),
     Refusal(
         lambda a: run_settings(a).last_stage_elsewhere and a.reset_attention_mask,
@@ -301,13 +304,14 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: (a.vocab_parallel or run_settings(a).places_chunks) and a.ckpt_format == "torch" and a.save,
-        "{our_schedule} with --ckpt-format torch is not supported: it saves what each rank holds, which fits this "
-        "schedule on as many ranks alone; use --ckpt-format torch_dist, which every run can load, or leave --save out",
+        "{our_schedule} with --ckpt-format torch is not supported: it saves what each rank holds, which only the "
+        "same schedule on the same number of ranks can load; use --ckpt-format torch_dist, which every run can "
+        "load, or leave --save out",
     ),
     Refusal(
         lambda a: (a.vocab_parallel or run_settings(a).places_chunks) and a.ckpt_convert_format == "torch",
-        "{our_schedule} with --ckpt-convert-format torch is not supported: it saves what each rank holds, which fits "
-        "this schedule on as many ranks alone; use a plain run to convert it, which can load it",
+        "{our_schedule} with --ckpt-convert-format torch is not supported: it saves what each rank holds, which only "
+        "the same schedule on the same number of ranks can load; convert it with a plain run",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.fp16_lm_cross_entropy,
@@ -340,12 +344,12 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: a.optimizer not in ELEMENT_BY_ELEMENT and a.fp16,
-        "--optimizer {optimizer} with --fp16 cannot train: Megatron scales no losses for it; use --bf16",
+        "--optimizer {optimizer} with --fp16 cannot train: Megatron does not scale losses for it; use --bf16",
     ),
     Refusal(
         lambda a: a.use_layer_wise_distributed_optimizer and not (a.bf16 or a.fp16),
         "--optimizer {optimizer} with --use-distributed-optimizer and without --bf16 cannot train: Megatron's "
-        "layer-wise optimizer steps master weights of 16-bit weights alone; use --bf16, or leave "
+        "layer-wise optimizer supports only 16-bit weights with master weights; use --bf16, or leave "
         "--use-distributed-optimizer out",
     ),
     Refusal(
@@ -354,8 +358,8 @@ REFUSALS = (
             and (a.num_distributed_optimizer_instances > 1 or a.overlap_param_gather_with_optimizer_step)
         ),
         "--optimizer {optimizer} with --use-distributed-optimizer and --num-distributed-optimizer-instances or "
-        "--overlap-param-gather-with-optimizer-step cannot work: Megatron's layer-wise optimizer has one instance and "
-        "one gathering for all chunks; leave both out",
+        "--overlap-param-gather-with-optimizer-step cannot work: Megatron's layer-wise optimizer supports neither of "
+        "the two; leave both out",
     ),
     Refusal(
         lambda a: (
@@ -365,7 +369,7 @@ REFUSALS = (
             and a.hybrid_layer_pattern is None
         ),
         "--context-parallel-size {context_parallel_size} with --transformer-impl local and --core-attention megatron "
-        "cannot work: Megatron's local attention takes whole sequences; use --core-attention sdpa",
+        "cannot work: Megatron's local attention needs whole sequences; use --core-attention sdpa",
     ),
     Refusal(
         lambda a: (
@@ -382,7 +386,7 @@ REFUSALS = (
             a.multi_latent_attention and a.transformer_impl == "local" and a.qk_layernorm and a.q_lora_rank is None
         ),
         "--qk-layernorm and --multi-latent-attention without --q-lora-rank cannot work with --transformer-impl local: "
-        "Megatron's local layers norm compressed queries alone; use --q-lora-rank, or leave --qk-layernorm out",
+        "Megatron's local layers normalize only compressed queries; use --q-lora-rank, or leave --qk-layernorm out",
     ),
     Refusal(
         lambda a: (
@@ -390,9 +394,9 @@ REFUSALS = (
             and a.transformer_impl == "local"
             and (a.normalization != "LayerNorm" or not installed().apex)
         ),
-        "--apply-layernorm-1p with --transformer-impl local and --normalization {normalization} cannot work: of the "
-        "norms of Megatron's local layers, Apex's LayerNorm alone has weights around 0; leave it out, or use "
-        "Transformer Engine's layers",
+        "--apply-layernorm-1p with --transformer-impl local and --normalization {normalization} cannot work: among "
+        "the norms of Megatron's local layers, only Apex's LayerNorm supports zero-centered weights; leave it out, "
+        "or use Transformer Engine's layers",
     ),
     Refusal(
         lambda a: a.num_distributed_optimizer_instances > 1 and not installed().einops,
@@ -407,37 +411,37 @@ REFUSALS = (
     Refusal(
         lambda a: a.core_attention == "sdpa" and a.transformer_impl != "local",
         "--core-attention sdpa with --transformer-impl {transformer_impl} has no effect: Transformer Engine's layers "
-        "have an attention of their own; leave one of them out",
+        "have their own attention; leave one of them out",
     ),
     Refusal(
         lambda a: a.core_attention == "sdpa" and (a.softmax_type != "vanilla" or a.window_size is not None),
-        "--core-attention sdpa with --softmax-type or --window-size is not supported: PyTorch's attention has the "
-        "plain softmax over all earlier positions; use --core-attention megatron",
+        "--core-attention sdpa with --softmax-type or --window-size is not supported: PyTorch's attention supports "
+        "only the plain softmax over all earlier positions; use --core-attention megatron",
     ),
     Refusal(
         lambda a: a.core_attention == "sdpa" and a.reset_attention_mask,
-        "--core-attention sdpa with --reset-attention-mask is not supported: the fused kernel knows no document "
-        "boundaries; use --core-attention megatron",
+        "--core-attention sdpa with --reset-attention-mask is not supported: the fused kernel does not support "
+        "document boundaries; use --core-attention megatron",
     ),
     Refusal(
         lambda a: a.num_experts and a.tensor_model_parallel_size > 1 and not (a.sequence_parallel or a.skip_train),
         "--num-experts with --tensor-model-parallel-size {tensor_model_parallel_size} and without --sequence-parallel "
-        "cannot train: Megatron's experts stop in their first forward; use --sequence-parallel",
+        "cannot train: Megatron's experts fail in their first forward; use --sequence-parallel",
     ),
     Refusal(
         lambda a: a.init_method_xavier_uniform,
-        "--init-method-xavier-uniform cannot work: Megatron passes on an initialisation that its own "
-        "configuration does not know; use --init-method-std",
+        "--init-method-xavier-uniform cannot work: Megatron passes on an argument that its own configuration "
+        "does not accept; use --init-method-std",
     ),
     Refusal(
         lambda a: a.rerun_mode == "report_stats",
-        "--rerun-mode report_stats cannot work: Megatron offers this mode and does not have it; use "
+        "--rerun-mode report_stats cannot work: Megatron lists this mode but does not implement it; use "
         "validate_results or disabled",
     ),
     Refusal(
         lambda a: a.full_validation != a.multiple_validation_sets,
         "--full-validation and --multiple-validation-sets cannot work without each other: Megatron fails in the "
-        "first evaluation or before it; use both, also for a single validation set, or none",
+        "first evaluation or before it; use both, even for a single validation set, or neither",
     ),
     Refusal(
         lambda a: a.full_validation and a.pipeline_model_parallel_size > 1 and a.eval_micro_batch_size != 1,
@@ -452,8 +456,8 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: not a.pad_vocab_size and a.padded_vocab_size is None,
-        "--no-pad-vocab-size cannot work without --padded-vocab-size: Megatron has no size of the vocabulary "
-        "then; use --make-vocab-size-divisible-by 1 to pad as little as the ranks allow",
+        "--no-pad-vocab-size cannot work without --padded-vocab-size: Megatron then does not know the vocabulary "
+        "size; use --make-vocab-size-divisible-by 1 to pad as little as the ranks allow",
     ),
     Refusal(
         lambda a: a.log_pipeline_interval and not (a.tensorboard_dir or a.wandb_project),
@@ -462,7 +466,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: a.pipeline_trace and a.rank_report and Path(a.pipeline_trace) == Path(a.rank_report),
-        "--pipeline-trace and --rank-report both write rank_N.json to {rank_report}: use a folder of its own for each",
+        "--pipeline-trace and --rank-report both write rank_N.json to {rank_report}: use a different folder for each",
     ),
 )
 

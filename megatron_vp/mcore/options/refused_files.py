@@ -1,4 +1,4 @@
-"""What is refused of a schedule file, and of jobs that it was not made for."""
+"""Refusals of schedule files, and of jobs that a file does not match."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ FILE_REFUSALS = (
     ),
     Refusal(
         lambda a: _fixed(a) and a.offload_chunks != "0",
-        "--pipeline-schedule {pipeline_schedule} with --offload-chunks {offload_chunks} is not supported: the file "
-        "itself says what leaves the device; leave --offload-chunks out, or write a schedule that has it (megatron-vp "
-        "schedule NAME --offload-chunks {offload_chunks} --format json)",
+        "--pipeline-schedule {pipeline_schedule} with --offload-chunks {offload_chunks} is not supported: the schedule "
+        "file decides which chunks are offloaded; leave --offload-chunks out, or write a schedule that has it "
+        "(megatron-vp schedule NAME --offload-chunks {offload_chunks} --format json)",
     ),
     Refusal(
         lambda a: (file := _fixed(a)) and file.vocab.is_sharded and file.vocab != a.vocab_parallel_algorithm,
@@ -62,17 +62,18 @@ FILE_REFUSALS = (
     Refusal(
         lambda a: (file := _fixed(a)) and file.vocab.is_sharded and file.vocab_ranks != _holders(a),
         "--pipeline-schedule {pipeline_schedule} has vocabulary passes on ranks {file_holders}, and vocabulary rows "
-        "are on ranks {row_holders}: use --vocab-shards with rows on ranks {file_holders} alone",
+        "are on ranks {row_holders}: use --vocab-shards with rows only on ranks {file_holders}",
     ),
     Refusal(
         lambda a: (file := _fixed(a)) and not a.skip_train and not file.kinds & {PassKind.B, PassKind.BW},
         "--pipeline-schedule {pipeline_schedule} has no backward passes and cannot train: use a file that has them, or "
-        "evaluate alone with --skip-train",
+        "only evaluate, with --skip-train",
     ),
     Refusal(
         lambda a: _fixed(a) and (a.step_batch_size_schedule or a.rampup_batch_size),
         "--pipeline-schedule {pipeline_schedule} with --step-batch-size-schedule or --rampup-batch-size is not "
-        "supported: the batch grows, and the file has one number of microbatches; leave them out, or name a family",
+        "supported: the batch grows, but a file has a fixed number of microbatches; leave them out, or name a "
+        "schedule instead of a file",
     ),
     Refusal(
         lambda a: (file := _fixed(a)) and file.microbatches != _microbatches(a),
@@ -90,25 +91,25 @@ FILE_REFUSALS = (
             and not (a.vocab_parallel and not a.mtp_num_layers)
             and file.placement.chunk_of(file.placement.stages - 1) + 1 != file.chunks
         ),
-        "--pipeline-schedule {pipeline_schedule} does not place the last stage in its rank's last chunk, as runs "
-        "without --vocab-parallel or with --mtp-num-layers need it: use a placement that does",
+        "--pipeline-schedule {pipeline_schedule} does not place the last stage in its rank's last chunk, which runs "
+        "without --vocab-parallel or with --mtp-num-layers require: use a placement that does",
     ),
     Refusal(
         lambda a: (file := _fixed(a)) and file.chunks == 1 and file.placement != Placement.linear(file.pipeline_size),
-        "--pipeline-schedule {pipeline_schedule} has one chunk per rank and not stage r on rank r: use a placement "
-        "that numbers the ranks in the order of their stages",
+        "--pipeline-schedule {pipeline_schedule} has one chunk per rank, but does not place stage r on rank r: use "
+        "a placement that does",
     ),
     Refusal(
         lambda a: (file := _fixed(a)) and _starts_late(file),
-        "--pipeline-schedule {pipeline_schedule} is not supported: a chunk's first weight gradient is not that of "
-        "microbatch 0, with which its sum begins; use an order in which it comes first",
+        "--pipeline-schedule {pipeline_schedule} is not supported: the first weight gradient of each chunk must be "
+        "that of microbatch 0, where its sum begins; use an order in which it comes first",
     ),
 )
 """In the order of the checks."""
 
 
 def file_words(args: argparse.Namespace) -> dict[str, object]:
-    """What the messages say of the file and of the job; empty without a file."""
+    """The values that the messages name, from the file and the job; empty without a file."""
     file = _fixed(args)
     if file is None:
         return {}

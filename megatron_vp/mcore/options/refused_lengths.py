@@ -1,4 +1,4 @@
-"""What is refused of a run's length and of the iterations that are treated apart.
+"""Refusals about a run's length and about iterations with special treatment.
 
 Megatron states most of these as assertions that it reaches after the model is built, on every rank.
 """
@@ -37,7 +37,7 @@ LENGTH_REFUSALS = (
     ),
     Refusal(
         lambda a: _anneals(a) and learning_course(a)["lr_warmup_steps"] >= (learning_course(a)["lr_decay_steps"] or 1),
-        "the learning rate would still warm up when its decay has ended (both begin with the run): use a shorter "
+        "the learning rate would still be warming up when its decay has ended (both begin with the run): use a shorter "
         "--lr-warmup-iters (--lr-warmup-samples, --lr-warmup-fraction below 1), or a longer --train-iters or "
         "--lr-decay-iters",
     ),
@@ -47,8 +47,8 @@ LENGTH_REFUSALS = (
             and a.lr_decay_style == "WSD"
             and (a.lr_wsd_decay_iters if a.train_iters else a.lr_wsd_decay_samples) is None
         ),
-        "--lr-decay-style WSD does not say how long the rate decays: use it with --lr-wsd-decay-iters, or with "
-        "--lr-wsd-decay-samples where the length of the run is given in samples",
+        "--lr-decay-style WSD needs the length of the decay: use it with --lr-wsd-decay-iters, or with "
+        "--lr-wsd-decay-samples if the length of the run is given in samples",
     ),
     Refusal(
         lambda a: _anneals(a) and a.lr is not None and a.lr_warmup_init > a.lr,
@@ -75,8 +75,8 @@ LENGTH_REFUSALS = (
     ),
     Refusal(
         lambda a: a.phase_transition_iterations and a.train_samples is None,
-        "--phase-transition-iterations without --train-samples cannot work: Megatron ends the last phase there; use "
-        "--train-samples instead of --train-iters, or leave --phase-transition-iterations out",
+        "--phase-transition-iterations without --train-samples cannot work: the number of samples ends the last "
+        "phase; use --train-samples instead of --train-iters, or leave --phase-transition-iterations out",
     ),
     Refusal(
         lambda a: _scales_loss(a) and not 0 < a.min_loss_scale <= a.initial_loss_scale,

@@ -1,4 +1,4 @@
-"""What is refused of jobs that move activations to the host's memory."""
+"""Refusals of jobs that move activations to the host's memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _asks_for_more(a: argparse.Namespace) -> bool:
 OFFLOAD_REFUSALS = (
     Refusal(
         _asks_for_more,
-        "--offload-chunks {offload_chunks} is more than a rank has chunks: use half, all, or at most as many as "
+        "--offload-chunks {offload_chunks} is more chunks than a rank has: use half, all, or at most as many as "
         "--pipeline-schedule {pipeline_schedule} has",
     ),
     Refusal(
@@ -29,12 +29,12 @@ OFFLOAD_REFUSALS = (
     ),
     Refusal(
         lambda a: run_settings(a).offloads and a.recompute_granularity == "full",
-        "--offload-chunks with --recompute-granularity full is not supported: layers that are computed again keep "
-        "their inputs alone, hardly worth a copy; use --recompute-granularity selective, or leave one of both out",
+        "--offload-chunks with --recompute-granularity full is not supported: recomputed layers keep only their "
+        "inputs, which are hardly worth copying; use --recompute-granularity selective, or leave one of the two out",
     ),
     Refusal(
         lambda a: run_settings(a).offloads and a.cuda_graph_impl != "none",
-        "--offload-chunks with --cuda-graph-impl {cuda_graph_impl} is not supported: a graph keeps its activations "
-        "where they were captured; use --cuda-graph-impl none",
+        "--offload-chunks with --cuda-graph-impl {cuda_graph_impl} is not supported: a graph needs its activations "
+        "at the addresses where they were captured; use --cuda-graph-impl none",
     ),
 )

@@ -12,7 +12,7 @@ from megatron_vp.mcore.settled import run_settings
 
 @dataclass(frozen=True)
 class RefusedOption:
-    """What the user asks for, and the parts of the line that refuses it.
+    """An option that is refused, and the parts of its message.
 
     name: as the line names it; {names} are filled from the arguments.
     given: whether the arguments ask for it.
@@ -50,7 +50,7 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--cuda-graph-impl local",
         lambda a: a.cuda_graph_impl == "local",
-        "Megatron's own schedules create the graphs after their first iteration, which ours do not",
+        "only Megatron's own schedules create these graphs, after their first iteration",
         "use --cuda-graph-impl none",
     ),
     RefusedOption(
@@ -88,24 +88,23 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--mtp-hsm",
         lambda a: getattr(a, "mtp_hsm", False),  # nor this one
-        "which hidden states a further prediction mixes is drawn at random, and has not been compared with Megatron's "
-        "own order of passes",
+        "it mixes hidden states at random, and was never compared with Megatron's own order of passes",
     ),
     RefusedOption(
         "--fp32-residual-connection",
         lambda a: a.fp32_residual_connection,
-        "what stages and vocabulary layers hand to each other travels in the model's dtype",
+        "stages and vocabulary layers exchange tensors in the model's dtype",
     ),
     RefusedOption(
         "--moe-paged-stash or --moe-expert-rank-capacity-factor",
         lambda a: a.moe_paged_stash or a.moe_expert_rank_capacity_factor is not None,
-        "Megatron's own schedules alone repeat an iteration whose experts overflow",
+        "only Megatron's own schedules repeat an iteration in which experts overflow",
         "leave them out",
     ),
     RefusedOption(
         "--tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards",
         lambda a: a.gtp_weight_remat_size * a.expert_gtp_weight_remat_size > 1,
-        "weights that are gathered for every use know the order of Megatron's own schedules alone",
+        "gathering weights for every use works only in the order of Megatron's own schedules",
         "leave them out",
     ),
     RefusedOption(
@@ -120,19 +119,19 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--log-straggler",
         lambda a: a.log_straggler,
-        "it times forward_step, which does not run the model here",
+        "it times forward_step, which here does not run the model",
         "use --rank-report or --pipeline-trace for each rank's pass times",
     ),
     RefusedOption(
         "--inprocess-restart",
         lambda a: a.inprocess_restart,
-        "communicators of our own outlive the restart",
+        "this plug-in's communicators survive the restart",
         "leave it out and let the launcher start the ranks again",
     ),
     RefusedOption(
         "--fine-grained-activation-offloading",
         lambda a: a.fine_grained_activation_offloading,
-        "it counts on the order of Megatron's own schedules",
+        "it relies on the order of Megatron's own schedules",
         "use --offload-chunks",
     ),
 )

@@ -1,4 +1,4 @@
-"""What is refused of jobs with packed sequences, in which attention keeps to each of several documents."""
+"""Refusals of jobs with packed sequences, in which attention stays within each document."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ REFUSED_PACKING = (
     RefusedOption(
         f"{PACKING}, --context-parallel-size and --mtp-num-layers",
         lambda a: _packs(a) and a.context_parallel_size > 1 and a.mtp_num_layers,
-        "what follows a position lies in its document's other piece",
+        "the tokens after a position are in the document's other piece, on another rank",
         "leave one of them out",
     ),
     RefusedOption(
         f"{PACKING} and --cuda-graph-impl transformer_engine",
         lambda a: _packs(a) and _graphs_hold_attention(a),
-        "a graph that holds attention takes no boundaries of documents",
+        "a graph that contains attention cannot take document boundaries",
         "name --cuda-graph-modules without attn, use --cuda-graph-impl none",
     ),
 )
-"""Of our schedules alone."""
+"""Only for our schedules."""
 
 PACKING_REFUSALS = (
     Refusal(
@@ -46,7 +46,7 @@ PACKING_REFUSALS = (
     Refusal(
         lambda a: a.sft and (a.create_attention_mask_in_dataloader or a.reset_position_ids or a.reset_attention_mask),
         "--sft with attention masks made by the loader, --reset-position-ids or --reset-attention-mask cannot work: "
-        "packed conversations have their own positions and boundaries in place of masks; use "
+        "packed conversations use their own positions and boundaries instead of masks; use "
         "--no-create-attention-mask-in-dataloader, and leave the others out",
     ),
     Refusal(
@@ -62,7 +62,7 @@ PACKING_REFUSALS = (
             and a.hybrid_layer_pattern is None
         ),
         f"{PACKING} with --transformer-impl local and --core-attention megatron cannot work: Megatron's local "
-        "attention has masks and no boundaries of documents; use --core-attention sdpa, or Transformer Engine's layers",
+        "attention takes masks, not document boundaries; use --core-attention sdpa, or Transformer Engine's layers",
     ),
     Refusal(
         lambda a: (
@@ -72,13 +72,14 @@ PACKING_REFUSALS = (
             and not run_settings(a).replaces_schedule
         ),
         f"{PACKING} with --pipeline-model-parallel-size {{pipeline_model_parallel_size}} and micro batches above 1 "
-        "cannot work under Megatron's own schedule: its scripts join the sequences of a micro batch, and it receives "
-        "them apart; use --micro-batch-size 1 and --eval-micro-batch-size 1, or a --pipeline-schedule of ours",
+        "cannot work under Megatron's own schedule: its scripts join the sequences of a micro batch, but its stages "
+        "receive them separately; use --micro-batch-size 1 and --eval-micro-batch-size 1, or a --pipeline-schedule "
+        "of ours",
     ),
     Refusal(
         lambda a: a.core_attention == "sdpa" and a.context_parallel_size > 1 and _packs(a) and not a.sft,
         "--core-attention sdpa with --dataloader-inter-document-masking and --context-parallel-size is not supported: "
-        "Megatron then cuts the whole sequence into pieces and not each document, which attention needs; use "
+        "Megatron then cuts the whole sequence into pieces, but attention needs each document cut; use "
         "--context-parallel-size 1, or --sft",
     ),
 )

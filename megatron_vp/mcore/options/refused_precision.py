@@ -86,7 +86,7 @@ REFUSED_PRECISION = (
     RefusedOption(
         "--te-precision-config-file",
         lambda a: a.te_precision_config_file,
-        "it may choose formats that are refused by flag, layer by layer",
+        "it may choose, layer by layer, formats that are refused as flags",
         "leave it out and choose one format with --fp8-format and --fp8-recipe",
     ),
     RefusedOption(
@@ -94,6 +94,6 @@ REFUSED_PRECISION = (
         _counts_recomputed_regions,
         "Transformer Engine counts recomputed regions over all chunks of a rank, so scales would be updated in the "
         "wrong backward",
-        "use another --fp8-recipe, chunks of as many layers each, or no --recompute-granularity",
+        "use another --fp8-recipe, chunks of equally many layers, or no --recompute-granularity",
     ),
 )

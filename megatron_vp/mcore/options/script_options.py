@@ -19,8 +19,7 @@ def refuse_script_options(args: argparse.Namespace) -> None:
     if args.dataloader_type == "external":
         asked.append("--dataloader-type external")
     if asked:
-        are = "is" if len(asked) == 1 else "are"
         raise UserError(
-            f"{', '.join(asked)} {are} the script's to serve, and pretrain_gpt_vp.py does not: run one that does, "
-            f"NVIDIA's pretrain_gpt.py for instance, with `megatron-vp run pretrain_gpt.py ...`"
+            f"{', '.join(asked)} must be implemented by the script, but pretrain_gpt_vp.py does not do so: run one "
+            "that does, such as NVIDIA's pretrain_gpt.py, with `megatron-vp run pretrain_gpt.py ...`"
         )

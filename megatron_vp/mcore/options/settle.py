@@ -1,4 +1,4 @@
-"""From parsed arguments to a settled job: what is chosen, written into Megatron's arguments, validated and refused.
+"""From parsed arguments to a settled job: choose settings, write them into Megatron's arguments, validate, refuse.
 
 Everything here runs before a process group exists, and on every rank alike.
 """
@@ -47,7 +47,7 @@ def settled_job(
     Raises:
         UserError: for arguments that cannot work, with all reasons that can be known at once.
     """
-    # What the user's arguments say, before anything is derived from them.
+    # The user's own arguments, before anything is derived from them.
     check_ranges(args)
     args.offload_chunks = chosen_offload(args)
     settings, given, prediction = run_settings(args), GivenLayout.of(args), Prediction(args)

@@ -1,1 +1,1 @@
-"""Where Megatron runs: what it must be told on this machine, and patches for what is missing there."""
+"""The machine that Megatron runs on: flags that it needs there, and patches for missing parts."""

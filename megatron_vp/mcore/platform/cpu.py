@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 
 
 class _Stream:
-    """Stands for a CUDA stream where everything runs in program order."""
+    """Replaces a CUDA stream where everything runs in program order."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         self.device = _CPU
@@ -40,7 +40,7 @@ class _Stream:
 
 
 class _Event(_Stream):
-    """Stands for a CUDA event: it has always happened."""
+    """Replaces a CUDA event: it has always happened."""
 
     record = wait = _Stream._nothing
 
@@ -120,7 +120,7 @@ def copied_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[
 class _HostGenerator:
     """Random numbers that a run with GPUs draws on the host, for data loaders and the datasets that they read.
 
-    torch's default generator stands for the device's. It must not depend on who reads data (one tensor rank of a
+    torch's default generator replaces the device's. It must not depend on who reads data (one tensor rank of a
     stage), nor on how often a loader was started (once more where a run resumes): both would change the elements that
     dropout takes. Checkpoints do not hold this generator's state.
     """

@@ -24,7 +24,7 @@ _FALLBACK_WARNINGS = (
 
 @dataclass(frozen=True)
 class _Situation:
-    """What the choice of a flag depends on: the platform, the layers that will be built, what the machine has."""
+    """The inputs to the choice of a flag: the platform, the layers that will be built, and the machine's packages."""
 
     cpu: bool
     local: bool

@@ -1,6 +1,6 @@
 """Megatron's compiled helpers for the indices of datasets: in the wheel, and compiled by a checkout at its first start.
 
-Rank 0 compiles them while the other ranks wait for it, so what is missing for that is found before, on every rank.
+Rank 0 compiles them while the other ranks wait for it, so every rank checks for the tools before that.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _NORM, _OPTIMIZER = "fused_layer_norm_cuda", "amp_C"
 
 @dataclass(frozen=True)
 class Installed:
-    """What a machine has besides PyTorch and Megatron."""
+    """The packages of a machine besides PyTorch and Megatron."""
 
     engine: str | None = None
     """Version of Transformer Engine, where `transformer_engine.pytorch` can be imported."""
@@ -54,17 +54,17 @@ class Installed:
     nvrx: bool = False
     """`nvidia_resiliency_ext`, which writes checkpoints of --async-save by default."""
     capability: tuple[int, int] | None = None
-    """Compute capability of the GPUs, where it was said."""
+    """Compute capability of the GPUs, if given."""
 
 
 of_nodes: Installed | None = None
-"""What the nodes have that a job is checked for (`pretend_gpu.py`); None: the job runs on this machine."""
+"""The packages of the nodes that a job is checked for (`pretend_gpu.py`); None: the job runs on this machine."""
 
 _hidden: dict[str, str] = {}
 
 
 def installed() -> Installed:
-    """What the machine has on which the job runs."""
+    """The packages of the machine on which the job runs."""
     return here() if of_nodes is None else of_nodes
 
 
@@ -117,7 +117,7 @@ def _hide(package: str, reason: str) -> None:
 def from_text(text: str) -> Installed:
     """What nodes have, by `--nodes "te=VERSION|no,apex=yes|no,PACKAGE=yes|no,cc=X.Y"` with the names of `_PACKAGES`.
 
-    What is left out is as on this machine. Raises UserError.
+    Anything left out is taken from this machine. Raises UserError.
     """
     given = dict(word.strip().partition("=")[::2] for word in text.split(","))
     if not given or given.keys() - {"te", "apex", "cc", *_PACKAGES} or not all(given.values()):
@@ -143,7 +143,7 @@ def from_text(text: str) -> Installed:
 
 def _is_yes(given: Mapping[str, str], name: str) -> bool:
     if given[name] not in ("yes", "no"):
-        raise UserError(f"--nodes: {name}={given[name]} says neither yes nor no")
+        raise UserError(f"--nodes: {name}={given[name]} is neither yes nor no")
     return given[name] == "yes"
 
 

@@ -58,7 +58,7 @@ def pretend_gpu(nodes: Installed) -> Iterator[None]:
 
 
 def assumed_nodes(asks_for_engine: bool) -> Installed:
-    """What nodes are assumed to have where nothing says so: what is installed here, and the layers asked for."""
+    """The default assumption about nodes: the packages installed here, and the layers asked for."""
     machine = installed.here()
     if asks_for_engine and machine.engine is None and machine.engine_fault is None:
         machine = replace(machine, engine=ENGINE)
@@ -66,7 +66,7 @@ def assumed_nodes(asks_for_engine: bool) -> Installed:
 
 
 def assumptions(nodes: Installed) -> str:
-    """What was taken for granted of the nodes that shall run a job."""
+    """The assumptions made about the nodes of a job."""
     engine = f", Transformer Engine {nodes.engine}" if nodes.engine else ""
     missing = [name for name, found in (("Transformer Engine", nodes.engine), ("Apex", nodes.apex)) if not found]
     capability = f"compute capability {'.'.join(map(str, nodes.capability or CAPABILITY))}{engine} assumed"

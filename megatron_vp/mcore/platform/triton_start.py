@@ -30,7 +30,7 @@ def c_compiler() -> str | None:
         raise OSError(f"CC={chosen} is not a command on this machine: unset CC or name a C compiler")
     headers = Path(sysconfig.get_paths()["include"])
     if found is not None and not (headers / "Python.h").is_file():
-        raise OSError(f"{found} is there, but not {headers}/Python.h: install Python's headers (python3-dev)")
+        raise OSError(f"{found} exists, but {headers}/Python.h does not: install Python's headers (python3-dev)")
     return found
 
 

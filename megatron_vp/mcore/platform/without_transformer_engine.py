@@ -25,7 +25,7 @@ def _norm_under_sequence_parallelism(original: Callable[..., Any]) -> Callable[.
             return original(cls, config, *args, **kwargs)
         whole = copy.copy(config)
         whole.sequence_parallel = False
-        # Where local layers stand for Transformer Engine's, which know weights around zero.
+        # Where local layers replace Transformer Engine's, which support zero-centered weights.
         whole.layernorm_zero_centered_gamma &= not replay().counts_engine
         norm = original(cls, whole, *args, **kwargs)
         for parameter in norm.parameters():

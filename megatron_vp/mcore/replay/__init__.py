@@ -1,1 +1,1 @@
-"""One rank of a large job, alone."""
+"""Runs one rank of a large job without the others."""

@@ -1,7 +1,7 @@
 """One rank of a large job, run alone against a process group without peers.
 
 The rank builds its real part of the model and runs its real program: every pass, in the order of the schedule, on the
-job's shapes. Communication returns at once; what a peer would have sent is made up. Times and memory of the passes are
+job's shapes. Communication returns at once, and data from peers is made up. Times and memory of the passes are
 those of the job, losses and gradients mean nothing, and waiting for peers is not shown: the simulator adds that.
 """
 
@@ -116,7 +116,8 @@ def run_alone(
     ranks = replica if ranks is None else ranks
     if min(sizes) < 1:
         raise UserError(
-            f"pipeline x tensor x context = {' x '.join(map(str, sizes))} ranks hold no model: give sizes from 1"
+            f"pipeline x tensor x context = {' x '.join(map(str, sizes))} is not a valid layout: every size must be "
+            "at least 1"
         )
     if ranks % replica or not 0 <= rank < ranks:
         raise UserError(
@@ -125,8 +126,8 @@ def run_alone(
         )
     if shapes_only and (experts := job.whole_number("num_experts", 0)):
         raise UserError(
-            f"--shapes-only cannot count with --num-experts {experts}: numbers say which experts a token goes to, and "
-            f"so how large tensors are; leave --shapes-only out, on a GPU"
+            f"--shapes-only cannot count with --num-experts {experts}: which experts a token goes to, and so the size "
+            f"of tensors, depends on values; leave --shapes-only out, on a GPU"
         )
     tokens = job.whole_number("vocab_size", 0) or job.whole_number("padded_vocab_size", 0)
     if not tokens:
@@ -155,7 +156,7 @@ def run_alone(
             if played < microbatches:
                 host += f" --global-batch-size {played * job.whole_number('micro_batch_size', 1) * (ranks // replica)}"
             if engine:
-                # Local layers stand for Transformer Engine's, which need a device.
+                # Local layers replace Transformer Engine's, which need a device.
                 host += " --transformer-impl local --core-attention sdpa"
             with fake_tensors(engine), replaying(job=job):
                 run_script(script, [*arguments, *host.split()])
@@ -163,7 +164,7 @@ def run_alone(
             with replaying(job=job):
                 run_script(script, arguments)
         if not report.exists():
-            raise UserError("the rank wrote no report, which holds a replay's figures: see `megatron-vp patches`")
+            raise UserError("the rank wrote no report with the figures of the replay: see `megatron-vp patches`")
         found = _read(next(report.iterdir()), sizes[0], timed=not shapes_only)
     if not shapes_only:
         return found

@@ -1,7 +1,7 @@
 """A replay without numbers: tensors have shapes and no contents, so that any rank of any job fits on a laptop.
 
 PyTorch's fake tensors stand in for all others. The rank builds its real part of the model and its optimizer and runs
-its real program, autograd and all, but computes nothing. What it shows is memory: which storages live at once. What an
+its real program, autograd and all, but computes nothing. It shows memory: which storages live at once. What an
 allocator adds (rounding, fragments), workspaces of libraries, and communicators are not in it.
 """
 
@@ -58,8 +58,8 @@ class LiveStorages(TorchDispatchMode):
             results = function(*args, **(kwargs or {}))
         except (DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise UserError(
-                f"--shapes-only cannot tell what {function} makes: the shape depends on numbers; leave --shapes-only "
-                f"out, on a GPU"
+                f"--shapes-only cannot tell the shape of what {function} returns, because it depends on values; "
+                "leave --shapes-only out, on a GPU"
             ) from error
         return self._counted(results, FakeTensor)
 

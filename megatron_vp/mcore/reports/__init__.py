@@ -1,1 +1,1 @@
-"""What a run tells about itself: passes, memory, traces."""
+"""Reports of a run: passes, memory, traces."""

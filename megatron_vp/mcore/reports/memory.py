@@ -15,7 +15,7 @@ class Meter(Protocol):
 
     @property
     def allocated(self) -> int:
-        """What is allocated now."""
+        """The bytes allocated now."""
 
     @property
     def peak(self) -> int:
@@ -41,7 +41,7 @@ class _DeviceMemory:
 
 
 def meter() -> Meter | None:
-    """What counts this rank's memory; None on a CPU, where nobody does."""
+    """The counter of this rank's memory; None on a CPU, which has none."""
     if replay().meter is not None:
         return replay().meter
     return _DeviceMemory() if pipeline_device().type == "cuda" else None

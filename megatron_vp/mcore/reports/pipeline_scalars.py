@@ -84,7 +84,7 @@ class PipelineScalars:
 
 
 def own_figures(spans: Sequence[Span]) -> IterationFigures:
-    """The figures of this rank, of what a lean recorder has seen."""
+    """The figures of this rank, as a lean recorder saw them."""
     computing = [span for span in spans if isinstance(span.work, Run | Loss)]
     second_stream = [span for span in spans if isinstance(span.work, Collective)]
     runs = (span for span in computing if isinstance(span.work, Run) and span.work.action.kind in VOCABULARY_KINDS)

@@ -128,7 +128,7 @@ def _sums(of_iterations: Sequence[dict[str, float]]) -> dict[str, float]:
 def in_first_pipeline(job: SettledJob) -> bool:
     """Whether this rank belongs to the first data-parallel replica's first tensor rank: one pipeline reports.
 
-    A rank without peers always does: nobody else would.
+    A rank without peers always does, because no other rank would.
     """
     if job.args.fake_process_group:
         return True

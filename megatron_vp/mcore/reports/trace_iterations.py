@@ -20,7 +20,7 @@ def iterations_in(text: str) -> range:
 
 
 def check_trace_iterations(args: argparse.Namespace) -> None:
-    """Raise UserError for iterations that are none, and for a trace of iterations that the run will not reach."""
+    """Raise UserError for invalid iterations, and for iterations that the run will not reach."""
     iterations = iterations_in(args.pipeline_trace_iterations)
     if args.pipeline_trace is not None and args.train_iters is not None and iterations[0] > args.train_iters:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What a run is: said once per job when it starts, so that its log shows which parts of the plug-in are on.
+"""The banner of a run, printed once per job at the start, so that the log shows which parts of the plug-in are on.
 
 `megatron-vp check` says the same of a job that has not started.
 """
@@ -31,7 +31,7 @@ _GIB = 2**30
 
 
 def print_banner(job: SettledJob) -> None:
-    """Say what the job of this process is; call it on one rank."""
+    """Print the banner of this process's job; call it on one rank."""
     described = describe_run(job, job.args.world_size)
     lines = [", ".join(versions()), *described, *describe_prediction(job)]
     print(*(f"megatron_vp: {line}" for line in lines), sep="\n", flush=True)
@@ -60,7 +60,7 @@ def describe_sizes(job: SettledJob, ranks: int) -> str:
 
 
 def describe_run(job: SettledJob, ranks: int) -> list[str]:
-    """What a settled job makes of `ranks` ranks, in lines: sizes, schedule, method, rows, layers, who computes what."""
+    """Lines that describe a settled job on `ranks` ranks: sizes, schedule, method, rows, layers, implementations."""
     args, file = job.args, job.settings.file
     lines = (
         describe_sizes(job, ranks),

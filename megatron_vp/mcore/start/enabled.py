@@ -46,7 +46,7 @@ class Handle:
 def enable(settings: Mapping[str, Any]) -> Handle:
     """See `megatron_vp.enable`."""
     if settled.own_loop() is not None:
-        raise UserError("megatron_vp.enable was called twice: call disable() of the first handle before")
+        raise UserError("megatron_vp.enable was called twice: call disable() of the first handle first")
     before, hook = patches.in_force(), sys.excepthook
     handle = Handle(before, hook)
     try:
@@ -78,7 +78,7 @@ def _require_no_model() -> None:
     if built:
         raise UserError(
             f"megatron_vp.enable was called after this script had built a {min(kind.__name__ for kind in built)}: call "
-            f"it before a model is built, best in the first lines of the script"
+            f"it before a model is built, ideally in the first lines of the script"
         )
 
 
@@ -209,7 +209,7 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
             setattr(args, name, value)
     if config.pipeline_model_parallel_layout is not None:
         raise UserError(
-            "megatron_vp.enable takes models without a pipeline_model_parallel_layout in their configuration: leave "
+            "megatron_vp.enable does not support a pipeline_model_parallel_layout in the model's configuration: leave "
             "it out, or let Megatron's own arguments lay the model out"
         )
     if args.transformer_impl != "local" and run_settings(args).splits_backward:
@@ -220,8 +220,8 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
         )
     if args.vocab_parallel and (args.vocab_shards == "balanced" or args.vocab_shards.startswith("measured:")):
         raise UserError(
-            f"vocab_shards={args.vocab_shards!r} may move layers, and this script's models have theirs: use 'even' or "
-            f"rows by pipeline rank"
+            f"vocab_shards={args.vocab_shards!r} may move layers, but this script places the layers itself: use "
+            "'even' or rows by pipeline rank"
         )
     if config.pipeline_model_parallel_size != args.pipeline_model_parallel_size:
         raise UserError(

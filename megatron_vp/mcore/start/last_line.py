@@ -1,4 +1,4 @@
-"""The line by which a start ends that cannot work: said once per job, after everything else that its ranks print.
+"""The last line of a start that cannot work, printed once per job, after all other output of its ranks.
 
 Ranks that refuse meet in the launcher's store, or in the one that rank 0 serves. Each writes its own output first. Then
 one of them speaks for all, so that the line is the last of the job's log, and all leave together: launchers end every
@@ -34,7 +34,7 @@ def refuse_together(reason: str, seconds: float) -> None:
     """
     at_last(lambda: None)  # what this rank has printed comes before the line
     printed, who = False, os.environ.get("RANK")
-    with suppress(Exception):  # no store can be reached, or its address is what is refused
+    with suppress(Exception):  # no store can be reached, or its address is the refused input
         _listen()
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if ranks == 1 or _replays():
@@ -113,7 +113,7 @@ def _print(reasons: str | dict[str, str]) -> None:
 
 
 def _tell_torchrun(line: str) -> None:
-    """Leave the line where torchrun looks for what it says of the first process that failed."""
+    """Leave the line where torchrun looks for the error of the first process that failed."""
     with suppress(KeyError, OSError), open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
         json.dump({"message": line, "timestamp": int(time.time())}, file)
 

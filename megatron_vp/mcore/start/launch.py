@@ -60,7 +60,7 @@ def refuse(said: str, status: int) -> NoReturn:
 
 
 def _end_interrupted() -> NoReturn:
-    """End after Ctrl-C, which every rank gets: one line per job, and nobody waits for peers."""
+    """End after Ctrl-C, which every rank gets: one line per job, and no rank waits for peers."""
     if os.environ.get("RANK", "0") == "0":
         at_last(lambda: say("stopped by Ctrl-C (SIGINT)"))
     _exit(128 + signal.SIGINT)
@@ -96,14 +96,14 @@ def _exit(status: int) -> NoReturn:
         from megatron_vp.runtime.watchdog import end_process
 
         end_process(status)
-    # Python would try to write what is left, fail, and end with a status of its own.
+    # Python would try to write the rest, fail, and end with a different status.
     if not at_last(lambda: None):
         os._exit(status)
     sys.exit(status)
 
 
 def _checkpoint_line(error: BaseException) -> str | None:
-    """That a checkpoint could not be written or read; None for any other error. Rank 0 alone hears by whom."""
+    """That a checkpoint could not be written or read; None for any other error. Only rank 0 learns by whom."""
     from torch.distributed.checkpoint import CheckpointException
 
     if not isinstance(error, CheckpointException):
@@ -118,7 +118,7 @@ def _failure(reason: BaseException) -> str:
     if not isinstance(reason, KeyError):
         return str(reason).strip().partition("\n")[0]
     state = str(reason.args[0]).startswith("optimizer.state.")
-    way = "; the run that wrote it had this frozen: go on with a fresh optimizer by --no-load-optim" if state else ""
+    way = "; the run that wrote it had this frozen: start with a fresh optimizer by --no-load-optim" if state else ""
     return f"the checkpoint has no {reason.args[0]}{way}"
 
 

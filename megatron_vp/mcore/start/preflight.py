@@ -1,4 +1,4 @@
-"""What can be known of a job before its ranks start: its arguments, and the node that it shall run on."""
+"""Checks before the ranks of a job start: its arguments, and the node that it will run on."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ def check_job(
     Environment, `sys.argv` and patches are put back afterwards. The platform is that of this machine: without a CUDA
     device the arguments are checked with the layers and the backend that a CPU run would choose. Unless the job runs
     `here`, one that asks for NCCL or Transformer Engine's layers, or finds Transformer Engine installed, is checked for
-    GPUs elsewhere; so is every job for which `nodes` says what they have ("te=2.17.1,apex=no"). With `files` it is also
-    checked what the job reads and writes. A job of a user's `own_script` may have options that nobody else knows.
-    Raises UserError for what a start would refuse: unknown or contradictory arguments, a Megatron that does not fit.
+    GPUs elsewhere; this also holds for every job whose `nodes` are described ("te=2.17.1,apex=no"). With `files` it
+    also checks the files that the job reads and writes. A user's `own_script` may have options of its own.
+    Raises UserError for anything that a start would refuse: unknown or contradictory arguments, a Megatron that does
+    not fit.
     """
     with (
         one_line_for_paths(),
@@ -137,7 +138,7 @@ def _platform(arguments: list[str], here: bool, nodes: str | None = None) -> Abs
 
 
 def _said_of_platform(arguments: list[str]) -> dict[str, Any]:
-    """What a job says of its platform, on its command line or in its configuration; None where it says nothing."""
+    """The platform that a job's command line or configuration names; None if neither does."""
     values = read_job_config(*split_config(arguments)).values
     return {name: values.get(name) for name in _PLATFORM}
 
@@ -179,7 +180,7 @@ def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
     devices = torch.cuda.device_count() if args.distributed_backend == "nccl" else ranks_per_node
     if devices < ranks_per_node:
         raise UserError(
-            f"{node}: {ranks_per_node} ranks shall run here, but {devices} GPUs are visible: start as many tasks a "
+            f"{node}: {ranks_per_node} ranks would run here, but {devices} GPUs are visible: start as many tasks per "
             f"node as it has GPUs (sbatch --gpus-per-node), and bind no GPU to a task"
         )
     interfaces = os.environ.get("NCCL_SOCKET_IFNAME", "")
@@ -215,7 +216,7 @@ def describe_node() -> str:
 
 
 def describe_job(job: SettledJob, ranks: int) -> list[str]:
-    """What a checked job makes of `ranks` ranks, and where a start of it begins, in lines."""
+    """Lines that describe a checked job on `ranks` ranks, and the iteration that it would start from."""
     from megatron_vp.mcore.options.vocab_rows import describe_rows  # imports readers of data
     from megatron_vp.mcore.start.banner import describe_sizes  # imports Megatron
 
@@ -224,7 +225,7 @@ def describe_job(job: SettledJob, ranks: int) -> list[str]:
 
 
 def describe_start(job: SettledJob) -> list[str]:
-    """What a checked job was checked for, and where a start of it begins, in lines."""
+    """Lines on the nodes that a job was checked for, and the iteration that it would start from."""
     args = job.args
     lines = [] if job.nodes is None else [f"checked for GPUs elsewhere: {assumptions(job.nodes)}"]
     if args.save is None:
@@ -278,7 +279,8 @@ def _parsed(arguments: list[str], ranks: int, own: Sequence[str] = ()) -> Iterat
 
 @contextmanager
 def _environment_of_a_rank(ranks: int, argv: list[str]) -> Iterator[None]:
-    """What a launcher sets. No rank of the job has this number, because the first one prints and writes files."""
+    """The environment variables that a launcher sets. No rank of the job has this number, because the first one prints
+    and writes files."""
     environment, command = dict(os.environ), list(sys.argv)
     os.environ.update(RANK=str(ranks), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
     sys.argv[:] = argv

@@ -1,7 +1,7 @@
 """Every rank has to run the same job. A node with another file or another installation is found before it can do harm.
 
 Ranks of different numbers of microbatches wait for each other forever; different learning rates, or other versions of
-this package, give a model that nobody asked for, in silence. So everything that a job's arguments say is compared, but
+this package, silently give a different model. So everything that a job's arguments say is compared, but
 for what may differ between machines. Only then does the job write to its folders, and only if no other job saves to the
 same place.
 """

@@ -1,1 +1,1 @@
-"""What a run reads and writes: data and checkpoints, checked before it starts."""
+"""The inputs and outputs of a run, data and checkpoints, checked before it starts."""

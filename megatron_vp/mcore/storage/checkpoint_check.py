@@ -1,7 +1,7 @@
 """The checkpoint that a run is to load, checked before any process group exists: there, whole, and of a form that fits.
 
 Megatron starts from random weights where it finds nothing, and fails on some ranks, at different times, where a file
-is damaged. Neither is what a user wants who asked for a checkpoint.
+is damaged. A user who asked for a checkpoint wants neither.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check_checkpoint(args: argparse.Namespace) -> str | None:
 
 def _check(args: argparse.Namespace, folder: Path, finetunes: bool) -> None:
     if not folder.is_dir():
-        raise UserError(f"the checkpoint {folder} is not there; {_others(folder)}")
+        raise UserError(f"the checkpoint {folder} does not exist; {_others(folder)}")
     if not any((folder / name).exists() for name in _PARTS):
         if any(folder.glob("mp_rank_*")):
             return _check_ranks_own_files(args, folder)
@@ -163,7 +163,9 @@ def _last(folder: Path) -> Path | None:
         return folder / said
     if not (said.isdecimal() and len(said) < 20):
         begins = said[:80]
-        raise UserError(f"{tracker} is corrupt: it holds {begins!r} and not an iteration; {_others(folder / 'iter')}")
+        raise UserError(
+            f"{tracker} is corrupt: it holds {begins!r} instead of an iteration; {_others(folder / 'iter')}"
+        )
     return folder / f"iter_{int(said):07d}"
 
 
@@ -175,14 +177,14 @@ def _check_ranks_own_files(args: argparse.Namespace, folder: Path) -> None:
     """Megatron's format before torch_dist, a file for each rank, needs ranks that hold what plain Megatron's hold."""
     if args.vocab_parallel or run_settings(args).places_chunks:
         raise UserError(
-            f"{folder} is in Megatron's format before torch_dist, whose files fit the ranks of plain Megatron alone: "
+            f"{folder} is in Megatron's older torch format, which only plain Megatron on the same ranks can load: "
             f"convert it in a plain run (--ckpt-format torch --ckpt-convert-format torch_dist --ckpt-convert-save DIR) "
             f"and use that"
         )
 
 
 def _damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint's files; None if its metadata can be read and no file is shorter than it says."""
+    """The fault in a checkpoint's files; None if its metadata can be read and no file is shorter than it says."""
     missing = [name for name in _PARTS if not (folder / name).is_file()]
     if missing:
         return f"the checkpoint {folder} lacks {' and '.join(missing)}"
@@ -205,7 +207,7 @@ def _damage(folder: Path) -> str | None:
 
 
 def _common_state(folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds besides tensors: the arguments of the run that wrote it, and optimizer settings."""
+    """The contents of a checkpoint besides tensors: the arguments of the run that wrote it, and optimizer settings."""
     from megatron.core.dist_checkpointing import load_common_state_dict
 
     with warnings.catch_warnings():
@@ -230,8 +232,8 @@ def _check_random_state(written_by: argparse.Namespace, folder: Path) -> None:
     """Megatron ends a run, with status 0, where the checkpoint holds no states of its random number tracker."""
     if getattr(written_by, "inference_rng_tracker", False) and not getattr(written_by, "no_save_rng", False):
         raise UserError(
-            f"{folder} was written with --inference-rng-tracker, which keeps no random state that Megatron could load: "
-            f"add --no-load-rng"
+            f"{folder} was written with --inference-rng-tracker, which does not store random state in a form that "
+            "Megatron can load: add --no-load-rng"
         )
 
 

@@ -28,7 +28,7 @@ def check_writable(option: str, folder: str | os.PathLike[str]) -> None:
     if not existing.is_dir():
         raise UserError(f"{option} {folder} cannot be a directory: {existing} is a file; choose another place")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"{option} {folder}: nothing can be written to {existing}; choose another place")
+        raise UserError(f"{option} {folder}: {existing} is not writable; choose another place")
 
 
 class _Files:

@@ -47,7 +47,7 @@ class _Unpickler(pickle.Unpickler):
                 if _is_record(found) and found.__module__ == module:
                     return found
         raise pickle.UnpicklingError(
-            f"it names {module}.{name}, which has no place in a checkpoint's metadata and was not run"
+            f"it names {module}.{name}, which does not belong in a checkpoint's metadata and was not executed"
         )
 
 

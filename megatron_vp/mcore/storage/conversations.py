@@ -11,7 +11,7 @@ from megatron_vp.errors import UserError
 def check_conversations(path: str | os.PathLike[str]) -> None:
     """Check that a file is there and that its first line is what Megatron's `SFTDataset` reads.
 
-    Raises UserError naming the file, what is wrong and what to do.
+    Raises UserError naming the file, the fault and the remedy.
     """
     path = os.fspath(path)
     form = '{"messages": [{"role": "system", "content": "..."}, ...]}'

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Documents = Iterable[tuple[str, str]]
-# (stage, characters done, characters in all or None while nobody knows)
+# (stage, characters done, characters in all or None while unknown)
 Progress = Callable[[str, int, int | None], None]
 
 # Documents are encoded in batches of about this many characters: enough to keep all threads of the tokenizer busy.
@@ -72,7 +72,7 @@ def prepare(
     which then goes to `NAME_tokenizer` with exactly `vocab_size` tokens. Exactly one of `vocab_size` and `tokenizer`
     (the directory of an existing one) is given. Token ids are stored as uint16 below 65500 tokens, else as int32.
     Files get their names when they are complete, the index last, so an interrupted run leaves no dataset that looks
-    whole. Files that have these names already are replaced only with `overwrite`, and stand until the new ones are
+    whole. Files that have these names already are replaced only with `overwrite`, and kept until the new ones are
     complete. `progress` hears of every document.
     Raises UserError if there is no text, the vocabulary and the text do not fit, the names are taken, or the files
     cannot be written.
@@ -117,7 +117,7 @@ def _check_names(written: Sequence[Path], overwrite: bool) -> None:
     taken = [path for path in written if os.path.lexists(path)]
     if taken and not overwrite:
         raise UserError(
-            f"{taken[0]} is there already, and a run may be training on it: choose another --name or --output, or "
+            f"{taken[0]} already exists, and a run may be training on it: choose another --name or --output, or "
             f"replace it with --overwrite"
         )
     for path in taken:
@@ -153,7 +153,7 @@ def _place(parts: Sequence[Path], written: Sequence[Path], aside: Path) -> None:
 
 @contextmanager
 def _storage_told(output: Path) -> Iterator[None]:
-    """Turn what the disk refuses into a UserError: readers and tokenizers have turned theirs."""
+    """Turn errors of the disk into a UserError; readers and tokenizers have converted theirs already."""
     try:
         yield
     except OSError as error:
@@ -221,7 +221,7 @@ def check_dataset(prefix: str | os.PathLike[str], split: str | None = None) -> N
     """Check that `prefix`.{bin,idx} are there and belong together; reads the index only, through Megatron's reader.
 
     Checks also that every share of `split` gets tokens; None where a run uses the dataset for one purpose alone.
-    Prefixes on object storage are left to Megatron. Raises UserError naming the file, what is wrong and what to do.
+    Prefixes on object storage are left to Megatron. Raises UserError naming the file, the fault and the remedy.
     """
     from megatron.core.datasets.indexed_dataset import _IndexReader
     from megatron.core.datasets.object_storage_utils import is_object_storage_path
@@ -266,7 +266,10 @@ def check_inputs(args: argparse.Namespace) -> None:
     if not args.mock_data:
         for path in filter(None, (args.data_args_path, args.per_split_data_args_path)):
             if os.path.exists(path) and not os.path.isfile(path):
-                raise UserError(f"the list of datasets {path} is not a file, and every rank reads it: write it to one")
+                raise UserError(
+                    f"the list of datasets {path} is not a regular file, but every rank has to read it: write it to "
+                    "a file"
+                )
         try:
             blend, blend_per_split = get_blend_and_blend_per_split(args)
         except OSError as error:
@@ -280,7 +283,7 @@ def check_inputs(args: argparse.Namespace) -> None:
         if blend is not None:
             if args.split is None and args.data_path is None:
                 raise UserError(
-                    "--data-args-path without --split: say the shares of training, validation and test data, such as "
+                    "--data-args-path without --split: give the shares of training, validation and test data, such as "
                     "--split 98,1,1"
                 )
             split = args.split or MEGATRONS_SPLIT
@@ -337,7 +340,7 @@ def _tokens_of(args: argparse.Namespace) -> int:
     by_folder = args.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer")
     if by_folder and not os.path.isdir(args.tokenizer_model or ""):
         # Its library would take the path for a name on the hub, and ask there for minutes.
-        raise UserError(f"there is no folder --tokenizer-model {args.tokenizer_model}")
+        raise UserError(f"--tokenizer-model {args.tokenizer_model} is not a folder")
     asked = argparse.Namespace(**vars(args) | {"pad_vocab_size": False, "rank": 1})  # rank 0 prints
     try:
         return build_tokenizer(asked).vocab_size

@@ -38,7 +38,7 @@ def check_optimizer(
     """
     if args.optimizer == "sgd":
         raise UserError(
-            f"Megatron cannot load the state of --optimizer sgd, which {folder} may hold: go on with a fresh optimizer "
+            f"Megatron cannot load the state of --optimizer sgd, which {folder} may hold: start with a fresh optimizer "
             f"by --no-load-optim"
         )
     _check_form(args, written_by, common, folder)
@@ -53,21 +53,21 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
     if (written := getattr(written_by, "optimizer", args.optimizer)) != args.optimizer:
         raise UserError(
             f"the optimizer state in {folder} was written by --optimizer {written}, and --optimizer {args.optimizer} "
-            f"cannot read it: go on with --optimizer {written}, or with a fresh optimizer by --no-load-optim"
+            f"cannot read it: continue with --optimizer {written}, or with a fresh optimizer by --no-load-optim"
         )
     distributed = _is_distributed(written_by, _is_distributed(args))
     if distributed != _is_distributed(args):
         raise UserError(
             f"the optimizer state in {folder} was written {'with' if distributed else 'without'} "
             f"--use-distributed-optimizer, and Megatron cannot read it {'without' if distributed else 'with'} it: "
-            f"{'add it' if distributed else 'leave it out'}, or go on with a fresh optimizer by --no-load-optim"
+            f"{'add it' if distributed else 'leave it out'}, or start with a fresh optimizer by --no-load-optim"
         )
     there, here = (getattr(each, "expert_model_parallel_size", 1) for each in (written_by, args))
     # Only experts that are spread have an optimizer of their own, and its state other names.
     if args.num_experts and (there > 1) != (here > 1):
         raise UserError(
             f"Megatron cannot load the optimizer state in {folder}, saved with --expert-model-parallel-size {there}, "
-            f"with {here}: keep both at 1 or both above, or go on with a fresh optimizer by --no-load-optim"
+            f"with {here}: keep both at 1 or both above, or start with a fresh optimizer by --no-load-optim"
         )
     form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     if form != "dp_reshardable":
@@ -77,8 +77,9 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
         if there != (here := asked[name]):
             raise UserError(
                 f"the optimizer state in {folder} is in the distributed optimizer's default form (dp_reshardable), "
-                f"which fits only the layout that wrote it, and there {name} was {there}, here it is {here}: write it "
-                f"with --dist-ckpt-optim-fully-reshardable, or go on with a fresh optimizer by --no-load-optim"
+                f"which fits only the layout that wrote it, and {name} was {there} in that run but is {here} in this "
+                "one: write it with --dist-ckpt-optim-fully-reshardable, or start with a fresh optimizer by "
+                "--no-load-optim"
             )
 
 
@@ -99,14 +100,14 @@ def _check_decoupled_rates(args: argparse.Namespace, written_by: argparse.Namesp
             raise UserError(
                 f"the optimizer state in {folder} was written {'without' if there is None else 'with'} {option}, and "
                 f"Megatron cannot read it {'with' if there is None else 'without'} it: "
-                f"{'leave it out' if there is None else f'add {option} {there}'}, or go on with a fresh optimizer by "
+                f"{'leave it out' if there is None else f'add {option} {there}'}, or start with a fresh optimizer by "
                 f"--no-load-optim"
             )
         if not (args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler):
             raise UserError(
-                f"learning rates would not go on as in {folder}, where {option} is {there} and here {here}: add "
-                f"--override-opt-param-scheduler to go on with the new value, or --use-checkpoint-opt-param-scheduler "
-                f"with the old"
+                f"learning rates would not continue as in {folder}, where {option} is {there} and here {here}: add "
+                "--override-opt-param-scheduler to continue with the new value, or "
+                "--use-checkpoint-opt-param-scheduler with the old"
             )
 
 
@@ -119,8 +120,8 @@ def _check_schedule(args: argparse.Namespace, common: dict[str, Any], folder: Pa
     for name, here in learning_course(args).items():
         if (there := written.get(name, here)) != here:
             raise UserError(
-                f"learning rate and weight decay would not go on as in {folder}, where {name} is {there} and here "
-                f"{here} (steps are samples): add --override-opt-param-scheduler to go on with the new values, as "
+                f"learning rate and weight decay would not continue as in {folder}, where {name} is {there} and here "
+                f"{here} (steps are samples): add --override-opt-param-scheduler to continue with the new values, as "
                 f"after a change of --train-iters or of the batch, or --use-checkpoint-opt-param-scheduler with the old"
             )
 

@@ -32,12 +32,12 @@ def _refusing(form: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             if is_loading:
                 raise UserError(
                     f"the optimizer's state in this checkpoint is in the form {form}, which fits only the layout that "
-                    f"wrote it and does not say which that is: write it in the form {_TAKEN} (in Megatron-Bridge by "
+                    f"wrote it and does not record that layout: write it in the form {_TAKEN} (in Megatron-Bridge by "
                     f"checkpoint.dist_ckpt_optim_fully_reshardable=True), or take a fresh optimizer (load_optim=False)"
                 )
             raise UserError(
                 f"this loop saves the distributed optimizer's state in the form {form}, which would load in another "
-                f'layout without a word: give its sharded_state_dict metadata={{"distrib_optim_sharding_type": '
+                f'layout without an error: give its sharded_state_dict metadata={{"distrib_optim_sharding_type": '
                 f'"{_TAKEN}"}}'
             )
 
@@ -64,7 +64,7 @@ PATCHES = tuple(
     Patch(
         f"megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_{function}",
         _refusing(form),
-        "the optimizer's state in a form that fits one layout would load in another without a word",
+        "the optimizer's state in a form that fits one layout would load in another without an error",
         "(self, model_sharded_state_dict, is_loading=False, metadata=None)",
     )
     for form, function in _OF_ONE_LAYOUT.items()

@@ -35,8 +35,8 @@ def with_the_same_rates(groups: Sequence[Group], loaded: Sequence[Group], keeps_
             continue
         if len(here) != len(there) or (keeps_loaded and len(here) > 1):
             raise UserError(
-                "the optimizer state in the checkpoint has learning rates of other groups of parameters than this run "
-                "(--decoupled-lr, --use-mup): give the options and rates of the run that wrote it, or go on with a "
+                "the optimizer state in the checkpoint has different parameter groups for learning rates than this run "
+                "(--decoupled-lr, --use-mup): give the options and rates of the run that wrote it, or start with a "
                 "fresh optimizer by --no-load-optim"
             )
         for group in () if keeps_loaded else theirs:

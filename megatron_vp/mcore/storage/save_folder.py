@@ -41,7 +41,7 @@ _FIELDS = ("token", "host", "process", "started", "machine", "job", "attempt", "
 
 
 class SaveFolder:
-    """A folder of checkpoints, from the point of view of a run that wants to save there. Used by rank 0 alone.
+    """A folder of checkpoints, from the point of view of a run that wants to save there. Used only by rank 0.
 
     `option` is the one that named the folder.
     """
@@ -80,8 +80,8 @@ class SaveFolder:
             taker = _read(others[-1]) if others else None
             raise UserError(
                 f"{self._named} was taken over by {_who(taker[0]) if taker else 'another run'}, because this "
-                f"run had been silent for {SILENCE_SECONDS:g} s: it ends without saving, so as not to overwrite "
-                f"checkpoints of the other"
+                f"run gave no sign of life for {SILENCE_SECONDS:g} s: this run stops without saving, so that it does "
+                f"not overwrite the other run's checkpoints"
             )
         return True
 
@@ -170,7 +170,7 @@ class SaveFolder:
 
 
 def _identity() -> dict[str, str]:
-    """This run, as it is written into a claim."""
+    """The description of this run that is written into a claim."""
     job = os.environ.get("SLURM_JOB_ID", "")
     return {
         "token": secrets.token_hex(8),
@@ -222,7 +222,7 @@ def _alive(owner: dict[str, str]) -> bool | None:
 
 
 def _read(claim: Path) -> tuple[dict[str, str], Any] | None:
-    """What a claim says, and a value that changes when it is renewed; None if it is gone.
+    """The contents of a claim, and a value that changes when it is renewed; None if it is gone.
 
     Its fields are empty where it cannot be read.
     """
@@ -276,7 +276,7 @@ def saves_to(args: argparse.Namespace) -> tuple[str, str] | None:
 def claim(option: str, folder: str) -> None:
     """Claim the folder of `option` for this run; returns as soon as it is the run's. A collective of all ranks.
 
-    Object storage (`SCHEME://`) is left alone. Raises UserError on every rank if another run uses the folder.
+    Object storage (`SCHEME://`) is not claimed. Raises UserError on every rank if another run uses the folder.
     """
     global _claimed, _guarded
     if "://" in folder:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PARTS = ("training", "validation", "test")
 MEGATRONS_SPLIT = "969,30,1"
-"""What Megatron takes for --data-path without --split."""
+"""Megatron's default split for --data-path."""
 
 
 def check_split(split: str) -> None:
@@ -28,8 +28,8 @@ def check_split(split: str) -> None:
         shares = []
     if len(shares) > len(PARTS) or not sum(shares):
         raise UserError(
-            f"--split {split} is not the shares of training, validation and test data: give up to three numbers from "
-            "0 with commas between them, not all 0, such as 98,1,1"
+            f"--split {split} does not give valid shares of training, validation and test data: use up to three "
+            "numbers from 0 with commas between them, not all 0, such as 98,1,1"
         )
 
 

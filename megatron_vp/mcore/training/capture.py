@@ -1,4 +1,5 @@
-"""Capture, then execute: what a user's `forward_step` would have given the model, without running the model.
+"""Capture, then execute: record the arguments that a user's `forward_step` would pass to the model, without running the
+model.
 
 The runtime calls `forward_step(data_iterator, probe)`. The probe records the arguments of the call and returns a
 placeholder; `forward_step` returns that and the loss function. When the schedule says so, the runtime runs the passes
@@ -26,21 +27,21 @@ _ELSEWHERE = {
 
 
 class Placeholder(torch.Tensor):
-    """Stands for the model's output, which is made when the schedule says so; nobody can compute with it."""
+    """Placeholder for the model's output, which the schedule computes later; any computation with it fails."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse every use: its result would be made of nothing, and lost. Raises UserError."""
         raise UserError(
-            "this forward_step computes with the model's output, which is not there yet when the schedule asks for the "
-            "microbatch: leave that to the loss function, which is given the token losses"
+            "this forward_step computes with the model's output, which does not exist yet when the schedule asks "
+            "for the microbatch: do that in the loss function, which receives the token losses"
         )
 
     __torch_dispatch__ = __torch_function__
 
 
 class Probe:
-    """Stands for the model in one call of `forward_step`; attribute reads go to the model itself."""
+    """Replaces the model in one call of `forward_step`; attribute reads go to the model itself."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -70,7 +71,7 @@ class Capture:
         return self.arguments().get(name)
 
     def arguments(self) -> dict[str, Any]:
-        """What the model's parameters would have got, by name, without those that were left out."""
+        """The arguments that the model would have received, by parameter name, without those left out."""
         return self._bound().arguments
 
     def keep(self, *names: str) -> None:
@@ -107,20 +108,20 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
         if data_iterator is not None or "NoneType" not in str(error):
             raise
         raise UserError(
-            "this forward_step reads data for a chunk in the middle of the model, and the script built none there: let "
-            "its is_dataset_built_on_rank say True for every stage, as packed sequences need; NVIDIA's scripts do so "
-            "with --sft alone, pretrain_gpt_vp.py also with --dataloader-inter-document-masking"
+            "this forward_step reads data for a chunk in the middle of the model, and the script built none there: "
+            "make its is_dataset_built_on_rank return True for every stage, as packed sequences need; NVIDIA's "
+            "scripts do so with --sft alone, pretrain_gpt_vp.py also with --dataloader-inter-document-masking"
         ) from error
     if len(probe.calls) != 1:
         raise UserError(
-            f"the schedule runs the model itself from the arguments of forward_step's one call of it; this "
-            f"forward_step called it {len(probe.calls)} times: call the model once, or leave --vocab-parallel and "
+            f"the schedule runs the model itself, with the arguments that forward_step passes in its one call; "
+            f"this forward_step called it {len(probe.calls)} times: call the model once, or leave --vocab-parallel and "
             f"--pipeline-schedule out"
         )
     if output is not probe.output:
         raise UserError(
-            "this forward_step returns something else than what the model returned: return the model's output as it "
-            "is, and leave the rest to the loss function"
+            "this forward_step does not return the model's output unchanged: return it unchanged, and do the rest in "
+            "the loss function"
         )
     # Many a loss function keeps the model, as NVIDIA's own does: the probe must not keep an attention mask with it.
     args, kwargs = probe.calls.pop()

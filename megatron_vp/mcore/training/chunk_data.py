@@ -41,7 +41,7 @@ def _counting_validation_sets(original: Callable[..., Any]) -> Callable[..., Any
         """As the original, once per chunk, where a chunk without data does not forget how long each set is."""
         nonlocal given
         args = current().args
-        if isinstance(args.eval_iters, list):  # what the chunk before made of it
+        if isinstance(args.eval_iters, list):  # the output of the chunk before
             counted, args.eval_iters = args.eval_iters, given
         else:
             counted, given = None, args.eval_iters

@@ -18,9 +18,9 @@ _deferred: list[Callable[[], None]] | None = None
 
 @contextmanager
 def deferred_checks() -> Iterator[None]:
-    """Inside, `validate_result` notes what it was asked; on leaving the checks are made, in their order.
+    """Inside, `validate_result` only records its calls; on leaving, the checks run in order.
 
-    What is wrong is found before the optimizer's step, as in Megatron's own schedules. After an exception none is made.
+    Faults are found before the optimizer's step, as in Megatron's own schedules. After an exception none is made.
     """
     global _deferred
     assert _deferred is None

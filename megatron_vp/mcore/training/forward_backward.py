@@ -1,4 +1,4 @@
-"""The function that Megatron's training loop calls in place of its own pipeline schedule."""
+"""The function that Megatron's training loop calls instead of its own pipeline schedule."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def forward_backward(
     """Run one iteration under --pipeline-schedule; Megatron's contract for a `forward_backward_func`.
 
     Returns:
-        What the user's loss function reported, one entry per microbatch, on the last pipeline rank; empty elsewhere.
+        The reports of the user's loss function, one entry per microbatch, on the last pipeline rank; empty elsewhere.
 
     Raises:
         UserError: for what this schedule cannot do.
@@ -131,8 +131,8 @@ def _check_communicator(pipeline: Pipeline, given: Any) -> None:
         return
     if type(given) is not P2PCommunicator:
         raise UserError(
-            f"a p2p_communicator of the script's own, here a {type(given).__name__}, is not supported: every edge of "
-            f"the pipeline has a communicator of ours; {_LEAVE_OUT}"
+            f"a p2p_communicator of the script's own, here a {type(given).__name__}, is not supported: every pipeline "
+            f"edge has its own communicator here; {_LEAVE_OUT}"
         )
     ranks, ours = dist.get_process_group_ranks(given.pp_group), list(pipeline.groups.members)
     if ranks != ours:
@@ -144,7 +144,7 @@ def _check_communicator(pipeline: Pipeline, given: Any) -> None:
 
 @dataclass(frozen=True)
 class _Job:
-    """This rank's model, and what is settled about every iteration."""
+    """This rank's model, and the settings that all iterations share."""
 
     settled: SettledJob
     chunks: list[torch.nn.Module]
@@ -163,7 +163,7 @@ def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessG
     others = [each for each in wrapped if not isinstance(each, DistributedDataParallel)]
     if others:
         raise UserError(
-            f"this script wraps its model in {type(others[0]).__name__}, and our passes put gradients into the buffers "
+            f"this script wraps its model in {type(others[0]).__name__}, but our passes put gradients into the buffers "
             f"of Megatron's DistributedDataParallel: wrap it in that, with a distributed optimizer"
         )
     cores = unwrap_model(chunks)
@@ -175,8 +175,8 @@ def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessG
         )
     if pipeline is None:
         raise UserError(
-            f"this script's {type(cores[0]).__name__} was made by a builder of its own, which --vocab-parallel and "
-            f"--pipeline-schedule know nothing of: use Megatron's builder or a model_provider, or leave both out"
+            f"this script's {type(cores[0]).__name__} was built by a custom builder, which --vocab-parallel and "
+            "--pipeline-schedule do not support: use Megatron's builder or a model_provider, or leave both out"
         )
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     settled = current()

@@ -1,7 +1,7 @@
-"""What is wrong with the losses of an iteration, by microbatch; and which pass made the first number that is none.
+"""Checks of an iteration's losses, by microbatch, and a search for the first pass that made a NaN or an infinity.
 
-The verdicts of an iteration are formed on the device and read once, at its end, where Megatron waits for the device
-anyway.
+The checks of an iteration run on the device, and their results are read once, at its end, where Megatron waits for the
+device anyway.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LossCheck:
         """Judge one microbatch; nothing waits for the device.
 
         A label outside the vocabulary has no logit, so its token loss means nothing. That is an error where the loss
-        depends on it; masked positions may hold any label. Without gradients, in evaluation, nobody knows what depends
+        depends on it; masked positions may hold any label. Without gradients, in evaluation, it is unknown what depends
         on it, and negative labels, the usual mark of an ignored position, pass.
 
         Args:
@@ -61,7 +61,7 @@ class LossCheck:
             if outside:
                 raise UserError(
                     f"label {label} of microbatch {microbatch} is outside the vocabulary of {self._vocab_size}: the "
-                    f"data was made with another tokenizer, or positions to ignore are not left out of the loss"
+                    f"data was made with another tokenizer, or the loss mask does not exclude ignored positions"
                 )
 
 

@@ -76,7 +76,7 @@ class MegatronModel:
         self._loss_check = LossCheck(self._chunks[-1].core.vocab_size)
         self._pending_weights: dict[tuple[int, int], list[PendingGradient]] = {}
         self.losses: list[Any] = []
-        """What the user's loss function reported, one entry per microbatch; on the last pipeline rank only."""
+        """The reports of the user's loss function, one entry per microbatch; on the last pipeline rank only."""
         self.tokens_seen = torch.zeros([], dtype=torch.int, device=shapes.device)
         self._output_options = {"fp32_output": False} if self._config.fp16 or self._config.bf16 else {}
         if gradients:
@@ -161,7 +161,7 @@ class MegatronModel:
         parameters = [parameter for each in pending for parameter in each.parameters]
         parameters += trained_parameters(part.delaying)  # biases of frozen weights have left nothing
         pending.reverse()
-        while pending:  # what a layer has used is freed before the next layer's product
+        while pending:  # a layer's tensors are freed before the next layer's product
             pending.pop().accumulate()
         part.after_weight_gradient(parameters)
 

@@ -71,8 +71,8 @@ def _check_further_predictions(context_size: int, has_gaps: bool) -> None:
 
 
 FURTHER_PREDICTIONS_IN_PIECES = (
-    "--context-parallel-size with packed sequences and --mtp-num-layers is not supported: what follows a position lies "
-    "in its document's other piece; use one of them"
+    "--context-parallel-size with packed sequences and --mtp-num-layers is not supported: the tokens after a position "
+    "are in the document's other piece, on another rank; use one of them"
 )
 
 

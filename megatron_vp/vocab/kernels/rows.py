@@ -88,7 +88,7 @@ def add_rows_(
     assert matrix_vh.is_contiguous() and source_nh.is_contiguous()
     if not count:
         return
-    # In sorted rows a place is its own position, and nobody reads the order.
+    # In sorted rows a place is its own position, and the order is not read.
     sorted_n, order_n = (row_n, row_n) if sorted_rows else row_n.sort(stable=True)
     segments, parts = triton.cdiv(count, SEGMENT), triton.cdiv(hidden, BLOCK)
     # Of a segment the sum that may have come in from the one before it, and the one that may go on.

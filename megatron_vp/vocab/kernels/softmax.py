@@ -140,7 +140,7 @@ def _capped(logit, softcap):
 
 @triton.jit
 def _kept(exp, logit, softcap):
-    """What is kept of an exponential: with a softcap, times the slope at its capped logit."""
+    """The stored value of an exponential: with a softcap, times the slope at its capped logit."""
     if softcap is None:
         return exp
     else:

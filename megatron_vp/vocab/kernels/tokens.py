@@ -102,5 +102,5 @@ def sort_by_owner_(
 
 
 def takes(tokens_n: torch.Tensor, vocab_size: int) -> bool:
-    """Whether the kernel is made for so many tokens and words."""
+    """Whether the kernel supports so many tokens and words."""
     return len(tokens_n) <= MOST_TOKENS and 3 * vocab_size < 2**31
