@@ -9,8 +9,8 @@ __version__ = "0.1.0"
 def enable(**settings: Any) -> Any:
     """Switch the plug-in on in a script or framework with a training loop of its own, before a model is built.
 
-    It does what the flags do, for loops that call `megatron.core.pipeline_parallel.get_forward_backward_func`. Put it
-    first in the script: it sets what must stand before Megatron is imported.
+    It does what the flags do, for loops that call `megatron.core.pipeline_parallel.get_forward_backward_func`. Call it
+    first in the script: it makes settings that must precede the import of Megatron.
 
     Args:
         settings: the values of our options, and of Megatron's where the model does not say them, by the names of their

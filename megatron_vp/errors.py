@@ -111,7 +111,7 @@ def say(line: str) -> None:
 
 
 def at_last(speak: Callable[[], None]) -> bool:
-    """Call `speak` before the process ends, and return soon whatever it runs into; says whether all was written.
+    """Call `speak` before the process ends; returns soon even if writing blocks, and says whether all was written.
 
     A thread speaks and is given up after some seconds: a pipe without a reader blocks its writer.
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
-    """What to print or write."""
+    """The result to print or write."""
 
     TABLE = "table"
     JSON = "json"

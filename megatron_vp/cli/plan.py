@@ -225,7 +225,7 @@ def _table(
 
 
 def _frontier_table(best: list[Evaluation]) -> str:
-    """What less memory costs: the runs than which none is both faster and smaller."""
+    """The frontier of time and memory: runs where no other run is both faster and smaller."""
     from rich.table import Table
 
     table = Table(title="less memory, more time: no run is both smaller and faster than these", title_justify="left")

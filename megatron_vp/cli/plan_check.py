@@ -1,4 +1,4 @@
-"""What `plan` recommends is something that `check` accepts: plans go through training's own validation first."""
+"""`plan` recommends only runs that `check` accepts: plans go through training's own validation first."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Answer:
         return Request(config, variant.job, self.hardware, self.limit)
 
     def settings(self, found: Found) -> dict[str, object]:
-        """What to change in the configuration for this run."""
+        """The changes to the configuration for this run."""
         from megatron_vp.cost.sizes.job_plan import settings_of
 
         request = self.request(found)

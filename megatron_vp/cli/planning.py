@@ -1,4 +1,4 @@
-"""What `plan` and `simulate` share: their options, the job they are asked about, and how answers are written."""
+"""The shared parts of `plan` and `simulate`: options, the job, and the output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MOST_GPUS = 1_000_000
 
 
 class Format(StrEnum):
-    """What to print or write."""
+    """The result to print or write."""
 
     TABLE = "table"
     JSON = "json"
@@ -74,7 +74,7 @@ class Request:
 
     @property
     def tie(self) -> Tie:
-        """By how much runs of the job may differ and still count as equally fast."""
+        """The largest difference at which runs of the job still count as equally fast."""
         from megatron_vp.cost.planning.ties import tie_of
 
         return tie_of(self.job, self.hardware)
@@ -95,7 +95,7 @@ class Request:
         return f"{rows}; layers by stage {','.join(map(str, plan.layers))}"
 
     def segments_of(self, plan: Plan) -> list[str]:
-        """Of a hybrid model, its pattern as the plan cuts it, in a line; no line of a GPT model."""
+        """A line with a hybrid model's pattern as the plan cuts it; no line for a GPT model."""
         from megatron_vp.cost.sizes.job_plan import bars_of
 
         text = bars_of(self.config, plan, self.job)
@@ -149,7 +149,7 @@ class Request:
 
     @property
     def _evidence(self) -> str:
-        """What was published of jobs of this kind, and how far their predictions were off."""
+        """Published runs of this kind of job, and the errors of their predictions."""
         from megatron_vp.cost.hardware.constants import compared
 
         job, found = self.job, None
@@ -278,7 +278,7 @@ def what_to_set(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def how_to_run(settings: dict[str, Any], request: Request) -> list[str]:
-    """What to change in a configuration to run a job, as flags and as a file, in lines."""
+    """Lines with the changes to a configuration that run a job, as flags and as a file."""
     unset = [name for name, value in settings.items() if value is None or value is False]
     lines = ["", "use: " + (flags_of(settings) or "the configuration as it is")]
     if unset:

@@ -22,7 +22,7 @@ OWN_METHODS = [name for name, family in FAMILIES.items() if family.own_method is
 
 
 class Format(StrEnum):
-    """What to print or write."""
+    """The result to print or write."""
 
     TABLE = "table"
     JSON = "json"
@@ -158,7 +158,7 @@ def schedule(
 
 
 def _compared(words: str, first: Schedule, costs: PassCosts, evaluation: bool) -> Timeline:
-    """What `--compare` asks for: a file that is there, or a schedule by name for the sizes of `first`."""
+    """The value of `--compare`: a file that is there, or a schedule by name for the sizes of `first`."""
     from megatron_vp.schedule import evaluation as forward_schedule
     from megatron_vp.schedule import generate, simulate, validate
 
@@ -174,7 +174,7 @@ def _compared(words: str, first: Schedule, costs: PassCosts, evaluation: bool) -
 def _window(
     from_time: float | None, until: float | None, output_format: Format, makespan: float
 ) -> tuple[float, float] | None:
-    """What `--from-time` and `--until` ask for; None where neither is given."""
+    """The part that `--from-time` and `--until` select; None if neither is given."""
     if from_time is None and until is None:
         return None
     if output_format not in (Format.TABLE, Format.SVG, Format.PNG, Format.HTML):

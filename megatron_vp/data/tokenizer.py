@@ -56,7 +56,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json"}
-"""What `save_tokenizer` writes into its directory."""
+"""The files that `save_tokenizer` writes into its directory."""
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:

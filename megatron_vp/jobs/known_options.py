@@ -32,7 +32,7 @@ _SHORT = {
     "schedule": "pipeline_schedule",
     "vocab": "vocab_size",
 }
-"""What people write for an option whose name looks different."""
+"""Common spellings for options whose name looks different."""
 
 _KINDS = {"int": (int,), "float": (int, float)}
 _EXPECTED = {"int": "an integer", "float": "a number", "text": "a text", "bool": "true or false"}
@@ -40,7 +40,7 @@ _EXPECTED = {"int": "an integer", "float": "a number", "text": "a text", "bool":
 
 @dataclass(frozen=True)
 class Option:
-    """What an option takes."""
+    """The values that an option takes."""
 
     kind: str
     """switch, int, float, bool or text."""

@@ -23,7 +23,7 @@ class LayerKind(StrEnum):
 
     @property
     def line(self) -> str:
-        """What memory was counted for, in one line."""
+        """The job that memory was counted for, in one line."""
         return _LINES[self]
 
 

@@ -1,4 +1,4 @@
-"""What comes with megatron_vp wherever it is installed: configurations by name, the training script, batch files."""
+"""Files that come with every installation of megatron_vp: configurations by name, the training script, batch files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--vocab-shards` asks for: how many vocabulary rows each pipeline rank holds."""
+"""The value of `--vocab-shards`: how many vocabulary rows each pipeline rank holds."""
 
 from __future__ import annotations
 

@@ -194,10 +194,10 @@ DERIVED = (
     *("rank", "world_size", "data_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("gtp_weight_remat_size", "expert_gtp_weight_remat_size", "use_layer_wise_distributed_optimizer"),
 )
-"""What no option gives: Megatron sets it by the end of its own validation."""
+"""Arguments without an option: Megatron sets them by the end of its own validation."""
 
 IN_TRAINING = ("curr_iteration",)
-"""What Megatron's training loop sets; a start cannot check it."""
+"""Arguments that Megatron's training loop sets; a start cannot check them."""
 
 
 LACKS: dict[str, tuple[str, ...]] = {"0.19": ("logit_dtype", "mtp_hsm")}

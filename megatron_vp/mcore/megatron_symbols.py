@@ -235,7 +235,7 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.training:set_startup_timestamps": "takes program_start, main_entry",
     },
 }
-"""What our sources import by name; a test compares it with them."""
+"""Symbols that our sources import by name; a test compares the list with the sources."""
 
 _DATA_PARALLEL = "megatron.core.distributed"
 _ROPE = "megatron.core.models.common.embeddings.rope_utils"
@@ -315,7 +315,7 @@ REACHED: dict[str, dict[str, str]] = {
         ),
     },
 }
-"""What our sources reach through Megatron's objects: methods, and fields of configurations."""
+"""Symbols that our sources reach through Megatron's objects: methods, and fields of configurations."""
 
 
 UNUSED = "unused"

@@ -30,7 +30,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Run:
-    """What decides which groups apply: a run's arguments and where it runs."""
+    """The inputs that decide which groups apply: a run's arguments and its machine."""
 
     args: argparse.Namespace
     """Megatron's arguments; before they are parsed, those of `options.early_arguments`, which conditions may read."""

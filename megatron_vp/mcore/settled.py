@@ -41,7 +41,7 @@ class ScheduleFile:
 
 @dataclass(frozen=True)
 class Words:
-    """What was typed for this run."""
+    """The arguments as typed for this run."""
 
     all: tuple[str, ...] = ()
     """The words of the command line, after those of configuration files and those added for the platform."""
@@ -65,14 +65,14 @@ class Replay:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What --pipeline-schedule and --vocab-parallel make of a run. Arguments need not be validated for it."""
+    """The settings of a run from --pipeline-schedule and --vocab-parallel. Arguments need not be validated."""
 
     family: Family
     """Of the schedule, or of the file that holds it."""
     file: ScheduleFile | None
     vocab_parallel: bool
     offload: str = "0"
-    """What --offload-chunks says."""
+    """The value of --offload-chunks."""
 
     @property
     def replaces_schedule(self) -> bool:
@@ -167,7 +167,7 @@ class SettledJob:
 
 
 class OwnLoop(Protocol):
-    """What `megatron_vp.enable` has for scripts whose arguments Megatron does not parse."""
+    """The settings that `megatron_vp.enable` offers to scripts whose arguments Megatron does not parse."""
 
     words: tuple[str, ...]
     """The call's settings as words of a command line."""
@@ -214,7 +214,7 @@ def note_words(words: Words) -> None:
 
 
 def words() -> Words:
-    """What was typed; nothing before it has been parsed."""
+    """The arguments as typed, before parsing."""
     return _process.words
 
 
@@ -231,7 +231,7 @@ def current() -> SettledJob:
 
 @contextmanager
 def placed_as_megatron() -> Iterator[None]:
-    """Inside, chunks are placed as Megatron places them: what plain Megatron would build is built there."""
+    """Inside, chunks are placed as in plain Megatron, so that the same chunks are built."""
     job = current()
     settle(replace(job, settings=replace(job.settings, family=megatrons_own())))
     try:
@@ -246,7 +246,7 @@ def is_settled() -> bool:
 
 
 def own_loop() -> OwnLoop | None:
-    """What `megatron_vp.enable` was called with; None without such a call."""
+    """The arguments of the call of `megatron_vp.enable`; None without such a call."""
     return _process.own_loop
 
 

@@ -1,4 +1,4 @@
-"""What F, B and W of the rank's chunks do in one iteration, and what they expect of the vocabulary layers."""
+"""F, B and W of the rank's chunks in one iteration, and the interface they need from the vocabulary layers."""
 
 from __future__ import annotations
 

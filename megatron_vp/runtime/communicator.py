@@ -77,7 +77,7 @@ class NativeCommunicator:
 
 
 class MessageCommunicator:
-    """Messages between the ranks that have something for each other, through the root where there is one.
+    """Messages between ranks with data for each other, through the root if there is one.
 
     For gloo, whose collectives of small tensors take more messages and more steps.
     """

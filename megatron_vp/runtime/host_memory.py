@@ -100,7 +100,7 @@ class HostMemory:
         return HostSlot(own, None)
 
     def give(self, slot: HostSlot) -> None:
-        """What was in the slot is not needed any more."""
+        """The slot's contents are no longer needed."""
         if slot.chunk is not None:
             self._free[slot.chunk].append(slot)
 

@@ -65,7 +65,7 @@ class Shapes:
         return values_n.view(self.sp_size, self.predictions, -1, self.batch).unbind(1)
 
     def ahead(self, values_be: torch.Tensor, depth: int) -> torch.Tensor:
-        """What stands `depth` positions further, [b, s, ...], of values laid out as `token_ids`, [b, e, ...]."""
+        """The values `depth` positions further, [b, s, ...], of values laid out as `token_ids`, [b, e, ...]."""
         if not depth:
             return values_be[:, : self.sequence]
         own, following = (

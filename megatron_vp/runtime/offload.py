@@ -88,7 +88,7 @@ class SavedForward:
         self.sizes: list[int] = []
         """Bytes of `moving`."""
         self.staying: list[SavedStorage] = []
-        """What others hold, too, with whom it stays on the device."""
+        """Tensors that others hold too; they stay on the device."""
         self.slot: HostSlot | None = None
         """Where its copy is."""
 

@@ -33,7 +33,7 @@ _LOCAL = re.compile(r"\bNCCL\b.*\b(unhandled cuda error|invalid usage|invalid ar
 """Results of NCCL whose cause is on this rank: no memory, another rank on the same device, an illegal access. The words
 are those of `ncclGetErrorString`, in the first line of both backends' errors."""
 _CAUSE = re.compile(r"^Last error:\n(.+)|^NCCL Last Error: (.+)", re.MULTILINE)
-"""What NCCL noticed last: the line after the older backend's heading, or the newer one's own line."""
+"""NCCL's last message: the line after the older backend's heading, or the newer one's own line."""
 
 
 class _Finishing:

@@ -19,7 +19,7 @@ from megatron_vp.schedule.passes import PassKind
 from megatron_vp.schedule.transfers import Operation
 
 Work = Instruction | Operation | PassKind
-"""What was timed: an instruction, an operation on the second stream, or, outside our schedules, a kind of pass."""
+"""The timed event: an instruction, an operation on the second stream, or, outside our schedules, a kind of pass."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ The first rank that cannot go on calls the roll: its limit is reached, or a conn
 stuck then records where it is, even before its own time limit, so the answers do not depend on whose limit comes first.
 Ranks that come later read these records. A rank without a word is stopped, gone or out of reach, or it gets on.
 
-The store has no password, so whatever lies there is text that anybody may have written.
+The store has no password, so any content there is untrusted text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an iteration keeps between its passes and its communication."""
+"""The tensors that an iteration keeps between its passes and its communication."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Slot(Enum):
     X = auto()
     """The last stage's whole output [outputs, h], model dtype. Put by C0, taken by S."""
     PENDING_OUTPUT = auto()
-    """What S leaves for C1 and T: E [outputs, V/p], X, statistics (`PendingOutput`). Put by S; taken by C1 and T."""
+    """The output of S for C1 and T: E [outputs, V/p], X, statistics (`PendingOutput`). Put by S; taken by C1 and T."""
     UNSCALED_GRAD = auto()
     """vocab-2: this shard's part of dX / g before it is rescaled [outputs, h], model dtype. Put by S, taken by C1."""
     GRAD_PART = auto()
@@ -107,7 +107,7 @@ HOLDS = {
 """The memory of the schedule's ledger that is taken as long as a value is in the store."""
 
 Key = tuple[Slot, int, int | None]
-"""What it is, the microbatch, and the stage or chunk of those slots that have one."""
+"""The kind of tensor, the microbatch, and the stage or chunk of those slots that have one."""
 
 
 class Occupancy:

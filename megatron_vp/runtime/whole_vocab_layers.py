@@ -49,7 +49,7 @@ class WholeVocabLayers:
         """Ended in the embedding's weight."""
 
     def prepare_last(self, microbatch: int) -> torch.Tensor | None:
-        """What came from rank p-1, or None where this is rank p-1."""
+        """The tensor from rank p-1, or None on rank p-1 itself."""
         return self._store.take(Slot.LABELS, microbatch, at=self._last) if self._labels_travel else None
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:

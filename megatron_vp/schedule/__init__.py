@@ -1,4 +1,4 @@
-"""What runs when: schedules as data, generated, proven, timed, drawn and lowered to programs. Imports no torch."""
+"""Schedules as data: generated, proven, timed, drawn and lowered to programs. Imports no torch."""
 
 from megatron_vp.schedule.costs import Costs, PassCosts, StageCosts
 from megatron_vp.schedule.expand_interlaced import expand_interlaced

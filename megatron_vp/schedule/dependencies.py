@@ -141,7 +141,7 @@ def build_graph(schedule: Schedule, with_loss: bool = False, embeds_on_last_stag
 
 
 Variant = frozenset[tuple[int, Pass]]
-"""What a microbatch has besides the passes of every schedule of its kind: rank and pass, of microbatch 0."""
+"""Passes of a microbatch beyond those of every schedule of its kind: rank and pass, of microbatch 0."""
 
 
 def _variants(schedule: Schedule) -> tuple[list[Variant], list[int]]:
@@ -289,7 +289,7 @@ class _Rules:
         return self.add(Collective(kind, 0, root), after)
 
     def hand_over(self, channel: Channel, before: int, source_stage: int, target_stage: int) -> int:
-        """What the target waits for: a message, or the source's own step where both stages share a rank."""
+        """The event that the target waits for: a message, or the source's own step where both stages share a rank."""
         source, target = (self.schedule.placement.rank_of(stage) for stage in (source_stage, target_stage))
         if source == target:
             return before

@@ -32,7 +32,7 @@ def expand_interlaced(schedule: Schedule) -> Schedule:
 
 
 Behind = dict[Pass | None, list[Pass]]
-"""What to run behind a pass; None: before the first."""
+"""The passes to run after a pass; None: before the first."""
 
 
 def _embedding_passes(schedule: Schedule) -> tuple[Behind, Behind, list[Pass]]:

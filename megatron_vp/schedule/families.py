@@ -36,7 +36,7 @@ from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.request import ScheduleRequest
 
 DEFAULT_SCHEDULE = "1f1b"
-"""What runs where no schedule is asked for."""
+"""The default schedule."""
 
 
 def _with_v_flex(families: Iterable[Family]) -> dict[str, Family]:

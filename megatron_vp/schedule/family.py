@@ -21,7 +21,7 @@ Peak = Callable[[int, int, int, int], int]
 
 
 class OrderPolicy(StrEnum):
-    """What becomes of the order that a building block gives."""
+    """How the order that a building block gives is changed."""
 
     TIGHTEN = "tighten"
     """It is where the search begins for the shortest order for the real costs, within the promised peaks."""

@@ -66,7 +66,7 @@ Instruction = Load | Run | Loss | Post | Wait
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank executes."""
+    """The program that one rank executes."""
 
     rank: int
     instructions: tuple[Instruction, ...]

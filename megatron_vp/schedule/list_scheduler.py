@@ -62,7 +62,7 @@ Memory = Mapping[Held, Users]
 
 
 def memory_of(ranks: Sequence[Sequence[Pass]], numbers: Sequence[Sequence[int]]) -> Memory:
-    """What the ledger says of all ranks' passes, in valid orders; `numbers[r]` are those of the passes `ranks[r]`."""
+    """The ledger's entries for all ranks' passes, in valid orders; `numbers[r]` are those of the passes `ranks[r]`."""
     found = {held: Users(set(), set()) for held in Held}
     for order, named in zip(ranks, numbers, strict=True):
         for held, users in found.items():
@@ -74,7 +74,7 @@ def memory_of(ranks: Sequence[Sequence[Pass]], numbers: Sequence[Sequence[int]])
 
 @dataclass(frozen=True)
 class Problem:
-    """What there is to order: a graph's nodes by number, and a valid order of each rank's passes."""
+    """The input of the scheduler: a graph's nodes by number, and a valid order of each rank's passes."""
 
     lanes: Sequence[int]
     predecessors: Sequence[Sequence[int]]
@@ -160,7 +160,7 @@ Ready = list[int]
 
 
 class _Rank:
-    """What a rank has left. Passes are known by their place in `order`, which names the pass to run first last."""
+    """A rank's remaining passes. Passes are known by their place in `order`, which names the pass to run first last."""
 
     def __init__(self, order: Sequence[int], pools: Sequence[_MemoryPool]) -> None:
         self.order, self.pools = order, pools
@@ -224,7 +224,7 @@ class _Rank:
 
 
 class _ListScheduler:
-    """Runs the nodes in time; `backwards`, from what nothing waits for to what waits for nothing.
+    """Runs the nodes in order of time; with `backwards`, from the last nodes to the first.
 
     The loss function takes no time, but waits for the end of a pass of the last rank.
     """

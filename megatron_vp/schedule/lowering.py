@@ -211,14 +211,14 @@ class _RankLowering:
         return operations
 
     def behind_own_steps(self) -> Iterator[tuple[Moment, Operation]]:
-        """What takes the data that a step of this rank makes: right behind the step."""
+        """The sends of data that a step of this rank makes, right after the step."""
         graph = self.line.graph
         for number, over in zip(self.order, self.over, strict=True):
             made = (graph.nodes[after] for after in graph.successors[number])
             yield from ((over, node) for node in made if not isinstance(node, Step) and node.follows_step)
 
     def behind_others_steps(self) -> Iterator[tuple[Moment, Operation]]:
-        """What brings the data that a step of another rank makes: when that step is over, as on the other rank."""
+        """The receives of data that a step of another rank makes, placed at that step's end, as on the other rank."""
         graph = self.line.graph
         for number in self.order:
             for operation in self.inputs(number):

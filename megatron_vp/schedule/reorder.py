@@ -77,7 +77,7 @@ def reorder_for_costs(
 
 
 def linked_graph(schedule: Schedule) -> Graph:
-    """What has to wait for what where `schedule` is reordered."""
+    """The dependencies that hold while `schedule` is reordered."""
     # Without vocabulary passes the order is the published one, whose last stage knows the loss at once.
     graph = build_graph(schedule, with_loss=schedule.vocab is not VocabMethod.NONE)
     link_limits(graph, schedule)
@@ -151,7 +151,7 @@ class _Search:
         return self.run(given, durations, False), self.run(given, durations, True)
 
     def again(self, forwards: Found, backwards: Found, durations: Sequence[float]) -> list[Found]:
-        """What was found forwards, worked over backwards, and the other way round."""
+        """The results found forwards, improved backwards, and the other way round."""
         return [self.run(forwards[1], durations, True), self.run(backwards[1], durations, False)]
 
     def run(self, given: Orders, durations: Sequence[float], backwards: bool) -> Found:

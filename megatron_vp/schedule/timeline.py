@@ -92,7 +92,7 @@ class Timeline:
 
     @cached_property
     def logits_in_flight(self) -> tuple[int, ...]:
-        """Most microbatches that are at once past the start of S and not yet past the end of T, on each rank."""
+        """The most microbatches on each rank that are between the start of S and the end of T."""
         return tuple(peak(order, Held.LOGITS) for order in self.schedule.ranks)
 
 

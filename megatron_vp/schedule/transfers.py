@@ -97,11 +97,11 @@ class Operation(Protocol):
 
     @property
     def lane(self) -> str:
-        """What it travels on, and waits for: operations of one lane run one after another."""
+        """The lane it travels on: operations of one lane run one after another."""
 
     @property
     def cost(self) -> str:
-        """What `PassCosts` calls its duration."""
+        """The name of its duration in `PassCosts`."""
 
     @property
     def per_chunk(self) -> bool:
@@ -109,7 +109,7 @@ class Operation(Protocol):
 
     @property
     def timing_key(self) -> Hashable:
-        """What `StageCosts` finds its duration by."""
+        """The key of its duration in `StageCosts`."""
 
     @property
     def category(self) -> str:
@@ -185,7 +185,7 @@ class Message(NamedTuple):
         return (self.source, self.target)
 
     def words(self, ranks: Sequence[int]) -> str:
-        """What comes from the sender."""
+        """The data from the sender."""
         return f"{self.channel.content} of microbatch {self.microbatch} from rank {ranks[self.source]}"
 
 

@@ -24,7 +24,7 @@ VOCABULARY_KINDS = (PassKind.S, PassKind.T)
 
 
 class Timed(Protocol):
-    """What has a start and an end."""
+    """Anything with a start and an end."""
 
     @property
     def start(self) -> float:

@@ -59,7 +59,7 @@ class PendingOutput:
     """With label smoothing, and once E W is formed: the sum of the shard's rows, times `SMOOTHING_ENTRY`."""
 
     def derivative(self, total: GlobalStatistics) -> Derivative:
-        """What turns E into D, once the statistics of the whole vocabulary are known."""
+        """The factors that turn E into D, once the statistics of the whole vocabulary are known."""
         largest_n = self.statistics_3n[MAX]
         vectors = largest_n, self.target_n, self.target_logit_n
         return Derivative(*vectors, total, self.loss, self.vocab_size, self.softcap)
@@ -164,7 +164,7 @@ class OutputLayer(nn.Module):
 
 
 def _of_no_rows(logits_nv: torch.Tensor, labels_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `exponentiate_` returns, of an empty shard."""
+    """The result of `exponentiate_` for an empty shard."""
     statistics_3n = logits_nv.new_zeros((3, len(labels_n)), dtype=statistics_dtype(logits_nv.dtype))
     statistics_3n[MAX].fill_(-torch.inf)
     return statistics_3n, torch.full_like(labels_n, -1), torch.zeros_like(statistics_3n[LINEAR])

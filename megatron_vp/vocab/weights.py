@@ -1,4 +1,4 @@
-"""What Megatron attaches to a weight and the vocabulary layers use."""
+"""Megatron's weight attributes that the vocabulary layers use."""
 
 from __future__ import annotations
 

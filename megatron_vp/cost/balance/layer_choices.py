@@ -1,6 +1,7 @@
 """Layouts of layers worth trying together with shards of any size.
 
-Holders are the ranks with vocabulary rows. They have fewer layers than the others, so that their rows find time.
+Holders are the ranks with vocabulary rows. They have fewer layers than the others, which leaves them time for their
+rows.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ def _bits(number: int) -> list[int]:
 
 
 def _level(extra: Sequence[float], work: float) -> float:
-    """What every rank has if `work` is shared out as evenly as `extra` allows."""
+    """The work of every rank if `work` is shared out as evenly as `extra` allows."""
     level, lower = 0.0, sorted(extra)
     for count in range(1, len(lower) + 1):
         level = (work + sum(lower[:count])) / count

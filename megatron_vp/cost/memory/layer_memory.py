@@ -214,7 +214,7 @@ def _common_activations(job: Job, kind: LayerType) -> float:
 
 
 def _further_activations(job: Job, kind: LayerType) -> float:
-    """What Transformer Engine's or Megatron's local layers keep besides."""
+    """The other tensors that Transformer Engine's or Megatron's local layers keep."""
     model, wide, t, mlp = job.model, job.element_bytes, job.tensor, mlp_of(job.model, kind)
     local = job.layers is not LayerKind.ENGINE
     keys, groups = max(model.keys // t, model.head_size), max(model.kv_groups // t, 1)

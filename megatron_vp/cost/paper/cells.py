@@ -29,7 +29,7 @@ def cell_name(cell: Cell) -> str:
 
 
 def cell_arguments(cell: Cell) -> list[str]:
-    """What `pretrain_gpt_vp.py` is given for a cell, in the repository."""
+    """The arguments of `pretrain_gpt_vp.py` for a cell, in the repository."""
     job = jobs()[cell]
     plan = plan_of(cell)
     overlays = [f"configs/{MODELS[cell.table][cell.gpus]}.yaml", "configs/data/timing.yaml"]

@@ -1,4 +1,4 @@
-"""What runs of the tables' cells measured, read from the logs of their ranks."""
+"""Measurements of the tables' cells, read from the logs of their ranks."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Cell(NamedTuple):
 
     @property
     def job(self) -> Job:
-        """What is trained."""
+        """The model that is trained."""
         sizes = MODELS[self.model]
         shape = ModelShape(
             sizes.layers, sizes.hidden, sizes.heads, 4 * sizes.hidden, VOCABULARY, kv_groups=KEYS_AND_VALUES
@@ -102,7 +102,7 @@ class Cell(NamedTuple):
 
     @property
     def layer_bytes(self) -> float:
-        """What one layer keeps of a microbatch."""
+        """The activations that one layer keeps of a microbatch."""
         job = self.job
         return job.kept_bytes * job.tokens * job.model.hidden
 

@@ -30,7 +30,8 @@ the A100's nominal peak, is what the authors' scripts have, and brings the time 
 """
 
 NOMINAL_CELL = {"vocab_k": 64, "sequence": 2048}
-"""What the order of passes is made for, once for all cells of a model and method; 0.3 percent off their own at most."""
+"""The costs that passes are ordered for, once for all cells of a model and method; 0.3 percent off their own at
+most."""
 
 
 EQUAL = PassCosts(F=1, B=1, W=1)

@@ -18,7 +18,7 @@ from megatron_vp.schedule import Simulator, StageCosts
 from megatron_vp.schedule.gc_paused import gc_paused
 
 SMALL = 0.05
-"""Share of the iteration below which a loss of time is not worth a name."""
+"""The share of the iteration below which a bottleneck is not named."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Evaluation:
         return (1 + ERROR_BAND["memory"]) * self.peak_memory > limit
 
     def bound_by(self, limit: float) -> str:
-        """What keeps this candidate from being better, in a word or two."""
+        """The bottleneck of this candidate, in a word or two."""
         if not self.fits(limit):
             return "memory"
         largest = self.loss.largest()

@@ -30,8 +30,8 @@ def offloaded_evaluations(
     """`base`, which offloads nothing, with half of its chunks offloaded, with all, and with one more or one less than
     the better of these.
 
-    Left out are those whose copies would take more than MOST_LOAD of a rank's time, for which a node has too little
-    memory, and of which no chunk leaves the device.
+    Leaves out plans whose copies would take more than MOST_LOAD of a rank's time, that need more host memory than a
+    node has, or that offload no chunk.
     """
     plan, found = base.candidate.plan, {0: base}
     record = FAMILIES[plan.schedule]

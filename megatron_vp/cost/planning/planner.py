@@ -84,7 +84,7 @@ def _offloaded(
     constants: Constants,
     progress: Callable[[int, int], None],
 ) -> list[Evaluation]:
-    """What becomes of the fastest run of each schedule and method with chunks in the host's memory."""
+    """The fastest run of each schedule and method, with chunks offloaded to the host's memory."""
     bases = bases_of(evaluations)
     running = [pool.submit(offloaded_evaluations, base, job, hardware, limit, constants) for base in bases]
     for done, _ in enumerate(as_completed(running)):
@@ -95,7 +95,7 @@ def _offloaded(
 def _evaluate_all(
     group: Sequence[Candidate], job: Job, hardware: Hardware, constants: Constants, limit: float | None
 ) -> list[Evaluation | Infeasible]:
-    """The candidates of a group, and behind each whose rows can be assigned the balanced one if it is another."""
+    """The candidates of a group; after each one whose rows can be assigned comes its balanced version, if different."""
     found: list[Evaluation | Infeasible] = []
     for candidate in group:
         try:
@@ -118,7 +118,7 @@ _BY_SIMPLICITY = (PLAIN, REDISTRIBUTED, VocabMethod.VOCAB_2, VocabMethod.VOCAB_1
 
 @dataclass(frozen=True)
 class Choice:
-    """What is recommended: `chosen`, one of `tied`, and what it is compared with."""
+    """The recommendation: `chosen`, one of `tied`, and the run it is compared with."""
 
     chosen: Evaluation
     tied: tuple[Evaluation, ...]

@@ -28,7 +28,7 @@ from megatron_vp.schedule import (
 
 @dataclass(frozen=True)
 class Prediction:
-    """What `plan` makes of `job` on `hardware`. Times in seconds, memory in bytes."""
+    """The prediction for `plan` of `job` on `hardware`. Times in seconds, memory in bytes."""
 
     job: Job
     plan: Plan

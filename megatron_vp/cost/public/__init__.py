@@ -1,1 +1,1 @@
-"""What others published of training with Megatron, next to predictions; the model itself does not depend on it."""
+"""Published runs of Megatron next to predictions; the model itself does not depend on them."""

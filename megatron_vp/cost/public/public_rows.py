@@ -52,7 +52,7 @@ class PublicRow:
 
     @property
     def group(self) -> str:
-        """What its error is counted with: dense_bf16, dense_fp8 or moe; A100s apart."""
+        """The group that its error is counted in: dense_bf16, dense_fp8 or moe; A100s apart."""
         return self["group"] + ("_a100" if self["gpu"] == "a100" else "")
 
     @property

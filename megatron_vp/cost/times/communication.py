@@ -147,7 +147,8 @@ class CommunicationModel:
         return sums + self.all_reduce(3 * 4 * self.job.tokens, p, nodes)
 
     def layer_traffic(self, kind: LayerType = LayerType.WHOLE) -> float:
-        """What one layer's forward waits for: sums over the tensor ranks, and tokens to and from their experts.
+        """The communication that one layer's forward waits for: sums over the tensor ranks, and tokens to and from
+        their experts.
 
         The exchange of keys and values over context ranks is in `exposed_keys`.
         """

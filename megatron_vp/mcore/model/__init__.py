@@ -1,1 +1,1 @@
-"""What becomes of Megatron's model: shards and middle chunks, placement in a V, weight gradients of their own."""
+"""Changes to Megatron's model: shards and middle chunks, placement in a V, separate weight gradients."""

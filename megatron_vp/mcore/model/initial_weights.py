@@ -160,7 +160,7 @@ class PlainStart:
                 torch.cuda.empty_cache()  # its blocks are too small for the gradient buffers that come next
 
     def _from_all(self, own: Any) -> list[Any]:
-        """What every rank of the model replica gives, pipeline rank major, tensor rank minor."""
+        """The objects from all ranks of the model replica, pipeline rank major, tensor rank minor."""
         given: list[Any] = [None] * self._group.size()
         dist.all_gather_object(given, own, group=self._group)
         return given

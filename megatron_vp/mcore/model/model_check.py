@@ -26,11 +26,11 @@ _UNREAD = (
     "num_microbatches_with_partial_activation_checkpoints",
     "defer_embedding_wgrad_compute",
 )
-"""What only Megatron's own schedules act on in a model's configuration. No flag sets it, but a script may."""
+"""Fields of a model's configuration that only Megatron's own schedules read. No flag sets them, but a script may."""
 
 
 _UNTRIED = ("fp8_dot_product_attention", "fp8_multi_head_attention")
-"""What in fp8 has not been tried under our schedules. No flag sets it, but a script may."""
+"""Fields for fp8 that were never tested under our schedules. No flag sets them, but a script may."""
 
 
 _SOFTCAP = "final_logit_softcapping"
@@ -41,7 +41,7 @@ _CAPPED = (
     "megatron.bridge.models.gemma.gemma2_provider.Gemma2OutputLayer",
     "megatron.bridge.models.gemma.modeling_gemma4.Gemma4OutputLayer",
 )
-"""What Bridge puts before Megatron's class of the output layer, to cap the logits; the name of the class stays."""
+"""The classes that Bridge wraps around Megatron's output layer to cap the logits; their names stay the same."""
 
 
 def check_model(chunk: nn.Module) -> None:

@@ -167,7 +167,7 @@ def _cutting_after_hooks(original: Callable[..., list[nn.Module]]) -> Callable[.
 
 
 def _cutting_before_count(original: Callable[..., None]) -> Callable[..., None]:
-    """What Megatron-Bridge calls with a provider's chunks after their hooks, and before it wraps them."""
+    """Megatron-Bridge calls this with a provider's chunks after their hooks, and before it wraps them."""
 
     @functools.wraps(original)
     def print_num_params(model: list[nn.Module], pg_collection: ProcessGroupCollection) -> None:

@@ -53,7 +53,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class _Shards:
-    """What one rank says of its vocabulary shards.
+    """One rank's report on its vocabulary shards.
 
     trained: whether the weight takes gradients, by the names of the layers that the rank has rows of.
     adapter: why the model cannot be trained, where another layer is in the place of a shard; else None.

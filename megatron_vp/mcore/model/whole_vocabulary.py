@@ -168,7 +168,7 @@ def _fill(layers: Sequence[nn.Module | None], own_vh: torch.Tensor | None, cut: 
 
 
 def _model_in(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What finds, in a call of a method of Megatron-Bridge's, the model."""
+    """How to find the model in a call of a Megatron-Bridge method."""
     signature = inspect.signature(original)
     return lambda *args, **kwargs: signature.bind(*args, **kwargs).arguments["megatron_model"]
 

@@ -53,7 +53,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; {self._hint(message)}")
 
     def _hint(self, message: str) -> str:
-        """What to do about a word that the parser does not take."""
+        """Advice about a word that the parser does not accept."""
         unknown = message.partition("unrecognized arguments: ")[2].split("=")[0].split()
         if unknown and unknown[0].startswith("--"):
             return f"the nearest known one is {option_of(nearest_name(name_of(unknown[0]), self._names()))}"

@@ -28,7 +28,7 @@ UNKNOWN_GPU = "h100"
 
 
 class PredictedJob(NamedTuple):
-    """What predictions are computed from."""
+    """The inputs of a prediction."""
 
     job: Job
     plan: Plan

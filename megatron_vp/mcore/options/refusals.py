@@ -58,7 +58,7 @@ def _expert_ranks(a: argparse.Namespace) -> int:
 
 
 OUR_SCHEDULE = "--vocab-parallel or --pipeline-schedule {pipeline_schedule}"
-"""What may have been typed to get a schedule of ours; a message says which for {our_schedule}."""
+"""The flags that select a schedule of ours; a message names the given one for {our_schedule}."""
 
 
 ELEMENT_BY_ELEMENT = ("adam", "sgd")

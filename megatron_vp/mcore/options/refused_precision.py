@@ -16,13 +16,13 @@ from megatron_vp.mcore.options.refused_options import RefusedOption
 UNSAFE_STATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 """The variable without which Transformer Engine loads no state of delayed scaling."""
 TESTED_RECIPES = ("tensorwise", "delayed")
-"""What `tests/mcore/test_engine_fp8.py` trains with."""
+"""The recipes that `tests/mcore/test_engine_fp8.py` trains with."""
 FIRST_WITHOUT_PICKLES = "2.16.1"
 """Of Transformer Engine: the first that asks for the variable."""
 
 
 def describe_precision(a: argparse.Namespace) -> str | None:
-    """What computes in fp8 or fp4 in an accepted job, and the evidence for it; None without either."""
+    """The parts of an accepted job that compute in fp8 or fp4, and the evidence for them; None without either."""
     if not (a.fp8 or a.fp4):
         return None
     evidence = "state tested on CPU" if a.fp8_recipe in TESTED_RECIPES else "no state between passes, format not run"

@@ -1,4 +1,4 @@
-"""Options that Megatron leaves to the training script, and `pretrain_gpt_vp.py` does not serve."""
+"""Options that Megatron leaves to the training script, and that `pretrain_gpt_vp.py` does not implement."""
 
 from __future__ import annotations
 

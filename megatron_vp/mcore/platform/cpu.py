@@ -110,7 +110,7 @@ def checkpoint_writer(*args: Any) -> None:
 
 
 def copied_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
-    """What Megatron's writer is to write, as it is now; it finds this function by its name."""
+    """The present contents for Megatron's writer, which finds this function by its name."""
     return [
         (file, key, (others, [(item, tensor.clone()) for item, tensor in tensors]))
         for file, key, (others, tensors) in write_buckets

@@ -50,7 +50,7 @@ class Installed:
     einops: bool = False
     """With which Megatron groups instances of the distributed optimizer."""
     emerging_optimizers: bool = False
-    """What Megatron's Muon and its like are made of."""
+    """The package that Megatron's Muon and similar optimizers come from."""
     nvrx: bool = False
     """`nvidia_resiliency_ext`, which writes checkpoints of --async-save by default."""
     capability: tuple[int, int] | None = None
@@ -69,7 +69,7 @@ def installed() -> Installed:
 
 
 def here() -> Installed:
-    """What this machine has. Imports Transformer Engine, which Megatron does too."""
+    """The packages of this machine. Imports Transformer Engine, which Megatron does too."""
     engine, engine_fault = _engine()
     apex_fault = _hidden.get(_APEX) or _apex_fault()
     return Installed(

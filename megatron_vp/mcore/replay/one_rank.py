@@ -46,14 +46,14 @@ ROUNDS = 3
 """Microbatches per pipeline rank after which no schedule holds more activations."""
 
 ENGINES_ALONE = {"window_size", "window_attn_skip_freq", "softmax_type", "apply_layernorm_1p"}
-"""Of those, what only Transformer Engine's layers do, and what changes no tensor that they keep."""
+"""Of those, options that only affect Transformer Engine's layers, or change no tensor that they keep."""
 
 PARALLEL_SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What one rank did: medians over the iterations but the first."""
+    """Measurements of one rank: medians over the iterations but the first."""
 
     pipeline_rank: int
     pipeline_size: int
@@ -70,9 +70,9 @@ class Replayed:
     """parameters, gradients; on a GPU, or of shapes, allocated (before an iteration) and peak (in it); on a GPU also
     reserved (by the allocator) and outside (it)."""
     played: int | None = None
-    """Of shapes only, how many microbatches were played: as many as the peak needs."""
+    """With shapes only, how many microbatches were simulated: as many as the peak needs."""
     layers: LayerKind | None = None
-    """Of shapes only, whose layers were counted."""
+    """With shapes only, the implementation whose layers were counted."""
 
     def costs(self) -> str:
         """The times in the form that `megatron-vp schedule --cost` takes: a pass that did not run takes none.

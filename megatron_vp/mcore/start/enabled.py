@@ -29,7 +29,7 @@ from megatron_vp.mcore.start.launch import patch_megatron, refuse
 
 
 class Handle:
-    """What `megatron_vp.enable` returns."""
+    """The handle that `megatron_vp.enable` returns."""
 
     def __init__(self, before: Sequence[patches.Patch], hook: Any) -> None:
         self._before = {patch.target for patch in before}
@@ -104,7 +104,7 @@ _UNSAID = {
     **{"micro_batch_size": 1, "train_iters": 1, "lr": 1e-4},
     **{"eval_iters": 0, "eval_interval": 1},
 }
-"""What neither a model nor its groups say and Megatron's checks ask for. The call's settings win."""
+"""Arguments that Megatron's checks need and neither a model nor its groups give. The call's settings override them."""
 
 
 class _OwnLoop:

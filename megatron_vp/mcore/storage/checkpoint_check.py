@@ -238,7 +238,7 @@ def _check_random_state(written_by: argparse.Namespace, folder: Path) -> None:
 
 
 def _others(folder: Path) -> str:
-    """What to do about a checkpoint that cannot be used."""
+    """Advice about a checkpoint that cannot be used."""
     steps = (other.name.removeprefix("iter_") for other in folder.parent.glob("iter_*") if other != folder)
     for step in sorted(map(int, filter(str.isdecimal, steps)), reverse=True):
         if _damage(folder.parent / f"iter_{step:07d}") is None:

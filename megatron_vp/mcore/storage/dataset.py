@@ -37,7 +37,7 @@ _BATCH_CHARACTERS = 4_000_000
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` wrote."""
+    """The files that `prepare` wrote."""
 
     dataset: Path  # the prefix of its .bin and .idx
     tokenizer: Path

@@ -22,7 +22,7 @@ _OF_ONE_LAYOUT = {"dp_reshardable": "dp_reshardable", "dp_zero_gather_scatter": 
 
 
 def _refusing(form: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What replaces Megatron's function for one of these forms."""
+    """The replacement of Megatron's function for one of these forms."""
 
     def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

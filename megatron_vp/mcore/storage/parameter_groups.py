@@ -17,7 +17,7 @@ from megatron_vp.mcore.settled import current
 
 RATES = ("max_lr", "min_lr")
 _LASTING = ("is_expert_parallel", "is_decoupled_lr", "default_config", "wd_mult", "lr_mult", "optimizer")
-"""What identifies a parameter group whatever its rates are."""
+"""The key of a parameter group, independent of its rates."""
 
 Group = dict[str, Any]
 

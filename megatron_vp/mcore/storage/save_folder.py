@@ -297,7 +297,7 @@ def _take() -> bool:
 
 
 def agreed(act: Callable[[], Any]) -> Any:
-    """What `act` returns on rank 0, on every rank; a UserError that it raises is raised on every rank."""
+    """Run `act` on rank 0 and return its result on every rank; its UserError is raised on every rank."""
     said: list[Any] = [None, None]
     if torch.distributed.get_rank() == 0:
         try:

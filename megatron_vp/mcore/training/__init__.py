@@ -1,1 +1,1 @@
-"""What runs in the place of Megatron's pipeline schedule: the user's step captured, and its chunks driven."""
+"""Replaces Megatron's pipeline schedule: captures the user's step and drives its chunks."""

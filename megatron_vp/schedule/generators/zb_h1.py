@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B with the backward split, its weight gradients put off into the cool-down."""
+"""ZB-H1: 1F1B with the backward split, its weight gradients moved into the cool-down."""
 
 from __future__ import annotations
 

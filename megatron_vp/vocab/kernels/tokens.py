@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 MOST_TOKENS = 16384
-"""Of a microbatch; with more, the comparisons would take longer than the launches that they spare."""
+"""The most in a microbatch; with more, the comparisons would take longer than the launches that they spare."""
 
 QUERIES = 16
 """Positions, or owners, for which a program counts."""
