@@ -98,7 +98,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> tuple[Tokenizer, int]:
 
 
 def check_tokenizer(directory: str | os.PathLike[str]) -> None:
-    """Check, without loading torch or transformers, that a Hugging Face tokenizer is there and whole.
+    """Check, without loading torch or transformers, that a Hugging Face tokenizer exists and is complete.
 
     `directory` may also be the name of a model in the local Hugging Face cache. Raises UserError otherwise.
     """

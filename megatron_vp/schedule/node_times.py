@@ -25,7 +25,7 @@ class NodeTimes:
     order: list[int]
 
     def moments(self, times: list[float]) -> list[Moment]:
-        """`times` of all nodes as moments: what depends on another node has a later moment, even at the same time."""
+        """`times` of all nodes as moments: a node that depends on another has a later moment, even at the same time."""
         position = [0] * len(self.order)
         for place, number in enumerate(self.order):
             position[number] = place

@@ -1,4 +1,4 @@
-"""Lowered programs as JSON: what every rank runs, posts and waits for, for players and debuggers elsewhere."""
+"""Lowered programs as JSON: what every rank runs, posts and waits for, for external simulators and debuggers."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("megatron_loaded")
         (["--pipeline-model-parallel-size", "16"], "8 layers"),
         (["--pipeline-model-parallel-size", "3", "--nodes", "1"], "8 ranks cannot hold replicas of 3"),
         (["--nodes", "1", "--global-batch-size", "7"], "global_batch_size 7 is not a multiple of"),
-        (["--num-attention-heads", "15"], "15 heads"),
+        (["--num-attention-heads", "15"], "15 attention heads"),
         (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size 0 is not a whole number of at least 1"),
         (["--mtp-num-layers", "-1"], "--mtp-num-layers -1 is not a whole number of at least 0"),
         (["--pipeline-model-parallel-size", "eight"], "'eight' is not a whole number"),
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("megatron_loaded")
         (["--memory", "80000"], "; as MiB that is --memory 78.12"),
         (["--memory", "85899345920"], "; as bytes that is --memory 80"),
         (["--memory", "40000", "--hardware", "cpu"], "; as MiB that is --memory 39.06"),
-        (["--nodes", "130000"], "--nodes 130000 are 1,040,000 GPUs, more than any cluster has: give nodes of 8 GPUs"),
+        (["--nodes", "130000"], "--nodes 130000 mean 1,040,000 GPUs, more than any cluster has: give nodes of 8 GPUs"),
         (["--seq-length", "1000000000"], "--seq-length 1000000000 is too large for any job; give at most 67108864"),
         (["--lr", "nan"], "--lr nan is not a finite number"),
         (["--clip-grad=-inf"], "--clip-grad -inf is not a finite number"),
@@ -108,7 +108,7 @@ def test_a_section_of_the_wrong_type_is_one_line(small, tmp_path, section):
     for files in ([small, "--config", overlay], [overlay, "--config", small]):
         error = run("plan", *files).exception
         assert isinstance(error, UserError) and "\n" not in str(error)
-        assert str(error).startswith(f"{overlay}: 'model' is not a section here, but it is one in {small} it is one")
+        assert str(error).startswith(f"{overlay}: 'model' is not a section here, but it is one in {small}: ")
     error = run("plan", overlay).exception
     assert isinstance(error, UserError) and "'model' in the top level is not a known argument" in str(error)
 

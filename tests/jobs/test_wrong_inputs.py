@@ -87,7 +87,7 @@ OF_SIZES = [
     ("plan LLAMA --vocab-size", "--vocab-size without a value"),
     ("plan LLAMA --vocab-size 99999999999", "too large for any job"),
     ("plan LLAMA --num-layers 3", "3 layers cannot fill 8 virtual stages"),
-    ("plan LLAMA --hidden-size 4097", "hidden size 4097 is not a multiple of 32 heads"),
+    ("plan LLAMA --hidden-size 4097", "hidden size 4097 is not a multiple of 32 attention heads"),
     ("plan LLAMA --num-query-groups 5", "32 attention heads cannot share 5 groups"),
     ("plan LLAMA --global-batch-size 0", "--global-batch-size 0 is not a whole number of at least 1"),
     ("plan LLAMA --micro-batch-size 3", "is not a multiple of 1 replicas x micro_batch_size 3"),

@@ -233,11 +233,14 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ),
         ({"load": empty_tracker}, "holds '' instead of an iteration; use --ckpt-step 2"),
         ({"save": first_file / "below", "save_interval": 2}, "is a file; choose another place"),
-        ({"load": good, **DISTRIBUTED}, "vocab_parallel was True, here it is False: write it with --dist-ckpt-optim"),
+        (
+            {"load": good, **DISTRIBUTED},
+            "vocab_parallel was True in that run but is False in this one: write it with --dist-ckpt-optim",
+        ),
         ({"load": good, **DISTRIBUTED, **EXPERT}, "saved with --expert-model-parallel-size 1, with 2: keep both"),
         (
             {**as_before, "vocab_shards": "30,10", "train_iters": 2},
-            "--vocab-shards was even, here it is 30,10: write it with --dist-ckpt-optim-fully-reshardable",
+            "--vocab-shards was even in that run but is 30,10 in this one: write it with --dist-ckpt-optim-fully-reshardable",
         ),
         ({**as_before, "vocab_shards": "40,0", "train_iters": 2, "no_load_optim": True}, None),
         ({"load": good, **DISTRIBUTED, "no_load_optim": True}, None),

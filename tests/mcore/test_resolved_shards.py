@@ -218,7 +218,9 @@ def test_chunks_that_were_asked_for_do_not_give_way_to_those_of_the_optimizer_st
         assert check_job([*job, *asked], 2).args.pipeline_model_parallel_layout == layout
     for asked in (["--num-virtual-stages-per-pipeline-rank", "3"], ["--num-layers-per-virtual-pipeline-stage", "1"]):
         args = check_job([*job, *asked], 2).args
-        with pytest.raises(UserError, match=r"virtual_pipeline_model_parallel_size was 2, here it is 3: write it"):
+        with pytest.raises(
+            UserError, match=r"virtual_pipeline_model_parallel_size was 2 in that run but is 3 in this one: write it"
+        ):
             check_files(args)
 
 

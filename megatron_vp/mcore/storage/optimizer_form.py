@@ -18,7 +18,7 @@ from megatron_vp.mcore.patches import Patch
 
 _TAKEN = "fully_reshardable"
 _OF_ONE_LAYOUT = {"dp_reshardable": "dp_reshardable", "dp_zero_gather_scatter": "dp_zero"}
-"""The forms that fit one layout, and how Megatron's functions for them are called."""
+"""The forms that fit only one layout, and the names of Megatron's functions for them."""
 
 
 def _refusing(form: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

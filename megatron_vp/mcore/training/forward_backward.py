@@ -157,7 +157,7 @@ class _Job:
 
 
 def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessGroupCollection | None) -> _Job:
-    """Raises UserError for a model that was not prepared for our schedules, and as `agreed`."""
+    """Raises UserError for a model that was not prepared for our schedules, and wherever `agreed` does."""
     chunks = model if isinstance(model, list) else [model]
     wrapped = [each for each in chunks if isinstance(each, _BaseDataParallel)]
     others = [each for each in wrapped if not isinstance(each, DistributedDataParallel)]
