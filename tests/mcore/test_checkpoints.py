@@ -240,7 +240,8 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ({"load": good, **DISTRIBUTED, **EXPERT}, "saved with --expert-model-parallel-size 1, with 2: keep both"),
         (
             {**as_before, "vocab_shards": "30,10", "train_iters": 2},
-            "--vocab-shards was even in that run but is 30,10 in this one: write it with --dist-ckpt-optim-fully-reshardable",
+            "--vocab-shards was even in that run but is 30,10 in this one: write it with --dist-ckpt-optim-fully-"
+            "reshardable",
         ),
         ({**as_before, "vocab_shards": "40,0", "train_iters": 2, "no_load_optim": True}, None),
         ({"load": good, **DISTRIBUTED, "no_load_optim": True}, None),
