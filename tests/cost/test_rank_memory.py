@@ -10,6 +10,7 @@ from megatron_vp.cost.memory.layer_memory import SPLIT_BACKWARD, WORKING_SET, la
 from megatron_vp.cost.memory.outside import FRAGMENTS
 from megatron_vp.cost.memory.rank_memory import (
     EMBEDDED,
+    OWN_SCORES,
     SCORES,
     SHARED_BUFFERS,
     WORKSPACES,
@@ -18,12 +19,29 @@ from megatron_vp.cost.memory.rank_memory import (
 from megatron_vp.cost.sizes.layouts import equal_layers
 from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, ModelShape, OptimizerStates
 from megatron_vp.cost.times.pass_times import PassTimes
+from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import generate
+from megatron_vp.schedule.instructions import Post, Wait
+from megatron_vp.schedule.lowering import lower
+from megatron_vp.schedule.transfers import Channel, Message
 
 HIDDEN, ROWS = 64, 1008
 MODEL = ModelShape(layers=4, hidden=HIDDEN, heads=4, ffn=4 * HIDDEN, vocab=ROWS)
 JOB = Job(MODEL, sequence=32, micro_batch=1, microbatches=3, pipeline=2)
 LAYER = 12 * HIDDEN**2 + 4 * HIDDEN
+
+
+def most_received(program):
+    """Hidden states that a rank has posted receives for and has not waited for, at most at once."""
+    here, most = set(), 0
+    for instruction in program.instructions:
+        match instruction:
+            case Post(Message(channel=Channel.ACTIVATION | Channel.GRADIENT) as message):
+                here |= {message} if message.target == program.rank else set()
+            case Wait(message):
+                here.discard(message)
+        most = max(most, len(here))
+    return most
 
 
 def memory(job, name="1f1b", microbatches=3, vocab="none"):
@@ -47,14 +65,23 @@ def test_vocabulary_rows_are_where_their_layers_are(name, vocab, tied, rows):
 
 
 @pytest.mark.parametrize(
-    ("name", "vocab", "tensors"), [("1f1b", "none", 2), ("interleaved", "none", 4), ("interleaved", "vocab-1", 8)]
+    ("name", "vocab", "chunks", "tensors"),
+    [
+        ("1f1b", "none", None, 2),
+        ("interleaved", "none", 4, 4),
+        ("interleaved", "vocab-1", 2, 4),
+        ("interleaved", "vocab-1", 4, 4),
+        ("po", "vocab-2", 4, 4),
+    ],
 )
-def test_megatrons_loop_holds_the_messages_of_a_forward_and_a_backward(name, vocab, tensors):
+def test_messages_on_their_way_do_not_grow_with_the_chunks(name, vocab, chunks, tensors):
     model = replace(MODEL, layers=16)
-    made = replace(JOB, model=model, microbatches=4)
-    schedule = generate(name, 4, 4, vocab=vocab, **({"chunks": 4} if name == "interleaved" else {}))
+    made = replace(JOB, model=model, microbatches=12)
+    schedule = generate(name, 4, 12, vocab=vocab, chunks=chunks)
     found = MemoryModel(made, schedule, equal_layers(made, schedule.placement.stages), HARDWARE["h100"]).rank(1)
     assert found.communication == tensors * made.element_bytes * made.tokens * model.hidden
+    # What programs receive and have not used yet.
+    assert all(tensors / 2 <= most_received(program) <= tensors + 1 for program in lower(schedule))
     # What lies still leaves no fragments.
     moving = found.activations + found.vocabulary + found.communication
     assert found.outside.fragments == pytest.approx(FRAGMENTS * moving)
@@ -120,3 +147,12 @@ def test_split_vocabulary_layers_hold_a_microbatch_more_their_buffers_and_their_
     assert first.activations == pytest.approx(WORKSPACES + 3 * (kept + EMBEDDED * unit) + WORKING_SET * unit)
     assert last.activations == pytest.approx(WORKSPACES + 2 * kept + WORKING_SET * unit)
     assert first.vocabulary == last.vocabulary == SHARED_BUFFERS * unit + SCORES * 32 * ROWS / 2
+
+
+@pytest.mark.parametrize(("widened", "microbatches_scored"), [(1, 1), (64, 2)])
+def test_own_layers_hold_the_logits_of_each_microbatch_from_its_s_to_its_t(widened, microbatches_scored):
+    """The order: IF0 F0 IF1 F1 S0 IF2 IF3 S1 T0 F2 T1 B0 F3 S2 IB0 B1 S3 T2 IB1 ...; B1 holds most of the layers."""
+    rows = widened * ROWS
+    own = replace(JOB, model=replace(MODEL, vocab=rows), layers=LayerKind.ENGINE)
+    first = memory(own, microbatches=4, vocab="vocab-2").rank(0)
+    assert first.vocabulary == SHARED_BUFFERS * 32 * HIDDEN + microbatches_scored * OWN_SCORES * 32 * rows / 2

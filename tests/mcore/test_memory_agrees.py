@@ -117,7 +117,7 @@ def test_they_agree_where_chunks_wait_in_the_hosts_memory(tmp_path):
         costs = PassCosts(other={"copy": 0.75})
         path.write_text(to_json(generate("po", 8, 32, vocab="vocab-2", chunks=4, costs=costs, offload_chunks=chunks)))
         flags = [*OFFLOADED, "--pipeline-schedule", str(path)]
-        (counted[chunks],) = run_ranks(1, _counted, CONFIG, 0, flags)
+        (counted[chunks],) = run_ranks(1, _counted, CONFIG, 0, flags, timeout=600)
         predicted[chunks] = _predicted(CONFIG, 0, flags)
         assert predicted[chunks] == pytest.approx(counted[chunks], rel=BOUND)
     for chunks in (2, 4):

@@ -18,14 +18,14 @@ from megatron_vp.cost.memory.layer_memory import (
     pass_memory,
     small_activations,
 )
-from megatron_vp.cost.memory.outside import GIB, OutsideMemory, outside_memory, runs_megatrons_schedule
+from megatron_vp.cost.memory.outside import GIB, OutsideMemory, outside_memory
 from megatron_vp.cost.sizes.flops import expert_weights, layer_weights
 from megatron_vp.cost.sizes.fp8 import activations_saved, quantised, weight_copies
 from megatron_vp.cost.sizes.layer_types import LayerType, StageLayers, model_layers, stage_layers
 from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, Recompute
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import Held, PassKind, Schedule, VocabMethod
-from megatron_vp.schedule.ledger import changes, lives
+from megatron_vp.schedule.ledger import changes, levels, lives
 
 EMBEDDED = 2.7
 """Of the paper's code: bytes per token and hidden unit of a microbatch in flight on the first stage. These are the
@@ -34,9 +34,9 @@ exchanged rows and a dropout mask."""
 SHARED_BUFFERS = 11
 """Bytes per token and hidden unit for copies of X and of its gradient between S, T and their collectives."""
 
-SCORES, OWN_SCORES = 6, 4
-"""Bytes a logit while output layer passes run. The paper's code: fp32 for the loss, 16 bits for the product, and fp32
-stays until B. This project's: 16 bits of two microbatches, one between S and T and one in S.
+SCORES, OWN_SCORES = 6, 2
+"""Bytes a logit of split output layers. The paper's code, while passes run: fp32 for the loss, 16 bits for the product,
+and fp32 stays until B. This project's: 16 bits of each microbatch from S to T.
 """
 
 WORKSPACES = 0.1 * GIB
@@ -166,11 +166,10 @@ class MemoryModel:
         return RankMemory(**counted, outside=outside)
 
     def _messages(self, rank: int) -> int:
-        """Hidden states on their way to or from a rank: two for each of its chunks. Megatron's own loop frees what it
-        has sent, and has those of one forward and one backward.
+        """Hidden states on their way to or from a rank: two, and two more where it has several chunks. These take
+        turns, so that programs with eight chunks have no more on their way than those with two.
         """
-        chunks = len(self.schedule.placement.stage_of[rank])
-        return 2 * (min(chunks, 2) if runs_megatrons_schedule(self.schedule) else chunks)
+        return 2 * min(len(self.schedule.placement.stage_of[rank]), 2)
 
     @property
     def _unit(self) -> float:
@@ -187,10 +186,6 @@ class MemoryModel:
         dense = self.job.element_bytes * self.job.whole_rows * self.job.model.hidden
         # Of a whole output layer: from the forward to the end of B, and while it runs 16 bits more.
         kept_score = 2 if self.job.cross_entropy is CrossEntropy.TE else 4
-        shared = 0.0
-        if not whole and (self._rows(rank) or rank in (placement.first_rank, placement.last_rank)):
-            each = SCORES if self.job.layers is LayerKind.PAPER else OWN_SCORES
-            shared = SHARED_BUFFERS * self._unit + each * self.job.tokens * self._rows(rank)
         kept = self.kept(rank)
         waiting = kept
         if self.job.layers is not LayerKind.PAPER:
@@ -203,7 +198,8 @@ class MemoryModel:
         order = self.schedule.ranks[rank]
         moved = self.offloaded(rank) if self.schedule.offloaded else {}
         own: dict[tuple[int, int], float] = {}  # of each microbatch and chunk, at present
-        for step, (taken, given) in zip(order, changes(order, Held.ACTIVATIONS), strict=True):
+        activations = changes(order, Held.ACTIVATIONS)
+        for step, (taken, given), shared in zip(order, activations, self._shared(rank), strict=True):
             stage, account = placement.stage_of[rank][step.chunk], (step.microbatch, step.chunk)
             has_output = whole and stage == placement.stages - 1
             left = split and step.kind is not PassKind.BW  # the weight gradient, for a W
@@ -252,6 +248,19 @@ class MemoryModel:
             if sum(during) > most:
                 peak, most = during, sum(during)
         return peak
+
+    def _shared(self, rank: int) -> list[float]:
+        """Bytes of a rank's share of split vocabulary layers while each pass of its order runs."""
+        placement, order, rows = self.schedule.placement, self.schedule.ranks[rank], self._rows(rank)
+        if self.schedule.vocab is VocabMethod.NONE or not (rows or rank in (placement.first_rank, placement.last_rank)):
+            return [0.0] * len(order)
+        if self.job.layers is LayerKind.PAPER:
+            scores = [SCORES] * len(order)
+        else:
+            # A V is an S and its T.
+            held = zip(order, levels(order, Held.LOGITS), strict=True)
+            scores = [OWN_SCORES * (during + (step.kind is PassKind.V)) for step, (during, _) in held]
+        return [SHARED_BUFFERS * self._unit + each * self.job.tokens * rows for each in scores]
 
     def kept(self, rank: int) -> dict[int, float]:
         """Bytes that stay of a microbatch from F to B, by virtual stage of `rank`; of a whole output layer but logits.
