@@ -43,6 +43,6 @@ def check_ranges(args: argparse.Namespace) -> None:
         for name in names:
             value = getattr(args, name, None)
             if isinstance(value, int | float) and not fits(value):  # None: left to Megatron
-                refused.append(f"--{name.replace('_', '-')} {value} is not allowed: it has to be {allowed}")
+                refused.append(f"--{name.replace('_', '-')} {value} cannot work: it has to be {allowed}")
     if refused:
         raise Refused(refused)
