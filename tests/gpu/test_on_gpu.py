@@ -40,13 +40,13 @@ def test_every_call_and_the_first_visit_end_in_time(limits):
 
 
 def test_the_page_has_every_step_with_its_limit(limits):
-    page = (ROOT / "docs" / "gpu.md").read_text()
+    page = (ROOT / "docs" / "guides" / "first_gpu.md").read_text()
     rows = re.findall(r"^\| (\d) \| `(\w+)` \| .* \| (\d+) \|$", page, re.MULTILINE)
     expected = [
         (str(call), name, str(seconds)) for call, steps in enumerate(limits, start=1) for name, seconds in steps.items()
     ]
     assert rows == expected
-    assert f"add up to {sum(sum(steps.values()) for steps in limits[:3]) // 60} minutes" in page
+    assert f"calls 1 to 3: at most {sum(sum(steps.values()) for steps in limits[:3]) // 60} minutes" in page
 
 
 def test_an_unknown_step_is_refused(tmp_path):
