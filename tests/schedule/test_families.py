@@ -3,7 +3,6 @@
 import re
 from dataclasses import replace
 from math import ceil, floor, gcd
-from pathlib import Path
 
 import pytest
 
@@ -26,8 +25,6 @@ from megatron_vp.schedule.blocks import BuildingBlock
 from megatron_vp.schedule.family import OrderPolicy
 from tests.schedule.schedule_checks import assert_follows_the_table, memory_bound
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
-
 MODEL = ModelShape(layers=8, hidden=512, heads=8, ffn=2048, vocab=8192)
 JOB = Job(MODEL, sequence=1024, micro_batch=1, microbatches=10, pipeline=4)
 
@@ -41,12 +38,6 @@ def test_the_formula_of_a_peak_is_what_the_record_promises(name):
             for r in range(p):
                 formula = eval(products, {"ceil": ceil, "floor": floor, "gcd": gcd, "p": p, "v": v, "r": r})
                 assert record.peak(p, r, v, 10) / v == formula, (p, r, v)
-
-
-def test_the_page_prints_these_formulas():
-    table = PAGE.read_text("utf-8").split("peak activation of rank r")[1]
-    rows = re.findall(r"^\| `([\w-]+)`.*\| ([^|]+) \|$", table, re.MULTILINE)
-    assert dict(rows[: len(FAMILIES)]) == {name: record.peak_formula for name, record in FAMILIES.items()}
 
 
 def test_a_promise_counts_barriers_and_no_more_microbatches_than_there_are():
