@@ -77,7 +77,7 @@ class Compared(NamedTuple):
 
 _COMPARED = {
     ("h100", False, False): Compared("H100, dense, bf16", 15, 2, 6),
-    ("h100", True, False): Compared("H100, dense, fp8", 31, 4, 10),
+    ("h100", True, False): Compared("H100, dense, fp8", 31, 4, 9),
     ("h100", False, True): Compared("H100, experts, bf16 and fp8", 16, 7, 13),
     ("h100", True, True): Compared("H100, experts, bf16 and fp8", 16, 7, 13),
     ("a100", False, False): Compared("A100, dense, fp16", 22, 4, 7),

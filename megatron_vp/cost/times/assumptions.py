@@ -14,8 +14,8 @@ def assumed(job: Job, hardware: Hardware) -> list[str]:
     older = hardware.rates is not None and hardware.rates.flash_attention_2 is not None
     if job.attention is AttentionKernels.EITHER and older and job.layers is LayerKind.ENGINE:
         found.append(
-            "attention takes two thirds of FlashAttention 2's time and one of cuDNN 9's, as runs with delayed scaling "
-            "used either; --attention-backend flash or fused decides"
+            "attention takes half of FlashAttention 2's time and half of cuDNN 9's, as runs with delayed scaling used "
+            "either; --attention-backend flash or fused decides"
         )
     if job.dispatcher is Dispatcher.UNSAID and job.expert > 1:
         kind = "flex" if is_flexible(job, hardware) else "alltoall"
