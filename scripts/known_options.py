@@ -2,7 +2,8 @@
 
     python scripts/known_options.py [--check]
 
-`--check` writes nothing and exits with status 1 where the file is out of date.
+With a later release of Megatron than the first supported one, it writes `known_options_SERIES.txt`: what that release
+adds or takes in another form. `--check` writes nothing and exits with status 1 where the file is out of date.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-FILE = ROOT / "megatron_vp" / "jobs" / "known_options.txt"
+FOLDER = ROOT / "megatron_vp" / "jobs"
+FILE = FOLDER / "known_options.txt"
 HEADER = f"""\
 # Made by {Path(__file__).relative_to(ROOT)} from Megatron's parser and our options; do not edit.
 # A line per option: its name, what it takes (+: several values), and the choices it has.
@@ -44,19 +46,31 @@ def _line(option: str, action: argparse.Action) -> str:
     return " ".join(filter(None, (option.lstrip("-"), kind + several, ",".join(names))))
 
 
-def content() -> str:
-    """The whole file."""
-    return HEADER + "".join(f"{line}\n" for line in sorted(lines()))
+def content(known: Container[str] = ()) -> str:
+    """The whole file: all lines but `known` ones."""
+    return HEADER + "".join(f"{line}\n" for line in sorted(lines()) if line not in known)
+
+
+def of_this_megatron() -> tuple[Path, str]:
+    """The file of the installed release, and what it should say."""
+    from megatron_vp.mcore.patches import SUPPORTED_SERIES, present_series
+
+    series = present_series()
+    if series == SUPPORTED_SERIES[0]:
+        return FILE, content()
+    return FOLDER / f"known_options_{series}.txt", content(FILE.read_text().splitlines())
 
 
 def main() -> None:
     """Write the file, or compare it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    if not parser.parse_args().check:
-        FILE.write_text(content())
-    elif FILE.read_text() != content():
-        sys.exit(f"{FILE.relative_to(ROOT)} is out of date: run python {Path(__file__).relative_to(ROOT)}")
+    check = parser.parse_args().check
+    file, expected = of_this_megatron()
+    if not check:
+        file.write_text(expected)
+    elif file.read_text() != expected:
+        sys.exit(f"{file.relative_to(ROOT)} is out of date: run python {Path(__file__).relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Every option that a training script takes, for commands that read a job without Megatron.
 
-The list is `known_options.txt` in this folder. `scripts/known_options.py` writes it, and a test compares it with the
-parser of the installed Megatron.
+The list is `known_options.txt` in this folder, and what later releases of Megatron add to it in
+`known_options_SERIES.txt`. `scripts/known_options.py` writes them, and a test compares them with the parser of the
+installed Megatron, which refuses what it does not have.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import name_of, option_of
 from megatron_vp.jobs.yaml_files import Leaf
 
-_FILE = Path(__file__).with_name("known_options.txt")
+_FILES = sorted(Path(__file__).parent.glob("known_options*.txt"), key=lambda path: path.stem)
 
 _SHORT = {
     "tp": "tensor_model_parallel_size",
@@ -53,7 +54,7 @@ class Option:
 def known_options() -> dict[str, Option]:
     """By name, with underscores."""
     found = {}
-    for line in _FILE.read_text().splitlines():
+    for line in (line for file in _FILES for line in file.read_text().splitlines()):
         if not line.startswith("#"):
             option, kind, *choices = line.split()
             found[name_of(option)] = Option(kind.rstrip("+"), kind.endswith("+"), tuple(",".join(choices).split(",")))
