@@ -73,7 +73,7 @@ def test_megatrons_own_vocabulary_layers_and_loss_pass(kind):
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (lambda: model(Scaled), "Scaled has a _postprocess of its own"),
+        (lambda: model(Scaled), "Scaled has its own _postprocess"),
         (lambda: model(head=SoftCapped), "output_layer is a SoftCapped"),
         (lambda: model(bias=nn.Parameter(torch.zeros(4))), "output_layer has a bias"),
         (hooked, "output_layer has a hook"),

@@ -104,7 +104,7 @@ def test_what_is_no_rank_of_the_job_is_refused():
         run_alone("pretrain_gpt_vp.py", [CONFIG], 0, None, 1, [])
     with pytest.raises(UserError, match="--pipeline-model-parallel-size two is not an integer"):
         run_alone("pretrain_gpt_vp.py", [CONFIG], 0, None, 1, ["--pipeline-model-parallel-size", "two"])
-    with pytest.raises(UserError, match="0 x 1 x 1 ranks is not a valid layout"):
+    with pytest.raises(UserError, match="0 x 1 x 1 is not a valid layout"):
         run_alone("pretrain_gpt_vp.py", [CONFIG], 0, None, 1, ["--pipeline-model-parallel-size", "0"])
 
 

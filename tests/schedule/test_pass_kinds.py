@@ -224,7 +224,7 @@ def test_memory_that_it_releases_bounds_the_reordering(kind, ranks):
 
 
 def test_a_name_is_defined_once_and_an_unknown_one_is_no_pass(kind):
-    with pytest.raises(ValueError, match="there is a pass Q already"):
+    with pytest.raises(ValueError, match="pass Q already exists"):
         PassKind.define("Q", "another", COLOUR)
     PassKind.remove("Q")
     with pytest.raises(ValueError, match="'Q' is not a pass"):

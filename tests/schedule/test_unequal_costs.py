@@ -118,7 +118,7 @@ def filled(draw, name, most_ranks=8):
 PACED = [name for name, family in FAMILIES.items() if family.block and name != "interleaved"]
 """Families whose steady state has no bubbles at such costs."""
 
-INCOMPLETE_GROUP = 1.05
+INCOMPLETE_GROUP = 1.06
 """What the last microbatches of `gis` and `gis-h` may cost, where they fill no group."""
 
 

@@ -311,7 +311,7 @@ REFUSALS = (
     Refusal(
         lambda a: (a.vocab_parallel or run_settings(a).places_chunks) and a.ckpt_convert_format == "torch",
         "{our_schedule} with --ckpt-convert-format torch is not supported: it saves what each rank holds, which only "
-        "the same schedule on the same number of ranks can load; convert it with a plain run",
+        "the same schedule on the same number of ranks can load; use a plain run to convert it",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.fp16_lm_cross_entropy,
