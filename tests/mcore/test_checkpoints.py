@@ -286,7 +286,10 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
     _, in_a_v = train_along(("v-half/vocab-2 p2",), (2,), laid_out)
     interleaved = {**Layout.read("1f1b/vocab-2 p2").options, **laid_out, "pipeline_schedule": "interleaved"}
     cases += [
-        ({"load": in_a_v, **interleaved}, "the placement of chunks was ((0, 3), (1, 2)), here it is ((0, 2), (1, 3))"),
+        (
+            {"load": in_a_v, **interleaved},
+            "the placement of chunks was ((0, 3), (1, 2)) in that run but is ((0, 2), (1, 3)) in this one",
+        ),
         (
             {"save": tmp_path / "a", "save_interval": 2, "async_save": True, "use_persistent_ckpt_worker": True},
             "use --async-strategy mcore",
