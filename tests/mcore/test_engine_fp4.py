@@ -6,11 +6,8 @@ passes, so losses differ between schedules there, as they do with dropout. This 
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from tests.mcore.comparison import largest_distance
 from tests.mcore.engine import (
     APART,
     FUSED,
@@ -24,7 +21,13 @@ from tests.mcore.engine import (
     assert_checkpoint_moves,
     trained,
 )
-from tests.mcore.test_engine_fp8 import ENDS_IN_16_BITS, _schedule, assert_same_bits
+from tests.mcore.test_engine_fp8 import (
+    ENDS_IN_16_BITS,
+    _schedule,
+    assert_as_close_as_two_roundings,
+    assert_plain_megatrons_bits,
+    assert_same_bits,
+)
 
 FP4 = {"fp4_format": "e2m1", "fp4_recipe": "nvfp4", "bf16": True}
 WEIGHTS = {**FP4, "fp4_param_gather": True, "use_distributed_optimizer": True}
@@ -48,10 +51,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "fused", "version", "model"), CASES)
 def test_without_vocabulary_passes_every_bit_is_plain_megatrons(schedule, fused, version, model):
-    plain, _ = trained(version, 1, fused, **model)
-    ours, products = trained(version, 2, fused, **_schedule(schedule, None), **model)
-    assert_same_bits(ours, plain)
-    assert any(each.quantised for each in products)
+    assert_plain_megatrons_bits(schedule, fused, version, model)
 
 
 @pytest.mark.parametrize("model", [WEIGHTS, pytest.param({**WEIGHTS, **ONE_CALL}, marks=pytest.mark.slow)])
@@ -70,12 +70,7 @@ def test_master_weights_start_from_what_plain_megatron_drew(model):
 )
 def test_with_vocabulary_passes_runs_are_as_close_as_two_roundings(schedule, method, model):
     exact, _ = trained(NEWEST, 1, APART, bf16=True, use_distributed_optimizer=model is WEIGHTS)
-    plain, _ = trained(NEWEST, 1, APART, **model)
-    ours, _ = trained(NEWEST, 2, APART, **_schedule(schedule, method), **model)
-    apart = math.sqrt(2)
-    rounding = max(abs(a - b) for a, b in zip(plain.losses, exact.losses, strict=True))
-    assert rounding > 0 and ours.losses == pytest.approx(plain.losses, abs=apart * rounding)
-    assert 0 < largest_distance(ours, plain) <= apart * largest_distance(plain, exact)
+    assert_as_close_as_two_roundings(schedule, method, APART, exact, model)
 
 
 @pytest.mark.slow
