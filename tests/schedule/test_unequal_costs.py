@@ -88,13 +88,13 @@ def test_microbatches_are_taken_and_read_in_order_whatever_the_costs(seed):
                 assert order == (list(range(m)) if rank in ranks else [])
 
 
-def assert_paced_by_the_busiest_rank(name, job, pace=1.0):
+def assert_paced_by_the_busiest_rank(name, job):
     method, m, layers, costs = job
     schedule = made(name, method, m, costs, layers)
     timeline = simulate(schedule, costs)
     most = max(timeline.busy)
     fill = fill_and_drain(schedule, costs, timeline.busy.index(most))
-    assert timeline.makespan <= pace * most + fill + 1e-9, (timeline.makespan - fill) / most
+    assert timeline.makespan <= most + fill + 1e-9, (timeline.makespan - fill) / most
 
 
 @settings(max_examples=100, deadline=None)
@@ -115,29 +115,39 @@ def filled(draw, name, most_ranks=8):
     return method, m, layers, costs_of(name, method, layers, rows)
 
 
-PACED = [name for name, family in FAMILIES.items() if family.block and name != "interleaved"]
-"""Families whose steady state has no bubbles at such costs."""
+BURSTS = ("interleaved", "gis", "gis-h")
+"""Families whose passes of one chunk come in bursts: behind a burst of the output layer, ranks that differ wait."""
 
-INCOMPLETE_GROUP = 1.06
-"""What the last microbatches of `gis` and `gis-h` may cost, where they fill no group."""
+PACED = [name for name, family in FAMILIES.items() if family.block and name not in BURSTS]
+"""Families whose steady state has no bubbles at such costs."""
 
 
 @pytest.mark.parametrize("name", PACED)
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_ranks_filled_up_to_one_level_keep_its_pace(name, data):
-    pace = INCOMPLETE_GROUP if name in ("gis", "gis-h") else 1.0
-    assert_paced_by_the_busiest_rank(name, data.draw(filled(name)), pace)
+    assert_paced_by_the_busiest_rank(name, data.draw(filled(name)))
 
 
 LAYERS, ROWS = [3, 4, 4, 3, 3, 4, 3, 4], [1.2, 0.2, 0.2, 1.2, 1.2, 0.0, 1.2, 0.2]
 
 
-@pytest.mark.parametrize(("name", "pace"), [("interleaved", 1.05), ("1f1b", 1.001), ("zb-v", 1.001)])
+FAR_APART = [1, 3, 2, 3, 1, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "rows", "pace"),
+    [
+        *[(name, LAYERS, ROWS, 1.05) for name in BURSTS],
+        *[(name, FAR_APART, [3.0 - each for each in FAR_APART], 1.2) for name in BURSTS],
+        *[(name, LAYERS, ROWS, 1.001) for name in ("1f1b", "zb-v")],
+        *[(name, FAR_APART, [3.0 - each for each in FAR_APART], 1.001) for name in ("1f1b", "zb-v")],
+    ],
+)
 @pytest.mark.parametrize("method", SHARDED)
-def test_bursts_of_the_output_layer_cost_interleaved_some_percent_where_ranks_differ(name, method, pace):
-    costs = costs_of(name, method, LAYERS, ROWS)
-    few, many = (simulate(made(name, method, m, costs, LAYERS), costs) for m in (32, 64))
+def test_bursts_of_the_output_layer_cost_some_percent_where_ranks_differ(name, layers, rows, pace, method):
+    costs = costs_of(name, method, layers, rows)
+    few, many = (simulate(made(name, method, m, costs, layers), costs) for m in (32, 64))
     assert (many.makespan - few.makespan) / (max(many.busy) - max(few.busy)) <= pace
 
 
