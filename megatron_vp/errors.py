@@ -1,7 +1,7 @@
-"""The exceptions that are told in one line, and how to say a line.
+"""Exceptions that users see as one line, and functions that print one.
 
-These are the two below and, where paths are those of the user, what storage refuses. Every other exception is a defect
-of this project and keeps its traceback.
+They are `UserError`, `PeerLost` and, for paths that a user gave, errors of the file system. Every other exception is a
+defect of this project and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 _LONGEST = 300
-"""Characters of a foreign text that are worth a place in a log."""
+"""Most characters of a foreign text that go into a log."""
 _PATIENCE_SECONDS = 5.0
 _STORAGE_FAILS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.EFBIG),
@@ -32,7 +32,7 @@ class UserError(ValueError):
 
 
 class Refused(UserError):
-    """A UserError for several reasons, which are given together: every start costs half a minute."""
+    """A UserError with several reasons at once, because every start costs half a minute."""
 
     def __init__(self, reasons: Sequence[str]) -> None:
         self.reasons = tuple(dict.fromkeys(reasons))
@@ -42,16 +42,15 @@ class Refused(UserError):
 
 
 class Reasons:
-    """Collects why something is refused."""
+    """Collects reasons for a refusal."""
 
     def __init__(self) -> None:
         self._said: list[str] = []
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Note a UserError that is raised inside and go on.
-
-        Other errors pass, unless there are reasons already: they may be a consequence of what those name.
+        """Note a UserError raised inside and continue. Other errors propagate, unless there are reasons already, of
+        which they may be a consequence.
         """
         try:
             yield
@@ -64,20 +63,20 @@ class Reasons:
                 raise
 
     def refuse(self) -> None:
-        """Raise what was collected as one error; return where nothing was."""
+        """Raise what was collected as one error; return if there is nothing."""
         if self._said:
             raise Refused(self._said)
 
 
 class PeerLost(RuntimeError):
-    """Raised where a rank cannot go on because of a peer or a link. The message says where in the schedule it waited.
+    """Raised if a rank cannot continue because of a peer or a link. The message says where in the schedule it waited.
 
     A training job prints the line and exits with status 1, on every rank that is left.
     """
 
 
 def storage_failure(error: BaseException) -> str | None:
-    """The storage error and its file; None for any other error."""
+    """Describe a storage error and its file; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in _STORAGE_FAILS:
         return None
     return f"{error.strerror}{f': {printable(str(error.filename))}' if error.filename else ''}"
@@ -85,7 +84,7 @@ def storage_failure(error: BaseException) -> str | None:
 
 @contextmanager
 def one_line_for_paths() -> Iterator[None]:
-    """Raise a UserError where storage refuses what is done here with paths that were given."""
+    """Turn storage errors inside the block into a UserError; for paths that a user gave."""
     try:
         yield
     except OSError as error:
@@ -103,7 +102,7 @@ def printable(text: str, most: int = _LONGEST) -> str:
 
 
 def say(line: str) -> None:
-    """Print a line on standard error if that is possible. A full disk or a reader that is gone stops nothing."""
+    """Print a line on standard error if possible. A full disk or a closed pipe is ignored."""
     # With standard error closed at the start there is no stream, and `print` would write into standard output.
     if sys.stderr is not None:
         with suppress(Exception):

@@ -1,4 +1,4 @@
-"""Files: whatever an input's path leads to, reading it ends soon; an output appears complete or not at all."""
+"""Files: reading any input path ends soon, and an output appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MIB = 2**20
 
 
 def read_text(path: str | os.PathLike[str], what: str, most: int, errors: str = "strict") -> str:
-    """The text (UTF-8, a mark at its beginning left out) of the `what` at `path`.
+    """Read the `what` at `path` as UTF-8 text, without a byte order mark.
 
-    A pipe that has a writer is read to its end. `errors` is that of `bytes.decode`. Raises UserError for what
-    cannot be read, a pipe without a writer, what is not text, and what has more than `most` bytes.
+    A pipe that has a writer is read to its end. `errors` is that of `bytes.decode`. Raises UserError for files that
+    cannot be read, are not text or exceed `most` bytes, and for a pipe without a writer.
     """
     try:
         # Opening a pipe would wait for a writer who may never come.
@@ -47,12 +47,11 @@ def read_text(path: str | os.PathLike[str], what: str, most: int, errors: str = 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str], most_mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """A new binary file that gets the name `path` when the block has ended; where the block raises, nothing is left.
+    """A new binary file that is renamed to `path` when the block ends; nothing is left if the block raises.
 
-    Until then it has a random name in the same folder, and it is created exclusively: so others who can write to
-    the folder cannot redirect it through a link. A file that is replaced passes its permissions on, `most_mode` limits
-    them. Where
-    `path` is a link, the link is replaced, not what it points to. Raises OSError.
+    Until then it has a random name in the same folder, and it is created exclusively, so others who can write to the
+    folder cannot redirect it through a link. It takes the permissions of the file it replaces, limited by `most_mode`.
+    Where `path` is a link, the link is replaced, not what it points to. Raises OSError.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}")
@@ -78,7 +77,7 @@ def _mode(path: Path) -> int:
 
 @contextmanager
 def removed_when_told_to_end(folder: Path) -> Iterator[None]:
-    """Remove `folder` where SIGTERM or SIGHUP ends the process in this block, as at a job's time limit.
+    """Remove `folder` if SIGTERM or SIGHUP ends the process inside this block, for example at a job's time limit.
 
     A thread does it, because Python's own handlers wait until the main thread comes back from compiled code. Signals
     that have a handler already, or are ignored, stay with it. Outside of the main thread this does nothing.
@@ -113,9 +112,8 @@ def removed_when_told_to_end(folder: Path) -> Iterator[None]:
 
 
 def write_report(path: Path, text: str, what: str) -> None:
-    """Write a file that its run can do without; it appears complete or not at all.
-
-    Where it cannot be written, says so in one line on standard error, once, and the run goes on.
+    """Write a file that the run does not depend on; it appears complete or not at all. If it cannot be written, print
+    one line on standard error, once, and continue.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,6 +125,6 @@ def write_report(path: Path, text: str, what: str) -> None:
 
 @functools.cache
 def warn_once(line: str) -> None:
-    """Print a line on standard error, with the rank if there is one; not again, and nothing where that fails."""
+    """Print a line on standard error once, with the rank if there is one; ignore failures."""
     rank = os.environ.get("RANK")
     say(line if rank is None else f"rank {rank}: {line}")

@@ -11,7 +11,7 @@ UNIT = 64
 whatever the number of ranks, which vector loads and the fast GEMM kernels need (16 bytes at least)."""
 
 SMALL_UNIT = 8
-"""The same for shards of fewer than `SMALL_SHARD` rows, where 64 would leave ranks visibly uneven: 16 bytes."""
+"""The same for shards of fewer than `SMALL_SHARD` rows, for which 64 would leave ranks noticeably uneven: 16 bytes."""
 
 SMALL_SHARD = 1024
 

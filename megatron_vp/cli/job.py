@@ -10,7 +10,7 @@ import typer
 from megatron_vp.jobs.command_line import name_of
 
 TAKES_A_JOB = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""Settings of such a command: it takes options that it does not know, which are the job's."""
+"""Settings for a command that takes a job: options it does not know belong to the job."""
 
 JobArgument = Annotated[
     list[str] | None,
@@ -27,6 +27,6 @@ ConfigOption = Annotated[
 
 
 def options_of(context: typer.Context) -> list[str]:
-    """The names of the options that the running command has besides those of the job, with underscores."""
+    """Names of the running command's own options, with underscores; the job's options are not among them."""
     options = [option for each in context.command.params for option in each.opts if option.startswith("--")]
     return [name_of(option) for option in options]

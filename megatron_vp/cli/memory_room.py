@@ -1,4 +1,4 @@
-"""How much memory a run leaves free, and what to do where that is less than a prediction may be off."""
+"""How much memory a run leaves free, and what to do if that is less than the prediction's error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def memory_room(
 ) -> list[str]:
     """Lines on the memory that a fitting run leaves free; if that is within the model's error, also ways to free more.
 
-    `others`: runs of the same job, the fastest first. `searched`: other parallel sizes were tried already.
+    `others`: runs of the same job, fastest first. `searched`: whether other parallel sizes were tried already.
     """
     limit, job = request.limit, request.job
     if not found.fits(limit):

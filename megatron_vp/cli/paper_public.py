@@ -51,10 +51,10 @@ def public(
         Path | None, typer.Option("-o", "--output", help="Write to this file instead of the screen.")
     ] = None,
 ) -> None:
-    """Predict runs whose throughput others have published, and print both in tokens per second and GPU, by group.
+    """Predict published runs and print prediction and published throughput by group, in tokens/s per GPU.
 
-    Runs that decide about a group's error are judged: all that their time depends on was published. Takes a minute or
-    two.
+    Only judged runs count in a group's error: those whose publication states everything their time depends on. Takes a
+    minute or two.
     """
     from megatron_vp.cost.public.comparison import to_csv, to_document, to_markdown
     from megatron_vp.cost.public.public_rows import read_rows
@@ -81,7 +81,7 @@ def _names(row: PublicRow, text: str) -> bool:
 
 
 def _predict(rows: list[PublicRow]) -> list[Outcome]:
-    """The outcomes in the order of the rows, predicted in processes, one per core."""
+    """Predict all rows in worker processes, one per core; results keep the order of the rows."""
     from megatron_vp.cost.planning.workers import worker_pool
     from megatron_vp.cost.public.comparison import predicted
 
@@ -95,7 +95,7 @@ def _predict(rows: list[PublicRow]) -> list[Outcome]:
 
 
 def _text(outcomes: list[Outcome]) -> str:
-    """A table of the runs, group by group, and one of the groups' errors."""
+    """Format one table of runs per group, and a table of each group's error."""
     from megatron_vp.cost.hardware.gpus import GIB
     from megatron_vp.cost.public.comparison import errors_by_group, layout
 

@@ -56,7 +56,7 @@ def collect(
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="CSV file to write.")] = None,
 ) -> None:
-    """Turn the logs of the tables' runs into a table that `megatron-vp paper tables --published` reads.
+    """Collect the logs of the tables' runs into a file for `megatron-vp paper tables --published`.
 
     MFU is counted as in the paper. Memory is the peak of PyTorch's allocator on the fullest rank, in GiB. A run that
     did not fit has empty fields. Missing and broken logs are listed on standard error.

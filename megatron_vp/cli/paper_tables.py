@@ -100,7 +100,7 @@ def tables(
 
 
 def _pipeoffload(output_format: Format, given: list[str]) -> str:
-    """Figure 15 of PipeOffload; `given` are options that do not go with it."""
+    """Print figure 15 of PipeOffload; refuse the options in `given`, which do not apply to it."""
     from megatron_vp.cost.paper.pipeoffload import predict_cells, published, to_csv, to_text
 
     if given:

@@ -1,4 +1,4 @@
-"""`megatron-vp simulate`: what one configuration takes on given hardware, rank by rank."""
+"""`megatron-vp simulate`: time and memory of one configuration on given hardware, rank by rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megatron_vp.cost.sizes.shapes import Job, Plan
 
 MOST_FORWARDS = 131_072
-"""Pipeline ranks x microbatches x chunks that one simulation covers: half a minute on one core."""
+"""Most pipeline ranks x microbatches x chunks in one simulation; this many take half a minute on one core."""
 
 
 def register(app: typer.Typer) -> None:

@@ -12,7 +12,7 @@ from megatron_vp.errors import UserError
 
 
 class _Output(io.RawIOBase):
-    """Standard output that reports its own failure once, as a UserError. A reader that has left is not an error."""
+    """Standard output that raises UserError once if writing fails. A closed pipe is not an error."""
 
     def __init__(self, reason: str | None) -> None:
         self._reason = reason
@@ -44,7 +44,7 @@ class _Output(io.RawIOBase):
 
 @contextmanager
 def checked_output() -> Iterator[None]:
-    """Standard output that raises UserError where nothing can be written to it, and writes a `?` for what it lacks.
+    """Standard output that raises UserError if it cannot be written, and prints `?` for characters it cannot encode.
 
     Streams that do not belong to the process, as in a test, are not touched.
     """
@@ -67,7 +67,9 @@ def checked_output() -> Iterator[None]:
 
 
 def _fill_gaps() -> None:
-    """A file that a command opens must not become standard output or error, to which libraries write."""
+    """Open missing standard streams, so that a file opened later does not take their place and receive libraries'
+    output.
+    """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)

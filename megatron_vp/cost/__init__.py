@@ -1,1 +1,1 @@
-"""How long and how much memory: FLOPs, bytes, hardware, predictions and the paper's tables. Imports no torch."""
+"""The cost model: FLOPs, bytes, hardware, predictions of time and memory, the paper's tables. Does not import torch."""

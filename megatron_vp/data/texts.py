@@ -16,11 +16,11 @@ _NO_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "
 
 @dataclass(frozen=True)
 class TextFiles:
-    """Documents of `files`, which may be iterated any number of times. `.jsonl` files hold one JSON object a line.
+    """Documents of `files`; may be iterated repeatedly. `.jsonl` files hold one JSON object per line.
 
-    Iterating yields (name, text) pairs: a text file is one document, or one a line with `split_lines`; a JSON line's
-    text is under `json_key`. Empty lines are not documents. Raises UserError, naming file and line, for bytes that
-    are not UTF-8, lines that are not JSON, objects without the key, and texts with half a surrogate pair.
+    Iterating yields (name, text) pairs: a text file is one document, or one per line with `split_lines`; a JSON line's
+    text is under `json_key`. Empty lines are not documents. Raises UserError, naming file and line, for bytes that are
+    not UTF-8, lines that are not JSON, objects without the key, and texts with half a surrogate pair.
     """
 
     files: tuple[Path, ...]

@@ -43,7 +43,7 @@ def flags_in(words: Sequence[str]) -> Iterator[Flag]:
 
 
 def flag_value(words: Sequence[str], option: str) -> str | None:
-    """The first value of the last occurrence of `option` ("" for a bare flag), or None without one.
+    """The first value of the last occurrence of `option` ("" for a bare flag); None if it does not occur.
 
     Words before the first flag are ignored.
     """
@@ -56,7 +56,7 @@ def flag_value(words: Sequence[str], option: str) -> str | None:
 
 
 def asks_for_cpu(words: Sequence[str]) -> bool:
-    """Whether no CUDA device shall be used: `--cpu` or MEGATRON_VP_CPU=1."""
+    """Whether CUDA devices must not be used: `--cpu` or MEGATRON_VP_CPU=1."""
     return CPU in words or os.environ.get("MEGATRON_VP_CPU") == "1"
 
 
@@ -88,7 +88,9 @@ def split_config(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def files_and_flags(words: Sequence[str] | None, overlays: Sequence[Path] | None) -> tuple[list[Path], list[str]]:
-    """A job as commands take it, `CONFIG [FLAGS]` and overlays: its files, later ones win, and its flags, which win."""
+    """A job as commands take it, `CONFIG [FLAGS]` with overlays: later files override earlier ones, and flags override
+    files.
+    """
     files, flags = list(overlays or ()), list(words or ())
     if flags and not flags[0].startswith("-"):
         files.insert(0, Path(flags.pop(0)))
@@ -96,12 +98,12 @@ def files_and_flags(words: Sequence[str] | None, overlays: Sequence[Path] | None
 
 
 def arguments(files: Sequence[Path], flags: Sequence[str]) -> list[str]:
-    """The same as the arguments of a training script."""
+    """The job as arguments of a training script."""
     return [*(word for file in files for word in (CONFIG, spelled(file))), *flags]
 
 
 def spelled(file: Path) -> str:
-    """A file as an argument that is not taken for an option."""
+    """Spell a file so that it is not taken for an option."""
     return f"./{file}" if str(file).startswith("-") else str(file)
 
 

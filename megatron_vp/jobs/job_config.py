@@ -17,7 +17,7 @@ ALGORITHM_ALONE = (
     "--vocab-parallel-algorithm {vocab_parallel_algorithm} has no effect without --vocab-parallel: add "
     "--vocab-parallel, or leave --vocab-parallel-algorithm out"
 )
-"""How every command refuses an algorithm for a vocabulary that is not split."""
+"""The message with which every command refuses an algorithm for a vocabulary that is not split."""
 
 CPU_NAME = name_of(CPU)
 """A flag of the start, which the parser of the training script never sees."""
@@ -67,9 +67,9 @@ OTHERS = (
     *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     *("moe_layer_freq", "moe_shared_expert_intermediate_size"),
 )
-"""The other arguments from which the cost model computes times and memory."""
+"""Further arguments from which the cost model computes times and memory."""
 LEAST = {"mtp_num_layers": 0}
-"""Of sizes that may be less than 1."""
+"""Smallest values of sizes that may be less than 1."""
 LARGEST_SIZE = 10**9
 LARGEST = {
     "mtp_num_layers": 2**10,
@@ -84,7 +84,7 @@ LARGEST = {
     "seq_length": 2**26,
     "micro_batch_size": 2**20,
 }
-"""Sizes beyond which no model is trained: a larger one is a slip of the keyboard. LARGEST_SIZE for all others."""
+"""Largest accepted sizes; a larger one is a typing error. LARGEST_SIZE for all others."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class JobConfig:
     values: dict[str, Any]
     """As YAML reads them, flags included: numbers where they look like numbers, lists where several were given."""
     origins: dict[str, Leaf | str]
-    """Where each value comes from: a leaf of a file, or a flag of the command line. Their text goes into messages."""
+    """The origin of each value, for messages: a leaf of a file, or a flag of the command line."""
 
     def of_files(self) -> dict[str, Any]:
         """Options that the files set and no flag overrides, without those that they leave at their default."""
@@ -105,7 +105,7 @@ class JobConfig:
         }
 
     def unused(self, used: Collection[str]) -> list[str]:
-        """The options that are set, as on a command line, without those that are `used`."""
+        """The options that are set but not `used`, spelled as on a command line."""
         given = {name for name, value in self.values.items() if value is not None and value is not False}
         return sorted(option_of(name) for name in given.difference(used))
 
@@ -141,7 +141,7 @@ def read_job_config(files: Sequence[str | os.PathLike[str]], flags: Sequence[str
 def read_sizes(
     files: Sequence[str | os.PathLike[str]], flags: Sequence[str], commands_own: Sequence[str] = ()
 ) -> JobConfig:
-    """The same for a command that computes from a job's sizes: all SIZES are whole numbers or None.
+    """Read a job for a command that computes from its sizes: all SIZES are whole numbers or None.
 
     `commands_own` are the command's own options, which a misspelt flag may mean. Raises UserError also for an argument
     that training does not know, a value that its option does not take, a size that no job has, NaN and infinity.

@@ -33,7 +33,7 @@ _SHORT = {
     "schedule": "pipeline_schedule",
     "vocab": "vocab_size",
 }
-"""Common spellings for options whose name looks different."""
+"""Common wrong spellings of options whose real name looks different."""
 
 _KINDS = {"int": (int,), "float": (int, float)}
 _EXPECTED = {"int": "an integer", "float": "a number", "text": "a text", "bool": "true or false"}
@@ -62,7 +62,7 @@ def known_options() -> dict[str, Option]:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """The known name that was most likely meant by `name`. Names are with underscores."""
+    """The known name most likely meant by `name`; names have underscores."""
     return _SHORT.get(name) or difflib.get_close_matches(name, known, 1, 0)[0]
 
 

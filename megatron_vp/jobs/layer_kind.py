@@ -1,4 +1,4 @@
-"""Whose transformer layers a job runs. They keep different amounts of memory for the backward."""
+"""Which implementation of transformer layers a job runs; they keep different amounts of memory for the backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_vp.errors import UserError
 
 
 class LayerKind(StrEnum):
-    """Whose code a transformer layer is."""
+    """The implementation of a transformer layer."""
 
     PAPER = "paper"
     """The layers of the paper's authors, whose published memory the cost model's constants were fitted to."""

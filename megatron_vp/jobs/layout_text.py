@@ -1,4 +1,4 @@
-"""The text of `--pipeline-model-parallel-layout`, as numbers of layers and back."""
+"""Converts `--pipeline-model-parallel-layout` to numbers of layers and back."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def layout_of(layers: Sequence[int]) -> str:
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Transformer layers by stage, as even as they can be: what chunks get that are given no layout."""
+    """The most even transformer layers by stage, for chunks without a layout."""
     return tuple(layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages))

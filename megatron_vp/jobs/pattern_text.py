@@ -53,11 +53,11 @@ class Pattern:
         return cls(letters, layers, tuple(heads))
 
     def segments(self, layers: Sequence[int]) -> tuple[str, ...]:
-        """The letters of every stage, of which each has as many as `layers` says."""
+        """The letters of every stage, split by `layers`."""
         return tuple(self.letters[start:end] for start, end in pairwise(accumulate(layers, initial=0)))
 
     def with_bars(self, layers: Sequence[int]) -> str:
-        """The text of the same model with these layers."""
+        """The pattern's text with bars for these layers."""
         return "/".join(["|".join(self.segments(layers)), *self.heads])
 
 

@@ -1,4 +1,6 @@
-"""Keeps passwords and keys out of arguments: a run writes all of them into files and logs that others may read."""
+"""Keeps passwords and keys out of arguments, because a run writes all arguments into files and logs that others may
+read.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def yaml_of(settings: dict[str, Any]) -> str:
 
 
 def _yaml_text(value: Any) -> str:
-    """As YAML writes it; text is quoted where its first sign means something else there."""
+    """Format a value for YAML; text is quoted if its first character has a meaning there."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return json.dumps(value) if isinstance(value, str) and value[:1] in ("*", "-", "|", "+") else str(value)

@@ -10,11 +10,11 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 FOLDER = _PACKAGE / "configs"
 BATCH_FILES = _PACKAGE / "slurm"
 TRAINING_SCRIPT = _PACKAGE.parent / "pretrain_gpt_vp.py"
-"""Next to the package, in the repository as in an installation from the wheel."""
+"""The training script, next to the package both in the repository and in an installation from the wheel."""
 
 
 def names() -> list[str]:
-    """Of the models, such as llama3_8b. Overlays have a folder in front: methods/v-half, data/mock."""
+    """Names of the shipped models, such as llama3_8b. Overlays have a folder in front: methods/v-half, data/mock."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 

@@ -30,7 +30,7 @@ class ShardChoice:
     rows: tuple[int, ...] | None = None
     """With `ROWS`: rows by pipeline rank, the tensor ranks of a stage together."""
     folder: Path | None = None
-    """With `MEASURED`: where the run wrote its rank reports or traces."""
+    """With `MEASURED`: the folder of the run's rank reports or traces."""
 
     @classmethod
     def parse(cls, text: object) -> ShardChoice:

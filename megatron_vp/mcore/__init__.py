@@ -1,4 +1,3 @@
-"""The only rooms that know Megatron.
-
-All share `patches.py`, which checks and applies replacements in Megatron; `patch_table.py` says when.
+"""The only packages that import Megatron. All use `patches.py`, which checks and applies replacements in Megatron;
+`patch_table.py` says when.
 """

@@ -1,4 +1,4 @@
-"""The arguments of Megatron's that we read, by the room that reads them.
+"""Megatron's arguments that we read, by the package that reads them.
 
 A release of Megatron that renames one of them ends the start with one line that names the argument and what we read it
 for, instead of an AttributeError in the middle of a run. Our own options are not listed.
@@ -201,11 +201,11 @@ IN_TRAINING = ("curr_iteration",)
 
 
 LACKS: dict[str, tuple[str, ...]] = {"0.19": ("logit_dtype", "mtp_hsm")}
-"""By release series of megatron-core, the arguments that it does not have; our sources do without them there."""
+"""Arguments that a release series of megatron-core lacks; our sources work without them there."""
 
 
 def missing() -> list[Problem]:
-    """The arguments that we read and the Megatron that is here has no option for; builds its parser."""
+    """Arguments that we read but for which the installed Megatron has no option; builds its parser."""
     from megatron.training.arguments import add_megatron_arguments
 
     options = {action.dest for action in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions}
@@ -227,7 +227,7 @@ def check_validated(args: argparse.Namespace) -> None:
 
 
 def _read_here() -> list[tuple[str, str]]:
-    """Every argument that we read in the release series that is here, and what for."""
+    """Every argument that we read in the installed release series, with its use."""
     lacks = (*LACKS.get(present_series(), ()), *IN_TRAINING)
     return [(name, reads.use) for reads in READ.values() for name in reads.names if name not in lacks]
 

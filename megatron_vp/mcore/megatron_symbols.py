@@ -1,7 +1,7 @@
-"""Every function, class and constant of Megatron's that we use without patching it, by the room that uses it.
+"""Every function, class and constant of Megatron's that we use without patching it, by the package that uses it.
 
-`megatron-vp patches` compares the table with the installed Megatron, so that a new release says at once what changed.
-An entry maps `module:path` to what we expect there, as `patches.check_symbol` reads it: a signature; `takes a, b` where
+`megatron-vp patches` compares the table with the installed Megatron, so that changes in a new release show at once. An
+entry maps `module:path` to what we expect there, as `patches.check_symbol` reads it: a signature; `takes a, b` where
 only the arguments that we pass matter; `class` for a class that we subclass or recognise; `value`; `present`.
 `IN_SERIES` holds the differences of each release series.
 """
@@ -332,17 +332,17 @@ IN_SERIES: dict[str, dict[str, str]] = {
 
 
 def rooms() -> list[str]:
-    """The rooms that use Megatron, and the training script."""
+    """The packages that use Megatron, and the training script."""
     return list(dict.fromkeys([*IMPORTED, *REACHED]))
 
 
 def count(room: str) -> int:
-    """How many symbols a room uses in the release series that is here."""
+    """Number of symbols that a package uses in the installed release series."""
     return len(_expected(room))
 
 
 def check_symbols(room: str) -> list[Problem]:
-    """Everything that a room uses and that the Megatron that is here lacks or has with another signature."""
+    """Symbols that a package uses but that the installed Megatron lacks or has with another signature."""
     problems = (check_symbol(target, expected) for target, expected in _expected(room))
     return [problem for problem in problems if problem is not None]
 

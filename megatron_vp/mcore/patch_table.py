@@ -1,7 +1,8 @@
 """The table of patches: every group that we apply to Megatron, for which runs, and when in the start.
 
-A group names the module that declares its patches as text, so that this table imports no part of Megatron. Other rooms
-ask only for the groups of a stage that a run selects. `megatron-vp patches` and the documentation print the table.
+A group names the module that declares its patches as text, so that this table imports no part of Megatron. Other
+packages ask only for the groups of a stage that a run selects. `megatron-vp patches` and the documentation print the
+table.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Run:
 
     @property
     def settings(self) -> RunSettings:
-        """The properties of the run that its arguments decide."""
+        """Properties of the run that follow from its arguments."""
         return run_settings(self.args)
 
 
@@ -62,7 +63,7 @@ def run_here(args: argparse.Namespace) -> Run:
 
 @dataclass(frozen=True)
 class Condition:
-    """For which runs a group applies: the sentence that users read, and the test."""
+    """Decides for which runs a group applies: a sentence for users, and the test."""
 
     sentence: str
     holds: Callable[[Run], object]
@@ -79,10 +80,10 @@ class PatchGroup:
     applies: the runs that need them.
     stage: when in the start they are applied.
     without: what would happen without them.
-    essential: whether a Megatron that they do not fit can run nothing that selects them. True where a run without them
-        would compute something else than it was asked for, hang, or risk its checkpoints. Where it loses a convenience,
-        or ends with an error of Megatron's, they are left out with a line.
-    package: whose symbols they are, where not Megatron's; without it there is nothing to compare.
+    essential: whether a run that selects them is refused if they do not fit Megatron. True if a run without them would
+        compute something else, hang, or risk its checkpoints. False if it only loses a convenience or ends with an
+        error of Megatron's: they are then left out, with a line in the log.
+    package: the package that owns the symbols, if not Megatron; if it is not installed, nothing is compared.
     """
 
     name: str
@@ -94,7 +95,7 @@ class PatchGroup:
     package: str | None = None
 
     def for_series(self, series: str) -> tuple[Patch, ...]:
-        """The patches for a release series; imports the module that declares them, and with it parts of Megatron."""
+        """The patches for a release series. Imports the module that declares them, and with it parts of Megatron."""
         module, _, attribute = self.patches.partition(":")
         declared: tuple[Patch, ...] = getattr(importlib.import_module(module), attribute)
         return tuple(each for patch in declared if (each := patch.for_series(series)) is not None)
@@ -391,7 +392,7 @@ GROUPS = (
 
 
 def patches_of(name: str) -> tuple[Patch, ...]:
-    """The patches of one group for the Megatron that is here."""
+    """The patches of one group for the installed Megatron."""
     return next(group for group in GROUPS if group.name == name).for_series(patches.present_series())
 
 
@@ -401,7 +402,7 @@ def selected(run: Run, stage: Stage | None = None) -> tuple[PatchGroup, ...]:
 
 
 def examine(group: PatchGroup) -> tuple[tuple[Patch, ...], list[Problem]]:
-    """A group's patches for the Megatron that is here, and everything that keeps them from being applied."""
+    """A group's patches for the installed Megatron, and every reason why they cannot be applied."""
     if group.package is not None:
         try:
             importlib.import_module(group.package)
@@ -432,12 +433,12 @@ def apply(stage: Stage, run: Run) -> None:
 
 
 def apply_early(run: Run, *names: str) -> None:
-    """Apply the groups of these names that a run selects, ahead of their stage. Raises UserError, and applies none."""
+    """Apply the selected groups with these names ahead of their stage. Raises UserError, and applies none."""
     patches.apply([patch for group in selected(run) if group.name in names for patch in patches_of(group.name)])
 
 
 def _fitting(groups: Iterable[PatchGroup]) -> tuple[list[Patch], list[str]]:
-    """The patches of the groups that fit, and a line for every other. Raises UserError for an essential one."""
+    """The patches of the groups that fit, and a line for each that does not. Raises UserError if it is essential."""
     fitting: list[Patch] = []
     left_out, problems = [], []
     for group in groups:

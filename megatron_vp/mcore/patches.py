@@ -23,19 +23,21 @@ TESTED_VERSIONS = ("0.19.0", "0.19.2", "0.20 development line at d98e8a64")
 RELEASE = "0.19.2"
 """The newest release on PyPI that was tested."""
 INSTALL = f"pip install --no-deps megatron-core=={RELEASE}"
-"""Brings it into an environment that has everything else, a container of NVIDIA's, and touches nothing else there."""
+"""Command that installs this release into an environment that has everything else, such as NVIDIA's container, and
+changes nothing else there.
+"""
 
 _MISSING = object()
 
 
 @dataclass(frozen=True)
 class Variant:
-    """The differences of a patch in one release series of megatron-core."""
+    """How a patch differs in one release series of megatron-core."""
 
     signature: str
     """The target's signature there."""
     make: Callable[[Any], Any] | None = None
-    """The replacement there; None where that of the patch serves."""
+    """The replacement there; None if the patch's own works."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Patch:
     reason: one line, shown by `megatron-vp patches`.
     signature: `signature_of(original)` at the time of writing; two joined by " or " where other packages decide which;
         `nothing` for a symbol that Megatron lacks where another package is missing.
-    variants: by release series (`0.20`) that differs, how; None for a series that needs no such patch.
+    variants: differences by release series (such as `0.20`); None for a series that does not need the patch.
     """
 
     target: str
@@ -68,7 +70,9 @@ class Patch:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something of Megatron that is not as we expect it: a symbol that we patch or call, an argument that we read."""
+    """Something in Megatron that differs from what we expect: a symbol that we patch or call, or an argument that we
+    read.
+    """
 
     target: str
     expected: str
@@ -112,7 +116,7 @@ def signature_of(value: Any) -> str:
 
 
 def present_version() -> str:
-    """Version of the megatron-core that is imported here, supported or not; UserError if there is none."""
+    """Version of the importable megatron-core, supported or not; UserError if there is none."""
     _distribution()
     # It adds "+<commit>" when its files lie inside a git repository.
     return importlib.import_module("megatron.core").__version__.partition("+")[0]
@@ -133,17 +137,18 @@ def installed_version() -> str:
 
 
 def present_series() -> str:
-    """The release series of the megatron-core that is imported here, `0.19` for 0.19.2, supported or not."""
+    """Release series of the importable megatron-core, supported or not: `0.19` for 0.19.2."""
     return _series(present_version())
 
 
 def check(patches: Iterable[Patch]) -> list[Problem]:
-    """Everything that keeps these patches from being applied, in their order; empty if they all fit."""
+    """All reasons why these patches cannot be applied, in their order; empty if they all fit."""
     return [problem for problem in map(_problem, patches) if problem is not None]
 
 
 def check_symbol(target: str, expected: str) -> Problem | None:
-    """Why a symbol of Megatron's that we use does not fit, or None; a patched one is judged by its original.
+    """The reason why a symbol of Megatron that we use does not fit, or None. A patched symbol is judged by its
+    original.
 
     `expected` is a signature as `signature_of` gives it, `class` for any class, `present` for anything, or
     `takes a, b` for a callable that can be called with these arguments by name and needs no others (`takes nothing`).

@@ -1,4 +1,4 @@
-"""What this process has settled about its job: the value that everything else takes, and the one place that holds it.
+"""The settled job of this process: the value that everything else uses, and the one place that holds it.
 
 A start goes through these steps, in this order:
 
@@ -58,7 +58,7 @@ class Replay:
     job: JobConfig | None = None
     """The whole job, before the replay's changes to it."""
     meter: Any = None
-    """In a replay of shapes, what counts the memory: a `reports.memory.Meter`."""
+    """In a replay of shapes, the counter of memory: a `reports.memory.Meter`."""
     counts_engine: bool = False
     """Local layers keep what Transformer Engine's would."""
 
@@ -68,7 +68,7 @@ class RunSettings:
     """The settings of a run from --pipeline-schedule and --vocab-parallel. Arguments need not be validated."""
 
     family: Family
-    """Of the schedule, or of the file that holds it."""
+    """Family of the schedule, or of the schedule file."""
     file: ScheduleFile | None
     vocab_parallel: bool
     offload: str = "0"
@@ -85,7 +85,7 @@ class RunSettings:
         return self.offload != "0" or bool(self.family.fixed and self.family.fixed.offloaded)
 
     def offload_chunks(self, chunks: int) -> int:
-        """How many of the `chunks` of each rank those are, where no file says it."""
+        """Number of offloaded chunks out of `chunks` per rank, if no schedule file says it."""
         return chunks_to_offload(self.offload, chunks)
 
     @property
@@ -112,27 +112,27 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class GivenLayout:
-    """How the user's arguments cut the model into stages, before a schedule or balanced shards gave it a layout."""
+    """How the user's arguments cut the model into stages, before a schedule or balanced shards changed it."""
 
     layout: str | None
     pattern: Pattern | None
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> GivenLayout:
-        """That of parsed arguments which nothing was derived from yet."""
+        """Read it from parsed arguments that nothing was derived from yet."""
         return cls(args.pipeline_model_parallel_layout, pattern_in(vars(args)))
 
 
 @dataclass(frozen=True)
 class ChosenRows:
-    """The vocabulary rows of a job, and what else was chosen with them."""
+    """The vocabulary rows of a job, and other choices that come with them."""
 
     rows: tuple[int, ...] | None = None
     """By pipeline rank, the tensor ranks of a stage together; None for equal shards."""
     reason: str | None = None
-    """Why these, where not the user named them; of equal shards, None where they need no reason."""
+    """The reason for these rows if the user did not give them; None for equal shards that need no reason."""
     layout: str | None = None
-    """A layout that comes with the rows, of a hybrid model a pattern with bars; None leaves the user's."""
+    """A layout that comes with the rows (for a hybrid model a pattern with bars); None keeps the user's."""
 
 
 @dataclass(frozen=True)
@@ -147,16 +147,16 @@ class SettledJob:
     order: Costs | None
     """The costs that the passes are ordered for; None: `PassCosts()`. All ranks of a run take rank 0's."""
     parts: Mapping[str, str]
-    """Who computes the layers, the norms and so on: see `platform.parts`."""
+    """What computes the layers, the norms and so on: see `platform.parts`."""
     words: Words
     nodes: Installed | None
     """The packages of the nodes, if the job was checked for other nodes than this machine."""
     checkpoint_to_load: str | None = None
-    """Its directory; None where the run starts afresh, or where none is checked."""
+    """Directory of the checkpoint; None if the run starts afresh, or if none is checked."""
 
     @property
     def method(self) -> VocabMethod:
-        """Of the vocabulary layers, where the schedule does not have its own."""
+        """Method of the vocabulary layers, unless the schedule has its own."""
         return VocabMethod(self.args.vocab_parallel_algorithm if self.settings.vocab_parallel else VocabMethod.NONE)
 
     @property
@@ -188,7 +188,7 @@ class _Process:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the job, but not that this is a replay."""
+        """Forget the job, but keep that this is a replay."""
         self.files: dict[str, ScheduleFile] = {}
         self.words = Words()
         self.job: SettledJob | None = None
@@ -198,7 +198,7 @@ _process = _Process()
 
 
 def begin(schedule: str, text_of: Callable[[str], str] = text_of_file) -> None:
-    """Begin a start: forget any other, and read the file that --pipeline-schedule names, if it names one.
+    """Begin a start: forget any earlier job, and read the schedule file if --pipeline-schedule names one.
 
     `text_of` returns a file's text. Raises UserError for a file that cannot be used.
     """
@@ -219,7 +219,7 @@ def words() -> Words:
 
 
 def settle(job: SettledJob) -> None:
-    """Make `job` the one of this process."""
+    """Make `job` the settled job of this process."""
     _process.job = job
 
 
@@ -277,7 +277,7 @@ def replay() -> Replay:
 
 
 def schedule_file(name: str) -> ScheduleFile | None:
-    """The file of a --pipeline-schedule as it was read first; None where it names a family. Raises UserError."""
+    """The schedule file of a --pipeline-schedule as it was first read; None if it names a family. Raises UserError."""
     if not _names_file(name):
         return None
     return _process.files.get(name) or _read(name, text_of_file)
@@ -290,7 +290,9 @@ def family_of(name: str) -> Family:
 
 
 def run_settings(args: argparse.Namespace) -> RunSettings:
-    """What parsed arguments, or those of `options.early_arguments`, make of a run. Raises UserError as `family_of`."""
+    """The run's settings from parsed arguments, or from those of `options.early_arguments`. Raises UserError as
+    `family_of`.
+    """
     with _named():
         name = args.pipeline_schedule
         return RunSettings(family_of(name), schedule_file(name), bool(args.vocab_parallel), args.offload_chunks)

@@ -19,17 +19,17 @@ Handler = Callable[[int, int], None]
 
 
 class VocabLayers(Protocol):
-    """The vocabulary layers: what virtual stage 0 reads, and what becomes of the last stage's output."""
+    """Interface of the vocabulary layers: the input of virtual stage 0, and the use of the last stage's output."""
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
-        """Of the passes that the layers add to F, B and W."""
+        """Handlers of the passes that the layers add to F, B and W."""
 
     def load(self, microbatch: int) -> None:
         """Read the microbatch's data on the ranks that have some: token ids on rank 0, labels on rank p-1."""
 
     def first_input(self, microbatch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of stage 0: the leaf of autograd's graph that takes a gradient, and the chunk's input [s, b, h]."""
+        """For stage 0: the leaf of autograd's graph that gets a gradient, and the chunk's input [s, b, h]."""
 
     def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:
         """The backward of stage 0 is done and has left its gradient in the leaf."""
@@ -83,7 +83,7 @@ class ChunkPasses:
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
-        """Made when asked for: kept here, they would keep an iteration from being freed by its last reference."""
+        """Created on demand: if kept here, they would form a reference cycle that delays freeing the iteration."""
         return {
             PassKind.F: self._forward,
             PassKind.B: self._backward,
@@ -107,7 +107,7 @@ class ChunkPasses:
             self._store.put(Slot.ACTIVATION, microbatch, result, at=stage + 1)
 
     def _graph(self, microbatch: int, chunk: int, stage: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The chunk's input, where it has one, and its output."""
+        """The chunk's input, if it has one, and its output."""
         if stage == 0:
             leaf, chunk_input = self._vocab_layers.first_input(microbatch)
         else:
@@ -134,7 +134,9 @@ class ChunkPasses:
             self._store.put(Slot.GRADIENT, microbatch, leaf.grad.contiguous(), at=stage - 1)
 
     def _whole_backward(self, microbatch: int, chunk: int) -> None:
-        """In a schedule that splits other backwards the model has left the weights' part to a W: here it is at once."""
+        """Run a whole backward: if the schedule splits other backwards, the model leaves the weights' part to a W,
+        which runs here at once.
+        """
         self._backward(microbatch, chunk)
         if self._split_backward:
             self._weight_gradient(microbatch, chunk)

@@ -1,4 +1,4 @@
-"""One time axis for the ranks of a pipeline, and how exact it is.
+"""Puts the clocks of a pipeline's ranks on one time axis, with an error bound.
 
 No rank leaves an all-gather before every rank has entered it. So with `o` to be added to this rank's clock to get rank
 0's, every all-gather says: `enter_0 - leave <= o <= leave_0 - enter`. A few of them narrow `o` to an interval; its
@@ -40,11 +40,11 @@ class Alignment:
 
 
 class Pipeline(Protocol):
-    """The ranks of a pipeline, as `runtime.groups.PipelineGroups` and Megatron's own groups have them."""
+    """Interface of a pipeline's ranks, provided by `runtime.groups.PipelineGroups` and by Megatron's own groups."""
 
     @property
     def members(self) -> tuple[int, ...]:
-        """One number for each rank."""
+        """The ranks' numbers."""
 
     @property
     def rank(self) -> int:
@@ -52,7 +52,7 @@ class Pipeline(Protocol):
 
     @property
     def pipeline(self) -> Communicator:
-        """Joins all of them."""
+        """The process group of all of them."""
 
 
 def align(groups: Pipeline) -> Alignment:

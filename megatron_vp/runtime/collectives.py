@@ -1,4 +1,4 @@
-"""The vocabulary collectives of one iteration: what each moves, from which pass and to which.
+"""Runs the vocabulary collectives of one iteration: what each moves, from which pass and to which.
 
 All run on the second stream, in the one order that lowering decided. `post` hands buffers over,
 `wait` hands results to the passes through the store. Buffers are allocated here, on the compute side; a function on
@@ -139,7 +139,7 @@ class VocabularyCollectives:
             self._unawaited = [earlier for earlier in self._unawaited if not earlier.done()] + [event]
 
     def wait(self, collective: Collective) -> None:
-        """Order the passes that follow after a collective, and hand its result to them."""
+        """Order later passes after a collective, and hand its result to them."""
         event, complete = self._posted.pop(collective)
         if collective.kind is CollectiveKind.TOKENS:
             # The exchange's sizes are needed on the host. This was posted at least a microbatch ago, so the host falls
@@ -187,7 +187,8 @@ class VocabularyCollectives:
         return communicate, complete
 
     def _embed(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """The embedding rows that every rank owns to virtual stage 0, and for multi-token prediction to the last one.
+        """Send the embedding rows that every rank owns to virtual stage 0, and for multi-token prediction also to the
+        last stage.
 
         Each pipeline brings those of its own shards; the tensor ranks of the stage then complete each other.
         """
@@ -356,11 +357,11 @@ class VocabularyCollectives:
         return self._shapes.rows(self._shapes.outputs // self._shapes.sp_size).zero_()
 
     def _place(self, rank: int) -> int:
-        """Where a pipeline rank stands among the members."""
+        """Position of a pipeline rank among the members."""
         return self._members.index(rank)
 
     def _by_member(self, counts: Sequence[int]) -> list[int]:
-        """Of counts by pipeline rank those of the members; all others are zero."""
+        """Counts of the members, from counts by pipeline rank; all others are zero."""
         return [counts[rank] for rank in self._members]
 
     def _nothing(self) -> list[int]:

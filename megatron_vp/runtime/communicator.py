@@ -1,4 +1,4 @@
-"""The operations that ranks of a pipeline do together, with one face for NCCL and for gloo.
+"""The collective operations of a pipeline's ranks, with one interface for NCCL and gloo.
 
 Every member calls the same operations in the same order. They block until this rank's part is done: on CUDA the
 current stream, on CPU the calling thread. Ranks are positions among the members, which may be some of the pipeline.
@@ -24,7 +24,7 @@ class Communicator(Protocol):
         """Fill `gathered` [ranks, ...] with every rank's `own` [...]."""
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
-        """Make the root's `tensor` the sum over all ranks; elsewhere it holds anything afterwards."""
+        """Make the root's `tensor` the sum over all ranks; on other ranks its contents are undefined afterwards."""
 
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor, incoming: Sequence[int], outgoing: Sequence[int]
@@ -122,7 +122,7 @@ class MessageCommunicator:
             self._transfer(sends={root: own}, receives={})
 
     def _transfer(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        """Messages by rank; this rank's own stays out. All are on their way before any is waited for."""
+        """Send and receive messages by rank, without this rank's own. All are started before any is waited for."""
         works = [
             start(tensor, group=self._group, **{peer: rank})
             for start, peer, tensors in ((dist.irecv, "group_src", receives), (dist.isend, "group_dst", sends))
@@ -143,7 +143,7 @@ def _rows_by_rank(tensor: torch.Tensor, counts: Sequence[int]) -> dict[int, torc
 
 
 class LoneCommunicator:
-    """For a rank without peers: every buffer keeps what was made up for it."""
+    """For a rank without peers: every buffer keeps its made-up contents."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Nothing arrives."""

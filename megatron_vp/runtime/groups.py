@@ -75,9 +75,9 @@ class PipelineGroups:
     ) -> PipelineGroups:
         """Create the groups of every pipeline of the job, and keep those of this rank's; collective over all ranks.
 
-        Names of process groups count the groups created so far, so all ranks must create all groups in one order. That
-        costs other ranks microseconds: nothing is communicated. NCCL makes a communicator when a group is
-        first used, and holds up the host until the peers get there; programs end although hosts wait so.
+        PyTorch names process groups by a counter, so all ranks must create all groups in the same order. That costs
+        microseconds: nothing is communicated. NCCL makes a communicator when a group is first used, and blocks the host
+            until the peers arrive; programs are proven to end even then.
 
         Args:
             replicas: of each model replica the global ranks, pipeline rank major, tensor rank minor; the same on all

@@ -1,7 +1,7 @@
-"""Memory of the host for activations: for each chunk a block of slots, as many as a program fills at once.
+"""Host memory for activations: for each chunk a block of slots, as many as a program fills at once.
 
 The first forward of a chunk says how large a slot is, and its copy allocates all slots in one block. On CUDA the block
-is pinned as it is: PyTorch's own pinned memory comes in powers of two.
+is pinned at its exact size; PyTorch's own pinned memory comes in powers of two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_vp.schedule.transfers import Copy
 
 GIB = 2**30
 ALIGNMENT = 512
-"""Bytes: copies are fastest between aligned addresses."""
+"""Alignment in bytes: copies are fastest between aligned addresses."""
 
 
 def slots_by_chunk(instructions: Sequence[Instruction]) -> dict[int, int]:
@@ -37,7 +37,7 @@ def slots_by_chunk(instructions: Sequence[Instruction]) -> dict[int, int]:
 
 
 class HostSlot:
-    """Room for what one forward saved; of a chunk, or made for one use (None)."""
+    """Room for the tensors that one forward saved; it belongs to a chunk, or was made for one use (None)."""
 
     def __init__(self, memory: torch.Tensor, chunk: int | None) -> None:
         self._memory = memory
@@ -69,17 +69,19 @@ class HostMemory:
         self.odd_slots = 0
         """Slots made for one use each, because a forward saved more than the first one."""
         self.held_elsewhere: dict[int, list[tuple[str, int]]] = {}
-        """By chunk, what each forward saves and something else holds, so that it stays: in which module, and bytes."""
+        """By chunk, tensors that each forward saves but something else also holds, so that they stay on the device:
+        module and bytes.
+        """
         self.seconds = 0.0
-        """That allocating the blocks took."""
+        """Seconds that allocating the blocks took."""
 
     @property
     def bytes(self) -> int:
-        """Of all blocks."""
+        """Bytes of all blocks."""
         return sum(block.numel() for block in self._blocks)
 
     def expect(self, slots: Mapping[int, int]) -> None:
-        """The slots that the next iteration fills at once, by chunk: see `slots_by_chunk`."""
+        """Announce how many slots the next iteration fills at once, by chunk: see `slots_by_chunk`."""
         self._needed = slots
 
     def knows(self, chunk: int) -> bool:
@@ -87,7 +89,7 @@ class HostMemory:
         return chunk in self._sizes
 
     def take(self, chunk: int, sizes: Sequence[int]) -> HostSlot:
-        """A free slot for parts of these sizes in bytes. Raises UserError where the host has no memory left."""
+        """Get a free slot for parts of these sizes in bytes. Raises UserError if the host has no memory left."""
         if chunk not in self._sizes:
             self._sizes[chunk] = _room(sizes)
         if not self._free[chunk]:
@@ -100,7 +102,7 @@ class HostMemory:
         return HostSlot(own, None)
 
     def give(self, slot: HostSlot) -> None:
-        """The slot's contents are no longer needed."""
+        """Return a slot whose contents are no longer needed."""
         if slot.chunk is not None:
             self._free[slot.chunk].append(slot)
 

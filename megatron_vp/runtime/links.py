@@ -13,7 +13,8 @@ class Links:
     """The messages of one iteration, seen from one rank.
 
     A sent tensor is kept alive until its send is known to be complete: gloo's send is a rendezvous, and NCCL's reads
-    the buffer when the peer is ready. Nothing ever blocks on a send inside the schedule. Gloo knows at the end only.
+    the buffer when the peer is ready. Nothing ever blocks on a send inside the schedule. With gloo, completion is known
+    only at the end.
     """
 
     def __init__(self, groups: PipelineGroups) -> None:
@@ -36,7 +37,7 @@ class Links:
         self._receiving[message] = (work, buffer)
 
     def wait(self, message: Message) -> torch.Tensor:
-        """The received tensor; compute work issued later sees it complete."""
+        """Return the received tensor; compute work issued later sees it complete."""
         work, buffer = self._receiving.pop(message)
         work.wait()
         return buffer

@@ -46,7 +46,7 @@ class Shapes:
 
     @property
     def own_outputs(self) -> slice:
-        """The rows of the last stage's output that this rank holds where it is on that stage."""
+        """The rows of the last stage's output that this rank holds if it is on that stage."""
         size = self.outputs // self.sp_size
         return slice(self.sp_rank * size, (self.sp_rank + 1) * size)
 

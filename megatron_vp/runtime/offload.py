@@ -1,4 +1,4 @@
-"""Moves the tensors that a chunk's forward saves for its backward to the host's memory and back.
+"""Moves the tensors that a chunk's forward saves for its backward to host memory and back.
 
 Around F every saved tensor is packed into a handle. When F has ended, tensors without other references are ours:
 parameters, caches and shared masks are not among them. Those storages are copied out as a whole, pass O drops them,
@@ -27,14 +27,14 @@ from megatron_vp.schedule.placed_copies import LEAST_OFFLOADED
 from megatron_vp.schedule.transfers import Copy
 
 SMALLEST = LEAST_OFFLOADED
-"""Bytes of a storage from which on it leaves the device."""
+"""Smallest storage in bytes that leaves the device."""
 
 PLAIN = (torch.Tensor, FakeTensor)
-"""Other kinds of tensors have no storage of their own: they keep their parts, which are saved one by one."""
+"""Tensor types with a storage of their own. Others wrap parts, which are saved one by one."""
 
 
 class SavedStorage:
-    """A storage that a forward saved: all its bytes as a tensor, or None while they are in the host's memory."""
+    """A storage that a forward saved: all its bytes as a tensor, or None while they are on the host."""
 
     __slots__ = ("bytes", "module")
 
@@ -45,7 +45,7 @@ class SavedStorage:
 
     @property
     def key(self) -> int:
-        """Which storage it is, among those that live."""
+        """Identifies the storage among those alive."""
         assert self.bytes is not None
         return self.bytes.untyped_storage()._cdata
 
@@ -72,7 +72,7 @@ class SavedTensor(NamedTuple):
     offset: int
 
     def unpack(self) -> torch.Tensor:
-        """A new tensor with the values that were saved."""
+        """Return a new tensor with the saved values."""
         assert self.storage.bytes is not None, "a backward reads activations that are in the host's memory"
         return self.storage.bytes.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
@@ -88,9 +88,9 @@ class SavedForward:
         self.sizes: list[int] = []
         """Bytes of `moving`."""
         self.staying: list[SavedStorage] = []
-        """Tensors that others hold too; they stay on the device."""
+        """Tensors with other references; they stay on the device."""
         self.slot: HostSlot | None = None
-        """Where its copy is."""
+        """The host slot of its copy."""
 
     @contextmanager
     def saving(self, names_modules: bool) -> Iterator[None]:
@@ -127,7 +127,7 @@ class SavedForward:
     def close(self, leaf: torch.Tensor | None) -> None:
         """The forward has ended, and its output's data has been released.
 
-        The leaf of the graph keeps its shape, by which its gradient is checked, and lets go of its data.
+        The graph's leaf keeps its shape, which its gradient is checked against, and frees its data.
         """
         if leaf is not None:
             leaf.data = leaf.data.new_empty(1).expand(leaf.shape)
@@ -137,9 +137,8 @@ class SavedForward:
         self.sizes = [storage.size for storage in self.moving]
 
     def leave_to_graph(self) -> None:
-        """Hold nothing any more: autograd frees each storage when the backward has used it.
-
-        Its graph keeps the hooks, and with them this object, to the end.
+        """Drop all references, so that autograd frees each storage once the backward has used it. The graph keeps the
+        hooks, and with them this object, until the end.
         """
         self.moving, self.staying = [], []
 
@@ -182,7 +181,7 @@ class Offload:
 
     @contextmanager
     def saving(self, microbatch: int, chunk: int) -> Iterator[SavedForward | None]:
-        """Around F: takes what a chunk that is to leave saves for its backward; None for others."""
+        """Around F: collects what an offloaded chunk saves for its backward; None for other chunks."""
         if chunk not in self.chunks:
             yield None
             return
@@ -191,8 +190,8 @@ class Offload:
             yield saved
 
     def close(self, saved: SavedForward, chunk: int, leaf: torch.Tensor | None) -> None:
-        """The forward has ended; see `SavedForward.close`. The first two of a chunk show what stays although it should
-        not: storages that something else holds and that every forward has of its own, unlike parameters and caches.
+        """The forward has ended; see `SavedForward.close`. A chunk's first two forwards show what wrongly stays:
+        storages that something else holds but that differ for each forward, unlike parameters and caches.
         """
         saved.close(leaf)
         if chunk in self._memory.held_elsewhere:
@@ -205,14 +204,14 @@ class Offload:
         self._memory.held_elsewhere[chunk] = held
 
     def _leave(self, microbatch: int, chunk: int) -> None:
-        """O: the copy is there."""
+        """Pass O: the copy is complete, free the device's storages."""
         for storage in self._saved[microbatch, chunk].moving:
             storage.bytes = None
         graph = self._store.take(Slot.CHUNK_GRAPH, microbatch, at=chunk)
         self._store.put(Slot.OFFLOADED_GRAPH, microbatch, graph, at=chunk)
 
     def _return(self, microbatch: int, chunk: int) -> None:
-        """R: room for the copy back, made where the passes run."""
+        """Pass R: allocate room for the copy back, on the compute stream."""
         graph = self._store.take(Slot.OFFLOADED_GRAPH, microbatch, at=chunk)
         self._store.put(Slot.CHUNK_GRAPH, microbatch, graph, at=chunk)
         saved = self._saved[microbatch, chunk]
@@ -238,7 +237,7 @@ class Offload:
         self._events[copy] = self._stream.submit(run)
 
     def wait(self, copy: Copy) -> None:
-        """Order the passes that follow after a copy. After the way back only the graph holds what came."""
+        """Order the passes that follow after a copy. After the copy back only the graph holds the tensors."""
         self._events.pop(copy).wait()
         if not copy.to_host:
             self._saved.pop((copy.microbatch, copy.chunk)).leave_to_graph()
@@ -255,9 +254,9 @@ def _unpack(saved: Any) -> torch.Tensor:
 
 
 def _owners(tensor: torch.Tensor) -> int:
-    """How many tensors and other objects hold the storage of `tensor`; a count is meant to be compared."""
+    """Number of references to the storage of `tensor`, to be compared with `_ALONE`."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 _ALONE = _owners(torch.empty(1))
-"""What `_owners` counts where one tensor holds a storage."""
+"""The count of `_owners` if a single tensor holds a storage."""

@@ -77,7 +77,7 @@ class Report:
     peak_in_flight: float
     """Most microbatches of a whole rank whose activations were held at once."""
     peak_logits_in_flight: int
-    """Most microbatches whose E and X were held at once."""
+    """Most microbatches whose E and X were held at once (from S to T)."""
 
 
 class Pipeline:
@@ -91,7 +91,7 @@ class Pipeline:
         self._stream = second_stream(device, alone=groups.alone)
         self._copies: Stream | None = None
         self.host_memory = HostMemory(pins=device.type == "cuda")
-        """For activations that leave the device."""
+        """Host memory for offloaded activations."""
         self._rehearsed: set[tuple[Shapes, bool]] = set()
 
     def rehearse(
@@ -218,7 +218,7 @@ class Pipeline:
     def _offload(
         self, program: Program, store: Store, device: torch.device, observer: Observer, rehearsal: bool
     ) -> Offload | None:
-        """For a program with copies to the host. A rehearsal saves too little to learn its sizes from."""
+        """The offload of a program with copies to the host. A rehearsal saves too little to learn slot sizes from."""
         slots = slots_by_chunk(program.instructions)
         if not slots:
             return None

@@ -1,8 +1,7 @@
-"""Where a rank is in its schedule, and how to say so when it cannot go on.
+"""Tracks where a rank is in its schedule, and describes it if the rank cannot continue.
 
-The executor and the second stream store what they are at, one attribute each. To see how long a rank has been in one
-place,
-`megatron_vp.runtime.watchdog` looks twice.
+The executor and the second stream each store their current item in one attribute. To see how long a rank has been in
+one place, `megatron_vp.runtime.watchdog` looks twice.
 
 On CUDA the host runs ahead of the device, so the rank also keeps a mark for every wait that the device has not passed.
 Only the main thread asks the device for its marks. The watchdog reads attributes and host memory and makes no CUDA
@@ -24,7 +23,7 @@ from megatron_vp.schedule.instructions import Instruction, Load, Loss, Post, Run
 from megatron_vp.schedule.transfers import Operation
 
 _POSITION = re.compile(r"^\[[^]]*\.(cc|h|cpp):\d+\] ")
-"""Where in its source a backend noticed an error."""
+"""Source position in a backend's error text."""
 _GLOO = re.compile("/gloo/|pair closure")
 _NCCL = re.compile(r"^(?=.*\bNCCL\b)(?=.*(fail|error|abort|timed out|timeout))", re.IGNORECASE)
 """A failed operation of PyTorch's newer NCCL backend, which raises plain RuntimeErrors for most of them. Other errors
@@ -33,7 +32,7 @@ _LOCAL = re.compile(r"\bNCCL\b.*\b(unhandled cuda error|invalid usage|invalid ar
 """Results of NCCL whose cause is on this rank: no memory, another rank on the same device, an illegal access. The words
 are those of `ncclGetErrorString`, in the first line of both backends' errors."""
 _CAUSE = re.compile(r"^Last error:\n(.+)|^NCCL Last Error: (.+)", re.MULTILINE)
-"""NCCL's last message: the line after the older backend's heading, or the newer one's own line."""
+"""NCCL's last message: the line after the older backend's heading, or the newer backend's own line."""
 
 
 class _Finishing:
@@ -42,7 +41,7 @@ class _Finishing:
 
 FINISHING = _Finishing()
 _HOSTS_OWN = (Load, Run, Loss)
-"""Instructions in which the host itself may stall, wherever its device is."""
+"""Instructions in which the host itself may stall, whatever its device is doing."""
 Place = tuple[int, "Instruction | _Finishing | None", Operation | None]
 
 
@@ -57,10 +56,10 @@ class FinishedIterations(Protocol):
     """Counts, on the device, the iterations that its compute stream has finished."""
 
     def add(self) -> None:
-        """Let the device count one more when it gets here."""
+        """Let the device add one when it gets here."""
 
     def count(self) -> int:
-        """How many it has counted, from host memory; any thread may ask."""
+        """The count, read from host memory; any thread may ask."""
 
 
 class Progress:

@@ -1,8 +1,9 @@
-"""How the ranks of a stalled pipeline find out, through the launcher's store, which rank holds up the others.
+"""Lets the ranks of a stalled pipeline find out, through the launcher's store, which rank holds up the others.
 
 The first rank that cannot go on calls the roll: its limit is reached, or a connection is broken. Every rank that is
 stuck then records where it is, even before its own time limit, so the answers do not depend on whose limit comes first.
-Ranks that come later read these records. A rank without a word is stopped, gone or out of reach, or it gets on.
+Ranks that come later read these records. A rank without a record is stopped, gone, unreachable, or still making
+progress.
 
 The store has no password, so any content there is untrusted text.
 """

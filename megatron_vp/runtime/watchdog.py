@@ -1,4 +1,4 @@
-"""Ends a process that cannot go on, with one line that says where it was.
+"""Ends a process that cannot continue, with one line that says where it was.
 
 A rank that waits for a peer sits in the backend's own code, where neither an exception nor a Python signal handler
 reaches it; a rank whose data loader hangs does not report it. A second thread can see both, because all it has to know
@@ -23,15 +23,15 @@ from megatron_vp.runtime.progress import Progress
 from megatron_vp.runtime.roll_call import RollCall
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
-"""Sent by a launcher or a scheduler, and when the terminal is closed."""
+"""Signals from a launcher or a scheduler, or from a closing terminal."""
 _LOOKS_A_LIMIT = 20
 _LONGEST_LOOK_SECONDS = 5.0
 _SECONDS_TO_ANSWER = 3.0
-"""What other ranks are given at least, three times as long as they may take to look whether anybody asks."""
+"""Shortest time for other ranks to answer: three times the interval at which they check for questions."""
 _LAST_WORDS_SECONDS = 1.0
-"""How long a rank that has heard its peers leaves them to hear each other."""
+"""Seconds that a rank with all answers leaves its peers to hear each other."""
 _TOLD_SECONDS = 2.0
-"""How long a process that is told to end may still ask its peers."""
+"""Seconds in which a process that was told to end may still ask its peers."""
 
 
 class Watchdog:
@@ -60,7 +60,9 @@ class Watchdog:
         _Watching(self).start()
 
     def watch(self) -> None:
-        """Watch, and end the process in any case: without its watchdog it would heed neither limits nor signals."""
+        """Watch, and end the process even if watching fails: without its watchdog it would observe neither limits nor
+        signals.
+        """
         try:
             self._watch_until_the_end()
         except BaseException as error:
@@ -94,7 +96,7 @@ class Watchdog:
         end_process(128 + self._told, f"error: {said} when it was told to end ({name}){others}")
 
     def others(self) -> str:
-        """Who holds the pipeline up; for the main thread, where a connection breaks."""
+        """Which ranks hold up the pipeline; for the main thread when a connection breaks."""
 
         def sleep(seconds: float) -> float:
             time.sleep(seconds)  # the watchdog looks for signals meanwhile
@@ -103,7 +105,7 @@ class Watchdog:
         return self._roll_call.ask(_SECONDS_TO_ANSWER, sleep)
 
     def _sleep(self, seconds: float) -> float:
-        """Sleep, and wake up for a signal that tells to end; returns for how long this process may then still live."""
+        """Sleep, but wake up at a signal to end; returns how long this process may then still live."""
         if self._signals is None:
             time.sleep(seconds)
             return math.inf
@@ -114,7 +116,7 @@ class Watchdog:
 
 
 class _Watching(threading.Thread):
-    """The thread of a watchdog, by which the rest of the process finds it."""
+    """The thread of a watchdog; the rest of the process finds the watchdog through it."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         super().__init__(target=watchdog.watch, name="watchdog", daemon=True)
@@ -151,7 +153,9 @@ class _Signals:
 
 
 def _signals() -> _Signals | None:
-    """None where something else (Megatron's --exit-signal-handler) handles SIGTERM, or outside the main thread."""
+    """The signals to watch; None if something else (Megatron's --exit-signal-handler) handles SIGTERM, or outside the
+    main thread.
+    """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return None
     ours = frozenset(number for number in _ENDING if signal.getsignal(number) == signal.SIG_DFL)

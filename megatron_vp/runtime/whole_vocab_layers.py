@@ -29,7 +29,7 @@ class WholeVocabLayers:
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
-        """None: the chunks do it all."""
+        """No handlers: the chunks do everything."""
         return {}
 
     def load(self, microbatch: int) -> None:
@@ -46,7 +46,7 @@ class WholeVocabLayers:
         return None, None
 
     def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:
-        """Ended in the embedding's weight."""
+        """Nothing to hand on: the gradient ended in the embedding's weight."""
 
     def prepare_last(self, microbatch: int) -> torch.Tensor | None:
         """The tensor from rank p-1, or None on rank p-1 itself."""

@@ -1,4 +1,4 @@
-"""A building block: when the passes of one microbatch run, on all ranks, and how often the block repeats."""
+"""A building block: when the passes of one microbatch run on all ranks, and how often the block repeats."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BuildingBlock:
         return self.interval if self.group == 1 else self.interval / self.placement.chunks
 
     def arrival(self, microbatch: int) -> float:
-        """How much later than microbatch 0 everything of `microbatch` happens."""
+        """How much later `microbatch` runs than microbatch 0."""
         groups, place = divmod(microbatch, self.group)
         return groups * self.group * self.interval + place * self.step
 

@@ -1,7 +1,7 @@
-"""How long passes and communication take, in any one unit of time: alike everywhere, or by stage, rank and link.
+"""Costs of passes and communication in any unit of time: the same everywhere, or by stage, rank and link.
 
-Both kinds of costs answer `duration` for a pass, `communication` for an operation, and `nominal`, what schedules are
-generated for.
+Both kinds of costs provide `duration` of a pass, `communication` of an operation, and `nominal`, the costs that
+schedules are generated for.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megatron_vp.schedule.transfers import Channel, CollectiveKind, Operation
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Durations. F, B (input gradient), W (weight gradient) are those of a whole rank, all its chunks together;
-    `comm` is that of every message and collective. `other` names further kinds of pass; a kind that is not named takes
-    no time. Raises UserError for a negative or non-finite duration.
+    """Durations. F, B (input gradient), W (weight gradient) are those of a whole rank, all its chunks together; `comm`
+    is that of every message and collective. `other` has further kinds of pass by name; a kind without an entry takes no
+    time. Raises UserError for a negative or non-finite duration.
     """
 
     F: float = 1.0
@@ -88,12 +88,12 @@ class PassCosts:
         return took / schedule.chunks if operation.per_chunk else took
 
     def evened(self) -> PassCosts:
-        """The same work with F, B and W of equal length and free communication; copies take what they take."""
+        """The same total work with F, B and W of equal length and free communication; copies keep their times."""
         share = (self.F + self.B + self.W) / 3
         return replace(self, F=share, B=share, W=share, comm=0.0)
 
     def without_zeros(self) -> PassCosts:
-        """The same with at least a thousandth of the whole for F, B and W: what nominal times are built from."""
+        """The same with F, B and W at least a thousandth of the total, for building nominal times."""
         floor = 1e-3 * (self.F + self.B + self.W) or 1.0
         return replace(self, F=max(self.F, floor), B=max(self.B, floor), W=max(self.W, floor))
 

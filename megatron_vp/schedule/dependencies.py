@@ -1,4 +1,4 @@
-"""What waits for what: the passes of a schedule and the communication between them as one graph.
+"""The dependency graph of a schedule: its passes and the communication between them.
 
 The rules (arXiv 2411.05288, section 4): F of a stage waits for the stage before, S for the last stage's output
 (C0), T for the statistics of all shards (C1), B of the last stage for its method's last barrier, W for its B. Only
@@ -19,13 +19,13 @@ from megatron_vp.schedule.passes import Pass, Schedule, ScheduleError, VocabMeth
 from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, Message
 
 BASE_KINDS = frozenset({PassKind.F, PassKind.B, PassKind.W, PassKind.BW})
-"""Of the transformer chunks, in every schedule."""
+"""Passes of the transformer chunks, in every schedule."""
 
 OFFLOAD_KINDS = frozenset({PassKind.O, PassKind.R})
-"""Of chunks whose activations are in the host's memory between forward and backward."""
+"""Passes of chunks whose activations are in host memory between forward and backward."""
 
 VOCABULARY_KINDS = frozenset(kind for method in VocabMethod for kind in method.passes)
-"""Of the vocabulary layers, in the schedules whose method has them."""
+"""Passes of the vocabulary layers, in schedules whose method has them."""
 
 
 def expected_passes(schedule: Schedule, holds_rows: bool) -> list[Pass]:
@@ -90,8 +90,8 @@ def check_passes(schedule: Schedule) -> None:
 
 
 def _check_offloaded(schedule: Schedule) -> None:
-    """Raise ScheduleError unless every chunk that is offloaded at all has an O and an R of each microbatch, and each
-    has something to compute in between.
+    """Raise ScheduleError unless every offloaded chunk has an O and an R for each microbatch, with computation between
+    them.
     """
     for rank, chunk in schedule.offloaded:
         order = schedule.ranks[rank]
@@ -125,7 +125,7 @@ def _listed(steps: Sequence[Pass]) -> str:
 
 
 def build_graph(schedule: Schedule, with_loss: bool = False, embeds_on_last_stage: bool = False) -> Graph:
-    """The dependencies among the passes that `schedule` must contain; the order it lists them in plays no part.
+    """Build the dependencies among the passes that `schedule` must contain; their listed order does not matter.
 
     `with_loss` adds the loss function on rank p-1, what travels there and the gradient that it sends. The bare graph is
     the published table, in which T follows the statistics at once. With `embeds_on_last_stage`
@@ -145,7 +145,7 @@ Variant = frozenset[tuple[int, Pass]]
 
 
 def _variants(schedule: Schedule) -> tuple[list[Variant], list[int]]:
-    """The variants that occur, and which of them each microbatch is."""
+    """The variants that occur, and the variant of each microbatch."""
     special = schedule.kinds - BASE_KINDS - set(schedule.vocab.passes) | schedule.kinds & {PassKind.BW}
     if not special:
         return [frozenset()], [0] * schedule.microbatches

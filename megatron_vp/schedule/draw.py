@@ -27,7 +27,7 @@ SECOND_STREAM = "#303030"
 COPIES = "#2A6FDB"
 
 WIDEST = 16.0
-"""Inches that a picture is wide at most: wider ones have to be shrunk to be seen. A window shows more detail."""
+"""Largest width of a picture in inches: wider ones would have to be shrunk to be seen. A window shows more detail."""
 
 
 def to_text(timeline: Timeline, width: int = 100, window: Span | None = None) -> str:
@@ -77,7 +77,7 @@ def _vocabulary(schedule: Schedule) -> str:
 
 
 def _needs_explaining(kind: PassKind, used: Collection[PassKind]) -> bool:
-    """Whether the mark of a kind is not a kind's name: IF's and IB's always, others' where they occur."""
+    """Whether a legend must explain the kind's mark, because it differs from the kind's name."""
     return kind.mark not in PassKind and (kind in used or kind in (PassKind.IF, PassKind.IB))
 
 
@@ -180,7 +180,7 @@ def _draw_passes(axes: Axes, timeline: Timeline, rank: int, points_per_unit: flo
 
 
 def _second_stream(timeline: Timeline) -> dict[int, list[tuple[float, float]]]:
-    """Start and duration of what takes time on the second stream of each rank."""
+    """Start and duration of operations on the second stream of each rank."""
     spans = defaultdict(list)
     for operation, (start, end) in timeline.operations.items():
         if operation.track is None and end > start:
@@ -208,7 +208,7 @@ def _draw_memory(axes: Axes, timeline: Timeline, rank: int, peak: float) -> None
 
 
 def _memory_line(timeline: Timeline, rank: int, peak: float, held: Held) -> tuple[list[float], list[float]]:
-    """Times, and how high the strip below the rank is filled from each of them on."""
+    """Times, and the height of the memory strip from each time on."""
     times, levels = [0.0], [0.0]
     changes = activation_levels(timeline.schedule, rank, held)
     for (start, end), (during, after) in zip(timeline.spans[rank], changes, strict=True):

@@ -1,4 +1,4 @@
-"""Turns an interlaced schedule into passes that a runtime has: what a V stands for, one after the other."""
+"""Turns an interlaced schedule into passes that the runtime can run, by expanding each V."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 
 EMBEDDED_AHEAD = 2
-"""Microbatches that are embedded before the first stage has used them."""
+"""Number of microbatches that are embedded ahead of the first stage."""
 
 
 def expand_interlaced(schedule: Schedule) -> Schedule:

@@ -40,7 +40,7 @@ DEFAULT_SCHEDULE = "1f1b"
 
 
 def _with_v_flex(families: Iterable[Family]) -> dict[str, Family]:
-    """By name, with the family that lies between those in V shape."""
+    """Add v-flex, which lies between the families in V shape."""
     found = {family.name: family for family in families}
     bases = tuple(found[name] for name in ("zb-v", "v-half", "v-min"))
     summary = "V shape, the shortest within --activation-limit; zb-v without one"
@@ -169,7 +169,7 @@ FAMILIES = _with_v_flex(
 """By name."""
 
 PLANNED = tuple(name for name, family in FAMILIES.items() if family.planned)
-"""The names of those that plans are made of."""
+"""Names of the families in plans."""
 
 
 def family(name: str) -> Family:
@@ -202,7 +202,7 @@ def family_of_file(path: str) -> Family:
 
 @lru_cache(maxsize=4)
 def _read(path: str, changed: int | None) -> Family:
-    """`changed`: when, in nanoseconds; None: there is no such file."""
+    """Read a file's record; `changed`: its modification time in nanoseconds, None if it does not exist."""
     return family_of_text(path, text_of_file(path))
 
 
@@ -236,7 +236,7 @@ def family_of_text(path: str, text: str) -> Family:
 
 
 def megatrons_own(chunks: int | None = None) -> Family:
-    """The schedule that Megatron runs by itself with so many chunks per rank."""
+    """The schedule that Megatron itself runs with this number of chunks per rank."""
     several = (chunks or 1) > 1
     return next(each for each in FAMILIES.values() if each.in_megatron and (each.chunks is None) == several)
 
@@ -254,7 +254,7 @@ def generate(
     offload_chunks: int = 0,
     activation_limit: float | None = None,
 ) -> Schedule:
-    """The schedule of a `ScheduleRequest` for the family or file of this name.
+    """Generate the schedule of a `ScheduleRequest` for the family or file of this name.
 
     `activation_limit`: the limit that a flexible family is fitted to, in microbatches of a whole rank.
     Raises UserError for an unknown family or vocabulary method, and as `ScheduleRequest` and `fitted` do.

@@ -21,12 +21,12 @@ Peak = Callable[[int, int, int, int], int]
 
 
 class OrderPolicy(StrEnum):
-    """How the order that a building block gives is changed."""
+    """Whether and how a building block's order is changed."""
 
     TIGHTEN = "tighten"
-    """It is where the search begins for the shortest order for the real costs, within the promised peaks."""
+    """the order is the start of a search for the shortest order for the real costs, within the promised peaks"""
     KEEP = "keep"
-    """It counts, whatever the costs."""
+    """the order is kept, whatever the costs"""
 
 
 SHARDED = (VocabMethod.NONE, VocabMethod.VOCAB_1, VocabMethod.VOCAB_2)
@@ -71,7 +71,7 @@ class Family:
     """of a file: the schedule, which has one number of ranks and of microbatches"""
 
     def chunks_of(self, chunks: int | None) -> int:
-        """Chunks per rank where `chunks` are asked for. Raises UserError where it cannot have them."""
+        """Chunks per rank if `chunks` are requested. Raises UserError if the family cannot have them."""
         if self.chunks is None:
             chunks = 2 if chunks is None else chunks
             if chunks < 2:
@@ -86,7 +86,7 @@ class Family:
         return self.chunks
 
     def placement_of(self, pipeline_size: int, chunks: int | None = None) -> Placement:
-        """Which virtual stage sits where. Raises UserError for chunks that it cannot have."""
+        """The placement of virtual stages. Raises UserError if the family cannot have `chunks`."""
         return self.placement(pipeline_size, self.chunks_of(chunks))
 
     @property
@@ -106,11 +106,11 @@ class Family:
 
     @property
     def own_method(self) -> VocabMethod | None:
-        """The vocabulary method of a family that runs with that one alone; None where there is a choice."""
+        """The family's only vocabulary method; None if there is a choice."""
         return self.methods[0] if self.methods[1:] == () and self.methods[0] is not VocabMethod.NONE else None
 
     def method(self, vocab: VocabMethod) -> VocabMethod:
-        """The method that a run uses where `vocab` is asked for."""
+        """The method that a run uses if `vocab` is requested."""
         return self.own_method or vocab
 
     def promised_peak(self, pipeline_size: int, rank: int, chunks: int, microbatches: int, method: VocabMethod) -> int:

@@ -25,7 +25,7 @@ from megatron_vp.schedule.request import ScheduleRequest
 from megatron_vp.schedule.timeline import simulate
 
 GAPS = range(4)
-"""Slots between forwards and backwards that are tried."""
+"""Numbers of slots between forwards and backwards that are tried."""
 LEVELS = 3
 """Peaks of which the best block is compared with those of the others, from the largest within the limit down, half a
 microbatch apart: more memory makes shorter schedules, but not in every step."""
@@ -68,7 +68,7 @@ def fitted(request: ScheduleRequest, limit: float) -> Family:
 
 
 def microbatches_of_limit(text: str, unit: str = "microbatches") -> float:
-    """The number of an --activation-limit. Raises UserError for another text."""
+    """Read the number of an --activation-limit. Raises UserError for any other text."""
     try:
         limit = float(text)
     except ValueError:

@@ -50,9 +50,7 @@ def to_json(schedule: Schedule, timeline: Timeline | None = None) -> str:
 
 
 def chosen_entries(schedule: Schedule) -> dict[str, object]:
-    """For a document about a schedule that has such: its building block's shape, and the (rank, chunk) pairs that are
-    offloaded.
-    """
+    """Optional entries of a schedule's document: its building block's shape, and the offloaded (rank, chunk) pairs."""
     entries: dict[str, object] = {"shape": schedule.shape, "offloaded": schedule.offloaded}
     return {key: value for key, value in entries.items() if value}
 
@@ -123,7 +121,7 @@ def _assemble(
 
 
 def _all_whole(schedule: Schedule) -> Schedule:
-    """Without a W every backward is whole, and called B."""
+    """Without any W every backward is whole, and is called B."""
     ranks = tuple(
         tuple(step._replace(kind=PassKind.B) if step.kind is PassKind.BW else step for step in order)
         for order in schedule.ranks

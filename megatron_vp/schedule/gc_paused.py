@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector out of the way."""
+"""Pauses Python's garbage collector while large schedules are made."""
 
 from __future__ import annotations
 

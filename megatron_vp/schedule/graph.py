@@ -79,7 +79,7 @@ class Graph:
         self.kinds = [kind for each in self._of for kind in each.kinds]
 
     def of_nodes(self, value: Callable[[Node], T]) -> list[T]:
-        """A value of every node that does not depend on the microbatch."""
+        """Expand a value per node of the patterns to all nodes; it does not depend on the microbatch."""
         by_pattern = {id(pattern): list(map(value, pattern.nodes)) for pattern in self.patterns}
         return [each for pattern in self._of for each in by_pattern[id(pattern)]]
 
@@ -90,7 +90,7 @@ class Graph:
 
     @cached_property
     def posted_behind(self) -> dict[int, int]:
-        """By step: what it makes for an operation of its rank alone. Lanes run those in the order of their steps."""
+        """By step: the single-rank operation posted behind it. Lanes run those in the order of their steps."""
         alone = self.of_nodes(lambda node: not isinstance(node, Step) and len(node.members(())) == 1)
         return {self.predecessors[number][0]: number for number, is_alone in enumerate(alone) if is_alone}
 
@@ -137,9 +137,8 @@ class Graph:
         self.predecessors[after].append(before)
 
     def link_across(self, before: Node, either: Sequence[Node], distance: int) -> None:
-        """Make a microbatch wait for `before` of the microbatch `distance` earlier, with the one of `either` it has.
-
-        All are nodes of microbatch 0.
+        """Make each microbatch's node in `either` wait for `before` of the microbatch `distance` earlier. All are given
+        as nodes of microbatch 0.
         """
         by_pattern = {
             id(each): (each.place[before], next(each.place[node] for node in either if node in each.place))

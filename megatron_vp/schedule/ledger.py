@@ -1,10 +1,10 @@
-"""The ledger of memory: what every pass takes, and which pass gives it back.
+"""The memory ledger: what every pass allocates, and which pass frees it.
 
 All that counts memory reads it here: the list scheduler's limits, peaks and proofs of a schedule, the cost model, the
 runtime's own count. A pass takes what its kind `holds`, and gives back what its kind `releases` of the same microbatch
 and chunk. Where several passes release it, the last of them gives it back, as a W does where the backward is split.
-What a pass holds that waits through an operation is taken earlier, at the pass from which the operation fills it: the
-host's copy of activations at their F, and not at the O that waits until they have left.
+If a pass waits for its memory through an operation, the memory is taken at the pass from which the operation fills it:
+    the host's copy of activations at their F, not at the O that waits until they have left.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def changes(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
 
 
 def levels(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
-    """How often this memory is taken during and after each pass of a rank's order."""
+    """The level of this memory during and after each pass of a rank's order."""
     found, level = [], 0
     for taken, given in changes(order, held):
         during = level + taken
@@ -62,7 +62,7 @@ def levels(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
 
 
 def peak(order: Sequence[Pass], held: Held) -> int:
-    """How often this memory is taken at most at once."""
+    """The peak level of this memory."""
     return max((during for during, _ in levels(order, held)), default=0)
 
 

@@ -4,7 +4,7 @@ It works in either direction of time: from the first pass on, or from the last p
 all that waits for it is placed. Passes that nothing waits for (W, IB, T of vocab-2) fill gaps and make room in memory.
 
 A pass fits out of its turn if what is left of the given order can still follow it, in that order, within the limits.
-The given order is within the limits, so some rank can always go on, whatever the costs.
+The given order is within the limits, so some rank can always continue, whatever the costs.
 
 A forward and a backward may form a pair, which waits for what either waits for and runs one after the other. Only where
 a rank has nothing else to run, the first of them starts as soon as it can.
@@ -50,7 +50,7 @@ class Users:
     give: set[int]
 
     def joined(self, backward_of: Mapping[int, int]) -> Users:
-        """A pair, which has the forward's number, does what either half does."""
+        """Combine the users of pairs: a pair has the forward's number and does what both halves do."""
         take, give = (
             each | {forward for forward, backward in backward_of.items() if backward in each}
             for each in (self.take, self.give)
@@ -120,7 +120,7 @@ def list_schedule(problem: Problem, limits: MemoryLimits, backwards: bool) -> tu
 
 
 class _MemoryPool:
-    """One kind of memory of a rank; `levels` says how full it is during each pass that is left, the next one last.
+    """One kind of memory of a rank; `levels` is its level during each remaining pass, the next pass last.
 
     `takes` and `gives` are those of the rank's passes, of which the last one runs first.
     """
@@ -181,7 +181,7 @@ class _Rank:
         self.other_half_ends = 0.0
 
     def take(self) -> int | None:
-        """Number of the pass to run now, or None where no ready pass fits."""
+        """Take the pass to run now and return its number; None if no ready pass fits."""
         best, chosen = (self.others[0], self.others) if self.others else (1, self.fillers)
         for pools, ready in self.takers.items():
             if ready and ready[0] < best:
@@ -196,11 +196,11 @@ class _Rank:
         return all(self.pools[each].fits(index) for each in pools)
 
     def take_next(self) -> int:
-        """Number of the pass that is next in order, taken to run now."""
+        """Take the next pass in order and return its number."""
         return self._run(self.left[-1])
 
     def admit_delayed(self) -> bool:
-        """Let the delayed passes run. Whether there were any."""
+        """Make the delayed passes ready; returns whether there were any."""
         for ready, entry in self.delayed:
             heappush(ready, entry)
         admitted = bool(self.delayed)
@@ -272,7 +272,9 @@ class _ListScheduler:
         self.tolerance = 1e-7 * max(durations, default=0.0)
 
     def run(self) -> float:
-        """When all is done: each rank then has its passes in `result`. Infinity where pairs keep each other waiting."""
+        """Run everything and return the end time; each rank then has its passes in `result`. Infinity if pairs wait for
+        each other.
+        """
         for number in [number for number, count in enumerate(self.waits) if not count]:
             self._arrive(number, 0.0)
         self._start_passes(0.0)
@@ -315,7 +317,7 @@ class _ListScheduler:
     def _begin_pair(self, rank: _Rank, now: float) -> None:
         """Run the first half of a pair that has to wait for its second, where the pair is next in the given order.
 
-        The rank has nothing else to run. What others wait for is then done earlier.
+        The rank has nothing else to run, and others get their input earlier.
         """
         following = rank.order[rank.left[-1]] if rank.left else None
         if following not in self.halves or self.waits[self.halves[following][0]]:
@@ -353,7 +355,7 @@ class _ListScheduler:
                     self._arrive(waiting, now)
 
     def _arrive(self, number: int, now: float) -> None:
-        """All that `number` waits for is done."""
+        """Note that everything `number` waits for is done."""
         if number in self.pair:
             rank = self.ranks[self.lanes[number]]
             if rank.half == number:

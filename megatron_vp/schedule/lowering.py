@@ -2,13 +2,11 @@
 
 All events are laid on one line, by their times in the timeline: a pass and the loss function where they end, a
 communication where its last input is ready. On that line every event comes after all events that it waits for, so ranks
-that post and wait in its order cannot block each other, not even where every post waits until its operation is
-complete.
-
-A CUDA device needs that. Streams may share one hardware queue, in which an operation that cannot start
-stalls everything issued behind it. And the host may have to wait for the whole device at any step: CUDA waits so when
-it loads a kernel, when the allocator frees memory, in debuggers and under timers. So no receive is posted ahead of its
-message's place on the line: it would occupy the device while this rank has yet to compute what the sender waits for.
+that post and wait in this order cannot block each other, even if every post waits until its operation is complete. A
+CUDA device needs that. Streams may share one hardware queue, in which an operation that cannot start stalls everything
+issued behind it. And the host may have to wait for the whole device at any step: CUDA waits so when it loads a kernel,
+when the allocator frees memory, in debuggers and under timers. So no receive is posted ahead of its message's place on
+the line: it would occupy the device while this rank has yet to compute what the sender waits for.
 
 Reading data takes no time on that line. The ranks that read it do so right before the first instruction that uses it.
 """
@@ -34,7 +32,7 @@ from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, 
 
 @gc_paused()
 def lower(schedule: Schedule, costs: Costs | None = None, embeds_on_last_stage: bool = False) -> tuple[Program, ...]:
-    """Programs of all ranks, which end although hosts may wait for their devices at any step.
+    """Lower a schedule to programs of all ranks, which end even if hosts wait for their devices at any step.
 
     `costs` decide only where losses and communication go; any costs give programs that end. With
     `embeds_on_last_stage` the last stage uses the embedded rows, too (multi-token prediction). The programs of an
@@ -62,9 +60,8 @@ def check_reading(programs: Sequence[Program]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """The schedule with its losses: each rank's steps in order, when each is over, and the collectives in order.
-
-    What all members post in one order counts as a collective (see `Operation.follows_step`).
+    """The schedule with its losses: each rank's steps in order, when each ends, and the collectives in order. Any
+    operation that all members post in one order counts as a collective (see `Operation.follows_step`).
     """
 
     schedule: Schedule
@@ -123,7 +120,7 @@ def _with_losses(schedule: Schedule, costs: Costs, graph: Graph, orders: list[li
 
 
 def _token_moments(schedule: Schedule, graph: Graph, times: NodeTimes) -> list[tuple[Moment, Collective]]:
-    """The tokens of a microbatch travel before any rank starts to embed the microbatch before it."""
+    """When the tokens of each microbatch travel: before any rank starts to embed the previous microbatch."""
     if not schedule.vocab.is_sharded:
         return []
     moments = []
@@ -138,7 +135,7 @@ def _token_moments(schedule: Schedule, graph: Graph, times: NodeTimes) -> list[t
 
 
 class _RankLowering:
-    """One rank's steps, when each is over, and the moments at which it posts its part of the operations."""
+    """One rank's steps, when each ends, and the moments at which it posts its part of the operations."""
 
     def __init__(self, line: _Line, rank: int) -> None:
         self.line, self.rank = line, rank

@@ -1,4 +1,4 @@
-"""Times of the nodes of a graph: each starts as soon as its predecessors have ended and its lane is free."""
+"""Times of a graph's nodes: each starts as soon as its predecessors have ended and its lane is free."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _circle(graph: Graph, orders: Sequence[Sequence[int]], done: set[int], heads
     listed = {number for order in orders for number in order}
 
     def awaited(number: int) -> int:
-        """The step that was not run and keeps this one from running."""
+        """The step that did not run and blocks this one."""
         number = next(before for before in graph.predecessors[number] if before not in done)
         return number if number in listed else awaited(number)
 

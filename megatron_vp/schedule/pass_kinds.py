@@ -1,4 +1,4 @@
-"""The kinds of passes: one entry each, with everything that the rest of the package needs to know about a kind.
+"""The kinds of passes: one entry per kind, with everything that the rest of the package needs to know about it.
 
 Reading and writing files, checking, timing, drawing, memory and the order of passes all look here. A pass of a kind
 that a schedule's method does not demand may be listed at most once per microbatch (and chunk), waits for what its entry
@@ -18,7 +18,7 @@ Through = Callable[[int, Any], Operation]
 
 
 class Held(StrEnum):
-    """Memory that lives from one pass of a microbatch to another."""
+    """Kinds of memory that live from one pass of a microbatch to another."""
 
     ACTIVATIONS = "activations"
     """of a chunk, on the device"""

@@ -1,4 +1,4 @@
-"""A schedule is data: passes, their order on every rank, and nothing about how they run."""
+"""A schedule as data: passes and their order on every rank, nothing about how they run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ScheduleError(ValueError):
 
 
 class VocabMethod(StrEnum):
-    """How the vocabulary layers are spread over the ranks."""
+    """How the vocabulary layers are distributed over the ranks."""
 
     NONE = "none"
     VOCAB_1 = "vocab-1"
@@ -81,7 +81,7 @@ class Schedule:
     microbatches: int
     ranks: tuple[tuple[Pass, ...], ...]
     shape: str = ""
-    """of a flexible family that was fitted to a memory limit: what its building block is"""
+    """for a flexible family fitted to a memory limit: the shape of its building block"""
 
     @property
     def pipeline_size(self) -> int:
@@ -95,7 +95,7 @@ class Schedule:
 
     @cached_property
     def kinds(self) -> frozenset[PassKind]:
-        """The kinds of pass that it lists."""
+        """The kinds of pass in the schedule."""
         return frozenset(kind for order in self.ranks for kind in {step.kind for step in order})
 
     @cached_property
@@ -150,6 +150,6 @@ class Schedule:
         return replace(self, ranks=kept)
 
     def first_microbatches(self, microbatches: int) -> Schedule:
-        """The same order with only the first `microbatches`. Nothing of one microbatch waits for another."""
+        """The same order with only the first `microbatches`. Microbatches do not depend on each other."""
         kept = tuple(tuple(step for step in order if step.microbatch < microbatches) for order in self.ranks)
         return replace(self, microbatches=microbatches, ranks=kept)

@@ -1,10 +1,10 @@
-"""Puts copies of activations to the host's memory, and back, into a schedule in nominal order (PipeOffload).
+"""Puts copies of activations to host memory and back into a schedule in nominal order (PipeOffload).
 
 Activations that leave as soon as their forward has run, and are back just in time for their backward, occupy the device
-for two moments only. How near those moments are is up to the rank's one copy lane, on which copies out and back take
-turns (Wan et al., arXiv 2503.01328, section 4.2). Copies are placed on the grid of the building block: there forwards
-come no faster than in the steady state, which lets copies keep up in the warm-up, too. If the order is tightened later,
-the device holds no more than here.
+for two moments only. How close to those moments copies run depends on the rank's one copy lane, on which copies out and
+back take turns (Wan et al., arXiv 2503.01328, section 4.2). Copies are placed on the grid of the building block: there
+forwards come no faster than in the steady state, which lets copies keep up in the warm-up, too. If the order is
+tightened later, the device holds no more than here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_vp.schedule.transfers import Copy
 from megatron_vp.schedule.vocab_passes import Nominal
 
 LEAST_OFFLOADED = 2**20
-"""Bytes. Smaller tensors stay on the device: of so few a copy takes longer to start than to run."""
+"""In bytes. Smaller tensors stay on the device, because their copies would take longer to start than to run."""
 
 Span = tuple[float, float]
 """Start and end."""
@@ -66,7 +66,7 @@ def offload(nominal: Nominal, chunks: int, costs: Costs) -> Nominal:
 
 
 def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
-    """Rank and R of activations that come back before anything was computed without them."""
+    """Rank and R of activations that come back before anything else was computed."""
     found: list[tuple[int, Pass]] = []
     if not schedule.offloaded:
         return found
@@ -113,9 +113,9 @@ def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
 def computed_between(
     placed: Schedule, found: Schedule, returning: Collection[tuple[int, Pass]]
 ) -> list[tuple[Step, Step]]:
-    """Links that keep a pass that computes between each of these passes R and its O, as in the placed schedule.
+    """Links that keep a computing pass between each of these passes R and its O, as in the placed schedule.
 
-    Of the passes that come between them there, the one that runs next to them in the schedule found.
+    Of the passes between them there, the link takes the one next to them in the schedule found.
     """
     links = []
     for rank, back in returning:
@@ -193,7 +193,7 @@ class _Placing:
         return {key: (leaves[key], returns[key]) for key in keys}
 
     def _outside_pairs(self, place: int, away: int) -> int:
-        """A place near `place` that parts no two passes that stay together."""
+        """The nearest place to `place` that does not separate a pair of passes."""
         return place + away if place in self.within_pairs else place
 
     def with_passes(self, places: dict[Key, tuple[int, int]]) -> tuple[Pass, ...]:

@@ -1,8 +1,8 @@
-"""Orders the passes of a schedule by their real costs, within its memory limits, so that gaps at both ends close.
+"""Reorders the passes of a schedule for their real costs, within its memory limits, to close gaps at both ends.
 
 Working forwards, a list scheduler packs the warm-up and finds the cool-down as it comes; working backwards, the other
 way round. It may then work over its own result in the other direction, and may work with other durations than the real
-ones. Which is best depends on the schedule and its costs: the shortest result counts, and the given order where none is
+ones. The best way depends on the schedule and its costs: the shortest result is taken, or the given order if none is
 shorter.
 """
 
@@ -21,7 +21,7 @@ from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 
 SMALL = 1_000
-"""Passes and operations of a schedule for which more orders are tried, as each takes a few milliseconds."""
+"""Schedules up to this many passes and operations get more tries, which take a few milliseconds each."""
 
 LARGE = 40_000
 """Passes and operations of a schedule with copies to the host from which on the first orders have to do: 32 ranks,
@@ -29,7 +29,7 @@ LARGE = 40_000
 """
 
 EMBEDDING_GRADIENTS = 4
-"""Microbatches whose embedding gradient may wait for its IB."""
+"""Most microbatches whose embedding gradient may wait for its IB."""
 
 
 def reorder_for_costs(
@@ -77,7 +77,7 @@ def reorder_for_costs(
 
 
 def linked_graph(schedule: Schedule) -> Graph:
-    """The dependencies that hold while `schedule` is reordered."""
+    """The dependencies to keep while `schedule` is reordered."""
     # Without vocabulary passes the order is the published one, whose last stage knows the loss at once.
     graph = build_graph(schedule, with_loss=schedule.vocab is not VocabMethod.NONE)
     link_limits(graph, schedule)
@@ -85,7 +85,7 @@ def linked_graph(schedule: Schedule) -> Graph:
 
 
 def first_makespan(schedule: Schedule, limits: MemoryLimits, costs: Costs, graph: Graph) -> float:
-    """How long the schedule takes in the shortest of the first orders, see `reorder_for_costs`.
+    """Makespan of the shortest of the first orders, see `reorder_for_costs`.
 
     `graph` is the `linked_graph` of a schedule with the same passes.
     """
@@ -102,7 +102,7 @@ Found = tuple[float, Orders]
 
 @dataclass(frozen=True)
 class _Search:
-    """Tries orders of a graph's passes within limits; `times` are the durations that count."""
+    """Tries orders of a graph's passes within limits; `times` are the real durations."""
 
     graph: Graph
     limits: MemoryLimits
@@ -112,12 +112,12 @@ class _Search:
 
     @property
     def vocabulary_free(self) -> list[float]:
-        """Durations with vocabulary passes that take no time."""
+        """Durations in which vocabulary passes take no time."""
         kinds = self.graph.kinds
         return [0.0 if kind in VOCABULARY_KINDS else took for kind, took in zip(kinds, self.times, strict=True)]
 
     def first_orders(self, given: Orders) -> tuple[Found, Found, Found]:
-        """The given order, and the list scheduler's two. If they are as short as others, they are preferred."""
+        """The given order, and the list scheduler's two. They win ties."""
         return (max(node_times(self.graph, given, self.times).end), given), *self.both_ways(given, self.times)
 
     def further_orders(
@@ -155,9 +155,8 @@ class _Search:
         return [self.run(forwards[1], durations, True), self.run(backwards[1], durations, False)]
 
     def run(self, given: Orders, durations: Sequence[float], backwards: bool) -> Found:
-        """The list scheduler's order for these durations, with its makespan for those that count.
-
-        The given order, without a time, where the scheduler comes to no end.
+        """The list scheduler's order for these durations, with its makespan for the real ones. If the scheduler does
+        not finish: the given order, without a time.
         """
         problem = Problem.of(self.graph, given, durations, self.memory)
         if self.backward_of:
@@ -172,12 +171,13 @@ class _Search:
         return makespan, orders
 
     def _parted(self, number: int) -> tuple[int, ...]:
-        """A pass, and the one that stays behind it."""
+        """Split a pair into a pass and the one behind it."""
         return (number, self.backward_of[number]) if number in self.backward_of else (number,)
 
 
 def evaluation(schedule: Schedule, costs: Costs | None = None) -> Schedule:
-    """What evaluation runs: the passes of `schedule.forward_only()`, reordered, as there is no backward to wait for.
+    """The schedule of an evaluation: the passes of `schedule.forward_only()`, reordered because there is no backward to
+    wait for.
 
     An interlaced schedule becomes a vocab-1 one.
     """
@@ -202,8 +202,8 @@ def forwards(schedule: Schedule, microbatches: int) -> Schedule:
 
 
 def link_limits(graph: Graph, schedule: Schedule) -> None:
-    """Make passes wait for what the dependencies do not demand: embedding near its use, the first W before others, and
-    in an evaluation each microbatch for the one before it.
+    """Add waits that the dependencies do not demand: embedding close to its use, the first W before others, and in an
+    evaluation each microbatch after the previous one.
     """
     if not schedule.has_backward:
         for earlier, later in _neighbours(graph.numbers(schedule.ranks), graph):

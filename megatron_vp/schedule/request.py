@@ -1,4 +1,4 @@
-"""The request for a schedule, checked once, and the schedule that answers it."""
+"""A request for a schedule, checked once, and the schedule made for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_vp.schedule.timeline import simulate
 from megatron_vp.schedule.vocab_passes import Nominal, nominal_schedule
 
 LARGEST = 1_000_000
-"""Ranks x microbatches x chunks that are asked for: some three minutes on one core and 6 GB."""
+"""Largest accepted ranks x microbatches x chunks: about three minutes on one core and 6 GB."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ScheduleRequest:
     chunks: int
     """per rank, v"""
     costs: Costs
-    """what the passes are ordered for; with `StageCosts` every rank's for that rank's own durations"""
+    """the costs that passes are ordered by; with `StageCosts` each rank's own durations"""
     vocab_ranks: tuple[int, ...]
     """the ranks with vocabulary rows, which run the vocabulary passes, in ascending order"""
     forward_only: bool = False
@@ -68,9 +68,8 @@ class ScheduleRequest:
         further_orders: bool = True,
         offload_chunks: int = 0,
     ) -> ScheduleRequest:
-        """A request in which None stands for the family's own chunks, for `PassCosts()` and for all ranks.
-
-        The method none stands for that of a family which has only one.
+        """Make a request; None means the family's own chunks, `PassCosts()` or all ranks. For a family with only one
+        method, the method `none` means that one.
         """
         if method is VocabMethod.NONE:
             method = family.method(method)
@@ -155,7 +154,7 @@ class ScheduleRequest:
 
     @property
     def promised_peaks(self) -> tuple[int, ...]:
-        """Most chunk activations that each rank may hold; a limit to the search for orders, and to be proven."""
+        """Most chunk activations that each rank may hold: the limit of the search for orders, and what proofs check."""
         sizes = self.chunks, self.microbatches, self.method
         return tuple(self.family.promised_peak(self.pipeline_size, rank, *sizes) for rank in range(self.pipeline_size))
 
@@ -165,7 +164,7 @@ class ScheduleRequest:
         return nominal if self.forward_only else offload(nominal, self.offload_chunks, self.costs)
 
     def nominal(self) -> Nominal:
-        """The passes in the order of the family's building block, or in its own order at the times that it takes."""
+        """The passes in the order of the family's building block, or in its own fixed order, with their times."""
         if self.family.order is not None:
             schedule = self.family.order(self.pipeline_size, self.microbatches)
             return Nominal(schedule, (), simulate(schedule, self.costs).spans)
@@ -245,7 +244,7 @@ def _every_rank(family: Family, pipeline_size: int, method: VocabMethod) -> tupl
 
 
 AUTO = "auto"
-"""An `--offload-chunks` that leaves the number to the cost model."""
+"""The value of `--offload-chunks` that leaves the number to the cost model."""
 
 
 def chunks_to_offload(text: str, chunks: int) -> int:

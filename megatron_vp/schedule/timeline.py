@@ -1,4 +1,4 @@
-"""Simulates a schedule with pass costs: when everything starts and ends, bubbles, activation memory."""
+"""Simulates a schedule with pass costs: start and end of everything, bubbles, activation memory."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Timeline:
 
     @cached_property
     def copy_waits(self) -> tuple[tuple[float, float, float], ...]:
-        """Time that each rank does nothing but wait for copies: out, before a pass O; back, before a backward; and
-        before other passes, where copies share one hardware queue with them.
+        """Time that each rank only waits for copies: out, before a pass O; back, before a backward; and before other
+        passes, where copies share one hardware queue with them.
         """
         graph, start, end = self.nodes
         is_copy = graph.of_nodes(lambda node: isinstance(node, Copy))

@@ -1,5 +1,6 @@
-"""What ranks start and later wait for: messages, collectives and copies. Each kind of operation is a class with its own
-members, lane and words."""
+"""Operations that ranks start and later wait for: messages, collectives and copies. Each kind of operation is a class
+with its own members, lane and words.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ class Channel(StrEnum):
     """what a rank waits for, in words"""
 
     def __new__(cls, value: str, content: str) -> Self:
-        """An entry says in words what travels."""
+        """Create an entry with its contents in words."""
         channel = str.__new__(cls, value)
         channel._value_, channel.content = value, content
         return channel
@@ -51,7 +52,7 @@ class CollectiveKind(StrEnum):
     origin: Origin
 
     def __new__(cls, value: str, origin: Origin) -> Self:
-        """An entry says which ranks it waits for."""
+        """Create an entry with the ranks it waits for."""
         kind = str.__new__(cls, value)
         kind._value_, kind.origin = value, origin
         return kind
@@ -73,12 +74,12 @@ class CollectiveKind(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> CollectiveKind | None:
-        """Traces of earlier versions call LOSS_GRAD so."""
+        """Map the name that traces of earlier versions use for LOSS_GRAD."""
         return cls.LOSS_GRAD if value == "ROW_GRADIENT" else None
 
 
 class Operation(Protocol):
-    """Something that ranks start, and wait for later: all that the rest of the package asks of a kind of operation.
+    """An operation that ranks start and wait for later: the interface of every kind of operation.
 
     A kind is a NamedTuple with a field `microbatch`; its `str` names an operation among all of a schedule. The runtime
     has one runner per kind (`megatron_vp.runtime.pipeline`).
@@ -86,7 +87,7 @@ class Operation(Protocol):
 
     @property
     def microbatch(self) -> int:
-        """That it belongs to."""
+        """The microbatch it belongs to."""
 
     @property
     def follows_step(self) -> bool:
@@ -113,7 +114,7 @@ class Operation(Protocol):
 
     @property
     def category(self) -> str:
-        """Of its slices in traces."""
+        """Category of its slices in traces."""
 
     @property
     def track(self) -> tuple[int, str] | None:
@@ -201,7 +202,7 @@ class Collective(NamedTuple):
 
     @property
     def follows_step(self) -> bool:
-        """It follows several, or has to take its turn."""
+        """It does not follow a single step: members take it in their lane's order."""
         return False
 
     @property
@@ -265,7 +266,7 @@ class Copy(NamedTuple):
 
     @property
     def follows_step(self) -> bool:
-        """Out: the forward; in: the pass R."""
+        """A copy out follows the forward, a copy back the pass R."""
         return True
 
     @property

@@ -1,4 +1,4 @@
-"""Proves a schedule and its programs: every pass once, dependencies, memory bound, and no deadlock."""
+"""Proves a schedule and its programs: each pass occurs once, dependencies and the memory bound hold, no deadlock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_vp.schedule.transfers import Operation
 
 
 def validate(schedule: Schedule, costs: Costs | None = None, memory_bound: Sequence[float] | None = None) -> Timeline:
-    """The timeline of a schedule that is proven to run, both as a schedule and lowered to programs.
+    """Prove that a schedule runs, as a schedule and lowered to programs; returns its timeline.
 
     `memory_bound[r]` is the most activation rank r may hold, in microbatches of a whole rank. Raises ScheduleError for
     a missing, repeated or foreign pass, an order that cannot proceed, and a bound that is passed.
@@ -39,7 +39,7 @@ def check_memory(schedule: Schedule, memory_bound: Sequence[float]) -> None:
 
 
 def around(rank: int, steps: Sequence[object], place: int) -> str:
-    """Line that shows the steps of a rank near `place`, which it marks."""
+    """A line with the steps of a rank around `place`, which is marked."""
     first = max(0, place - 6)
     shown = [f">{step}<" if first + k == place else str(step) for k, step in enumerate(steps[first : place + 7])]
     return f"  rank {rank}: {'... ' if first else ''}{' '.join(shown)}{' ...' if place + 7 < len(steps) else ''}"
@@ -52,8 +52,8 @@ def validate_programs(programs: Sequence[Program]) -> None:
     are loaded, the allocator, timers, debuggers) and streams that all share one hardware queue. An operation is
     complete when all its members have posted it.
 
-    Raises ScheduleError where members post different operations as their i-th of a communicator, where an operation is
-    never posted by a member, and where ranks wait for each other.
+    Raises ScheduleError if members' i-th operations on a communicator differ, if a member never posts an operation, or
+    if ranks wait for each other.
     """
     ranks, vocab_members = len(programs), programs[0].vocab_members
     _check_posts(programs)
@@ -82,7 +82,9 @@ def validate_programs(programs: Sequence[Program]) -> None:
 
 
 def _check_posts(programs: Sequence[Program]) -> None:
-    """Every member posts the same operations in the same order on each communicator, and waits only for posted ones."""
+    """Check that members post the same operations in the same order on each communicator, and wait only for posted
+    ones.
+    """
     vocab_members = programs[0].vocab_members
     sequences: dict[str, dict[int, list[tuple[int, Operation]]]] = defaultdict(lambda: defaultdict(list))
     for program in programs:

@@ -2,8 +2,8 @@
 
 Every rank with vocabulary rows gets a slot for one S, T, IF and IB per microbatch behind its forwards of chunk 0.
 Between F and B of the last stage as many intervals open as the method has barriers. Each vocabulary pass then takes the
-first of its rank's slots that its dependencies allow. Slots are narrow, for nominal times only order the passes: real
-costs come in `reorder_for_costs`.
+first of its rank's slots that its dependencies allow. Slots are narrow, because nominal times only order the passes;
+`reorder_for_costs` applies the real costs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def nominal_schedule(
 
 
 def _with_whole_backwards(order: list[TimedPass], pairs: Sequence[tuple[Pass, Pass]]) -> list[TimedPass]:
-    """The order with a whole backward behind its forward for every pair."""
+    """Put the whole backward of every pair right behind its forward."""
     behind = dict(pairs)
     gone = {backward._replace(kind=kind) for backward in behind.values() for kind in (PassKind.B, PassKind.W)}
     found: list[TimedPass] = []
@@ -77,7 +77,7 @@ class _VocabSlots:
     """A rank's slot is the end of its forward of chunk 0; each of S, T, IF and IB takes `width` of it, in turn.
 
     S comes within one step of the last stage's forward and T within the next, wherever in the step a rank's slot is:
-    that is what a step a barrier buys. So two microbatches at most are between S and T.
+    one step per barrier is enough. So at most two microbatches are between S and T.
     """
 
     block: BuildingBlock

@@ -116,5 +116,5 @@ def _levels(timeline: Timeline, held: Held) -> list[list[list[float]]]:
 
 
 def _rounded(time: float) -> float:
-    """To nine digits, which no picture shows and which keep a file small."""
+    """Round to nine digits: invisible in a picture, and the file stays small."""
     return float(f"{time:.9g}")

@@ -24,15 +24,15 @@ VOCABULARY_KINDS = (PassKind.S, PassKind.T)
 
 
 class Timed(Protocol):
-    """Anything with a start and an end."""
+    """Interface of anything with a start and an end."""
 
     @property
     def start(self) -> float:
-        """In a unit of its own."""
+        """Start, in any unit."""
 
     @property
     def end(self) -> float:
-        """In the same."""
+        """End, in the same unit."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class RankFigures:
 class Figures:
     """Figures of all ranks; iteration times in milliseconds, from the first pass on any rank to the last one's end.
 
-    costs: mean times over microbatches and iterations: see `mean_costs`. predicted: what the simulator makes of the
-    order that ran and these costs, the loss function taken as free.
+    costs: mean times over microbatches and iterations: see `mean_costs`. predicted: the simulator's result for the
+        order that ran and these costs, with a free loss function.
     """
 
     iterations: tuple[int, ...]
@@ -168,7 +168,7 @@ def _passes(trace: RankTrace, iteration: int) -> list[TracedSpan]:
 
 
 def _compute(trace: RankTrace) -> list[TracedSpan]:
-    """Passes and losses: reading data is not work of the schedule."""
+    """Passes and losses; reading data does not count as computing."""
     return [span for span in trace.spans if span.lane is Lane.COMPUTE and span.category != LOAD]
 
 
@@ -225,7 +225,7 @@ def scalars(ranks: Sequence[IterationFigures]) -> dict[str, float]:
 
 
 def total(spans: Iterable[Timed]) -> float:
-    """Their durations together."""
+    """Sum of their durations."""
     return sum(span.end - span.start for span in spans)
 
 

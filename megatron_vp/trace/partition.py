@@ -1,4 +1,4 @@
-"""How a recorded run had split its model over the pipeline: what its pass times were measured with."""
+"""How a recorded run split its model over the pipeline; its pass times belong to this split."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ class Partition:
     sizes: tuple[tuple[str, int], ...] = ()
 
     def document(self) -> dict[str, Any]:
-        """For a JSON object, `of` reads it back."""
+        """The partition as a JSON object, which `of` reads back."""
         return asdict(self) | {"sizes": dict(self.sizes)}
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Partition:
-        """Of a JSON object with more in it. Raises ValueError, TypeError or AttributeError for anything else."""
+        """Read it from a JSON object that may hold more. Raises ValueError, TypeError or AttributeError for anything
+        else.
+        """
         found = {}
         for name in ("layers", "vocab_rows"):
             counts = document.get(name)
@@ -45,4 +47,4 @@ class Partition:
 
 
 UNKNOWN = Partition()
-"""Of a run that recorded none."""
+"""The partition of a run that recorded none."""

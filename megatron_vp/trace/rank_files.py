@@ -1,7 +1,7 @@
-"""The files of a recorded run, one a rank: Perfetto traces with what is needed to read, check and merge them.
+"""The files of a recorded run, one per rank: Perfetto traces with the data to read, check and merge them.
 
-All ranks' times count from one moment, so merging is putting the events together. What Perfetto does not show (the
-run, the schedule, how far the clocks may be apart) is under the format's `otherData`.
+All ranks' times count from one moment, so traces merge by joining their events. Data that Perfetto does not show (the
+run, the schedule, the clocks' error) is under the format's `otherData`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TracedSpan:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank recorded; the fields but `rank`, `clock_error` and `spans` are the same on all ranks of a run.
+    """One rank's recording; all fields except `rank`, `clock_error` and `spans` are the same on all ranks of a run.
 
     run: identifies the run. placement: as in a schedule. microbatches: of each traced iteration.
     clock_error: milliseconds by which this rank's times may be off against rank 0's. spans: in order of their start.

@@ -34,7 +34,7 @@ class RankReport:
 
     @property
     def iteration_seconds(self) -> float:
-        """Mean over the iterations."""
+        """Mean time of an iteration."""
         return fmean(self.iterations)
 
     @property
@@ -49,7 +49,7 @@ class RankReport:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> RankReport:
-        """Of the JSON object of a file. Raises KeyError, TypeError, ValueError or AttributeError for another one."""
+        """Read it from a file's JSON object. Raises KeyError, TypeError, ValueError or AttributeError for any other."""
         iterations = [milliseconds / 1e3 for milliseconds in document["iteration_milliseconds"]]
         passes = [
             {kind: milliseconds / 1e3 for kind, milliseconds in each.items()}

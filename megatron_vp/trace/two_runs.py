@@ -1,4 +1,5 @@
-"""A plain run next to a vocabulary-parallel one of the same job: time, waiting and memory of every rank, and losses.
+"""Compares a plain run with a vocabulary-parallel run of the same job: time, waiting and memory of every rank, and
+losses.
 
 Times, parameters and memory are those of the rank reports (`--rank-report`), losses those of Megatron's log.
 """
@@ -162,7 +163,7 @@ def read_losses(log: Path) -> dict[int, float]:
 
 
 def _log_in(folder: Path) -> Path:
-    """The only file of `folder` that looks like a log with losses."""
+    """The one file in `folder` that looks like a log with losses."""
     candidates = [path for path in sorted(folder.glob("*")) if path.suffix in LOG_SUFFIXES and path.is_file()]
     found = [path for path in candidates if ITERATION.search(read_text(path, "log", LONGEST_LOG, errors="replace"))]
     if len(found) != 1:

@@ -1,4 +1,4 @@
-"""Two runs as a picture: their loss curves and how far these are apart, and where each rank's time goes."""
+"""Draws two runs: their loss curves with the difference, and how each rank's time is spent."""
 
 from __future__ import annotations
 

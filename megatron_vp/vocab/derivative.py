@@ -1,4 +1,4 @@
-"""D, the derivative of the loss by a shard's logits, as S and T have it: never as a matrix.
+"""D, the derivative of the loss with respect to a shard's logits, as S and T represent it without forming the matrix.
 
     D_ij = c_i E_ij + e_i onehot_ij      c_i = s_i exp(a_i - A_i) / L_i      e_i = s_i exp(z_i - A_i) / L_i - t
 
@@ -26,15 +26,15 @@ from megatron_vp.vocab.loss import TokenLoss
 from megatron_vp.vocab.statistics import GlobalStatistics
 
 SMOOTHING_ROWS = 2
-"""The terms that label smoothing adds to E and X': one row, and one for what the rounding of X' left over."""
+"""Rows that label smoothing adds to E and X': one, and one for the rounding error of X'."""
 
 SMOOTHING_ENTRY = 2.0**-8
-"""Of those rows of E: keeps u times a sum over tokens, and a sum of W's rows, in the middle of fp16's range."""
+"""Entry of those rows of E: keeps u times a sum over tokens, and a sum of W's rows, in the middle of fp16's range."""
 
 
 @dataclass(frozen=True)
 class Derivative:
-    """What c and e are made of; all vectors [n], in fp32 (fp64 where the model is) but for `target_n`.
+    """The inputs of c and e; all vectors [n], in fp32 (fp64 if the model is) except `target_n`.
 
     largest_n: a, the shard's largest logit of every token.
     target_n: int64, the target's column, -1 where it belongs to another shard.
@@ -79,8 +79,7 @@ class Derivative:
 
 
 def smallest_scale(dtype: torch.dtype) -> float:
-    """The c from which on e / c is in the range of E's dtype, and c g X in that of X's.
-
-    fp16 has no room next to the loss scale: there no target's row is left to X.
+    """Smallest c for which e / c is in the range of E's dtype, and c g X in that of X's. fp16 has no room besides the
+    loss scale, so there no row with a target is left to X.
     """
     return float("inf") if dtype == torch.float16 else 2.0**-60

@@ -21,7 +21,7 @@ from megatron_vp.vocab.weights import main_grad
 
 
 class RowExchange:
-    """Who owns which position of a microbatch's flattened tokens [n].
+    """The owner of each position of a microbatch's flattened tokens [n].
 
     With tensor parallelism an exchange concerns one of the t pipelines side by side: the positions that shards of its
     ranks own, those with index = pipeline rank x t + tensor rank.
@@ -65,7 +65,7 @@ class RowExchange:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many positions every pipeline rank owns; to be asked when `plan` is known to be finished.
+        """Positions that every pipeline rank owns; valid once `plan` is known to be finished.
 
         Raises:
             UserError: a token id outside the vocabulary, which no shard owns.
@@ -112,7 +112,8 @@ def count_buffer(microbatches: int, ranks: int, device: torch.device) -> torch.T
 
 @lru_cache
 def _owner_spans(shards: VocabShards, tensor_size: int, tensor_rank: int, device: torch.device) -> torch.Tensor:
-    """Which keys of `Operations.sort_by_owner_` belong to whom, int64 [2, p + 2]: the least, and the least one beyond.
+    """Range of keys in `Operations.sort_by_owner_` of each owner, int64 [2, p + 2]: the smallest key, and the smallest
+    key beyond it.
 
     The keys of a pipeline rank's words are their ids. Keys of other pipelines' tokens start at V, those of invalid
     tokens at 2 V.

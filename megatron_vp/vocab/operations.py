@@ -1,4 +1,4 @@
-"""What TOKENS, S, C1, T and IB do besides GEMMs and collectives: seven operations, in plain PyTorch here, as Triton
+"""The seven operations of TOKENS, S, C1, T and IB besides GEMMs and collectives: in plain PyTorch here, as Triton
 kernels in `kernels`.
 
 `operations_for` picks by device and dtype. The eager versions serve CPU and fp64 and say what a kernel has to compute;
@@ -19,7 +19,7 @@ from megatron_vp.vocab.owner_sort import sort_by_owner_
 from megatron_vp.vocab.statistics import LINEAR, MAX, SUM, statistics_dtype
 
 ROWS_PER_BLOCK = 1024
-"""Tokens whose logits are widened to fp32 at a time: bounds the temporary to 4 bytes x this x V/p."""
+"""Tokens whose logits are widened to fp32 at once; bounds the temporary memory to 4 bytes x this x V/p."""
 
 
 class Operations(Protocol):
@@ -216,7 +216,7 @@ class EagerOperations:
 
 
 class ShapeOperations:
-    """For fake tensors, which have no contents: allocates what Triton's kernels do, and computes nothing."""
+    """For fake tensors, which have no contents: allocates what Triton's kernels would, and computes nothing."""
 
     def exponentiate_(
         self,

@@ -17,7 +17,7 @@ so it costs no further pass, and no further copy of the logits.
 D is never formed: T enters the targets' entries over c into E, so that E^T (c g X) is all of D^T (g X), by one GEMM.
 The row factors ride on X, which is V/p / h times smaller than E (`megatron_vp.vocab.derivative`).
 
-A frozen weight (`requires_grad` is False) costs what dX needs and no more. T forms no gradient, X is freed after S, and
+A frozen weight (`requires_grad` is False) costs only what dX needs. T forms no gradient, X is freed after S, and
 E as soon as E W is formed: with vocab-2 in S.
 
 Precision: logits in the model's dtype, as the GEMM returns them; statistics, exponentials and the targets' entries of D

@@ -1,4 +1,4 @@
-"""TOKENS on any device: who owns which position of a microbatch, by PyTorch's sort."""
+"""TOKENS on any device: finds the owner of each position of a microbatch by PyTorch's sort."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Softmax statistics: what barrier C1 carries and what every rank makes of it (design, section 4).
+"""Softmax statistics: what barrier C1 carries and what every rank computes from it (arXiv 2411.05288, section 4).
 
 A shard contributes three floats per token: the largest logit a, the sum l of exp(logit - a), and its part of what the
 loss subtracts from the log-sum-exp (with cross entropy the target's logit, zero where the target belongs to another
-shard). They travel packed, as one [3, n] tensor, and every rank folds what it gathered in the same order, so all ranks
-hold the same bits. With tensor parallelism the shards of a stage are folded first, and the stages' results then.
+shard). They travel packed, as one [3, n] tensor, and every rank folds them in the same order, so all ranks get the same
+bits. With tensor parallelism the shards of a stage are folded first, and the stages' results then.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How many vocabulary rows each rank holds, and how many layers each stage, so that no rank waits for another.
 
 Layers are whole, rows are not: they fill up the ranks that have fewer layers (`water_filling`). Several layouts are
-filled, the most promising ones simulated with the real schedule, and the shortest is kept. GPUs are taken to be equally
-fast. `measured` (in `measured_rows.py`) follows the speed that each GPU really has.
+filled, the most promising ones simulated with the real schedule, and the shortest is kept. All GPUs are assumed equally
+fast here; `measured_rows.py` uses the measured speed of each GPU.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ logits start at aligned addresses with 64, in 16-bit dtypes, and with 8 in small
 FINE_ENOUGH = 16
 
 SMALLEST_SHARE = 1 / 16
-"""Of an even shard: fewer rows are not worth the fixed time of their passes."""
+"""Smallest shard, as a share of an even one: fewer rows are not worth the fixed time of their passes."""
 
 TIE = 0.002
-"""Candidates within this part of the fastest are equally fast; the one with most memory to spare is taken."""
+"""Candidates whose times differ by less than this share tie; the one with the most free memory is taken."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Shards:
     gain: float = 1.0
 
     def plan(self, plan: Plan) -> Plan:
-        """`plan` with these layers and rows."""
+        """Return `plan` with these layers and rows."""
         return replace(plan, layers=self.layers, vocab_rows=self.rows)
 
 
@@ -76,13 +76,13 @@ def balanced(
 
     Args:
         plan: its `vocab_rows` are ignored, and its `layers` unless `layout_given`.
-        memory_limit: bytes per rank; None: any amount. Where nothing fits, and on CPU cores, it is left aside.
+        memory_limit: bytes per rank; None: unlimited. Ignored if nothing fits, and on CPU cores.
         layout_given: the user gave the plan's layers, so only rows are assigned.
 
-    A pure function: all ranks of a job compute the same. Even shards are kept where they fit and are predicted to
+    Deterministic: all ranks of a job compute the same result. Even shards are kept where they fit and are predicted to
     be within EVEN_BAND of the best, and for methods and vocabularies that have no others. On CPU cores, whose times are
-    known to an order of magnitude, they are kept wherever all stages have equally many layers.
-    Raises UserError where the layers cannot be put on the stages.
+    known to an order of magnitude, they are kept wherever all stages have equally many layers. Raises UserError where
+    the layers cannot be put on the stages.
     """
     plan = replace(plan, vocab_rows=None) if layout_given else replace(plan, vocab_rows=None, layers=None)
     search = _Search(job, plan, hardware, constants, memory_limit if hardware.is_gpu else None)
@@ -131,8 +131,8 @@ def most_rows(
 
 
 def least_of_all(job: Job, plan: Plan, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
-    """Seconds that the passes take at least with any layers and rows that `balanced` may choose; infinity where it
-    keeps even shards. Raises UserError where the layers cannot be put on the stages.
+    """Lower bound, in seconds, on the passes under any layers and rows that `balanced` may choose; infinity if it keeps
+    even shards. Raises UserError where the layers cannot be put on the stages.
     """
     search = _Search(job, replace(plan, vocab_rows=None, layers=None), hardware, constants, None)
     return math.inf if search.unit is None or family(plan.schedule).fixed is not None else search.least_of_all()
@@ -141,7 +141,7 @@ def least_of_all(job: Job, plan: Plan, hardware: Hardware, constants: Constants 
 def choices(
     job: Job, plan: Plan, hardware: Hardware, memory_limit: float, constants: Constants = CALIBRATED
 ) -> list[Plan]:
-    """The plans that `balanced` simulates at most to choose from, even shards left out."""
+    """The plans that `balanced` may simulate to choose from, without even shards."""
     plan = replace(plan, vocab_rows=None, layers=None)
     return _Search(job, plan, hardware, constants, memory_limit if hardware.is_gpu else None).candidates()
 
@@ -155,7 +155,7 @@ class _Outcome:
 
 
 class _Search:
-    """The data that all candidates of one job share."""
+    """What all candidates of one job share."""
 
     def __init__(
         self, job: Job, plan: Plan, hardware: Hardware, constants: Constants, memory_limit: float | None
@@ -173,7 +173,7 @@ class _Search:
         layers_of(job, self.even, self.placement)
 
     def outcome(self, plan: Plan) -> _Outcome:
-        """Seconds of an iteration of the job, and whether it fits."""
+        """Predict the iteration's seconds and whether the plan fits."""
         simulator = make_simulator(self.sample, plan, self.hardware, self.constants)
         found = predict(self.sample, plan, self.hardware, self.constants, simulator=simulator)
         seconds = iteration_seconds(found, self.job)
@@ -181,7 +181,7 @@ class _Search:
         return _Outcome(plan, seconds, memory, self.limit is None or memory <= self.limit)
 
     def least(self, plan: Plan) -> float:
-        """Seconds that `outcome` takes at least, in whatever order: the busiest rank's work, and what follows it."""
+        """Lower bound on `outcome`'s seconds for any order of passes: the busiest rank's work and what follows it."""
         costs = stage_costs(self.job, plan, self.single, self.hardware, self.constants)
         stages = list(map(sum, zip(costs.F, costs.B, costs.W, strict=True)))
         vocabulary = map(sum, zip(costs.S, costs.T, costs.IF, costs.IB, strict=True))
@@ -204,7 +204,7 @@ class _Search:
         return self.job.microbatches * (sum(map(sum, stages)) + rows) / self.job.pipeline
 
     def candidates(self) -> list[Plan]:
-        """The plans worth simulating: of every group of layouts the one with the least bound."""
+        """The plans worth simulating: the layout with the lowest bound in each group."""
         if self.plan.layers is not None:
             groups = [[LayerChoice(self.plan.layers, tuple(range(self.job.pipeline)))]]
         else:
@@ -257,14 +257,14 @@ class _Search:
         return [sum(self.times.vocabulary_passes(self.plan.vocab, each * count)) for count in range(units + 1)]
 
     def _rows(self, units: Sequence[int]) -> tuple[int, ...]:
-        """The remainder of the vocabulary beyond whole units goes to the last holder."""
+        """Convert units to rows; the last holder takes the remainder."""
         assert self.unit is not None
         rows = [self.unit * count for count in units]
         rows[max(rank for rank, count in enumerate(units) if count)] += self.job.model.vocab % self.unit
         return tuple(rows)
 
     def room(self, layers: tuple[int, ...]) -> list[int]:
-        """The most units with which each rank stays within the limit; memory grows evenly with rows."""
+        """The most units per rank within the memory limit; memory is linear in rows."""
         total = len(self.cost) - 1
         if self.limit is None:
             return [total] * self.job.pipeline
@@ -286,16 +286,16 @@ class _Search:
 
     @cached_property
     def _order(self) -> Schedule:
-        """A pass order of the job, for the peaks that ranks reach in it: that of even shards."""
+        """The pass order of even shards, used to find each rank's memory peak."""
         return make_simulator(self.sample, self.even, self.hardware, self.constants).schedule
 
 
 def least_passes(job: Job, method: VocabMethod, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
-    """Seconds of 1F1B's passes with the best layers and rows there can be, all ranks equally fast.
+    """Lower bound, in seconds, on 1F1B with the best possible layers and rows and equally fast ranks.
 
     max(ceil(L / p), (L + v) / p) layers per microbatch, v being what one rank would take for the whole vocabulary, and
-    p - 1 mean stages to fill and drain the pipeline. Of a hybrid model, the most even cut's largest stage stands for
-    ceil(L / p).
+    p - 1 mean stages to fill and drain the pipeline. For a hybrid model, the largest stage of the most even cut takes
+    the place of ceil(L / p).
     """
     times, communication = PassTimes(job, hardware, constants), CommunicationModel(job, hardware, constants)
     layers, p, gaps = job.model.layers, job.pipeline, 2 * constants.gap
@@ -312,7 +312,7 @@ def least_passes(job: Job, method: VocabMethod, hardware: Hardware, constants: C
 
 
 def unit_of_rows(vocab: int, ranks: int, tensor: int) -> int | None:
-    """Rows by which the shards of stages differ; None where `tensor` ranks cannot share the vocabulary equally."""
+    """The unit in which rows move between shards; None if `tensor` ranks cannot share the vocabulary equally."""
     if vocab % tensor:
         return None
     return next((unit * tensor for unit in UNITS if vocab >= FINE_ENOUGH * unit * tensor * ranks), tensor)

@@ -1,4 +1,4 @@
-"""What `--vocab-shards` makes of a plan: the rows of every rank, and with them the layers of every stage."""
+"""Applies `--vocab-shards` to a plan: vocabulary rows of every rank and the layers of every stage that go with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_vp.trace.partition import Partition
 
 
 def shard_choice(config: JobConfig, plan: Plan) -> ShardChoice:
-    """The job's `--vocab-shards`. Raises UserError for one that does not go with its vocabulary method."""
+    """Read the job's `--vocab-shards`. Raises UserError if it does not go with the vocabulary method."""
     given = config.values.get("vocab_shards")
     if isinstance(given, int) and not isinstance(given, bool):
         given = str(given)
@@ -75,14 +75,14 @@ def measured_job(config: JobConfig, plan: Plan, job: Job) -> MeasuredJob:
 
 
 def with_partition(plan: Plan, partition: Partition) -> Plan:
-    """`plan` with the layers and rows that a run recorded, where it did."""
+    """Return `plan` with the layers and rows that a run recorded, if it recorded them."""
     return replace(plan, layers=partition.layers or plan.layers, vocab_rows=partition.vocab_rows)
 
 
 def gain_of_next_start(
     config: JobConfig, plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED
 ) -> str | None:
-    """What `--vocab-shards measured:DIR` of this job gains, in a line; None for shards that are not measured.
+    """One line with the gain of this job's `--vocab-shards measured:DIR`; None if its shards are not measured.
 
     Raises UserError where the folder is not a measurement of this job.
     """

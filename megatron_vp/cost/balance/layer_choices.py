@@ -1,4 +1,4 @@
-"""Layouts of layers worth trying together with shards of any size.
+"""Candidate layouts of layers for uneven vocabulary shards.
 
 Holders are the ranks with vocabulary rows. They have fewer layers than the others, which leaves them time for their
 rows.
@@ -22,7 +22,7 @@ class LayerChoice:
 
 
 def layer_choices(layers: int, placement: Placement, layer: float, cost: Sequence[float]) -> list[list[LayerChoice]]:
-    """Layouts of `layers` on `placement`, in groups of a kind; every stage has a layer.
+    """Candidate layouts of `layers` on `placement`, grouped by kind; every stage has at least one layer.
 
     First those that are as even as whole layers allow, with the larger counts spread, first and last, each a group of
     its own, and rows anywhere. Then those with k holders of rows, k = 1 .. p-1, first and last.
@@ -53,7 +53,7 @@ def layer_choices(layers: int, placement: Placement, layer: float, cost: Sequenc
 def _layers_of_others(
     layers: int, ranks: int, holders: int, least: int, layer: float, cost: Sequence[float]
 ) -> int | None:
-    """Layers of a rank without rows for which the busiest rank has the least work; None where no layout is possible.
+    """Layers for each rank without rows that minimise the busiest rank's work; None if no layout is possible.
 
     The holders share the other layers as evenly as they can, and the rows by what is then left of their time.
     """

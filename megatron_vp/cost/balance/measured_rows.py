@@ -1,4 +1,4 @@
-"""Vocabulary rows that follow the measured speed of every GPU: those of the next start, from a run's own pass times.
+"""Assigns the next start's vocabulary rows by the measured speed of every GPU, from a run's own pass times.
 
 GPUs of one kind differ by some percent. Layers cannot follow that, rows can. The run's rank reports or traces say how
 long each rank computes per microbatch, and with how many rows; rows are then filled up to one level (`water_filling`).
@@ -25,7 +25,7 @@ CERTAIN = 2.0
 
 @dataclass(frozen=True)
 class MeasuredJob:
-    """The properties of a start that are compared with those of the measured run.
+    """The properties of a job that must match the measured run.
 
     ranks, tensor, vocab: pipeline and tensor ranks, and the padded vocabulary (None: not known yet). schedule, method:
     by name. arguments: of the job by long name; sizes that are None or missing are not known yet. layers: by virtual
@@ -42,7 +42,7 @@ class MeasuredJob:
     layout_option: str = ""
 
     def check(self, folder: Path, run: MeasuredRun) -> None:
-        """Raise UserError where `run`, read from `folder`, was measured with anything else."""
+        """Raise UserError if `run`, read from `folder`, differs in any of these."""
         partition, there = run.partition, dict(run.partition.sizes)
         compared: list[tuple[str, object, object]] = [
             ("pipeline ranks", len(run.rows), self.ranks),
@@ -71,7 +71,7 @@ class MeasuredJob:
 
 
 def next_rows(folder: Path, job: MeasuredJob, room: Callable[[Partition], Sequence[int] | None]) -> Shards:
-    """What `--vocab-shards measured:FOLDER` gives `job`: rows from the run's pass times, and the run's layers.
+    """Compute `--vocab-shards measured:FOLDER` for `job`: rows from the run's pass times, and the run's layers.
 
     `room`: rows that each pipeline rank has memory for with the partition of the run; None where that is not known.
     Raises UserError for a run of another job, and for what `read_run` and `refilled` refuse.
@@ -88,10 +88,10 @@ def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequen
         pass_seconds: by pipeline rank, see `Seconds`.
         most: rows that each rank has memory for, see `balance.most_rows`; None: any number.
 
-    `gain` is the busiest rank's time per microbatch over what it will be. A row takes as long as the rank's rows took
-    on average. A rank that had none is taken to be as fast with them as with its layers, compared with the ranks that
-    had some. Raises UserError for a run whose vocabulary passes took no time, and where the rows do not fit into the
-    memory.
+    `gain` is the busiest rank's time per microbatch before, divided by its time after. A row takes as long as the
+    rank's rows took on average. A rank that had none is taken to be as fast with them as with its layers, compared with
+    the ranks that had some. Raises UserError for a run whose vocabulary passes took no time, and where the rows do not
+    fit into the memory.
     """
     rows = partition.vocab_rows
     assert rows is not None
@@ -123,10 +123,10 @@ def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequen
 
 
 def next_start(folder: Path, run: MeasuredRun, predicted: float | None = None) -> str:
-    """What `--vocab-shards measured:FOLDER` would make of the next start, in a line.
+    """One line on what `--vocab-shards measured:FOLDER` would change at the next start.
 
-    A gain is named where the measurement shows one and `predicted`, how many times as fast the same start is by the
-    cost model, does not contradict it.
+    It names a gain if the measurement shows one and the cost model's speed-up for the same start, `predicted`, does not
+    contradict it.
     """
     found = refilled(run.partition, run.seconds)
     assert found.rows is not None

@@ -24,23 +24,23 @@ ROW_KINDS = (PassKind.S, PassKind.T, PassKind.IF, PassKind.IB)
 """Passes whose time grows with the rows of their rank."""
 
 ENOUGH = 5
-"""Iterations that a measurement has at least; a report's first one warms up and does not count."""
+"""Fewest iterations in a measurement; the first one of a report is warm-up and does not count."""
 
 OF_MEDIAN = 1.25 * 1.4826
-"""A median's standard deviation times the root of n, over the median absolute deviation of n normal values."""
+"""Converts the median absolute deviation of n normal samples into the median's standard deviation, times sqrt(n)."""
 
 IMPLAUSIBLE = 4.0
-"""Times as long per layer as the other ranks: no GPU of a job is so much slower."""
+"""A rank this many times slower per layer than the others is taken for a damaged measurement."""
 
 Seconds = Mapping[str, float]
-"""Seconds that a rank computes per microbatch, by kind of pass, all its chunks together."""
+"""A rank's computing time per microbatch in seconds, by kind of pass, summed over its chunks."""
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
     """Measurements of a run: seconds by pipeline rank, medians over its iterations, and the job that ran.
 
-    uncertainty: standard deviation of a rank's time per microbatch, as a share of it, of the least certain rank.
+    uncertainty: relative standard deviation of a rank's time per microbatch, for the least certain rank.
     """
 
     seconds: tuple[Seconds, ...]
@@ -71,10 +71,10 @@ class _Rank:
 
 
 def read_run(folder: Path) -> MeasuredRun:
-    """The pass times that a run wrote to `folder` as --rank-report or --pipeline-trace.
+    """Read the pass times that a run wrote to `folder` by --rank-report or --pipeline-trace.
 
-    Raises UserError for a folder without such files, with files of some ranks only, of several runs, of a run without
-    rows or of too few iterations, and for files with anything in them that cannot be.
+    Raises UserError for a folder without such files, with files of only some ranks, of several runs, of a run without
+    rows or of too few iterations, and for files with impossible values.
     """
     paths = sorted(folder.glob("rank_*.json"))
     if not paths:
@@ -88,7 +88,7 @@ def read_run(folder: Path) -> MeasuredRun:
 
 
 def traced_run(folder: Path, traces: Sequence[RankTrace]) -> MeasuredRun:
-    """The measurements in the traces of all ranks, read from `folder`. Raises UserError as `read_run` does."""
+    """Read the measurements from the traces of all ranks in `folder`. Raises UserError as `read_run` does."""
     ranks = []
     for trace in traces:
         times = iteration_pass_times(trace)
@@ -113,7 +113,7 @@ def traced_run(folder: Path, traces: Sequence[RankTrace]) -> MeasuredRun:
 
 
 def _reported(path: Path, document: Mapping[str, Any]) -> _Rank:
-    """One rank's report, its first iteration left out."""
+    """Read one rank's report, without its first iteration."""
     try:
         iterations, counts = document["pass_milliseconds_by_iteration"], document["microbatches_by_iteration"]
         own = {name: document[name] for name in ("run", "schedule", "vocab")}
@@ -200,7 +200,7 @@ def _check_partition(folder: Path, partition: Partition) -> None:
 
 
 def _check_times(each: _Rank, has_rows: bool) -> None:
-    """Refuse times that are not durations, and iterations without a kind of pass that they must have."""
+    """Refuse invalid durations, and iterations that lack a required kind of pass."""
     needed = [(PassKind.F,), (PassKind.B, PassKind.BW), *([(PassKind.S,), (PassKind.T,)] if has_rows else [])]
     for one in each.times:
         for kind, took in one.items():
@@ -232,13 +232,13 @@ def _check_speeds(ranks: Sequence[_Rank], seconds: Sequence[Seconds], partition:
 
 
 def layers_on(partition: Partition, rank: int, ranks: int) -> float:
-    """Layers of a rank, in any unit: equal ones without a layout, and where chunks are placed in another way."""
+    """Layers of a rank, in any unit; equal for all ranks without a layout or if chunks are placed differently."""
     if partition.layers is None or len(partition.layers) != ranks:
         return 1.0
     return partition.layers[rank] or 1.0
 
 
 def _uncertainty(times: Sequence[float]) -> float:
-    """Standard deviation of the median of `times`, as a share of it, robust against single slow iterations."""
+    """Relative standard deviation of the median of `times`, robust against single slow iterations."""
     middle = median(times)
     return OF_MEDIAN * median(abs(each - middle) for each in times) / math.sqrt(len(times)) / middle

@@ -1,4 +1,4 @@
-"""Where to cut a hybrid model's pattern, so that no rank has more work than it must.
+"""Finds where to cut a hybrid model's pattern so that the busiest rank has as little work as possible.
 
 A cut gives every virtual stage a number of letters, in the order of the stages. Letters are finer steps than whole
 transformer layers, and they differ in work.
@@ -17,17 +17,17 @@ from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.schedule import Placement
 
 _HALVINGS = 50
-"""Of the interval in which the busiest rank's work lies."""
+"""Bisection steps over the interval that holds the busiest rank's work."""
 
 _LONGEST_MOVE = 8
-"""Neighbouring cuts that are moved together at most."""
+"""Most neighbouring cuts that move together."""
 
 _BETTER = 1 - 1e-9
-"""A cut replaces another one where its figure is smaller by more than rounding."""
+"""A cut replaces another one only if its figure is smaller by more than this rounding error."""
 
 
 def letter_seconds(times: PassTimes) -> list[float]:
-    """Seconds of every letter of the job's pattern in all passes of a microbatch."""
+    """Seconds that each letter of the job's pattern takes in all passes of a microbatch."""
     job = times.job
     traffic = CommunicationModel(job, times.hardware, times.constants)
     kinds = [type_of(letter) for letter in job.model.pattern]
@@ -43,11 +43,11 @@ def even_cut(
     extra: Sequence[float] | None = None,
     may_be_empty: Collection[int] = (),
 ) -> tuple[int, ...] | None:
-    """Letters by virtual stage for which the busiest rank has least; None where there are too few letters.
+    """Letters per virtual stage that minimise the busiest rank's work; None if there are too few letters.
 
     Args:
         work: of every letter. extra: what every rank does besides.
-        may_be_empty: virtual stages that need no letter.
+        may_be_empty: virtual stages that may have no letter.
 
     With one chunk per rank no cut has a lower maximum. With several it is a good one: cuts are moved while that helps.
     Among equal maxima, the other ranks' work is as even as moves make it. The result depends only on the numbers.
@@ -96,7 +96,7 @@ class _Cuts:
         return max(loads), sum(each * each for each in loads)
 
     def by_target(self) -> list[int]:
-        """Cuts next to where equal work for all ranks would put them."""
+        """The cuts closest to equal work for all ranks."""
         level = _level(self.extra, self.sums[-1])
         ends, reached = [0], 0.0
         for stage, needed in enumerate(self.needed_after):
@@ -109,7 +109,7 @@ class _Cuts:
         return ends
 
     def by_level(self) -> list[int]:
-        """Of one chunk per rank: the least level that no rank exceeds, the first ranks as full as they can be."""
+        """For one chunk per rank: the cut with the lowest maximum, filling the first ranks first."""
         low, high = 0.0, max(self.extra) + self.sums[-1]
         found = self._below(high)
         assert found is not None
@@ -120,7 +120,7 @@ class _Cuts:
         return found
 
     def _below(self, level: float) -> list[int] | None:
-        """Cuts with which no rank exceeds `level`; None if there are none."""
+        """Cuts for which no rank exceeds `level`; None if there are none."""
         ends = [0]
         for stage in range(len(self.least)):
             end = self._fullest(stage, ends[-1], level)
@@ -136,7 +136,7 @@ class _Cuts:
         return min(bisect_right(self.sums, room) - 1, len(self.sums) - 1 - self.needed_after[stage])
 
     def _below_by_all(self, level: float) -> list[int] | None:
-        """The same, looking at all ends that each stage can have: sets of them, as the bits of a number."""
+        """The same, exhaustively: the set of all possible ends of each stage, kept as the bits of a number."""
         possible = [1]
         for stage, least in enumerate(self.least):
             ends = 0
@@ -164,7 +164,7 @@ class _Cuts:
         return ends
 
     def _moved(self, ends: list[int]) -> list[int] | None:
-        """The first of these moves that helps."""
+        """The first move that helps."""
         loads, sums, last = self.loads(ends), self.sums, len(ends) - 1
         most, squares = max(loads), sum(each * each for each in loads)
         for count in range(1, min(_LONGEST_MOVE, last - 1) + 1):
@@ -189,7 +189,7 @@ class _Cuts:
 
 
 def _bits(number: int) -> list[int]:
-    """The places of the bits that are set, in ascending order."""
+    """Positions of the bits that are set, in ascending order."""
     return [place for place in range(number.bit_length()) if number >> place & 1]
 
 
@@ -204,7 +204,7 @@ def _level(extra: Sequence[float], work: float) -> float:
 
 
 def unit_length(pattern: str) -> int:
-    """Letters after which the pattern repeats: 2 for attention and MLP by turns, all of them where it never does. 0
+    """Period of the pattern in letters: 2 for alternating attention and MLP, its whole length if it never repeats. 0
     without a pattern.
     """
     if not pattern:
@@ -217,7 +217,7 @@ def unit_length(pattern: str) -> int:
 
 
 def pattern_choices(times: PassTimes, placement: Placement, cost: Sequence[float]) -> list[list[LayerChoice]]:
-    """Cuts worth trying with shards of any size, as `layer_choices` finds them for whole layers.
+    """Candidate cuts for uneven shards, as `layer_choices` finds candidates for whole layers.
 
     First the most even cut with rows anywhere, then cuts with k holders of rows, k = 1 .. p - 1, first and last. Where
     the pattern repeats, cuts between whole repetitions join them: no model is cut worse than by whole layers.

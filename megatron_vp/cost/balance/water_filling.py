@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 _HALVINGS = 64
-"""Of the interval in which the level lies: beyond what a float of seconds resolves."""
+"""Bisection steps: enough to exceed the resolution of a float."""
 
 
 def fill(
@@ -18,10 +18,9 @@ def fill(
     Args:
         work: of every rank before it takes any unit.
         cost: of 0, 1, 2, ... units, starting at 0 and never falling. The last entry is for all units there are.
-        most: units that each rank can take. slowness: how much longer each rank takes; by default all are alike.
-
-    First each rank is filled to one unit below the level; the rest goes to the ranks with the least, the first of
-    equal ones. The result depends only on the numbers.
+        most: units that each rank can take. slowness: how much longer each rank takes; by default equal. First each
+            rank is filled to one unit below the level; the rest goes to the least loaded ranks, lowest rank first. The
+            result depends only on the numbers.
     """
     total, slowness = len(cost) - 1, slowness or [1.0] * len(work)
     most = [min(cap, total) for cap in most]

@@ -11,14 +11,15 @@ class Constants:
     """What `megatron-vp paper calibrate` fits to the published cells, pass times and scaling factors.
 
     matrix: share of the peak FLOP/s that products of large matrices reach under sustained load.
-    attention_forward, attention_backward: share that the attention kernels reach, counting the causal half.
+    attention_forward, attention_backward: share of the peak that attention kernels reach; only the causal half is
+        counted.
     newer_attention: how many times faster attention is in the code base of the V-Half runs.
     bandwidth: share of the memory bandwidth that streaming kernels reach.
     layer_bytes: bytes that a layer's forward moves outside its products, per token and hidden unit; the backward twice.
     score_bytes: bytes per logit that S and T of vocab-1 move together.
-    gap: seconds that a pass takes in addition to its work: launches, and handing over.
-    speed_spread: standard deviation of the time that ranks take for the same work, as a part of it.
-    idle_boost: how much less a pass takes on a rank that idles a lot, whose clock is not throttled.
+    gap: fixed seconds per pass: kernel launches and the hand-over between passes.
+    speed_spread: relative standard deviation of the time that ranks take for the same work.
+    idle_boost: speed-up of passes on a mostly idle rank, whose clock is not throttled.
     network: share of one GPU's network bandwidth that messages and collectives between nodes reach.
     """
 
@@ -35,7 +36,7 @@ class Constants:
     network: float
 
     def with_newer_attention(self) -> Constants:
-        """The same with the attention kernels of the V-Half runs."""
+        """These constants with the attention kernels of the V-Half runs."""
         return replace(
             self,
             attention_forward=self.attention_forward * self.newer_attention,
@@ -63,7 +64,7 @@ CALIBRATED = FITTED.with_newer_attention()
 """What predictions use unless told otherwise."""
 
 ERROR_BAND = {"time": 0.03, "memory": 0.03}
-"""Largest relative error, rounded, of setups that the fit had not seen (`megatron-vp paper calibrate`): A100s, fp16."""
+"""Largest relative error on setups left out of the fit, rounded (`megatron-vp paper calibrate`): A100s, fp16."""
 
 
 class Compared(NamedTuple):
@@ -85,11 +86,13 @@ _COMPARED = {
 
 
 def compared(hardware: str, fp8: bool, experts: bool) -> Compared | None:
-    """What was compared of the jobs of a kind; None where nothing was published with enough of its configuration."""
+    """The comparison for jobs of a kind; None if no published run states enough of its configuration."""
     return _COMPARED.get((hardware, fp8, experts))
 
 
 def compared_elsewhere(experts: bool) -> Compared:
-    """What stands in for a kind that was not compared: of dense runs or of those with experts the worst known kind."""
+    """The comparison to quote for a kind without one: the worst known kind among dense runs, or among runs with
+    experts.
+    """
     known = (each for (_, _, has_experts), each in _COMPARED.items() if has_experts == experts)
     return max(known, key=lambda each: each.mean)

@@ -12,14 +12,14 @@ TERA, GIGA, GIB = 1e12, 1e9, 2**30
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates that one GPU sustains, from other sources; this project measured none of them.
+    """The rates that one GPU sustains, from cited sources; none was measured by this project.
 
-    gemm: FLOP/s of large bf16 products. fp8_gemm: of fp8 ones, 0 without them. copy: bytes/s of a copy, reads and
-    writes together. issue: instructions/s, counted by thread. source: where the figures are from. any_layout_fp8:
-    tensor cores multiply fp8 operands in any layout, so none is transposed, and scale blocks of 32 (mxfp8). attention:
-    shares of the peak that fused attention reaches, forward and backward, counting the causal half, of long sequences
-    and heads of 128; None: the paper's. flash_attention_2: the same of its older kernels, where they are slower.
-    gap: seconds that a pass takes in addition to its work; 0: the paper's.
+    gemm: FLOP/s of large bf16 products. fp8_gemm: of fp8 ones, 0 without them. copy: bytes/s of a device copy, reads
+    plus writes. issue: instructions/s, counted by thread. source: where the figures are from. any_layout_fp8: tensor
+    cores multiply fp8 operands in any layout, so none is transposed, and scale blocks of 32 (mxfp8). attention: shares
+    of the peak that fused attention reaches, forward and backward, on long sequences and heads of 128, counting only
+    the causal half; None: the paper's. flash_attention_2: the same for FlashAttention 2, if slower.
+    gap: fixed seconds per pass; 0: the paper's.
     """
 
     gemm: float
@@ -35,7 +35,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class HostLink:
-    """How one GPU reaches its node's memory while all GPUs of the node do. This project measured none of it.
+    """Bandwidth between one GPU and its node's memory while all GPUs of the node copy. None of it was measured by this
+    project.
 
     out, back: bytes/s of a copy of pinned memory to the host and from it, one direction at a time. duplex: share of
     the sum of both that is left where both run at once; copies of activations take turns and do not use it. memory:
@@ -65,9 +66,9 @@ class Hardware:
 
     peak_flops: dense FLOP/s in bf16 and fp16, no sparsity. memory: bytes that a process can have, as PyTorch reports
     it. memory_bandwidth: bytes/s. link_bandwidth and network_bandwidth: bytes/s of one GPU in one direction, inside a
-    node and between nodes. source: where the figures are from. rates: what it sustains; None where that is not known,
-    or where this project's kernels do not run. host: the way to the memory of its node. needs_one_queue: for tensor and
-    context parallelism Megatron demands CUDA_DEVICE_MAX_CONNECTIONS=1, as it does before Blackwell.
+    node and between nodes. source: where the figures are from. rates: sustained rates; None if they are unknown or this
+    project's kernels do not run there. host: the link to its node's memory. needs_one_queue: for tensor and context
+    parallelism Megatron demands CUDA_DEVICE_MAX_CONNECTIONS=1, as it does before Blackwell.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""How much memory a layer, a rank and what PyTorch does not count take."""
+"""Memory of a layer, of a rank, and of what PyTorch does not count."""

@@ -1,4 +1,4 @@
-"""What one transformer layer keeps of a microbatch for its backward, and what its passes need for a moment.
+"""Memory of one transformer layer: what it keeps of a microbatch for the backward, and temporary buffers of its passes.
 
 Bytes on one rank. docs/evidence/predictions.md compares them with what a replay counts.
 """
@@ -15,24 +15,25 @@ from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule.placed_copies import LEAST_OFFLOADED
 
 WORKING_SET = 24.5
-"""Of the paper's layers: bytes per token and hidden unit that the backward of one layer needs on top."""
+"""For the paper's layers: extra bytes per token and hidden unit in the backward of one layer."""
 
 SPLIT_BACKWARD = 34
-"""The same where the backward is split: one more layer that waits for its W."""
+"""The same with a split backward: one more layer waits for its W."""
 
 DROPPED = 1
-"""Bytes per score of the mask of attention dropout. The scores that are left are kept as well, in the model's dtype."""
+"""Bytes per score for the attention dropout mask. The scores after dropout are kept as well, in the model's dtype."""
 
 SOFTMAX_IN_PASS = 6
-"""Bytes per score that Megatron's local attention without Apex needs for a moment, besides the softmax it keeps."""
+"""Temporary bytes per score in Megatron's local attention without Apex, on top of the softmax that it keeps."""
 
 
 @dataclass(frozen=True)
 class LayerMemory:
     """Bytes of one layer and microbatch.
 
-    kept: from F to B. waiting: from B to W, where the backward is split. forward, backward: needed in the pass, on top
-    of what is kept; a backward that computes the layer again has all of it there. once: a buffer of the rank.
+    kept: from F to B. waiting: from B to W, where the backward is split. forward, backward: temporary bytes in the
+        pass, on top of what is kept; with full recomputation the backward holds all of the layer's activations. once: a
+        buffer that the rank allocates once.
     """
 
     kept: float
@@ -55,9 +56,10 @@ def layer_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
 
 
 def small_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
-    """Bytes of those that stay on the device where a layer's activations are offloaded: its tensors are too small.
+    """Bytes of a layer's activations that stay on the device when the layer is offloaded, because their tensors are too
+    small.
 
-    Of the others a transfer's time is its bytes over the bandwidth, experts' included.
+    All other tensors take bytes / bandwidth to copy, experts' included.
     """
     between, inside = _common_tensors(job, kind)
     shared = job.tensor if job.sequence_parallel else 1
@@ -74,9 +76,9 @@ def small_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
 
 
 def recomputed_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
-    """Bytes that a layer need not keep because its backward computes a part of its MLPs again.
+    """Bytes that a layer saves because its backward recomputes part of its MLPs.
 
-    The whole MLP keeps only its input: the result of the norm, or the norm's input where one module has both.
+    A fully recomputed MLP keeps only its input: the norm's output, or the norm's input if one module contains both.
     """
     again, model, mlp = mlp_recompute(job, kind), job.model, mlp_of(job.model, kind)
     if again is MlpRecompute.NONE or mlp is None:
@@ -137,17 +139,17 @@ def layer_memory(job: Job, split: bool, kind: LayerType = LayerType.WHOLE) -> La
 
 @dataclass(frozen=True)
 class PassMemory:
-    """Bytes that the passes of a stage need on top of what its layers keep, see `LayerMemory`."""
+    """Temporary bytes in the passes of a stage, on top of what its layers keep; see `LayerMemory`."""
 
     forward: float
     backward: float
 
 
 def pass_memory(job: Job, split: bool, letters: str) -> PassMemory:
-    """Of a stage with these `letters` of the model's pattern, if it has one.
+    """Compute it for a stage with these `letters` of the model's pattern, if it has one.
 
-    In the forward of the last attention, what later letters keep is not there yet. In the backward the MLP that needs
-    most decides, or the attention of a stage without any.
+    In the forward of the last attention, later letters have kept nothing yet. The largest MLP decides the backward, or
+    attention in a stage without MLPs.
     """
     if not job.model.pattern:
         layer = layer_memory(job, split)
@@ -167,12 +169,12 @@ def pass_memory(job: Job, split: bool, letters: str) -> PassMemory:
 
 
 def once_memory(job: Job, split: bool, kinds: Iterable[LayerType]) -> float:
-    """Bytes of the buffers that a rank with layers of these types has once."""
+    """Bytes of the buffers that a rank with layers of these types allocates once."""
     return max((layer_memory(job, split, kind).once for kind in kinds), default=0.0)
 
 
 def _inner(job: Job, kind: LayerType) -> float:
-    """Bytes between the two products of the MLPs that a token goes through, in one tensor."""
+    """Bytes of one tensor between the two products of the MLPs that a token goes through."""
     mlp = mlp_of(job.model, kind)
     return job.tokens * mlp.per_token * job.element_bytes * mlp.width / job.tensor if mlp else 0.0
 
@@ -180,7 +182,7 @@ def _inner(job: Job, kind: LayerType) -> float:
 def _common_tensors(job: Job, kind: LayerType) -> tuple[list[float], list[float]]:
     """Bytes per token of each tensor that layers of every implementation keep.
 
-    Those between the parallel parts of a layer, of which ranks with parallel sequences hold a share, and the others.
+    Returns two numbers: tensors between the tensor-parallel parts, which sequence parallelism divides, and all others.
     """
     model, wide, t, mlp = job.model, job.element_bytes, job.tensor, mlp_of(job.model, kind)
     between: list[float] = []
@@ -208,13 +210,13 @@ def _common_tensors(job: Job, kind: LayerType) -> tuple[list[float], list[float]
 
 
 def _common_activations(job: Job, kind: LayerType) -> float:
-    """What layers of every implementation keep."""
+    """Activations that every layer implementation keeps."""
     between, inside = _common_tensors(job, kind)
     return job.tokens * (sum(between) / (job.tensor if job.sequence_parallel else 1) + sum(inside))
 
 
 def _further_activations(job: Job, kind: LayerType) -> float:
-    """The other tensors that Transformer Engine's or Megatron's local layers keep."""
+    """Activations that only Transformer Engine's or only Megatron's local layers keep."""
     model, wide, t, mlp = job.model, job.element_bytes, job.tensor, mlp_of(job.model, kind)
     local = job.layers is not LayerKind.ENGINE
     keys, groups = max(model.keys // t, model.head_size), max(model.kv_groups // t, 1)

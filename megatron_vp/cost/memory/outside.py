@@ -19,26 +19,26 @@ CONTEXT = 0.5 * GIB
 """The CUDA context. On a CPU: the process and its libraries."""
 
 KERNELS = 0.35 * GIB
-"""Code of the kernels that a run loads, and workspaces that libraries allocate themselves."""
+"""Loaded kernel code, and workspaces that libraries allocate themselves."""
 
 CONNECTION = 9.2 * MIB
 """Buffers of one connection to a peer, for each channel: 4.0 MiB for the protocol SIMPLE, 0.5 for LL, 4.7 for LL128."""
 
 COMMUNICATOR = 4 * MIB
-"""Memory of a communicator before it is connected: queues, tables of peers and channels, rounded up to pages."""
+"""Memory of an unconnected communicator: queues, tables of peers and channels, rounded up to pages."""
 
 MEGATRON_CHANNELS = 16
 """Channels of Megatron's communicators: NCCL's own choice over NVLink. It takes fewer between nodes."""
 
 FRAGMENTS = 0.02
-"""Memory that PyTorch reserves and cannot use, as a share of what comes and goes. Parameters, gradients and optimizer
-states are few large blocks, allocated once.
+"""Fragmentation: memory that PyTorch reserves and cannot use, as a share of what comes and goes. Parameters, gradients
+and optimizer states are few large blocks, allocated once.
 """
 
 
 @dataclass(frozen=True)
 class OutsideMemory:
-    """Bytes of one rank by what they are for, and how many communicators this project creates there.
+    """Bytes of one rank by purpose, and the number of communicators that this project creates there.
 
     edges: of activations and gradients between stages. vocabulary: of the pipeline's collectives, and of the tensor
     ranks of a stage. rows: connections for embedding rows. megatron: of Megatron's own groups.
@@ -64,7 +64,7 @@ class OutsideMemory:
 
 
 def runs_megatrons_schedule(schedule: Schedule) -> bool:
-    """Whether Megatron's own loop runs `schedule`, so that this project creates no communicators."""
+    """Whether Megatron's own loop runs `schedule`; this project then creates no communicators."""
     megatrons = schedule.name in FAMILIES and FAMILIES[schedule.name].in_megatron
     return schedule.vocab is VocabMethod.NONE and megatrons and not schedule.offloaded
 
@@ -98,20 +98,20 @@ def outside_memory(job: Job, schedule: Schedule, rank: int, moving: float, hardw
 
 
 def _ends(edge: Edge, rank: int, job: Job, hardware: Hardware) -> int:
-    """Sets of buffers that an edge takes on `rank`: the receiver's, and over the network the sender's as well."""
+    """Number of an edge's buffer sets on `rank`: one at the receiver, and over the network also one at the sender."""
     source, target, _ = edge
     node = [place * job.gpus_per_stage // hardware.gpus_per_node for place in (source, target)]
     return int(rank == target or node[0] != node[1])
 
 
 def _ring(ranks: int, channels: int) -> float:
-    """A ring connects a rank with the one before it and the one after it."""
+    """Connections of a ring: to the previous and to the next rank."""
     return COMMUNICATOR + 2 * channels * CONNECTION if ranks > 1 else 0.0
 
 
 def _megatron(job: Job, schedule: Schedule, rank: int) -> float:
-    """Megatron's groups that a rank uses: all ranks (barriers), a model replica (gradient norm), and for each kind of
-    parallelism its own. Where Megatron's own schedule runs, activations travel in its pipeline group.
+    """Megatron's groups that a rank uses: all ranks (barriers), the model replica (gradient norm), and one per kind of
+    parallelism. Where Megatron's own schedule runs, activations travel in its pipeline group.
     """
     placement = schedule.placement
     groups = [job.gpus, job.pipeline * job.tensor, job.data * job.context, job.tensor, job.context, job.expert]

@@ -28,15 +28,16 @@ from megatron_vp.schedule import Held, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.ledger import changes, levels, lives
 
 EMBEDDED = 2.7
-"""Of the paper's code: bytes per token and hidden unit of a microbatch in flight on the first stage. These are the
-exchanged rows and a dropout mask."""
+"""For the paper's code: bytes per token and hidden unit that a microbatch in flight adds on the first stage, for the
+exchanged rows and a dropout mask.
+"""
 
 SHARED_BUFFERS = 11
 """Bytes per token and hidden unit for copies of X and of its gradient between S, T and their collectives."""
 
 SCORES, OWN_SCORES = 6, 2
-"""Bytes a logit of split output layers. The paper's code, while passes run: fp32 for the loss, 16 bits for the product,
-and fp32 stays until B. This project's: 16 bits of each microbatch from S to T.
+"""Bytes per logit in split output layers. The paper's code: while passes run, fp32 for the loss and 16 bits for the
+product; fp32 stays until B. This project's: 16 bits per microbatch from S to T.
 """
 
 WORKSPACES = 0.1 * GIB
@@ -66,7 +67,7 @@ class RankMemory:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """Bytes by name, all that is outside PyTorch's count in one."""
+        """Bytes by name; everything outside PyTorch's count is one entry."""
         held = {field.name: getattr(self, field.name) for field in fields(self)}
         return held | {"outside": self.outside.total}
 
@@ -87,7 +88,7 @@ class MemoryModel:
 
     @cached_property
     def _layer_memory(self) -> dict[LayerType, LayerMemory]:
-        """Of a layer of each type in the model."""
+        """Memory of one layer of each type."""
         split = self.schedule.split_backward
         return {kind: layer_memory(self.job, split, kind) for kind in model_layers(self.job)}
 
@@ -131,7 +132,7 @@ class MemoryModel:
         return self.fp8_copies(rank) / quantised(self.job.fp8, self.hardware).kept
 
     def expert_parameters(self, rank: int) -> int:
-        """Those of them that belong to experts: each is on a part of the replicas only."""
+        """Experts' share of the parameters; each expert is on only some of the replicas."""
         return sum(count * self._weights[kind][1] for kind, count in self._layers(rank))
 
     def _layers(self, rank: int) -> list[tuple[LayerType, int]]:
@@ -166,8 +167,8 @@ class MemoryModel:
         return RankMemory(**counted, outside=outside)
 
     def _messages(self, rank: int) -> int:
-        """Hidden states on their way to or from a rank: two, and two more where it has several chunks. These take
-        turns, so that programs with eight chunks have no more on their way than those with two.
+        """Bytes of hidden states in transit to or from a rank: two microbatches', and two more with several chunks.
+        Chunks take turns, so eight chunks have no more in transit than two.
         """
         return 2 * min(len(self.schedule.placement.stage_of[rank]), 2)
 
@@ -178,7 +179,7 @@ class MemoryModel:
         return job.tokens * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
 
     def _peak_of_passes(self, rank: int) -> tuple[float, float]:
-        """Bytes of activations and of the vocabulary layers, where their sum is largest."""
+        """Bytes of activations and of the vocabulary layers at the pass where their sum is largest."""
         placement, split = self.schedule.placement, self.schedule.split_backward
         whole = self.schedule.vocab is VocabMethod.NONE
         in_pass = self.in_pass(rank)
@@ -263,9 +264,9 @@ class MemoryModel:
         return [SHARED_BUFFERS * self._unit + each * self.job.tokens * rows for each in scores]
 
     def kept(self, rank: int) -> dict[int, float]:
-        """Bytes that stay of a microbatch from F to B, by virtual stage of `rank`; of a whole output layer but logits.
+        """Bytes that a microbatch keeps from F to B, by virtual stage of `rank`, without a whole output layer's logits.
 
-        These are counted apart, because they grow within the forward.
+        Logits are counted separately, because they grow within the forward.
         """
         placement = self.schedule.placement
         kept = self.held(rank, {kind: each.kept for kind, each in self._layer_memory.items()})
@@ -276,7 +277,7 @@ class MemoryModel:
         return kept
 
     def offloaded(self, rank: int) -> dict[int, float]:
-        """Bytes of those that leave the device where the stage's activations are offloaded, see `small_activations`.
+        """Bytes of activations that leave the device when a stage is offloaded; see `small_activations`.
 
         Logits of a whole output layer stay: the backward of that stage follows at once.
         """
@@ -288,8 +289,8 @@ class MemoryModel:
         }
 
     def host(self, rank: int) -> float:
-        """Bytes of the host's memory that a rank's offloaded activations take: of every chunk as many places as it has
-        microbatches there at once.
+        """Host memory of a rank's offloaded activations in bytes: for every chunk, as many slots as microbatches are on
+        the host at once.
         """
         order, moved = self.schedule.ranks[rank], self.offloaded(rank)
         spans: dict[int, list[tuple[int, int]]] = {}
@@ -299,22 +300,24 @@ class MemoryModel:
         return sum(_most_at_once(each) * moved[stages[chunk]] for chunk, each in spans.items())
 
     def _embedding_s_backward(self, waiting: float) -> float:
-        """What changes until a split backward comes to the embedding: the paper's layers but one are then done."""
+        """The difference in memory when a split backward reaches the embedding: all but one of the paper's layers are
+        done.
+        """
         return SPLIT_BACKWARD * self._unit - waiting if self.job.layers is LayerKind.PAPER else 0.0
 
     def in_pass(self, rank: int) -> dict[int, PassMemory]:
-        """What passes need by virtual stage of `rank`, on top of what layers keep."""
+        """Temporary bytes in passes by virtual stage of `rank`, on top of what layers keep."""
         split = self.schedule.split_backward
         return {stage: pass_memory(self.job, split, letters) for stage, letters in self._letters(rank).items()}
 
     def _letters(self, rank: int) -> dict[int, str]:
-        """The letters of a rank's virtual stages; none of a GPT model's."""
+        """Letters of a rank's virtual stages; empty for a GPT model."""
         starts = [0, *accumulate(self.layers)]
         pattern = self.job.model.pattern
         return {stage: pattern[starts[stage] : starts[stage + 1]] for stage in self.schedule.placement.stage_of[rank]}
 
     def held(self, rank: int, each: Mapping[LayerType, float]) -> dict[int, float]:
-        """Bytes of a microbatch by virtual stage of `rank`, of whose layers `each` holds that many."""
+        """Bytes of a microbatch by virtual stage of `rank`, where each layer holds `each` bytes."""
         job, stages = self.job, self._stages
         held = {}
         for stage in self.schedule.placement.stage_of[rank]:
@@ -331,6 +334,6 @@ class MemoryModel:
 
 
 def _most_at_once(spans: Sequence[tuple[int, int]]) -> int:
-    """How many of these spans share a place at most; both ends count."""
+    """Largest number of these spans that overlap anywhere, both ends included."""
     ends = [(first, 1) for first, _ in spans] + [(last + 1, -1) for _, last in spans]
     return max(accumulate(change for _, change in sorted(ends)))

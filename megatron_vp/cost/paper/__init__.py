@@ -1,1 +1,1 @@
-"""The paper's tables: what was run and published, predicted, fitted, run again. The cost model itself is next door."""
+"""The paper's tables: published cells, predictions, the fit of the constants, and jobs to run them again."""

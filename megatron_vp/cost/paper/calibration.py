@@ -55,18 +55,19 @@ SPREAD = Constants(
 """How sure that is: a fitted value one spread off costs as much as an error of 1 percent in one cell."""
 
 PASS_WEIGHT, FACTOR_WEIGHT = 0.5, 0.7
-"""Of an error in a pass time and in one of Table 3's factors, against one in a cell."""
+"""Weight of an error in a pass time, and in one of Table 3's factors, relative to an error in a cell."""
 
 WORST = 0.1
 """Errors count up to here, so that a run with another layout does not bend the fit."""
 
 ROUNDS = 3
-"""How often the schedules are simulated anew, because another path may have become critical."""
+"""How often schedules are simulated again, because another path may have become critical."""
 
 Residuals = Callable[[Constants], list[float]]
 
 Part = tuple[int, ...]
-"""Cells of one (table, GPUs, sequence length), or of one (table, GPUs) whatever the length: how their setup begins."""
+"""Cells of one (table, GPUs, sequence length), or of one (table, GPUs) with any length: the beginning of their setup.
+"""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class PathTime:
 
     @classmethod
     def of(cls, cell: Cell, constants: Constants) -> PathTime:
-        """With the critical path that `constants` give."""
+        """Time along the critical path under `constants`."""
         simulator = simulator_of(cell)
         return cls(cell, tuple(simulator.critical_path(_costs(cell, constants))))
 
@@ -137,7 +138,7 @@ def factor_errors(constants: Constants) -> list[float]:
 
 
 def fit(cells: Mapping[Cell, Measurement]) -> Constants:
-    """The constants that fit the published `cells`, pass times and factors best."""
+    """Fit the constants to the published `cells`, pass times and factors."""
     measured = {cell: entry.mfu for cell, entry in cells.items() if entry.mfu is not None}
     found = EXPECTED
     for _ in range(ROUNDS):
@@ -156,7 +157,7 @@ def _residuals(constants: Constants, paths: Iterable[PathTime], measured: Mappin
 
 
 def _least_squares(residuals: Residuals, start: Constants, steps: int = 4) -> Constants:
-    """Gauss-Newton with numerical derivatives; a step that does not improve ends it."""
+    """Gauss-Newton with numerical derivatives; stops at the first step that does not improve."""
     found, now = start, np.array(residuals(start))
     for _ in range(steps):
         values = astuple(found)
@@ -173,7 +174,9 @@ def _least_squares(residuals: Residuals, start: Constants, steps: int = 4) -> Co
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Cells that a fit has not seen, how many, and the mean and largest absolute error of MFU and memory in percent."""
+    """Errors on cells left out of a fit: how many, and the mean and largest absolute error of MFU and memory in
+    percent.
+    """
 
     part: Part
     cells: int
@@ -184,10 +187,10 @@ class LeftOut:
 def leave_out(
     cells: Mapping[Cell, Measurement], parts: Iterable[Part], progress: Callable[[], None] = lambda: None
 ) -> list[LeftOut]:
-    """Every part of the cells, predicted with constants fitted only to the others.
+    """Predict every part of the cells with constants fitted to the other parts.
 
-    Pass times and Table 3 stay in the fit. `redis` on 16 GPUs and more is left out of the errors where its layout is
-    not the rule's: there the error is not the model's.
+    Pass times and Table 3 stay in the fit. `redis` on 16 GPUs and more is left out of the errors if its layout does not
+    follow the rule: that error is not the model's.
     """
     found = []
     for part in parts:
@@ -205,7 +208,7 @@ def leave_out(
 
 
 def report(constants: Constants) -> list[str]:
-    """The constants, and what they make of pass times and Table 3."""
+    """Format the constants and their errors in pass times and Table 3."""
     lines = [f"{field.name} = {getattr(constants, field.name):.4g}" for field in fields(constants)]
     lines += ["", "pass times on 8 GPUs: mean and largest error in percent"]
     for name, errors in pass_errors(constants).items():
@@ -216,5 +219,5 @@ def report(constants: Constants) -> list[str]:
 
 
 def known_to_fit() -> dict[Cell, Measurement]:
-    """The package's published cells but those of unknown layout."""
+    """The package's published cells, without those of unknown layout."""
     return {cell: entry for cell, entry in known_cells().items() if not layout_unknown(cell)}

@@ -31,7 +31,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run | str:
-    """The run whose ranks logged to FOLDER/rank_*.log, or why there is nothing to count."""
+    """Read the run whose ranks logged to FOLDER/rank_*.log, or say why it does not count."""
     logs = sorted(folder.glob("rank_*.log"))
     if not logs:
         return "not run"

@@ -1,4 +1,5 @@
-"""Figure 15 of PipeOffload (Wan et al., arXiv 2503.01328): its runs as this project orders them, and what they took.
+"""Predicts figure 15 of PipeOffload (Wan et al., arXiv 2503.01328) with this project's orders, next to the published
+values.
 
 Memory is that of activations alone, as published: the layers whose activations a rank holds at once, by the ledger of
 its own order of passes, times the bytes of one layer.
@@ -27,17 +28,18 @@ from megatron_vp.schedule.ledger import changes
 SEQUENCES = (4096, 8192, 16384, 32768)
 
 METHODS = ("1f1b-i", "gis", "gis-h", "po-h", "po-f", "1f1b")
-"""In the figure's order. PO-H offloads half of the chunks, rounded up, and PO-F all of them."""
+"""The figure's methods, in its order. PO-H offloads half of the chunks, rounded up; PO-F all of them."""
 
 VOCABULARY = 50_304
-"""Assumed: it is not published. The vocabulary layers stand where the first and the last stage have a layer less."""
+"""Assumed; not published. The first and the last stage have one layer less and hold the vocabulary layers."""
 
 KEPT = 16.7
-"""Bytes per token and hidden unit that a layer keeps, besides its keys and values: those of 34 that are left where the
-norms and the GELU are computed again and nothing is dropped, and 0.7 for all that is small."""
+"""Bytes per token and hidden unit that a layer keeps, besides its keys and values: what remains of 34 when norms and
+GELU are recomputed and there is no dropout, and 0.7 for all small tensors.
+"""
 
 COMPUTED_AGAIN = 12
-"""Of the same: the results of both norms and of the GELU, which one layer's backward holds."""
+"""Bytes per token and hidden unit that one layer's backward recomputes: outputs of both norms and of the GELU."""
 
 _BANDWIDTH = 17.6e9
 """Bytes/s of the authors' A100s each way. They count with 15 GB/s; but fully offloaded 1F1B (figure 1) is slower by
@@ -58,7 +60,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Model:
-    """One of the figure's models; on so many GPUs, all of them pipeline ranks, with so many chunks each."""
+    """One of the figure's models, its number of GPUs (all pipeline ranks), and chunks per rank."""
 
     layers: int
     heads: int
@@ -90,7 +92,7 @@ class Cell(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        """How it is run: one layer per stage, and none on the first and the last; with one chunk as many per rank."""
+        """The plan: one layer per stage, none on the first and last; with one chunk, the same number per rank."""
         sizes = MODELS[self.model]
         chunks = sizes.chunks
         if self.method == "1f1b":
@@ -108,7 +110,7 @@ class Cell(NamedTuple):
 
 
 KEYS_AND_VALUES = 8
-"""Groups of queries that share them."""
+"""Query groups of the model."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def published() -> dict[Cell, Measurement]:
 
 
 def resident_layers(schedule: Schedule, layers: Sequence[int]) -> int:
-    """Most layers, times microbatches, whose activations a rank holds at once; `layers` by virtual stage."""
+    """Most layer activations (layers x microbatches) that a rank holds at once; `layers` by virtual stage."""
     most = 0
     for rank, order in enumerate(schedule.ranks):
         level = 0
@@ -150,8 +152,8 @@ def resident_layers(schedule: Schedule, layers: Sequence[int]) -> int:
 def predict_cell(cell: Cell) -> CellPrediction:
     """The model's prediction for a cell.
 
-    Where chunks leave the device, one layer more: the published figures show the room of a reload, and what a backward
-    computes again of its layer. Those without offload show neither.
+    With offload, add one layer: the published figures include room for a reload and what a layer's backward recomputes.
+        Those without offload do not.
     """
     job, plan = cell.job, cell.plan
     simulator = make_simulator(job, plan, A100, CALIBRATED, further_orders=False)
@@ -185,7 +187,7 @@ def to_csv(predictions: Iterable[CellPrediction]) -> str:
 
 
 def to_text(predictions: Iterable[CellPrediction]) -> str:
-    """A block per model, a line per method; each figure with the published one behind it."""
+    """A block per model, a line per method; published figures follow the predicted ones."""
     known = published()
     found = {each.cell: each for each in predictions}
     lines = [
@@ -212,7 +214,7 @@ def _entry(predicted: CellPrediction | None, of_paper: Measurement | None, which
 
 
 def in_order(predictions: Iterable[CellPrediction]) -> list[CellPrediction]:
-    """As the figure has them."""
+    """Sort cells in the figure's order."""
     return sorted(
         predictions,
         key=lambda each: (list(MODELS).index(each.cell.model), each.cell.sequence, METHODS.index(each.cell.method)),

@@ -15,10 +15,10 @@ from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
 
 METHODS = {5: ("baseline", "redis", "vocab-1", "vocab-2", "interlaced"), 6: ("baseline", "vocab-1")}
-"""Methods of the paper's two tables: 5 is 1F1B, 6 is V-Half."""
+"""Methods in the paper's tables 5 (1F1B) and 6 (V-Half)."""
 
 LARGEST = 10_000
-"""Percent and GiB that a cell of a file may have."""
+"""Largest percent and GiB accepted in a cell of a file."""
 
 
 @dataclass(frozen=True, order=True)
@@ -88,7 +88,7 @@ def known_cells() -> dict[Cell, Measurement]:
 
 
 def read_cells(path: Path) -> dict[Cell, Measurement]:
-    """The cells of a file in the format of the package's `published_mfu.csv`.
+    """Read the cells of a file in the format of the package's `published_mfu.csv`.
 
     Raises UserError for a file that cannot be read, lacks a column, or has a cell twice or one that the tables do not
     have.
@@ -146,6 +146,6 @@ def scaling_factors() -> dict[tuple[int, str, int], float]:
 
 
 def packaged(name: str) -> list[dict[str, str]]:
-    """The rows of a file of published figures that comes with the package."""
+    """Read a file of published figures from the package."""
     text = (files("megatron_vp.cost.paper") / "data" / name).read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))

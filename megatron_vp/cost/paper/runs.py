@@ -21,7 +21,7 @@ from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.schedule import PassCosts, Simulator, VocabMethod, family, generate
 
 A100 = replace(HARDWARE["a100"], rates=None)
-"""Without rates: the fitted constants stand for the authors' code, not for this project's kernels."""
+"""Without rates: the fitted constants describe the authors' code, not this project's kernels."""
 
 PEAK_FLOPS = {5: 320e12, 6: 312e12}
 """The peak that the tables divide by for MFU. 320 matches all 8-GPU rows of table 5. Table 6's is not published: 312,
@@ -30,13 +30,12 @@ the A100's nominal peak, is what the authors' scripts have, and brings the time 
 """
 
 NOMINAL_CELL = {"vocab_k": 64, "sequence": 2048}
-"""The costs that passes are ordered for, once for all cells of a model and method; 0.3 percent off their own at
-most."""
+"""Costs used to order the passes of all cells of a model and method; at most 0.3 percent worse than each cell's own."""
 
 
 EQUAL = PassCosts(F=1, B=1, W=1)
-"""What the order of V-Half's baseline is made for, as its block is. One made for the real costs, the whole output layer
-included, puts W off where rank 0 holds most, and takes up to 16 percent more memory than was published.
+"""Equal costs, for which V-Half's baseline is ordered, like its building block. An order for the real costs, whole
+output layer included, delays W while rank 0 holds most, and takes up to 16 percent more memory than published.
 """
 
 
@@ -50,7 +49,7 @@ class Setting:
     fp8: Fp8Recipe | None = None
 
     def job(self, cell: Cell) -> Job:
-        """The job of a cell. Raises UserError where the hardware has not that recipe."""
+        """The job of a cell. Raises UserError if the hardware does not support the recipe."""
         job = replace(jobs()[cell], wide_gradients=True, exact_shards=False, fp8=self.fp8)
         refuse_fp8(job, self.hardware)
         return job
@@ -84,12 +83,12 @@ def plan_of(cell: Cell) -> Plan:
 
 
 def software(constants: Constants, table: int) -> Constants:
-    """`constants` for the code base that a table was measured with."""
+    """Adapt `constants` to the code base that a table was measured with."""
     return constants.with_newer_attention() if table == 6 else constants
 
 
 def simulator_of(cell: Cell) -> Simulator:
-    """The order of passes that `cell` shares with its neighbours."""
+    """Simulator of `cell`'s order of passes, which its neighbours share."""
     plan = plan_of(cell)
     return _simulator(replace(cell, method="", **NOMINAL_CELL), plan.schedule, plan.vocab)
 
@@ -106,7 +105,7 @@ def _simulator(cell: Cell, schedule: str, vocab: VocabMethod) -> Simulator:
 
 
 def predict_cell(cell: Cell, constants: Constants = FITTED, layers: tuple[int, ...] | None = None) -> CellPrediction:
-    """The model's prediction for `cell`, with another layout if `layers` are given."""
+    """Predict `cell`, with another layout if `layers` are given."""
     plan = plan_of(cell)
     if layers is not None:
         plan = replace(plan, layers=layers)
@@ -121,7 +120,7 @@ def paper_mfu(found: Prediction, peak_flops: float) -> float:
 
 
 def predict_cell_on(cell: Cell, setting: Setting) -> CellPrediction:
-    """The model's prediction for `cell` run by this project in another setting; MFU is of the nominal 16-bit peak."""
+    """Predict `cell` run by this project in another setting; MFU is relative to the nominal 16-bit peak."""
     plan, job = plan_of(cell), setting.job(cell)
     simulator = _simulator_on(replace(cell, method="baseline", **NOMINAL_CELL), plan.schedule, plan.vocab, setting)
     found = predict(job, plan, setting.hardware, simulator=simulator)
@@ -137,7 +136,9 @@ def _simulator_on(cell: Cell, schedule: str, vocab: VocabMethod, setting: Settin
 def predict_cells(
     cells: Sequence[Cell], processes: int, setting: Setting | None = None
 ) -> Iterator[list[CellPrediction]]:
-    """Predictions of `cells`, as published or in another setting: those that share an order of passes at a time."""
+    """Predictions of `cells`, as published or in another setting: cells that share an order of passes are predicted
+    together.
+    """
     groups: dict[tuple, list[Cell]] = {}
     for cell in cells:
         plan = plan_of(cell)

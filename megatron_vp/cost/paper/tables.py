@@ -27,7 +27,9 @@ COLUMNS = (
 
 
 def layout_unknown(cell: Cell) -> bool:
-    """Whether a cell may have been run with other layers than the rule's: those of `redis` are published for 8 GPUs."""
+    """Whether a cell may have been run with another layout than the rule's: `redis` layouts are published only for 8
+    GPUs.
+    """
     return cell.method == "redis" and cell.gpus > 8
 
 
@@ -45,13 +47,13 @@ class Row:
 
     @property
     def mfu_error(self) -> float | None:
-        """Percent by which the predicted MFU is above the published one."""
+        """Relative error of the predicted MFU in percent; positive if too high."""
         published = self.published and self.published.mfu
         return 100 * (self.predicted.mfu / published - 1) if published else None
 
     @property
     def memory_error(self) -> float | None:
-        """The same of the memory."""
+        """Relative error of the predicted memory in percent."""
         published = self.published and self.published.memory
         return 100 * (self.predicted.memory / published - 1) if published else None
 
@@ -62,7 +64,7 @@ class Row:
 
     @property
     def fit_as_published(self) -> bool:
-        """Whether the prediction agrees with what was published on fitting into memory."""
+        """Whether prediction and publication agree on whether the run fits into memory."""
         return self.predicted.fits is not self.out_of_memory
 
 
@@ -86,7 +88,7 @@ def _order(cell: Cell) -> tuple:
 
 
 def errors(rows: Iterable[Row], of: Callable[[Row], float | None]) -> Errors | None:
-    """Mean and largest of `of`, which is None where nothing can be compared; None where that is everywhere."""
+    """Mean and largest of `of` over the rows where it is not None; None if there are none."""
     found = [abs(error) for error in map(of, rows) if error is not None]
     return Errors(fmean(found), max(found), len(found)) if found else None
 
@@ -104,7 +106,7 @@ def other_layout_rows(rows: Iterable[Row], worse_than: float = 5.0) -> list[Row]
 
 
 def to_csv(rows: Iterable[Row]) -> str:
-    """One line per cell; what was not published, or cannot be compared, is empty."""
+    """One line per cell; unpublished and incomparable values are empty."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)

@@ -16,7 +16,7 @@ _TITLES = {5: "Table 5 (1F1B)", 6: "Table 6 (V-Half)"}
 def to_text(rows: Sequence[Row], setting: Setting | None = None) -> str:
     """All tables; published values add errors in percent behind each figure, and a summary.
 
-    With a setting the rows are those of this project there: table 3, which is of the authors' code, is left out.
+    With a setting, rows are predictions for this project; table 3, which describes the authors' code, is left out.
     """
     lines = ["MFU in percent and peak memory in GiB, both predicted; ! does not fit into the device"]
     if setting is not None:

@@ -1,1 +1,1 @@
-"""The candidates of a job, or of a number of GPUs, predicted and ranked."""
+"""Predicts and ranks the candidates of a job, or of a number of GPUs."""

@@ -1,9 +1,9 @@
-"""What an iteration takes at least, in time and in memory, before anything is simulated.
+"""Lower bounds on an iteration's time and memory, computed without a simulation.
 
-Between F and B of a stage lie the forwards and backwards of all later stages. A rank therefore holds a microbatch for a
-known time at least, and the shorter the iteration, the more of them it must hold at once: on average as many as there
-are in an iteration, times that time, over the iteration (Little's law). The peak is not smaller than the average. The
-other way round, a schedule that holds few microbatches takes long.
+Between F and B of a stage lie the forwards and backwards of all later stages, so a rank holds each microbatch for at
+least a known time. The shorter the iteration, the more microbatches it must hold at once: on average their number times
+that time, divided by the iteration's time (Little's law). The peak is not smaller than the average. Conversely, a
+schedule that holds few microbatches must take longer.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD
 from megatron_vp.schedule.reorder import EMBEDDING_GRADIENTS
 
 OUTSIDE = {"IF": EMBEDDED_AHEAD, "T": 2, "IB": EMBEDDING_GRADIENTS}
-"""Vocabulary passes of a rank that may run before its first forward or after its last backward."""
+"""Most vocabulary passes of a rank that may run before its first forward or after its last backward."""
 
 
 @dataclass(frozen=True, order=True)
 class HeldBytes:
-    """A rank's memory: `always` bytes, and `byte_seconds` of microbatches in all but `idle` seconds of an iteration."""
+    """A rank's memory: `always` bytes, plus `byte_seconds` of microbatches spread over all but `idle` seconds of an
+    iteration.
+    """
 
     always: float
     byte_seconds: float
@@ -43,9 +45,10 @@ class HeldBytes:
 
 @dataclass(frozen=True, order=True)
 class Bound:
-    """An iteration takes at least `seconds`, and one of so many seconds at least `memory_within` bytes.
+    """Lower bounds: an iteration takes at least `seconds`, and one that takes t seconds needs at least
+    `memory_within(t)` bytes.
 
-    memory: however long it takes. ranks: what the bound by an iteration's time follows from.
+    memory: bytes however long it takes. ranks: the data behind `memory_within`.
     """
 
     seconds: float
@@ -108,8 +111,8 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
 
 
 def balanced_bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
-    """The same for all layers and rows that `balance.balanced` may choose for `plan`: means over the ranks, of what all
-    ranks together do and hold whatever they are given. Raises UserError where the job cannot run it.
+    """The same for all layers and rows that `balance.balanced` may choose for `plan`: means over the ranks of work and
+    memory whose total does not depend on the choice. Raises UserError where the job cannot run it.
     """
     seconds = least_of_all(job, plan, hardware, constants)
     single, model = _single(plan.request(job, microbatches=1)), job.model
@@ -145,7 +148,7 @@ def bounds_of_choices(
 
 
 def _turn(vocab: VocabMethod, costs: StageCosts) -> float:
-    """Seconds at least between F and B of the last stage: every rank's part of the output layer."""
+    """Least seconds between F and B of the last stage: every rank's part of the output layer."""
     if not vocab.is_sharded:
         return 0.0
     return max(costs.S) + (max(costs.T) if vocab is VocabMethod.VOCAB_1 else 0.0)
@@ -159,7 +162,7 @@ def _weights(memory: MemoryModel, rank: int, own: RankMemory) -> float:
 
 
 def _always(memory: MemoryModel, rank: int, own: RankMemory) -> float:
-    """Bytes that a rank has during every pass, whatever it holds of microbatches."""
+    """Bytes that a rank holds during every pass, without those of microbatches."""
     moving = own.communication + WORKSPACES
     if memory.schedule.vocab is not VocabMethod.NONE:
         moving += own.vocabulary

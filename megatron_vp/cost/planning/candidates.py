@@ -17,10 +17,12 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import FAMILIES, Placement, VocabMethod
 
 PLAIN, REDISTRIBUTED = "plain", "redistributed"
-"""Whole vocabulary layers on the first and last stage; with layers spread evenly, or so that no rank has too much."""
+"""Methods with whole vocabulary layers on the first and last stage: layers spread evenly, or moved to balance the
+ranks.
+"""
 
 MOST_BALANCED = 16
-"""Pipeline ranks up to which a plan balances shards, in some simulations each. `simulate` does so for any number."""
+"""A plan balances shards for up to this many pipeline ranks, by a few simulations each. `simulate` always does."""
 
 LARGEST = 128
 """Pipeline ranks whose candidates take half a minute on two cores; twice as many take over four times as long."""
@@ -35,7 +37,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """In tables and pictures: no two candidates of a plan have the same."""
+        """The name in tables and pictures, unique within a plan."""
         return f"{self.plan.label}, {self.method}" + (", balanced shards" if self.plan.vocab_rows else "")
 
 
@@ -90,10 +92,10 @@ def candidates(
 def balanced_layers(
     job: Job, placement: Placement, hardware: Hardware, constants: Constants = CALIBRATED
 ) -> tuple[int, ...]:
-    """Layers by virtual stage for which the busiest rank, vocabulary layers included, has the least work there can be.
+    """Layers by virtual stage that minimise the busiest rank's work, vocabulary layers included.
 
-    Of a hybrid model the letters of its pattern: see `pattern_cuts.even_cut`.
-    Raises UserError where there are fewer layers than stages between the first and the last.
+    For a hybrid model these are letters of its pattern: see `pattern_cuts.even_cut`. Raises UserError where there are
+    fewer layers than stages between the first and the last.
     """
     times = PassTimes(job, hardware, constants)
     if job.model.pattern:
@@ -114,8 +116,8 @@ def balanced_layers(
 
 
 def _redistributed(job: Job, placement: Placement, hardware: Hardware, constants: Constants) -> list[tuple[int, ...]]:
-    """The layouts that `redistributed` means: `balanced_layers`, and for a pattern that repeats the best one
-    between whole repetitions, too, which is at times a little faster.
+    """The layouts that `redistributed` means: `balanced_layers`, and for a repeating pattern also the best cut between
+    whole repetitions, which is sometimes slightly faster.
     """
     found = [balanced_layers(job, placement, hardware, constants)]
     size = unit_length(job.model.pattern)
@@ -128,7 +130,7 @@ def _redistributed(job: Job, placement: Placement, hardware: Hardware, constants
 
 
 def _vocabulary_work(times: PassTimes, placement: Placement) -> list[float]:
-    """Seconds of whole vocabulary layers by rank, in all passes of a microbatch; and of multi-token prediction."""
+    """Seconds of whole vocabulary layers and of multi-token prediction by rank, in all passes of a microbatch."""
     work = [0.0] * placement.ranks
     work[placement.last_rank] += sum(sum(times.layer(type_of(letter))) for letter in "".join(times.job.model.mtp_heads))
     work[placement.first_rank] += sum(times.whole_embedding())
@@ -137,7 +139,7 @@ def _vocabulary_work(times: PassTimes, placement: Placement) -> list[float]:
 
 
 def _even(job: Job, placement: Placement, hardware: Hardware, constants: Constants) -> tuple[int, ...] | None:
-    """As even a layout as whole layers allow, of a hybrid model as letters allow; None for equally many per stage."""
+    """The most even layout in whole layers (letters of a hybrid model); None if all stages get equally many."""
     letters = None
     if job.model.pattern:
         letters = even_cut(letter_seconds(PassTimes(job, hardware, constants)), placement)
@@ -147,5 +149,5 @@ def _even(job: Job, placement: Placement, hardware: Hardware, constants: Constan
 
 
 def too_few_layers(job: Job, stages: int) -> str:
-    """Why a job cannot run."""
+    """Explain that a job has too few layers to run."""
     return f"{job.model.layers} layers cannot fill {stages} virtual stages; use fewer pipeline ranks or chunks"

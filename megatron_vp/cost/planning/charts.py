@@ -36,7 +36,7 @@ PARTS = {
 
 
 def plan_chart(evaluations: Sequence[Evaluation], chosen: Evaluation, limit: float, title: str) -> bytes:
-    """PNG: one row per candidate, the fastest on top: where its iteration's seconds go, and every rank's memory.
+    """PNG: one row per candidate, fastest first: how its iteration's time is spent, and every rank's memory.
 
     The row of `chosen` is marked, and so are candidates that do not fit.
     """
@@ -81,7 +81,7 @@ def plan_chart(evaluations: Sequence[Evaluation], chosen: Evaluation, limit: flo
 
 
 def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
-    """PNG: one row per rank: seconds that it computes and waits, and its memory by what it holds."""
+    """PNG: one row per rank: computing and waiting time, and memory by content."""
     plan = evaluation.candidate.plan
     figure, (times, memory) = _figure(
         0.26 * len(evaluation.busy) + 1.8, f"{title}\n{plan.label}, {evaluation.candidate.method}"

@@ -1,4 +1,4 @@
-"""Evaluation of a candidate for a job: its time, how that is spent, and its memory."""
+"""Evaluates one candidate for a job: its time, how the time is spent, and its memory."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SMALL = 0.05
 
 @dataclass(frozen=True)
 class Loss:
-    """Where the seconds of an iteration go, beyond the mean rank's work: they sum up to the iteration.
+    """How an iteration's seconds are spent; the parts add up to the iteration.
 
-    work: of the mean rank. imbalance: what the busiest rank works more. bubble: waits of the busiest rank that would be
-    there if communication were free. communication: what communication adds. step: after the passes, gradient
-    synchronisation and optimizer. copies: what those of offloaded activations add.
+    work: of the mean rank. imbalance: the busiest rank's work above the mean. bubble: the busiest rank's waits if
+    communication were free. communication: what communication adds. step: after the passes, gradient synchronisation
+    and optimizer. copies: what those of offloaded activations add.
     """
 
     work: float
@@ -38,7 +38,7 @@ class Loss:
     copies: float = 0.0
 
     def largest(self) -> str:
-        """Name of what costs most besides the work, or `compute` where nothing costs much."""
+        """Name of the largest part besides the work, or `compute` if all are small."""
         names = ("imbalance", "bubble", "communication", "step", "copies")
         name = max(names, key=lambda each: getattr(self, each))
         total = self.work + sum(getattr(self, each) for each in names)
@@ -47,7 +47,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The evaluation of a candidate for the job. Seconds and bytes; `busy` and `memory` by pipeline rank."""
+    """One candidate's prediction in seconds and bytes; `busy` and `memory` are by pipeline rank."""
 
     candidate: Candidate
     iteration_seconds: float
@@ -76,7 +76,7 @@ class Evaluation:
         return (1 + ERROR_BAND["memory"]) * self.peak_memory > limit
 
     def bound_by(self, limit: float) -> str:
-        """The bottleneck of this candidate, in a word or two."""
+        """The candidate's bottleneck in a word or two."""
         if not self.fits(limit):
             return "memory"
         largest = self.loss.largest()
@@ -85,7 +85,7 @@ class Evaluation:
         return largest
 
     def document(self, limit: float) -> dict[str, Any]:
-        """For programs; seconds and bytes, times and memory by rank."""
+        """The evaluation as a JSON document; seconds and bytes, times and memory by rank."""
         plan = self.candidate.plan
         return {
             "schedule": plan.schedule,
@@ -114,7 +114,7 @@ class Evaluation:
 
 @gc_paused()
 def evaluate(candidate: Candidate, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Evaluation:
-    """Predict one candidate; of very many microbatches only some are simulated: see `extended`.
+    """Predict one candidate. With very many microbatches only some are simulated: see `extended`.
 
     Raises UserError where the job cannot run it.
     """
@@ -128,7 +128,7 @@ def evaluate(candidate: Candidate, job: Job, hardware: Hardware, constants: Cons
 
 
 def evaluation_of(candidate: Candidate, prediction: Prediction, simulator: Simulator, job: Job) -> Evaluation:
-    """The figures of a prediction for a sample of `job`, which is simulated once more with free communication."""
+    """Evaluate a prediction for a sample of `job`; simulates it once more with free communication."""
     timeline = prediction.timeline
     assert isinstance(timeline.costs, StageCosts)
     quiet = replace(timeline.costs, messages={}, collectives={})

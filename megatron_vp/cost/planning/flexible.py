@@ -1,4 +1,4 @@
-"""Flexible schedules in plans: fitted to the memory that there is, where the fullest of their bases does not fit."""
+"""Flexible schedules in plans: fitted to the available memory if their fullest base does not fit."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ from megatron_vp.schedule import FAMILIES, family
 from megatron_vp.schedule.family import Family
 
 STEPS = 3
-"""Limits that are tried, a chunk's activations apart: what fits is estimated first, and then predicted."""
+"""How many limits are tried, one chunk's activations apart: the fit is estimated first, then predicted."""
 
 FITTED_PER_RANK = 3
-"""Microbatches per rank for which a plan fits; training fits to all, and may find another shape within the limit."""
+"""Microbatches per rank for which a plan fits a shape. Training fits to all and may find another shape within the
+limit.
+"""
 
 
 def flexible_candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> list[Candidate]:
-    """What `fitted_evaluation` may fit: each flexible schedule with each method, on the layers of its fullest base.
+    """The candidates of `fitted_evaluation`: each flexible schedule with each method, on the layers of its fullest
+    base.
 
-    Where layers can be redistributed, plain ones are left out. None of more than MOST_BALANCED ranks, where a search
-    for a shape takes too long.
+    Plain layers are left out if they can be redistributed. Empty for more than MOST_BALANCED ranks, because the search
+    for a shape would take too long.
     """
     if not 2 <= job.pipeline <= MOST_BALANCED:
         return []
@@ -45,9 +48,7 @@ def flexible_candidates(job: Job, hardware: Hardware, constants: Constants = CAL
 def fitted_evaluations(
     pool: Executor, jobs: Sequence[Job], hardware: Hardware, limit: float | None, constants: Constants = CALIBRATED
 ) -> list[list[Evaluation]]:
-    """For each job what its `flexible_candidates` come to within `limit` bytes per rank, found in the pool; without a
-    limit, nothing.
-    """
+    """Evaluate each job's `flexible_candidates` within `limit` bytes per rank, in the pool; empty without a limit."""
     if limit is None:
         return [[] for _ in jobs]
     running = [
@@ -63,7 +64,7 @@ def fitted_evaluations(
 def fitted_evaluation(
     candidate: Candidate, job: Job, hardware: Hardware, limit: float, constants: Constants = CALIBRATED
 ) -> Evaluation | None:
-    """The candidate with the shape that makes it fastest within `limit` bytes per rank.
+    """Find the shape that makes the candidate fastest within `limit` bytes per rank.
 
     None where its fullest base fits, where no shape does, and where none is faster than each base that fits.
     """
@@ -93,7 +94,7 @@ def _balanced(candidate: Candidate, job: Job, hardware: Hardware, limit: float, 
 
 
 def _limits(record: Family, bases: list[Evaluation], job: Job, limit: float) -> list[float]:
-    """Microbatches of a whole rank to try: memory grows evenly between the least base and the fullest."""
+    """Limits to try, in microbatches of a whole rank; memory is linear between the smallest and the fullest base."""
     fullest, least = bases[0], bases[-1]
     more = fullest.peak_memory - least.peak_memory
     if fullest.fits(limit) or more <= 0:

@@ -1,4 +1,4 @@
-"""Activations in the host's memory in plans: how many chunks of every schedule, and what less memory then costs."""
+"""Offloading in plans: how many chunks of every schedule to move to host memory, and what that costs in time."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from megatron_vp.schedule import FAMILIES
 from megatron_vp.schedule.request import AUTO
 
 MOST_LOAD = 0.9
-"""Time of a rank's copies over that of its passes, above which copies are not planned: they would set the pace."""
+"""Largest planned ratio of a rank's copy time to its pass time; above it, copies would set the pace."""
 
 WITH_OFFLOAD = tuple(name for name, record in FAMILIES.items() if not record.bases)
-"""The families of a plan that may offload: with those that are made for it, and no flexible one."""
+"""Schedule families that a plan offloads: all but flexible ones, including those designed for offloading."""
 
 
 def offloaded_evaluations(
     base: Evaluation, job: Job, hardware: Hardware, limit: float | None, constants: Constants = CALIBRATED
 ) -> list[Evaluation]:
-    """`base`, which offloads nothing, with half of its chunks offloaded, with all, and with one more or one less than
-    the better of these.
+    """Evaluate `base` (no offloading) with half and with all of its chunks offloaded, then with one more and one fewer
+    than the better of these.
 
     Leaves out plans whose copies would take more than MOST_LOAD of a rank's time, that need more host memory than a
     node has, or that offload no chunk.
@@ -71,9 +71,8 @@ def with_chosen_offload(
     constants: Constants = CALIBRATED,
 ) -> Plan:
     """`plan` of a configuration with the chunks that `--offload-chunks auto` means: those of the fastest run that fits
-    `limit` bytes per rank (None: the device's memory), none where it fits without. As it is without auto.
-
-    Raises UserError where nothing fits.
+    `limit` bytes per rank (None: the device's memory), none where it fits without. Other values leave `plan` unchanged.
+    Raises UserError if nothing fits.
     """
     if config.values.get("offload_chunks") != AUTO:
         return plan
@@ -94,7 +93,7 @@ def with_chosen_offload(
 
 
 def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
-    """Time of the copies over that of the passes, on the rank where it is largest; of each rank's largest chunks."""
+    """Ratio of copy time to pass time on the rank where it is largest, for each rank's largest chunks."""
     single = plan.request(job, microbatches=1).schedule()
     costs = stage_costs(job, replace(plan, offload_chunks=chunks), single, hardware, constants)
     loads = []
@@ -106,7 +105,7 @@ def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware, constants: 
 
 
 def bases_of(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Of every schedule with every method the fastest run: what may offload."""
+    """The fastest run of every schedule and method; these are the runs that may offload."""
     found: dict[tuple[str, str], Evaluation] = {}
     for each in evaluations:
         candidate: Candidate = each.candidate

@@ -1,4 +1,6 @@
-"""Which schedule and vocabulary method to run a job with: every candidate predicted, ranked, and what bounds it."""
+"""Which schedule and vocabulary method to run a job with: predicts every candidate, ranks them and names each one's
+bottleneck.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,13 @@ def plan(
     limit: float | None = None,
     offload: bool = False,
 ) -> tuple[list[Evaluation], list[Infeasible]]:
-    """All candidates, the fastest first, and those that the job cannot run.
+    """Evaluate all candidates: those that the job can run, fastest first, and those that it cannot.
 
-    Even shards are joined by balanced ones wherever these are worth it, see `balance.balanced`, and flexible schedules
-    by those that are fitted to the memory, see `flexible`; `limit`: bytes per rank that both may take. With `offload`
-    there are further schedules, and chunks of all of them that wait in the host's memory, see `offloading`.
-    Predicted in processes, one per core. `chunks` are those of `interleaved`; `progress` hears how many of how many
-    candidates are done, a balanced one counted with the even one. Raises UserError as `candidates` does.
+    Balanced shards are added if they gain anything (`balance.balanced`), and flexible schedules fitted to the memory
+    (`flexible`), both within `limit` bytes per rank. With `offload` there are further schedules, and chunks of all of
+    them that wait in the host's memory, see `offloading`. Predicted in processes, one per core. `chunks` are those of
+    `interleaved`. `progress` is called with the number of candidates done and their total; balanced and even shards
+    count once. Raises UserError as `candidates` does.
     """
     tried = candidates(job, hardware, constants, chunks, WITH_OFFLOAD if offload else None)
     done = 0
@@ -95,7 +97,7 @@ def _offloaded(
 def _evaluate_all(
     group: Sequence[Candidate], job: Job, hardware: Hardware, constants: Constants, limit: float | None
 ) -> list[Evaluation | Infeasible]:
-    """The candidates of a group; after each one whose rows can be assigned comes its balanced version, if different."""
+    """Evaluate a group of candidates; each one is followed by its balanced version if that differs."""
     found: list[Evaluation | Infeasible] = []
     for candidate in group:
         try:
@@ -111,7 +113,7 @@ def _evaluate_all(
 
 
 WITHOUT_SPLIT = (PLAIN, REDISTRIBUTED)
-"""Methods without vocabulary parallelism: what Megatron's own layers can do."""
+"""Methods without vocabulary parallelism: the vocabulary layers are Megatron's own."""
 
 _BY_SIMPLICITY = (PLAIN, REDISTRIBUTED, VocabMethod.VOCAB_2, VocabMethod.VOCAB_1, VocabMethod.INTERLACED)
 
@@ -122,20 +124,20 @@ class Choice:
 
     chosen: Evaluation
     tied: tuple[Evaluation, ...]
-    """All that count as fast as the fastest, which is the first of them."""
+    """The runs that tie with the fastest, which comes first."""
     without_split: Evaluation | None
     """The fastest run without vocabulary parallelism that fits, redistributed layers included."""
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as `without_split` the chosen run is."""
+        """Speed-up of the chosen run over `without_split`."""
         if self.without_split is None:
             return None
         return self.without_split.iteration_seconds / self.chosen.iteration_seconds
 
 
 def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_BAND["time"]) -> Choice:
-    """What to run, of evaluations with the fastest first.
+    """Choose what to run from evaluations sorted fastest first.
 
     Candidates that fit and are slower than the fastest by no more than `band` are a tie: see `ties.tie_of`. A tie goes
     to runs that fit by more than the stated error of memory, then to the simplest, see `simplicity`. Interlaced runs
@@ -159,9 +161,9 @@ def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_
 
 
 def simplicity(evaluation: Evaluation) -> tuple[float, ...]:
-    """What decides a tie, the least first: fewer chunks in the host's memory; Megatron's own schedules; backwards that
-    are not split; fewer chunks; plain layers before redistributed ones, vocab-2 and vocab-1; balanced shards, where a
-    plan has them, because training takes those by default; less memory.
+    """Sort key that decides a tie, lowest first: fewer chunks in the host's memory; Megatron's own schedules; backwards
+    that are not split; fewer chunks; plain layers before redistributed ones, vocab-2 and vocab-1; balanced shards,
+    where a plan has them, which training uses by default; less memory.
     """
     plan = evaluation.candidate.plan
     chosen = family(plan.schedule)

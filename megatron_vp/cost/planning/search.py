@@ -1,9 +1,9 @@
 """Which parallel sizes, schedule and vocabulary method train fastest on a number of GPUs, and which on less memory.
 
-Every combination gets a lower bound of its time, and of its memory in an iteration of a given time (`bounds`). Those of
-the job's own sizes are simulated first, then all others in the order of their bounds. A combination is left out where
-its bounds say that it cannot be better than simulated ones, neither in time nor in memory. At the end flexible
-schedules are fitted to the memory, for the job's own sizes and for those of the fastest run.
+Every combination gets a lower bound on its time, and on its memory for an iteration of a given time (`bounds`).
+Combinations with the job's own sizes are simulated first, then all others by increasing bound. A combination is skipped
+if its bounds show that simulated ones beat it in both time and memory. At the end flexible schedules are fitted to the
+memory, for the job's own sizes and for those of the fastest run.
 
 Neither the simulations nor the answer depend on the machine, its cores or its load: work is counted in
 simulations, and each is decided on with the results of all but the last WINDOW before it.
@@ -39,16 +39,16 @@ MICRO_BATCHES = (1, 2, 4, 8)
 """Sequences per microbatch that are tried."""
 
 CONTEXT_TOKENS = 4096
-"""Least tokens of a sequence on a context-parallel rank: with fewer, its exchange of keys and values would show."""
+"""Fewest tokens of a sequence per context-parallel rank; with fewer, the exchange of keys and values is not hidden."""
 
 SLOWEST = 1.5
 """The frontier ends where runs take this many times as long as the fastest."""
 
 BUDGET = 700
-"""Combinations that are simulated at most, those of the job's own sizes on top: 100 CPU seconds for 256 GPUs."""
+"""Most combinations that are simulated, not counting the job's own sizes: 100 CPU seconds for 256 GPUs."""
 
 WINDOW = 16
-"""Simulations under way at once, on as many cores or fewer."""
+"""Simulations in progress at once, on at most as many cores."""
 
 DIMENSIONS = {
     "tensor": ("tensor_model_parallel_size",),
@@ -58,7 +58,7 @@ DIMENSIONS = {
     "micro-batch": ("micro_batch_size",),
     "recompute": ("recompute_granularity", "recompute_method", "recompute_num_layers"),
 }
-"""The dimensions that a search varies, and their arguments. Data parallelism takes the GPUs that are left."""
+"""The dimensions that a search varies, and their arguments. Data parallelism takes the remaining GPUs."""
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 NO_RECOMPUTE = dict.fromkeys(FULL_RECOMPUTE)
@@ -66,7 +66,7 @@ NO_RECOMPUTE = dict.fromkeys(FULL_RECOMPUTE)
 
 @dataclass(frozen=True)
 class Variant:
-    """A job on all GPUs, and the arguments that make it from the configuration; `own`: none, it is the job itself."""
+    """A job on all GPUs, and the arguments that turn the configuration into it; `own`: the unchanged job."""
 
     job: Job
     settings: dict[str, Any]
@@ -95,9 +95,9 @@ class Found:
 class Search:
     """The results of a search, the fastest first.
 
-    too_large: combinations that need more memory than there is, by their bound. dominated: those that cannot be better
-    than simulated ones, cannot run, or came out as another one did. untried: those that may be on the frontier and for
-    which the `budget` of simulations did not suffice; they take at least `untried_seconds`.
+    too_large: combinations whose bound exceeds the memory. dominated: those that simulated ones beat, that cannot run,
+        or that equal another one. untried: those that may be on the frontier but exceed the `budget` of simulations;
+        they take at least `untried_seconds`.
     """
 
     variants: Sequence[Variant]
@@ -115,12 +115,12 @@ class Search:
 
     @property
     def count(self) -> int:
-        """How many combinations there were."""
+        """Number of combinations."""
         return len(self.found) + self.too_large + self.dominated + self.untried
 
     def tied(self, limit: float, band: float = ERROR_BAND["time"]) -> list[Found]:
-        """Those that fit and are within `band` of the fastest, see `ties.tie_of`: those that leave room in memory
-        first, then the simplest.
+        """Runs that fit and are within `band` of the fastest, see `ties.tie_of`. Those with free memory come first,
+        then the simplest.
 
         Fewer context and tensor ranks are simpler, as are jobs without recomputation; then see `planner.simplicity`.
         """
@@ -146,8 +146,8 @@ class Search:
         return [each for each in self.found if each.memory <= limit]
 
     def frontier(self, limit: float) -> list[Found]:
-        """Those than which no other is both faster and smaller, the fastest first; only what fits and is no more than
-        SLOWEST times as slow as the fastest.
+        """Runs that fit and that no other run beats in both time and memory, fastest first, up to SLOWEST times the
+        fastest time.
         """
         kept: list[Found] = []
         for each in self.fitting(limit):
@@ -195,7 +195,7 @@ def _varied(keep: Collection[str]) -> set[str]:
 def _sizes(
     arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: Collection[str]
 ) -> Iterator[dict[str, Any]]:
-    """Combinations judged only by their arithmetic."""
+    """All combinations of sizes whose arithmetic works out."""
 
     def own(dimension: str, tried: Sequence[int]) -> Sequence[int]:
         return [arguments.get(DIMENSIONS[dimension][0]) or 1] if dimension in keep else tried
@@ -237,11 +237,9 @@ def search(
     chunks: int = 2,
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> Search:
-    """Simulate the combinations that may be the fastest, or the fastest on less memory, of those that fit `limit`.
-
-    At most `budget` of them, and all of the job's own sizes that may be. `chunks` are those of `interleaved`.
-    In processes, one per core. `progress` is called with the current step, the number done and the total. Raises
-    UserError where nothing fits.
+    """Simulate the combinations that fit `limit` and may be the fastest, or the fastest for less memory: at most
+    `budget` of them, plus the job's own sizes. `chunks` are those of `interleaved`. In processes, one per core.
+    `progress` is called with the current step, the number done and the total. Raises UserError where nothing fits.
     """
     front = _Front(limit)
     found: list[Found] = []
@@ -311,7 +309,7 @@ def _nothing_fits(limit: float, found: Sequence[Found], options: Sequence[_Optio
 
 
 class _Simulations:
-    """Simulations under way, at most WINDOW; `front` and `found` get their results in the order of their start."""
+    """Simulations in progress, at most WINDOW; results go to `front` and `found` in the order of their start."""
 
     def __init__(
         self,
@@ -359,7 +357,7 @@ class _Simulations:
 
 
 def _by_turns(options: Sequence[_Option], tried: Sequence[Variant]) -> list[_Option]:
-    """Those of the job's own sizes first, then the most promising ones of each neighbour, then all others."""
+    """Order of the options: the job's own sizes, then the most promising ones of each neighbour, then all others."""
     own = next((index for index, each in enumerate(tried) if each.own), None)
     if own is None:
         return list(options)
@@ -373,7 +371,7 @@ def _by_turns(options: Sequence[_Option], tried: Sequence[Variant]) -> list[_Opt
 
 
 def _is_neighbour(one: Job, other: Job) -> bool:
-    """Whether they differ in one of the sizes that a search varies, and in that by one step."""
+    """Whether two variants differ in exactly one of the searched sizes, by one step."""
     sizes = ("tensor", "context", "pipeline", "expert", "micro_batch")
     ratios = [getattr(one, name) / getattr(other, name) for name in sizes]
     steps = [ratio for ratio in ratios if ratio != 1] + [2.0] * (one.recompute is not other.recompute)
@@ -381,9 +379,9 @@ def _is_neighbour(one: Job, other: Job) -> bool:
 
 
 class _Option(NamedTuple):
-    """A combination before it is simulated. Options sort by the bound of their seconds.
+    """A combination that has not been simulated. Options sort by their lower bound on seconds.
 
-    balanced: layers and rows are yet to be chosen, see `balance.balanced`.
+    balanced: layers and rows are chosen later, see `balance.balanced`.
     """
 
     bound: Bound
@@ -395,13 +393,13 @@ class _Option(NamedTuple):
 
 @dataclass
 class _Front:
-    """Seconds and bytes of the simulated runs that fit `limit` and that no other beats in both; the fastest first."""
+    """Time and memory of the simulated runs that fit `limit` and that no other run beats in both, fastest first."""
 
     limit: float
     points: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, seconds: float, memory: float) -> None:
-        """A simulated run."""
+        """Add a simulated run."""
         if memory <= self.limit:
             kept: list[tuple[float, float]] = []
             for point in sorted([*self.points, (seconds, memory)]):
@@ -410,10 +408,9 @@ class _Front:
             self.points = kept
 
     def may_gain(self, bounds: Iterable[Bound]) -> bool:
-        """Whether a run within any of these bounds may be faster, or smaller, than what was simulated.
-
-        Between two points of the front a run must need less than the faster one to be worth anything. Bounds on memory
-        fall with time, so that of the slower point's time decides.
+        """Whether a run within any of these bounds may improve the front. Between two points of the front, a run must
+        need less memory than the faster one. Memory bounds fall with time, so the bound at the slower point's time
+        decides.
         """
         if not self.points:
             return any(each.memory <= self.limit for each in bounds)
@@ -428,13 +425,15 @@ class _Front:
 
 
 ROUNDING = 1e-9
-"""Of bounds and simulations, which add up the same seconds in another order."""
+"""Tolerance for rounding: bounds and simulations add the same seconds in different orders."""
 
 
 def _evaluation(
     option: _Option, job: Job, hardware: Hardware, constants: Constants, front: _Front
 ) -> Evaluation | None:
-    """None for what the job cannot run, what gains nothing, and where even shards are as good as balanced ones."""
+    """Evaluate an option; None if the job cannot run it, if it gains nothing, or if balanced shards do not beat
+    even ones.
+    """
     candidate = option.candidate
     try:
         if option.balanced:
@@ -450,9 +449,8 @@ def _evaluation(
 
 
 def _options(variant: int, what: Variant, hardware: Hardware, constants: Constants, chunks: int) -> list[_Option]:
-    """The schedules that a search tries: all but `interlaced`, which exists only for comparison.
-
-    Balanced shards come with layers that the ranks cannot share equally, and for the job's own sizes as in a plan.
+    """The options that a search tries: all schedules but `interlaced`, which exists only for comparison. Balanced
+    shards are included if layers do not divide by the ranks, and for the job's own sizes as in a plan.
     """
     job = what.job
     if job.pipeline == 1:

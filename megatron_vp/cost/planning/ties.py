@@ -1,4 +1,4 @@
-"""How far apart two predictions of one job must be before one run counts as faster: as far as the evidence goes."""
+"""How far apart two predictions of one job must be before one run counts as faster, based on published errors."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from megatron_vp.cost.sizes.shapes import Job
 
 @dataclass(frozen=True)
 class Tie:
-    """Runs that are slower than the fastest by no more than `share` are as fast; `basis`: why by so much."""
+    """Runs within `share` of the fastest tie; `basis` gives the reason for this width."""
 
     share: float
     basis: str
 
     @property
     def text(self) -> str:
-        """Both in words."""
+        """The tie in words."""
         return f"{100 * self.share:.0f} % ({self.basis})"
 
 
 def tie_of(job: Job, hardware: Hardware) -> Tie:
-    """The tie of runs of `job`: the mean error of published runs of its kind, and at least that of the paper's setups.
+    """The tie's width for `job`: the mean error of published runs of its kind, at least that of the paper's setups.
 
     Runs of one job share most of their error, so their ratio is better known than either. In the paper's tables it is
     0.7 percent off on average and 2.8 at worst. Published pairs of one job in two layouts are too few for a figure of

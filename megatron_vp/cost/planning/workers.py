@@ -1,4 +1,4 @@
-"""Processes that share the work of a command, a core each."""
+"""Worker processes for a command, one per core."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megatron_vp.errors import UserError
 
 @contextmanager
 def worker_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool that ends at once, and in silence, when its block is left by an exception, such as an interruption.
+    """A pool that ends immediately and silently if an exception such as an interruption leaves its block.
 
-    A process that is killed leaves its block without one. The workers notice that by themselves.
+    If the parent is killed, the workers notice and end by themselves.
     """
     with ProcessPoolExecutor(processes, _context(), initializer=_end_with_parent) as pool:
         _start(pool, processes)
@@ -35,7 +35,7 @@ def worker_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def asked_process(prepare: Callable[[], None], answer: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """`answer` as a function that runs in another process, which prepares itself for it while this one goes on.
+    """Run `answer` in another process, which prepares itself while this one continues.
 
     Both are functions of a module. The process ends with the block. Unlike a pool it starts no thread here, so a pool
     that is started inside the block is as cheap as without it.
@@ -73,8 +73,8 @@ def _answer(questions: Connection, prepare: Callable[[], None], answer: Callable
 
 
 def _context() -> ForkContext | SpawnContext:
-    """How processes are started. A copy of this one is ready at once, and safe where no other thread can hold a lock:
-    torch has threads that Python does not count. Elsewhere a process starts from nothing and imports all it needs.
+    """How processes are started. A fork is ready at once, but safe only if no other thread can hold a lock; torch has
+    threads that Python does not count. Otherwise processes are spawned and import what they need.
     """
     alone = threading.active_count() == 1 and "torch" not in sys.modules
     return get_context("fork") if alone else get_context("spawn")
@@ -89,7 +89,7 @@ def _start(pool: ProcessPoolExecutor, processes: int) -> None:
 
 @contextmanager
 def _deaf_to_interruptions() -> Iterator[None]:
-    """Processes started inside ignore the interruption that a terminal sends them too: they inherit what is blocked."""
+    """Processes started inside inherit the blocked signal, so a terminal's interruption does not reach them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

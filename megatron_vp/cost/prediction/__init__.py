@@ -1,1 +1,1 @@
-"""A plan's costs by stage and rank, and its simulation: time, MFU, bubble and memory."""
+"""Computes a plan's costs by stage and rank, and simulates it: time, MFU, bubble and memory."""

@@ -1,4 +1,4 @@
-"""Copies of activations to the host's memory in a prediction: how busy they are, who waits for them, and their room."""
+"""Offloading in a prediction: how long copies take, which passes wait for them, and how much host memory they need."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.errors import UserError
 
 HOST_SHARE = 0.8
-"""Part of a node's memory that activations may take. The rest is for processes, data and checkpoints being written."""
+"""Share of a node's memory that activations may use; the rest is for processes, data and checkpoint writing."""
 
 
 @dataclass(frozen=True)
 class RankCopies:
-    """One rank's copies. Seconds and bytes.
-
-    chunks: that are offloaded; fewer than asked for where a microbatch would have to be back before it has left. host:
-    most bytes in the host's memory. bytes: of one microbatch, one way. load: time of its copies over the time that it
-    computes. wait_out, wait_back, wait_in_queue: of an iteration, see `Timeline.copy_waits`.
+    """One rank's copies, in seconds and bytes. chunks: offloaded chunks; fewer than requested if a microbatch would
+    have to return before it has left. host: peak bytes in host memory. bytes: per microbatch, one way. load: copy time
+    over computing time. wait_out, wait_back, wait_in_queue: per iteration, see `Timeline.copy_waits`.
     """
 
     chunks: tuple[int, ...]
@@ -49,12 +47,12 @@ def copies_of(prediction: Prediction) -> tuple[RankCopies, ...]:
 
 
 def host_room(hardware: Hardware) -> float:
-    """Bytes of a node's memory that activations may take."""
+    """Bytes of a node's memory that activations may use."""
     return HOST_SHARE * hardware.host.memory * hardware.gpus_per_node
 
 
 def fullest_node(job: Job, hardware: Hardware, host: Sequence[float]) -> float:
-    """Most bytes of a node's memory that its ranks take; `host`: by pipeline rank. Ranks of a stage are neighbours."""
+    """Host memory of the fullest node in bytes; `host`: bytes by pipeline rank. Ranks of a stage are neighbours."""
     each, size = job.gpus_per_stage, hardware.gpus_per_node
     if each % size == 0:
         return size * max(host)
@@ -66,7 +64,7 @@ def fullest_node(job: Job, hardware: Hardware, host: Sequence[float]) -> float:
 
 
 def check_host_memory(prediction: Prediction) -> None:
-    """Raise UserError where a node has less memory than its ranks' activations take there, with what fits."""
+    """Raise UserError if a node has too little memory for its ranks' activations; the message says what fits."""
     job, plan, hardware = prediction.job, prediction.plan, prediction.hardware
 
     def needed(chunks: int) -> float:

@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 def with_limit(job: Job, plan: Plan, hardware: Hardware, limit: str, costs: Costs | None = None) -> Plan:
-    """`plan` with the shape that its flexible schedule takes within `limit`: microbatches of a whole rank, or GiB.
+    """Fit the shape of `plan`'s flexible schedule to `limit`, given in microbatches of a whole rank or in GiB.
 
     `costs` are those that passes are ordered for; None: those of `order_costs`. Raises UserError as `fitted` does.
     """
@@ -40,13 +40,13 @@ def with_limit(job: Job, plan: Plan, hardware: Hardware, limit: str, costs: Cost
 
 
 def with_given_limit(config: JobConfig, plan: Plan, job: Job, hardware: Hardware) -> Plan:
-    """`plan` of a configuration, fitted to its `--activation-limit` if it has one. Raises UserError."""
+    """Fit a configuration's `plan` to its `--activation-limit`, if given. Raises UserError."""
     limit = config.values.get("activation_limit")
     return plan if limit is None else with_limit(job, plan, hardware, str(limit))
 
 
 def _largest_microbatch(job: Job, plan: Plan, hardware: Hardware) -> float:
-    """Bytes of a microbatch's activations on the rank where they are largest, by the memory model."""
+    """Bytes of a microbatch's activations on the rank with the most, by the memory model."""
     schedule = plan.request(job, microbatches=min(job.microbatches, 2 * job.pipeline)).schedule()
     model = MemoryModel(job, schedule, layers_of(job, plan, schedule.placement), hardware)
     held = [peak(order, Held.ACTIVATIONS) / schedule.chunks for order in schedule.ranks]

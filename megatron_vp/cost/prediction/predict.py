@@ -39,7 +39,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs a second and GPU as Megatron counts them, as a share of the hardware's nominal peak."""
+        """Model FLOP/s per GPU, counted as in Megatron, as a share of the hardware's nominal peak."""
         return model_flops(self.job) / self.job.gpus / self.iteration_seconds / self.hardware.peak_flops
 
     @property
@@ -50,7 +50,7 @@ class Prediction:
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of the ranks' time between first and last pass in which they do not compute."""
+        """Share of the time between the first and last pass in which ranks do not compute."""
         return self.timeline.bubble_fraction
 
     @property
@@ -60,11 +60,11 @@ class Prediction:
 
     @cached_property
     def peak_memory(self) -> float:
-        """Largest of the ranks' peaks as PyTorch's allocator counts them."""
+        """Largest of the ranks' peaks, counted as PyTorch's allocator does."""
         return max(rank.allocated for rank in self.memory)
 
     def fits(self, limit: float | None = None) -> bool:
-        """Whether every rank stays within `limit` bytes, the device's own by default, all of its memory counted."""
+        """Whether every rank's total memory stays within `limit` bytes (default: the device's memory)."""
         return max(rank.total for rank in self.memory) <= (limit or self.hardware.memory)
 
 
@@ -123,7 +123,7 @@ def make_simulator(
     constants: Constants = CALIBRATED,
     further_orders: bool = True,
 ) -> Simulator:
-    """The schedule of `plan` in the order that training runs, see `order_costs`; made once for nearly equal costs.
+    """The simulator of `plan`'s schedule in the order that training runs (`order_costs`); nearly equal costs share one.
 
     `further_orders`: see `ScheduleRequest`.
     Raises UserError for what training refuses: whole vocabulary layers that share one weight on both chunks of a rank.

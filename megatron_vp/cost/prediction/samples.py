@@ -1,4 +1,4 @@
-"""Jobs of very many microbatches from a simulation of some: all phases of a schedule show in those."""
+"""Extrapolates jobs with very many microbatches from a simulation of enough of them to show all phases."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from megatron_vp.schedule import PassKind, Timeline
 
 SAMPLED, SAMPLED_PER_RANK = 512, 6
 """The number of microbatches x ranks that is simulated, and the least number of microbatches per rank. Times are then
-right within 0.3 percent; of `v-min`, whose order depends on how many microbatches there are, within 4."""
+right within 0.3 percent; for `v-min`, whose order depends on the number of microbatches, within 4 percent."""
 
 MANY, SAMPLED_OF_MANY = 16, 3
-"""The number of microbatches per rank on more than MANY ranks, to be quick."""
+"""With more than MANY ranks, fewer microbatches per rank are simulated, to save time."""
 
 STEADY = (0.4, 0.75)
 """Part of the makespan that lies between warm-up and cool-down."""
 
 
 def sampled(job: Job) -> Job:
-    """The job with as many microbatches as show all phases of a schedule: for the others see `extended`."""
+    """The job with just enough microbatches to show all phases of its schedule; `extended` adds the others."""
     per_rank = SAMPLED_PER_RANK if job.pipeline <= MANY else SAMPLED_OF_MANY
     return replace(job, microbatches=min(job.microbatches, max(per_rank * job.pipeline, SAMPLED // job.pipeline)))
 
 
 def extended(timeline: Timeline, microbatches: int) -> float:
-    """Makespan with more `microbatches` than were simulated.
+    """Extrapolate the makespan to more `microbatches` than were simulated.
 
-    Each further one takes as long as one does on the busiest rank in the steady state: on average over rounds of as
-    many microbatches as there are ranks, because `interleaved` takes them round by round.
+    Each further one takes the busiest rank's steady-state time per microbatch, averaged over rounds of p microbatches,
+    because `interleaved` works in such rounds.
     """
     simulated = timeline.schedule.microbatches
     if microbatches == simulated:
@@ -43,7 +43,7 @@ def extended(timeline: Timeline, microbatches: int) -> float:
 
 
 def _steady_seconds(timeline: Timeline) -> float:
-    """Seconds per microbatch between warm-up and cool-down, the mean over forwards and backwards of all chunks."""
+    """Steady-state seconds per microbatch: the mean over forwards and backwards of all chunks."""
     schedule, busiest = timeline.schedule, timeline.busy.index(max(timeline.busy))
     ends: dict[tuple[bool, int], list[float]] = defaultdict(list)
     for step, (_, end) in zip(schedule.ranks[busiest], timeline.spans[busiest], strict=True):

@@ -19,7 +19,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import Costs, PassCosts, Placement, Schedule, StageCosts, VocabMethod
 
 IDLE = 0.85
-"""A rank with less than this share of the busiest one's work is not throttled."""
+"""The clock of a rank with less than this share of the busiest rank's work is not throttled."""
 
 
 def layers_of(job: Job, plan: Plan, placement: Placement) -> tuple[int, ...]:
@@ -85,10 +85,10 @@ def copy_seconds(memory: MemoryModel) -> dict[tuple[bool, int, int], float]:
 
 
 def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants = CALIBRATED) -> Costs:
-    """What a schedule for `plan` is ordered for, in training and in a simulation: hundredths of a mean rank's
-    F + B + W, rounded to one, so that all ranks of a run compute the same order.
+    """The costs that a schedule for `plan` is ordered by, in training and in simulation: rounded to hundredths of a
+    mean rank's F + B + W, so that all ranks compute the same order.
 
-    Those of every stage and rank where layers or rows differ, else those of a mean rank. All GPUs are taken to be
+    By stage and rank if layers or rows differ, otherwise one set of costs for all ranks. All GPUs are taken to be
     equally fast: which of them is the slowest is not known before a run.
     """
     alike = replace(constants, speed_spread=0.0, idle_boost=0.0)
@@ -140,17 +140,17 @@ def stage_times(times: PassTimes, vocab: VocabMethod, layers: tuple[int, ...], s
 
 
 def _members(plan: Plan, placement: Placement) -> Sequence[int]:
-    """The ranks of the vocabulary's collectives: those with rows, and those that feed and end the pipeline."""
+    """Members of the vocabulary's collectives: ranks with rows, and those of the first and the last stage."""
     if plan.vocab_rows is None:
         return range(placement.ranks)
     return placement.vocab_members([rank for rank, rows in enumerate(plan.vocab_rows) if rows])
 
 
 def _pace(work: list[float], gpus: int, constants: Constants) -> list[float]:
-    """How much longer each rank takes than a mean rank at sustained speed, by its `work` in a microbatch.
+    """Each rank's slowdown relative to a mean rank at sustained speed, by its `work` in a microbatch.
 
-    The slowest of all `gpus`, by the expected largest of so many normal values (Blom's approximation), is put in the
-    middle: its tensor ranks and its replicas wait for it.
+    The slowest of all `gpus` (expected maximum of normal samples, Blom's approximation) is placed in the middle of the
+    pipeline: its tensor ranks and replicas wait for it.
     """
     pace = [1 - constants.idle_boost if own < IDLE * max(work) else 1.0 for own in work]
     slowest = NormalDist().inv_cdf((gpus - 0.375) / (gpus + 0.25))

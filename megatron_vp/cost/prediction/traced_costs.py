@@ -1,4 +1,4 @@
-"""Pass times of a recorded run in place of modelled ones."""
+"""Uses the pass times of a recorded run in place of modelled ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published runs predicted: the error of each, and of each group of them."""
+"""Predicts published runs: the error of each run and of each group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_vp.jobs.job_config import read_job_config
 
 @dataclass(frozen=True)
 class Outcome:
-    """A published run and its prediction: tokens/s and GPU, and bytes of the fullest rank; None where it is refused."""
+    """A published run and its prediction: tokens/s per GPU, bytes of the fullest rank; None if it is refused."""
 
     row: PublicRow
     tokens_per_second: float | None = None
@@ -31,7 +31,7 @@ class Outcome:
 
     @property
     def error(self) -> float | None:
-        """Of the tokens/s, relative to those that were published."""
+        """Error of the predicted tokens/s relative to the published."""
         return None if self.tokens_per_second is None else self.tokens_per_second / self.row.tokens_per_second - 1
 
     def document(self) -> dict[str, Any]:
@@ -65,13 +65,13 @@ class GroupError:
 
 
 def layout(row: PublicRow) -> str:
-    """How a run was laid out, in short: GPUs, precision, length, micro batch, and the parallel sizes beyond 1."""
+    """A run's layout in short: GPUs, precision, sequence length, micro batch, and parallel sizes above 1."""
     sizes = [f"{name}{row[name]}" for name in ("tp", "pp", "cp", "vp", "ep") if row[name] not in ("", "1")]
     return " ".join([f"{row['gpus']} {row['gpu']}", row["precision"], f"s{row['seq']}", f"b{row['mbs']}", *sizes])
 
 
 def predicted(row: PublicRow, hardware: Hardware | None = None) -> Outcome:
-    """The prediction of a run on its GPUs, or on `hardware`; of its microbatches some are simulated, see `samples`."""
+    """Predict a run on its GPUs or on `hardware`, simulating some of its microbatches (`samples`)."""
     try:
         config, hardware = read_job_config([], row.flags()), hardware or find_hardware(row["gpu"])
         job, plan = job_of(config.values, row.gpus), plan_of(config)
@@ -84,13 +84,13 @@ def predicted(row: PublicRow, hardware: Hardware | None = None) -> Outcome:
 
 
 def errors_by_group(outcomes: Sequence[Outcome]) -> list[GroupError]:
-    """Of all judged runs, group by group, and at the end of all of them together."""
+    """Errors of all judged runs by group, and finally of all groups together."""
     judged = [(each.row.group, each.error) for each in outcomes if each.row.judged and each.error is not None]
     return group_errors(judged)
 
 
 def group_errors(found: Iterable[tuple[str, float]]) -> list[GroupError]:
-    """Of runs given by their group and error."""
+    """Errors by group, from (group, error) pairs."""
     groups: dict[str, list[float]] = {}
     for group, error in found:
         groups.setdefault(group, []).append(error)

@@ -20,18 +20,18 @@ from megatron_vp.cost.public.comparison import GroupError, group_errors, predict
 from megatron_vp.cost.public.public_rows import PublicRow, read_rows
 
 MOVED = 0.02
-"""Part by which each constant is moved to find the slopes."""
+"""Relative change of each constant used to compute the slopes."""
 
 SPREAD, NOISE = 0.05, 0.06
-"""How sure a constant is without these runs, and a run's error without any fault of the constants, as logarithms."""
+"""Prior uncertainty of a constant, and a run's error that no constant explains, as logarithms."""
 
 NINETY = 1.645
-"""Standard errors on either side in which a value lies in nine cases of ten."""
+"""Half-width of a 90 percent interval in standard errors."""
 
 
 @dataclass(frozen=True)
 class Varied:
-    """A constant of the H100 that is fitted: what it is, and the hardware on which it is `factor` times as large."""
+    """A fitted constant of the H100: its value, and the hardware with the constant scaled by `factor`."""
 
     name: str
     value: Callable[[Hardware], float]
@@ -76,13 +76,12 @@ VARIED = (
     _nominal("link_bandwidth"),
     _nominal("network_bandwidth"),
 )
-"""What decides most of a run's time. A bandwidth here includes the share that is reached: only the product
-matters."""
+"""The constants that matter most. Bandwidths include the share that is reached, because only the product matters."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A constant as it is, and where the runs put it: 90 percent, by leaving out one family after the other."""
+    """A constant's value, and the 90 percent interval from the runs, leaving out one family at a time."""
 
     name: str
     unit: str
@@ -106,7 +105,9 @@ class PublicFit:
 
 
 def fit_to_public_runs(tick: Callable[[int, int], None] = lambda done, of: None, processes: int = 1) -> PublicFit:
-    """Slopes of all judged runs on H100, and the fits; `tick` hears how many predictions of how many are done."""
+    """Compute the slopes of all judged runs on H100 and the fits; `tick` is called with predictions done and their
+    total.
+    """
     rows = [row for row in read_rows() if row.judged and row["gpu"] == "h100"]
     hardware = find_hardware("h100")
     settings = [hardware, *(each.times(hardware, 1 + MOVED) for each in VARIED)]
@@ -132,7 +133,7 @@ def _error(row: PublicRow, hardware: Hardware) -> float:
 
 
 def fit_of(rows: Sequence[PublicRow], errors: np.ndarray, slopes: np.ndarray, hardware: Hardware) -> PublicFit:
-    """The fits, from each row's error and its slopes, both of logarithms."""
+    """Fit to each row's error and slopes, both as logarithms."""
     families = sorted({row["family"] for row in rows})
     whole = _solved(errors, slopes)
     left_out, moves = np.zeros(len(rows)), []
@@ -158,7 +159,7 @@ def fit_of(rows: Sequence[PublicRow], errors: np.ndarray, slopes: np.ndarray, ha
 
 
 def _solved(errors: np.ndarray, slopes: np.ndarray) -> np.ndarray:
-    """The changes of the constants' logarithms that leave the least squares, held near 0 by SPREAD."""
+    """The least-squares changes of the constants' logarithms, with SPREAD as the prior around 0."""
     count = slopes.shape[1]
     equations = np.vstack([slopes / NOISE, np.eye(count) / SPREAD])
     return np.linalg.lstsq(equations, np.concatenate([-errors / NOISE, np.zeros(count)]), rcond=None)[0]

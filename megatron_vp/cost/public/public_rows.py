@@ -1,4 +1,4 @@
-"""Published runs: a row of a file each, as options of a job and as tokens per second and GPU.
+"""Published runs, one per row of a file, as options of a job and as tokens/s per GPU.
 
 `data/h100.csv` holds published throughputs with their configurations, `data/models.csv` the sizes of the models. Both
 are facts from public pages, each row with its source; columns are described in docs/evidence/public_runs.md.
@@ -22,18 +22,17 @@ _SOFTWARE = {
     "sc21": ["--transformer-impl", "local"],  # 2021, before Transformer Engine
     "nemo-longseq": ["--attention-backend", "flash"],  # early 2024, before FlashAttention 3 and cuDNN 9
 }
-"""The attention that the software of a source's time used."""
+"""Attention kernels in the software at the time of each source."""
 _STATES = {
     # optim.dtype of nemotron4-340b-synth.yaml: both moments in 16 bits. Megatron's nearest keeps 2 bytes more.
     "nemotron/README_340b.md at v25.02": ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"],
 }
-"""Options of the precision-aware optimizer, by a text in the `where` of runs whose recipe keeps states in less than
-fp32.
+"""Options of the precision-aware optimizer, by a text in the `where` column of runs with states below fp32.
 """
 _FLEXIBLE = ("moe-zoo",)
 """Sources whose scripts dispatch with DeepEP unless a run's note says otherwise."""
 _MODULE = "recompute_"
-"""An option that begins so names a part of the layers that `selective_recompute` computes again."""
+"""Prefix of values of `selective_recompute` that name recomputed parts of a layer."""
 _RECIPES = {"current": "tensorwise"}
 
 _FREE_TEXT = ("where", "releases", "assumed", "note", "family", "fsdp", "not_in_flags")
@@ -57,17 +56,17 @@ class PublicRow:
 
     @property
     def judged(self) -> bool:
-        """Whether all that decides its time was published."""
+        """Whether everything that decides its time was published."""
         return self["judged"] == "yes"
 
     @property
     def gpus(self) -> int:
-        """Of the whole run."""
+        """GPUs of the whole run."""
         return int(self["gpus"])
 
     @property
     def tokens_per_second(self) -> float:
-        """Per GPU, as published; from the time of a step or the TFLOP/s where tokens were not."""
+        """Tokens/s per GPU, as published or derived from the step time or TFLOP/s."""
         if self["tokens_s_gpu"]:
             return float(self["tokens_s_gpu"])
         if self["step_s"]:
@@ -76,7 +75,7 @@ class PublicRow:
 
     @property
     def _flops_of_a_token(self) -> float:
-        """As the publisher counted them."""
+        """FLOPs per token, counted as the publisher did."""
         model = self.model
         layers, hidden, vocab = (
             float(each) for each in (self["layers"] or model["layers"], model["hidden"], model["vocab"])
@@ -93,7 +92,7 @@ class PublicRow:
         return 6 * (layers * weights + vocab * hidden) + attention
 
     def flags(self) -> list[str]:
-        """The run as options of Megatron."""
+        """The run as Megatron options."""
         return [*self._model_flags(), *self._run_flags(), *self._precision_flags()]
 
     def _model_flags(self) -> list[str]:
@@ -162,7 +161,7 @@ class PublicRow:
         return flags + _SOFTWARE.get(self["source"], []) + self._states()
 
     def _states(self) -> list[str]:
-        """The optimizer's precision according to the recipe."""
+        """The optimizer's precision options according to the recipe."""
         where = self.columns.get("where", "")
         states = next((found for text, found in _STATES.items() if text in where), None)
         return [] if states is None else ["--use-precision-aware-optimizer", *states]
@@ -207,5 +206,5 @@ def _read(path: Path | None, own: str) -> list[dict[str, str]]:
 
 
 def _columns(packaged: str) -> list[str]:
-    """Those that a file must have, as the one in the package has them."""
+    """Required columns: those of the file in the package."""
     return [column for column in next(csv.reader(packaged.splitlines())) if column not in _FREE_TEXT]

@@ -1,1 +1,1 @@
-"""The model and how it is split: model, job and plan as numbers, FLOPs, layouts of layers."""
+"""The model and how it is split: sizes of model, job and plan, FLOPs, layouts of layers."""

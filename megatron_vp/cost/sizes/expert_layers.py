@@ -35,7 +35,7 @@ def expert_layers(frequency: Any, layers: int) -> tuple[bool, ...]:
 
 
 def _value(node: ast.expr) -> Any:
-    """Of an expression of numbers, lists, + and *. Raises ValueError or TypeError for any other."""
+    """Evaluate an expression of numbers, lists, + and *. Raises ValueError or TypeError for anything else."""
     match node:
         case ast.Constant(value=int(value)):
             return value

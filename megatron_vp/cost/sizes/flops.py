@@ -11,7 +11,7 @@ from megatron_vp.cost.sizes.shapes import Job
 
 
 class Matrix(NamedTuple):
-    """A weight on one rank: `copies` of it, and the tokens of a microbatch that go through one copy."""
+    """A weight matrix on one rank: number of `copies`, and tokens of a microbatch per copy."""
 
     inputs: int
     outputs: int
@@ -25,7 +25,7 @@ class Matrix(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of the forward of one microbatch."""
+        """FLOPs of one microbatch's forward."""
         return 2 * self.tokens * self.inputs * self.outputs * self.copies
 
 
@@ -50,10 +50,8 @@ def layer_matrices(job: Job, kind: LayerType = LayerType.WHOLE) -> tuple[Matrix,
 
 
 def attention_matrices(job: Job) -> tuple[Matrix, ...]:
-    """Those around one layer's attention on one rank.
-
-    Of latent attention the matrices that compress are whole on every tensor rank, which with sequence parallelism have
-    a part of the tokens each.
+    """The matrices of one layer's attention on one rank. In latent attention every tensor rank holds the compressing
+    matrices whole; with sequence parallelism each rank has a part of the tokens.
     """
     model, t, tokens, latent = job.model, job.tensor, job.tokens, job.model.latent
     result = Matrix(model.results // t, model.hidden, tokens)
@@ -70,7 +68,7 @@ def attention_matrices(job: Job) -> tuple[Matrix, ...]:
 
 
 def attention_flops(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
-    """Scores and weighted values of one layer's forward on one rank, no causal half left out."""
+    """FLOPs of scores and weighted values in one layer's forward on one rank, without halving for causality."""
     widths = job.model.queries + job.model.results
     return 2 * job.tokens * job.sequence * widths / job.tensor if kind.attends else 0.0
 
@@ -88,9 +86,9 @@ def output_flops(job: Job) -> float:
 def model_flops(job: Job) -> float:
     """FLOPs of one iteration of the whole job as Megatron's `--log-throughput` counts them.
 
-    3 x (output layer + layers), the causal half of attention; of multi-token prediction also the norms and the product
-    that join two embeddings, and of latent attention its norms. Neither the input embedding nor routers nor
-    recomputation count. Quick GeGLU counts with its three matrices, of which Megatron's function counts two.
+    3 x (output layer + layers), counting the causal half of attention. For multi-token prediction the norms and the
+    product that join two embeddings are added, for latent attention its norms. The input embedding, routers and
+    recomputation do not count. Quick GeGLU counts with its three matrices, of which Megatron's function counts two.
     """
     # On one rank that has everything: tensor ranks beyond the groups of keys and values compute the same keys.
     whole = replace(job, tensor=1, context=1, expert=1, expert_tensor=1, sequence_parallel=False)
@@ -124,6 +122,6 @@ def layer_weights(job: Job, kind: LayerType = LayerType.WHOLE) -> int:
 
 
 def expert_weights(job: Job, kind: LayerType = LayerType.WHOLE) -> int:
-    """Those of them that belong to experts, the last two matrices of a layer that has any."""
+    """Parameters of one layer that belong to experts: its last two matrices, if it has experts."""
     mlp = mlp_of(job.model, kind)
     return sum(matrix.weights for matrix in layer_matrices(job, kind)[-2:]) if mlp and mlp.experts else 0

@@ -1,4 +1,4 @@
-"""fp8 in the transformer layers: which recipes a GPU has, what they move, and what they keep. Counted, not measured.
+"""fp8 in the transformer layers: the recipes of each GPU, and the bytes that they move and keep. Counted, not measured.
 
 The products of a layer (queries, keys and values, projection, both of the MLP) read fp8 operands and write 16 bits.
 Everything else stays as it was: norms, attention, router, the vocabulary layers, gradients and the optimizer.
@@ -36,12 +36,12 @@ class Quantised(NamedTuple):
 
     @property
     def kept(self) -> float:
-        """Bytes that stay where both forms do: a weight's."""
+        """Bytes kept for a weight, which needs both forms."""
         return self.rows + self.columns
 
     @property
     def kept_for_weights(self) -> float:
-        """Bytes that stay for the weight gradient: an input's."""
+        """Bytes kept of an input for the weight gradient."""
         return self.columns or self.rows
 
 
@@ -50,7 +50,9 @@ _SCALES = {Fp8Recipe.BLOCKWISE: 4 / 128, Fp8Recipe.MXFP8: 1 / 32}
 
 
 def quantised(recipe: Fp8Recipe, hardware: Hardware) -> Quantised:
-    """What `recipe` moves on `hardware`. tensorwise reads a tensor twice: for its largest value, then to scale it."""
+    """Bytes that quantising by `recipe` moves on `hardware`. `tensorwise` reads a tensor twice: for its maximum, then
+    to scale it.
+    """
     read = 4.0 if recipe is Fp8Recipe.TENSORWISE else 2.0
     if recipe in _SCALES:
         return Quantised(read, 1 + _SCALES[recipe], 1 + _SCALES[recipe])
@@ -58,7 +60,7 @@ def quantised(recipe: Fp8Recipe, hardware: Hardware) -> Quantised:
 
 
 def refuse_fp8(job: Job, hardware: Hardware) -> None:
-    """Raise UserError where `hardware` cannot run the job's fp8 recipe, or its rates are not known."""
+    """Raise UserError if `hardware` cannot run the job's fp8 recipe, or if its rates are unknown."""
     if job.fp8 is None:
         return
     rates = hardware.rates
@@ -84,7 +86,7 @@ def weight_copies(job: Job, hardware: Hardware, kind: LayerType = LayerType.WHOL
 
 
 def activations_saved(job: Job, hardware: Hardware, kind: LayerType = LayerType.WHOLE) -> float:
-    """Bytes that a layer keeps less of a microbatch on one rank than in 16 bits.
+    """Bytes of a microbatch that a layer saves on one rank compared with 16 bits.
 
     The inputs of queries, keys and values, of the MLP and of its second product are kept in fp8. The projection's input
     is kept twice: attention's backward needs it in 16 bits. Tensors that the backward recomputes are not kept at all.

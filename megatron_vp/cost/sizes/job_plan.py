@@ -1,4 +1,4 @@
-"""How a job's own configuration runs its pipeline, and what to change in it for another plan."""
+"""Reads a job's plan from its configuration, and lists the settings to change for another plan."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), ()),
     **dict.fromkeys(("rampup_batch_size", "step_batch_size_schedule", "vocab_extra_ids", "freeze_all_layers"), ()),
 }
-"""What changes time or memory and is unknown to the cost model, with the values that change nothing."""
+"""Options that change time or memory but that the cost model ignores, with their harmless values."""
 
 COUNTED_MODULES = ("mlp", "moe", "moe_act")
 """Of `--recompute-modules`, those whose memory and time are counted: see `mlp_recompute`."""
 
 
 def uncounted(config: JobConfig) -> list[str]:
-    """Flags of this job that change time or memory but that the cost model leaves out, and the parts of a
-    hybrid model's pattern that it counts as something else.
+    """Flags of this job that change time or memory but that the cost model ignores, and parts of a hybrid model's
+    pattern that it approximates by others.
     """
     values = config.values
     found = [
@@ -91,7 +91,7 @@ def uncounted(config: JobConfig) -> list[str]:
 
 
 def plan_of(config: JobConfig) -> Plan:
-    """How the configuration itself runs its pipeline. Raises UserError."""
+    """Read the plan that the configuration itself describes. Raises UserError."""
     asked = config.values.get("pipeline_schedule")
     chosen = family(DEFAULT_SCHEDULE if asked is None else str(asked))
     vocab, chunks = VocabMethod.NONE, _chunks(config)
@@ -154,7 +154,7 @@ _LAYOUT_OPTIONS = (
 
 
 def _uneven_layers(config: JobConfig, chosen: Family) -> tuple[int, ...] | None:
-    """The layers that training gives the chunks of a family without a layout; None where all get equally many."""
+    """The layers that training assigns to a family's chunks without a layout; None if all get equally many."""
     chunks = chosen.chunks or 1
     if chunks == 1:
         return None
@@ -164,7 +164,7 @@ def _uneven_layers(config: JobConfig, chosen: Family) -> tuple[int, ...] | None:
 
 
 def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
-    """Arguments to change so that this configuration runs `plan`, by long name; None and False unset one."""
+    """Arguments, by long name, that make this configuration run `plan`; None and False unset an argument."""
     chunks, split = plan.chunks, plan.vocab is not VocabMethod.NONE
     # Without vocabulary passes, several chunks are all that makes Megatron's own schedule interleaved.
     own = not split and plan.schedule == megatrons_own(chunks).name
@@ -194,7 +194,7 @@ def _stages(plan: Plan, job: Job) -> int:
 
 
 def _layout_settings(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
-    """What cuts a GPT model as `plan` does."""
+    """The settings that cut a GPT model as `plan` does."""
     layers, layout = plan.layers, config.values.get("pipeline_model_parallel_layout")
     if layers is None and layout is not None:
         layers = equal_layers(job, _stages(plan, job))
@@ -208,22 +208,22 @@ def _layout_settings(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
 
 
 def bars_of(config: JobConfig, plan: Plan, job: Job) -> str | None:
-    """The pattern of a hybrid model as `plan` cuts it; None of a GPT model. A pipeline's pattern always gets its bars:
-    Megatron deprecates pipelines without them.
+    """A hybrid model's pattern with the bars of `plan`; None for a GPT model. A pipeline's pattern always gets its
+    bars: Megatron deprecates pipelines without them.
     """
     pattern = pattern_in(config.values)
     return None if pattern is None else pattern.with_bars(plan.layers or equal_layers(job, _stages(plan, job)))
 
 
 def _shards_text(plan: Plan) -> str | None:
-    """The value of --vocab-shards: what was predicted, whatever a start would choose by itself."""
+    """The value of --vocab-shards: the predicted rows, written out so that the start does not choose others."""
     if not plan.vocab.is_sharded:
         return None
     return "even" if plan.vocab_rows is None else ",".join(map(str, plan.vocab_rows))
 
 
 def chunks_given(config: JobConfig) -> int | None:
-    """The chunks per rank that the configuration asks for, where its own sizes go together."""
+    """The chunks per rank that the configuration asks for, if its sizes are consistent."""
     try:
         return _chunks(config)
     except UserError:

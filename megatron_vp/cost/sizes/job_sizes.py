@@ -147,12 +147,15 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
 
 
 _DISPATCHERS = {"alltoall": Dispatcher.ALL_TO_ALL, "flex": Dispatcher.FLEXIBLE}
-"""Megatron's default, allgather, is what a job has that says nothing; recipes with experts do not use it."""
+"""The dispatcher of a job. Megatron's default, `allgather`, is taken as "not stated": recipes with experts do not use
+it.
+"""
 
 
 def _attention(given: Callable[..., Any], fp8: Fp8Recipe | None) -> AttentionKernels:
-    """Those of the backend, if the job names one. Recipes set delayed scaling until early 2025; in that time attention
-    on H100 went from FlashAttention 2 to cuDNN 9, so under it either is possible. All else has today's.
+    """The attention kernels of the job's backend, if it names one. Recipes set delayed scaling until early 2025; in
+    that time attention on H100 moved from FlashAttention 2 to cuDNN 9, so either is possible under it. All other jobs
+    have today's kernels.
     """
     backend = str(given("attention_backend", "auto")).removeprefix("AttnBackend.")
     if backend == "flash":
@@ -171,7 +174,7 @@ def _wide_gradients(given: Callable[..., Any]) -> bool:
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _RESOLVED = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
-"""What Megatron makes of these names when it has read its arguments."""
+"""Values that Megatron puts in the place of these names when it reads its arguments."""
 
 
 def _bytes_of(given: Callable[..., Any], name: str) -> int:
@@ -183,10 +186,9 @@ def _bytes_of(given: Callable[..., Any], name: str) -> int:
 
 
 def _states(given: Callable[..., Any], fp8: Fp8Recipe | None) -> OptimizerStates | None:
-    """Both moments, and of a parameter in 16 bits what its fp32 copy has besides, as Transformer Engine keeps it.
-
-    Of bf16 parameters that are the other 16 bits. Next to fp8 other than with delayed scaling Megatron keeps fp32
-    parameters itself, and widens gradients for them.
+    """Bytes of optimizer state: both moments, and for a 16-bit parameter the rest of its fp32 copy, as Transformer
+    Engine keeps it (for bf16, the other 16 bits). With fp8 recipes other than delayed scaling, Megatron keeps fp32
+    parameters itself and widens gradients for them.
     """
     if not given("use_precision_aware_optimizer"):
         return None
@@ -200,13 +202,13 @@ def _states(given: Callable[..., Any], fp8: Fp8Recipe | None) -> OptimizerStates
 
 
 def _letters(given: Callable[..., Any], layers: int, experts: bool) -> str:
-    """Of a GPT model with experts in some of its layers alone, t for these and d for the others; else none."""
+    """The pattern of a GPT model with experts in only some layers: t for those, d for the others; otherwise empty."""
     with_experts = expert_layers(given("moe_layer_freq", 1), layers) if experts else ()
     return "" if all(with_experts) else "".join("t" if each else "d" for each in with_experts)
 
 
 def _latent(given: Callable[..., Any]) -> Latent | None:
-    """Multi-latent attention, with Megatron's defaults. A hybrid model's is counted as plain attention."""
+    """Sizes of multi-latent attention, with Megatron's defaults. In a hybrid model it is counted as plain attention."""
     if not given("multi_latent_attention"):
         return None
     ranks = given("q_lora_rank", 0), given("kv_lora_rank", 32)
@@ -214,13 +216,13 @@ def _latent(given: Callable[..., Any]) -> Latent | None:
 
 
 def _window(given: Callable[..., Any]) -> int:
-    """Tokens that a token of a layer with windows sees, itself among them; 0 without windows or with endless ones."""
+    """Window size in tokens, including the token itself; 0 without a window or with an unlimited one."""
     before = re.search(r"-?\d+", str(given("window_size", "")))
     return max(0, int(before[0]) + 1) if before else 0
 
 
 def _windowed(given: Callable[..., Any]) -> float:
-    """Share of the layers that have windows: all, or all but each so manieth. Of a list they are not counted."""
+    """Share of the layers with windows: all, or all but every n-th. Windows given as a list are not counted."""
     skipped = str(given("window_attn_skip_freq", 0))
     if not _window(given) or not skipped.isdigit():
         return 0.0
@@ -228,7 +230,7 @@ def _windowed(given: Callable[..., Any]) -> float:
 
 
 def recompute_modules(arguments: Mapping[str, Any]) -> frozenset[str]:
-    """Parts of a layer that selective recomputation computes again; a single name need not be a list."""
+    """Parts of a layer that selective recomputation computes again, from a list or a single name."""
     given = arguments.get("recompute_modules")
     if given is None:
         return frozenset({"core_attn"})  # Megatron's default
@@ -236,9 +238,9 @@ def recompute_modules(arguments: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _glu_intermediates(given: Callable[..., Any], kind: LayerKind, experts: bool) -> int:
-    """Fused SwiGLU computes everything again from its input. Megatron's own code keeps the activated half and a copy of
-    the other half, to which it adds an offset; quick GeGLU the sigmoid as well. Quick GeGLU is fused only in experts,
-    and Megatron turns its fusion off with the biases.
+    """Number of intermediates that a gated MLP keeps. Fused SwiGLU recomputes everything from its input. Megatron's
+    unfused code keeps the activated half and a copy of the other half with an offset added; quick GeGLU also the
+    sigmoid. Quick GeGLU is fused only in experts, and Megatron turns its fusion off with the biases.
     """
     if given("quick_geglu"):
         fused = not given("no_bias_gelu_fusion") and given("bias_gelu_fusion") is not False
@@ -263,7 +265,7 @@ def _cross_entropy(given: Callable[..., Any]) -> CrossEntropy:
 
 
 def _fp8(given: Callable[..., Any], layers: int, pipeline: int) -> tuple[Fp8Recipe | None, int, int]:
-    """The recipe, and how many layers at the start and at the end of the model stay in 16 bits. As in Megatron."""
+    """The fp8 recipe, and how many layers at the start and end of the model stay in 16 bits, as in Megatron."""
     fp8_format = given("fp8_format", given("fp8"))  # the flag, and the name that Megatron keeps it under
     if fp8_format is None:
         return None, 0, 0

@@ -1,6 +1,6 @@
 """The parts of a layer: a whole transformer layer of a GPT model, or one letter of a hybrid model's pattern.
 
-`Plan.layers` counts layers by virtual stage. In a hybrid model a layer is a letter, and a stage has the next so many
+`Plan.layers` counts layers by virtual stage. In a hybrid model a layer is a letter, and each stage takes the next
 letters of the pattern. An attention letter and an MLP letter together are a transformer layer.
 """
 
@@ -34,13 +34,13 @@ class LayerType(StrEnum):
 
     @property
     def share(self) -> float:
-        """Share of a whole layer's norms, dropouts, sums over tensor ranks and other work between the products."""
+        """Share of a whole layer's work outside the products: norms, dropouts, sums over tensor ranks."""
         return 1.0 if self in (LayerType.WHOLE, LayerType.DENSE) else 0.5
 
 
 class Mlp(NamedTuple):
-    """The MLPs of a layer: their width, how many experts there are (0: no router), how many a token goes through, and
-    the width of the one that all tokens share (0: none).
+    """The MLPs of a layer: width, number of experts (0: no router), experts per token, and width of the shared expert
+    (0: none).
     """
 
     width: int
@@ -69,7 +69,9 @@ class MlpRecompute(StrEnum):
 
 
 def mlp_recompute(job: Job, kind: LayerType) -> MlpRecompute:
-    """What `--recompute-modules` asks of a layer of this type: `mlp` of MLPs, `moe` and `moe_act` of experts."""
+    """The recomputation that `--recompute-modules` asks for in a layer of this type: `mlp` of MLPs, `moe` and `moe_act`
+    of experts.
+    """
     mlp = mlp_of(job.model, kind)
     if mlp is None or job.recompute is Recompute.FULL:
         return MlpRecompute.NONE
@@ -93,7 +95,7 @@ Counts = Mapping[LayerType, int]
 
 
 class StageLayers(NamedTuple):
-    """The layers of one virtual stage: all of them by type, and those of them whose products stay in 16 bits."""
+    """The layers of one virtual stage by type: all of them, and those whose products stay in 16 bits."""
 
     counts: Counts
     wide: Counts
@@ -109,7 +111,7 @@ def stage_layers(job: Job, layers: tuple[int, ...]) -> tuple[StageLayers, ...]:
     """The layers of the virtual stages, given their number for each; the last also holds those of multi-token
     prediction.
 
-    In 16 bits are all layers without fp8, otherwise the first and the last of the model that the job says.
+    Without fp8 all layers are in 16 bits; with fp8 only the job's first and last layers are.
     """
     found, total = [], sum(layers)
     for start, end in pairwise(accumulate(layers, initial=0)):

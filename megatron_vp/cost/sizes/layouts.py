@@ -13,7 +13,7 @@ from megatron_vp.schedule import Placement
 
 
 def equal_layers(job: Job, stages: int) -> tuple[int, ...]:
-    """The same number for every stage. Raises UserError where the layers do not divide."""
+    """Give every stage the same number. Raises UserError if the layers do not divide."""
     each, rest = divmod(job.model.layers, stages)
     if rest or not each:
         raise UserError(
@@ -24,7 +24,7 @@ def equal_layers(job: Job, stages: int) -> tuple[int, ...]:
 
 
 def spread_layers(job: Job, placement: Placement) -> tuple[int, ...] | None:
-    """As evenly as whole layers allow over the ranks; None where all stages get equally many."""
+    """Spread layers over the ranks as evenly as possible; None if all stages get equally many."""
     total, p = job.model.layers, placement.ranks
     if not total % placement.stages:
         return None
@@ -32,8 +32,8 @@ def spread_layers(job: Job, placement: Placement) -> tuple[int, ...] | None:
 
 
 def by_stage(counts: Sequence[int], placement: Placement) -> tuple[int, ...]:
-    """Layers by virtual stage of ranks with so many; one that its chunks cannot share equally goes to another chunk on
-    every next rank.
+    """Layers by virtual stage, given layers by rank; a remainder that chunks cannot share goes to a different chunk on
+    each next rank.
     """
     layers, chunks = [0] * placement.stages, placement.chunks
     for rank, stages in enumerate(placement.stage_of):
@@ -44,7 +44,8 @@ def by_stage(counts: Sequence[int], placement: Placement) -> tuple[int, ...]:
 
 
 def redistributed_layers(job: Job, placement: Placement | None = None) -> tuple[int, ...]:
-    """Fewer layers on the rank with the output layer, the paper's `redis`; by virtual stage, one a rank by default.
+    """The paper's `redis`: fewer layers on the rank with the output layer. By virtual stage, by default one stage per
+    rank.
 
     That rank gets max(0, ceil((L + o) / p - o)) layers, o being the output layer's FLOPs in layers: this gives all four
     published eight-GPU layouts. The others share the rest as evenly as whole layers allow, the later stages taking the
@@ -66,13 +67,11 @@ def redistributed_layers(job: Job, placement: Placement | None = None) -> tuple[
 
 
 def least_work_layers(count: int, layer: float, work: Sequence[float], placement: Placement) -> tuple[int, ...] | None:
-    """Layers by virtual stage for which the busiest rank has the least work there can be; None where they are too few.
+    """Layers by virtual stage that minimise the busiest rank's work; None if there are too few layers.
 
-    All stages but the first and the last have a layer; one after another, the others go to the rank that then has
-    least. A rank's layers are spread over its stages, the first and the last of the model being the ones with fewer.
-
-    Args:
-        count: of layers, each of which takes `layer` seconds. work: what every rank does besides.
+    All stages but the first and the last get one layer; each further layer goes to the least loaded rank. A rank's
+    layers are spread over its stages; the model's first and last stage get fewer. Args: count: of layers, each of which
+    takes `layer` seconds. work: what every rank does besides.
     """
     ends = (0, placement.stages - 1)
     given = [sum(stage not in ends for stage in stages) for stages in placement.stage_of]

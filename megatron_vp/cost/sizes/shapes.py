@@ -34,7 +34,7 @@ class Fp8Recipe(StrEnum):
 
 
 class CrossEntropy(StrEnum):
-    """Whose code turns the logits of a whole output layer into losses (`--cross-entropy-fusion-impl`)."""
+    """Which implementation computes losses from the logits of a whole output layer (`--cross-entropy-fusion-impl`)."""
 
     EAGER = "eager"
     """Megatron's, unfused: its default"""
@@ -45,7 +45,7 @@ class CrossEntropy(StrEnum):
 
 
 class AttentionKernels(StrEnum):
-    """Which generation of fused kernels computes attention; hardware says how fast each is."""
+    """The generation of fused attention kernels; the hardware description has the rate of each."""
 
     NEWEST = "newest"
     """cuDNN 9, FlashAttention 3"""
@@ -56,7 +56,7 @@ class AttentionKernels(StrEnum):
 
 
 class Dispatcher(StrEnum):
-    """What brings tokens to their experts (`--moe-token-dispatcher-type`)."""
+    """How tokens reach their experts (`--moe-token-dispatcher-type`)."""
 
     ALL_TO_ALL = "alltoall"
     """a token travels once for each of its experts"""
@@ -67,7 +67,7 @@ class Dispatcher(StrEnum):
 
 
 MOST_LAYERS = 10_000
-"""More are a slip of the keyboard."""
+"""Largest accepted number of layers; more is a typing error."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class ModelShape:
 
     @property
     def results(self) -> int:
-        """Width of what leaves attention: heads x value size."""
+        """Width of the attention's output: heads x value size."""
         return self.heads * self.value_size
 
     @property
@@ -181,8 +181,8 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """Of `--use-precision-aware-optimizer`. kept: bytes of a parameter that it steps. takes_gradients: its step reads
-    gradients in the width in which they were accumulated.
+    """States of `--use-precision-aware-optimizer`. kept: bytes per stepped parameter. takes_gradients: the step reads
+    gradients in the dtype in which they were accumulated.
     """
 
     kept: int
@@ -281,13 +281,13 @@ class Job:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of a microbatch that the output layer sees on one rank: each once for every prediction from it."""
+        """Tokens of a microbatch that the output layer sees on one rank, counted once per prediction."""
         return self.tokens * (1 + len(self.model.mtp_heads))
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the optimizer keeps of a parameter that it steps: both moments, and of a parameter in 16 bits
-        the fp32 copy or what stands for it.
+        """Bytes that the optimizer keeps per stepped parameter: both moments, and for 16-bit parameters the fp32 copy
+        or its equivalent.
         """
         if self.states is not None:
             return self.states.kept
@@ -295,7 +295,7 @@ class Job:
 
     @property
     def widens_gradients(self) -> bool:
-        """Whether the optimizer's step makes fp32 gradients of narrower ones."""
+        """Whether the optimizer step widens gradients to fp32."""
         return not self.wide_gradients and self.element_bytes < 4 and not (self.states and self.states.takes_gradients)
 
     @property
@@ -305,7 +305,7 @@ class Job:
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks of a stage that have the same experts."""
+        """Ranks of a stage that hold the same experts."""
         return self.gpus_per_stage // (self.expert * self.expert_tensor)
 
     @property
@@ -321,19 +321,19 @@ class Job:
 
     @property
     def shard_imbalance(self) -> float:
-        """By how much a full shard is larger than a mean one, as a share of it."""
+        """Relative excess of a full shard over the mean shard."""
         return self.shard_rows * self.pipeline * self.tensor / self.model.vocab - 1
 
     @property
     def whole_rows(self) -> int:
-        """Vocabulary rows of a rank where each layer sits on one stage, split only over tensor ranks."""
+        """Vocabulary rows of a rank if each vocabulary layer is on one stage, split only over tensor ranks."""
         return -(-self.model.vocab // self.tensor)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the pipeline runs. `layers`: transformer layers of each virtual stage, of a hybrid model letters of its
-    pattern; None: equally many.
+    """How the pipeline runs. `layers`: transformer layers (letters of a hybrid pattern) of each virtual stage; None:
+    equally many.
 
     vocab_rows: vocabulary rows of each pipeline rank, those of its tensor ranks together; None: even shards. They add
     up to the padded vocabulary. A rank without rows has no vocabulary passes.
@@ -353,7 +353,7 @@ class Plan:
 
     @property
     def label(self) -> str:
-        """The schedule for a table: with its limit, if it has one, and the chunks that it offloads."""
+        """The schedule's name for tables, with its limit and offloaded chunks, if any."""
         away = f", {self.offload_chunks} offloaded" if self.offload_chunks else ""
         return f"{self.schedule} {self.activation_limit}".strip() + away
 
@@ -362,7 +362,7 @@ class Plan:
     ) -> ScheduleRequest:
         """The schedule request of this plan for `job`, for so many `microbatches` (None: as many as the job has).
 
-        Raises UserError for what no schedule answers.
+        Raises UserError if no schedule matches.
         """
         holders = None if self.vocab_rows is None else [rank for rank, rows in enumerate(self.vocab_rows) if rows]
         record = family(self.schedule)

@@ -1,4 +1,4 @@
-"""The assumptions of a prediction about settings that a job leaves open."""
+"""The assumptions that a prediction makes for settings the job leaves open."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_vp.jobs.layer_kind import LayerKind
 
 
 def assumed(job: Job, hardware: Hardware) -> list[str]:
-    """Each in words, with the option that decides it."""
+    """List the assumptions in words, each with the option that decides it."""
     found = []
     older = hardware.rates is not None and hardware.rates.flash_attention_2 is not None
     if job.attention is AttentionKernels.EITHER and older and job.layers is LayerKind.ENGINE:

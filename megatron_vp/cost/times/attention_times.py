@@ -13,7 +13,7 @@ from megatron_vp.cost.sizes.shapes import AttentionKernels, Job
 from megatron_vp.jobs.layer_kind import LayerKind
 
 BACKWARD = 2.5
-"""FLOPs of a fused attention's backward, in forwards: five products instead of two."""
+"""FLOPs of a fused attention backward relative to the forward: five products instead of two."""
 
 HALF = 350
 """Keys of a sequence at which fused kernels reach half of their rate. Published times of cuDNN and FlashAttention 3 on
@@ -21,20 +21,21 @@ H100, of 512 to 16384 keys, put it at 200 to 500.
 """
 
 NARROW = 0.4
-"""Part of the rate that heads lose as they become narrow; of half of 128, half as much. Published: 0.77 to 0.84 of the
-rate of heads of 128 at 64.
+"""Share of the rate that narrow heads lose; heads of 64 lose half of it. Published: 0.77 to 0.84 of the rate of heads
+of 128 at 64.
 """
 
 TILE = 128
-"""Keys that a kernel computes at once, needed or not."""
+"""Tile of keys that a kernel always computes whole."""
 
 OLDER = {AttentionKernels.NEWEST: 0.0, AttentionKernels.FLASH_2: 1.0, AttentionKernels.EITHER: 0.5}
-"""Part of FlashAttention 2 in the time. Where either is possible it is half: 29 published fp8 runs with delayed scaling
-put it at 0.5 to 0.8, those of up to 8192 tokens alone at 0.25 to 0.5.
+"""Weight of FlashAttention 2's time if either kernel is possible: half. 29 published fp8 runs with delayed scaling put
+it at 0.5 to 0.8, those of up to 8192 tokens alone at 0.25 to 0.5.
 """
 
 SCORE_BYTES = 13
-"""Bytes a score that unfused attention moves in its forward: written and read as product, softmax and dropped ones."""
+"""Bytes per score that unfused attention moves in its forward: product, softmax and dropout are each written and read.
+"""
 
 
 class AttentionTimes(NamedTuple):
@@ -67,7 +68,7 @@ def attention_times(
 
 
 def _seen(job: Job) -> float:
-    """Share of the causal half that is computed where some layers see the last `window` tokens alone."""
+    """Share of the causal half that is computed if some layers see only the last `window` tokens."""
     model = job.model
     inside = min(1.0, (model.window + TILE) / (job.sequence / 2))
     return 1 - model.windowed * (1 - inside)

@@ -14,33 +14,34 @@ from megatron_vp.cost.times.expert_times import distinct, is_flexible
 from megatron_vp.schedule import Channel, CollectiveKind, Placement, VocabMethod
 
 LINK_SHARE = 0.7
-"""Share of the nominal NVLink bandwidth that NCCL reaches with messages of some ten megabytes."""
+"""Share of the nominal NVLink bandwidth that NCCL reaches with messages of about ten megabytes."""
 
 EXPOSED_SUM = 0.4
-"""Part of the sums over tensor ranks that `--tp-comm-overlap` leaves in the way: it cuts them into pieces, of which the
-first and the last have no product to hide behind.
+"""Share of the sums over tensor ranks that `--tp-comm-overlap` cannot hide: the first and last piece have no product to
+overlap with.
 """
 
 BUCKET = 40e6
-"""Parameters whose gradients are summed at once, at least; a million for each replica where that is more. The last such
-part has no backward to hide behind. Megatron's default.
+"""Smallest number of parameters whose gradients are reduced at once (Megatron's default); a million per replica if that
+is more. The last bucket has no backward to hide behind.
 """
 
 CONTENTION = 0.4
-"""Part of a collective's time by which it delays the products that it runs behind: it takes processors and memory."""
+"""Share of a hidden collective's time by which it delays the products next to it, because it uses their SMs and memory.
+"""
 
 LATENCY, NETWORK_LATENCY = 2e-6, 12e-6
-"""Seconds that each hop of a message or collective takes besides its bytes, inside a node and between nodes. NCCL's own
-tuning tables assume 0.6 to 3.4 and 2.7 to 14 microseconds, depending on the protocol.
+"""Latency per hop of a message or collective in seconds, inside a node and between nodes. NCCL's own tuning tables
+assume 0.6 to 3.4 and 2.7 to 14 microseconds, depending on the protocol.
 """
 
 
 @dataclass(frozen=True)
 class CommunicationModel:
-    """Times in seconds on the machines of `job`: pipeline ranks lie outermost, as in Megatron, a node after another.
+    """Communication times in seconds for `job`: pipeline ranks are outermost, as in Megatron, node after node.
 
-    A collective's `nodes` are those that its members are on. Between nodes each of them has one GPU's network
-    bandwidth, whatever the number of members on it.
+    A collective's `nodes` are those of its members. Between nodes, each node has one GPU's network bandwidth however
+    many members it has.
     """
 
     job: Job
@@ -48,7 +49,7 @@ class CommunicationModel:
     constants: Constants
 
     def node(self, rank: int) -> int:
-        """Node of the first GPU of a pipeline rank."""
+        """Index of the node with a pipeline rank's first GPU."""
         return rank * self.job.gpus_per_stage // self.hardware.gpus_per_node
 
     def bandwidth(self, within_a_node: bool) -> float:
@@ -67,7 +68,7 @@ class CommunicationModel:
         return math.ceil(gpus / self.hardware.gpus_per_node)
 
     def hops(self, ranks: int, nodes: int) -> float:
-        """Latency of one way round a ring of `ranks` on `nodes`, whose links cross from node to node once per node."""
+        """Latency once round a ring of `ranks` on `nodes`, with one link between nodes per node."""
         crossings = min(ranks, nodes) if nodes > 1 else 0
         return LATENCY * (ranks - crossings) + NETWORK_LATENCY * crossings
 
@@ -76,8 +77,8 @@ class CommunicationModel:
         return self.hops(ranks, nodes) + count / self.bandwidth(nodes == 1) if ranks > 1 else 0.0
 
     def all_reduce(self, count: float, ranks: int, nodes: int) -> float:
-        """Sum of `count` bytes over `ranks`: a ring inside one node; between nodes a ring of the nodes, each of which
-        sums its own ranks' bytes over its links meanwhile.
+        """All-reduce of `count` bytes over `ranks`: a ring inside one node; across nodes a ring of nodes, each of which
+        sums its own ranks' bytes at the same time.
         """
         if ranks == 1:
             return 0.0
@@ -92,7 +93,7 @@ class CommunicationModel:
 
     @property
     def hidden_bytes(self) -> float:
-        """The same on one rank."""
+        """Bytes of a microbatch's hidden states on one rank."""
         return self.whole_hidden_bytes / (self.job.tensor if self.job.sequence_parallel else 1)
 
     @property
@@ -121,10 +122,10 @@ class CommunicationModel:
         return took
 
     def collectives(self, method: VocabMethod, members: Sequence[int] = ()) -> dict[CollectiveKind, float]:
-        """Every collective of a microbatch over the pipeline ranks, and what the tensor ranks of a stage add to it.
+        """Time of every collective of a microbatch over the pipeline ranks, including the tensor ranks' part.
 
-        `members`: the pipeline ranks that take part; none stands for all. Embedding rows travel once, in each of the
-        pipelines side by side those that its own shards hold.
+        `members`: the pipeline ranks that take part; None: all. Embedding rows travel once; each of the parallel
+        pipelines carries those of its own shards.
         """
         members = members or range(self.job.pipeline)
         p, nodes = len(members), self.nodes_of(members)
@@ -141,14 +142,13 @@ class CommunicationModel:
         }
 
     def synchronous_vocabulary(self) -> float:
-        """What V waits for: the all-reduces of the embedding, the input gradient and the statistics."""
+        """Seconds that V waits for all-reduces of the embedding, the input gradient and the statistics."""
         p, nodes = self.job.pipeline, self.pipeline_nodes
         sums = 2 * (self.all_reduce(self.hidden_bytes, p, nodes) + self.tensor_sum)
         return sums + self.all_reduce(3 * 4 * self.job.tokens, p, nodes)
 
     def layer_traffic(self, kind: LayerType = LayerType.WHOLE) -> float:
-        """The communication that one layer's forward waits for: sums over the tensor ranks, and tokens to and from
-        their experts.
+        """Exposed communication in one layer's forward: sums over tensor ranks, and tokens to and from experts.
 
         The exchange of keys and values over context ranks is in `exposed_keys`.
         """
@@ -169,10 +169,11 @@ class CommunicationModel:
         return took + (CONTENTION * exchange if job.expert_overlap else exchange)
 
     def dispatch(self, count: float, per_token: int) -> float:
-        """`count` bytes, the tokens of a rank once for each of their `per_token` experts, on their way there or back.
+        """Seconds to send `count` bytes to the experts or back: a rank's tokens, once for each of their `per_token`
+        experts.
 
-        All-to-all sends each copy by itself. The flexible dispatcher sends a token to a node and to a rank once, and in
-        the node while others are still on the network.
+        All-to-all sends each copy separately. The flexible dispatcher sends a token once per node and once per rank,
+        and overlaps the transfers inside the node with the network.
         """
         ranks, nodes = self.job.expert, min(self.job.expert, self.nodes(self.job.expert * self.job.expert_tensor))
         inside = ranks / nodes
@@ -184,8 +185,8 @@ class CommunicationModel:
         return latency + max(far, count * distinct(ranks, per_token) * (inside - 1) / inside / self.bandwidth(True))
 
     def exposed_keys(self, attention: float, kind: LayerType = LayerType.WHOLE) -> float:
-        """What a layer's forward waits for keys and values of other context ranks, of whose `attention` each part runs
-        while the next one's travel round a ring.
+        """Seconds that a layer's forward waits for keys and values of other context ranks: they travel round a ring
+        while `attention` runs on the previous part.
         """
         job = self.job
         if job.context == 1 or not kind.attends:
@@ -198,8 +199,8 @@ class CommunicationModel:
         return (job.context - 1) * max(0.0, hop - attention / job.context)
 
     def replicas_sum(self, count: float, ranks: int, spread: int) -> float:
-        """`count` bytes gathered from, or summed and scattered over `ranks` replicas of a stage's `spread` GPUs. Each
-        of a node's replicas has its own port, and the links inside the node are fast enough to feed all of them.
+        """All-gather or reduce-scatter of `count` bytes over `ranks` replicas of a stage's `spread` GPUs. Each of a
+        node's replicas has its own port, and the links inside the node are fast enough to feed all of them.
         """
         if ranks == 1:
             return 0.0
@@ -211,10 +212,8 @@ class CommunicationModel:
     def gradient_sync(
         self, shared: float, experts: float, narrow: float = 0.0, forward: float = 0.0, backward: float = 0.0
     ) -> float:
-        """Gradients summed over the replicas, parameters gathered from them, once per iteration: what no `forward` or
-        `backward` of a microbatch hides.
-
-        Of a rank's parameters all replicas have the `shared` ones, and `job.expert_replicas` those of its experts.
+        """Seconds per iteration to reduce gradients over the replicas and gather parameters, without what `forward` or
+        `backward` hides. All replicas hold the `shared` parameters; `job.expert_replicas` hold those of experts.
         `narrow` of them are gathered in fp8.
         """
         job = self.job

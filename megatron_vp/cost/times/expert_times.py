@@ -1,4 +1,4 @@
-"""The work of a layer with experts besides its matrix products: launches, copies, separate activations."""
+"""Work of a layer with experts outside its matrix products: launches, copies, separate activations."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megatron_vp.cost.sizes.layer_types import LayerType, MlpRecompute, mlp_of, 
 from megatron_vp.cost.sizes.shapes import Dispatcher, Job
 
 LAUNCHES = 0.4e-3
-"""Seconds of a layer with experts for what is too small to keep a GPU busy: the router's top k, the counts that the
-host waits for, some hundred launches. The backward takes twice as long.
+"""Seconds per layer with experts for work too small to keep a GPU busy: the router's top k, counts that the host waits
+for, about a hundred launches. The backward takes twice as long.
 """
 
 PRODUCT = 20e-6
-"""Seconds that each expert's product takes besides its arithmetic where a rank has several: its launch, and a last wave
-of tiles that leaves processors idle. Set by hand on public jobs on H100, which put it at 15 to 30 microseconds.
+"""Extra seconds per expert product if a rank has several: its launch, and a last wave of tiles that leaves SMs idle.
+Set by hand on public jobs on H100, which put it at 15 to 30 microseconds.
 """
 
 COPIES, SORTED = 8, 4
@@ -24,7 +24,7 @@ that gathers short rows, and the exchange's own; where a rank has several expert
 """
 
 FLEXIBLE, FLEXIBLE_DISTINCT = 2, 6
-"""The same of the flexible dispatcher: into the order of experts and back, and what it moves once per rank."""
+"""The same for the flexible dispatcher: sorting by expert and back, and data moved once per rank."""
 
 CLAMP_FORWARD, CLAMP_BACKWARD = 16, 24
 """Bytes per element of an expert's activation that limiting it moves in 16 bits: both halves are read and written, and
@@ -38,19 +38,19 @@ in fp32: product 4, sum 10, joined 8, narrowed 6; widened 6, narrowed 6, and two
 
 
 class Separate(NamedTuple):
-    """Bytes that kernels of their own move in a layer's forward and in its backward."""
+    """Bytes that separate kernels move in a layer's forward and backward."""
 
     forward: float
     backward: float
 
 
 def distinct(places: int, per_token: int) -> float:
-    """Share of a token's copies that go to different ones of `places`, where its experts are anywhere."""
+    """Expected share of a token's copies that go to distinct `places`, with experts chosen uniformly."""
     return places * (1 - (1 - 1 / places) ** per_token) / per_token
 
 
 def is_flexible(job: Job, hardware: Hardware) -> bool:
-    """Whether the flexible dispatcher moves the tokens, also where the job names none."""
+    """Whether the flexible dispatcher moves the tokens, including jobs that name no dispatcher."""
     if job.dispatcher is Dispatcher.UNSAID:
         return job.expert * job.expert_tensor > hardware.gpus_per_node
     return job.dispatcher is Dispatcher.FLEXIBLE
@@ -67,7 +67,7 @@ def copies(job: Job, kind: LayerType, hardware: Hardware) -> float:
 
 
 def separate_activation(job: Job, kind: LayerType) -> Separate:
-    """Of experts whose activation is clamped, as GPT-OSS's is: Megatron fuses neither that nor adding their biases."""
+    """Bytes for clamped activations (GPT-OSS) and expert biases, neither of which Megatron fuses."""
     mlp = mlp_of(job.model, kind)
     if mlp is None or not mlp.experts or not job.model.clamped:
         return Separate(0.0, 0.0)

@@ -1,4 +1,4 @@
-"""How long each pass takes on one rank: products at the reach of the tensor cores, all else at that of the memory."""
+"""Time of each pass on one rank: matrix products at the tensor cores' rate, everything else at the memory's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import VocabMethod
 
 EAGER_SCORES_FORWARD, EAGER_SCORES_BACKWARD = 38, 14
-"""Bytes a logit that Megatron's unfused cross entropy reads and writes. Forward: widen 6, maximum 4, subtract 8,
+"""Bytes per logit that Megatron's unfused cross entropy reads and writes. Forward: widen 6, maximum 4, subtract 8,
 exponentiate 8, sum 4, divide 8. Backward: scale 8, narrow 6.
 """
 
@@ -28,16 +28,17 @@ WHOLE_SCORES = {
     CrossEntropy.NATIVE: (22, 10),
     CrossEntropy.TE: (6, 4),
 }
-"""Bytes a logit in the forward and in the backward. Compiled: widen with the maximum 6, exponentiate with the sum 8,
-divide 8; scale and narrow 10. Transformer Engine, in 16 bits: read 2, read and write 4; scale 4.
+"""Bytes per logit in the forward and in the backward of the fused implementations. Compiled: widen with the maximum 6,
+exponentiate with the sum 8, divide 8; scale and narrow 10. Transformer Engine, in 16 bits: read 2, read and write 4;
+scale 4.
 """
 
 EMBED_FORWARD, EMBED_BACKWARD = 115, 55
 """Bytes per token and hidden unit in IF and IB: masks, copies and the exchange, from the published times of both."""
 
 SHARD_EMBEDDING_GRADIENT, WHOLE_EMBEDDING_GRADIENT = 8, 2
-"""Bytes per element of an embedding's dense gradient. A shard's is filled with zeros and added to the accumulated one:
-that shows in the published times of IB. Of a whole embedding's, the V-Half baselines show the filling alone.
+"""Bytes per element of an embedding's dense gradient. A shard's gradient is zero-filled and added to the accumulated
+one, which the published times of IB show. For a whole embedding the V-Half baselines show only the filling.
 """
 
 FUSED_HIDDEN = 22
@@ -52,7 +53,7 @@ SHARED_HIDDEN = 50
 """Bytes per token and hidden unit that S and T move besides logits and weights: X, its gradient in fp32 and 16 bits."""
 
 EARLY_HIDDEN, EARLY_SCORES = 26, 8
-"""What vocab-2 moves in addition, a token and hidden unit, and a logit: an unscaled gradient has to be scaled later."""
+"""Additional bytes of vocab-2, per token and hidden unit and per logit: an unscaled gradient has to be scaled later."""
 
 
 class Split(NamedTuple):
@@ -80,7 +81,9 @@ class PassTimes:
         return count / (self.hardware.memory_bandwidth * self.constants.bandwidth)
 
     def gemm_time(self, matrix: Matrix) -> float:
-        """A forward, an input or a weight gradient of a matrix: arithmetic or its operands, whichever takes longer."""
+        """Seconds of a forward, an input gradient or a weight gradient of a matrix: the longer of arithmetic and
+        operand traffic.
+        """
         operands = matrix.tokens * (matrix.inputs + matrix.outputs) * matrix.copies + matrix.weights
         rates = self.hardware.rates
         arithmetic = matrix.flops / rates.gemm if rates else self.compute(matrix.flops, self.constants.matrix)
@@ -142,7 +145,7 @@ class PassTimes:
         return Split(forward, backward + again, weight)
 
     def _mlps_again(self, kind: LayerType, others: float) -> float:
-        """What the backward computes again of a layer's MLPs, whose launches and exchanges take `others`."""
+        """Seconds that the backward spends recomputing a layer's MLPs; their launches and exchanges take `others`."""
         job, model, t = self.job, self.job.model, self.job.tensor
         again, mlp = mlp_recompute(job, kind), mlp_of(model, kind)
         if again is MlpRecompute.NONE or mlp is None:
@@ -157,18 +160,20 @@ class PassTimes:
 
     @property
     def counted(self) -> bool:
-        """Whether layers are Transformer Engine's on hardware where its attention is known; others are the paper's."""
+        """Whether layers are counted as Transformer Engine's: its attention rates are known on this hardware. Otherwise
+        they are the paper's.
+        """
         rates = self.hardware.rates
         return rates is not None and rates.attention is not None and self.job.layers is LayerKind.ENGINE
 
     @property
     def fused_local(self) -> bool:
-        """Whether layers are Megatron's own on a GPU. Of CPU cores no layers are told apart."""
+        """Whether layers are Megatron's own on a GPU. On CPU cores all layers count alike."""
         return self.job.layers in (LayerKind.LOCAL, LayerKind.LOCAL_SDPA) and self.hardware.is_gpu
 
     @property
     def accumulated(self) -> int:
-        """Bytes a weight gradient moves while its product adds to the accumulated one: a read and a write."""
+        """Bytes that a weight gradient moves when its product adds to the accumulated one: a read and a write."""
         return 8 if self.job.wide_gradients else 2 * self.job.element_bytes
 
     @property
@@ -180,8 +185,8 @@ class PassTimes:
     def layer_bytes(self, kind: LayerType) -> float:
         """Bytes that a layer's forward moves outside its products; the backward moves twice as many.
 
-        Fused layers by count, see `FUSED_HIDDEN`, and Megatron's local ones, which fuse the same; the paper's by what
-        was fitted to them.
+        Fused layers, and Megatron's local ones with the same fusions, are counted (`FUSED_HIDDEN`); the paper's use the
+        fitted value.
         """
         job, model, t = self.job, self.job.model, self.job.tensor
         units = job.tokens * model.hidden / (t if job.sequence_parallel else 1)
@@ -270,12 +275,12 @@ class PassTimes:
         )
 
     def placed_rows(self) -> float:
-        """What F and B of the first stage take more for the exchange; the paper's times of IF and IB include it."""
+        """Extra seconds of F and B on the first stage for the exchange; the paper's times of IF and IB include it."""
         own = self.own_kernels()
         return own.placed_rows() if own else 0.0
 
     def synchronous_embedding(self) -> tuple[float, float]:
-        """The same inside V, without the exchange, which V waits for."""
+        """Seconds of embedding work inside V, without the exchange, which V waits for."""
         job = self.job
         return (
             self.memory_time(2 * job.element_bytes * job.tokens * job.model.hidden),
@@ -283,9 +288,8 @@ class PassTimes:
         )
 
     def optimizer_step(self, parameters: float) -> float:
-        """Adam in mixed precision over the parameters of a rank: gradients widened, normed, states read and written.
-
-        What its states are smaller than fp32 ones is neither read nor written.
+        """Seconds of mixed-precision Adam over a rank's parameters: widen gradients, compute norms, read and write
+        states. Smaller states move fewer bytes.
         """
         spared = 2 * (12 - self.job.states.kept) if self.job.states else 0
         return self.memory_time((46 - spared) * parameters)

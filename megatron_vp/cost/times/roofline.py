@@ -1,4 +1,4 @@
-"""What bounds S and T: `python -m megatron_vp.cost.times.roofline` prints the table of docs/evidence/predictions.md."""
+"""What limits S and T: `python -m megatron_vp.cost.times.roofline` prints the table of docs/evidence/predictions.md."""
 
 from __future__ import annotations
 

@@ -16,19 +16,19 @@ from megatron_vp.cost.hardware.gpus import Rates
 from megatron_vp.schedule import VocabMethod
 
 LAUNCH = 2.5e-6
-"""Seconds that a further kernel adds: the gap after the one before, its start and its tail. The host runs ahead."""
+"""Fixed seconds per additional kernel: the gap before it, its start and its tail. The host runs ahead."""
 
 ISSUE_SHARE = 0.75
 """Share of the issue rate that a kernel of independent loads, arithmetic and stores reaches."""
 
 LONGEST_ROW = 32_768
-"""Logits of a row that one program holds. It reads them once; longer rows are read twice."""
+"""Longest row in logits that one program holds and reads once; longer rows are read twice."""
 
 WHOLE_ROW_INSTRUCTIONS, LONG_ROW_INSTRUCTIONS = 16, 13
-"""Instructions of the softmax for each logit, at most, in rows up to and beyond LONGEST_ROW."""
+"""Instructions per logit in the softmax, at most, for rows up to and beyond LONGEST_ROW."""
 
 RESCALE_INSTRUCTIONS, TARGET_INSTRUCTIONS = 20, 16
-"""Instructions for each element of E W, rescaled, and of X where T weighs its rows."""
+"""Instructions per element to rescale E W, and to weight the rows of X in T."""
 
 ADD_LAUNCHES = 4
 """Kernels of IB: two of PyTorch that find the rows of the owned tokens, and two of this project that add them up. The
@@ -37,19 +37,19 @@ tokens were sorted on the second stream."""
 
 @dataclass(frozen=True)
 class Kernel:
-    """Seconds of one kernel that is not a GEMM, by what could bound it."""
+    """Seconds of one kernel that is not a GEMM, by each resource that could limit it."""
 
     memory: float
     issue: float
 
     @property
     def seconds(self) -> float:
-        """With the launch."""
+        """Seconds including the launch."""
         return LAUNCH + max(self.memory, self.issue)
 
     @property
     def bound(self) -> str:
-        """What takes longest."""
+        """The resource that takes longest."""
         return max({"memory": self.memory, "issue": self.issue, "launch": LAUNCH}.items(), key=lambda one: one[1])[0]
 
 
@@ -84,7 +84,7 @@ class ShardPasses:
         return 2 * self.tokens * self.rows * self.hidden / self.rates.gemm
 
     def softmax(self) -> Kernel:
-        """Statistics of every row, and E in the place of the logits."""
+        """The softmax kernel: statistics of every row, and E written over the logits."""
         whole = self.rows <= LONGEST_ROW
         instructions = WHOLE_ROW_INSTRUCTIONS if whole else LONG_ROW_INSTRUCTIONS
         return self._kernel((2 if whole else 3) * self.element_bytes, instructions, self.tokens * self.rows)
@@ -94,7 +94,7 @@ class ShardPasses:
         return self._kernel(2 * self.element_bytes, RESCALE_INSTRUCTIONS, self.tokens * self.hidden)
 
     def enter_targets(self) -> Kernel:
-        """X read and written with its rows' factors; one entry of E for each token."""
+        """X scaled by its rows' factors, and one entry of E changed per token."""
         return self._kernel(2 * self.element_bytes, TARGET_INSTRUCTIONS, self.tokens * self.hidden)
 
     def _kernel(self, moved: float, instructions: float, elements: float) -> Kernel:
@@ -109,13 +109,14 @@ class ShardPasses:
         return (scores + early, gradients) if method is VocabMethod.VOCAB_2 else (scores, gradients + early)
 
     def embedding(self, shards: float) -> tuple[float, float]:
-        """Seconds of IF and IB on a rank with a part of 1 / `shards` of the vocabulary: the words of as large a part of
-        the tokens are in its rows."""
+        """Seconds of IF and IB on a rank with 1 / `shards` of the vocabulary, assuming it owns the same share of the
+        tokens.
+        """
         owned = self.tokens * self.hidden / shards
         looked_up = LAUNCH + 2 * self.element_bytes * owned / self.rates.copy
         added = (self.element_bytes + 2 * self.gradient_bytes) * owned / self.rates.copy
         return looked_up, ADD_LAUNCHES * LAUNCH + added
 
     def placed_rows(self) -> float:
-        """Seconds in which the first stage puts received rows in the order of their tokens, or takes them from it."""
+        """Seconds in which the first stage scatters received rows into token order, or gathers them from it."""
         return LAUNCH + 2 * self.element_bytes * self.tokens * self.hidden / self.rates.copy

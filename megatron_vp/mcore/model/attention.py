@@ -140,7 +140,7 @@ class ScaledDotProductAttention(MegatronModule):
         )
 
     def _lengths(self, packed_seq_params: Any) -> list[int]:
-        """Of the documents, what this rank holds of each with the padding behind it; empty ones are left out.
+        """Tokens of each document that this rank holds, including the padding behind it; empty ones are left out.
 
         Reads the boundaries on the host, as Megatron's own rotary positions do in every layer.
         """
@@ -166,7 +166,9 @@ class ScaledDotProductAttention(MegatronModule):
 
 
 def _alone_keeps_more(value: torch.Tensor, query: torch.Tensor) -> bool:
-    """Whether the value, kept for the backward, keeps the projection of queries and keys, which were rotated, too."""
+    """Whether keeping the value for the backward also keeps the joint projection alive, although queries and keys were
+    copied by the rotation.
+    """
     whole = value.untyped_storage()
     return whole.nbytes() > value.nbytes and whole._cdata != query.untyped_storage()._cdata
 

@@ -1,4 +1,5 @@
-"""Places layers as a schedule does, through Megatron's own layout class and its choice of a hybrid pattern's segment.
+"""Places layers as the schedule wants them, through Megatron's layout class and its selection of a hybrid pattern's
+segment.
 
 Megatron lays the segments of `--pipeline-model-parallel-layout` out in rounds: chunk c of rank r is virtual stage
 c p + r. Other schedules place chunks otherwise: in a V the second chunk runs backwards over the ranks, so that rank 0
@@ -37,7 +38,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Number of layers of a kind in the stages before a chunk."""
+        """Count the layers of a kind in the stages before a chunk."""
         rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
         stage = self._stage_of[rank][vp_stage or 0]
         return sum(segment.count(layer_type) for segment in self._segments[:stage])

@@ -1,4 +1,4 @@
-"""B and W apart, for Transformer Engine's layers, through their own delayed weight gradients.
+"""Split backward for Transformer Engine's layers, through their own delayed weight gradients.
 
 Under `delay_wgrad_compute` the backward of such a layer puts what its weight's gradient is made of into a queue of the
 layer. Megatron empties the queues within the same microbatch, by `backward_dw` and hooks of its data parallelism. Here
@@ -29,12 +29,12 @@ MINIMUM_VERSION = "2.8"
 
 @dataclass(frozen=True)
 class DelayedWeightGradient:
-    """What pass W needs of one layer and microbatch: the queued operands, and the layer's product of them.
+    """The data of pass W for one layer and microbatch: the queued operands, and the layer's product of them.
 
     product: returns the gradients of weight and bias. The bias's is None or empty where autograd has it; with fused
-        accumulation the weight's is in `main_grad` already. Of a layer of grouped experts both are lists, an expert an
-        entry, and its third operand is what it writes the weights' gradients to.
-    sequence_group: the input is this rank's part of the sequence, and the group has the others.
+        accumulation the weight's is in `main_grad` already. For a layer of grouped experts both are lists with an entry
+        per expert, and the third operand receives the weights' gradients.
+    sequence_group: the ranks that hold the other parts of the sequence, if the input is only this rank's part.
     """
 
     layer: torch.nn.Module
@@ -88,7 +88,7 @@ def trained_parameters(layers: Iterable[torch.nn.Module]) -> tuple[torch.nn.Para
 
 
 def leave_out_hooks(chunk: torch.nn.Module) -> None:
-    """Have Megatron's data parallelism register no hooks in autograd for weights and biases of delaying layers.
+    """Keep Megatron's data parallelism from registering autograd hooks for weights and biases of delaying layers.
 
     The layers mark them themselves, but Megatron replaces their biases when it initialises on the CPU.
     """
@@ -136,14 +136,14 @@ def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[Del
 
 
 def _without_graph(operand: Any) -> Any:
-    """An input, or a list of them, whose graph would keep the chunk's input and that one's gradient until W."""
+    """Detach an input, or a list of them, whose graph would keep the chunk's input and its gradient alive until W."""
     if isinstance(operand, list):
         return [_without_graph(each) for each in operand]
     return operand.detach() if isinstance(operand, torch.Tensor) and operand.grad_fn is not None else operand
 
 
 def _free_rows(operand: Any) -> None:
-    """Keep of a quantised operand, or of a list of them, the column-wise copy, which is all that W reads."""
+    """Keep only the column-wise copy of a quantised operand, or of a list of them: W reads nothing else."""
     for each in operand if isinstance(operand, list) else [operand]:
         if not isinstance(each, torch.Tensor) and hasattr(each, "update_usage"):
             each.update_usage(rowwise_usage=False, columnwise_usage=True)
@@ -159,7 +159,7 @@ def _sequence_group(layer: torch.nn.Module, layer_input: Any) -> dist.ProcessGro
 
 
 def _is_group(layer: torch.nn.Module) -> bool:
-    """The layer holds one weight an expert, and multiplies them in one call."""
+    """Whether the layer holds one weight per expert and multiplies them in one call."""
     return hasattr(layer, "num_gemms")
 
 
@@ -178,7 +178,9 @@ def _parameters(layer: torch.nn.Module, name: str) -> tuple[torch.nn.Parameter, 
 
 
 def _delaying(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Megatron accepts the flag together with overlapped expert-parallel communication only, whose schedule uses it."""
+    """Let Megatron accept the flag; it does so only together with overlapped expert-parallel communication, whose
+    schedule uses it.
+    """
 
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:

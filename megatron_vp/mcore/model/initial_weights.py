@@ -45,11 +45,10 @@ _LAYERS = "decoder.layers."
 
 @dataclass(frozen=True)
 class PlainLayout:
-    """How plain Megatron splits the model over the same ranks: the settings in which its run differs from ours.
+    """How plain Megatron splits the model over the same ranks: the settings that differ from ours.
 
     chunks: stages per rank.
-    layout: what each stage holds; None where a pattern says it.
-    pattern: of a hybrid model, its layers by stage.
+    layout: what each stage holds; None if a pattern says it. pattern: a hybrid model's layers by stage.
     """
 
     chunks: int
@@ -58,7 +57,7 @@ class PlainLayout:
 
     @classmethod
     def of(cls, job: SettledJob) -> PlainLayout:
-        """The layout that belongs to a job."""
+        """The plain layout of a job."""
         args = job.args
         chunks = args.virtual_pipeline_model_parallel_size or 1
         joined = chunks if job.settings.places_chunks else 1
@@ -160,13 +159,15 @@ class PlainStart:
                 torch.cuda.empty_cache()  # its blocks are too small for the gradient buffers that come next
 
     def _from_all(self, own: Any) -> list[Any]:
-        """The objects from all ranks of the model replica, pipeline rank major, tensor rank minor."""
+        """Gather an object from all ranks of the model replica, ordered by pipeline rank, then tensor rank."""
         given: list[Any] = [None] * self._group.size()
         dist.all_gather_object(given, own, group=self._group)
         return given
 
     def _source(self, name: str, form: tuple, near: int, tensor_rank: int) -> tuple[int, int] | None:
-        """Rank within the replica, and chunk there, of a tensor in plain Megatron; of several, next to stage `near`."""
+        """The rank within the replica, and the chunk there, that holds a tensor in plain Megatron; if several do, the
+        one closest to stage `near`.
+        """
         holders = []
         for stage in range(self._placement.stages):
             rank = self._placement.rank_of(stage) * self._tensor_size + tensor_rank
@@ -177,7 +178,7 @@ class PlainStart:
 
 
 def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPlain) -> PlainStart | None:
-    """What our chunks start from; None where they draw plain Megatron's weights themselves, or need none.
+    """The weights that our chunks start from; None if they draw plain Megatron's weights themselves, or need none.
 
     Collective over a model replica, before the first chunk is built. Not needed where every layer is on the rank that
     it has in plain Megatron, for weights that a checkpoint replaces, and for those that are never drawn: on the meta
@@ -205,7 +206,9 @@ def moves_layers(job: SettledJob) -> bool:
 
 @contextmanager
 def own_chunk(start: PlainStart | None) -> Iterator[None]:
-    """Inside, one of our chunks is built; the generators go on from where they stood after plain Megatron's stage."""
+    """Around the construction of one of our chunks: random generators continue from their state after plain Megatron's
+    stage.
+    """
     if start is None:
         yield
     else:
@@ -236,13 +239,13 @@ def _tensors(chunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _exact(tensor: torch.Tensor) -> torch.Tensor:
-    """The values that were drawn; a weight in fp8 has them next to what they were rounded to."""
+    """The values as drawn; an fp8 weight keeps them next to the rounded ones."""
     drawn = tensor.get_high_precision_init_val() if hasattr(tensor, "get_high_precision_init_val") else None
     return (tensor if drawn is None else drawn).detach()
 
 
 def _set(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Overwrite a tensor; of a weight in fp8 also the values that the optimizer's master weights start from."""
+    """Overwrite a tensor; for an fp8 weight also the values that the optimizer's master weights start from."""
     if not hasattr(tensor, "get_high_precision_init_val"):
         tensor.copy_(value)
         return
@@ -261,7 +264,7 @@ def _global_name(chunk: nn.Module, name: str) -> str:
 
 
 def _in_groups(segments: list[Any], size: int) -> Iterator[list[Any]]:
-    """Neighbouring segments, `size` in a group."""
+    """Join neighbouring segments in groups of `size`."""
     return (segments[first : first + size] for first in range(0, len(segments), size))
 
 

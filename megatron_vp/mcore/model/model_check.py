@@ -1,4 +1,4 @@
-"""Whether a script's own model is one that our schedules run as its author meant it.
+"""Checks whether our schedules run a script's own model as its author meant it.
 
 A chunk whose vocabulary layers are cut keeps its decoder and embedding; Megatron's output layer and loss give way to
 the passes S and T. A model's additions to these methods would silently be left out, so they are refused.
@@ -17,7 +17,7 @@ from torch import nn
 from megatron_vp.errors import UserError
 
 _LEFT_OUT = ("forward", "_preprocess", "_postprocess", "_scale_logits", "compute_language_model_loss")
-"""Methods of Megatron's models that run in another way, or not at all, in a chunk without vocabulary layers."""
+"""Methods of Megatron's models that run differently, or not at all, in a chunk without vocabulary layers."""
 
 
 _UNREAD = (
@@ -34,7 +34,7 @@ _UNTRIED = ("fp8_dot_product_attention", "fp8_multi_head_attention")
 
 
 _SOFTCAP = "final_logit_softcapping"
-"""How Megatron-Bridge's configuration of Gemma names k of the softcap k tanh(logit / k)."""
+"""Name of k in the softcap k tanh(logit / k) in Megatron-Bridge's Gemma configuration."""
 
 
 _CAPPED = (
@@ -83,14 +83,14 @@ def check_vocabulary_layers(chunk: nn.Module) -> None:
 
 
 def softcap_of(config: Any) -> float:
-    """k where the model of a configuration caps its logits to k tanh(logit / k), else 0."""
+    """k if the configured model caps its logits to k tanh(logit / k), else 0."""
     return getattr(config, _SOFTCAP, None) or 0.0
 
 
 def refuse_outside_of_passes(chunk: nn.Module, _inputs: tuple) -> None:
-    """A hook before the forward of a cut chunk, which makes hidden states and no losses. Raises UserError.
+    """Pre-forward hook of a cut chunk, which computes hidden states instead of losses. Raises UserError.
 
-    A pass F sets the decoder's input before it calls the chunk and takes it away afterwards.
+    Pass F sets the decoder's input before it calls the chunk and removes it afterwards.
     """
     if chunk.decoder.input_tensor is None:
         raise UserError(
@@ -114,7 +114,7 @@ def _check_layer(name: str, layer: nn.Module, expected: type[nn.Module]) -> None
 
 
 def adapted(name: str, layer: nn.Module) -> str:
-    """Why a vocabulary layer cannot have an adapter."""
+    """The reason why a vocabulary layer cannot have an adapter."""
     return (
         f"an adapter on {name} (here a {type(layer).__name__}) is not supported with --vocab-parallel, which spreads "
         f"the rows of that layer over all ranks and computes with them alone: adapt the layers between embedding and "

@@ -22,10 +22,10 @@ _SHARED += ("packed_seq_params", "sequence_len_offset")
 
 
 class PrefetchedEmbedding(nn.Module):
-    """In the place of `word_embeddings`: hands the block embedding rows that were looked up on their owners.
+    """Takes the place of `word_embeddings` and gives the block embedding rows that their owners looked up.
 
     ahead: the rows [b, s, h] of each layer of the block in turn, one position further each time; None in evaluation.
-    beyond: the row that stands beyond a sequence's end, [b, 1, h].
+    beyond: the row used past a sequence's end, [b, 1, h].
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class PrefetchedEmbedding(nn.Module):
 
 
 def attach_mtp_block(chunk: nn.Module) -> None:
-    """Let the block run at the end of the chunk's decoder, on rows it receives; the chunk keeps no embedding.
+    """Run the block at the end of the chunk's decoder, on rows it receives; the chunk keeps no embedding.
 
     Megatron would count the chunk among the owners of the word embedding, in checkpoints and in the gradients'
     reduction, so the chunk says that it has no such block.
@@ -72,9 +72,8 @@ def attach_mtp_block(chunk: nn.Module) -> None:
 def _within_documents(
     ahead: Iterator[torch.Tensor], beyond_b1h: torch.Tensor, ends: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """Rows ahead of packed documents, whose last positions see what stands beyond a sequence's end, as in Megatron.
-
-    Those positions count in no loss, but as tokens of a block's experts.
+    """Rows of the tokens ahead in packed documents. The last positions of a document see the row used past a sequence's
+    end, as in Megatron. Those positions count in no loss, but they do count as tokens for a block's experts.
 
     Args:
         ahead: rows [b, s, h], one position further each time.
@@ -90,9 +89,9 @@ def _within_documents(
 def append_next_tokens(
     values_bs: torch.Tensor, count: int, cp_chunks: int, context_group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Values of positions, [b, s], and behind them those of the `count` positions that follow each chunk.
+    """Append to the values of positions, [b, s], those of the `count` positions that follow each chunk.
 
-    With context parallelism other ranks hold them: Megatron's own shift by one position brings what it moves in.
+    With context parallelism other ranks hold them; Megatron's own shift by one position fetches them.
 
     Args:
         values_bs: int64, of this rank's positions.
@@ -113,7 +112,7 @@ def append_next_tokens(
 
 
 class _FinishedOutputLayer:
-    """Stands for the output layer in Megatron's loss of further predictions: their token losses are already there."""
+    """Replaces the output layer in Megatron's loss of further predictions, whose token losses already exist."""
 
     def __init__(self, target_is_argmax_kbs: list[torch.Tensor]) -> None:
         self._target_is_argmax_kbs = iter(target_is_argmax_kbs)
@@ -141,7 +140,7 @@ def with_further_predictions(
         labels_bs, loss_mask_bs: as the user's script gave them to the model.
         config: Megatron's.
         context_group: all of its ranks call this together, for the part of the mask that each has for the one before.
-        packed_seq_params: where the documents of a packed sequence end; None of other sequences.
+        packed_seq_params: where the documents of a packed sequence end; None for other sequences.
     """
     _, *further = target_is_argmax_ks.chunk(1 + config.mtp_num_layers)
     return process_mtp_loss(

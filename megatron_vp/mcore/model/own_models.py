@@ -1,6 +1,6 @@
-"""Models that a script makes by itself, with Megatron's GPTModel and neither its builders nor its `get_model`.
+"""Models that a script builds directly from Megatron's GPTModel, without Megatron's builders or `get_model`.
 
-Only after `megatron_vp.enable`, and only where Megatron's own arguments have settled no job. The constructor then
+Used only after `megatron_vp.enable`, and only if Megatron's own arguments have not settled a job. The constructor then
 settles the job from the first model, places the chunk as the schedule does, and prepares it as our builders do.
 
 Megatron-Bridge runs hooks on the finished chunks before it wraps them: they load Hugging Face weights, add adapters or
@@ -30,21 +30,21 @@ from megatron_vp.mcore.settled import SettledJob, current, own_loop
 
 
 class _OwnModel:
-    """The model whose chunks this rank builds now."""
+    """The model whose chunks this rank is building."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Nothing is being built."""
+        """Forget the model: nothing is being built."""
         self.first: nn.Module | None = None
         self.start: PlainStart | None = None
         self.building = False
-        """A constructor of ours runs: those that it calls are Megatron's."""
+        """A constructor of ours is running; the constructors that it calls are Megatron's."""
         self.hooks_follow = False
-        """Megatron's builder runs, which has hooks for finished chunks."""
+        """Megatron's builder is running, which calls hooks on finished chunks."""
         self.uncut: ProcessGroupCollection | None = None
-        """The groups of chunks that are built, and not cut before their hooks have run."""
+        """Groups of chunks that are built but not cut until their hooks have run."""
 
 
 _model = _OwnModel()
@@ -119,9 +119,9 @@ def _construct(
 
 
 def cut_after_hooks(chunks: Sequence[nn.Module]) -> None:
-    """Prepare a rank's chunks, if they are to be, once the hooks of those who built them have run.
+    """Prepare a rank's chunks, if needed, once their builder's hooks have run.
 
-    Collective over all ranks. Raises UserError for a model that cannot be cut, as hooks have left it.
+    Collective over all ranks. Raises UserError if the hooks have left a model that cannot be cut.
     """
     if _model.uncut is None:
         return
@@ -180,8 +180,8 @@ def _cutting_before_count(original: Callable[..., None]) -> Callable[..., None]:
 def _refuse_outside_of_schedule(first: nn.Module, _chunk: nn.Module, _inputs: tuple[Any, ...]) -> None:
     """A hook before the forward of a prepared chunk; `first` is its rank's first one. Raises UserError.
 
-    What Megatron's getter returned before `enable` runs Megatron's schedule, which would compute on chunks that are
-    placed otherwise, and leave out the weight gradients that a W of ours computes.
+    A function that Megatron's getter returned before `enable` runs Megatron's schedule. That would compute on chunks in
+    other places, and without the weight gradients that our W computes.
     """
     pipeline = getattr(first, PIPELINE_ATTRIBUTE, None)
     if pipeline is None or pipeline.progress.instruction is None:
@@ -192,7 +192,9 @@ def _refuse_outside_of_schedule(first: nn.Module, _chunk: nn.Module, _inputs: tu
 
 
 def _by_stage(original: Callable[..., bool]) -> Callable[..., bool]:
-    """What Megatron-Bridge asks, of a rank's last chunk, to put Gemma's softcap on the output layer."""
+    """Megatron-Bridge's test for the last stage, which decides where Gemma's softcap goes: answered by the schedule's
+    placement.
+    """
 
     @functools.wraps(original)
     def is_pp_last_stage(pp_group: dist.ProcessGroup) -> bool:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def whole_sequence(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The tensor ranks' parts of a sequence, joined along the first dimension; the part itself without a group."""
+    """Join the tensor ranks' parts of a sequence along the first dimension; without a group, return the part."""
     if group is None:
         return part
     whole = part.new_empty((group.size() * part.shape[0], *part.shape[1:]))

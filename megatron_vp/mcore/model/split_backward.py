@@ -1,9 +1,9 @@
-"""B and W apart: the backward makes input gradients and leaves weight gradients for later.
+"""Split backward: B computes input gradients and leaves weight gradients to W.
 
 Megatron's column- and row-parallel layers all compute through one function. Under a schedule with W passes it is
-replaced by a product whose weight has no edge in autograd's graph: pass B yields the gradients of inputs, biases and
-norms, and puts every weight's (input, output gradient) aside; pass W multiplies them into `main_grad`. Transformer
-Engine's layers do so by themselves (`megatron_vp.mcore.model.delayed_weights`).
+replaced by a product whose weight has no edge in autograd's graph: pass B computes the gradients of inputs, biases and
+norms, and keeps every weight's (input, output gradient); pass W multiplies them into `main_grad`. Transformer Engine's
+layers do so by themselves (`megatron_vp.mcore.model.delayed_weights`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatron_vp.vocab.operations import operations_for
 
 
 class PendingGradient(Protocol):
-    """What pass B leaves of one layer and microbatch.
+    """The part of one layer's backward for one microbatch that pass B leaves to W.
 
-    parameters: those that have their whole gradient once every microbatch has been accumulated.
+    parameters: those whose gradient is complete once every microbatch has been accumulated.
     """
 
     parameters: tuple[torch.nn.Parameter, ...]
@@ -36,9 +36,10 @@ class PendingGradient(Protocol):
 
 @dataclass(frozen=True)
 class PendingWeightGradient:
-    """What pass W needs of one linear layer and microbatch: weight [o, i], input [..., i], output gradient [..., o].
+    """The data of pass W for one linear layer and microbatch: weight [o, i], input [..., i], output gradient [..., o].
 
-    With sequence parallelism the input is this rank's part of the sequence, and `tensor_group` has the others.
+    With sequence parallelism the input is this rank's part of the sequence; the ranks of `tensor_group` hold the
+    others.
     """
 
     weight: torch.nn.Parameter
@@ -67,7 +68,7 @@ _collected: list[PendingGradient] | None = None
 def backward_without_weights(
     backward: Callable[[], Any], delaying: Iterable[torch.nn.Module], w_is_late: bool
 ) -> list[PendingGradient]:
-    """Run a backward through layers of which some delay weight gradients; returns those that are left for pass W.
+    """Run a backward through layers, some of which delay weight gradients; return those left for pass W.
 
     `w_is_late`: other passes run before that W, so a gathered input is kept in parts; see `take_delayed`.
     """
@@ -94,7 +95,7 @@ class _Layer:
 
 
 class _InputGradientLinear(torch.autograd.Function):
-    """Y = X W^T + b. The backward returns dX and db, and puts (W, X, dY) aside.
+    """Y = X W^T + b. The backward returns dX and db, and keeps (W, X, dY) for pass W.
 
     W comes in a `_Layer`, in which autograd does not see it: a parameter that is an input would have its hooks called
     in the backward, where Megatron's overlapped gradient reduction asks for a gradient.

@@ -1,4 +1,4 @@
-"""Model surgery: every chunk becomes a middle chunk, and the vocabulary layers become shards on all pipeline ranks.
+"""Model surgery: turns every chunk into a middle chunk and splits the vocabulary layers over all pipeline ranks.
 
 Without --vocab-parallel the placement decides which chunks hold the vocabulary layers, and nothing is cut. With it,
 Megatron builds its chunks as always, the word embedding on the first stage and the output layer on the last, each over
@@ -55,14 +55,12 @@ GROUP_ATTRIBUTE = "vocabulary_parallel_group"
 
 
 class ShardedWordEmbedding(EmbeddingLayer):
-    """A shard of the word embedding in the place of Megatron's `word_embeddings`."""
+    """A shard of the word embedding that takes the place of Megatron's `word_embeddings`."""
 
     def forward(self, words: RowExchange | torch.Tensor) -> torch.Tensor:
-        """Pass IF, or nothing.
-
-        Megatron's `LanguageModelEmbedding` on virtual stage 0 calls its `word_embeddings` to look tokens up. There it
-        is given the words themselves, [b, s, h], assembled from all ranks; they pass through, and everything after
-        the look-up (positions, dropout, layout) stays Megatron's.
+        """Pass through words that are already looked up. Megatron's `LanguageModelEmbedding` on virtual stage 0 calls
+        its `word_embeddings` to look tokens up. There it is given the words themselves, [b, s, h], assembled from all
+        ranks; they pass through, and everything after the look-up (positions, dropout, layout) stays Megatron's.
         """
         return words if isinstance(words, torch.Tensor) else super().forward(words)
 
@@ -74,7 +72,7 @@ class ShardedWordEmbedding(EmbeddingLayer):
 
 
 class ShardedOutputLayer(OutputLayer):
-    """A shard of the output layer in the place of Megatron's `output_layer`.
+    """A shard of the output layer that takes the place of Megatron's `output_layer`.
 
     Like Megatron's it has an extra state, which is empty: checkpoints of hybrid models hold the entry.
     """
@@ -107,7 +105,7 @@ class ShardedOutputLayer(OutputLayer):
 
 
 class ReceivedWords(nn.Module):
-    """In the place of `word_embeddings` on a rank that holds virtual stage 0 and no vocabulary rows."""
+    """Takes the place of `word_embeddings` on a rank with virtual stage 0 but without vocabulary rows."""
 
     def forward(self, words_bsh: torch.Tensor) -> torch.Tensor:
         """The words that their owners have looked up, unchanged."""
@@ -230,10 +228,11 @@ def prepare_chunk(
 def _shard_vocabulary(
     job: SettledJob, chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int
 ) -> None:
-    """Turn a chunk into a middle chunk; one gets a shard of the embedding, one of the output layer.
+    """Turn a chunk into a middle chunk; one chunk of the rank gets a shard of the embedding, one a shard of the output
+    layer.
 
-    They are the chunks that hold the whole layers where the first or the last stage is on this rank. A rank without
-    vocabulary rows has neither layer and no vocabulary parameter.
+    If this rank has the first or the last stage, its chunk gets the shard. A rank without vocabulary rows has neither
+    layer and no vocabulary parameter.
     """
     check_vocabulary_layers(chunk)
     if softcap_of(chunk.config) and job.args.vocab_label_smoothing:
@@ -369,7 +368,7 @@ def _is_trained(full_vh: nn.Parameter | None, root: int, group: dist.ProcessGrou
 
 
 def _gathered(part_vh: torch.Tensor, group: dist.ProcessGroup, root: int) -> torch.Tensor:
-    """The tensor ranks' parts of a weight as one, on `root`; elsewhere the part."""
+    """Join the tensor ranks' parts of a weight on `root`; other ranks get their own part."""
     if group.size() == 1:
         return part_vh
     parts = [torch.empty_like(part_vh) for _ in range(group.size())] if dist.get_rank() == root else None

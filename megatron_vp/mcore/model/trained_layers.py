@@ -1,4 +1,5 @@
-"""The trained layers, which the ranks of a model agree on: both vocabulary layers or not, and how much of the others.
+"""Which layers are trained, agreed on by all ranks of a model: each vocabulary layer, and the share of the other
+weights.
 
 `requires_grad` of a weight decides, as in Megatron, at any time before the model is wrapped. A vocabulary layer that is
 frozen before it is cut has frozen shards on all ranks (`surgery`). What freezes layers afterwards, a hook or the lines
@@ -30,7 +31,7 @@ from megatron_vp.vocab.loss import TokenLoss
 EMBEDDING, OUTPUT = "embedding.word_embeddings", "output_layer"
 
 _AGREED = "vocabulary_parallel_training"
-"""Where a wrapped chunk keeps what its rank said of itself, and what all ranks agreed on."""
+"""Attribute of a wrapped chunk with its rank's own report and the ranks' agreement."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Trained:
     """The trained part of a model.
 
     embedding, output: its vocabulary layers, where they are shards; True where they are whole.
-    weights: by virtual stage, which part of the weights that a pass W multiplies, from 0 to 1.
+    weights: by virtual stage, the trained share of the weights that pass W multiplies, from 0 to 1.
     """
 
     embedding: bool
@@ -56,7 +57,7 @@ class _Shards:
     """One rank's report on its vocabulary shards.
 
     trained: whether the weight takes gradients, by the names of the layers that the rank has rows of.
-    adapter: why the model cannot be trained, where another layer is in the place of a shard; else None.
+    adapter: the reason why the model cannot be trained if a shard was replaced by another layer; else None.
     """
 
     trained: dict[str, bool]
@@ -64,7 +65,7 @@ class _Shards:
 
 
 def agreed(job: SettledJob, wrapped: nn.Module, chunks: Sequence[nn.Module], *, alone: bool) -> Trained:
-    """The trained layers on all ranks of a model.
+    """Agree on the trained layers over all ranks of a model.
 
     Args:
         wrapped: the first chunk as the script hands it over. A model that is wrapped anew is asked anew.
@@ -149,7 +150,7 @@ def _ask(job: SettledJob, chunks: Sequence[nn.Module], own: _Shards, alone: bool
 
 
 def _trained_part(chunk: nn.Module) -> float:
-    """Which part of the elements of matrices that a chunk multiplies by takes gradients; 1 where it has none."""
+    """The trained share of the elements of a chunk's weight matrices; 1 if it has none."""
     whole = trained = 0
     for name, parameter in chunk.named_parameters():
         looked_up = name.startswith("embedding.")

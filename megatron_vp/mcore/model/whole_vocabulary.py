@@ -28,7 +28,7 @@ from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards
 
 BLOCK_BYTES = 64 * 2**20
-"""Rows that a rank holds on their way to the whole layer, at most."""
+"""Most bytes of rows that a rank holds in transit to the whole layer."""
 
 _ATTRIBUTE = "vocabulary_parallel_whole_layers"
 """Where a cut chunk keeps its `WholeLayers`."""
@@ -37,7 +37,7 @@ _ENDS = ("pre_process", "post_process", "share_embeddings_and_output_weights")
 
 
 class WholeLayers:
-    """A chunk's vocabulary layers as Megatron built them, without rows, and what the chunk said of them.
+    """A chunk's vocabulary layers as Megatron built them, without their rows, and the chunk's attributes about them.
 
     Made before the chunk is cut; `release` is called when it is.
 
@@ -59,13 +59,13 @@ class WholeLayers:
         self.output_layer = chunk.output_layer if chunk.post_process else None
 
     def release(self) -> None:
-        """Drop the rows; what Megatron has attached to the parameters stays."""
+        """Free the rows; attributes that Megatron attached to the parameters stay."""
         for layer in filter(None, (self.embedding, self.output_layer)):
             layer.weight.data = layer.weight.new_empty(0)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the layers are the chunk's; shards of the embedding and the output layer are not."""
+        """Inside, the chunk has its whole layers instead of shards."""
         chunk = self.chunk
         modules, ends = dict(chunk._modules), {name: getattr(chunk, name) for name in _ENDS}
         if self.embedding is None:
@@ -91,7 +91,7 @@ class WholeLayers:
 
 
 def keep_whole_layers(chunk: nn.Module, shards: VocabShards, groups: ProcessGroupCollection) -> WholeLayers:
-    """Keep a chunk's vocabulary layers, before they are split."""
+    """Keep a chunk's vocabulary layers before they are split."""
     layers = WholeLayers(chunk, shards, groups)
     object.__setattr__(chunk, _ATTRIBUTE, layers)
     return layers
@@ -125,7 +125,7 @@ def _cut_in(model: nn.Module | Sequence[nn.Module]) -> list[WholeLayers]:
 
 
 def _shard_of(chunks: Sequence[nn.Module], path: str) -> torch.Tensor | None:
-    """The rows [V/p, h] of this rank's shard of a layer; None where it has none."""
+    """The rows [V/p, h] of this rank's shard of a layer; None if it has none."""
     for chunk in chunks:
         layer: Any = chunk
         for name in path.split("."):
@@ -168,13 +168,13 @@ def _fill(layers: Sequence[nn.Module | None], own_vh: torch.Tensor | None, cut: 
 
 
 def _model_in(original: Callable[..., Any]) -> Callable[..., Any]:
-    """How to find the model in a call of a Megatron-Bridge method."""
+    """Return a function that finds the model in a call of a Megatron-Bridge method."""
     signature = inspect.signature(original)
     return lambda *args, **kwargs: signature.bind(*args, **kwargs).arguments["megatron_model"]
 
 
 def _viewing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of Megatron-Bridge's that looks at a model's weights, with the layers whole while it runs."""
+    """Wrap a method of Megatron-Bridge that reads a model's weights, so that the layers are whole while it runs."""
     model_in = _model_in(original)
 
     @wraps(original)
@@ -186,7 +186,7 @@ def _viewing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _viewing_stream(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """The same for one that yields weights."""
+    """The same for a method that yields weights."""
     model_in = _model_in(original)
 
     @wraps(original)
@@ -198,7 +198,7 @@ def _viewing_stream(original: Callable[..., Iterator[Any]]) -> Callable[..., Ite
 
 
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron-Bridge's loading of Hugging Face's weights, which would not reach the shards."""
+    """Refuse Megatron-Bridge's loading of Hugging Face weights into a cut model, which would not reach the shards."""
     model_in = _model_in(original)
 
     @wraps(original)
@@ -215,7 +215,7 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tying_by_stage(original: Callable[..., None]) -> Callable[..., None]:
-    """What Megatron-Bridge does with tied weights that it has loaded: the last rank's output layer gets a copy."""
+    """Megatron-Bridge's step after loading tied weights: the last rank's output layer gets a copy."""
 
     @wraps(original)
     def broadcast_shared_embeddings(self: Any, megatron_model: nn.Module | Sequence[nn.Module]) -> None:

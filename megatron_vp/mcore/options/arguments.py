@@ -37,7 +37,7 @@ from megatron_vp.schedule.request import AUTO
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Shows help texts as they stand where argparse cannot fill them in: several of Megatron's have a bare `%`."""
+    """Shows help texts unformatted if argparse cannot format them: several of Megatron's contain a bare `%`."""
 
     def _expand_help(self, action: argparse.Action) -> str:
         try:
@@ -267,7 +267,7 @@ def _warn_of_one_queue(args: argparse.Namespace) -> None:
 
 
 def write_resolved_configuration(args: argparse.Namespace) -> None:
-    """Write what `args` are next to checkpoints or logs, if the run has any; on one rank. Raises UserError."""
+    """Write the values of `args` next to checkpoints or logs, if the run has any; on one rank. Raises UserError."""
     folder = args.save or args.tensorboard_dir
     if folder is not None:
         write_resolved(args, Path(folder) / RESOLVED_NAME)

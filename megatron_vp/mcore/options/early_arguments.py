@@ -1,8 +1,8 @@
 """The arguments of a job that decide which patches apply, read before Megatron's parser exists.
 
 Megatron's own parser is patched itself, and nothing is patched before everything that a run needs has been checked. So
-the few arguments that matter are read first, the way all commands read them. Whatever is malformed is left to
-Megatron's parser, and the groups are selected again from the validated arguments.
+the few arguments that matter are read first, the way all commands read them. Malformed ones are left to Megatron's
+parser, and the groups are selected again from the validated arguments.
 """
 
 from __future__ import annotations

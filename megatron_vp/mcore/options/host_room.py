@@ -1,4 +1,4 @@
-"""How many chunks to offload where that is left open, and whether the nodes have the memory that they take."""
+"""Chooses how many chunks to offload under `auto`, and checks that nodes have enough memory for them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megatron_vp.schedule.request import AUTO
 
 
 def chosen_offload(args: argparse.Namespace) -> str:
-    """--offload-chunks, of auto the number that the cost model chooses. Raises UserError where no number fits, and for
-    a job that it does not count.
+    """The value of --offload-chunks; for `auto` the cost model's choice. Raises UserError if no number fits, and for a
+    job that the cost model does not cover.
     """
     if args.offload_chunks != AUTO:
         return args.offload_chunks
@@ -32,7 +32,8 @@ def chosen_offload(args: argparse.Namespace) -> str:
 
 
 def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> None:
-    """Raise UserError where --offload-chunks needs more of a node's memory than there is, with the most that fits.
+    """Raise UserError if --offload-chunks needs more memory than a node has; the message gives the largest number that
+    fits.
 
     A job that the cost model does not count is left to the allocation itself, as are a schedule in a file and the one
     rank of a replay.
@@ -48,7 +49,7 @@ def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction:
 
 
 def _on_this_node(hardware: Hardware) -> Hardware:
-    """With the ranks and the memory that this node has; as it is where a job for other nodes is checked."""
+    """Describe the hardware with this node's ranks and memory; unchanged if a job for other nodes is checked."""
     if installed.of_nodes is not None:
         return hardware
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

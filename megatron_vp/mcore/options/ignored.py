@@ -1,4 +1,4 @@
-"""Options without effect, or without the intended one. A run warns of them once at the start."""
+"""Options without the intended effect. A run warns of them once at the start."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from megatron_vp.mcore.settled import run_settings, words
 
 @dataclass(frozen=True)
 class Ignored:
-    """An option of Megatron's that has no effect if `asked(args)`, and the reason.
-
-    does: its actual effect.
+    """An option of Megatron that has no effect if `asked(args)`, and the reason. does: its actual effect.
     because_of: the option that leaves it without effect; None: our schedule, or the vocabulary passes in it.
     """
 

@@ -1,5 +1,6 @@
-"""The costs that the passes of this job are ordered for: predicted times. Training then runs the order that `plan`
-simulates."""
+"""Chooses the costs by which this job's passes are ordered: predicted times, so that training runs the order that
+`plan` simulates.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from megatron_vp.schedule.flex import shaped
 def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> Costs | None:
     """The costs for the layers and rows that `args` have, which are not validated yet.
 
-    An order needs proportions, so options that the cost model does not count are left aside. None where nothing is to
-    be ordered, and for sizes that it does not take: the passes are then ordered for `PassCosts()`, alike on all ranks.
+    An order needs only proportions, so options that the cost model does not count are ignored. None if nothing is to be
+    ordered, or if the cost model refuses the sizes: passes are then ordered by `PassCosts()` on all ranks.
     """
     if not settings.replaces_schedule or settings.family.fixed is not None:
         return None
@@ -66,7 +67,7 @@ def fit_schedule(
 
 
 def _layers_by_ends(args: argparse.Namespace, placement: Placement) -> tuple[int, ...] | None:
-    """Layers by virtual stage if the first or the last rank has a different number, as Megatron shares them out: a
+    """Layers by virtual stage, distributed as Megatron does it, if the first or the last rank has a different number: a
     given number, or one less for a vocabulary layer. None without such options.
     """
     ranks, chunks, layers = placement.ranks, placement.chunks, args.num_layers

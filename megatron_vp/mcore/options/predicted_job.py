@@ -39,7 +39,7 @@ class PredictedJob(NamedTuple):
 class Prediction:
     """The job that the cost model predicts for a start's arguments, which are parsed but may not be validated yet.
 
-    `typed` are the words that they were parsed from; by default those of this process.
+    `typed`: the command line they were parsed from, by default this process's.
     """
 
     def __init__(self, args: argparse.Namespace, typed: Words | None = None) -> None:
@@ -66,8 +66,7 @@ class Prediction:
     def _config(self) -> JobConfig:
         """The job in the words of all commands, with the sizes that a checkpoint may have replaced. Raises UserError.
 
-        Of a replay it is the whole job, so that every rank that is replayed has the rows and the order that it has in
-        it.
+        For a replay this is the whole job, so that a replayed rank has the rows and the order that it has in the job.
         """
         args = self._args
         if self.vocabulary is None:

@@ -1,7 +1,7 @@
-"""Numbers that mean something: what each of Megatron's sizes, intervals and rates has to be at least, or between.
+"""The ranges of Megatron's sizes, intervals and rates.
 
-Megatron takes them as they are. Zeros and negative numbers come up later as a division, an empty tensor or an error of
-PyTorch's on every rank, or never.
+Megatron does not check them. Zeros and negative numbers show up later as a division error, an empty tensor or a PyTorch
+error on every rank, or never.
 """
 
 from __future__ import annotations

@@ -26,34 +26,34 @@ from megatron_vp.schedule import VocabMethod
 
 
 def _keeps_layers(a: argparse.Namespace) -> bool:
-    """A schedule of ours with Megatron's own vocabulary layers."""
+    """Whether a schedule of ours runs with Megatron's own vocabulary layers."""
     return run_settings(a).replaces_schedule and not a.vocab_parallel
 
 
 def _delays_weights(a: argparse.Namespace) -> bool:
-    """Weight gradients are split off Transformer Engine's layers."""
+    """Whether weight gradients are split off Transformer Engine's layers."""
     return run_settings(a).splits_backward and a.transformer_impl == "transformer_engine"
 
 
 def _shifts_layers(a: argparse.Namespace) -> bool:
-    """The first or the last stage gets fewer layers than the others."""
+    """Whether the first or the last stage gets fewer layers than the others."""
     ends = (a.decoder_first_pipeline_num_layers, a.decoder_last_pipeline_num_layers)
     accounted = a.account_for_embedding_in_pipeline_split or a.account_for_loss_in_pipeline_split
     return accounted or any(count is not None for count in ends)
 
 
 def _evenly_cut(a: argparse.Namespace) -> bool:
-    """Megatron gives every chunk the same number of layers."""
+    """Whether Megatron gives every chunk the same number of layers."""
     return a.pipeline_model_parallel_layout is None and a.hybrid_layer_pattern is None and not _shifts_layers(a)
 
 
 def _dense_ranks(a: argparse.Namespace) -> int:
-    """Ranks that share a layer and its tokens outside experts."""
+    """Number of ranks that share a layer and its tokens outside experts."""
     return a.tensor_model_parallel_size * a.context_parallel_size
 
 
 def _expert_ranks(a: argparse.Namespace) -> int:
-    """Ranks that share the experts of a layer."""
+    """Number of ranks that share the experts of a layer."""
     return a.expert_model_parallel_size * (a.expert_tensor_parallel_size or a.tensor_model_parallel_size)
 
 
@@ -62,10 +62,11 @@ OUR_SCHEDULE = "--vocab-parallel or --pipeline-schedule {pipeline_schedule}"
 
 
 ELEMENT_BY_ELEMENT = ("adam", "sgd")
-"""Optimizers that step every weight so. All others come with the package emerging-optimizers."""
+"""Optimizers that step every weight element by element. All others come with the package emerging-optimizers."""
 STEPS_VOCABULARY_SO = (*ELEMENT_BY_ELEMENT, "muon", "lion", "soap")
-"""Optimizers with which Megatron steps the vocabulary layers' weights so, by Adam or Lion: a shard's step is that of
-its rows. Adaptive Muon would be one, but in Megatron 0.19 it stops in its first step."""
+"""Optimizers under which Megatron steps the vocabulary layers element by element, with Adam or Lion, so a shard's step
+equals that of its rows. Adaptive Muon would qualify, but in Megatron 0.19 it fails in its first step.
+"""
 
 # {names} are filled from the arguments.
 REFUSALS = (

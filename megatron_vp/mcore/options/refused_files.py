@@ -25,7 +25,7 @@ def _microbatches(a: argparse.Namespace) -> int:
 
 
 def _starts_late(schedule: Schedule) -> bool:
-    """A chunk's first weight gradient is not microbatch 0's."""
+    """Whether a chunk's first weight gradient is not microbatch 0's."""
     gives = {PassKind.W} if schedule.split_backward else {PassKind.B}
     for order in schedule.ranks:
         seen: set[int] = set()

@@ -16,12 +16,12 @@ def _has_end(a: argparse.Namespace) -> bool:
 
 
 def _anneals(a: argparse.Namespace) -> bool:
-    """Megatron makes an optimizer and the course of its learning rate."""
+    """Whether Megatron creates an optimizer and its learning rate schedule."""
     return _has_end(a) and not a.skip_train
 
 
 def _scales_loss(a: argparse.Namespace) -> bool:
-    """The loss scale follows the gradients."""
+    """Whether the loss scale adapts to the gradients."""
     return a.fp16 and not a.loss_scale
 
 

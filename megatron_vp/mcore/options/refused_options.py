@@ -1,4 +1,4 @@
-"""Options of Megatron's that none of our schedules runs, with --vocab-parallel or without: a row each."""
+"""Megatron options that none of our schedules supports, with or without --vocab-parallel; one row each."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from megatron_vp.mcore.settled import run_settings
 class RefusedOption:
     """An option that is refused, and the parts of its message.
 
-    name: as the line names it; {names} are filled from the arguments.
-    given: whether the arguments ask for it.
-    why: why it cannot work.
-    instead: what does, besides Megatron's own schedule.
+    name: as the message names it; {names} are filled from the arguments. given: whether the arguments ask for it. why:
+        why it cannot work. instead: what works, besides Megatron's own schedule.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What of fp8 and fp4 none of our schedules runs: a row each.
+"""fp8 and fp4 options that none of our schedules supports; one row each.
 
 Allowed is the trunk in fp8 or fp4, its weights too, with the vocabulary layers in the model's dtype.
 docs/evidence/on_gpu.md states the evidence for each recipe.
@@ -18,7 +18,7 @@ UNSAFE_STATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 TESTED_RECIPES = ("tensorwise", "delayed")
 """The recipes that `tests/mcore/test_engine_fp8.py` trains with."""
 FIRST_WITHOUT_PICKLES = "2.16.1"
-"""Of Transformer Engine: the first that asks for the variable."""
+"""First version of Transformer Engine that asks for the variable."""
 
 
 def describe_precision(a: argparse.Namespace) -> str | None:
@@ -38,14 +38,16 @@ def describe_precision(a: argparse.Namespace) -> str | None:
 
 
 def cannot_resume(a: argparse.Namespace) -> bool:
-    """A job with checkpoints whose state of delayed scaling Transformer Engine would refuse to load."""
+    """Whether Transformer Engine would refuse to load the delayed-scaling state in this job's checkpoints."""
     checkpoints = a.save is not None or a.load is not None
     guarded = is_te_min_version(FIRST_WITHOUT_PICKLES) and os.environ.get(UNSAFE_STATE) != "1"
     return bool(a.fp8) and a.fp8_recipe == "delayed" and checkpoints and guarded
 
 
 def _counts_recomputed_regions(a: argparse.Namespace) -> bool:
-    """Transformer Engine matches recomputed regions with their forwards by one count per process, over all chunks."""
+    """Whether recomputed regions would meet the wrong forwards: Transformer Engine counts them once per process, over
+    all chunks.
+    """
     delayed = a.fp8 and a.fp8_recipe == "delayed"
     chunks = a.virtual_pipeline_model_parallel_size or 1
     return delayed and a.recompute_granularity is not None and chunks > 1 and not _chunks_are_alike(a)

@@ -1,4 +1,4 @@
-"""Options that Megatron leaves to the training script, and that `pretrain_gpt_vp.py` does not implement."""
+"""Refuses options that Megatron leaves to the training script and `pretrain_gpt_vp.py` does not implement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPT_OPTIONS = (
 
 
 def refuse_script_options(args: argparse.Namespace) -> None:
-    """Raise UserError for those that are asked for."""
+    """Raise UserError for each of them that is given."""
     asked = [option_of(name) for name in SCRIPT_OPTIONS if getattr(args, name)]
     if args.dataloader_type == "external":
         asked.append("--dataloader-type external")

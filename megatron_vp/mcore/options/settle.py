@@ -40,7 +40,7 @@ def settled_job(
 
     Args:
         megatron: Megatron's `validate_args`.
-        args: parsed. They get the layout, the rows and what else of our choices Megatron has to know.
+        args: parsed. The layout, the rows and our other choices that Megatron has to know are written into them.
         defaults: of the script.
         files: also `check_files`, which finds the checkpoint to load. Otherwise no file is opened.
 
@@ -89,7 +89,7 @@ def settled_job(
 
 
 def _write_choices(args: argparse.Namespace, settings: RunSettings, shards: ChosenRows) -> None:
-    """Write what we chose into the arguments, from which Megatron builds its stages, and which checkpoints record."""
+    """Write our choices into the arguments: Megatron builds its stages from them, and checkpoints record them."""
     args.vocab_rows = shards.rows
     if shards.layout is not None and pattern_in(vars(args)) is None:
         args.pipeline_model_parallel_layout = shards.layout
@@ -123,8 +123,7 @@ _FOLDERS = ("save", "tensorboard_dir", "rank_report", "pipeline_trace")
 def check_files(args: argparse.Namespace) -> str | None:
     """Check what validated arguments read and where they write: data, tokenizer, checkpoint, folders. Makes nothing.
 
-    Returns the directory of the checkpoint to load: see `check_checkpoint`. Raises UserError for all that cannot be
-    used.
+    Returns the directory of the checkpoint to load (`check_checkpoint`). Raises UserError for anything unusable.
     """
     reasons, checkpoint = Reasons(), None
     for check in (lambda _: check_index_helpers(), check_inputs):
@@ -159,7 +158,7 @@ def _condition(error: Exception) -> str:
 
 
 def _refuse_numbers_of_chunks(args: argparse.Namespace, settings: RunSettings) -> None:
-    """Raise UserError for another way to say how many chunks a rank has than a schedule that says it."""
+    """Raise UserError for options that set the number of chunks when the schedule already does."""
     chosen = (args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank)
     chunks = settings.family.chunks or 1
     if chunks > 1 and any(value is not None for value in chosen):

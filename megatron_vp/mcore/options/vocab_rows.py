@@ -23,10 +23,10 @@ from megatron_vp.trace.partition import Partition
 
 
 def choose_rows(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> ChosenRows:
-    """The rows by pipeline rank, the tensor ranks of a stage together, and what comes with them.
+    """Choose the rows by pipeline rank (tensor ranks of a stage together), and what comes with them.
 
-    Chosen rows may bring their layers along, where the arguments name no layout. Every rank comes to the same choice,
-    from its arguments and the name of its GPU. Call it before Megatron validates the arguments. Raises UserError.
+    Chosen rows may bring their layers along, where the arguments name no layout. Every rank makes the same choice from
+    its arguments and the name of its GPU. Call it before Megatron validates the arguments. Raises UserError.
     """
     choice = ShardChoice.parse(args.vocab_shards)
     if not args.vocab_parallel or args.pipeline_model_parallel_size < 2 or choice.rule is ShardRule.EVEN:
@@ -56,7 +56,7 @@ def needs_even_shards(settings: RunSettings) -> bool:
 
 
 def describe_rows(job: SettledJob) -> str | None:
-    """The rows, and why these, in one line; None for equal shards that need no reason."""
+    """One line with the rows and the reason for them; None for equal shards that need no reason."""
     reason = job.shards.reason
     if job.shards.rows is None:
         return reason and f"vocabulary rows by pipeline rank: {reason}"
@@ -65,9 +65,8 @@ def describe_rows(job: SettledJob) -> str | None:
 
 
 def _balanced(args: argparse.Namespace, prediction: Prediction) -> ChosenRows:
-    """The rows, and where no layout is given the layers, that are predicted to be fastest.
-
-    A job of which the cost model does not know all sizes keeps equal shards.
+    """The rows (and without a given layout the layers) that are predicted to be fastest. A job with sizes unknown to
+    the cost model keeps equal shards.
     """
     kept = partition_to_keep(args)
     if kept is not None:
@@ -103,7 +102,7 @@ def _measured(args: argparse.Namespace, settings: RunSettings, prediction: Predi
 
 
 def _chosen(args: argparse.Namespace, shards: Shards, why: str) -> ChosenRows:
-    """These rows, and these layers where the arguments name none."""
+    """Combine these rows with these layers, unless the arguments name a layout."""
     if shards.layers is None or is_laid_out(args):
         return ChosenRows(shards.rows, None if shards.rows is None else why)
     pattern = pattern_in(vars(args))

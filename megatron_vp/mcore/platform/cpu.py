@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 
 
 class _Stream:
-    """Replaces a CUDA stream where everything runs in program order."""
+    """Replaces a CUDA stream; everything runs in program order."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         self.device = _CPU
@@ -118,7 +118,7 @@ def copied_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[
 
 
 class _HostGenerator:
-    """Random numbers that a run with GPUs draws on the host, for data loaders and the datasets that they read.
+    """Host random numbers for data loaders and datasets, as a run with GPUs draws them.
 
     torch's default generator replaces the device's. It must not depend on who reads data (one tensor rank of a
     stage), nor on how often a loader was started (once more where a run resumes): both would change the elements that
@@ -130,7 +130,7 @@ class _HostGenerator:
 
     @contextlib.contextmanager
     def from_the_host(self) -> Iterator[None]:
-        """Random numbers from torch's default generator come from the host's."""
+        """Inside, torch's default generator is the host's."""
         default = torch.default_generator
         if self._generator is None:
             self._generator = torch.Generator().manual_seed(default.initial_seed())
@@ -156,7 +156,7 @@ def _on_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bytes_apart(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Weights in fp8 are gathered as bytes, and at once."""
+    """Gather fp8 weights as bytes, synchronously."""
 
     @functools.wraps(original)
     def gather(whole: torch.Tensor, part: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
@@ -169,7 +169,7 @@ def _bytes_apart(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parts_of_any_size(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Parts of different sizes are sent by their owners, one after the other, and at once."""
+    """Gather parts of different sizes: each owner broadcasts its part in turn, synchronously."""
 
     @functools.wraps(original)
     def all_gather(

@@ -1,4 +1,4 @@
-"""Which parts a training run would use here, which are missing, and what their absence costs."""
+"""Lists the parts that a training run would use here, the missing ones, and what their absence costs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Part:
 
     @property
     def is_broken(self) -> bool:
-        """It is installed and cannot be used."""
+        """Whether it is installed but cannot be used."""
         return (self.found or "").startswith(_BROKEN)
 
 
@@ -42,9 +42,10 @@ def parts() -> list[Part]:
 
 
 def who_computes() -> dict[str, str]:
-    """Who would compute layers, norms, softmax, accumulation and the optimizer's step of a bf16 job on this machine.
+    """Which implementations a bf16 job on this machine would use for layers, norms, softmax, accumulation and the
+    optimizer step.
 
-    The job has no flags of its own, LayerNorm and whole backwards. Raises UserError where it could not start.
+    The job has no further flags, LayerNorm and whole backwards. Raises UserError if it could not start.
     """
     machine, cpu = here(), uses_cpu([])
     flags = platform_arguments([], cpu)

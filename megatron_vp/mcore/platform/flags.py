@@ -1,4 +1,4 @@
-"""Which platform this process runs on, and what Megatron must be told there: environment and flags."""
+"""Decides the platform of this process, and the environment and flags that Megatron needs there."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def quiet_fallback_warnings() -> None:
 
 
 def prepare_environment(cpu: bool) -> None:
-    """Set what must stand before Megatron is imported (variables, a logger's level); the user's variables stay."""
+    """Set variables and a logger's level before Megatron is imported; variables set by the user are kept."""
     if cpu:
         # Megatron asks for it under tensor parallelism, without a device too.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -91,11 +91,12 @@ def prepare_environment(cpu: bool) -> None:
 
 
 def platform_arguments(given: list[str], cpu: bool) -> list[str]:
-    """Megatron flags that this platform needs and `given` (flags of the user and of the configuration) leaves open.
+    """Megatron flags that this platform needs and that `given` (flags of the user and of the configuration) does not
+    set.
 
-    They follow from the layers that will be built and from what the machine has: a fused operation is switched off
-    where nothing there computes it. Raises UserError where a given flag cannot work here, or where the layers are to
-    be Transformer Engine's and it is installed but cannot be imported.
+    They follow from the layers that will be built and from the machine's packages: a fused operation is switched off if
+    nothing installed computes it. Raises UserError where a given flag cannot work here, or where the layers are to be
+    Transformer Engine's and it is installed but cannot be imported.
     """
     machine = installed()
     layers = flag_value(given, "--transformer-impl")

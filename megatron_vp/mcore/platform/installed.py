@@ -1,4 +1,4 @@
-"""Which compiled extensions a machine has, as far as they decide what code Megatron runs.
+"""Finds the compiled extensions of a machine that decide which code Megatron runs.
 
 Megatron asks by importing: `transformer_engine.pytorch`, and single extension modules of NVIDIA's Apex. A package's
 name or version says too little. PyPI's `transformer-engine` without an extra raises at import, its `apex` is another
@@ -25,7 +25,7 @@ _SOFTMAX = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cu
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)?(\+[\w.]+)?")
 _CAPABILITY = re.compile(r"\d{1,2}\.\d")
 _PACKAGES = {"einops": "einops", "nvrx": "nvrx", "emerging": "emerging_optimizers", "datasets": "datasets"}
-"""As `--nodes` names them, and the fields that say whether they are there."""
+"""Names of packages in `--nodes`, and the fields that say whether they are installed."""
 _NORM, _OPTIMIZER = "fused_layer_norm_cuda", "amp_C"
 
 
@@ -36,7 +36,7 @@ class Installed:
     engine: str | None = None
     """Version of Transformer Engine, where `transformer_engine.pytorch` can be imported."""
     engine_fault: str | None = None
-    """Why it cannot be imported although it is installed."""
+    """The reason why it cannot be imported although it is installed."""
     apex_accumulation: bool = False
     """Apex's product into `main_grad`."""
     apex_softmax: bool = False
@@ -44,11 +44,11 @@ class Installed:
     apex: bool = False
     """Apex with its norms and its optimizer."""
     apex_fault: str | None = None
-    """Why Megatron must not use the package `apex` that is installed."""
+    """The reason why Megatron must not use the installed package `apex`."""
     datasets: bool = False
-    """With which Megatron reads the conversations of --sft."""
+    """The package with which Megatron reads conversations for --sft."""
     einops: bool = False
-    """With which Megatron groups instances of the distributed optimizer."""
+    """The package with which Megatron groups instances of the distributed optimizer."""
     emerging_optimizers: bool = False
     """The package that Megatron's Muon and similar optimizers come from."""
     nvrx: bool = False
@@ -87,7 +87,7 @@ def here() -> Installed:
 
 
 def hide_what_is_broken() -> list[str]:
-    """Let no import find a Transformer Engine or Apex that cannot be used; returns a line about each, once per process.
+    """Hide a broken Transformer Engine or Apex from imports; returns a line about each, once per process.
 
     Call it before Megatron is imported. Megatron handles an ImportError, but any other error stops it, and it takes any
     package called `apex` for NVIDIA's.
@@ -102,7 +102,7 @@ def hide_what_is_broken() -> list[str]:
 
 
 def hide_what_needs_a_gpu() -> None:
-    """Let no import find Transformer Engine or Apex: Megatron would use their norms and optimizers on a CPU too."""
+    """Hide Transformer Engine and Apex from imports: Megatron would use their norms and optimizers on a CPU, too."""
     for package in filter(_is_there, (_ENGINE, _APEX, _OPTIMIZER)):
         _hide(package, "its kernels need a GPU")
 
@@ -115,7 +115,8 @@ def _hide(package: str, reason: str) -> None:
 
 
 def from_text(text: str) -> Installed:
-    """What nodes have, by `--nodes "te=VERSION|no,apex=yes|no,PACKAGE=yes|no,cc=X.Y"` with the names of `_PACKAGES`.
+    """Read what nodes have from `--nodes "te=VERSION|no,apex=yes|no,PACKAGE=yes|no,cc=X.Y"`, with the names in
+    `_PACKAGES`.
 
     Anything left out is taken from this machine. Raises UserError.
     """
@@ -157,7 +158,7 @@ def _version(text: str) -> str:
 
 
 def _engine() -> tuple[str | None, str | None]:
-    """The version, or the fault; neither where it is not installed."""
+    """Transformer Engine's version, or the fault that breaks it; neither if it is not installed."""
     if _ENGINE in _hidden:
         return None, _hidden[_ENGINE]
     if not _is_there(_ENGINE):

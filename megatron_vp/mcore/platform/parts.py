@@ -1,4 +1,4 @@
-"""Who computes what in a job: Transformer Engine, Apex, PyTorch or this plug-in."""
+"""Names the implementation of each part of a job: Transformer Engine, Apex, PyTorch or this plug-in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TITLES = {
 
 
 def parts_of_job(args: argparse.Namespace, machine: Installed, w_is_ours: bool) -> dict[str, str]:
-    """Who computes layers, norms, softmax, accumulation of weight gradients, and the optimizer's step.
+    """Name what computes layers, norms, softmax, accumulation of weight gradients, and the optimizer step.
 
     Args:
         args: validated by Megatron.
@@ -35,7 +35,7 @@ def parts_of_job(args: argparse.Namespace, machine: Installed, w_is_ours: bool) 
 
 
 def describe(parts: dict[str, str]) -> str:
-    """The same in one line."""
+    """Describe the parts in one line."""
     return "; ".join(f"{part}: {TITLES[who]}" for part, who in parts.items())
 
 

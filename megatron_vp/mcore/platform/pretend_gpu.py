@@ -1,7 +1,7 @@
-"""A job for GPUs, checked on a machine that has none: a login node, say.
+"""Checks a job for GPUs on a machine without any, such as a login node.
 
 Megatron asks the device for its compute capability, and Transformer Engine for its version, while it validates
-arguments. What a current node would answer stands in for both; nothing may be computed.
+arguments. Both get the answers of a current node; nothing may be computed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FUSED = {
 
 @contextmanager
 def pretend_gpu(nodes: Installed) -> Iterator[None]:
-    """Inside, this process takes itself for one with a CUDA device and with what `nodes` have.
+    """Inside, this process appears to have a CUDA device and the packages of `nodes`.
 
     Imports nothing of Megatron.
     """

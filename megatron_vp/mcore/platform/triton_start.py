@@ -1,4 +1,4 @@
-"""What Triton needs at its first start on a machine: a C compiler with Python's headers, and a folder for its cache.
+"""Checks what Triton needs at its first start: a C compiler with Python's headers, and a folder for its cache.
 
 Triton compiles a small library in C when it first meets a device, and its kernels when they are first launched. It
 keeps both in one folder, which all ranks of a node read and write.
@@ -35,13 +35,13 @@ def c_compiler() -> str | None:
 
 
 def cache_folder() -> Path:
-    """Where Triton keeps what it has compiled, whether the folder exists or not."""
+    """Triton's cache folder, whether it exists or not."""
     home = os.environ.get("TRITON_HOME") or Path.home()
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache").absolute()
 
 
 def file_system(folder: Path) -> str | None:
-    """The type of the file system that a folder is or would be on; None where the machine does not say."""
+    """The type of the file system that a folder is or would be on; None if unknown."""
     try:
         lines = _MOUNTS.read_text().splitlines()
     except OSError:
@@ -55,7 +55,7 @@ def file_system(folder: Path) -> str | None:
 
 
 def is_network(kind: str | None) -> bool:
-    """Whether files of this type of file system are on other machines, as far as its name tells."""
+    """Whether this type of file system is a network's, judged by its name."""
     return kind in _NETWORK or (kind is not None and kind.startswith("fuse") and kind not in _LOCAL_FUSE)
 
 

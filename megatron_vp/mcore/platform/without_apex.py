@@ -1,4 +1,4 @@
-"""Where Apex's product into `main_grad` is not installed, our own stands in under its name.
+"""Replaces Apex's product into `main_grad`, under its name, if Apex is not installed.
 
 Megatron's linear layers, its vocabulary layers among them, import Apex's extension `fused_weight_gradient_mlp_cuda` to
 accumulate weight gradients. Without it Megatron refuses to build them, and it hands the same switch to Transformer

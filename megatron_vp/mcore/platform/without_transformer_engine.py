@@ -46,7 +46,7 @@ def _torch_norm(original: type) -> Callable[..., torch.nn.Module]:
 
 
 def _final_norm(original: Any) -> Any:
-    """Megatron builds Apex's norm behind the last layer, and that has no RMSNorm."""
+    """Megatron uses Apex's norm behind the last layer, but Apex has no RMSNorm: use PyTorch's."""
     if getattr(original, "__name__", None) != "FusedLayerNorm":
         return original
 

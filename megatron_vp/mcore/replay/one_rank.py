@@ -37,16 +37,17 @@ LEFT_OUT = {
     *("train_iters", "train_samples", "eval_iters", "eval_interval", "exit_interval", "rank_report", "pipeline_trace"),
     *("lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples"),
 }
-"""Arguments of the job that a replay has no use for: data, checkpoints, logs, lengths."""
+"""Arguments of the job that a replay ignores: data, checkpoints, logs, lengths."""
 
 PACKS = ("--sft", "--dataloader-inter-document-masking")
-"""The same as words: made-up data has no documents, and attention takes its longest and largest."""
+"""Further ignored options, for packed data: made-up data has no documents, so attention takes its longest and largest.
+"""
 
 ROUNDS = 3
 """Microbatches per pipeline rank after which no schedule holds more activations."""
 
 ENGINES_ALONE = {"window_size", "window_attn_skip_freq", "softmax_type", "apply_layernorm_1p"}
-"""Of those, options that only affect Transformer Engine's layers, or change no tensor that they keep."""
+"""Ignored options that only affect Transformer Engine's layers, or change no tensor that they keep."""
 
 PARALLEL_SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
 
@@ -58,14 +59,13 @@ class Replayed:
     pipeline_rank: int
     pipeline_size: int
     microbatches: int
-    """Of the job. Times are of one."""
+    """Microbatches of the job. Times are per microbatch."""
     pass_milliseconds: dict[str, float]
-    """Of each kind, the time of all its passes of one microbatch, all chunks of the rank together; of shapes only,
-    empty."""
+    """By kind, the time of all passes of one microbatch, summed over the rank's chunks; empty with shapes only."""
     host_milliseconds: dict[str, float]
     """How long the host took for the same passes: on a GPU to issue them, and to wait where Megatron waits in them."""
     iteration_milliseconds: float | None
-    """The passes and what lies between them, without waiting for peers; None of shapes only."""
+    """Time of the passes and the gaps between them, without waiting for peers; None with shapes only."""
     memory_bytes: dict[str, int]
     """parameters, gradients; on a GPU, or of shapes, allocated (before an iteration) and peak (in it); on a GPU also
     reserved (by the allocator) and outside (it)."""
@@ -172,7 +172,7 @@ def run_alone(
 
 
 def _microbatches(job: JobConfig, replicas: int) -> tuple[int, int]:
-    """How many microbatches show the peak of memory, and how many the job has; equal where nothing may be left out.
+    """The number of microbatches that shows the memory peak, and the job's number; equal if none may be left out.
 
     Every generator has all its activations in flight by the third round of the pipeline. A schedule from a file has
     its number.
@@ -220,7 +220,7 @@ def _shifted_alone(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fill(batch: dict[str, torch.Tensor | None], vocab_size: int) -> None:
-    """Any tokens and labels, all of them counted, in a causal order."""
+    """Fill a batch with arbitrary tokens and labels; all count in the loss, and attention is causal."""
     for name, tensor in batch.items():
         match name:
             case _ if tensor is None:

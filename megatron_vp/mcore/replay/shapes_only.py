@@ -94,7 +94,7 @@ def _communicated(function: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _read(function: Any, tensor: torch.Tensor) -> Any:
-    """A number that the host asks for: known if the host made it, else none, which nothing counts as a failure."""
+    """A number that the host reads: its value if known, otherwise NaN, False or 0, which no check rejects."""
     try:
         return function(tensor)
     except DataDependentOutputException:

@@ -1,4 +1,4 @@
-"""Where a rank's bytes are counted: by its device's allocator, or, where nothing is allocated, as a replay does."""
+"""Counts a rank's bytes: by its device's allocator, or as a replay does if nothing is allocated."""
 
 from __future__ import annotations
 
@@ -48,10 +48,9 @@ def meter() -> Meter | None:
 
 
 def around_tensors() -> dict[str, int]:
-    """Bytes of the device besides those of tensors; empty where no device is asked.
-
-    reserved: the most that PyTorch's allocator has had since `restart`. outside: what is used now and not the
-    allocator's: CUDA's context, loaded kernels, libraries' workspaces, communicators, and other processes.
+    """Bytes of the device besides tensors; empty without a device. reserved: peak of PyTorch's allocator since
+    `restart`. outside: what is used now and not the allocator's: CUDA's context, loaded kernels, libraries' workspaces,
+    communicators, and other processes.
     """
     if replay().meter is not None or pipeline_device().type != "cuda":
         return {}

@@ -27,7 +27,7 @@ from megatron_vp.schedule.transfers import Collective
 from megatron_vp.trace.figures import VOCABULARY_KINDS, IterationFigures, overlap, scalars, total
 
 _PATIENCE = timedelta(seconds=10)
-"""How long the last iteration of a run is waited for."""
+"""Seconds to wait for the figures of a run's last iteration."""
 
 
 class PipelineScalars:
@@ -45,11 +45,11 @@ class PipelineScalars:
         return iteration % self._interval == 0
 
     def keep(self, recorder: Recorder) -> None:
-        """Keep what was recorded of the iteration that runs; one that Megatron runs again replaces the first."""
+        """Keep the recording of the current iteration; if Megatron repeats an iteration, the last one counts."""
         self._recorded[self._running] = recorder
 
     def share(self, at_last: bool) -> None:
-        """Give the other ranks this one's figures, of the iterations that its device has finished; `at_last` of all."""
+        """Publish this rank's figures of the iterations that its device has finished; with `at_last`, of all."""
         for iteration, recorder in list(self._recorded.items()):
             if not (at_last or recorder.passed()):
                 return
@@ -59,12 +59,12 @@ class PipelineScalars:
             self._store().set(f"{iteration} {self._rank}", json.dumps(own))
 
     def expect(self, iteration: int) -> None:
-        """An iteration has ended that all ranks give their figures of, if it is one that is recorded."""
+        """Note the end of an iteration; if it is recorded, all ranks will publish their figures of it."""
         if iteration % self._interval == 0:
             self._due.append(iteration)
 
     def write(self, at_last: bool) -> None:
-        """Write the figures of the iterations of which all ranks have given theirs; call it where Megatron logs."""
+        """Write the figures of iterations for which all ranks have published theirs; called when Megatron logs."""
         store = self._store()
         for each in list(self._due):
             keys = [f"{each} {rank}" for rank in range(self._ranks)]
@@ -112,7 +112,7 @@ _current: PipelineScalars | None = None
 
 
 def pipeline_scalars(job: SettledJob) -> PipelineScalars | None:
-    """Those of this process, before a training iteration that is to be recorded; None for any other."""
+    """The scalars of this process if the next training iteration is to be recorded; otherwise None."""
     if not job.args.log_pipeline_interval or not in_first_pipeline(job):
         return None
     found = _of_process(job)

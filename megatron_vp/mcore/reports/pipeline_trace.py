@@ -18,7 +18,7 @@ _current: PipelineTrace | None = None
 
 
 def pipeline_trace(job: SettledJob, pipeline: Callable[[], Pipeline]) -> PipelineTrace | None:
-    """Called once before each training iteration: the trace that wants it, or None.
+    """Called once before each training iteration; returns the trace that records it, or None.
 
     None without --pipeline-trace, outside the wanted iterations, and in all pipelines but the first. All ranks of a
     pipeline call it together: for a wanted iteration it compares their clocks. `pipeline` joins them.

@@ -36,7 +36,7 @@ def _pipeline() -> _PlainPipeline:
 
 
 class _Steps:
-    """The steps of the iteration that runs now, and what they hold."""
+    """The steps of the current iteration, and the activations that they hold."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -70,7 +70,7 @@ def _output(output: Any) -> Any:
 
 
 _steps: _Steps | None = None
-"""Of the iteration of Megatron's own schedule that runs now."""
+"""The steps of the current iteration of Megatron's own schedule."""
 
 
 def _watched_schedule(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,9 +33,8 @@ KEPT = 200
 
 
 class RankReport:
-    """Sums up the training iterations of this rank, for the folder that the arguments name.
-
-    `run`: of which they are, by name; the same on all ranks.
+    """Summarises this rank's training iterations in the folder that the arguments name. `run`: the run's name, the same
+    on all ranks.
     """
 
     def __init__(self, args: argparse.Namespace, run: Mapping[str, str]) -> None:
@@ -108,8 +107,8 @@ class RankReport:
     def _memory(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
         """Bytes of weights and of main gradients.
 
-        Where it is known (on a GPU, and of shapes only) also what was allocated before an iteration, and at most. On a
-        GPU also what the allocator had reserved for that, and what is used outside it.
+        If known (on a GPU, or with shapes only) also the bytes allocated before an iteration and at its peak. On a GPU
+        also what the allocator had reserved, and what is used outside it.
         """
         gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
         memory = {

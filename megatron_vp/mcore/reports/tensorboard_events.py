@@ -1,4 +1,4 @@
-"""TensorBoard's events on a disk that takes no more: a run can do without its curves.
+"""Lets a run continue if its TensorBoard events can no longer be written.
 
 TensorBoard writes in a thread and raises what went wrong there at a later call, in the middle of training.
 """

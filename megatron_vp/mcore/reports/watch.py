@@ -1,4 +1,4 @@
-"""What watches one training iteration of this rank, in our schedules and in Megatron's own: `--rank-report`,
+"""Watches one training iteration of this rank, in our schedules and in Megatron's own: `--rank-report`,
 `--pipeline-trace` and `--log-pipeline-interval`.
 """
 
@@ -22,7 +22,7 @@ from megatron_vp.schedule.passes import Schedule
 
 @dataclass(frozen=True)
 class Watch:
-    """The stopwatch of one iteration, and what takes its times."""
+    """The recorder of one iteration, and the reports that use its times."""
 
     recorder: Recorder
     report: RankReport | None
@@ -34,8 +34,8 @@ class Watch:
 
         Args:
             model: its chunks.
-            schedule: that ran; what a trace says of it, its passes not among it.
-            in_flight, logits: the most activations and logits that were held, in microbatches of the whole rank.
+            schedule: the schedule that ran, described in the trace without its passes. in_flight, logits: peaks of
+                activations and logits, in microbatches of the whole rank.
         """
         if self.report or self.trace:
             self.recorder.finish()

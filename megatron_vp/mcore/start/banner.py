@@ -1,6 +1,6 @@
 """The banner of a run, printed once per job at the start, so that the log shows which parts of the plug-in are on.
 
-`megatron-vp check` says the same of a job that has not started.
+`megatron-vp check` prints the same for a job that has not started.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def print_banner(job: SettledJob) -> None:
 
 
 def versions() -> list[str]:
-    """Of this package and of those that compute."""
+    """Versions of this package and of the packages that compute."""
     found = [f"megatron_vp {__version__}"]
     for title, package in (("megatron-core", "megatron-core"), ("Transformer Engine", "transformer-engine")):
         try:
@@ -93,7 +93,7 @@ def describe_prediction(job: SettledJob) -> list[str]:
 
 
 def _partition(job: SettledJob) -> list[str]:
-    """Vocabulary rows by pipeline rank, and layers by virtual stage in the order of the model, as far as known."""
+    """Vocabulary rows by pipeline rank, and layers by virtual stage in model order, if known."""
     rows, layers = describe_rows(job), layers_given(job.args)
     with suppress(UserError):  # of a job that the cost model does not count
         sizes, plan, _ = predicted_plan(job.args, job.settings, Prediction(job.args, job.words), in_proportion=True)
@@ -104,7 +104,7 @@ def _partition(job: SettledJob) -> list[str]:
 
 
 def _numbers(values: Sequence[int]) -> str:
-    """Numbers by rank or stage; long lists of equal ones in short."""
+    """Format numbers by rank or stage; long lists of equal numbers are shortened."""
     if len(values) > 8 and len(set(values)) == 1:
         return f"{values[0]} each"
     return ",".join(map(str, values))

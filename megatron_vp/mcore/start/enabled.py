@@ -1,8 +1,8 @@
 """`megatron_vp.enable`: the plug-in in a script or a framework with a training loop of its own.
 
-The same patches as in a start by flags. Where the script lets Megatron parse arguments, the call's settings are put
-before the command line, and everything goes as with flags. Elsewhere the first model settles the job: its
-configuration and Megatron's groups say what Megatron's arguments would, and go through the same checks.
+The same patches as in a start by flags. If the script lets Megatron parse arguments, the call's settings are put before
+the command line, and everything works as with flags. Otherwise the first model settles the job: its configuration and
+Megatron's groups take the place of Megatron's arguments and go through the same checks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Handle:
         self._hook = hook
 
     def disable(self) -> None:
-        """Undo the call: Megatron is as it was. Models that were built in between cannot be trained any more."""
+        """Undo the call and restore Megatron. Models built in between can no longer be trained."""
         patches.undo(patch for patch in patches.in_force() if patch.target not in self._before)
         settled.clear()
         settled.note_own_loop(None)
@@ -69,7 +69,7 @@ def enable(settings: Mapping[str, Any]) -> Handle:
 
 
 def _require_no_model() -> None:
-    """Raise UserError where the script holds a model already: it would train as plain Megatron's, in silence."""
+    """Raise UserError if the script already holds a model, which would silently train as plain Megatron's."""
     module = sys.modules.get("megatron.core.models.common.language_module.language_module")
     if module is None:
         return
@@ -159,7 +159,9 @@ def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[
 
 
 def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Write into Megatron's arguments what a model and Megatron's groups say. Raises UserError for what cannot be."""
+    """Write a model's configuration and Megatron's groups into Megatron's arguments. Raises UserError for
+    contradictions.
+    """
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -231,7 +233,7 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
 
 
 def _require_chunks(job: SettledJob, chunks: int) -> None:
-    """Raise UserError where the script has another number of chunks per rank than the schedule."""
+    """Raise UserError if the script's number of chunks per rank differs from the schedule's."""
     if job.placement.chunks != chunks:
         raise UserError(
             f"--pipeline-schedule {job.args.pipeline_schedule} has {job.placement.chunks} chunks per rank, and this "

@@ -1,8 +1,8 @@
 """The last line of a start that cannot work, printed once per job, after all other output of its ranks.
 
 Ranks that refuse meet in the launcher's store, or in the one that rank 0 serves. Each writes its own output first. Then
-one of them speaks for all, so that the line is the last of the job's log, and all leave together: launchers end every
-rank as soon as one has left.
+one of them prints for all, so that the line is the last of the job's log, and all exit together: launchers end every
+rank as soon as one has exited.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _ToldToEnd(Exception):
 
 
 def refuse_together(reason: str, seconds: float) -> None:
-    """Print `error: REASON` on one of the ranks that refuse, naming ranks where not all of them give this reason.
+    """Print `error: REASON` on one of the refusing ranks, naming the ranks if not all give this reason.
 
     `seconds`: how long to wait for the other ranks, which may have nothing to refuse. Returns when the line has been
     printed, by this or by another rank.
@@ -46,14 +46,14 @@ def refuse_together(reason: str, seconds: float) -> None:
 
 
 def _replays() -> bool:
-    """Whether this process is a job's only one, whose process group has no peers and a store that keeps nothing."""
+    """Whether this process is a replay: the only one of its job, without peers and with a store that keeps nothing."""
     from torch import distributed
 
     return distributed.is_initialized() and distributed.get_backend() == "fake"
 
 
 def _speak_for_all(rank: int, ranks: int, reason: str, seconds: float) -> bool:
-    """Whether the reason of this rank has been printed, by this or by another one."""
+    """Print for all ranks, or wait until another rank has; returns whether this rank's reason was printed."""
     from torch.distributed import PrefixStore
 
     from megatron_vp.mcore.start.meeting import meeting_point
@@ -81,7 +81,7 @@ def _speak_for_all(rank: int, ranks: int, reason: str, seconds: float) -> bool:
 
 
 def _listen() -> None:
-    """From here on, SIGTERM ends the waiting and not the process."""
+    """From now on SIGTERM ends the waiting instead of the process."""
 
     def told(*_: object) -> None:
         raise _ToldToEnd
@@ -113,7 +113,7 @@ def _print(reasons: str | dict[str, str]) -> None:
 
 
 def _tell_torchrun(line: str) -> None:
-    """Leave the line where torchrun looks for the error of the first process that failed."""
+    """Write the line to the file where torchrun looks for the error of the first failed process."""
     with suppress(KeyError, OSError), open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
         json.dump({"message": line, "timestamp": int(time.time())}, file)
 

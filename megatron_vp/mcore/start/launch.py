@@ -19,7 +19,7 @@ from megatron_vp.jobs.command_line import CPU, asks_for_help
 from megatron_vp.mcore.start.last_line import refuse_together
 
 _MAY_PASS = {errno.EIO, errno.ESTALE}
-"""Failures of storage that may be gone at the next attempt of a job."""
+"""Storage errors that may be gone at a job's next attempt."""
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
@@ -103,7 +103,9 @@ def _exit(status: int) -> NoReturn:
 
 
 def _checkpoint_line(error: BaseException) -> str | None:
-    """That a checkpoint could not be written or read; None for any other error. Only rank 0 learns by whom."""
+    """One line if a checkpoint could not be written or read; None for any other error. Only rank 0 learns which rank
+    failed.
+    """
     from torch.distributed.checkpoint import CheckpointException
 
     if not isinstance(error, CheckpointException):
@@ -114,7 +116,7 @@ def _checkpoint_line(error: BaseException) -> str | None:
 
 
 def _failure(reason: BaseException) -> str:
-    """Why a rank failed to write or read a checkpoint."""
+    """The reason why a rank failed to write or read a checkpoint."""
     if not isinstance(reason, KeyError):
         return str(reason).strip().partition("\n")[0]
     state = str(reason.args[0]).startswith("optimizer.state.")
@@ -123,13 +125,13 @@ def _failure(reason: BaseException) -> str:
 
 
 def _storage_line(error: BaseException) -> str | None:
-    """Where storage refused; None for any other error."""
+    """One line on a storage error; None for any other error."""
     refused = storage_failure(error)
     return None if refused is None else f"{_who()} was in {_place(error)}: {refused}"
 
 
 def _lost_peer_line(error: BaseException) -> str | None:
-    """Where this rank waited for a peer that is lost or silent; None for any other error."""
+    """One line on where this rank waited for a lost or silent peer; None for any other error."""
     from megatron_vp.runtime.progress import lost_peer
     from megatron_vp.runtime.watchdog import others_of_a_lost_peer
 
@@ -198,7 +200,9 @@ def _require_launcher(command: str) -> None:
 
 
 def _check_place() -> None:
-    """A place that no launcher gives would wait for peers who never come, or bring Megatron down half-way."""
+    """Check the rank and world size in the environment: values that no launcher sets would wait for peers forever, or
+    fail inside Megatron.
+    """
     ranks = _whole("WORLD_SIZE", 1, sys.maxsize)
     _whole("RANK", 0, ranks - 1)
     _whole("LOCAL_RANK", 0, ranks - 1)

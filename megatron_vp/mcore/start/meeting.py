@@ -1,4 +1,4 @@
-"""What ranks tell each other before Megatron makes process groups, through the store at which they meet anyway.
+"""Lets ranks compare values before Megatron makes process groups, through the store that they connect to anyway.
 
 Ranks with other sizes or another backend would make other groups, and wait for each other until a limit ends them.
 """
@@ -29,7 +29,7 @@ _SCHEDULE = "schedule"
 
 
 def first_ranks_text(name: str) -> str:
-    """The text of the schedule file `name` as rank 0 reads it, on every rank: nodes may hold other files, or none.
+    """Return rank 0's text of the schedule file `name` on every rank; other nodes may hold another file, or none.
 
     A rank that holds the same text does not fetch it. Where rank 0 was given another name, it is the text of the file
     here, and `compare` finds the difference. Raises UserError where rank 0 cannot read the file.
@@ -64,11 +64,11 @@ def _digest(text: str) -> str:
 
 
 def compare(own: dict[str, Any], verdict: Callable[[list[dict[str, Any]]], str], patience: timedelta) -> None:
-    """Compare what every rank has to say. Returns where all say the same, and raises UserError on all otherwise.
+    """Compare a value of every rank. Returns if all are the same, otherwise raises UserError on all ranks.
 
     Args:
         own: JSON values by name.
-        verdict: called on one rank where not all say the same, with what every rank says; returns the error's line.
+        verdict: called on one rank with all values if they differ; returns the error's line.
         patience: how long to wait for the other ranks.
     """
     rank, ranks = _place()
@@ -134,7 +134,9 @@ def _text(store: Store, pieces: int) -> str:
 
 
 def _end_together(store: Store, line: str) -> NoReturn:
-    """Raise UserError with `line`. Rank 0 may serve the store, so it waits a while for the others to have it read."""
+    """Raise UserError with `line`. Rank 0 may serve the store, so it first waits a while for the others to read the
+    line.
+    """
     rank, ranks = _place()
     heard, deadline = store.add("heard", 1), time.monotonic() + _LEAVE_WITHIN_SECONDS
     while rank == 0 and heard < ranks and time.monotonic() < deadline:

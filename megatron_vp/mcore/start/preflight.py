@@ -72,13 +72,13 @@ def check_job(
 
 
 def own_options(arguments: list[str]) -> list[str]:
-    """The names of a job's options that neither Megatron nor this package knows: left to its script."""
+    """Names of a job's options that neither Megatron nor this package knows; they are left to its script."""
     known = {*known_options(), CPU_NAME}
     return [name for name in read_job_config(*split_config(arguments)).values if name not in known]
 
 
 def refusal_of(arguments: list[str], ranks: int) -> str | None:
-    """Why a job's `ranks` processes would refuse its arguments; None where they would start.
+    """The reason why a job's `ranks` processes would refuse its arguments; None if they would start.
 
     Without `--cpu` they are checked for GPUs: this machine's, or such as a current node has. The variable that Megatron
     asks for with tensor or context parallelism counts as set: it belongs to the start, not to the arguments.
@@ -110,7 +110,7 @@ def load_megatron() -> None:
 
 @contextmanager
 def without_compilers() -> Iterator[None]:
-    """Inside, Megatron's fused functions are left as they are written, in a process that only checks.
+    """In a process that only checks: inside, Megatron's fused functions are not compiled.
 
     `torch.compile` would load PyTorch's compilers for them, which takes as long as all of Megatron.
     """
@@ -144,7 +144,7 @@ def _said_of_platform(arguments: list[str]) -> dict[str, Any]:
 
 
 def _take_sizes_of_checkpoint(args: argparse.Namespace) -> None:
-    """What --use-checkpoint-args asks for: the model's sizes of the run that wrote the checkpoint to load."""
+    """Apply --use-checkpoint-args: take the model's sizes from the run that wrote the checkpoint."""
     from megatron.training.checkpointing import load_args_from_checkpoint
 
     from megatron_vp.mcore.options.settle import refused_by_megatron
@@ -165,7 +165,9 @@ def check_files(args: argparse.Namespace) -> None:
 
 
 def ranks_of_one_replica(arguments: list[str], own_script: bool = False) -> int:
-    """How many ranks hold the model once, by a job's arguments. Raises UserError if they cannot be parsed."""
+    """Number of ranks that together hold the model once, by a job's arguments. Raises UserError if they cannot be
+    parsed.
+    """
     own = own_options(arguments) if own_script else ()
     with _platform(arguments, here=False), _parsed(arguments, 1, own) as args:
         return args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
@@ -241,7 +243,7 @@ def describe_start(job: SettledJob) -> list[str]:
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> int:
-    """Iteration of the newest checkpoint that is whole in `folder`; 0 if there is none."""
+    """Iteration of the newest complete checkpoint in `folder`; 0 if there is none."""
     tracker = Path(folder) / TRACKER
     try:
         return int(tracker.read_text())
@@ -251,7 +253,7 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> int:
 
 @contextmanager
 def _parsed(arguments: list[str], ranks: int, own: Sequence[str] = ()) -> Iterator[argparse.Namespace]:
-    """The arguments as the patched Megatron parses them, which stays patched inside. `own`: names of a script's own."""
+    """Inside, Megatron is patched; yields the arguments as it parses them. `own`: names of the script's own options."""
 
     def with_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         values = read_job_config(*split_config(arguments)).values

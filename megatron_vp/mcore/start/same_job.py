@@ -1,9 +1,9 @@
-"""Every rank has to run the same job. A node with another file or another installation is found before it can do harm.
+"""Checks that every rank runs the same job, so that a node with another file or installation is found before it does
+harm.
 
 Ranks of different numbers of microbatches wait for each other forever; different learning rates, or other versions of
-this package, silently give a different model. So everything that a job's arguments say is compared, but
-for what may differ between machines. Only then does the job write to its folders, and only if no other job saves to the
-same place.
+this package, silently give a different model. So all arguments are compared, except those that may differ between
+machines. Only then does the job write to its folders, and only if no other job saves to the same place.
 """
 
 from __future__ import annotations
@@ -66,20 +66,21 @@ _PLACES = {
     ),
 }
 PLACES = {name: reason for reason, names in _PLACES.items() for name in names.split()}
-"""Arguments that name a place, with what is there. Compared is whether they are given, and weights in a list of data.
+"""Arguments that name a place, with what is there. Only whether they are given is compared, and weights in a list of
+data.
 """
 
 
 def facts(
     arguments: Mapping[str, Any], parts: Mapping[str, str] | None = None, given: Mapping[str, str] | None = None
 ) -> dict[str, dict[str, str]]:
-    """What all ranks must have alike, as text by name ("alike"), and the options that were given ("given").
+    """Everything that must be equal on all ranks, as text by name ("alike"), and the options that were given ("given").
 
     Compared are all arguments, those that Megatron and this plug-in derive included, the versions of packages, and our
     code.
 
     Args:
-        arguments: by name; what begins with an underscore is left out.
+        arguments: by name; names that begin with an underscore are left out.
         parts: who computes what.
         given: the options that were typed, by the names of their arguments.
     """
@@ -103,7 +104,7 @@ def facts(
 
 
 def _place(value: Any) -> str:
-    """A place as far as it is compared."""
+    """The part of a place that is compared."""
     if value is None:
         return "not given"
     return _text([word if _is_number(word) else "PATH" for word in value]) if isinstance(value, list) else "given"
@@ -118,7 +119,7 @@ def _is_number(word: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """The same text for the same value in every process: no addresses, no order of sets."""
+    """Text that is the same for equal values in every process: no addresses, no order of sets."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, set | frozenset):
@@ -135,7 +136,7 @@ def _text(value: Any) -> str:
 
 
 def code(package: Path) -> str:
-    """A fingerprint of a package's sources: two checkouts may go by one version."""
+    """A fingerprint of a package's sources: two checkouts may have the same version."""
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         digest.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
@@ -143,9 +144,8 @@ def code(package: Path) -> str:
 
 
 def difference(ranks: list[dict[str, dict[str, str]]]) -> str:
-    """The first name in which not all `ranks` agree, each value with its ranks.
-
-    An option that some rank was given comes first: arguments that are derived from it differ as well.
+    """Describe the first name on which not all `ranks` agree, each value with its ranks. Options that were given come
+    first, because arguments derived from them differ as well.
     """
     given: dict[str, str] = {}
     for each in ranks:

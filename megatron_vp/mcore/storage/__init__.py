@@ -1,1 +1,1 @@
-"""The inputs and outputs of a run, data and checkpoints, checked before it starts."""
+"""Checks a run's inputs and outputs (data and checkpoints) before it starts."""

@@ -26,7 +26,7 @@ def note_saved() -> None:
 
 @contextmanager
 def noting_the_end() -> Iterator[None]:
-    """Around training: note that it has finished, unless it fails or ends early because of a signal."""
+    """Around training: notes that training has finished, unless it fails or a signal ends it early."""
     try:
         yield
     except SystemExit as end:

@@ -1,7 +1,8 @@
-"""The checkpoint that a run is to load, checked before any process group exists: there, whole, and of a form that fits.
+"""Checks the checkpoint that a run loads before any process group exists: that it exists, is complete and has a form
+that fits.
 
-Megatron starts from random weights where it finds nothing, and fails on some ranks, at different times, where a file
-is damaged. A user who asked for a checkpoint wants neither.
+Megatron starts from random weights where it finds nothing, and fails on some ranks, at different times, where a file is
+damaged. Both are worse than a refusal.
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ def _check(args: argparse.Namespace, folder: Path, finetunes: bool) -> None:
 
 
 def partition_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None, str | None] | None:
-    """The vocabulary rows and the layout of the run whose checkpoint these parsed arguments load, if they must stay.
+    """The vocabulary rows and the layout of the run that wrote the checkpoint to load, if this run must keep them.
 
-    The layout of a hybrid model is its pattern.
-    They must where the optimizer state is in the distributed optimizer's default form, which fits only the partition
-    that wrote it. None where any other will do, and for a checkpoint that cannot be read, which is refused later.
+    The layout of a hybrid model is its pattern. They must be kept if the optimizer state is in the distributed
+    optimizer's default form, which fits only the partition that wrote it. None if any partition will do, and for a
+    checkpoint that cannot be read, which is refused later.
     """
     fresh = args.no_load_optim or args.skip_train or args.dist_ckpt_optim_fully_reshardable
     if fresh or not args.use_distributed_optimizer or args.load is None:
@@ -100,7 +101,7 @@ def partition_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None,
 
 
 def _chunks_asked(args: argparse.Namespace) -> int | None:
-    """Chunks per rank that parsed arguments ask for; None where they leave it open."""
+    """Chunks per rank that parsed arguments ask for; None if they do not say."""
     layers = args.num_layers_per_virtual_pipeline_stage
     if layers is not None and args.num_layers is not None:
         return args.num_layers // (args.pipeline_model_parallel_size * layers)
@@ -184,7 +185,7 @@ def _check_ranks_own_files(args: argparse.Namespace, folder: Path) -> None:
 
 
 def _damage(folder: Path) -> str | None:
-    """The fault in a checkpoint's files; None if its metadata can be read and no file is shorter than it says."""
+    """The fault in a checkpoint's files; None if the metadata is readable and no file is shorter than it states."""
     missing = [name for name in _PARTS if not (folder / name).is_file()]
     if missing:
         return f"the checkpoint {folder} lacks {' and '.join(missing)}"
@@ -207,7 +208,7 @@ def _damage(folder: Path) -> str | None:
 
 
 def _common_state(folder: Path) -> dict[str, Any]:
-    """The contents of a checkpoint besides tensors: the arguments of the run that wrote it, and optimizer settings."""
+    """Read a checkpoint's contents besides tensors: arguments of the run that wrote it, and optimizer settings."""
     from megatron.core.dist_checkpointing import load_common_state_dict
 
     with warnings.catch_warnings():
@@ -219,7 +220,9 @@ def _common_state(folder: Path) -> dict[str, Any]:
 
 
 def _check_tying(args: argparse.Namespace, written_by: argparse.Namespace, folder: Path) -> None:
-    """Megatron passes over weights that a model has no place for: an output layer would be lost in silence."""
+    """Refuse a tied model for an untied checkpoint: Megatron ignores weights that a model lacks, so the output layer
+    would be lost silently.
+    """
     untied = getattr(written_by, "untie_embeddings_and_output_weights", False)
     if untied and not args.untie_embeddings_and_output_weights:
         raise UserError(
@@ -229,7 +232,9 @@ def _check_tying(args: argparse.Namespace, written_by: argparse.Namespace, folde
 
 
 def _check_random_state(written_by: argparse.Namespace, folder: Path) -> None:
-    """Megatron ends a run, with status 0, where the checkpoint holds no states of its random number tracker."""
+    """Refuse a checkpoint without the states of Megatron's random number tracker, at which Megatron ends a run with
+    status 0.
+    """
     if getattr(written_by, "inference_rng_tracker", False) and not getattr(written_by, "no_save_rng", False):
         raise UserError(
             f"{folder} was written with --inference-rng-tracker, which does not store random state in a form that "
@@ -238,7 +243,7 @@ def _check_random_state(written_by: argparse.Namespace, folder: Path) -> None:
 
 
 def _others(folder: Path) -> str:
-    """Advice about a checkpoint that cannot be used."""
+    """Advice for a checkpoint that cannot be used: name the newest other complete iteration in its folder."""
     steps = (other.name.removeprefix("iter_") for other in folder.parent.glob("iter_*") if other != folder)
     for step in sorted(map(int, filter(str.isdecimal, steps)), reverse=True):
         if _damage(folder.parent / f"iter_{step:07d}") is None:

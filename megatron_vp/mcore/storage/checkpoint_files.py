@@ -1,4 +1,4 @@
-"""What checkpoints are written to, a tracker that is replaced as a whole, and state that is taken from where it lies.
+"""Checks that checkpoints can be written, and makes Megatron replace its tracker file atomically.
 
 Megatron empties the file that names the last checkpoint before it writes a new number. A rank that dies in between, or
 a full disk, would leave a run that does not know its last good checkpoint.
@@ -32,7 +32,7 @@ def check_writable(option: str, folder: str | os.PathLike[str]) -> None:
 
 
 class _Files:
-    """Megatron's access to files, with a tracker that is replaced as a whole."""
+    """Megatron's file access, with atomic replacement of the tracker."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -41,7 +41,7 @@ class _Files:
         return getattr(self._original, name)
 
     def open(self, path: str, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """As the original; object storage replaces files as a whole anyway."""
+        """As the original, except for the tracker; object storage replaces files atomically anyway."""
         opened = self._original.open
         if mode != "w" or os.path.basename(path) != TRACKER:
             return opened(path, mode, *args, **kwargs)
@@ -51,7 +51,7 @@ class _Files:
 
 @contextmanager
 def _noted(tracker: AbstractContextManager[IO[str]]) -> Iterator[IO[str]]:
-    """Megatron writes the tracker when all ranks have written the checkpoint."""
+    """Note that a checkpoint was saved: Megatron writes the tracker when all ranks have written theirs."""
     with tracker as file:
         yield file
     note_saved()
@@ -68,7 +68,7 @@ def _replaced(path: str) -> Iterator[IO[str]]:
 
 
 def unpadded_ranges(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """Where each parameter lies among a gradient buffer's elements without the padding at the ends of its buckets.
+    """Positions of each parameter in a gradient buffer, without the padding at the ends of buckets.
 
     Returns start, end and bucket by parameter, as Megatron's `param_index_map` does, which counts the padding.
     """

@@ -1,7 +1,7 @@
 """Reads the `.metadata` of a torch_dist checkpoint, which is a pickle, without running anything that it names.
 
-A pickle may name any function, and loading it calls that function. Somebody else's checkpoint is therefore a program.
-A check of one, on a login node for instance, must not be what starts it.
+A pickle may name any function, and loading it calls that function. A checkpoint from others is therefore a program, and
+checking one, for instance on a login node, must not run it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Conversations for --sft, in files of JSON lines: checked before a training run opens them."""
+"""Checks conversations for --sft, files of JSON lines, before a training run opens them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron's indexed dataset: written from documents, and checked before a training run opens it."""
+"""Writes Megatron's indexed datasets from documents, and checks them before a training run opens them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Prepared:
     tokens: int
 
     def flags(self) -> list[str]:
-        """The flags that make Megatron train on it, with a --split where Megatron's own leaves a part empty."""
+        """The flags to train on it, with a --split if Megatron's default would leave a part empty."""
         split = split_for(self.documents)
         return [
             *("--data-path", str(self.dataset)),
@@ -131,7 +131,7 @@ def _check_names(written: Sequence[Path], overwrite: bool) -> None:
 
 
 def _place(parts: Sequence[Path], written: Sequence[Path], aside: Path) -> None:
-    """Give complete files their names, in this order. Old ones are moved aside before, and back where that fails."""
+    """Give complete files their names, in this order. Old files are moved aside first, and back if that fails."""
     aside.mkdir()
     moved: list[tuple[Path, Path]] = []
 
@@ -153,7 +153,7 @@ def _place(parts: Sequence[Path], written: Sequence[Path], aside: Path) -> None:
 
 @contextmanager
 def _storage_told(output: Path) -> Iterator[None]:
-    """Turn errors of the disk into a UserError; readers and tokenizers have converted theirs already."""
+    """Turn disk errors into a UserError; readers and tokenizers convert their own."""
     try:
         yield
     except OSError as error:
@@ -161,7 +161,7 @@ def _storage_told(output: Path) -> Iterator[None]:
 
 
 class _Counter:
-    """Iterates over the texts of documents that hold any, and reports how many characters have passed."""
+    """Iterates over the non-empty texts of documents, and reports the number of characters."""
 
     def __init__(self, documents: Documents, stage: str, total: int | None, progress: Progress) -> None:
         self._documents, self._stage, self._total, self._progress = documents, stage, total, progress
@@ -312,9 +312,8 @@ def check_room_for_tokens(padded: int, tokens: int) -> None:
 
 
 def padded_vocabulary(args: argparse.Namespace) -> int | None:
-    """The vocabulary size that Megatron will pad this job to.
-
-    Where its tokenizer cannot be read here, as on a machine that only plans, that of --vocab-size; None without it.
+    """The vocabulary size to which Megatron will pad this job's. If its tokenizer cannot be read here, as on a machine
+    that only plans, --vocab-size is used; None without that.
     """
     from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
 
@@ -328,7 +327,7 @@ def padded_vocabulary(args: argparse.Namespace) -> int | None:
 
 
 def check_room_without_files(args: argparse.Namespace) -> None:
-    """The same for a tokenizer without files, whose vocabulary --vocab-size says."""
+    """The same for a tokenizer without files, whose vocabulary size is --vocab-size."""
     if args.padded_vocab_size is not None and args.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer"):
         check_room_for_tokens(args.padded_vocab_size, args.vocab_size)
 

@@ -1,4 +1,4 @@
-"""The optimizer state that a run is to load, checked before any process group exists: whether Megatron will find it."""
+"""Checks, before any process group exists, that Megatron will find the optimizer state that a run loads."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def check_optimizer(
 
 
 def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Megatron reads optimizer state only into the kind of optimizer that wrote it, and the distributed optimizer's
-    default form, which stores its buffers as they lie, only in the same layout.
+    """Check the form: Megatron reads optimizer state only into the kind of optimizer that wrote it. The distributed
+    optimizer's default form stores raw buffers and fits only the same layout.
     """
     if (written := getattr(written_by, "optimizer", args.optimizer)) != args.optimizer:
         raise UserError(
@@ -84,13 +84,15 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
 
 
 def _is_distributed(args: argparse.Namespace, absent: bool = False) -> bool:
-    """As one of Megatron's two distributed optimizers: by elements, or of Muon and its like by whole weights."""
+    """Whether it is one of Megatron's distributed optimizers: by element, or by whole weight for Muon and similar."""
     by_elements = getattr(args, "use_distributed_optimizer", absent)
     return by_elements or getattr(args, "use_layer_wise_distributed_optimizer", False)
 
 
 def _check_decoupled_rates(args: argparse.Namespace, written_by: argparse.Namespace, folder: Path) -> None:
-    """A rate of the vocabulary layers' own makes groups of parameters, which Megatron finds by their rates."""
+    """Check separate learning rates of the vocabulary layers: they make parameter groups, which Megatron finds by their
+    rates.
+    """
     for name in ("decoupled_lr", "decoupled_min_lr"):
         here, there = getattr(args, name), getattr(written_by, name, None)
         if here == there:
@@ -112,7 +114,7 @@ def _check_decoupled_rates(args: argparse.Namespace, written_by: argparse.Namesp
 
 
 def _check_schedule(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Megatron goes on only with the very course of learning rate and weight decay, unless told which one to take."""
+    """Check the learning rate schedule: unless told which one to take, Megatron continues only with the same one."""
     told = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
     if told or not (args.train_iters or args.train_samples):  # Megatron refuses a run without an end itself
         return
@@ -127,7 +129,9 @@ def _check_schedule(args: argparse.Namespace, common: dict[str, Any], folder: Pa
 
 
 def learning_course(args: argparse.Namespace) -> dict[str, Any]:
-    """What Megatron makes its OptimizerParamScheduler of (`get_optimizer_param_scheduler`), by its names."""
+    """The arguments from which Megatron makes its OptimizerParamScheduler (`get_optimizer_param_scheduler`), by its
+    names.
+    """
     if args.train_iters:
         batch = args.global_batch_size
         length, decay, warmup = args.train_iters, args.lr_decay_iters, args.lr_warmup_iters
@@ -159,7 +163,7 @@ def _layout(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _placement(args: argparse.Namespace, layout: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
-    """The virtual stage of each chunk by rank. A run of ours records it where it is not Megatron's."""
+    """The virtual stage of each chunk by rank. Our runs record it if it differs from Megatron's."""
     recorded = getattr(args, "chunk_placement", None)
     if recorded is not None:
         return tuple(map(tuple, recorded))

@@ -1,10 +1,10 @@
-"""The form in which training loops of their own keep the distributed optimizer's state in checkpoints.
+"""Restricts the form in which other training loops keep the distributed optimizer's state in checkpoints.
 
-Megatron's default form (`dp_reshardable`) holds the buffers of a rank as they lie, under keys that do not say of which
-parameters. Ours lie otherwise: rows of both vocabulary layers are on every rank, and a V holds other layers. Such a
-state would load in plain Megatron, and plain Megatron's here, without a word, and training would go on with the moments
-of other parameters. Where Megatron parses arguments, `optimizer_check` compares the two layouts at the start. A
-checkpoint of another loop does not say which layout it has, so only forms that fit every layout are taken.
+Megatron's default form (`dp_reshardable`) holds a rank's raw buffers under keys that do not name parameters. Our
+buffers differ: rows of both vocabulary layers are on every rank, and a V holds other layers. Such a state would load in
+plain Megatron, and plain Megatron's here, without an error, and training would continue with the moments of other
+parameters. Where Megatron parses arguments, `optimizer_check` compares the two layouts at the start. A checkpoint of
+another loop does not say which layout it has, so only forms that fit every layout are taken.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OF_ONE_LAYOUT = {"dp_reshardable": "dp_reshardable", "dp_zero_gather_scatter": 
 
 
 def _refusing(form: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The replacement of Megatron's function for one of these forms."""
+    """Replace Megatron's function for one of these forms by a refusal."""
 
     def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -1,7 +1,7 @@
-"""Optimizer state that is loaded under another learning rate.
+"""Loads optimizer state under another learning rate.
 
-Megatron finds the parameter groups of a checkpoint by what is set for them, and a group's learning rates are a part of
-that. `--override-opt-param-scheduler` and `--use-checkpoint-opt-param-scheduler`, which say what is to be done about
+Megatron finds a checkpoint's parameter groups by their settings, which include learning rates.
+`--override-opt-param-scheduler` and `--use-checkpoint-opt-param-scheduler`, which say what is to be done about
 other rates, come too late: the group is not found.
 """
 
@@ -17,7 +17,7 @@ from megatron_vp.mcore.settled import current
 
 RATES = ("max_lr", "min_lr")
 _LASTING = ("is_expert_parallel", "is_decoupled_lr", "default_config", "wd_mult", "lr_mult", "optimizer")
-"""The key of a parameter group, independent of its rates."""
+"""Settings that identify a parameter group, without its rates."""
 
 Group = dict[str, Any]
 
@@ -60,7 +60,7 @@ def _named(rates: tuple[float, ...], group: Group) -> Group:
 def _under_other_rates(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
-        """As the original, of a checkpoint that may have been written under other learning rates."""
+        """As the original, for a checkpoint that may have been written under other learning rates."""
         args = current().args
         if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
             states = (

@@ -1,4 +1,4 @@
-"""One run at a time saves to a folder: two would overwrite each other's checkpoints, and neither would notice.
+"""Ensures that only one run at a time saves to a folder: two would silently overwrite each other's checkpoints.
 
 Rank 0 claims the `--save` folder with a file `in_use_N.json`, where N is one more than any number there. The file is
 created exclusively, so one of several runs succeeds, on network file systems as well. Nothing depends on locks of the
@@ -41,7 +41,7 @@ _FIELDS = ("token", "host", "process", "started", "machine", "job", "attempt", "
 
 
 class SaveFolder:
-    """A folder of checkpoints, from the point of view of a run that wants to save there. Used only by rank 0.
+    """A folder of checkpoints that this run wants to save to. Used only by rank 0.
 
     `option` is the one that named the folder.
     """
@@ -52,7 +52,7 @@ class SaveFolder:
         self._own: Path | None = None
         self._descriptor: int | None = None
         self._watched: dict[Path, tuple[Any, float]] = {}
-        """Of claims that may be void: what they looked like at first sight, and when that was."""
+        """Claims that may be void: their state when first seen, and the time."""
         self._identity = _identity()
 
     def take(self) -> bool:
@@ -120,7 +120,7 @@ class SaveFolder:
         return alive is False
 
     def _renewed(self, claim: Path, owner: dict[str, str], looks: Any) -> bool | None:
-        """Whether a claim is renewed; None as long as that is open."""
+        """Whether a claim is being renewed; None while that is not known."""
         now = time.monotonic()
         if claim not in self._watched:
             self._watched[claim] = looks, now
@@ -170,7 +170,7 @@ class SaveFolder:
 
 
 def _identity() -> dict[str, str]:
-    """The description of this run that is written into a claim."""
+    """Description of this run, written into its claim."""
     job = os.environ.get("SLURM_JOB_ID", "")
     return {
         "token": secrets.token_hex(8),
@@ -185,7 +185,7 @@ def _identity() -> dict[str, str]:
 
 
 def _machine() -> str:
-    """A name for those who see the same processes as this one; empty if there is none.
+    """A name shared by all who see the same processes as this one; empty if unknown.
 
     Containers on one machine may share its name and not its process numbers.
     """
@@ -202,9 +202,8 @@ def _started(process: int) -> str | None:
 
 
 def _alive(owner: dict[str, str]) -> bool | None:
-    """Whether a process of this machine lives: its number, and its start, because numbers are used again.
-
-    None if this user cannot tell.
+    """Whether a process of this machine is alive, by its number and start time, because numbers are reused. None if
+    this user cannot tell.
     """
     process = _whole(owner["process"])
     if process == os.getpid() or process == 0:
@@ -222,9 +221,8 @@ def _alive(owner: dict[str, str]) -> bool | None:
 
 
 def _read(claim: Path) -> tuple[dict[str, str], Any] | None:
-    """The contents of a claim, and a value that changes when it is renewed; None if it is gone.
-
-    Its fields are empty where it cannot be read.
+    """Read a claim: its contents, and a value that changes when it is renewed; None if it is gone. Fields are empty if
+    it cannot be read.
     """
     try:
         # Opening a file makes a network file system ask for its present state.
@@ -258,15 +256,14 @@ def _whole(text: str) -> int:
 
 
 _claimed: SaveFolder | None = None
-"""Rank 0's."""
+"""Rank 0's claimed folder."""
 _guarded = False
 """Whether this run has claimed a folder; the same on all ranks."""
 
 
 def saves_to(args: argparse.Namespace) -> tuple[str, str] | None:
-    """The folder to which a run writes checkpoints, and the option that names it, first; None if it writes none.
-
-    Of a conversion Megatron sets `--save` itself, once the checkpoint is loaded.
+    """The option that names the folder to which a run writes checkpoints, and the folder; None if it writes none. In a
+    conversion Megatron sets `--save` itself once the checkpoint is loaded.
     """
     if args.ckpt_convert_format is not None:
         return "--ckpt-convert-save", os.path.join(args.ckpt_convert_save, args.ckpt_convert_format)

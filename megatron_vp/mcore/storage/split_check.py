@@ -1,7 +1,7 @@
-"""Whether every share of --split gets some of a dataset.
+"""Checks that every share of --split gets some of a dataset.
 
-Megatron repeats a part of a dataset until it has tokens enough. For a part without tokens it goes on without end on the
-rank that reads the data, and the other ranks wait.
+Megatron repeats a part of a dataset until it has enough tokens. For a part without tokens this never ends on the rank
+that reads the data, and the other ranks wait.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def split_with_documents(split: str, documents: int) -> str:
 
 
 def split_for(documents: int) -> str | None:
-    """A --split for a dataset of so many documents where Megatron's own would leave a part empty; None elsewhere."""
+    """A --split for a dataset of so many documents if Megatron's default would leave a part empty; otherwise None."""
     suits = all(begin < end for begin, end in filter(None, split_documents(MEGATRONS_SPLIT, documents)))
     return None if suits else split_with_documents(MEGATRONS_SPLIT, documents)
 

@@ -23,7 +23,7 @@ _ELSEWHERE = {
     "decoder_input": "embeddings made outside the model",
     "output_processor": "an output processor",
 }
-"""Arguments of the model that our passes would leave unread, and what they ask for."""
+"""Arguments of the model that our passes would ignore, and what they ask for."""
 
 
 class Placeholder(torch.Tensor):
@@ -31,7 +31,7 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse every use: its result would be made of nothing, and lost. Raises UserError."""
+        """Refuse every use, because the output does not exist yet. Raises UserError."""
         raise UserError(
             "this forward_step computes with the model's output, which does not exist yet when the schedule asks "
             "for the microbatch: do that in the loss function, which receives the token losses"
@@ -67,7 +67,7 @@ class Capture:
     signature: inspect.Signature
 
     def argument(self, name: str) -> Any:
-        """The value that the model's parameter `name` would have got; None where it was left out."""
+        """The value passed for the model's parameter `name`; None if it was left out."""
         return self.arguments().get(name)
 
     def arguments(self) -> dict[str, Any]:
@@ -75,12 +75,12 @@ class Capture:
         return self._bound().arguments
 
     def keep(self, *names: str) -> None:
-        """Forget all arguments but these; the model has been run."""
+        """Free all arguments but these, once the model has run."""
         asked = self.arguments()
         self.args, self.kwargs = (), {name: asked[name] for name in names if asked.get(name) is not None}
 
     def given(self, **arguments: Any) -> Capture:
-        """The same microbatch with some of the model's arguments replaced."""
+        """Copy the microbatch with some of the model's arguments replaced."""
         bound = self._bound()
         bound.arguments.update(arguments)
         return replace(self, args=bound.args[1:], kwargs=bound.kwargs)
@@ -92,9 +92,9 @@ class Capture:
 def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.nn.Module) -> Capture:
     """Run the user's `forward_step` against a probe.
 
-    Raises UserError where the data ends, and for what our passes could not do as the script asks: where the model is
-    not called exactly once and its output returned unchanged, as Megatron's own scripts do, or is called for more than
-    tokens and labels.
+    Raises UserError if the data ends, and for scripts that our passes cannot serve: those that do not call the model
+        exactly once and return its output unchanged, as Megatron's own scripts do, or that pass more than tokens and
+        labels.
     """
     probe = Probe(model)
     try:

@@ -1,8 +1,9 @@
-"""Data of ranks that hold several model chunks, or none of the data: skipped iterations and several validation sets.
+"""Mends Megatron's data handling on ranks with several model chunks or without data: skipped iterations and several
+validation sets.
 
 Where a rank has virtual pipeline stages, Megatron gives it a list of data iterators, one per chunk. Two parts of its
 training loop do not expect that: `--iterations-to-skip` advances a single iterator, and the evaluation of several
-validation sets takes the list of chunks for the list of sets. Neither expects a middle stage, which has no data.
+validation sets takes the list of chunks for the list of sets. Neither handles a middle stage, which has no data.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def _by_validation_set(original: Callable[..., Any]) -> Callable[..., Any]:
     def evaluate_and_print_results(
         prefix: str, forward_step_func: Any, data_iterator: Any, model: list[Any], *arguments: Any, **options: Any
     ) -> Any:
-        """As the original, with the chunks' iterators of each set in place of each chunk's iterators of all sets."""
+        """As the original, with iterators regrouped: per validation set one per chunk, instead of per chunk one per
+        set.
+        """
         by_chunk = isinstance(data_iterator, list) and len(data_iterator) == len(model) > 1
         if (
             current().args.multiple_validation_sets

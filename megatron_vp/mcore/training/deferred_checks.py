@@ -1,4 +1,4 @@
-"""Megatron's checks of losses and gradients, put off to the end of an iteration.
+"""Defers Megatron's checks of losses and gradients to the end of an iteration.
 
 A check asks the device whether a number is NaN, and the host waits for the answer: by Megatron's defaults twice a
 microbatch, on the rank that runs the loss function, which would launch nothing meanwhile.
@@ -20,7 +20,7 @@ _deferred: list[Callable[[], None]] | None = None
 def deferred_checks() -> Iterator[None]:
     """Inside, `validate_result` only records its calls; on leaving, the checks run in order.
 
-    Faults are found before the optimizer's step, as in Megatron's own schedules. After an exception none is made.
+    Faults are found before the optimizer's step, as in Megatron's own schedules. After an exception no checks run.
     """
     global _deferred
     assert _deferred is None

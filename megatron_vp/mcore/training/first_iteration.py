@@ -1,4 +1,4 @@
-"""Around a job's first iteration: a rehearsal of training and of evaluation, and what that and host memory took."""
+"""Around a job's first iteration: rehearses training and evaluation, and logs what that and host memory took."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rehearse(
     shapes: Shapes,
     gradients: bool,
 ) -> None:
-    """Rehearse an iteration of this kind and these sizes, unless that has been done; before training evaluation, too.
+    """Rehearse an iteration of this kind and these sizes once; before training also one of evaluation.
 
     An evaluation of other sizes is rehearsed before it begins. Collective over the pipeline.
     """
@@ -56,7 +56,7 @@ def rehearse(
 
 @contextmanager
 def saying_host_memory(memory: HostMemory) -> Iterator[None]:
-    """Around an iteration: says what it has allocated for activations that leave the device, and which of them stay."""
+    """Around an iteration: logs the host memory allocated for offloading, and activations that stay on the device."""
     size, seconds, known = memory.bytes, memory.seconds, set(memory.held_elsewhere)
     yield
     for chunk in memory.held_elsewhere.keys() - known:

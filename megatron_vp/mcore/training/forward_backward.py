@@ -60,7 +60,7 @@ def forward_backward(
         The reports of the user's loss function, one entry per microbatch, on the last pipeline rank; empty elsewhere.
 
     Raises:
-        UserError: for what this schedule cannot do.
+        UserError: for requests that this schedule cannot serve.
     """
     _refuse(collect_non_loss_data, adjust_tensor_shapes_fn)
     job = _job(model, pg_collection)
@@ -105,7 +105,7 @@ def training_schedule(
     seq_length: int,
     micro_batch_size: int,
 ) -> tuple[Schedule, int]:
-    """The schedule of an iteration of training, and which rank of it this is."""
+    """The schedule of a training iteration, and this process's rank in it."""
     job = _job(model, pg_collection)
     schedule, _ = _programs(job, microbatches, True, _shapes(job, seq_length, micro_batch_size, True))
     return schedule, job.pipeline.groups.rank
@@ -115,7 +115,7 @@ _LEAVE_OUT = "leave --vocab-parallel and --pipeline-schedule out"
 
 
 def _refuse(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any) -> None:
-    """Raise UserError for what Megatron's loop may ask of a schedule and ours cannot do."""
+    """Raise UserError for options of Megatron's schedule interface that ours do not support."""
     if collect_non_loss_data:
         raise UserError(f"collecting non-loss data is not supported: {_LEAVE_OUT}")
     if adjust_tensor_shapes_fn is not None:
@@ -125,7 +125,7 @@ def _refuse(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any) -> None:
 def _check_communicator(pipeline: Pipeline, given: Any) -> None:
     """Raise UserError for a p2p_communicator that is not Megatron's own between the ranks of this pipeline.
 
-    Megatron's own, which Megatron-Bridge always hands over, says nothing that ours, one per edge, do not do.
+    Megatron's own, which Megatron-Bridge always passes, is not needed: ours do the same.
     """
     if given is None:
         return

@@ -1,4 +1,4 @@
-"""When Megatron's data parallelism may reduce the gradients of a chunk, some of which autograd never sees."""
+"""Tells Megatron's data parallelism when a chunk's gradients are final, including those that autograd never sees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class GradientSynchronisation:
-    """Of one chunk (wrapped in Megatron's DDP or not) in one iteration.
+    """The gradient synchronisation of one chunk (wrapped in Megatron's DDP or not) in one iteration.
 
     Megatron counts the reports of every parameter in a bucket and reduces the bucket when all have reported. Parameters
     in autograd's graph report by a hook; a weight that a pass T, IB or W accumulates is reported here, exactly once,

@@ -23,8 +23,8 @@ from megatron_vp.schedule.passes import PassKind, Schedule
 def graph_order(schedule: Schedule, rank: int) -> list[int]:
     """The forwards and backwards of a rank in order: c + 1 is F of chunk c, -(c + 1) its backward.
 
-    A microbatch is not named: those of a chunk are taken to come in the same order in both directions. Raises UserError
-    for a schedule in which they do not.
+    Microbatches are not named: a chunk's are assumed to come in the same order in both directions. Raises UserError for
+    a schedule in which they do not.
     """
     signs = {PassKind.F: 1, PassKind.B: -1, PassKind.BW: -1}
     steps = [step for step in schedule.ranks[rank] if step.kind in signs]

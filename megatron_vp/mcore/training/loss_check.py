@@ -1,4 +1,4 @@
-"""Checks of an iteration's losses, by microbatch, and a search for the first pass that made a NaN or an infinity.
+"""Checks an iteration's losses by microbatch, and finds the first pass that produced a NaN or an infinity.
 
 The checks of an iteration run on the device, and their results are read once, at its end, where Megatron waits for the
 device anyway.
@@ -29,7 +29,7 @@ class LossCheck:
     ) -> None:
         """Judge one microbatch; nothing waits for the device.
 
-        A label outside the vocabulary has no logit, so its token loss means nothing. That is an error where the loss
+        A label outside the vocabulary has no logit, so its token loss means nothing. That is an error if the loss
         depends on it; masked positions may hold any label. Without gradients, in evaluation, it is unknown what depends
         on it, and negative labels, the usual mark of an ignored position, pass.
 
@@ -46,7 +46,7 @@ class LossCheck:
         self._verdicts.append(torch.stack([(~loss.detach().isfinite()).long().squeeze(), wrong_bs.any().long(), worst]))
 
     def judge(self) -> None:
-        """Report losses that are not finite; what follows from them is Megatron's to decide.
+        """Report losses that are not finite; Megatron decides what follows from them.
 
         Raises UserError for labels outside the vocabulary.
         """
@@ -66,7 +66,7 @@ class LossCheck:
 
 
 def report_birth_of_nan(chunk: int, microbatch: int, given: torch.Tensor | None, made: torch.Tensor) -> None:
-    """Say so if a forward pass made NaN or infinity of finite numbers (or of tokens: None). Waits for the device."""
+    """Report it if a forward pass turned finite inputs (None: tokens) into NaN or infinity. Waits for the device."""
     if (given is None or given.isfinite().all()) and not made.isfinite().all():
         _say(
             f"rank {dist.get_rank()}: F of microbatch {microbatch} in chunk {chunk} made NaN or infinity of finite "

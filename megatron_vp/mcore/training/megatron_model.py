@@ -1,4 +1,4 @@
-"""The transformer part of one rank as the runtime sees it: Megatron's chunk, the user's data and loss function."""
+"""Connects the runtime to Megatron: a rank's chunks, the user's data and loss function."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class MegatronModel:
         gradients: False in evaluation.
         is_first_rank: this is pipeline rank 0, whose gradients may be synchronised during the last backward even when
             Megatron aligns the synchronisation of the ranks.
-        context_group: the ranks that hold the other parts of this rank's sequences.
-        split_backward: pass B leaves weight gradients to a pass W.
+        context_group: the ranks that hold the other parts of this rank's sequences. split_backward: pass B leaves
+            weight gradients to a pass W.
         late_weights: the (chunk, microbatch) of which other passes run between B and W.
         first_val_step: in evaluation, whether quantised weights may have changed since they were cached (None: they
             may), as Megatron hands it to a schedule.
@@ -210,7 +210,7 @@ class MegatronModel:
         self._loss_check.judge()
 
     def _capture(self, chunk: _Chunk, microbatch: int) -> Capture:
-        """Data in order, and no earlier than needed: an attention mask can be large."""
+        """Capture microbatches in order and no earlier than needed, because an attention mask can be large."""
         while chunk.captured <= microbatch:
             captured = capture(self._forward_step, chunk.data_iterator, chunk.model)
             check_packed(captured, self._shapes, self._context_group.size())
@@ -260,7 +260,7 @@ class MegatronModel:
 
 
 class _KeptGradient(torch.autograd.Function):
-    """A chunk's input [s, b, h] as it is, and a gradient of the same shape in memory of its own."""
+    """Passes a chunk's input [s, b, h] through and copies its gradient into separate memory."""
 
     @staticmethod
     def forward(ctx: Any, input_sbh: torch.Tensor) -> torch.Tensor:
@@ -274,7 +274,7 @@ class _KeptGradient(torch.autograd.Function):
 
 
 class _Chunk:
-    """One model chunk of the rank in one iteration: its microbatches as captured, and how far its passes are."""
+    """One model chunk of the rank in one iteration: its captured microbatches, and the progress of its passes."""
 
     def __init__(
         self, model: torch.nn.Module, data_iterator: Any, microbatches: int, synchronises_in_schedule: bool
@@ -295,13 +295,13 @@ class _Chunk:
         return any(own is parameter for own in self.core.parameters())
 
     def before_backward(self) -> None:
-        """The last backward of the iteration may synchronise gradients."""
+        """Allow the last backward of the iteration to synchronise gradients."""
         self._backwards_left -= 1
         if not self._backwards_left and self._synchronises_in_schedule:
             self.synchronisation.start()
 
     def before_weight_gradient(self, microbatch: int) -> None:
-        """Microbatch 0 comes first: its fused products in Transformer Engine's layers overwrite main_grad."""
+        """Require microbatch 0 first: its fused products in Transformer Engine's layers overwrite main_grad."""
         assert self._weight_passes or not microbatch, "the weight gradient of microbatch 0 is not the first"
         self._weight_passes += 1
 
@@ -313,5 +313,5 @@ class _Chunk:
 
 
 def _listed(value: Any, count: int) -> list[Any]:
-    """Megatron hands functions of several chunks over in a list, and that of a single chunk by itself."""
+    """Megatron passes functions of several chunks as a list, but that of a single chunk alone: make it a list."""
     return value if isinstance(value, list) else [value] * count

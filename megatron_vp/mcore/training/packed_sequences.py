@@ -14,7 +14,7 @@ from megatron_vp.runtime.model import Shapes
 
 
 def packs_sequences(args: argparse.Namespace) -> bool:
-    """Whether Megatron's scripts join the sequences of a microbatch to a single packed one."""
+    """Whether Megatron's scripts join the sequences of a microbatch into one packed sequence."""
     return bool(args.sft or args.dataloader_inter_document_masking)
 
 

@@ -1,4 +1,4 @@
-"""The schedule and the programs of an iteration, made once for each number of microbatches."""
+"""Makes the schedule and the programs of an iteration, once for each number of microbatches."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ def programs(request: ScheduleRequest, embeds_on_last_stage: bool) -> tuple[Sche
 
 
 def without_frozen(costs: Costs | None, method: VocabMethod, trained: Trained) -> Costs | None:
-    """What passes are ordered for, without the gradients of frozen weights.
-
-    W takes as large a part of its time as of its weights is trained. IB of frozen rows takes no time, and neither does
-    T but for vocab-1, of whose two products it keeps that of dX: half of it.
+    """The costs that passes are ordered by, without gradients of frozen weights. W takes the trained share of its time.
+    For frozen rows IB takes no time, and T none either, except that vocab-1's T keeps one of its two products (dX):
+    half of its time.
     """
     if trained.everything:
         return costs
@@ -43,7 +42,7 @@ def without_frozen(costs: Costs | None, method: VocabMethod, trained: Trained) -
 
 
 def late_weights(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
-    """The (chunk, microbatch) of a rank of which another F or B runs between B and W."""
+    """The (chunk, microbatch) pairs of a rank with another F or B between their B and W."""
     started: dict[tuple[int, int], int] = {}
     late, passes = set(), 0
     for step in schedule.ranks[rank]:

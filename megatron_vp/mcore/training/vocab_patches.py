@@ -1,4 +1,4 @@
-"""Patches of our pipeline schedules, and those of vocabulary parallelism next to them."""
+"""The patches for our pipeline schedules and for vocabulary parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What T does besides its GEMMs, and C1 of vocab-2: rows of D made of E, in one launch (Triton).
+"""The work of T besides its GEMMs, and of vocab-2's C1: computes rows of D from E, in one launch (Triton).
 
 Label smoothing adds a second launch, over `n / 32` partial sums of g X.
 """
@@ -35,7 +35,7 @@ _VECTORS = ["largest", "target", "target_logit", "total_largest", "total_sum"]
 
 @triton.jit
 def _row(token, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap):
-    """The target's column, c and e of one token, or of several; e is zero without a target here."""
+    """Compute the target's column, c and e of one or several tokens; e is zero without a target in this shard."""
     top, total = tl.load(total_largest + token), tl.load(total_sum + token)
     own = tl.load(target + token)
     slope = 1.0 + 2.0 * z_loss * (top + tl.log(total))
@@ -99,7 +99,7 @@ def _rescale_if_taken(
     largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap,
     CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """A part of a row becomes that of c E, with the target's entry, where c is too small to be left to X."""
+    """Scale a part of a row to c E, with the target's entry, if c is too small to be left to X."""
     known = tl.minimum(token, tokens - 1)
     own, scale, entry = _row(
         known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap
@@ -223,7 +223,7 @@ def enter_targets_(
 
 
 def _terms(derivative: Derivative) -> tuple[Any, ...]:
-    """A derivative as `_row` takes it."""
+    """A derivative as arguments of `_row`."""
     total = derivative.total
     vectors = derivative.largest_n, derivative.target_n, derivative.target_logit_n, total.max_n, total.sum_n
     assert all(vector.is_contiguous() for vector in vectors)

@@ -10,7 +10,7 @@ BLOCK = 1024
 """Elements of a row that a program handles at a time."""
 
 SEGMENT = 32
-"""Of sorted rows, how many a program adds at most; the n / SEGMENT partial sums of equal rows are added by another."""
+"""Most sorted rows that a program adds; the n / SEGMENT partial sums of equal rows are added by another program."""
 
 
 @triton.jit(do_not_specialize=["count"])  # another number of rows in every microbatch must not be another kernel

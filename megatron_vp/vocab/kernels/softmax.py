@@ -32,14 +32,14 @@ VECTOR = 8
 unit, which tells the compiler that accesses are aligned."""
 
 TOKENS_A_PROGRAM = 128
-"""When statistics are folded."""
+"""Tokens per program when statistics are folded."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How rows of one width are handed to programs.
+    """How rows of one width are assigned to programs.
 
     pieces, piece: a program handles its row as one to five pieces of `piece` logits. With no pieces it reads the row
         twice, `piece` logits at a time.
@@ -94,7 +94,7 @@ def _load(row, lane, start, columns, MASKED: tl.constexpr):
 
 @triton.jit
 def _comparable(logit, PIECES: tl.constexpr):
-    """Logits as their maximum is taken."""
+    """Logits in the dtype in which their maximum is computed."""
     if PIECES > 2 and logit.dtype == tl.float16:
         return logit
     else:

@@ -1,4 +1,4 @@
-"""TOKENS: who owns which position of a microbatch, in one launch (Triton).
+"""TOKENS: finds the owner of each position of a microbatch, in one launch (Triton).
 
 A position's place among the sorted ones is the number of positions that come before it, and a program counts that for
 a few positions over all of them: n^2 comparisons, which need neither a sort of many launches nor atomics. By the
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 MOST_TOKENS = 16384
-"""The most in a microbatch; with more, the comparisons would take longer than the launches that they spare."""
+"""Most tokens in a microbatch; with more, the comparisons would take longer than the launches that they save."""
 
 QUERIES = 16
 """Positions, or owners, for which a program counts."""
@@ -26,7 +26,7 @@ _LAST = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _key(tokens, position, count, spans, owners, steps, vocab_size):
-    """By what positions are sorted: the token id where a shard of this pipeline owns it, and more for all others.
+    """The sort key of positions: the token id if a shard of this pipeline owns it, larger for all others.
 
     The owner's shard is the last one that starts at or before the token. Where another pipeline's shard owns the token,
     that one is empty or ends before it.
