@@ -129,7 +129,7 @@ def sbatch(
     typer.echo(f"{nodes} nodes x {per_node}; " + "\n".join(describe_job(checked, ranks)))
     typer.echo(shlex.join(command))
     if dry_run:
-        # The inputs may be elsewhere than the person who asks.
+        # The input files may be on other machines than this one.
         try:
             check_files(checked.args)
         except UserError as error:

@@ -93,7 +93,7 @@ def refuse_wrong_value(name: str, value: Any, origin: Leaf | str) -> None:
         raise UserError(f"{origin} is a switch and takes no value; it was given {value!r}")
     if value is True and not isinstance(origin, Leaf):
         if option.several:
-            return  # an empty list; training says whether that will do
+            return  # an empty list; training decides whether it is valid
         raise UserError(f"{origin} needs a value: {_expected(option)}")
     if isinstance(value, list) and not option.several:
         raise UserError(f"{origin} takes one value; it was given {len(value)}: {', '.join(map(str, value))}")

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 _whole = get_gpt_layer_local_submodules()
 _nothing = TransformerLayerSubmodules()
-# In checkpoints norms have the names of Transformer Engine's fused layers, as those of a local GPTModel have.
+# In checkpoints norms are named as in Transformer Engine's fused layers, like those of a local GPTModel.
 _ATTENTION = ("input_layernorm", "self_attention", "self_attn_bda", "sharded_state_dict_keys_map")
 _MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda", "sharded_state_dict_keys_map")
 

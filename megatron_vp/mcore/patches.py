@@ -118,7 +118,7 @@ def signature_of(value: Any) -> str:
 def present_version() -> str:
     """Version of the importable megatron-core, supported or not; UserError if there is none."""
     _distribution()
-    # It adds "+<commit>" when its files lie inside a git repository.
+    # megatron-core appends "+<commit>" if its files lie inside a git repository.
     return importlib.import_module("megatron.core").__version__.partition("+")[0]
 
 

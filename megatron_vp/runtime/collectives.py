@@ -142,8 +142,8 @@ class VocabularyCollectives:
         """Order later passes after a collective, and hand its result to them."""
         event, complete = self._posted.pop(collective)
         if collective.kind is CollectiveKind.TOKENS:
-            # The exchange's sizes are needed on the host. This was posted at least a microbatch ago, so the host falls
-            # back to where the second stream was then, and never waits for the compute stream to drain.
+            # The host needs the exchange's sizes. The operation was posted at least a microbatch ago, so the host only
+            # waits for the second stream to get there, and never for the compute stream to drain.
             event.host_wait()
         event.wait()
         complete()
@@ -241,7 +241,7 @@ class VocabularyCollectives:
             pending = self._store.take(Slot.PENDING_OUTPUT, microbatch)
         statistics_3n = self._no_statistics() if pending is None else pending.statistics_3n
         operations = operations_for(statistics_3n)
-        # The tensor ranks of a stage without rows have the same to say.
+        # The tensor ranks of a stage without rows all contribute the same.
         tensor, stage_3n = self._groups.tensor if self._holds_rows else None, statistics_3n
         gathered_r3n = statistics_3n.new_empty((len(self._members), *statistics_3n.shape))
         total_3n = torch.empty_like(statistics_3n)
@@ -370,7 +370,8 @@ class VocabularyCollectives:
     def _to_word_ranks(self, count: int) -> list[int]:
         return [count if rank in self._word_ranks else 0 for rank in self._members]
 
-    # The class's, not the object's: methods of an object in itself are a cycle, which waits for the garbage collector.
+    # The class's functions, not bound methods: an object that stores its own bound methods is a reference cycle, freed
+    # only by the garbage collector.
     _PREPARE: ClassVar = {
         CollectiveKind.TOKENS: _tokens,
         CollectiveKind.EMBED: _embed,

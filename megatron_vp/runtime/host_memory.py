@@ -118,7 +118,7 @@ class HostMemory:
 
 
 def _unpinned(size: int) -> torch.Tensor:
-    # Where tensors are fakes, to count the device's memory, the host's is told apart by its device.
+    # With fake tensors, which count the device's memory, host memory is distinguished by its device.
     device = "meta" if isinstance(torch.empty(0), FakeTensor) else "cpu"
     return torch.empty(size, dtype=torch.uint8, device=device)
 

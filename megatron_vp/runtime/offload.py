@@ -117,7 +117,7 @@ class SavedForward:
             return tensor  # layers look for `main_grad` on what they saved
         storage = tensor.untyped_storage() if type(tensor) in PLAIN else None
         if storage is None or storage.nbytes() < SMALLEST:
-            return tensor.detach()  # the tensor itself would hold the graph that holds it
+            return tensor.detach()  # keeping the tensor itself would form a cycle with its graph
         key = storage._cdata
         if key not in self._by_storage:
             self._by_storage[key] = SavedStorage(tensor, " in ".join(reversed(self._modules[-3:])))

@@ -45,7 +45,7 @@ class ShardedVocabLayers:
         self._gradients = gradients
         self._reads_tokens = reads_tokens
         self._reads_labels = reads_labels
-        # Evaluation reports the cross entropy, whatever helps training.
+        # Evaluation reports the plain cross entropy, without smoothing or z-loss.
         self._token_loss = layer_shards.loss if gradients else CROSS_ENTROPY
         self._contributions: dict[torch.nn.Parameter, int] = {}
         for layer in (layer_shards.embedding, layer_shards.output):

@@ -123,7 +123,7 @@ class ThreadEvent:
     """A function of the worker thread that will have returned, or raised."""
 
     def __init__(self) -> None:
-        # A lock that is held until then: a Future takes several objects and four times as long.
+        # A lock held until completion: a Future takes several objects and four times as long.
         self._pending = threading.Lock()
         self._pending.acquire()
         self._error: BaseException | None = None

@@ -85,7 +85,7 @@ class Watchdog:
                 others = self._roll_call.ask(min(max(limit / 5, _SECONDS_TO_ANSWER), 20.0), self._sleep)
                 if self._told is None:  # the first process that ends breaks the others' connections
                     self._sleep(_LAST_WORDS_SECONDS)
-            else:  # one that has stood still for long was not about to go on
+            else:  # a rank that stood still for long was not about to continue
                 others = self._roll_call.ask(_LAST_WORDS_SECONDS, self._sleep, call=stood >= limit / 4)
             self._end(f"{said} ({stood:.0f} s)" if self._told is None else said, others)
 

@@ -173,10 +173,10 @@ class _Rank:
         self.others: Ready = []
         self.fillers: Ready = []
         self.result: list[int] = []
-        # What may run once a pass has computed, and where it goes then.
+        # Passes that become ready once a given pass has computed, and the queue that they join.
         self.delayed: list[tuple[Ready, int]] = []
         self.free_at = 0.0
-        # The half of a pair that runs next and has yet to wait, with the end of the other half.
+        # The second half of a pair that is waiting to run, with the end of the first half.
         self.half: int | None = None
         self.other_half_ends = 0.0
 
@@ -188,7 +188,7 @@ class _Rank:
                 if self.left[-1] == -ready[0] or self._fits(pools, bisect_left(self.left, -ready[0])):
                     best, chosen = ready[0], ready
                 elif self.fillers and self.fillers[0] < ready[0]:
-                    # What waits for room goes first in the order: the fillers ahead of it make that room.
+                    # A pass that waits for room moves to the front: fillers before it make that room.
                     best, chosen = self.fillers[0], self.fillers
         return self._run(-heappop(chosen)) if chosen else None
 
@@ -238,7 +238,7 @@ class _ListScheduler:
         durations, self.lanes, self.after = problem.durations, problem.lanes, after
         self.durations = durations
         self.ranks = []
-        # Where a pass goes when it is ready, and what stands for it there.
+        # The queue that a pass joins when it is ready, and its key there.
         self.ready: list[Ready | None] = [None] * len(durations)
         self.entry = [0] * len(durations)
         for index, order in enumerate(orders):
@@ -249,8 +249,8 @@ class _ListScheduler:
                 others = rank.others if after[number] else rank.fillers
                 self.ready[number] = rank.takers[taken] if taken else others
         self.waits = list(map(len, before))
-        # A chunk's activations do not come back before something was computed without them: they would have left for
-        # nothing. An R waits for that as long as anything else can go on; in reversed time, an O.
+        # A chunk's activations do not return before something else was computed: offloading would be pointless. An R
+        # (in reversed time, an O) waits for that as long as anything else can run.
         self.moves = problem.leaving | problem.returning
         self.second_moves = problem.leaving if backwards else problem.returning
         # The halves of a pair in order of time, by the pair's number; and the pair of either half.
@@ -262,13 +262,13 @@ class _ListScheduler:
         # Passes then run as soon as their rank takes them.
         self.simple = not self.pair and not self.moves
         self.losses: deque[int] = deque()
-        # What ends when: a heap of times, for many passes end at the same time.
+        # Ends by time, with a heap of times, because many passes end at the same time.
         self.times: list[float] = []
         self.ending: dict[float, list[int]] = {}
         self.lane_free_at = [0.0] * (1 + max(problem.lanes))
-        # Ranks that something has changed for. Small integers leave a set in the same order every time.
+        # Ranks with changes to process. A set of small integers iterates in the same order every time.
         self.stirred: set[int] = set()
-        # The same durations summed in another order are the same moment.
+        # Equal durations summed in a different order count as the same moment.
         self.tolerance = 1e-7 * max(durations, default=0.0)
 
     def run(self) -> float:

@@ -125,11 +125,12 @@ class ScheduleRequest:
         if not nominal.offloaded and self.family.limit is None:
             return MemoryLimits(self.promised_peaks)
         device = peaks(Held.ACTIVATIONS)
-        # More than its own order needs could make a flexible block's schedule longer, and with it a looser limit.
+        # A limit above what its own order needs could make a flexible block's schedule longer, so that a looser limit
+        # would give a longer one.
         most = self.promised_peaks if self.family.limit is None else (max(device),) * self.pipeline_size
         if not nominal.offloaded:
             return MemoryLimits(most)
-        # Passes wait less where every rank may hold as much as the fullest, and on the host one chunk more.
+        # Passes wait less if every rank may hold as much as the fullest, and one chunk more on the host.
         return MemoryLimits(
             tuple(max(own, min(max(device), bound)) for own, bound in zip(device, most, strict=True)),
             host=tuple(each + 1 for each in peaks(Held.HOST_ACTIVATIONS)),
@@ -169,8 +170,8 @@ class ScheduleRequest:
             schedule = self.family.order(self.pipeline_size, self.microbatches)
             return Nominal(schedule, (), simulate(schedule, self.costs).spans)
         assert self.family.block is not None
-        # Nominal times only order the passes, so means over ranks and stages do. The block's forwards are longer by the
-        # vocabulary work, so that its nominal times leave room for it.
+        # Nominal times only order the passes, so means over ranks and stages are enough. The block's forwards are
+        # longer by the vocabulary work, so that its nominal times leave room for it.
         mean = self.costs.nominal(self.pipeline_size)
         work = mean.S + mean.T + mean.IF + mean.IB if self.method.is_sharded else 0.0
         block = self.family.block(self.pipeline_size, self.chunks, replace(mean, F=mean.F + work).without_zeros())

@@ -120,7 +120,7 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
 
     def by_stage(kind: PassKind) -> tuple[float, ...]:
         seats = [(placement.rank_of(stage), placement.chunk_of(stage)) for stage in range(placement.stages)]
-        # A chunk whose backwards are all whole ones, among others that are split, has neither B nor W.
+        # A chunk with only whole backwards, among others with split ones, has neither B nor W.
         whole = [took.get((PassKind.BW, *seat), [0.0]) if kind is PassKind.B else [0.0] for seat in seats]
         return tuple(fmean(took.get((kind, *seat), other)) for seat, other in zip(seats, whole, strict=True))
 

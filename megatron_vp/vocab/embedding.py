@@ -70,7 +70,7 @@ class RowExchange:
         Raises:
             UserError: a token id outside the vocabulary, which no shard owns.
         """
-        if isinstance(self._counts, FakeTensor):  # the tokens are unknown: a shard owns as large a part as of the rows
+        if isinstance(self._counts, FakeTensor):  # tokens are unknown: assume equal shares of tokens and rows
             shards = self.shards
             ends = [len(self.tokens_n) * shards.start(index) // shards.vocab_size for index in range(shards.count + 1)]
             owned = [end - start for start, end in pairwise(ends)]

@@ -54,7 +54,7 @@ def with_shards(
         return replace(plan, vocab_rows=choice.rows)
     if choice.rule is ShardRule.BALANCED:
         if uncounted(config):
-            return plan  # training keeps even shards, too, where the cost model does not know all sizes
+            return plan  # training also keeps even shards if the cost model does not know all sizes
         return balanced(job, plan, hardware, constants, memory_limit, layout_given).plan(plan)
     assert choice.folder is not None
 

@@ -98,8 +98,8 @@ def layer_memory(job: Job, split: bool, kind: LayerType = LayerType.WHOLE) -> La
     if job.layers is LayerKind.PAPER:
         unit = job.tokens * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
         return LayerMemory(kept, kept, 0.0, (WORKING_SET + (SPLIT_BACKWARD if split else 0)) * unit)
-    # The MLP's backward holds most: the gradient of the first matrix's result. The input of the second one is gone by
-    # then, unless W needs it. Only attention holds the gradients of queries, keys, values and of its result.
+    # The MLP's backward holds most: the gradient of the first matrix's output. The second matrix's input is freed by
+    # then, unless W needs it. Only attention holds the gradients of queries, keys, values and of its output.
     model = job.model
     inner = _inner(job, kind)
     if mlp_of(model, kind):
@@ -123,7 +123,7 @@ def layer_memory(job: Job, split: bool, kind: LayerType = LayerType.WHOLE) -> La
     # W needs the inputs of all products and the gradients of their results: as many elements as a layer keeps.
     waiting = _common_activations(replace(job, model=replace(model, dropout=False)), kind)
     if job.sequence_parallel:
-        # But of the attention's last product, and of a dense MLP's, the result's gradient is gathered.
+        # But for the last product of attention and of a dense MLP, the gradient of the output is gathered.
         mlp = mlp_of(model, kind)
         gathered = (kind.attends + bool(mlp and not mlp.experts)) * job.tokens * job.element_bytes * model.hidden
         waiting += gathered * (1 - 1 / job.tensor)
@@ -233,7 +233,7 @@ def _further_activations(job: Job, kind: LayerType) -> float:
         statistics = 4 * (model.heads / t + groups)
     further = job.tokens * (wide * elements + statistics)
     if local and model.rotary:
-        # Sines and cosines in 16 bits, for queries and for keys.
+        # Sines and cosines in 16 bits, for queries and keys.
         rotated = model.latent.rotary if model.latent else model.head_size
         further += 4 * wide * rotated * job.sequence / job.context
     if job.layers is LayerKind.LOCAL_SDPA and job.context > 1:

@@ -111,7 +111,7 @@ class MemoryModel:
         hidden = job.model.hidden
         if self.schedule.vocab is not VocabMethod.NONE:
             return held + (1 if job.model.tied else 2) * self._rows(rank) * hidden
-        # Tied layers, too, are two copies: no plain run has both ends of a tied model on one rank.
+        # Tied layers count as two copies: no plain run has both ends of a tied model on one rank.
         ends = placement.first_rank, placement.last_rank
         return held + ends.count(rank) * job.whole_rows * hidden
 
@@ -185,7 +185,7 @@ class MemoryModel:
         in_pass = self.in_pass(rank)
         logits = self.job.tokens * self.job.whole_rows
         dense = self.job.element_bytes * self.job.whole_rows * self.job.model.hidden
-        # Of a whole output layer: from the forward to the end of B, and while it runs 16 bits more.
+        # For a whole output layer: from the forward to the end of B, plus 16 bits while B runs.
         kept_score = 2 if self.job.cross_entropy is CrossEntropy.TE else 4
         kept = self.kept(rank)
         waiting = kept
@@ -198,7 +198,7 @@ class MemoryModel:
         peak, most = (0.0, 0.0), 0.0
         order = self.schedule.ranks[rank]
         moved = self.offloaded(rank) if self.schedule.offloaded else {}
-        own: dict[tuple[int, int], float] = {}  # of each microbatch and chunk, at present
+        own: dict[tuple[int, int], float] = {}  # by microbatch and chunk, now
         activations = changes(order, Held.ACTIVATIONS)
         for step, (taken, given), shared in zip(order, activations, self._shared(rank), strict=True):
             stage, account = placement.stage_of[rank][step.chunk], (step.microbatch, step.chunk)
@@ -229,7 +229,7 @@ class MemoryModel:
                     in_layers = held + grows + in_pass[stage].backward, scores + shared + has_output * 2 * logits
                     at_start = in_layers
                     if has_output and self.job.layers is not LayerKind.PAPER:
-                        # The scores go before the layers' backward begins.
+                        # The logits are freed before the layers' backward begins.
                         at_start = held, in_layers[1]
                         in_layers = in_layers[0], in_layers[1] - (kept_score + 2 * (not left)) * logits
                     during = max(at_start, in_layers, key=sum)

@@ -90,7 +90,7 @@ def model_flops(job: Job) -> float:
     product that join two embeddings are added, for latent attention its norms. The input embedding, routers and
     recomputation do not count. Quick GeGLU counts with its three matrices, of which Megatron's function counts two.
     """
-    # On one rank that has everything: tensor ranks beyond the groups of keys and values compute the same keys.
+    # As on a single rank: tensor ranks beyond the number of key-value groups compute the same keys.
     whole = replace(job, tensor=1, context=1, expert=1, expert_tensor=1, sequence_parallel=False)
     hidden, heads = job.model.hidden, 0 if job.model.is_hybrid else len(job.model.mtp_heads)
     joined = 2 * whole.tokens * heads * (3 * hidden + 2 * hidden**2)

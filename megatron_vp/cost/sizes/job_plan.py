@@ -242,7 +242,7 @@ def _chunks(config: JobConfig) -> int | None:
     layers = layers_given(config)
     chosen = family(config.values.get("pipeline_schedule") or DEFAULT_SCHEDULE)
     if chunks is None and layers is not None and chosen.chunks in (1, None):
-        # As Megatron does; a number of stages that does not go with the ranks is refused with the layers.
+        # As Megatron does; stages that do not match the ranks are refused together with the layers.
         chunks = max(1, len(layers) // (config.values.get("pipeline_model_parallel_size") or 1))
     if chosen.chunks is None and (chunks or 1) == 1:
         needed = option_of("num_virtual_stages_per_pipeline_rank")

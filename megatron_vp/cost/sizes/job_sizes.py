@@ -78,7 +78,7 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         dropout=bool(given("hidden_dropout", 0.1)),
         experts=experts,
         experts_per_token=given("moe_router_topk", 2) if experts else 0,
-        # Of latent attention they are norms of what is compressed, which is counted with it.
+        # In latent attention these are norms of the compressed tensors, which are counted there.
         query_key_norms=bool(given("qk_layernorm") or given("qk_l2_norm")) and latent is None,
         rotary=given("position_embedding_type") == "rope" or latent is not None,
         pattern=letters,

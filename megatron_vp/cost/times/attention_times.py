@@ -51,7 +51,7 @@ def attention_times(
     """Times of a layer of this type on one rank of `job`, without those of the products before and behind."""
     causal = attention_flops(job, kind) / 2
     if job.layers is LayerKind.LOCAL and hardware.is_gpu:
-        # All scores are computed, written and read. Of CPU cores no layers are told apart.
+        # All scores are computed, written and read. On CPU cores all layers count alike.
         scores = SCORE_BYTES * job.tokens * job.sequence * job.model.heads / job.tensor if kind.attends else 0.0
         moved = scores / (hardware.memory_bandwidth * constants.bandwidth)
         forward = 2 * causal / (hardware.peak_flops * constants.matrix) + moved

@@ -161,7 +161,7 @@ class CommunicationModel:
             return self.tensor_sum if mlp else 0.0
         own, took = self.whole_hidden_bytes * mlp.per_token / job.tensor, self.tensor_sum if mlp.shared else 0.0
         if job.expert_tensor > 1:
-            # The tokens of a rank's experts are gathered from the tensor ranks of these, and the results scattered.
+            # The tokens of a rank's experts are gathered from the experts' tensor ranks, and the results scattered.
             took += self.all_reduce(own * job.expert_tensor, job.expert_tensor, self.nodes(job.expert_tensor))
         if job.expert == 1:
             return took

@@ -191,7 +191,7 @@ class PassTimes:
         job, model, t = self.job, self.job.model, self.job.tensor
         units = job.tokens * model.hidden / (t if job.sequence_parallel else 1)
         if not (self.counted or self.fused_local):
-            # Without sequence parallelism, tensor ranks share what lies between the products of a block alone.
+            # Without sequence parallelism, tensor ranks share only the work between the two products of a block.
             inner = OWN_SHARE * units + (1 - OWN_SHARE) * job.tokens * model.hidden / t
             return kind.share * self.constants.layer_bytes * inner
         wide, mlp, inside = job.element_bytes, mlp_of(model, kind), 0.0

@@ -69,7 +69,8 @@ class ScaledDotProductAttention(MegatronModule):
             )
         if config.window_size is not None:
             raise UserError("--core-attention sdpa does not support a sliding window: use --core-attention megatron")
-        # Transformer Engine, which this stands for in a replay of shapes, sends keys and values on and keeps its own.
+        # A replay of shapes counts Transformer Engine, which passes keys and values round a ring and keeps its own
+        # part.
         in_parts = config.context_parallel_size > 1 and not replay().counts_engine
         self.context_group = pg_collection.cp if in_parts else None
         if self.context_group is not None and attn_mask_type is not AttnMaskType.causal:
@@ -158,7 +159,7 @@ class ScaledDotProductAttention(MegatronModule):
         for piece_bnsd, index in zip(query_bnsd.chunk(2, dim=2), (rank, 2 * ranks - 1 - rank), strict=True):
             length = piece_bnsd.shape[2]
             end = length * (index + 1)
-            # Not a matrix: the fused kernels know this mask, whose last row sees every key. There is no fake one.
+            # Not a matrix: fused kernels know this mask, whose last row sees every key. It has no fake tensor version.
             fake = isinstance(piece_bnsd, FakeTensor)
             mask = {"is_causal": True} if fake else {"attn_mask": causal_lower_right(length, end)}
             contexts.append(self._attend(piece_bnsd, key_bgsd[:, :, :end], value_bgsd[:, :, :end], **mask))

@@ -30,7 +30,8 @@ class PlacedLayout(PipelineParallelLayerLayout):
     def __init__(self, layout: str, pipeline_model_parallel_size: int, placement: Placement) -> None:
         super().__init__(layout, pipeline_model_parallel_size)
         assert self.virtual_pipeline_model_parallel_size == placement.chunks, "checked with the arguments"
-        # Not the placement itself: exporters copy a configuration attribute by attribute, which frozen classes refuse.
+        # Not the placement itself: exporters copy a configuration attribute by attribute, which frozen classes do not
+        # allow.
         self._stage_of = placement.stage_of
         self._segments = [row[chunk] for chunk in range(placement.chunks) for row in self.layout]
         self.layout = [[self._segments[stage] for stage in stages] for stages in self._stage_of]

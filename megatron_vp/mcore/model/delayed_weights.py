@@ -55,7 +55,7 @@ class DelayedWeightGradient:
             inputs, output_gradients, gradients = self.operands
             if not fused:
                 dtype = self.layer.activation_dtype
-                # Not `empty_like`: of a weight in fp8 that is a tensor in fp8 whatever the dtype.
+                # Not `empty_like`: for an fp8 weight it returns an fp8 tensor, whatever dtype is asked for.
                 weights = _weights(self.layer)
                 gradients = [torch.empty(weight.shape, dtype=dtype, device=weight.device) for weight in weights]
             _, bias_gradients, *_ = self.product(inputs, output_gradients, gradients)

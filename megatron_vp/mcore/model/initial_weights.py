@@ -156,7 +156,7 @@ class PlainStart:
         if index + 1 == placement.chunks:
             self._held.clear()
             if device.type == "cuda":
-                torch.cuda.empty_cache()  # its blocks are too small for the gradient buffers that come next
+                torch.cuda.empty_cache()  # cached blocks are too small for the gradient buffers
 
     def _from_all(self, own: Any) -> list[Any]:
         """Gather an object from all ranks of the model replica, ordered by pipeline rank, then tensor rank."""
@@ -186,7 +186,7 @@ def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPla
     """
     if not moves_layers(job) or job.args.init_model_with_meta_device or job.args.fake_process_group:
         return None
-    # Nodes may see different files. Megatron loads what any rank finds.
+    # Nodes may see different files. Megatron loads a checkpoint if any rank finds it.
     loads: list[Any] = [None] * groups.mp.size()
     dist.all_gather_object(loads, job.checkpoint_to_load is not None, group=groups.mp)
     return None if all(loads) else PlainStart(job, groups, build)
@@ -250,7 +250,7 @@ def _set(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.copy_(value)
         return
     if (largest := getattr(tensor._quantizer, "amax", None)) is not None:
-        largest.zero_()  # delayed scaling has seen the values that go
+        largest.zero_()  # delayed scaling has recorded the values that are replaced
     tensor.copy_(value)
     tensor.get_high_precision_init_val().copy_(value)
 

@@ -47,7 +47,7 @@ def attach_mtp_block(chunk: nn.Module) -> None:
     rows = PrefetchedEmbedding()
     chunk.received_embedding, chunk.embedding = chunk.embedding, None
     chunk.received_embedding.word_embeddings = rows
-    # The rows arrive whole on every tensor rank; Megatron cuts the sequence after it has looked them up.
+    # Every tensor rank gets all rows; Megatron splits the sequence after the look-up.
     chunk.received_embedding.reduce_scatter_embeddings = False
     chunk.mtp_process = False
 

@@ -99,7 +99,7 @@ def _construct(
     if not index:
         model.start = plain_start(job, groups, plain_chunk)
     if job.settings.places_chunks:
-        # Megatron looks up in it which layers a chunk holds, and how many come before.
+        # Megatron reads from it which layers a chunk holds, and how many come before.
         config = copy.copy(config)
         layout = job.args.pipeline_model_parallel_layout
         config.pipeline_model_parallel_layout = PipelineParallelLayerLayout.from_str(layout, groups.pp.size())

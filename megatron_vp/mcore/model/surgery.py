@@ -82,7 +82,7 @@ class ShardedOutputLayer(OutputLayer):
         self.tied = tied
         if tied:
             # The embedding's parameter, perhaps of another chunk: registered there alone, so that optimizer, gradient
-            # buckets and checkpoints see it once. Its parameters are gathered before IF, and no S comes before an IF.
+            # buckets and checkpoints see it once. Gathered before IF, and S always comes later.
             del self.weight
             object.__setattr__(self, "weight", weight)
         self._register_load_state_dict_pre_hook(lambda state, prefix, *_: state.setdefault(f"{prefix}_extra_state"))
@@ -218,7 +218,7 @@ def prepare_chunk(
     if vocab_parallel:
         _shard_vocabulary(job, chunk, first, groups, index)
     setattr(first, GROUP_ATTRIBUTE, groups.mp)
-    # Not before: with tied weights Megatron's first and last chunk communicate while they are built.
+    # Not earlier: with tied weights Megatron's first and last chunk communicate while they are built.
     if index + 1 == placement.chunks:
         members = placement.vocab_members(vocab_shards(job, chunk).holders) if vocab_parallel else None
         setattr(first, PIPELINE_ATTRIBUTE, _pipeline(job, groups, members))
@@ -270,11 +270,11 @@ def _shard_vocabulary(
             del chunk.output_layer
     whole.release()
     if chunk.post_process and chunk.config.use_mup:
-        # Megatron scales the logits, which no rank holds whole; the hidden states behind them do as well.
+        # Megatron scales the logits, which no rank holds whole; scaling the hidden states gives the same.
         chunk.register_forward_hook(lambda last, _inputs, hidden_sbh: last._scale_logits(hidden_sbh))
     # The decoder keeps its own post_process: the final norm belongs to the last stage and is applied there.
     chunk.pre_process = chunk.post_process = chunk.decoder.pre_process = False
-    # Else Megatron would all-reduce the tied weight over first and last rank, which hold different rows now.
+    # Otherwise Megatron would all-reduce the tied weight over first and last rank, which now hold different rows.
     chunk.share_embeddings_and_output_weights = False
     chunk.register_forward_pre_hook(refuse_outside_of_passes)
 
@@ -295,8 +295,8 @@ def _pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_members: Se
     args = job.args
     first = 60 * args.distributed_timeout_minutes
     later = args.distributed_timeout_seconds_after_init or first
-    # The watchdog speaks first, because it knows where the schedule is. The backend's own limit counts from the launch
-    # of an operation, which may be some microbatches ahead of the device.
+    # The watchdog reports first, because it knows the place in the schedule. The backend's own limit counts from an
+    # operation's launch, which may be several microbatches ahead of the device.
     backend_limit = timedelta(seconds=1.1 * first)
     edges = all_edges(job.placement, job.settings.vocab_parallel)
     communicators = PipelineGroups.create(
@@ -352,7 +352,7 @@ def _shard(
             own_vh.copy_(piece_vh)
     home = torch.device("cpu") if config.use_cpu_initialization else device
     weight = nn.Parameter(own_vh.to(home), requires_grad=trained)
-    # Counted once by gradient norm and zero count, as a row block that no other rank holds.
+    # The gradient norm and the count of zeros take it once: no other rank holds these rows.
     tensor_parallel.set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
     weight.is_embedding_or_output_parameter = True
     if config.use_mup:

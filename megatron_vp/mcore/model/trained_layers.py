@@ -125,13 +125,13 @@ def _shards(job: SettledJob, chunks: Sequence[nn.Module]) -> _Shards:
 
 def _ask(job: SettledJob, chunks: Sequence[nn.Module], own: _Shards, alone: bool) -> Trained:
     parts = tuple(map(_trained_part, chunks))
-    if alone:  # of its peers nothing is known
+    if alone:  # nothing is known of its peers
         return Trained(own.trained.get(EMBEDDING, True), own.trained.get(OUTPUT, True), parts)
     group = getattr(chunks[0], GROUP_ATTRIBUTE)
     ranks: list[tuple[_Shards, tuple[float, ...]]] = [(own, parts)] * group.size()
     dist.all_gather_object(ranks, (own, parts), group=group)
     shards = [said for said, _ in ranks]
-    # The group is ordered by pipeline rank, then by tensor rank. Those of a stage hold as much each.
+    # The group is ordered by pipeline rank, then by tensor rank; tensor ranks of a stage hold equally much.
     by_stage = {}
     for stages, (_, rank_parts) in zip(
         job.placement.stage_of, ranks[:: job.args.tensor_model_parallel_size], strict=True

@@ -222,7 +222,8 @@ def _tying_by_stage(original: Callable[..., None]) -> Callable[..., None]:
         placement = current().placement
         if placement.last_rank + 1 == placement.ranks:
             original(self, megatron_model)
-        # Else that rank has no output layer. Shards of a tied weight are cut from the embedding: no copy is read.
+        # Otherwise that rank has no output layer. Shards of a tied weight are cut from the embedding, so the copy is
+        # not needed.
 
     return broadcast_shared_embeddings
 

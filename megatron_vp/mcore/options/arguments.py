@@ -236,7 +236,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron_vp.mcore.reports.pipeline_trace import make_trace_folder
 
         said = io.StringIO()
-        with redirect_stdout(said):  # hundreds of arguments, which would bury why they are refused
+        with redirect_stdout(said):  # suppress the dump of hundreds of arguments, which would bury the refusal
             job = settled_job(original, args, defaults or {}, files=True)
         print(said.getvalue(), end="", flush=True)
         settle(job)

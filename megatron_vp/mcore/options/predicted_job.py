@@ -76,13 +76,13 @@ class Prediction:
         if given is None:
             given = read_job_config([], self._words.all)
             sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None} | sizes
-            sizes["offload_chunks"] = args.offload_chunks  # of auto, what was chosen
+            sizes["offload_chunks"] = args.offload_chunks  # for auto, the number that was chosen
         return JobConfig(given.values | sizes, given.origins | dict.fromkeys(sizes, "the job's"))
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:
     """The cost model's hardware for this rank's device: by the GPU's name, else a typical GPU or CPU core."""
-    if installed.of_nodes is not None or replay().meter is not None:  # of a job that runs on GPUs elsewhere
+    if installed.of_nodes is not None or replay().meter is not None:  # for a job that runs on other machines' GPUs
         return HARDWARE[UNKNOWN_GPU]
     # While Megatron starts on a CPU, torch says that CUDA is available.
     if uses_cpu([]) or args.distributed_backend == "gloo":

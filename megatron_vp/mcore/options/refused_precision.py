@@ -29,7 +29,7 @@ def describe_precision(a: argparse.Namespace) -> str | None:
     vocabulary = "bf16" if a.bf16 else "fp16" if a.fp16 else "fp32"
     layers = "the layers and their weights" if a.fp8_param_gather or a.fp4_param_gather else "the layers"
     if a.fp4:
-        # Its gradients are rounded by draws from the device's generator, one after the other.
+        # Its gradients are rounded by random numbers, drawn from the device's generator in sequence.
         return (
             f"fp4 ({a.fp4_recipe}) in {layers}, {vocabulary} in the vocabulary layers: losses differ between schedules "
             f"as with dropout, because rounding draws random numbers; all but the draws tested on CPU, kernels not run"

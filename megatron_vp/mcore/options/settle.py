@@ -47,13 +47,13 @@ def settled_job(
     Raises:
         UserError: for arguments that cannot work, with all reasons that can be known at once.
     """
-    # The user's own arguments, before anything is derived from them.
+    # 1. The user's own arguments, before anything is derived from them.
     check_ranges(args)
     args.offload_chunks = chosen_offload(args)
     settings, given, prediction = run_settings(args), GivenLayout.of(args), Prediction(args)
     _refuse_numbers_of_chunks(args, settings)
 
-    # What we choose.
+    # 2. Our choices.
     reasons, shards, checkpoint = Reasons(), ChosenRows(), None
     with reasons.collected():
         shards = choose_rows(args, settings, prediction)
@@ -61,7 +61,7 @@ def settled_job(
     order = choose_order(args, settings, prediction)
     settings = fit_schedule(args, settings, prediction, order)
 
-    # What Megatron makes of it.
+    # 3. Megatron's validation.
     validated = False
     with reasons.collected():
         _validate(megatron, args, defaults)
@@ -69,7 +69,7 @@ def settled_job(
     if not validated:  # what follows reads arguments that Megatron derives
         reasons.refuse()
 
-    # What cannot work.
+    # 4. Refusals.
     checks: tuple[Callable[[argparse.Namespace], None], ...] = (
         refuse,
         check_room_without_files,
@@ -101,14 +101,14 @@ def _write_choices(args: argparse.Namespace, settings: RunSettings, shards: Chos
     if settings.replaces_schedule and settings.places_chunks:
         args.chunk_placement = settings.family.placement_of(args.pipeline_model_parallel_size).stage_of
     if settings.replaces_schedule:
-        # Only Megatron's own schedule computes later what its output layer would put aside for it.
+        # Only Megatron's own schedule computes the work that its output layer would defer.
         args.defer_embedding_wgrad_compute = False
     if settings.file is not None:
         args.schedule_fingerprint = f"sha256:{settings.file.digest}"
 
 
 def _validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> None:
-    # Local layers take no grouped products; Megatron would ask for a device that can do them.
+    # Local layers do not use grouped products, for which Megatron would demand a capable device.
     grouped = args.moe_grouped_gemm
     args.moe_grouped_gemm = grouped and args.transformer_impl != "local"
     with refused_by_megatron():
@@ -148,7 +148,7 @@ def refused_by_megatron() -> Iterator[None]:
     except UserError:
         raise
     except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        # Megatron states some conditions without a message; the condition itself is the next best thing.
+        # Some of Megatron's assertions have no message; show the condition itself.
         said = " ".join(str(error).split()) or f"it requires {_condition(error)}"
         raise UserError(f"Megatron refuses these arguments: {said}") from error
 

@@ -45,7 +45,7 @@ def check_rows(args: argparse.Namespace, prediction: Prediction) -> None:
     if args.vocab_rows is None:
         return
     vocab_size = prediction.vocabulary
-    if vocab_size is not None:  # else the model's own size is compared when its layers are cut
+    if vocab_size is not None:  # otherwise the model's own size is compared when its layers are cut
         sizes = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
         check_stage_rows(args.vocab_rows, vocab_size, *sizes)
 

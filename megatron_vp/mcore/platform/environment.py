@@ -64,7 +64,7 @@ def who_computes() -> dict[str, str]:
 def _quietly(find: Callable[[], str | None]) -> str | None:
     try:
         return find()
-    except Exception as error:  # a broken installation is as good as none, and must not hide the other parts
+    except Exception as error:  # a broken installation counts as missing, and must not hide the other parts
         return None if isinstance(error, ImportError) else f"{_BROKEN}: {' '.join(str(error).split())}"
 
 

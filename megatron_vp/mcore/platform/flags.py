@@ -83,10 +83,10 @@ def prepare_environment(cpu: bool) -> None:
     if cpu:
         # Megatron asks for it under tensor parallelism, without a device too.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        # Devices that exist must not be found half-way by a part that asks torch itself.
+        # Hide existing devices from parts that ask torch themselves.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        # It warns of every draw that moved the CPU's generator; here that generator is the device's.
+        # Megatron warns of every draw that moved the CPU's generator; here that is the device's.
         logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
 

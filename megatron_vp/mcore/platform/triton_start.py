@@ -50,7 +50,7 @@ def file_system(folder: Path) -> str | None:
     for _, point, kind, *_ in map(str.split, lines):
         mounted = Path(_OCTAL.sub(lambda number: chr(int(number[1], 8)), point))
         if folder.resolve().is_relative_to(mounted):
-            above.append((len(mounted.parts), len(above), kind))  # of two mounts in one place the later one counts
+            above.append((len(mounted.parts), len(above), kind))  # of two mounts in one place the later one is visible
     return max(above)[-1] if above else None
 
 

@@ -150,8 +150,8 @@ def run_alone(
         flags = [word for word in flags if word not in PACKS]
         arguments = ["--config", str(kept), *flags, *length.split(), *made_up.split(), "--rank-report", str(report)]
         if shapes_only:
-            # Loaders in processes of their own would hand over fake tensors; what Megatron keeps to run an iteration
-            # again is the host's, and here would count as the device's.
+            # Loader processes would have to send fake tensors. What Megatron keeps to repeat an iteration is on the
+            # host, but would count as the device's here.
             host = "--cpu --num-workers 0 --rerun-mode disabled"
             if played < microbatches:
                 host += f" --global-batch-size {played * job.whole_number('micro_batch_size', 1) * (ranks // replica)}"

@@ -135,7 +135,7 @@ def _with_pipeline(original: Callable[..., bool]) -> Callable[..., bool]:
     ) -> bool:
         job = current()
         found, writes = _of_process(job), job.args.rank == job.args.world_size - 1
-        if writes:  # of the iterations before: W&B takes nothing of an earlier one than it has
+        if writes:  # W&B rejects steps earlier than its last one
             found.write(at_last=False)
         report_memory = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
         at_last = iteration == job.args.train_iters

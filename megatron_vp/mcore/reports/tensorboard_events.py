@@ -16,7 +16,7 @@ from megatron_vp.mcore.patches import Patch
 def _forgiving(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def write(self: Any, *data: bytes) -> None:
-        # What would follow half a record could not be read.
+        # Nothing after half a record could be read.
         if getattr(self, "_megatron_vp_gave_up", False):
             return
         try:

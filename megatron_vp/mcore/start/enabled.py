@@ -58,7 +58,7 @@ def enable(settings: Mapping[str, Any]) -> Handle:
         if run.settings.replaces_schedule:
             _require_no_model()
         patch_table.require_fit(run)
-        # Before a model exists, so that no loop gets Megatron's own schedule in silence.
+        # Before a model exists, so that no loop silently gets Megatron's own schedule.
         patch_table.apply_early(run, "pipeline schedule", "models of own scripts")
     except UserError:
         handle.disable()
@@ -73,7 +73,7 @@ def _require_no_model() -> None:
     module = sys.modules.get("megatron.core.models.common.language_module.language_module")
     if module is None:
         return
-    # By their types: `isinstance` would ask objects that pretend to be others.
+    # By exact type: `isinstance` would trust objects that imitate others.
     built = {type(each) for each in gc.get_objects() if issubclass(type(each), module.LanguageModule)}
     if built:
         raise UserError(

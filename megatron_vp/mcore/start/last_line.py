@@ -32,7 +32,7 @@ def refuse_together(reason: str, seconds: float) -> None:
     `seconds`: how long to wait for the other ranks, which may have nothing to refuse. Returns when the line has been
     printed, by this or by another rank.
     """
-    at_last(lambda: None)  # what this rank has printed comes before the line
+    at_last(lambda: None)  # flush this rank's output so that it precedes the line
     printed, who = False, os.environ.get("RANK")
     with suppress(Exception):  # no store can be reached, or its address is the refused input
         _listen()
@@ -107,7 +107,7 @@ def _print(reasons: str | dict[str, str]) -> None:
     else:
         line = f"error: {'; '.join(f'{who}: {reason}' for reason, who in reasons.items())}"
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which would cut the line off; this process is about to end
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # they would cut the line off; this process is about to end
     at_last(lambda: say(line))
     _tell_torchrun(line)
 

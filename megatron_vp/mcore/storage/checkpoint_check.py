@@ -93,7 +93,7 @@ def partition_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None,
     if any(getattr(written_by, name, None) != getattr(args, name) for name in alike) or not _placed_alike(
         args.pipeline_schedule, getattr(written_by, "pipeline_schedule", None)
     ):
-        return None  # the state fits this run in no way
+        return None  # the state cannot fit this run
     if _chunks_asked(args) not in (None, getattr(written_by, "virtual_pipeline_model_parallel_size", None) or 1):
         return None
     layout = "pipeline_model_parallel_layout" if args.hybrid_layer_pattern is None else "hybrid_layer_pattern"

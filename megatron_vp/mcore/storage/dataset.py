@@ -189,7 +189,7 @@ def _write(texts: Iterable[str], tokenizer: Tokenizer, end_id: int, prefix: Path
     hide_what_is_broken()
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    # A document that spells a special token out must not end there.
+    # Special tokens spelled out in a document stay text.
     tokenizer.encode_special_tokens = True
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.get_vocab_size()))
     documents = tokens = 0

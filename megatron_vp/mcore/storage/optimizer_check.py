@@ -63,7 +63,7 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
             f"{'add it' if distributed else 'leave it out'}, or start with a fresh optimizer by --no-load-optim"
         )
     there, here = (getattr(each, "expert_model_parallel_size", 1) for each in (written_by, args))
-    # Only experts that are spread have an optimizer of their own, and its state other names.
+    # Only experts spread over ranks have a separate optimizer, whose state has other names.
     if args.num_experts and (there > 1) != (here > 1):
         raise UserError(
             f"Megatron cannot load the optimizer state in {folder}, saved with --expert-model-parallel-size {there}, "

@@ -144,7 +144,7 @@ class SaveFolder:
         try:
             os.write(descriptor, json.dumps(self._identity).encode())
             os.fsync(descriptor)
-            # One that came and went meanwhile may have left its number to a third.
+            # A claim that came and went meanwhile may have freed its number for a third run.
             if set(self._claims()) - {path, *void}:
                 raise FileExistsError
         except OSError as error:

@@ -123,7 +123,7 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
             "this forward_step does not return the model's output unchanged: return it unchanged, and do the rest in "
             "the loss function"
         )
-    # Many a loss function keeps the model, as NVIDIA's own does: the probe must not keep an attention mask with it.
+    # Loss functions may keep the model, as NVIDIA's own does: the probe must not keep an attention mask with it.
     args, kwargs = probe.calls.pop()
     captured = Capture(args, kwargs, loss_func, _signature(type(unwrap_model(model))))
     asked = captured.arguments()

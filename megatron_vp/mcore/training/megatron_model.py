@@ -71,7 +71,7 @@ class MegatronModel:
         self._replays_graphs = gradients and self._config.cuda_graph_impl == "transformer_engine"
         self._late_weights = late_weights
         self._weights_changed = gradients or first_val_step is not False
-        # Megatron runs an iteration with an unexpected loss a second time: the time to look closely.
+        # Megatron repeats an iteration with an unexpected loss: the repetition is examined closely.
         self._watches_numbers = get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE
         self._loss_check = LossCheck(self._chunks[-1].core.vocab_size)
         self._pending_weights: dict[tuple[int, int], list[PendingGradient]] = {}
@@ -114,11 +114,11 @@ class MegatronModel:
         self._start_timer("forward-compute")
         part = self._chunks[chunk]
         captured = self._capture(part, microbatch)
-        # Layers in fp8 then quantise their weights anew. In evaluation too: the optimizer has changed them.
+        # fp8 layers then quantise their weights again, in evaluation too, because the optimizer has changed them.
         if microbatch == 0 and self._weights_changed and hasattr(part.model, "set_is_first_microbatch"):
             part.model.set_is_first_microbatch()
         schedules.set_current_microbatch(part.model, microbatch)
-        # The backward of a graph leaves its gradient where a later one does, and ours is still being sent then.
+        # A graph's backward writes its gradient to the same buffer each time, and ours may still be being sent.
         taken = _KeptGradient.apply(input_sbh) if self._replays_graphs and input_sbh is not None else input_sbh
         part.core.set_input_tensor(taken)
         given = captured if labels_bs is None else captured.given(labels=labels_bs)
@@ -131,7 +131,7 @@ class MegatronModel:
             output = taken.clone()
         if self._watches_numbers:
             report_birth_of_nan(chunk, microbatch, input_sbh, output)
-        # The loss function is still to come, the attention mask has done its work.
+        # The loss function is still to come; the attention mask is no longer needed.
         captured.keep("labels", "loss_mask", "packed_seq_params")
         self._calculate_loss(part, output, None, is_last_stage=False)
         return output
@@ -159,7 +159,7 @@ class MegatronModel:
         part = self._chunks[chunk]
         part.before_weight_gradient(microbatch)
         parameters = [parameter for each in pending for parameter in each.parameters]
-        parameters += trained_parameters(part.delaying)  # biases of frozen weights have left nothing
+        parameters += trained_parameters(part.delaying)  # frozen weights left nothing for W
         pending.reverse()
         while pending:  # a layer's tensors are freed before the next layer's product
             pending.pop().accumulate()

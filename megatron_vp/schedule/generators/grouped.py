@@ -16,7 +16,7 @@ def _grouped(step: int, group: int, pipeline_size: int, chunks: int, costs: Pass
     All passes of all chunks take one of three slots of a microbatch: F, B, and W right behind it.
     """
     p, v = pipeline_size, chunks
-    # Where groups have one microbatch, some consecutive chunks would meet in a slot and are set apart by one more.
+    # With one microbatch per group, some consecutive chunks would share a slot; they are moved apart by one.
     part = v // gcd(v, step // group)
     late = [3 * (step * chunk + group * (chunk // part)) for chunk in range(v)]
     # Ranks are two slots apart as far as there is room before the next chunk, so that no chunk's backward on the last

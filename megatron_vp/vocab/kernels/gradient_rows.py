@@ -144,8 +144,8 @@ def _enter_targets(
             address = exp + token.to(tl.int64) * stride + own
             tl.store(address, (entry / left).to(exp.dtype.element_ty), mask=inside & (own >= 0) & (taken == 0))
     else:
-        # Rows whose c is too small to leave to X become c E: all of them that have a target here in fp16, else hardly
-        # ever one. Each program has a part of the columns.
+        # Rows whose c is too small to leave to X become c E: in fp16 all rows with a target here, otherwise hardly any.
+        # Each program takes a part of the columns.
         own, scale, entry = _row(
             known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap
         )

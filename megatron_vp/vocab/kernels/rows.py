@@ -13,7 +13,7 @@ SEGMENT = 32
 """Most sorted rows that a program adds; the n / SEGMENT partial sums of equal rows are added by another program."""
 
 
-@triton.jit(do_not_specialize=["count"])  # another number of rows in every microbatch must not be another kernel
+@triton.jit(do_not_specialize=["count"])  # counts differ by microbatch and must not compile new kernels
 def _add_segments(
     matrix, row, order, source, partial, count, hidden,
     BLOCK: tl.constexpr, SEGMENT: tl.constexpr, IN_ORDER: tl.constexpr,
@@ -52,7 +52,7 @@ def _add_partial_sums(matrix, row, partial, count, hidden, BLOCK: tl.constexpr, 
     own = tl.load(row + after - 1, mask=after < count, other=-1)
     fills = tl.load(row + first) == own
     comes_in = fills & (tl.load(row + first - 1, mask=first > 0, other=-1) == own)
-    # The segment in which equal rows begin adds up what those after it hold.
+    # The segment in which equal rows begin adds the partial sums of the following segments.
     if (own >= 0) & (comes_in == 0):
         end = segment + 1
         while tl.load(row + end * SEGMENT, mask=end * SEGMENT < count, other=-1) == own:
@@ -91,7 +91,7 @@ def add_rows_(
     # In sorted rows a place is its own position, and the order is not read.
     sorted_n, order_n = (row_n, row_n) if sorted_rows else row_n.sort(stable=True)
     segments, parts = triton.cdiv(count, SEGMENT), triton.cdiv(hidden, BLOCK)
-    # Of a segment the sum that may have come in from the one before it, and the one that may go on.
+    # A segment's partial sum continued from the previous segment, and the one that may continue into the next.
     partial = torch.empty(2 * segments, hidden, dtype=torch.float32, device=source_nh.device)
     _add_segments[(count, parts)](
         matrix_vh, sorted_n, order_n, source_nh, partial, count, hidden,

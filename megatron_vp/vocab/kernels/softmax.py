@@ -203,7 +203,7 @@ def _exponentiate(
             sum_of_logits = tl.sum(added, 0)
         # 2. Exponentials: stored, and added up unrounded. By now every thread must have read the target's logit.
         if PIECES > HELD:
-            # No register is left for it meanwhile.
+            # Loaded again: no register is free to keep it.
             tl.store(statistics + (3 * tokens + token), picked)
         tl.debug_barrier()
         for i in tl.static_range(PIECES):

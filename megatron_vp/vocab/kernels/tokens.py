@@ -54,7 +54,7 @@ def _sort_by_owner(
     lane = tl.arange(0, CHUNK)
     found = tl.zeros((QUERIES, CHUNK), tl.int32)
     if block < blocks:
-        # How many keys come before each of these: equal ones in chunks ahead of their own, lesser ones in all chunks.
+        # Count the keys before each of these: smaller ones in all chunks, equal ones in earlier chunks.
         own = block * QUERIES + tl.arange(0, QUERIES)
         key = _key(tokens, own, count, spans, owners, steps, vocab_size)
         first = block * QUERIES // CHUNK * CHUNK
@@ -62,7 +62,7 @@ def _sort_by_owner(
             other = _key(tokens, start + lane, count, spans, owners, steps, vocab_size)
             bound = key + tl.where(start < first, 1, 0)
             found += (other[None, :] < bound[:, None]).to(tl.int32)
-        # And equal ones ahead in their own chunk.
+        # And equal keys ahead in the same chunk.
         other = _key(tokens, first + lane, count, spans, owners, steps, vocab_size)
         found += ((other[None, :] == key[:, None]) & ((first + lane)[None, :] < own[:, None])).to(tl.int32)
         tl.store(order + tl.sum(found, 1), own.to(tl.int64), mask=own < count)
@@ -91,7 +91,7 @@ def sort_by_owner_(
     """
     count, owners = len(tokens_n), len(counts)
     assert takes(tokens_n, vocab_size) and tokens_n.is_contiguous() and spans.is_contiguous() and counts.is_contiguous()
-    # A search among p shards halves them so many times.
+    # Number of halvings in a search among p shards.
     steps = (owners - 3).bit_length()
     _sort_by_owner[(triton.cdiv(count, QUERIES) + triton.cdiv(owners, QUERIES),)](
         order_n, counts, tokens_n, count, spans, owners, steps, vocab_size,
