@@ -48,7 +48,7 @@ def memory_room(
         ways.append("other parallel sizes (megatron-vp plan --search)")
     return [
         f"{line}: less than the {100 * ERROR_BAND['memory']:.0f} % that predicted memory may be off, so it may not fit",
-        f"room would come from {'; '.join(ways)}",
+        f"to free memory: {'; '.join(ways)}",
     ]
 
 

@@ -110,7 +110,7 @@ class Request:
         if self.assumed:
             lines.append(f"assumed, because the job does not say it: {'; '.join(self.assumed)}")
         if self.unused:
-            lines.append(f"passed over, because no number here depends on it: {', '.join(self.unused)}")
+            lines.append(f"ignored, because the prediction does not depend on it: {', '.join(self.unused)}")
         return [*lines, self.caveat]
 
     @property

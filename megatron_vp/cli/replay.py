@@ -82,7 +82,7 @@ def _without_log() -> Iterator[None]:
 def _table(found: Replayed) -> str:
     place = f"pipeline rank {found.pipeline_rank} of {found.pipeline_size}, {found.microbatches} microbatches, alone"
     if found.played is not None and found.played < found.microbatches:
-        place += f" ({found.played} played: more hold no more)"
+        place += f" ({found.played} simulated: more need no more memory)"
     memory = [f"{name:>12}  {value / 2**30:15.3f}  GiB" for name, value in found.memory_bytes.items()]
     if found.iteration_milliseconds is None:
         note = "of tensors; an allocator's fragments, workspaces and communicators come on top"

@@ -43,6 +43,6 @@ def trace(
         try:
             typer.echo(next_start(folder, traced_run(folder, traces)))
         except UserError as error:
-            typer.echo(f"nothing to be said of --vocab-shards measured:{folder}: {error}")
+            typer.echo(f"no answer for --vocab-shards measured:{folder}: {error}")
     if output is not None:
         write(merge(traces, held_activations(traces)), output)

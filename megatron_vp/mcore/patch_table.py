@@ -141,21 +141,21 @@ GROUPS = (
         "megatron_vp.mcore.options.arguments:PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
-        "a run would have none of our options, and what cannot work would be tried",
+        "a run would have none of our options, and impossible combinations would not be refused",
     ),
     PatchGroup(
         "checkpoint files",
         "megatron_vp.mcore.storage.checkpoint_files:PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
-        "checkpoints could hold the optimizer's state wrong, and two runs overwrite each other's",
+        "checkpoints could hold wrong optimizer state, and two runs could overwrite each other's",
     ),
     PatchGroup(
         "same job",
         "megatron_vp.mcore.start.same_job:PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
-        "ranks with other settings would hang the job or spoil the model in silence",
+        "ranks with other settings would hang the job or silently spoil the model",
     ),
     PatchGroup(
         "no transformer engine",
@@ -261,7 +261,7 @@ GROUPS = (
         "megatron_vp.mcore.model.attention:PATCHES",
         Condition("only with --core-attention sdpa", lambda run: run.args.core_attention == "sdpa"),
         Stage.AFTER_VALIDATION,
-        "a run would have other attention than it was asked for",
+        "a run would use another attention than requested",
     ),
     PatchGroup(
         "vocabulary parallelism",

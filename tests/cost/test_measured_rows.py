@@ -243,7 +243,7 @@ def test_a_gain_within_what_iterations_vary_is_not_promised(tmp_path):
     run = read_run(tmp_path)
     assert 0.05 < run.uncertainty < 0.3
     line = next_start(tmp_path, run)
-    assert "no gain that the measurement shows (medians of 6 iterations, certain within 15 %)" in line
+    assert "no significant gain (medians of 6 iterations, certain within 15 %)" in line
 
 
 def test_a_gain_that_the_prediction_denies_is_not_promised(tmp_path):

@@ -171,7 +171,7 @@ def test_what_no_number_depends_on_is_listed_in_one_line(small):
     for command in ("simulate", "plan"):
         lines = run(command, small, *words).stdout.splitlines()
         listed = "--cpu, --lr, --no-rope-fusion, --tokenizer-model, --train-iters"
-        assert f"passed over, because no number here depends on it: {listed}" in lines
+        assert f"ignored, because the prediction does not depend on it: {listed}" in lines
     document = json.loads(run("simulate", small, "--lr", "1", "--moe-latent-size", "8", "--format", "json").stdout)
     assert (document["passed_over"], document["uncounted"]) == (["--lr", "--tokenizer-model"], ["--moe-latent-size"])
 

@@ -24,7 +24,7 @@ def asked(hardware="h100", *flags):
 @pytest.mark.parametrize(
     ("hardware", "flags", "kind", "said"),
     [
-        ("a100", [], None, "the largest error of setups like the paper's"),
+        ("a100", [], None, "the largest error on setups like the paper's"),
         ("a100", ["--tensor-model-parallel-size", "2"], ("a100", False, False), "published runs: A100, dense, fp16"),
         ("h100", ["--fp8-format", "hybrid"], ("h100", True, False), "published runs: H100, dense, fp8"),
         ("h100", EXPERTS, ("h100", False, True), "published runs: H100, experts"),
@@ -80,7 +80,7 @@ def test_what_a_run_leaves_free_is_said_and_what_would_give_room(runs):
     tight = replace(request, limit=full.peak_memory + 2**30)
     line, ways = memory_room(tight, full, [full, roomy])
     assert "1.0 GiB free: less than the 3 % that predicted memory may be off" in line
-    assert ways.startswith("room would come from 1f1b with vocab-2 (") and "+10.0 % time" in ways
+    assert ways.startswith("to free memory: 1f1b with vocab-2 (") and "+10.0 % time" in ways
     for way in ("--recompute-granularity full", "more nodes", "plan --search"):
         assert way in ways
     recomputed = asked("h100", "--recompute-granularity", "full")

@@ -305,7 +305,7 @@ UNEVEN = ["--pipeline-schedule", "v-half", "--untie-embeddings-and-output-weight
     ("recipe", "evidence"),
     [
         ("tensorwise", "state tested on CPU, kernels not run"),
-        ("blockwise", "no state between passes, format not run, kernels not run"),
+        ("blockwise", "no state between passes, not tested, kernels not run"),
     ],
 )
 def test_the_evidence_for_fp8_is_said_where_it_is_allowed(answered, recipe, evidence):

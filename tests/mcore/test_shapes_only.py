@@ -91,7 +91,9 @@ def test_as_many_bytes_as_with_numbers(tmp_path, job_rank, flags):
 def test_no_more_microbatches_are_played_than_the_peak_needs(tmp_path, flags):
     done, found = _shapes_only(tmp_path, 1, [*flags, "--global-batch-size", "64"])
     assert (found["played"], found["microbatches"]) == (12, 32)
-    assert done.stdout.startswith("pipeline rank 1 of 4, 32 microbatches, alone (12 played: more hold no more)")
+    assert done.stdout.startswith(
+        "pipeline rank 1 of 4, 32 microbatches, alone (12 simulated: more need no more memory)"
+    )
     (all_of_them,) = run_ranks(1, _all_played, 1, [*flags, "--global-batch-size", "64"])
     more = all_of_them["peak"] - found["memory_bytes"]["peak"]
     assert -8 <= more <= 20 * 8 * (4 + 2)  # 20 more microbatches, a count of rows for every rank in each

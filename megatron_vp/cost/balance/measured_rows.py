@@ -134,7 +134,7 @@ def next_start(folder: Path, run: MeasuredRun, predicted: float | None = None) -
     spread = f"medians of {run.iterations} iterations, certain within {100 * run.uncertainty:.2g} %"
     start = f"the next start with --vocab-shards measured:{folder}: rows {','.join(map(str, found.rows))}; "
     if found.gain - 1 <= CERTAIN * run.uncertainty:
-        return f"{start}no gain that the measurement shows ({spread}); measure more iterations, on GPUs of your own"
+        return f"{start}no significant gain ({spread}); measure more iterations, on GPUs of your own"
     line = (
         f"{start}the busiest rank computes {1e3 * busiest / found.gain:.2f} ms per microbatch instead of "
         f"{1e3 * busiest:.2f} ({spread})"

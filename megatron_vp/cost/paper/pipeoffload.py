@@ -191,7 +191,7 @@ def to_text(predictions: Iterable[CellPrediction]) -> str:
     known = published()
     found = {each.cell: each for each in predictions}
     lines = [
-        "Figure 15 of PipeOffload: MFU in percent and GiB of activations, predicted, behind each what was published",
+        "Figure 15 of PipeOffload: predicted MFU in percent and GiB of activations, each followed by the published",
         "-: not published; oom: published as not fitting",
     ]
     for model, sizes in MODELS.items():

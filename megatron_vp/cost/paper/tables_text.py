@@ -23,7 +23,7 @@ def to_text(rows: Sequence[Row], setting: Setting | None = None) -> str:
         lines.append(f"this project on {setting}; MFU of {setting.hardware.peak_flops / 1e12:.0f} TFLOP/s, 16 bits")
     compared = any(row.published for row in rows)
     if compared:
-        lines.append("behind each its error against the published value, in percent; oom: published as not fitting")
+        lines.append("each followed by its error against the published value in percent; oom: published as not fitting")
     for (table, gpus, sequence), setup in groupby(rows, key=lambda row: row.cell.setup):
         lines += ["", f"{_TITLES[table]}, {gpus} GPUs, sequence {sequence}", *_block(list(setup), compared)]
     if setting is None:

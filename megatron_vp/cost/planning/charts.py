@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 LOSSES = {
     "work": ("work of the mean rank", "#59A14F"),
-    "imbalance": ("the busiest rank's more", "#E15759"),
+    "imbalance": ("busiest rank above the mean", "#E15759"),
     "bubble": ("bubble", "#BAB0AC"),
     "communication": ("communication", "#4C78A8"),
     "step": ("after the passes", "#B07AA1"),

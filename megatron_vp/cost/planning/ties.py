@@ -33,7 +33,7 @@ def tie_of(job: Job, hardware: Hardware) -> Tie:
     experts, pattern = job.model.experts > 0, job.model.is_hybrid
     single = job.tensor == job.context == 1
     if hardware.name == "a100" and single and not (experts or pattern or job.fp8):
-        return Tie(least, "the largest error of setups like the paper's")
+        return Tie(least, "the largest error on setups like the paper's")
     found = None if pattern else compared(hardware.name, job.fp8 is not None, experts)
     if found is None:
         found = compared_elsewhere(experts)
@@ -41,5 +41,5 @@ def tie_of(job: Job, hardware: Hardware) -> Tie:
     else:
         basis = f"the mean error of {found.runs} published runs: {found.kind}"
     if found.mean / 100 <= least:
-        return Tie(least, f"the largest error of setups like the paper's; {found.mean} % is {basis}")
+        return Tie(least, f"the largest error on setups like the paper's; {found.mean} % is {basis}")
     return Tie(found.mean / 100, basis)

@@ -74,7 +74,7 @@ IGNORED = (
     Ignored(
         "--save-activations-interval or --save-dgrads-interval for the output layer",
         lambda a: a.vocab_parallel and (a.save_activations_interval or a.save_dgrads_interval),
-        "what is saved is seen by hooks on Megatron's own layers, and the shards are none",
+        "hooks on Megatron's own layers save these tensors, and shards are not such layers",
     ),
     Ignored(
         "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split",

@@ -25,7 +25,7 @@ def describe_precision(a: argparse.Namespace) -> str | None:
     """The parts of an accepted job that compute in fp8 or fp4, and the evidence for them; None without either."""
     if not (a.fp8 or a.fp4):
         return None
-    evidence = "state tested on CPU" if a.fp8_recipe in TESTED_RECIPES else "no state between passes, format not run"
+    evidence = "state tested on CPU" if a.fp8_recipe in TESTED_RECIPES else "no state between passes, not tested"
     vocabulary = "bf16" if a.bf16 else "fp16" if a.fp16 else "fp32"
     layers = "the layers and their weights" if a.fp8_param_gather or a.fp4_param_gather else "the layers"
     if a.fp4:

@@ -97,7 +97,7 @@ def _measured(args: argparse.Namespace, settings: RunSettings, prediction: Predi
     job = MeasuredJob(*sizes, settings.family.name, method.value, vars(args), layers, option)
     chosen = next_rows(folder, job, room)
     return _chosen(
-        args, chosen, f"--vocab-shards measured:{folder}: the busiest rank had {chosen.gain:.3f} times this work"
+        args, chosen, f"--vocab-shards measured:{folder}: the busiest rank had {chosen.gain:.3f} times as much work"
     )
 
 

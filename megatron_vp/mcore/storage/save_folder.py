@@ -326,7 +326,7 @@ PATCHES = (
     Patch(
         "megatron.training.training:save_checkpoint",
         _only_where_claimed,
-        "two runs with one --save would overwrite each other's checkpoints in silence",
+        "two runs with one --save would silently overwrite each other's checkpoints",
         "(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far, "
         "checkpointing_context=None, pipeline_rank=None, expert_rank=None, tensor_rank=None, pipeline_parallel=None, "
         "expert_parallel=None, non_persistent_ckpt=False, train_data_iterator=None, "
