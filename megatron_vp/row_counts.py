@@ -1,4 +1,4 @@
-"""How many vocabulary rows a rank holds: one answer for the layers, the cost model and the commands."""
+"""Number of vocabulary rows per rank: one definition for the layers, the cost model and the commands."""
 
 from __future__ import annotations
 

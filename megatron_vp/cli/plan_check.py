@@ -67,7 +67,7 @@ def _load_megatron() -> None:
 def choose_checked(request: Request, evaluations: Sequence[Evaluation], ask: Ask = refusal_here) -> Checked:
     """Choose as `planner.choose` does, leaving out the plans that `check` refuses, and not because of the job itself.
 
-    Raises UserError where nothing is left.
+    Raises UserError if nothing is left.
     """
     from megatron_vp.cost.planning.planner import Infeasible, choose
 
@@ -109,7 +109,7 @@ def can_check() -> bool:
 
 
 def refusal(request: Request, plan: Plan, ask: Ask = refusal_here) -> str | None:
-    """Why training would refuse the job with this plan; None where it would start."""
+    """The reason why training would refuse the job with this plan; None if it would start."""
     from megatron_vp.cost.sizes.job_plan import settings_of
 
     words = _words(request.config.values | settings_of(request.config, plan, request.job))

@@ -42,13 +42,13 @@ class Answer:
     """The notes below the recommendation."""
 
     def request(self, found: Found) -> Request:
-        """The question that `plan` without a search answers with this run."""
+        """The planning request whose answer is this run."""
         variant = self.search.variants[found.variant]
         config = replace(self.config, values=self.config.values | variant.settings)
         return Request(config, variant.job, self.hardware, self.limit)
 
     def settings(self, found: Found) -> dict[str, object]:
-        """The changes to the configuration for this run."""
+        """Settings to change in the configuration for this run."""
         from megatron_vp.cost.sizes.job_plan import settings_of
 
         request = self.request(found)
@@ -127,7 +127,7 @@ def search_job(
 
 
 def _chosen(config: JobConfig, hardware: Hardware, gpus: int, limit: float, found: Search, ask: Ask) -> Answer:
-    """The simplest of the fastest runs that training would start."""
+    """Choose the simplest of the fastest runs that training would accept."""
     from megatron_vp.cost.planning.ties import tie_of
 
     tied = found.tied(limit, tie_of(found.variants[0].job, hardware).share)
@@ -185,7 +185,7 @@ def _table(answer: Answer) -> str:
 
 
 def _thinned(frontier: list[Found]) -> list[Found]:
-    """SHOWN of them, both ends included."""
+    """At most SHOWN of them, evenly spaced, including both ends."""
     last = len(frontier) - 1
     return [frontier[round(place * last / (SHOWN - 1))] for place in range(SHOWN)]
 

@@ -31,7 +31,7 @@ LEAST_MEMORY, MOST_MEMORY, MOST_OF_A_HOST = 0.01, 512, 16_384
 """GiB that `--memory` may name: no GPU has more than 288, and the ranks of a CPU job share a host's."""
 
 MOST_GPUS = 1_000_000
-"""Several times those of the largest cluster."""
+"""Most GPUs of a job: several times those of the largest cluster."""
 
 
 class Format(StrEnum):
@@ -81,12 +81,12 @@ class Request:
 
     @property
     def shards(self) -> str:
-        """How even the vocabulary is cut, in a line."""
+        """One line on the even vocabulary shards and their imbalance."""
         job = self.job
         return f"vocabulary shards of {job.shard_rows} rows, {100 * job.shard_imbalance:.1f} % above the mean"
 
     def shards_of(self, plan: Plan) -> str:
-        """The rows of a plan whose vocabulary is split, in a line; assigned ones with the layers next to them."""
+        """One line with the vocabulary rows of a plan, and with its layers if rows are assigned."""
         if plan.vocab_rows is None:
             return self.shards
         rows = f"vocabulary rows by rank {','.join(map(str, plan.vocab_rows))}"
@@ -103,7 +103,7 @@ class Request:
 
     @property
     def notes(self) -> list[str]:
-        """Lines on what the numbers leave out and how far they may be off."""
+        """Lines on what the predictions leave out and how accurate they are."""
         lines = []
         if self.uncounted:
             lines.append(f"not counted, though it changes time or memory: {', '.join(self.uncounted)}")
@@ -137,7 +137,7 @@ class Request:
 
     @property
     def caveat(self) -> str:
-        """How far a prediction may be off."""
+        """One paragraph on the accuracy of the prediction."""
         from megatron_vp.cost.hardware.constants import ERROR_BAND
 
         time, memory = (f"{100 * ERROR_BAND[name]:.0f} %" for name in ("time", "memory"))
@@ -224,7 +224,7 @@ def read_cluster(
     memory: float | None,
     commands_own: Sequence[str] = (),
 ) -> tuple[JobConfig, Hardware, int, float]:
-    """A job whose parallel sizes are open, the hardware, its number of GPUs and the bytes that each may use.
+    """Read a job with open parallel sizes, the hardware, the number of GPUs and the bytes that each may use.
 
     Raises UserError.
     """
@@ -259,7 +259,7 @@ def _read(
 
 
 def _refuse_memory(memory: float, machine: Hardware) -> None:
-    """Refuse an amount that no rank has, and say in which unit it would be one."""
+    """Refuse an impossible amount of memory, and suggest the unit that was probably meant."""
     most = MOST_MEMORY if machine.is_gpu else MOST_OF_A_HOST
     if LEAST_MEMORY <= memory <= most:
         return
@@ -272,13 +272,13 @@ def _refuse_memory(memory: float, machine: Hardware) -> None:
 
 
 def what_to_set(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same for programs: `flags` give this run only if `unset` is empty; `overlay` always does."""
+    """The settings for JSON output: `flags` give this run only if `unset` is empty; `overlay` always does."""
     unset = [option_of(name) for name, value in settings.items() if value is None or value is False]
     return {"settings": settings, "flags": flags_of(settings), "unset": unset, "overlay": yaml_of(settings)}
 
 
 def how_to_run(settings: dict[str, Any], request: Request) -> list[str]:
-    """Lines with the changes to a configuration that run a job, as flags and as a file."""
+    """Lines with the changes to the configuration for a run, as flags and as a file."""
     unset = [name for name, value in settings.items() if value is None or value is False]
     lines = ["", "use: " + (flags_of(settings) or "the configuration as it is")]
     if unset:
@@ -289,7 +289,7 @@ def how_to_run(settings: dict[str, Any], request: Request) -> list[str]:
 
 
 def seconds(value: float) -> str:
-    """With four digits, trailing zeros among them, so that a column of them can be compared."""
+    """Format seconds with four digits, including trailing zeros, so that a column is easy to compare."""
     digits = 3 - math.floor(math.log10(value)) if value else 0
     return f"{value:.{max(0, digits)}f}"
 

@@ -1,4 +1,4 @@
-"""Where a command's result goes, the screen or a file, and how it shows that it works on it."""
+"""Writes a command's result to the screen or a file, and shows its progress."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ UNKNOWN_SUFFIXES = ("pdf", "jpg", "jpeg", "gif", "yaml", "yml", "xlsx")
 """Suffixes of files that no command writes."""
 
 LINE_EVERY, REDRAW_EVERY = 2.0, 0.1
-"""Seconds between two lines of progress in a pipe or file, and between two drawings of the bar on a terminal."""
+"""Seconds between two progress lines in a pipe or file, and between two drawings of the bar on a terminal."""
 
 _WRITTEN_AS = {"perfetto": "json", "programs": "json"}
 
 
 def format_for[F: StrEnum](asked: F | None, output: Path | None, formats: type[F], otherwise: str = "table") -> F:
-    """The format of a command's result: the one asked for, else the one of the file's suffix, else `otherwise`.
+    """Choose the format of a command's result: the requested one, that of the file's suffix, or `otherwise`.
 
-    To be called before the work. Raises UserError for a file whose suffix says otherwise than what is asked for or that
-    the command cannot write, for a picture without a file, and for a file that cannot be made.
+    Call it before the work. Raises UserError for a suffix that contradicts the requested format or that the command
+    cannot write, for a picture without a file, and for a file that cannot be created.
     """
     suffix = "" if output is None else output.suffix.lower().removeprefix(".")
     known = [each.value for each in formats]
@@ -48,7 +48,7 @@ def format_for[F: StrEnum](asked: F | None, output: Path | None, formats: type[F
 
 
 def check_destination(is_picture: bool, output: Path | None) -> None:
-    """To be called before the work. Raises UserError for a picture without a file, and a file that cannot be made."""
+    """Call it before the work. Raises UserError for a picture without a file, and for a file that cannot be created."""
     if output is None:
         if is_picture:
             raise UserError("a picture cannot be shown in the terminal; name a file with -o")
@@ -88,10 +88,9 @@ def write(content: str | bytes, output: Path | None) -> None:
 
 
 def progress_bar(*columns: ProgressColumn, transient: bool = True) -> Progress:
-    """On standard error: a bar on a terminal, elsewhere a line now and then. `transient`: the bar is gone when done.
-
-    Without `columns` it has rich's own. It is drawn when it moves, not by a thread of its own: a process with threads
-    cannot start workers as copies of itself.
+    """Progress on standard error: a bar on a terminal, otherwise a line now and then. `transient`: remove the bar at
+    the end. Without `columns` it has rich's default ones. It is drawn only when it moves, without a thread: a process
+    with threads cannot safely fork workers.
     """
     from rich.console import Console
     from rich.progress import Progress

@@ -20,7 +20,7 @@ from megatron_vp.jobs.known_options import known_options
 from megatron_vp.jobs.shipped import BATCH_FILES
 
 IN_THE_REPOSITORY = Path("scripts/slurm")
-"""Where the batch files look for their neighbours unless a variable says otherwise."""
+"""The batch files' default for the folder with their helper files."""
 _OF_SLURM = frozenset(
     [
         *("account", "array", "begin", "chdir", "clusters", "comment", "constraint", "cpus-per-gpu", "cpus-per-task"),
@@ -144,7 +144,7 @@ def sbatch(
 
 
 def _refuse_options_of_slurm(flags: Sequence[str]) -> None:
-    """Options of SLURM's sbatch would be taken for the job's: say how to pass them on."""
+    """Refuse options of SLURM's sbatch, which would be taken for the job's, and say how to pass them on."""
     for flag in flags_in([_SHORT.get(word, word) for word in flags]):
         name = flag.option.removeprefix("--")
         if name in _OF_SLURM and name_of(name) not in known_options():
@@ -153,7 +153,7 @@ def _refuse_options_of_slurm(flags: Sequence[str]) -> None:
 
 
 def _command(options: list[str], variables: dict[str, str | None], slurm: Sequence[str]) -> list[str]:
-    """The command that submits the batch file, as far as the job's own words."""
+    """The command that submits the batch file, without the job's own arguments."""
     place = IN_THE_REPOSITORY
     if not (place.is_dir() and place.samefile(BATCH_FILES)):
         place = BATCH_FILES

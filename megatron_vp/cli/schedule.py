@@ -158,7 +158,7 @@ def schedule(
 
 
 def _compared(words: str, first: Schedule, costs: PassCosts, evaluation: bool) -> Timeline:
-    """The value of `--compare`: a file that is there, or a schedule by name for the sizes of `first`."""
+    """Read `--compare`: an existing file, or the name of a schedule to generate for the sizes of `first`."""
     from megatron_vp.schedule import evaluation as forward_schedule
     from megatron_vp.schedule import generate, simulate, validate
 

@@ -25,7 +25,7 @@ def trace(
 ) -> None:
     """Show where the time of a traced run went on every rank, and what the simulator predicts for its pass times.
 
-    Of a run with --vocab-parallel also which vocabulary rows would make up for GPUs of unequal speed.
+    For a run with --vocab-parallel it also shows the vocabulary rows that would make up for GPUs of unequal speed.
 
     Trace a run with: pretrain_gpt_vp.py ... --vocab-parallel --pipeline-trace DIR
     """

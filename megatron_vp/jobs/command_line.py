@@ -25,7 +25,7 @@ class Flag(NamedTuple):
 def flags_in(words: Sequence[str]) -> Iterator[Flag]:
     """The flags in their order; a word that does not start with `--` is a value of the flag before it.
 
-    Raises UserError where the first word is not a flag.
+    Raises UserError if the first word is not a flag.
     """
     option, values = None, []
     for word in words:

@@ -22,7 +22,7 @@ def write_resolved(args: argparse.Namespace, path: str | os.PathLike[str]) -> No
     """Write every argument of `args` as plain YAML, sorted by name; the file appears complete or not at all.
 
     Values that YAML does not know (enums, data types, functions) are written as their text. Users outside of the file's
-    group cannot read it. Call it on one rank. Raises UserError where the file cannot be written.
+    group cannot read it. Call it on one rank. Raises UserError if the file cannot be written.
     """
     path = Path(path)
     plain = {name: _plain(value) for name, value in vars(args).items() if not name.startswith("_")}

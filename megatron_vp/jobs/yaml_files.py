@@ -74,7 +74,7 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
 
 
 def _refuse_mixed_sections(layers: Sequence[tuple[Path, DictConfig]]) -> None:
-    """Raise UserError where one file has a section under a name, and another one a value or a list."""
+    """Raise UserError if one file has a section under a name, and another one a value or a list."""
     found: dict[tuple[str, ...], tuple[bool, Path]] = {}
     for file, config in layers:
         for trail, value in _nodes(OmegaConf.to_container(config)):

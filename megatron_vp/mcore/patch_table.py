@@ -433,7 +433,9 @@ def apply(stage: Stage, run: Run) -> None:
 
 
 def apply_early(run: Run, *names: str) -> None:
-    """Apply the selected groups with these names ahead of their stage. Raises UserError, and applies none."""
+    """Apply the selected groups with these names ahead of their stage. Raises UserError if one does not fit, and then
+    applies none of them.
+    """
     patches.apply([patch for group in selected(run) if group.name in names for patch in patches_of(group.name)])
 
 

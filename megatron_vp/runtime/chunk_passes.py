@@ -58,7 +58,7 @@ class ChunkPasses:
         placement: which virtual stage each chunk of each rank is.
         gradients: False in evaluation.
         split_backward: B is the input gradient alone and a W follows.
-        offload: takes what the forwards of some chunks save; None where all of it stays on the device.
+        offload: takes what the forwards of some chunks save; None if all of it stays on the device.
     """
 
     def __init__(

@@ -26,7 +26,9 @@ CTAS = CHANNELS
 passes. It holds them while it waits for a peer, too: by default a receive would keep up to 32 busy over NVLink until
 its message comes, and those of all edges together nearly a whole device. Not yet measured on a GPU."""
 EDGE_CTAS = CTAS
-"""The same of a message. A middle rank waits for one at about all times, so fewer may cost the passes less."""
+"""The same for a message. A middle rank waits for a message nearly all the time, so fewer blocks may cost the passes
+less.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,8 @@ class PipelineGroups:
 
     @property
     def communicators(self) -> int:
-        """How many communicators this rank has in a schedule; each has buffers on the device.
-
-        Groups that no operation of this rank uses make none: NCCL makes a communicator at its first use.
+        """Number of this rank's communicators in a schedule; each has buffers on the device. Unused groups do not
+        count, because NCCL makes a communicator at its first use.
         """
         takes_part = self.vocabulary is not None
         return takes_part + len(self.edges) + (takes_part and self.tensor is not None)

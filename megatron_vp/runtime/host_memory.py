@@ -23,7 +23,7 @@ ALIGNMENT = 512
 
 
 def slots_by_chunk(instructions: Sequence[Instruction]) -> dict[int, int]:
-    """How many microbatches of each chunk of a program are in the host's memory at once at most."""
+    """Most microbatches of each chunk of a program in host memory at once."""
     now: dict[int, int] = defaultdict(int)
     most: dict[int, int] = defaultdict(int)
     for each in instructions:

@@ -151,7 +151,7 @@ class Model(Protocol):
     ) -> torch.Tensor | None:
         """Run the user's loss function on token losses fp32 [b, s]; returns g fp32 [b, s], None without gradients.
 
-        `target_is_argmax_bs` says which targets have the largest logit; None where the vocabulary layers are whole.
+        `target_is_argmax_bs` says which targets have the largest logit; None if the vocabulary layers are whole.
         With multi-token prediction all three are [predictions b, s].
         Asked on the last pipeline rank only, in microbatch order.
         """

@@ -68,14 +68,14 @@ class Progress:
     Args:
         members: global ranks of the pipeline, in pipeline order.
         rank: this rank's position among them.
-        finished: the device's own count of iterations; None where the host never runs ahead of the device.
+        finished: the device's own count of iterations; None if the host never runs ahead of the device.
     """
 
     def __init__(self, members: tuple[int, ...], rank: int, finished: FinishedIterations | None = None) -> None:
         self.members = members
         self.rank = rank
         self.iteration = 0
-        """How many times a schedule was started, rehearsals left out."""
+        """Number of schedules started, without rehearsals."""
         self.instruction: Instruction | _Finishing | None = None
         """The host's current instruction; None outside a schedule."""
         self.behind: Wait | None = None

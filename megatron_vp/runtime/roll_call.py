@@ -25,7 +25,7 @@ from megatron_vp.runtime.progress import Progress
 _ROUND_SECONDS = 0.1
 _LONGEST_LOOK_SECONDS = 1.0
 _STORE_SECONDS = 10.0
-"""How long the store may take to let a rank answer."""
+"""Seconds that the store may take for a rank's answer."""
 _LONGEST_WORD = 4096
 """The most bytes that are read of a peer's record in the store."""
 

@@ -30,8 +30,9 @@ class Slot(Enum):
     OFFLOADED_GRAPH = auto()
     """CHUNK_GRAPH of a chunk whose activations are in the host's memory. Put by O, taken by R."""
     ON_HOST = auto()
-    """Where a chunk's activations are in the host's memory (`HostSlot`), by chunk. Put by the post of the copy to the
-    host, taken by the wait for the copy back."""
+    """Host memory of a chunk's activations (`HostSlot`), by chunk. Put by the post of the copy to the host, taken by
+    the wait for the copy back.
+    """
     LEFT_FOR_W = auto()
     """Nothing: what W needs is with the model. By chunk; put by a B that leaves the weight gradient to a W, taken by
     that."""

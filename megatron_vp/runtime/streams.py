@@ -63,7 +63,7 @@ class CudaEvent:
 
 
 class CudaMark:
-    """Where the compute stream is now; told apart from what the host has issued since."""
+    """The compute stream's position when this mark was made, whatever the host has issued since."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()

@@ -19,7 +19,7 @@ class BuildingBlock:
 
     Microbatches come in groups of `group`. Groups follow each other as fast as their work allows, `group` intervals
     apart; those of a larger group `interval` / chunks, as the group goes through one chunk after the other.
-    `weight` is None where B includes the weight gradient. `overlaps` names pairs of a forward and a backward of
+    `weight` is None if B includes the weight gradient. `overlaps` names pairs of a forward and a backward of
     different microbatches that stay next to each other; the backward of a pair is whole, the others are split. Times
     need only respect the dependencies: they say which pass goes first, not when it runs. `forward_time` and
     `backward_time` are the durations of F and B (with W where it is included) that they allow for.

@@ -37,7 +37,7 @@ class RankCommunicators:
 
     @property
     def count(self) -> int:
-        """How many communicators these are."""
+        """Number of communicators."""
         return len(self.edges) + (self.pipeline > 1) + (self.tensor > 1)
 
 

@@ -149,7 +149,7 @@ class StageCosts:
         return {kind: getattr(self, kind) for kind in PASSES} | dict(self.other)
 
     def check_size(self, name: str, ranks: int, chunks: int) -> None:
-        """Raise UserError where these are not the costs of `ranks` ranks with `chunks` chunks each."""
+        """Raise UserError if these are not the costs of `ranks` ranks with `chunks` chunks each."""
         for kind, values in self.named().items():
             if PassKind(kind).per_chunk:
                 places, unit = ranks * chunks, "stages"

@@ -45,7 +45,7 @@ def lower(schedule: Schedule, costs: Costs | None = None, embeds_on_last_stage: 
 
 
 def check_reading(programs: Sequence[Program]) -> None:
-    """Raise ScheduleError where rank 0 does not read its data in the order in which rank p-1 reads the labels."""
+    """Raise ScheduleError if rank 0 does not read its data in the order in which rank p-1 reads the labels."""
     first, last = (
         [each.microbatch for each in program.instructions if isinstance(each, Load)]
         for program in (programs[0], programs[-1])

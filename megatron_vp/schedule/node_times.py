@@ -49,7 +49,7 @@ def node_times(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[flo
     A rank is the lane of its steps: `orders[r]` are the numbers of rank r's, in order; a loss that is not listed there
     waits for the end of the pass that its rank is at. A communicator is the lane of its operations, which run one after
     another, in the order in which they become ready: that is the order in which lowering has them issued. Those of one
-    rank alone keep the order of its steps behind which they are posted. Raises ScheduleError where the order cannot
+    rank alone keep the order of its steps behind which they are posted. Raises ScheduleError if the order cannot
     proceed.
     """
     successors, lanes = graph.successors, graph.lanes

@@ -84,8 +84,8 @@ def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
 
 
 def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
-    """The same order with only the first `microbatches`; where nothing is left to compute between an O and its R, the R
-    moves behind the next pass that computes, or the O before the last one.
+    """The same order with only the first `microbatches`. If nothing is left to compute between an O and its R, the R
+    moves behind the next computing pass, or the O before the last one.
 
     A chunk with a backward right behind its forward then stays on the device.
     """
@@ -150,7 +150,7 @@ class _Placing:
         self.tolerance = 1e-9 * (self.latest_ends[-1] - self.starts[0])
 
     def lifespan(self, chunk: int) -> float:
-        """How long the device holds a microbatch of `chunk` on average."""
+        """Mean time for which the device holds a microbatch of `chunk`."""
         return fmean(
             self.spans[self.release[key]][1] - self.starts[place]
             for key, place in self.forward.items()

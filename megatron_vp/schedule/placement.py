@@ -11,7 +11,7 @@ from functools import cached_property
 class Placement:
     """`stage_of[rank][chunk]` is a virtual stage; every stage 0 .. p*v-1 appears once.
 
-    Raises ValueError where the table is ragged or not a permutation of the stages.
+    Raises ValueError if the table is ragged or not a permutation of the stages.
     """
 
     stage_of: tuple[tuple[int, ...], ...]

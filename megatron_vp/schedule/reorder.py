@@ -40,7 +40,7 @@ def reorder_for_costs(
     further_orders: bool = True,
     links: Sequence[tuple[Node, Node]] = (),
 ) -> Schedule:
-    """The same passes, ordered for `costs` within `limits`, which the given order must respect.
+    """Order the same passes for `costs` within `limits`, which the given order must respect.
 
     With `StageCosts` every rank's passes are ordered for that rank's own durations.
     `pairs[r]` are passes of rank r that stay next to each other, the first of which is followed by the second.

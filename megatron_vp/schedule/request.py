@@ -249,7 +249,7 @@ AUTO = "auto"
 
 
 def chunks_to_offload(text: str, chunks: int) -> int:
-    """How many of `chunks` chunks per rank `--offload-chunks` means: a number, `half` (rounded up) or `all`."""
+    """Number of chunks per rank that an `--offload-chunks` means: a number, `half` (rounded up) or `all`."""
     named = {"half": (chunks + 1) // 2, "all": chunks}
     if text not in named and not text.isdecimal():
         raise UserError(

@@ -34,7 +34,7 @@ class Channel(StrEnum):
 
 
 class Origin(Enum):
-    """Where the data of a collective come from: which ranks it waits for."""
+    """Source of a collective's data: the ranks it waits for."""
 
     READERS = auto()
     """rank 0, which reads token ids, and rank p-1, which reads labels"""

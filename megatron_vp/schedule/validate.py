@@ -27,7 +27,7 @@ def validate(schedule: Schedule, costs: Costs | None = None, memory_bound: Seque
 
 
 def check_memory(schedule: Schedule, memory_bound: Sequence[float]) -> None:
-    """Raise ScheduleError where rank r holds more than `memory_bound[r]`, in microbatches of a whole rank."""
+    """Raise ScheduleError if rank r holds more than `memory_bound[r]`, in microbatches of a whole rank."""
     for rank, bound in enumerate(memory_bound):
         for place, (level, _) in enumerate(activation_levels(schedule, rank)):
             if level > bound + 1e-9:

@@ -68,7 +68,7 @@ class Figures:
 
 
 def figures(traces: Sequence[RankTrace]) -> Figures:
-    """Figures of the traces of all ranks (see `read_traces`). Raises UserError where passes are missing."""
+    """Figures of the traces of all ranks (see `read_traces`). Raises UserError if passes are missing."""
     iterations = tuple(sorted(traces[0].microbatches))
     try:
         costs = mean_costs(traces)

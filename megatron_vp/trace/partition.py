@@ -17,7 +17,7 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Partition:
-    """The layers and rows of every part of a run's pipeline; None where they are not known.
+    """The layers and rows of every part of a run's pipeline; None if they are not known.
 
     layers: by virtual stage, None also for equally many. vocab_rows: by pipeline rank, tensor ranks together; None also
     without vocabulary parallelism. tensor: ranks that share a pipeline rank's rows. sizes: of the model and of a

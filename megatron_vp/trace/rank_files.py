@@ -134,7 +134,7 @@ def path_of(folder: Path, rank: int) -> Path:
 def read_traces(folder: Path) -> list[RankTrace]:
     """The traces of all ranks of the run in `folder`, by rank.
 
-    Raises UserError where there is no such folder, a file is missing or none of ours, or the files are not of one run.
+    Raises UserError if there is no such folder, a file is missing or none of ours, or the files are not of one run.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the folder that the run had as --pipeline-trace")

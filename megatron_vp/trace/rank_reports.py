@@ -19,7 +19,7 @@ class RankReport:
     """The report of one pipeline rank, without its first iteration, which warms up (unless it is the only one).
 
     iterations: seconds of the forward and backward passes of each iteration, waiting included. passes: of these, the
-    seconds that the rank computed, by kind of pass. peak_bytes: allocated at most; None where not measured (CPU).
+    seconds that the rank computed, by kind of pass. peak_bytes: allocated at most; None if not measured (CPU).
     run: the same on all ranks of a run, and of no other.
     """
 

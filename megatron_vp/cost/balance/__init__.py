@@ -1,1 +1,1 @@
-"""Which layers and vocabulary rows each rank holds, so that no rank waits for another."""
+"""Chooses the layers and vocabulary rows of each rank, so that no rank waits for another."""

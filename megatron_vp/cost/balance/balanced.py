@@ -1,4 +1,4 @@
-"""How many vocabulary rows each rank holds, and how many layers each stage, so that no rank waits for another.
+"""Chooses the vocabulary rows of each rank and the layers of each stage, so that no rank waits for another.
 
 Layers are whole, rows are not: they fill up the ranks that have fewer layers (`water_filling`). Several layouts are
 filled, the most promising ones simulated with the real schedule, and the shortest is kept. All GPUs are assumed equally
@@ -49,7 +49,7 @@ TIE = 0.002
 class Shards:
     """Layers by virtual stage and vocabulary rows by pipeline rank, tensor ranks together.
 
-    layers: None where all stages have equally many. rows: None for even shards; the layers are then those that training
+    layers: None if all stages have equally many. rows: None for even shards; the layers are then those that training
     gives the stages without a layout. gain: how many times as fast as even shards this is predicted to be, with the
     same layers if they were given, and otherwise with those that training gives the stages.
     """
@@ -81,7 +81,7 @@ def balanced(
 
     Deterministic: all ranks of a job compute the same result. Even shards are kept where they fit and are predicted to
     be within EVEN_BAND of the best, and for methods and vocabularies that have no others. On CPU cores, whose times are
-    known to an order of magnitude, they are kept wherever all stages have equally many layers. Raises UserError where
+    known to an order of magnitude, they are kept wherever all stages have equally many layers. Raises UserError if
     the layers cannot be put on the stages.
     """
     plan = replace(plan, vocab_rows=None) if layout_given else replace(plan, vocab_rows=None, layers=None)
@@ -118,7 +118,7 @@ def most_rows(
     """Rows, tensor ranks together, with which each pipeline rank stays within `memory_limit` bytes.
 
     None on CPU cores, where the vocabulary cannot be cut in several ways, and where all of it does not fit whatever the
-    shards: then the limit is left aside, as `balanced` does. Raises UserError where the layers cannot be put on the
+    shards: then the limit is left aside, as `balanced` does. Raises UserError if the layers cannot be put on the
     stages.
     """
     if not hardware.is_gpu:
@@ -132,7 +132,7 @@ def most_rows(
 
 def least_of_all(job: Job, plan: Plan, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
     """Lower bound, in seconds, on the passes under any layers and rows that `balanced` may choose; infinity if it keeps
-    even shards. Raises UserError where the layers cannot be put on the stages.
+    even shards. Raises UserError if the layers cannot be put on the stages.
     """
     search = _Search(job, replace(plan, vocab_rows=None, layers=None), hardware, constants, None)
     return math.inf if search.unit is None or family(plan.schedule).fixed is not None else search.least_of_all()
@@ -226,7 +226,7 @@ class _Search:
 
     def _assigned(self, choice: LayerChoice) -> tuple[Plan, tuple[float, float]] | None:
         """The plan with rows filled over the holders; its work: of the busiest rank in thousandths of a mean one, of
-        all ranks. None where the rows do not fit into the memory of the holders.
+        all ranks. None if the rows do not fit into the memory of the holders.
         """
         stages = stage_times(self.times, self.plan.vocab, choice.layers, self.single.split_backward)
         work = [sum(sum(stages[stage]) for stage in row) for row in self.placement.stage_of]

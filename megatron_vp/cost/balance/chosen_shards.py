@@ -84,7 +84,7 @@ def gain_of_next_start(
 ) -> str | None:
     """One line with the gain of this job's `--vocab-shards measured:DIR`; None if its shards are not measured.
 
-    Raises UserError where the folder is not a measurement of this job.
+    Raises UserError if the folder is not a measurement of this job.
     """
     choice = shard_choice(config, plan)
     if choice.folder is None or not plan.vocab.is_sharded:

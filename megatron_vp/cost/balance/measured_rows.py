@@ -73,7 +73,7 @@ class MeasuredJob:
 def next_rows(folder: Path, job: MeasuredJob, room: Callable[[Partition], Sequence[int] | None]) -> Shards:
     """Compute `--vocab-shards measured:FOLDER` for `job`: rows from the run's pass times, and the run's layers.
 
-    `room`: rows that each pipeline rank has memory for with the partition of the run; None where that is not known.
+    `room`: rows that each pipeline rank has memory for with the partition of the run; None if that is not known.
     Raises UserError for a run of another job, and for what `read_run` and `refilled` refuse.
     """
     run = read_run(folder)

@@ -13,7 +13,7 @@ _HALVINGS = 64
 def fill(
     work: Sequence[float], cost: Sequence[float], most: Sequence[int], slowness: Sequence[float] | None = None
 ) -> tuple[int, ...] | None:
-    """Units by rank that make the largest of `work[r] + slowness[r] * cost[units]` least; None where they do not fit.
+    """Units by rank that make the largest of `work[r] + slowness[r] * cost[units]` least; None if they do not fit.
 
     Args:
         work: of every rank before it takes any unit.

@@ -52,7 +52,7 @@ SPREAD = Constants(
     idle_boost=0.01,
     network=0.1,
 )
-"""How sure that is: a fitted value one spread off costs as much as an error of 1 percent in one cell."""
+"""Prior uncertainty: a fitted value one spread away costs as much as an error of 1 percent in one cell."""
 
 PASS_WEIGHT, FACTOR_WEIGHT = 0.5, 0.7
 """Weight of an error in a pass time, and in one of Table 3's factors, relative to an error in a cell."""

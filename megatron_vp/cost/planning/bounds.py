@@ -65,7 +65,7 @@ class Bound:
 
 
 def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
-    """Bounds on a plan without a simulation. Raises UserError where the job cannot run `plan`.
+    """Bounds on a plan without a simulation. Raises UserError if the job cannot run `plan`.
 
     A rank has its own work for all microbatches. Its first forward waits for one of every stage before it. The last
     backward of the first stage waits for that of the rank's own stage and those in between. Of its vocabulary passes a
@@ -112,7 +112,7 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
 
 def balanced_bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
     """The same for all layers and rows that `balance.balanced` may choose for `plan`: means over the ranks of work and
-    memory whose total does not depend on the choice. Raises UserError where the job cannot run it.
+    memory whose total does not depend on the choice. Raises UserError if the job cannot run it.
     """
     seconds = least_of_all(job, plan, hardware, constants)
     single, model = _single(plan.request(job, microbatches=1)), job.model

@@ -94,7 +94,7 @@ def balanced_layers(
 ) -> tuple[int, ...]:
     """Layers by virtual stage that minimise the busiest rank's work, vocabulary layers included.
 
-    For a hybrid model these are letters of its pattern: see `pattern_cuts.even_cut`. Raises UserError where there are
+    For a hybrid model these are letters of its pattern: see `pattern_cuts.even_cut`. Raises UserError if there are
     fewer layers than stages between the first and the last.
     """
     times = PassTimes(job, hardware, constants)

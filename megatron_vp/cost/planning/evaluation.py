@@ -58,7 +58,7 @@ class Evaluation:
     memory: tuple[RankMemory, ...]
     loss: Loss
     vocab_rows: tuple[int, ...] | None = None
-    """Rows of the vocabulary by pipeline rank, tensor ranks together; None where it is not split."""
+    """Rows of the vocabulary by pipeline rank, tensor ranks together; None if it is not split."""
     copies: tuple[RankCopies, ...] = ()
     """of offloaded activations, by pipeline rank"""
 
@@ -116,7 +116,7 @@ class Evaluation:
 def evaluate(candidate: Candidate, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Evaluation:
     """Predict one candidate. With very many microbatches only some are simulated: see `extended`.
 
-    Raises UserError where the job cannot run it.
+    Raises UserError if the job cannot run it.
     """
     layers = candidate.plan.layers or ()
     if 0 in layers and candidate.method != REDISTRIBUTED:

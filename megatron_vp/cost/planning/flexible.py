@@ -66,7 +66,7 @@ def fitted_evaluation(
 ) -> Evaluation | None:
     """Find the shape that makes the candidate fastest within `limit` bytes per rank.
 
-    None where its fullest base fits, where no shape does, and where none is faster than each base that fits.
+    None if its fullest base fits, if no shape fits, or if none is faster than each base that fits.
     """
     record = family(candidate.plan.schedule)
     try:

@@ -142,7 +142,7 @@ def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_
     Candidates that fit and are slower than the fastest by no more than `band` are a tie: see `ties.tie_of`. A tie goes
     to runs that fit by more than the stated error of memory, then to the simplest, see `simplicity`. Interlaced runs
     are a comparison and are never chosen.
-    Raises UserError where nothing fits.
+    Raises UserError if nothing fits.
     """
     offered = [each for each in evaluations if each.candidate.plan.vocab is not VocabMethod.INTERLACED]
     fitting = [each for each in offered if each.fits(limit)]

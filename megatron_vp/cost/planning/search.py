@@ -239,7 +239,7 @@ def search(
 ) -> Search:
     """Simulate the combinations that fit `limit` and may be the fastest, or the fastest for less memory: at most
     `budget` of them, plus the job's own sizes. `chunks` are those of `interleaved`. In processes, one per core.
-    `progress` is called with the current step, the number done and the total. Raises UserError where nothing fits.
+    `progress` is called with the current step, the number done and the total. Raises UserError if nothing fits.
     """
     front = _Front(limit)
     found: list[Found] = []

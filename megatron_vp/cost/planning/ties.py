@@ -1,4 +1,4 @@
-"""How far apart two predictions of one job must be before one run counts as faster, based on published errors."""
+"""Decides how far apart two predictions of one job must be before one run counts as faster, from published errors."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ IDLE = 0.85
 
 
 def layers_of(job: Job, plan: Plan, placement: Placement) -> tuple[int, ...]:
-    """Transformer layers by virtual stage. Raises UserError where they do not fit the job or the placement."""
+    """Transformer layers by virtual stage. Raises UserError if they do not fit the job or the placement."""
     if plan.layers is None:
         return equal_layers(job, placement.stages)
     if len(plan.layers) != placement.stages or sum(plan.layers) != job.model.layers or min(plan.layers) < 0:

@@ -14,7 +14,7 @@ from megatron_vp.trace.rank_files import read_traces
 def traced_costs(folder: Path, job: Job, plan: Plan) -> StageCosts:
     """Mean pass and collective times, in seconds, of the run that traced into `folder` with `--pipeline-trace`.
 
-    Raises UserError where the folder is not a trace, or its run had other stages or another method than `plan`
+    Raises UserError if the folder is not a trace, or its run had other stages or another method than `plan`
     on `job`: its times say nothing about those.
     """
     first, *_ = traces = read_traces(folder)

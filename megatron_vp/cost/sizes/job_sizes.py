@@ -28,7 +28,7 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     """The job that `arguments` describe on `ranks` ranks, with Megatron's own defaults.
 
     By default there are as few replicas as hold the experts. Takes the leaves of a configuration file or of a run's
-    resolved configuration. Raises UserError where a size is missing or sizes do not fit each other.
+    resolved configuration. Raises UserError if a size is missing or sizes do not fit each other.
     """
 
     def given(name: str, default: Any = None) -> Any:

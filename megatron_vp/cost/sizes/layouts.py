@@ -1,4 +1,4 @@
-"""How many transformer layers every virtual stage gets."""
+"""Distributes transformer layers over virtual stages."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def redistributed_layers(job: Job, placement: Placement | None = None) -> tuple[
 
     That rank gets max(0, ceil((L + o) / p - o)) layers, o being the output layer's FLOPs in layers: this gives all four
     published eight-GPU layouts. The others share the rest as evenly as whole layers allow, the later stages taking the
-    larger shares. Raises UserError where the layers do not suffice for all other stages.
+    larger shares. Raises UserError if the layers do not suffice for all other stages.
     """
     placement = placement or Placement.linear(job.pipeline)
     layers, p = job.model.layers, placement.ranks

@@ -394,7 +394,7 @@ class Plan:
         return tuple(rows // job.tensor for rows in self.vocab_rows)
 
     def rows_by_rank(self, job: Job) -> tuple[int, ...] | None:
-        """Vocabulary rows that each pipeline rank holds, tensor ranks together; None where the layers are whole.
+        """Vocabulary rows that each pipeline rank holds, tensor ranks together; None if the layers are whole.
 
         In an even cut the last ranks may have fewer rows than the others, or none.
         """

@@ -1,4 +1,4 @@
-"""How long a layer's attention takes: fused kernels at published rates, the paper's and Megatron's own as fitted."""
+"""Time of a layer's attention: fused kernels at published rates, the paper's and Megatron's own as fitted."""
 
 from __future__ import annotations
 

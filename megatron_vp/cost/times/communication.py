@@ -1,4 +1,4 @@
-"""How long messages and collectives take: NVLink or the like inside a node, the network between nodes."""
+"""Time of messages and collectives: NVLink or similar inside a node, the network between nodes."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ FLEXIBLE, FLEXIBLE_DISTINCT = 2, 6
 """The same for the flexible dispatcher: sorting by expert and back, and data moved once per rank."""
 
 CLAMP_FORWARD, CLAMP_BACKWARD = 16, 24
-"""Bytes per element of an expert's activation that limiting it moves in 16 bits: both halves are read and written, and
-joined in a copy. The backward reads them again.
+"""Bytes moved per element to clamp an expert's activation in 16 bits: both halves are read and written, and joined in a
+copy. The backward reads them again.
 """
 
 BIAS_FORWARD, BIAS_BACKWARD = 28, 36

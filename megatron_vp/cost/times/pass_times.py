@@ -226,7 +226,7 @@ class PassTimes:
         )
 
     def own_kernels(self, rows: int | None = None) -> ShardPasses | None:
-        """This project's vocabulary passes on the hardware; None where the paper's code stands in for them.
+        """This project's vocabulary passes on the hardware; None if the paper's code stands in for them.
 
         `rows` of the rank's shard; None: those of an even one, here and below.
         """

@@ -26,7 +26,7 @@ class Line:
         return self.passes.output(method)[0] / (products * self.passes.gemm())
 
     def t_over_gemms(self, method: VocabMethod) -> float:
-        """The same of T: two in vocab-1, one in vocab-2."""
+        """T's time relative to its GEMMs: two in vocab-1, one in vocab-2."""
         early = self.passes.gemm() if method is VocabMethod.VOCAB_1 else 0.0
         return self.passes.output(method)[1] / (self.passes.weight_gemm() + early)
 

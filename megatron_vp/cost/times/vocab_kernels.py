@@ -1,4 +1,4 @@
-"""How long S, T, IF and IB take with this project's kernels: GEMMs, and kernels counted in bytes and instructions.
+"""Time of S, T, IF and IB with this project's kernels: GEMMs, and kernels counted in bytes and instructions.
 
     S   Y = X W^T         one softmax kernel over Y           vocab-2 also: E W, and its rows rescaled
     T   E'^T X'           one kernel over X before it         vocab-1 also: E W, and its rows rescaled

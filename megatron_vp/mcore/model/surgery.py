@@ -48,10 +48,10 @@ from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards
 
 PIPELINE_ATTRIBUTE = "vocabulary_parallel_pipeline"
-"""Where a chunk keeps its `Pipeline`."""
+"""Attribute in which a chunk keeps its `Pipeline`."""
 
 GROUP_ATTRIBUTE = "vocabulary_parallel_group"
-"""Where a chunk keeps the group of the ranks that hold its model."""
+"""Attribute in which a chunk keeps the group of the ranks that hold its model."""
 
 
 class ShardedWordEmbedding(EmbeddingLayer):
@@ -280,7 +280,7 @@ def _shard_vocabulary(
 
 
 def vocab_shards(job: SettledJob, chunk: nn.Module) -> VocabShards:
-    """How the vocabulary of a chunk's model is cut. Raises UserError for rows that do not fit it."""
+    """The shards of a chunk's vocabulary. Raises UserError for rows that do not fit it."""
     tensor = job.args.tensor_model_parallel_size
     return VocabShards(chunk.vocab_size, job.placement.ranks * tensor, tensor, job.shards.rows)
 

@@ -162,7 +162,7 @@ def _trained_part(chunk: nn.Module) -> float:
 
 
 def _trains(name: str, ranks: Sequence[_Shards]) -> bool:
-    """Whether the ranks of a model train a vocabulary layer. Raises UserError where they differ."""
+    """Whether the ranks of a model train a vocabulary layer. Raises UserError if they differ."""
     adapters = [held.adapter for held in ranks if held.adapter is not None]
     if adapters:
         raise UserError(adapters[0])

@@ -31,7 +31,7 @@ BLOCK_BYTES = 64 * 2**20
 """Most bytes of rows that a rank holds in transit to the whole layer."""
 
 _ATTRIBUTE = "vocabulary_parallel_whole_layers"
-"""Where a cut chunk keeps its `WholeLayers`."""
+"""Attribute in which a cut chunk keeps its `WholeLayers`."""
 
 _ENDS = ("pre_process", "post_process", "share_embeddings_and_output_weights")
 

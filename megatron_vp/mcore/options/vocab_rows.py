@@ -1,4 +1,4 @@
-"""How many vocabulary rows each pipeline rank of this job holds: `--vocab-shards`, resolved before Megatron starts."""
+"""Resolves `--vocab-shards` before Megatron starts: the vocabulary rows of each pipeline rank of this job."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def platform_arguments(given: list[str], cpu: bool) -> list[str]:
     set.
 
     They follow from the layers that will be built and from the machine's packages: a fused operation is switched off if
-    nothing installed computes it. Raises UserError where a given flag cannot work here, or where the layers are to be
+    nothing installed computes it. Raises UserError if a given flag cannot work here, or where the layers are to be
     Transformer Engine's and it is installed but cannot be imported.
     """
     machine = installed()

@@ -23,7 +23,7 @@ _REMEDY = (
 
 
 def check_index_helpers() -> None:
-    """Raise UserError where Megatron's helpers are neither compiled nor can be, as Megatron's Makefile would do it."""
+    """Raise UserError if Megatron's helpers are neither compiled nor can be, as Megatron's Makefile would do it."""
     if importlib.util.find_spec(_MODULE) is not None:
         return
     folder = _folder()

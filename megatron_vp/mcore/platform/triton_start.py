@@ -23,7 +23,7 @@ _LOCAL_FUSE = {"fuse.fuse-overlayfs", "fuse.squashfuse", "fuse.squashfuse_ll", "
 
 
 def c_compiler() -> str | None:
-    """The compiler that Triton would use, or None. Raises OSError where it cannot compile a library for Python."""
+    """The compiler that Triton would use, or None. Raises OSError if it cannot compile a library for Python."""
     chosen = os.environ.get("CC")
     found = shutil.which(chosen.split()[0]) if chosen else shutil.which("gcc") or shutil.which("clang")
     if chosen and found is None:
@@ -60,7 +60,7 @@ def is_network(kind: str | None) -> bool:
 
 
 def cache() -> str:
-    """Triton's cache and its file system. Raises OSError where that is a network's."""
+    """Triton's cache and its file system. Raises OSError if that is a network's."""
     folder = cache_folder()
     kind = file_system(folder)
     if is_network(kind):

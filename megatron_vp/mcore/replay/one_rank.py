@@ -63,7 +63,7 @@ class Replayed:
     pass_milliseconds: dict[str, float]
     """By kind, the time of all passes of one microbatch, summed over the rank's chunks; empty with shapes only."""
     host_milliseconds: dict[str, float]
-    """How long the host took for the same passes: on a GPU to issue them, and to wait where Megatron waits in them."""
+    """Host time for the same passes: on a GPU the time to issue them, including Megatron's waits in them."""
     iteration_milliseconds: float | None
     """Time of the passes and the gaps between them, without waiting for peers; None with shapes only."""
     memory_bytes: dict[str, int]

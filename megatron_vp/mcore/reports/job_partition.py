@@ -1,4 +1,4 @@
-"""How this job splits its model, for the files from which a later start takes its vocabulary shards."""
+"""Describes how this job splits its model, for the files from which a later start takes its vocabulary shards."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def pipeline_trace(job: SettledJob, pipeline: Callable[[], Pipeline]) -> Pipelin
 
 
 def make_trace_folder(args: argparse.Namespace) -> None:
-    """Make the folder of `--pipeline-trace`. Raises UserError where that fails."""
+    """Make the folder of `--pipeline-trace`. Raises UserError if that fails."""
     if args.pipeline_trace is None:
         return
     try:

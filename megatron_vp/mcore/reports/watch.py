@@ -49,7 +49,7 @@ class Watch:
 
 
 def watch(job: SettledJob, pipeline: Callable[[], Pipeline]) -> Watch | None:
-    """Called once before each training iteration: its watch, or None where nothing is recorded.
+    """Called once before each training iteration: its watch, or None if nothing is recorded.
 
     All ranks of a pipeline call it together. `pipeline` joins them; it is asked for with --pipeline-trace only.
     """

@@ -49,7 +49,7 @@ def versions() -> list[str]:
 
 
 def describe_sizes(job: SettledJob, ranks: int) -> str:
-    """How a settled job splits `ranks` ranks, with its schedule and vocabulary method, in a line."""
+    """One line on how a settled job splits `ranks` ranks, with its schedule and vocabulary method."""
     args = job.args
     split = f"{args.pipeline_model_parallel_size} pipeline x {args.data_parallel_size} data"
     split += f" x {args.tensor_model_parallel_size} tensor" if args.tensor_model_parallel_size > 1 else ""

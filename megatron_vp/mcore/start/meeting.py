@@ -32,7 +32,7 @@ def first_ranks_text(name: str) -> str:
     """Return rank 0's text of the schedule file `name` on every rank; other nodes may hold another file, or none.
 
     A rank that holds the same text does not fetch it. Where rank 0 was given another name, it is the text of the file
-    here, and `compare` finds the difference. Raises UserError where rank 0 cannot read the file.
+    here, and `compare` finds the difference. Raises UserError if rank 0 cannot read the file.
     """
     rank, ranks = _place()
     if ranks == 1:

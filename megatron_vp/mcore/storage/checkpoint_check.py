@@ -23,7 +23,7 @@ from megatron_vp.mcore.storage.optimizer_check import check_optimizer
 from megatron_vp.schedule import FAMILIES
 
 NON_PERSISTENT = "non_persistent"
-"""Where Megatron puts non-persistent checkpoints, below the directory of the others."""
+"""Megatron's folder for non-persistent checkpoints, below that of the others."""
 
 _PARTS = ("metadata.json", ".metadata")
 
@@ -31,7 +31,7 @@ _PARTS = ("metadata.json", ".metadata")
 def check_checkpoint(args: argparse.Namespace) -> str | None:
     """Check the checkpoint that validated Megatron arguments ask for; reads its metadata only.
 
-    Returns its directory; None where the run starts afresh, or where none is checked.
+    Returns its directory; None if the run starts afresh, or where none is checked.
 
     Left to Megatron: checkpoints on object storage, those that each node keeps (`--non-persistent-ckpt-type local`),
     and formats other than torch_dist. An empty directory is where a run starts that saves to and loads from the same
@@ -114,7 +114,7 @@ def _placed_alike(here: str, there: str | None) -> bool:
 
 
 def _chosen(args: argparse.Namespace) -> tuple[Path, bool] | None:
-    """The directory of the iteration that Megatron will load, and whether to finetune; None where none is checked.
+    """The directory of the iteration that Megatron will load, and whether to finetune; None if none is checked.
 
     Megatron takes `--pretrained-checkpoint` where `--load` names no last checkpoint, and a non-persistent checkpoint
     that is as new as the persistent one.
@@ -139,7 +139,7 @@ def _chosen(args: argparse.Namespace) -> tuple[Path, bool] | None:
 
 
 def _persistent(args: argparse.Namespace, load: Path, option: str) -> Path | None:
-    """The directory of the iteration to load; None where the run starts afresh."""
+    """The directory of the iteration to load; None if the run starts afresh."""
     if args.ckpt_step is not None and (option == "--load" or (load / TRACKER).is_file()):
         return load / f"iter_{args.ckpt_step:07d}"
     if (last := _last(load)) is not None:
@@ -155,7 +155,7 @@ def _persistent(args: argparse.Namespace, load: Path, option: str) -> Path | Non
 
 
 def _last(folder: Path) -> Path | None:
-    """The directory of the last iteration that was saved to a folder; None where the folder names none."""
+    """The directory of the last iteration that was saved to a folder; None if the folder names none."""
     tracker = folder / TRACKER
     if not tracker.is_file():
         return None

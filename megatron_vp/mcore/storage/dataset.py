@@ -220,7 +220,7 @@ def _batches(texts: Iterable[str]) -> Iterable[list[str]]:
 def check_dataset(prefix: str | os.PathLike[str], split: str | None = None) -> None:
     """Check that `prefix`.{bin,idx} are there and belong together; reads the index only, through Megatron's reader.
 
-    Checks also that every share of `split` gets tokens; None where a run uses the dataset for one purpose alone.
+    Checks also that every share of `split` gets tokens; None if a run uses the dataset for one purpose alone.
     Prefixes on object storage are left to Megatron. Raises UserError naming the file, the fault and the remedy.
     """
     from megatron.core.datasets.indexed_dataset import _IndexReader
@@ -333,7 +333,7 @@ def check_room_without_files(args: argparse.Namespace) -> None:
 
 
 def _tokens_of(args: argparse.Namespace) -> int:
-    """The size of the vocabulary of the tokenizer that Megatron would build. Raises UserError where it cannot."""
+    """The size of the vocabulary of the tokenizer that Megatron would build. Raises UserError if it cannot."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     by_folder = args.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer")

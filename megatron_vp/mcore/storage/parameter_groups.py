@@ -26,7 +26,7 @@ def with_the_same_rates(groups: Sequence[Group], loaded: Sequence[Group], keeps_
     """Give the loaded parameter groups and the optimizer's own the same rates, so that Megatron finds them.
 
     `keeps_loaded` takes the rates of the checkpoint, otherwise those of this run are taken. Groups that only their
-    rates tell apart (MuP's) are paired in the order of the rates. Raises UserError where groups cannot be paired.
+    rates tell apart (MuP's) are paired in the order of the rates. Raises UserError if groups cannot be paired.
     """
     for kind in {_kind(group) for group in groups}:
         ours, theirs = ([group for group in each if _kind(group) == kind] for each in (groups, loaded))

@@ -196,7 +196,7 @@ def _machine() -> str:
 
 
 def _started(process: int) -> str | None:
-    """When a process started, in ticks since the machine did; None if it has ended. Raises OSError where hidden."""
+    """When a process started, in ticks since the machine did; None if it has ended. Raises OSError if hidden."""
     state, *rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return None if state in "ZX" else rest[18]
 

@@ -20,7 +20,7 @@ TILE = (4, 512)
 """Tokens and elements of X that a program handles in T."""
 
 SUMMED_TILE = (32, 64)
-"""The same where a program also adds up its tokens: the more tokens, the fewer partial sums."""
+"""The same if a program also sums over its tokens: more tokens give fewer partial sums."""
 
 CHUNK = 4096
 """Elements of a row of E that a program handles in T, `BLOCK` at a time."""

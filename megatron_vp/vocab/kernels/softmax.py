@@ -25,7 +25,7 @@ FULLY_OCCUPYING_ROW = 16384
 """The longest row whose programs fit 32 registers per thread, so that a multiprocessor runs 64 warps."""
 
 CAPPED_PIECES = {torch.bfloat16: 3, torch.float16: 2, torch.float32: 2}
-"""How many pieces a program can hold in 32 registers: three in fp16 would spill at capability 10.0."""
+"""Pieces that a program can hold in 32 registers: three in fp16 would spill at capability 10.0."""
 
 VECTOR = 8
 """Logits of a 16-byte access in 16-bit dtypes. Widths and strides that divide by it are given to the kernel in this
