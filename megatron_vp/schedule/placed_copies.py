@@ -37,7 +37,7 @@ def offload(nominal: Nominal, chunks: int, costs: Costs) -> Nominal:
     """The nominal schedule with passes O and R for `chunks` chunks of every rank, those whose activations live longest.
 
     `costs` say how long copies take, in the unit of `nominal.spans`. A chunk stays on the device if one of its
-    microbatches would have to be back before it has left.
+    microbatches would have to be back before it has left, and for no other reason: copies may set the pace.
     """
     if not chunks:
         return nominal
@@ -146,6 +146,7 @@ class _Placing:
                 self.backward[key] = self.release[key] = place
             elif step.kind is PassKind.W:
                 self.release[key] = place
+        self.work = sum(end - start for start, end in spans) / len({microbatch for _, microbatch in self.forward})
         # Sums of durations are not exact.
         self.tolerance = 1e-9 * (self.latest_ends[-1] - self.starts[0])
 
@@ -165,9 +166,15 @@ class _Placing:
         """Places of O and R of every microbatch of the chunks in `durations`, which are those of a copy out and back.
 
         The lane's time is divided into slots for a copy out and one back. Copies out take the first free one behind
-        their forward; copies back, the last backward's first, the last free one before their backward.
+        their forward; copies back, the last backward's first, the last free one before their backward. Where copies
+        take longer than the passes of a microbatch, the passes will wait for them: the grid is taken to be so much
+        slower.
         """
         keys = [key for key in self.forward if key[0] in durations]
+        lane = len(durations) * sum(max(each[way] for each in durations.values()) for way in (0, 1))
+        if lane > self.work:
+            faster = self.work / lane
+            durations = {chunk: (faster * out, faster * back) for chunk, (out, back) in durations.items()}
         slot_out, slot_in = (max(each[way] for each in durations.values()) for way in (0, 1))
         period = slot_out + slot_in
         ends = {key: self.spans[self.forward[key]][1] for key in keys}

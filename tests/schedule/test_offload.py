@@ -222,6 +222,19 @@ def test_all_chunks_offloaded_leave_a_constant():
     assert peaks == {2}
 
 
+@pytest.mark.parametrize(("name", "stay"), [("po", 2), ("v-half", 2), ("1f1b", 3)])
+def test_copies_that_take_longer_than_the_passes_set_the_pace_and_all_chunks_still_leave(name, stay):
+    """But for the last chunks of late ranks, whose backward follows their forward."""
+    v, found = FAMILIES[name].chunks or 4, []
+    for load in (1.0, 1.5, 3.0):
+        costs = PassCosts(F=v, B=v, W=v, other={"copy": load * 3 * v / 2})
+        timeline = simulate(generate(name, 8, 32, chunks=v, costs=costs, offload_chunks=v), costs)
+        assert len(timeline.schedule.offloaded) == 8 * v - stay
+        assert timeline.makespan <= 1.06 * load * 32 * 3 * v + 3 * 8 * v
+        found.append(max(timeline.peak_activation) * v)
+    assert max(found[1:]) <= found[0]
+
+
 def test_half_of_the_chunks_leave_less_than_a_third_of_interleaved_ones():
     costs = PassCosts(F=4, B=4, W=4, other={"copy": 3.0})
     held = [

@@ -11,14 +11,13 @@ import csv
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.memory.rank_memory import GIB
-from megatron_vp.cost.paper import runs
 from megatron_vp.cost.paper.published import Measurement, packaged
-from megatron_vp.cost.paper.runs import paper_mfu
+from megatron_vp.cost.paper.runs import A100, paper_mfu
 from megatron_vp.cost.planning.workers import worker_pool
 from megatron_vp.cost.prediction.predict import make_simulator, predict
 from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
@@ -40,12 +39,6 @@ GELU are recomputed and there is no dropout, and 0.7 for all small tensors.
 
 COMPUTED_AGAIN = 12
 """Bytes per token and hidden unit that one layer's backward recomputes: outputs of both norms and of the GELU."""
-
-_BANDWIDTH = 17.6e9
-"""Bytes/s of the authors' A100s each way. They count with 15 GB/s; but fully offloaded 1F1B (figure 1) is slower by
-1 - 1 / (0.85 k) only, k being the ratio of copies to passes at 15 GB/s."""
-
-A100 = replace(runs.A100, host=replace(runs.A100.host, out=_BANDWIDTH, back=_BANDWIDTH))
 
 COLUMNS = (
     "model",
