@@ -178,50 +178,6 @@ def test_thousands_of_random_schedules_are(job):
     draw_sound(job)
 
 
-# By p, v and k, the round trip of a chunk's copies over its F + B + W: the device's peaks in chunks with 0, 1, ..., v
-# chunks offloaded, and the longest span of those, in passes of a chunk, with 4p microbatches and F = B = W, as the
-# authors' generator gives them. For k = 1, p = 8 and v = 4 it gives up on all chunks.
-THEIRS = {
-    (4, 2, 0.5): ((7, 4, 3), 105.8),
-    (4, 4, 0.5): ((11, 8, 5, 4, 3), 210.8),
-    (8, 2, 0.5): ((13, 6, 3), 215),
-    (8, 4, 0.5): ((23, 15, 9, 5, 3), 425.8),
-    (4, 2, 1.0): ((7, 4, 4), 106.5),
-    (4, 4, 1.0): ((11, 8, 5, 4, 4), 214),
-    (8, 2, 1.0): ((13, 6, 6), 216),
-    (8, 4, 1.0): ((23, 15, 9, 5, 3), 425),
-    (4, 3, 1.0): ((8, 6, 4, 4), 160),
-    (6, 2, 1.0): ((9, 5, 5), 161.5),
-    (6, 4, 1.0): ((15, 10, 7, 5, 5), 323),
-    (8, 3, 1.0): ((16, 10, 6, 6), 323.5),
-    (8, 8, 1.0): ((39, 31, 24, 18, 13, 9, 6, 5, 6), 865),
-    (12, 3, 0.5): ((26, 14, 6, 3), 484),
-    (16, 2, 1.0): ((25, 10, 8), 437),
-    (16, 4, 0.5): ((43, 27, 15, 7, 3), 861),
-}
-
-
-@pytest.mark.parametrize(
-    ("p", "v", "k"), [pytest.param(*each, marks=[pytest.mark.slow] * (each[0] * each[1] > 32)) for each in THEIRS]
-)
-def test_spans_and_peaks_of_po_are_at_most_the_authors(p, v, k):
-    peaks, span = THEIRS[p, v, k]
-    costs = PassCosts(F=v, B=v, W=v, other={"copy": k * 3 * v / 2})
-    for count, peak in enumerate(peaks):
-        timeline = simulate(generate("po", p, 4 * p, chunks=v, costs=costs, offload_chunks=count), costs)
-        assert max(timeline.peak_activation) * v <= peak + 1e-6, count
-        assert timeline.makespan <= span + 1e-6, count
-
-
-def test_all_chunks_offloaded_leave_a_constant():
-    peaks = set()
-    for p in (4, 8, 16):
-        costs = PassCosts(F=4, B=4, W=4, other={"copy": 3.0})
-        timeline = simulate(generate("po", p, 2 * p, chunks=4, costs=costs, offload_chunks=4), costs)
-        peaks.add(round(4 * max(timeline.peak_activation)))
-    assert peaks == {2}
-
-
 @pytest.mark.parametrize(("name", "stay"), [("po", 2), ("v-half", 2), ("1f1b", 3)])
 def test_copies_that_take_longer_than_the_passes_set_the_pace_and_all_chunks_still_leave(name, stay):
     """But for the last chunks of late ranks, whose backward follows their forward."""
