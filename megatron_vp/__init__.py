@@ -7,37 +7,40 @@ __version__ = "0.1.0"
 
 
 def enable(**settings: Any) -> Any:
-    """Switch the plug-in on in a script or framework with a training loop of its own, before a model is built.
+    """Turn on the plug-in in a script or framework that has its own training loop; call this before a model is built.
 
-    It does what the flags do, for loops that call `megatron.core.pipeline_parallel.get_forward_backward_func`. Call it
-    first in the script: it makes settings that must precede the import of Megatron.
+    It has the same effect as the flags on the command line, for training loops that call
+    `megatron.core.pipeline_parallel.get_forward_backward_func`. Call it at the top of the script, because it changes
+    settings that must be in place before Megatron is imported.
 
     Args:
-        settings: the values of our options, and of Megatron's where the model does not say them, by the names of their
-            arguments: `vocab_parallel=True, pipeline_schedule="v-half"`.
+        settings: values for this plug-in's options, and for any Megatron options that the model does not determine, as
+            keyword arguments named like the options: `vocab_parallel=True, pipeline_schedule="v-half"`.
 
     Returns:
         A handle. Its `disable()` undoes the call.
 
     Raises:
-        UserError: for settings that cannot work, and for a Megatron that the patches do not fit.
+        UserError: if the settings cannot work, or if the patches do not fit the installed Megatron.
     """
-    # By name: nothing of Megatron or torch is imported with this package.
+    # Imported by name, so that importing this package imports neither Megatron nor torch.
     return importlib.import_module("megatron_vp.mcore.start.enabled").enable(settings)
 
 
 def whole_vocabulary(model: Any) -> Any:
-    """Show embedding and output layer whole while a model is exported, converted or copied: a context manager.
+    """Give a model its whole embedding and output layer while it is exported, converted or copied (a context manager).
 
-    Inside, the first stage's rank has the embedding and the last stage's the output layer, under Megatron's names and
-    as Megatron's own modules, each over that stage's tensor ranks; no other rank has either. Their weights are copies
-    with the padded vocabulary's rows, collected from all ranks in blocks; they are released afterwards. What is written
-    to them is lost, and the model cannot run inside. Where nothing is cut, as in plain Megatron, nothing happens.
+    Inside the context, the ranks of the first stage hold the embedding, and those of the last stage the output layer.
+    Both are Megatron's own modules under Megatron's names, split only over the tensor ranks of their stage. No other
+    rank holds either. Their weights are copies of all rows of the padded vocabulary, collected from all ranks and
+    released at the end. Changes to these copies are lost, and the model cannot run inside the context. If the
+    vocabulary is not split, as in plain Megatron, nothing happens.
 
-    Collective over all ranks of the model. As any reader of weights, it wants gathered parameters: with
-    overlap_param_gather, wait for them before, as Megatron does before it saves.
+    All ranks of the model must enter the context together. Like any code that reads weights, it needs
+    gathered parameters: with `overlap_param_gather`, first wait for the gathers, as Megatron does before it saves a
+    checkpoint.
 
     Args:
-        model: the model as Megatron keeps it, a list of this rank's chunks, wrapped or not; or the only chunk.
+        model: the list of this rank's model chunks as Megatron keeps it, wrapped or not. A single chunk needs no list.
     """
     return importlib.import_module("megatron_vp.mcore.model.whole_vocabulary").whole_vocabulary(model)

@@ -1,4 +1,4 @@
-"""`python -m megatron_vp`: the command megatron-vp."""
+"""Runs the command `megatron-vp` as `python -m megatron_vp`."""
 
 from megatron_vp.cli.app import main
 

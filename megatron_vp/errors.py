@@ -1,7 +1,7 @@
-"""Exceptions that users see as one line, and functions that print one.
+"""Exceptions that users see as a single line, and functions that print such lines.
 
-They are `UserError`, `PeerLost` and, for paths that a user gave, errors of the file system. Every other exception is a
-defect of this project and keeps its traceback.
+Users see one line for `UserError`, for `PeerLost`, and for file system errors at paths that they gave. Any other
+exception is a bug in this project and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 _LONGEST = 300
-"""Most characters of a foreign text that go into a log."""
+"""Text of unknown origin is cut to this many characters before it is logged."""
 _PATIENCE_SECONDS = 5.0
 _STORAGE_FAILS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.EFBIG),
@@ -32,7 +32,7 @@ class UserError(ValueError):
 
 
 class Refused(UserError):
-    """A UserError with several reasons at once, because every start costs half a minute."""
+    """A UserError that lists all reasons at once, because every attempt to start a job takes half a minute."""
 
     def __init__(self, reasons: Sequence[str]) -> None:
         self.reasons = tuple(dict.fromkeys(reasons))
@@ -42,15 +42,15 @@ class Refused(UserError):
 
 
 class Reasons:
-    """Collects reasons for a refusal."""
+    """Collects the reasons for refusing a job."""
 
     def __init__(self) -> None:
         self._said: list[str] = []
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Note a UserError raised inside and continue. Other errors propagate, unless there are reasons already, of
-        which they may be a consequence.
+        """Record a UserError that is raised inside the block, and continue. Any other exception propagates, unless a
+        reason was recorded before, because the exception may be a consequence of it.
         """
         try:
             yield
@@ -63,15 +63,16 @@ class Reasons:
                 raise
 
     def refuse(self) -> None:
-        """Raise what was collected as one error; return if there is nothing."""
+        """Raise all collected reasons as one error; return if there are none."""
         if self._said:
             raise Refused(self._said)
 
 
 class PeerLost(RuntimeError):
-    """Raised if a rank cannot continue because of a peer or a link. The message says where in the schedule it waited.
+    """Raised if a rank cannot continue because a peer or a link has failed. The message says where in the schedule the
+    rank was waiting.
 
-    A training job prints the line and exits with status 1, on every rank that is left.
+    In a training job, every remaining rank prints the message and exits with status 1.
     """
 
 
@@ -84,7 +85,7 @@ def storage_failure(error: BaseException) -> str | None:
 
 @contextmanager
 def one_line_for_paths() -> Iterator[None]:
-    """Turn storage errors inside the block into a UserError; for paths that a user gave."""
+    """Turn storage errors inside the block into a UserError. Use it where the paths come from the user."""
     try:
         yield
     except OSError as error:
@@ -95,7 +96,7 @@ def one_line_for_paths() -> Iterator[None]:
 
 
 def printable(text: str, most: int = _LONGEST) -> str:
-    """A text of unknown origin as one line: no control characters or line ends, and cut to `most` characters."""
+    """Turn a text of unknown origin into one line of at most `most` characters, without control characters."""
     words = "".join(each if each.isprintable() else " " for each in text[: 4 * most]).split()
     line = " ".join(words)
     return line if len(line) <= most else f"{line[: most - 3]}..."
@@ -103,16 +104,17 @@ def printable(text: str, most: int = _LONGEST) -> str:
 
 def say(line: str) -> None:
     """Print a line on standard error if possible. A full disk or a closed pipe is ignored."""
-    # With standard error closed at the start there is no stream, and `print` would write into standard output.
+    # If standard error was closed when Python started, it is None, and `print` would write to standard output.
     if sys.stderr is not None:
         with suppress(Exception):
             print(line, file=sys.stderr, flush=True)
 
 
 def at_last(speak: Callable[[], None]) -> bool:
-    """Call `speak` before the process ends; returns soon even if writing blocks, and says whether all was written.
+    """Call `speak` before the process exits, for a few seconds at most; return whether everything was written.
 
-    A thread speaks and is given up after some seconds: a pipe without a reader blocks its writer.
+    `speak` runs in a thread that is abandoned after a few seconds, because it blocks if it writes to a pipe that is not
+    read.
     """
     written: list[bool] = []
 
@@ -125,7 +127,7 @@ def at_last(speak: Callable[[], None]) -> bool:
         speaking = threading.Thread(target=words, daemon=True)
         try:
             speaking.start()
-        except RuntimeError:  # no room for a thread: better blocked than silent
+        except RuntimeError:  # no thread can be started: rather risk blocking than print nothing
             words()
         else:
             speaking.join(_PATIENCE_SECONDS)

@@ -1,4 +1,4 @@
-"""Files: reading any input path ends soon, and an output appears complete or not at all."""
+"""Reads and writes files: never waits for a pipe without a writer, and writes files completely or not at all."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ MIB = 2**20
 
 
 def read_text(path: str | os.PathLike[str], what: str, most: int, errors: str = "strict") -> str:
-    """Read the `what` at `path` as UTF-8 text, without a byte order mark.
+    """Read the file at `path` as UTF-8 text, without a byte order mark.
 
-    A pipe that has a writer is read to its end. `errors` is that of `bytes.decode`. Raises UserError for files that
-    cannot be read, are not text or exceed `most` bytes, and for a pipe without a writer.
+    `what` names the file in error messages, and `errors` is passed to `bytes.decode`. A pipe that has a writer is read
+    to its end. Raises UserError for files that cannot be read, are not text or exceed `most` bytes, and for a pipe
+    without a writer.
     """
     try:
         # Opening a pipe would wait for a writer who may never come.
@@ -47,11 +48,11 @@ def read_text(path: str | os.PathLike[str], what: str, most: int, errors: str = 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str], most_mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """A new binary file that is renamed to `path` when the block ends; nothing is left if the block raises.
+    """Open a new binary file that replaces `path` when the block ends; if the block raises, the new file is removed.
 
-    Until then it has a random name in the same folder, and it is created exclusively, so others who can write to the
-    folder cannot redirect it through a link. It takes the permissions of the file it replaces, limited by `most_mode`.
-    Where `path` is a link, the link is replaced, not what it points to. Raises OSError.
+    Until then the file has a random name in the same folder. It is created exclusively, so that other users who can
+    write to the folder cannot redirect it with a link. It gets the permissions of the file that it replaces, limited by
+    `most_mode`. If `path` is a link, the link is replaced, not its target. Raises OSError.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}")
@@ -79,8 +80,8 @@ def _mode(path: Path) -> int:
 def removed_when_told_to_end(folder: Path) -> Iterator[None]:
     """Remove `folder` if SIGTERM or SIGHUP ends the process inside this block, for example at a job's time limit.
 
-    A thread does it, because Python's own handlers wait until the main thread comes back from compiled code. Signals
-    that have a handler already, or are ignored, stay with it. Outside of the main thread this does nothing.
+    A thread removes it, because Python runs signal handlers only after the main thread has returned from compiled code.
+    A signal that is ignored or already has a handler is not touched. If this is not the main thread, nothing happens.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -112,8 +113,9 @@ def removed_when_told_to_end(folder: Path) -> Iterator[None]:
 
 
 def write_report(path: Path, text: str, what: str) -> None:
-    """Write a file that the run does not depend on; it appears complete or not at all. If it cannot be written, print
-    one line on standard error, once, and continue.
+    """Write a file that the run can do without; if that fails, print one line on standard error and continue.
+
+    The file appears complete or not at all. Repeated failures with the same message print it only once.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,6 +127,6 @@ def write_report(path: Path, text: str, what: str) -> None:
 
 @functools.cache
 def warn_once(line: str) -> None:
-    """Print a line on standard error once, with the rank if there is one; ignore failures."""
+    """Print a line on standard error unless it was printed before, with the rank if there is one; ignore failures."""
     rank = os.environ.get("RANK")
     say(line if rank is None else f"rank {rank}: {line}")

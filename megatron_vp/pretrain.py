@@ -1,4 +1,4 @@
-"""`torchrun -m megatron_vp.pretrain`: the training script pretrain_gpt_vp.py, where there is no repository."""
+"""Runs the training script pretrain_gpt_vp.py as `torchrun -m megatron_vp.pretrain`, without the repository."""
 
 import runpy
 

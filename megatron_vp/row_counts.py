@@ -1,4 +1,4 @@
-"""Number of vocabulary rows per rank: one definition for the layers, the cost model and the commands."""
+"""The number of vocabulary rows per rank, defined once for the layers, the cost model and the commands."""
 
 from __future__ import annotations
 
@@ -7,24 +7,30 @@ from collections.abc import Sequence
 from megatron_vp.errors import UserError
 
 UNIT = 64
-"""Shards are multiples of this many rows: 128 bytes in 16-bit dtypes. Rows of logits then start at an aligned address
-whatever the number of ranks, which vector loads and the fast GEMM kernels need (16 bytes at least)."""
+"""The number of rows of a shard is a multiple of this: a token's logits then fill a multiple of 128 bytes in 16-bit
+dtypes, and start at an aligned address for any number of ranks. Vector loads and the fast GEMM kernels need an
+alignment of at least 16 bytes.
+"""
 
 SMALL_UNIT = 8
-"""The same for shards of fewer than `SMALL_SHARD` rows, for which 64 would leave ranks noticeably uneven: 16 bytes."""
+"""Replaces UNIT for shards of fewer than `SMALL_SHARD` rows, because multiples of 64 would make ranks noticeably
+uneven. It gives an alignment of 16 bytes.
+"""
 
 SMALL_SHARD = 1024
 
 
 def rows_per_shard(vocab_size: int, count: int) -> int:
-    """Rows of a full shard of `vocab_size` rows cut into `count`; the last shards may be shorter or empty."""
+    """Rows of a full shard when `vocab_size` rows are cut into `count` shards; the last may be shorter or empty."""
     even = -(-vocab_size // count)
     unit = SMALL_UNIT if even < SMALL_SHARD else UNIT
     return min(-(-even // unit) * unit, vocab_size)
 
 
 def check_stage_rows(rows: Sequence[int], vocab_size: int, ranks: int, tensor: int) -> None:
-    """Raise UserError for rows by pipeline rank (tensor ranks together) that do not split `vocab_size` rows."""
+    """Raise UserError unless `rows`, given per pipeline rank for all its tensor ranks together, splits `vocab_size`
+    rows.
+    """
     said, found = f"--vocab-shards {','.join(map(str, rows))}", sum(rows)
     if len(rows) != ranks:
         raise UserError(

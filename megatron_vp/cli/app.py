@@ -33,7 +33,7 @@ app = typer.Typer(
     help="Vocabulary parallelism and balanced pipeline schedules for Megatron-Core.",
     add_completion=False,
     rich_markup_mode=None,
-    # A script under `megatron-vp run` keeps its own plain traceback, not a box around every frame of Megatron.
+    # A script under `megatron-vp run` shows Python's plain traceback, not a box around every frame of Megatron.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -67,9 +67,10 @@ def _options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command, then the function that it returned, if any, outside of typer; never returns.
+    """Run the command line and exit the process.
 
-    Exit status 2 and one line for bad input, a traceback only for a defect.
+    If a command returns a function, that function is called outside typer. Bad input prints one line and exits with
+    status 2. Only a bug shows a traceback.
     """
     try:
         with checked_output():

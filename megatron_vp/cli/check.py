@@ -1,4 +1,4 @@
-"""`megatron-vp check`: everything that a start would refuse, without a start."""
+"""`megatron-vp check`: check whether a job would start, without starting it."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def check(
 ) -> None:
     """Check a training job as its ranks would, without starting it.
 
-    All other arguments are the job's own, as in training. Checks the arguments, and reads the tokenizer, the datasets'
-    indices and the metadata of the checkpoint to load. With --ranks-per-node it also checks this node: GPUs, network
-    interface, room for checkpoints.
+    All other arguments belong to the job, as in training. The command checks them, and reads the tokenizer, the dataset
+    indices and the metadata of the checkpoint to load. With --ranks-per-node it also checks this node: its GPUs, its
+    network interface and its space for checkpoints.
 
-    On a login node, use --nodes to say what a node of the job has.
+    On a login node, describe the job's nodes with --nodes.
 
     \b
     megatron-vp check configs/llama3_8b.yaml --ranks 32 --vocab-parallel

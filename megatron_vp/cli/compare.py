@@ -1,4 +1,4 @@
-"""`megatron-vp report`: two runs of one job, plain and vocabulary parallel, side by side."""
+"""`megatron-vp report`: compare a plain and a vocabulary-parallel run of the same job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_vp.cli.result_output import format_for, write
 
 
 class Format(StrEnum):
-    """How the comparison is written."""
+    """The output formats of the command."""
 
     TEXT = "text"
     JSON = "json"
@@ -37,10 +37,10 @@ def report(
 ) -> None:
     """Compare a plain run with a vocabulary-parallel run of the same job, rank by rank.
 
-    Shows time, computing and waiting of each pipeline rank, memory, both loss curves and their largest difference.
+    Shows how long each pipeline rank computed and waited, the memory, both loss curves and their largest difference.
 
-    Give both runs --rank-report DIR and keep their output: in DIR as the only *.log, *.out or *.txt with losses, or
-    anywhere, named with --logs.
+    Start both runs with --rank-report DIR and keep their output, either in DIR, as the only *.log, *.out or *.txt file
+    with losses, or anywhere else, and give it with --logs.
 
     \b
     megatron-vp report plain/ vocab-2/

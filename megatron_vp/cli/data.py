@@ -1,4 +1,4 @@
-"""`megatron-vp data`: text in, tokenizer and Megatron dataset out."""
+"""`megatron-vp data`: turn text into a tokenizer and a Megatron dataset."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def data(
 ) -> None:
     """Turn text into a dataset that Megatron trains on.
 
-    Trains a tokenizer on the text (or takes an existing one), writes one document per file, line or JSON object, each
-    closed by the end-of-text token, and prints the flags to train with.
+    Trains a tokenizer on the text, or uses an existing one. Each file, line or JSON object becomes a document that ends
+    with the end-of-text token. Afterwards the command prints the flags to train with.
     """
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 

@@ -1,4 +1,4 @@
-"""`megatron-vp env`: which parts are active here, which are missing, and what that costs."""
+"""`megatron-vp env`: list the parts that a run would use here, and the effect of each missing one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ def register(app: typer.Typer) -> None:
 
 
 def env() -> None:
-    """List the parts that a run would use on this machine, and what the missing ones cost.
+    """List the parts that a run would use on this machine, and the effect of each missing one.
 
-    Run it where the job runs: in an srun or an interactive allocation, not on a login node.
+    Run it where the job will run: under srun or in an interactive allocation, not on a login node.
     """
     from rich.console import Console
     from rich.markup import escape

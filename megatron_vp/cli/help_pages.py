@@ -1,4 +1,4 @@
-"""How `--help` shows the commands: grouped by task, each with an example of its output."""
+"""Formats `--help`: commands are grouped by task, and each command shows an example of its output."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SECTIONS = {
     "Inspect": ("report", "trace", "replay", "env", "patches"),
     "The paper": ("paper", "tables"),
 }
-"""The commands and groups of `megatron-vp`, all of them."""
+"""All commands and command groups of `megatron-vp`, by heading."""
 
 
 class Sections(TyperGroup):
     """Lists its commands under the headings of SECTIONS."""
 
     def format_commands(self, ctx, formatter) -> None:  # type: ignore[no-untyped-def]
-        """Write the sections."""
+        """Write one section per heading."""
         width = max(map(len, self.commands))
         for title, names in SECTIONS.items():
             with formatter.section(title):
@@ -28,7 +28,7 @@ class Sections(TyperGroup):
 
 
 def add_examples(app: typer.Typer, prefix: str = "") -> None:
-    """Give every command of `app` and of its groups the example that scripts/examples.py has kept for it."""
+    """Give every command of `app` and of its groups the example that scripts/examples.py recorded for it."""
     for command in app.registered_commands:
         text = files("megatron_vp.cli").joinpath("examples", f"{prefix}{command.name}.txt").read_text(encoding="utf-8")
         command.epilog = f"Example:\n\n\b\n{text}"

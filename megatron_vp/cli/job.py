@@ -1,4 +1,4 @@
-"""How a command takes a job: its configuration and flags as in training, the first file with or without `--config`."""
+"""Parameters of commands that take a job: files and flags as in training; the first file needs no `--config`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from megatron_vp.jobs.command_line import name_of
 
 TAKES_A_JOB = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""Settings for a command that takes a job: options it does not know belong to the job."""
+"""Settings for a command that takes a job: options that the command does not know belong to the job."""
 
 JobArgument = Annotated[
     list[str] | None,
@@ -27,6 +27,6 @@ ConfigOption = Annotated[
 
 
 def options_of(context: typer.Context) -> list[str]:
-    """Names of the running command's own options, with underscores; the job's options are not among them."""
+    """Names of the options that the running command itself defines, with underscores, without the job's options."""
     options = [option for each in context.command.params for option in each.opts if option.startswith("--")]
     return [name_of(option) for option in options]

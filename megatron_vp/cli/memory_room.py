@@ -1,4 +1,4 @@
-"""How much memory a run leaves free, and what to do if that is less than the prediction's error."""
+"""Reports how much memory a run leaves free, and suggests what to do if that is less than the prediction's error."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ GIB = 2**30
 def memory_room(
     request: Request, found: Evaluation, others: Sequence[Evaluation] = (), searched: bool = False
 ) -> list[str]:
-    """Lines on the memory that a fitting run leaves free; if that is within the model's error, also ways to free more.
+    """Lines that say how much memory a fitting run leaves free and, if that is within the model's error, how to free
+    more.
 
-    `others`: runs of the same job, fastest first. `searched`: whether other parallel sizes were tried already.
+    `others`: runs of the same job, fastest first. `searched`: whether other parallel sizes have already been tried.
     """
     limit, job = request.limit, request.job
     if not found.fits(limit):

@@ -1,4 +1,4 @@
-"""`megatron-vp paper`: everything about the paper's tables, predicted or run; `megatron-vp tables` is an alias."""
+"""`megatron-vp paper`: predict or reproduce the paper's tables; `megatron-vp tables` is short for `paper tables`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_vp.cli import paper_calibrate, paper_public, paper_runs, paper_tab
 
 
 def register(app: typer.Typer) -> None:
-    """Add the group to `app`, and `tables` as an alias of its command."""
+    """Add the group to `app`, and its command `tables` a second time at the top level."""
     group = typer.Typer(rich_markup_mode=None)
     paper_tables.register(group)
     paper_runs.register(group)

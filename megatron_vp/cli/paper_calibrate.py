@@ -1,4 +1,4 @@
-"""`megatron-vp paper calibrate`: where the cost model's constants come from, and how well they predict."""
+"""`megatron-vp paper calibrate`: fit the cost model's constants, and show how well they predict."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def register(app: typer.Typer) -> None:
 def calibrate() -> None:
     """Fit the cost model's constants to the published cells that come with the package, and validate them.
 
-    Prints the constants, the errors of pass times and of table 3, and, for every setup (table, GPUs, sequence length)
-    and for all of table 5 on 16 GPUs, the errors of its cells with constants fitted only to the others. Then what
-    published runs on H100 say of its constants, with intervals and the errors of runs that a fit has not seen. Takes
-    two or three minutes.
+    Prints the constants, and the errors of pass times and of table 3. For every setup (table, GPUs, sequence length),
+    and for all of table 5 on 16 GPUs, it also prints the errors of those cells with constants fitted only to the other
+    cells. Finally it shows in which intervals published runs put the constants of the H100, and the errors of runs that
+    a fit has not seen. Takes two or three minutes.
     """
     from megatron_vp.cost.paper.calibration import fit, known_to_fit, leave_out, report
     from megatron_vp.cost.public.public_fit import fit_to_public_runs
@@ -57,7 +57,7 @@ def calibrate() -> None:
 
 
 def public_lines(found: PublicFit) -> list[str]:
-    """The result of the fit to the published H100 runs, in lines."""
+    """Lines with the result of the fit to the published H100 runs."""
     lines = [f"{found.runs} published runs on H100, {found.families} families (one model, precision and layout each)"]
     lines.append("constants as they are, and the 90 percent in which these runs put them")
     for each in found.intervals:

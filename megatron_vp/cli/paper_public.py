@@ -1,4 +1,4 @@
-"""`megatron-vp paper public`: published runs of Megatron next to their predictions."""
+"""`megatron-vp paper public`: compare published runs of Megatron with their predictions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
-    """The result to print or write."""
+    """The output formats of the command."""
 
     TABLE = "table"
     JSON = "json"
@@ -51,9 +51,9 @@ def public(
         Path | None, typer.Option("-o", "--output", help="Write to this file instead of the screen.")
     ] = None,
 ) -> None:
-    """Predict published runs and print prediction and published throughput by group, in tokens/s per GPU.
+    """Predict published runs and print the predicted and published throughput by group, in tokens/s per GPU.
 
-    Only judged runs count in a group's error: those whose publication states everything their time depends on. Takes a
+    A group's error counts only judged runs, whose publication states everything that their time depends on. Takes a
     minute or two.
     """
     from megatron_vp.cost.public.comparison import to_csv, to_document, to_markdown
@@ -95,7 +95,7 @@ def _predict(rows: list[PublicRow]) -> list[Outcome]:
 
 
 def _text(outcomes: list[Outcome]) -> str:
-    """Format one table of runs per group, and a table of each group's error."""
+    """Format one table of runs for each group, and one table with the errors of all groups."""
     from megatron_vp.cost.hardware.gpus import GIB
     from megatron_vp.cost.public.comparison import errors_by_group, layout
 

@@ -1,4 +1,6 @@
-"""`megatron-vp paper jobs` and `megatron-vp paper collect`: the paper's tables as runs, and the runs as a table."""
+"""`megatron-vp paper jobs` and `megatron-vp paper collect`: list the runs of the paper's tables, and collect their
+logs.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,10 @@ def list_jobs(
     ] = Path("runs/tables"),
     gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs per node.")] = 8,
 ) -> None:
-    """List the runs of every cell of the paper's tables, for job arrays.
+    """List the runs for every cell of the paper's tables, for SLURM job arrays.
 
-    Writes a list for each number of GPUs and prints how to submit it. Afterwards: megatron-vp paper collect DIR.
+    Writes one list for each number of GPUs and prints how to submit it. When the runs have finished, collect their logs
+    with megatron-vp paper collect DIR.
     """
     from megatron_vp.cost.paper.cells import write_lists
     from megatron_vp.cost.paper.published import jobs
@@ -58,8 +61,8 @@ def collect(
 ) -> None:
     """Collect the logs of the tables' runs into a file for `megatron-vp paper tables --published`.
 
-    MFU is counted as in the paper. Memory is the peak of PyTorch's allocator on the fullest rank, in GiB. A run that
-    did not fit has empty fields. Missing and broken logs are listed on standard error.
+    MFU is counted as in the paper. Memory is the peak of PyTorch's allocator on the fullest rank, in GiB. The fields of
+    a run that ran out of memory are empty. Missing and broken logs are listed on standard error.
     """
     from megatron_vp.cost.hardware.gpus import find_hardware
     from megatron_vp.cost.paper.cells import cell_name

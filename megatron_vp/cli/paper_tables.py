@@ -1,4 +1,4 @@
-"""`megatron-vp paper tables`: the paper's tables, predicted, next to what was published."""
+"""`megatron-vp paper tables`: predict the paper's tables, and compare them with the published values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
-    """The result to print or write."""
+    """The output formats of the command."""
 
     TABLE = "table"
     CSV = "csv"
@@ -31,7 +31,7 @@ def register(app: typer.Typer, summary: str = "Predict every cell of the paper's
 
 
 class Paper(StrEnum):
-    """Whose runs to predict."""
+    """The paper whose runs are predicted."""
 
     VOCABULARY = "vocabulary"
     PIPEOFFLOAD = "pipeoffload"
@@ -67,10 +67,11 @@ def tables(
 ) -> None:
     """Predict every cell of the paper's tables 5 (1F1B) and 6 (V-Half), and table 3, without a GPU.
 
-    MFU is model FLOPs over 320 (table 5) and 312 (table 6) TFLOP/s; memory is the allocator's peak of the worst rank in
-    GiB. With --published, adds the published values, the relative error of each, and their mean and largest. With
-    --hardware, predicts the same jobs as this project runs them there. --paper pipeoffload predicts the runs of another
-    paper, whose activations wait in the host's memory.
+    MFU is the model's FLOP/s over 320 TFLOP/s (table 5) or 312 TFLOP/s (table 6). Memory is the allocator's peak on the
+    fullest rank, in GiB. With --published, the output has the published values, too, the relative error of each
+    prediction, and the mean and the largest error. With --hardware, the command predicts the same jobs for this
+    project's own code on that hardware. --paper pipeoffload predicts the runs of another paper, which keep activations
+    in host memory.
     """
     from megatron_vp.cost.paper.published import jobs, read_cells
     from megatron_vp.cost.paper.tables import make_rows, to_csv
@@ -100,7 +101,7 @@ def tables(
 
 
 def _pipeoffload(output_format: Format, given: list[str]) -> str:
-    """Print figure 15 of PipeOffload; refuse the options in `given`, which do not apply to it."""
+    """Predict figure 15 of PipeOffload; refuse the options in `given`, which do not apply to it."""
     from megatron_vp.cost.paper.pipeoffload import predict_cells, published, to_csv, to_text
 
     if given:
@@ -129,7 +130,7 @@ def _setting(hardware: str | None, fp8_recipe: str | None) -> Setting | None:
     if hardware is None:
         return None
     setting = Setting(find_hardware(hardware), None if fp8_recipe is None else Fp8Recipe(fp8_recipe))
-    setting.job(next(iter(jobs())))  # refused before the work
+    setting.job(next(iter(jobs())))  # raises UserError before any prediction
     return setting
 
 

@@ -1,5 +1,4 @@
-"""`megatron-vp patches`: what this plug-in replaces and calls in Megatron, why, and whether it fits the installed
-version."""
+"""`megatron-vp patches`: list what this plug-in patches and calls in Megatron, and check whether it fits."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """List what is patched in Megatron-Core, why, and whether it fits the installed version.
 
-        Also compares the symbols that are called without being patched and the arguments that are read. Exit status 1
-        if anything does not fit, with the symbol, the argument or the version named. An unsupported release is only
-        compared.
+        The command also checks the Megatron functions that are called but not patched, and the arguments that are read.
+        If anything does not fit, the output names it and the exit status is 1. On an unsupported release, the command
+        only compares signatures and applies nothing.
         """
         from megatron_vp.errors import UserError
         from megatron_vp.mcore import megatron_arguments, megatron_symbols, patch_table, patches

@@ -1,4 +1,4 @@
-"""`megatron-vp plan`: which schedule and vocabulary method to run a job with, how long it takes and whether it fits."""
+"""`megatron-vp plan`: predict time and memory of a job under all schedules, and recommend one."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Rank plain, redistributed and vocabulary-parallel runs of a job, over all schedules, without running any.
+    """Rank plain, redistributed and vocabulary-parallel runs of a job under all schedules, without running any of them.
 
-    All other arguments are the job's own, and flags win over files, as in training.
+    All other arguments belong to the job. As in training, flags override files.
 
     \b
     megatron-vp plan configs/llama3_8b.yaml --hardware h100 --nodes 4 --pipeline-model-parallel-size 16
@@ -225,7 +225,7 @@ def _table(
 
 
 def _frontier_table(best: list[Evaluation]) -> str:
-    """The frontier of time and memory: runs where no other run is both faster and smaller."""
+    """The frontier of time and memory as a table: runs such that no other run is both faster and smaller."""
     from rich.table import Table
 
     table = Table(title="less memory, more time: no run is both smaller and faster than these", title_justify="left")
@@ -245,7 +245,7 @@ def _shards(plan: Plan) -> str:
 
 
 def _comparison(choice: Choice, tie: Tie, limit: float) -> list[str]:
-    """Lines on the gain over runs without vocabulary parallelism, and on a tie."""
+    """Lines that state the gain over the best run without vocabulary parallelism, and any tie."""
     from megatron_vp.cost.planning.planner import WITHOUT_SPLIT
 
     chosen, whole = choice.chosen, choice.without_split

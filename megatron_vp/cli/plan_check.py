@@ -1,4 +1,4 @@
-"""`plan` recommends only runs that `check` accepts: plans go through training's own validation first."""
+"""Passes plans through training's own validation, so that `plan` recommends only runs that `check` accepts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 UNCHECKED = "not checked: Megatron is not installed here; run megatron-vp check"
-"""The note that is printed where training's own validation cannot run."""
+"""The note that is printed if training's own validation cannot run here."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A choice among the plans that training would start, the plans that it would refuse, and what remains to say."""
+    """The choice among the plans that training accepts, the plans that it refuses, and a note for the user."""
 
     choice: Choice
     refused: list[Infeasible]
@@ -37,11 +37,11 @@ class Checked:
 
 
 Ask = Callable[[list[str], int], str | None]
-"""Why a job of so many ranks would refuse these arguments; None if it would start."""
+"""Takes arguments and a number of ranks, and returns why training would refuse the job; None if it would start."""
 
 
 def refusal_here(words: list[str], ranks: int) -> str | None:
-    """An `Ask` in this process, which then loads Megatron: some seconds."""
+    """An `Ask` that runs in this process; the first call takes some seconds, because it loads Megatron."""
     from megatron_vp.mcore.start.preflight import refusal_of
 
     return refusal_of(words, ranks)
@@ -49,7 +49,10 @@ def refusal_here(words: list[str], ranks: int) -> str | None:
 
 @contextmanager
 def megatrons_check() -> Iterator[Ask]:
-    """An `Ask` in a process that loads Megatron while this one predicts; in this one if it has loaded Megatron."""
+    """Yield an `Ask` that runs in a second process, or in this one if it has already loaded Megatron.
+
+    The second process loads Megatron while this one predicts.
+    """
     if "megatron.training" in sys.modules or not can_check():
         yield refusal_here
         return
@@ -60,12 +63,12 @@ def megatrons_check() -> Iterator[Ask]:
 def _load_megatron() -> None:
     from megatron_vp.mcore.start.preflight import load_megatron
 
-    logging.disable(logging.WARNING)  # this process only checks; what libraries miss here is not news
+    logging.disable(logging.WARNING)  # this process only checks, so warnings of libraries are not news
     load_megatron()
 
 
 def choose_checked(request: Request, evaluations: Sequence[Evaluation], ask: Ask = refusal_here) -> Checked:
-    """Choose as `planner.choose` does, leaving out the plans that `check` refuses, and not because of the job itself.
+    """Choose as `planner.choose` does, without the plans that `check` refuses for a reason other than the job itself.
 
     Raises UserError if nothing is left.
     """
@@ -117,7 +120,7 @@ def refusal(request: Request, plan: Plan, ask: Ask = refusal_here) -> str | None
 
 
 def _words(values: dict[str, Any]) -> list[str]:
-    """Arguments by their names as the words of a command line."""
+    """Convert arguments, given by name, to the words of a command line."""
     known, words = known_options(), []
     for name, value in values.items():
         option = option_of(name)

@@ -1,4 +1,4 @@
-"""`megatron-vp plan --search`: which parallel sizes to run a job with on a number of GPUs."""
+"""`megatron-vp plan --search`: choose a job's parallel sizes for a given number of GPUs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from megatron_vp.jobs.job_config import JobConfig
 
 SHOWN = 12
-"""Runs of the frontier that the table shows at most; JSON and the picture have all."""
+"""The table shows at most this many runs of the frontier; JSON and the picture show all."""
 
 MOST_REFUSED = 20
-"""Runs that training refuses, one after the other, until the job itself is to blame."""
+"""If training refuses this many runs in a row, the job itself is taken to be the cause."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A search for a job on `gpus` GPUs of `hardware`, `limit` bytes each, and what is recommended of it."""
+    """The result of a search on `gpus` GPUs of `hardware` with `limit` bytes each, and the recommended run."""
 
     config: JobConfig
     hardware: Hardware
@@ -37,18 +37,18 @@ class Answer:
     search: Search
     chosen: Found
     refused: Sequence[tuple[Found, str]]
-    """Faster or simpler runs that training would refuse, and why."""
+    """Faster or simpler runs that training would refuse, with the reasons."""
     note: str | None
-    """The notes below the recommendation."""
+    """A note that is printed with the recommendation."""
 
     def request(self, found: Found) -> Request:
-        """The planning request whose answer is this run."""
+        """The planning request that this run answers."""
         variant = self.search.variants[found.variant]
         config = replace(self.config, values=self.config.values | variant.settings)
         return Request(config, variant.job, self.hardware, self.limit)
 
     def settings(self, found: Found) -> dict[str, object]:
-        """Settings to change in the configuration for this run."""
+        """Settings that the configuration must change to get this run."""
         from megatron_vp.cost.sizes.job_plan import settings_of
 
         request = self.request(found)
@@ -58,7 +58,7 @@ class Answer:
 
     @property
     def title(self) -> str:
-        """The question in a line."""
+        """One line that says what was searched: the GPUs and the job."""
         job = self.search.variants[0].job
         batch = job.microbatches * job.micro_batch * job.data
         return (
@@ -68,7 +68,7 @@ class Answer:
 
     @property
     def heading(self) -> str:
-        """A line that explains the frontier and says what may be missing from it."""
+        """One line that explains the frontier and says which runs may be missing from it."""
         found = self.search
         if not found.partial:
             return "The frontier: no other run is both faster and smaller."
@@ -95,7 +95,7 @@ def search_job(
     output_format: Format,
     output: Path | None,
 ) -> None:
-    """Search, and write the answer. Raises UserError."""
+    """Search for the best parallel sizes of a job, and write the answer. Raises UserError."""
     from megatron_vp.cost.planning.charts import search_chart
     from megatron_vp.cost.planning.search import BUDGET, DIMENSIONS, search, variants
     from megatron_vp.cost.sizes.job_plan import chunks_given
@@ -127,7 +127,7 @@ def search_job(
 
 
 def _chosen(config: JobConfig, hardware: Hardware, gpus: int, limit: float, found: Search, ask: Ask) -> Answer:
-    """Choose the simplest of the fastest runs that training would accept."""
+    """Choose the simplest run that training accepts among those that count as equally fast."""
     from megatron_vp.cost.planning.ties import tie_of
 
     tied = found.tied(limit, tie_of(found.variants[0].job, hardware).share)
@@ -185,7 +185,7 @@ def _table(answer: Answer) -> str:
 
 
 def _thinned(frontier: list[Found]) -> list[Found]:
-    """At most SHOWN of them, evenly spaced, including both ends."""
+    """SHOWN runs of the frontier, evenly spaced, including both ends."""
     last = len(frontier) - 1
     return [frontier[round(place * last / (SHOWN - 1))] for place in range(SHOWN)]
 

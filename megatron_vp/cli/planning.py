@@ -28,14 +28,16 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 LEAST_MEMORY, MOST_MEMORY, MOST_OF_A_HOST = 0.01, 512, 16_384
-"""GiB that `--memory` may name: no GPU has more than 288, and the ranks of a CPU job share a host's."""
+"""The smallest `--memory` in GiB, and the largest on a GPU and on a host. No GPU has more than 288 GiB; the ranks of a
+CPU job share a host's memory.
+"""
 
 MOST_GPUS = 1_000_000
-"""Most GPUs of a job: several times those of the largest cluster."""
+"""The most GPUs that a job may have, several times as many as the largest cluster has."""
 
 
 class Format(StrEnum):
-    """The result to print or write."""
+    """The output formats of the command."""
 
     TABLE = "table"
     JSON = "json"
@@ -64,7 +66,7 @@ class Request:
 
     @property
     def title(self) -> str:
-        """The job in a line."""
+        """One line that describes the job and its hardware."""
         job = self.job
         return (
             f"{job.gpus} x {self.hardware.title}: {job.pipeline} pipeline x {job.tensor} tensor x {job.context} "
@@ -81,7 +83,7 @@ class Request:
 
     @property
     def shards(self) -> str:
-        """One line on the even vocabulary shards and their imbalance."""
+        """One line with the rows of an even vocabulary shard and the imbalance of such shards."""
         job = self.job
         return f"vocabulary shards of {job.shard_rows} rows, {100 * job.shard_imbalance:.1f} % above the mean"
 
@@ -95,7 +97,7 @@ class Request:
         return f"{rows}; layers by stage {','.join(map(str, plan.layers))}"
 
     def segments_of(self, plan: Plan) -> list[str]:
-        """A line with a hybrid model's pattern as the plan cuts it; no line for a GPT model."""
+        """One line with the segments into which the plan cuts a hybrid model's pattern; no line for a GPT model."""
         from megatron_vp.cost.sizes.job_plan import bars_of
 
         text = bars_of(self.config, plan, self.job)
@@ -103,7 +105,7 @@ class Request:
 
     @property
     def notes(self) -> list[str]:
-        """Lines on what the predictions leave out and how accurate they are."""
+        """Lines that say what the predictions leave out and how accurate they are."""
         lines = []
         if self.uncounted:
             lines.append(f"not counted, though it changes time or memory: {', '.join(self.uncounted)}")
@@ -115,14 +117,14 @@ class Request:
 
     @property
     def uncounted(self) -> list[str]:
-        """Options of the job that change time or memory and are unknown to the cost model."""
+        """Options of the job that change time or memory, but that the cost model does not know."""
         from megatron_vp.cost.sizes.job_plan import uncounted
 
         return uncounted(self.config)
 
     @property
     def assumed(self) -> list[str]:
-        """Settings that the job leaves open and that its time depends on."""
+        """Assumptions about settings that the job leaves open, but that its time depends on."""
         from megatron_vp.cost.times.assumptions import assumed
 
         return assumed(self.job, self.hardware)
@@ -172,7 +174,7 @@ class Request:
         return "S and T take what this project's kernels move and compute, by count."
 
     def document(self) -> dict[str, Any]:
-        """The same for programs."""
+        """The request as part of a JSON document."""
         job = self.job
         return {
             "hardware": self.hardware.name,
@@ -203,7 +205,7 @@ def read_request(
     memory: float | None,
     commands_own: Sequence[str] = (),
 ) -> Request:
-    """Read a job from its configuration and flags; `commands_own` are the options of the command that asks.
+    """Read a job from its configuration and flags; `commands_own` lists the options of the calling command.
 
     Raises UserError.
     """
@@ -224,7 +226,7 @@ def read_cluster(
     memory: float | None,
     commands_own: Sequence[str] = (),
 ) -> tuple[JobConfig, Hardware, int, float]:
-    """Read a job with open parallel sizes, the hardware, the number of GPUs and the bytes that each may use.
+    """Read a job whose parallel sizes are open, its hardware, the number of GPUs and the bytes that each GPU may use.
 
     Raises UserError.
     """
@@ -272,13 +274,13 @@ def _refuse_memory(memory: float, machine: Hardware) -> None:
 
 
 def what_to_set(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings for JSON output: `flags` give this run only if `unset` is empty; `overlay` always does."""
+    """The settings as part of a JSON document: `overlay` always gives this run, `flags` only if `unset` is empty."""
     unset = [option_of(name) for name, value in settings.items() if value is None or value is False]
     return {"settings": settings, "flags": flags_of(settings), "unset": unset, "overlay": yaml_of(settings)}
 
 
 def how_to_run(settings: dict[str, Any], request: Request) -> list[str]:
-    """Lines with the changes to the configuration for a run, as flags and as a file."""
+    """Lines that show how to change the configuration for a run, as flags and as a file."""
     unset = [name for name, value in settings.items() if value is None or value is False]
     lines = ["", "use: " + (flags_of(settings) or "the configuration as it is")]
     if unset:
@@ -295,7 +297,7 @@ def seconds(value: float) -> str:
 
 
 def rendered(table: Table) -> str:
-    """A rich table as text, as wide as it needs."""
+    """Format a rich table as text of up to 160 columns."""
     from rich.console import Console
 
     console = Console(width=160, file=io.StringIO(), force_terminal=False)

@@ -1,4 +1,4 @@
-"""`megatron-vp replay`: one rank of a large job, alone: its pass times and its memory."""
+"""`megatron-vp replay`: run one rank of a large job alone, and show its pass times and memory."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def replay(
         Path | None, typer.Option("-o", "--output", help="Write the results as JSON to this file.")
     ] = None,
 ) -> None:
-    """Run one rank of a job without its peers: its real part of the model and its real schedule on random inputs.
+    """Run one rank of a job without its peers, with its real part of the model and its real schedule, on random inputs.
 
     Prints the time of every kind of pass and the rank's memory. Needs one GPU, however many ranks the job has. With
-    --shapes-only it needs none and counts only memory. All other arguments are the job's own, as in training.
+    --shapes-only it needs no GPU and counts only memory. All other arguments belong to the job, as in training.
 
     \b
     megatron-vp replay configs/gpt_21b.yaml --rank 31 --vocab-parallel --pipeline-schedule 1f1b
@@ -69,7 +69,9 @@ def replay(
 
 @contextlib.contextmanager
 def _without_log() -> Iterator[None]:
-    """Hide what Megatron prints, its warnings included: its times and norms mean nothing. Errors stay."""
+    """Hide what Megatron prints, including warnings, because its times and norms mean nothing here. Errors are still
+    shown.
+    """
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 TOLD_BY_SUFFIX = ("json", "csv", "svg", "png", "html")
-"""The format for each suffix of an output file."""
+"""The suffixes of output files that determine the format."""
 
 UNKNOWN_SUFFIXES = ("pdf", "jpg", "jpeg", "gif", "yaml", "yml", "xlsx")
 """Suffixes of files that no command writes."""
 
 LINE_EVERY, REDRAW_EVERY = 2.0, 0.1
-"""Seconds between two progress lines in a pipe or file, and between two drawings of the bar on a terminal."""
+"""Seconds between two progress lines in a pipe or file, and between two updates of the bar on a terminal."""
 
 _WRITTEN_AS = {"perfetto": "json", "programs": "json"}
 
@@ -33,8 +33,8 @@ _WRITTEN_AS = {"perfetto": "json", "programs": "json"}
 def format_for[F: StrEnum](asked: F | None, output: Path | None, formats: type[F], otherwise: str = "table") -> F:
     """Choose the format of a command's result: the requested one, that of the file's suffix, or `otherwise`.
 
-    Call it before the work. Raises UserError for a suffix that contradicts the requested format or that the command
-    cannot write, for a picture without a file, and for a file that cannot be created.
+    Call it before the command starts its work. Raises UserError for a suffix that contradicts the requested format or
+    that the command cannot write, for a picture without a file, and for a file that cannot be created.
     """
     suffix = "" if output is None else output.suffix.lower().removeprefix(".")
     known = [each.value for each in formats]
@@ -48,7 +48,7 @@ def format_for[F: StrEnum](asked: F | None, output: Path | None, formats: type[F
 
 
 def check_destination(is_picture: bool, output: Path | None) -> None:
-    """Call it before the work. Raises UserError for a picture without a file, and for a file that cannot be created."""
+    """Raise UserError for a picture without a file or a file that cannot be created; call it before any work."""
     if output is None:
         if is_picture:
             raise UserError("a picture cannot be shown in the terminal; name a file with -o")
@@ -61,9 +61,9 @@ def check_destination(is_picture: bool, output: Path | None) -> None:
 
 
 def write(content: str | bytes, output: Path | None) -> None:
-    """Write to `output`, which appears complete or not at all; print if it is None.
+    """Write a result to the file `output`, which appears complete or not at all; print it if `output` is None.
 
-    Raises UserError for a picture without a file, and a file that cannot be written.
+    Raises UserError for a picture without a file, and for a file that cannot be written.
     """
     check_destination(isinstance(content, bytes), output)
     if output is None:
@@ -88,9 +88,10 @@ def write(content: str | bytes, output: Path | None) -> None:
 
 
 def progress_bar(*columns: ProgressColumn, transient: bool = True) -> Progress:
-    """Progress on standard error: a bar on a terminal, otherwise a line now and then. `transient`: remove the bar at
-    the end. Without `columns` it has rich's default ones. It is drawn only when it moves, without a thread: a process
-    with threads cannot safely fork workers.
+    """Show progress on standard error: a bar on a terminal, otherwise a line every few seconds.
+
+    With `transient`, the bar is removed at the end. Without `columns`, it has rich's default ones. The bar is drawn
+    without a thread, only when progress is reported, because a process with threads cannot safely fork workers.
     """
     from rich.console import Console
     from rich.progress import Progress

@@ -1,4 +1,4 @@
-"""`megatron-vp run`: your own Megatron script under the plug-in."""
+"""`megatron-vp run`: run your own Megatron script under the plug-in."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def register(app: typer.Typer) -> None:
     ) -> Callable[[], None]:
         """Run a Megatron training script under the plug-in. Each process of a launcher runs this command.
 
-        Everything after SCRIPT goes to the script; the plug-in's own flags (--vocab-parallel, --config FILE, --cpu) are
-        understood among them. Start it with a launcher, one process per rank:
+        All arguments after SCRIPT go to the script. The plug-in's own flags (--vocab-parallel, --config FILE, --cpu)
+        may be among them. Start one process per rank with a launcher:
 
         \b
         torchrun --nproc-per-node 4 --no-python \\
@@ -31,5 +31,5 @@ def register(app: typer.Typer) -> None:
         """
         from megatron_vp.mcore.start.launch import run_script
 
-        # Inside of typer some of the script's exceptions would end it in silence.
+        # Inside typer, some of the script's exceptions would end the process silently.
         return partial(run_script, script, context.args)

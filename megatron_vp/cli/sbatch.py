@@ -82,10 +82,10 @@ def sbatch(
         bool, typer.Option("--dry-run", help="Check the job and print what would be submitted.")
     ] = False,
 ) -> None:
-    """Check a job here, then submit it to SLURM with one rank per GPU, requeued until it has finished.
+    """Check a job here, then submit it to SLURM with one rank per GPU; SLURM requeues it until it has finished.
 
-    Works in any folder that the nodes see; logs go to runs/slurm there. All other arguments are the job's own, as in
-    training.
+    Works in any folder that the nodes can access; logs go to runs/slurm in that folder. All other arguments belong to
+    the job, as in training.
 
     \b
     megatron-vp sbatch configs/llama3_8b.yaml --nodes 4 --vocab-parallel --slurm partition=long --dry-run
@@ -129,7 +129,7 @@ def sbatch(
     typer.echo(f"{nodes} nodes x {per_node}; " + "\n".join(describe_job(checked, ranks)))
     typer.echo(shlex.join(command))
     if dry_run:
-        # The input files may be on other machines than this one.
+        # The input files may be on another machine.
         try:
             check_files(checked.args)
         except UserError as error:
@@ -144,7 +144,7 @@ def sbatch(
 
 
 def _refuse_options_of_slurm(flags: Sequence[str]) -> None:
-    """Refuse options of SLURM's sbatch, which would be taken for the job's, and say how to pass them on."""
+    """Refuse options of SLURM's sbatch, which would be mistaken for the job's, and say how to pass them on."""
     for flag in flags_in([_SHORT.get(word, word) for word in flags]):
         name = flag.option.removeprefix("--")
         if name in _OF_SLURM and name_of(name) not in known_options():
@@ -159,7 +159,7 @@ def _command(options: list[str], variables: dict[str, str | None], slurm: Sequen
         place = BATCH_FILES
         variables = {**variables, "MEGATRON_VP_SLURM": str(place)}
     given = [f"{name}={value}" for name, value in variables.items() if value is not None]
-    # A comma would end a variable in sbatch's list.
+    # Commas separate the variables of --export, so a value with a comma is set by `env` instead.
     before = [each for each in given if "," in each]
     exported = ",".join(["ALL", *(each for each in given if "," not in each)])
     own = [f"--{option.lstrip('-')}" for option in slurm]

@@ -1,4 +1,4 @@
-"""`megatron-vp schedule`: generate a schedule or read one, prove it, and show it."""
+"""`megatron-vp schedule`: generate or read a schedule, prove that it runs, and show it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWN_METHODS = [name for name, family in FAMILIES.items() if family.own_method is
 
 
 class Format(StrEnum):
-    """The result to print or write."""
+    """The output formats of the command."""
 
     TABLE = "table"
     JSON = "json"
@@ -158,7 +158,9 @@ def schedule(
 
 
 def _compared(words: str, first: Schedule, costs: PassCosts, evaluation: bool) -> Timeline:
-    """Read `--compare`: an existing file, or the name of a schedule to generate for the sizes of `first`."""
+    """Read the schedule file that `--compare` names, or generate the named schedule for the sizes of `first`; simulate
+    it.
+    """
     from megatron_vp.schedule import evaluation as forward_schedule
     from megatron_vp.schedule import generate, simulate, validate
 
@@ -174,7 +176,7 @@ def _compared(words: str, first: Schedule, costs: PassCosts, evaluation: bool) -
 def _window(
     from_time: float | None, until: float | None, output_format: Format, makespan: float
 ) -> tuple[float, float] | None:
-    """The part that `--from-time` and `--until` select; None if neither is given."""
+    """The part of the schedule that `--from-time` and `--until` select; None if neither is given."""
     if from_time is None and until is None:
         return None
     if output_format not in (Format.TABLE, Format.SVG, Format.PNG, Format.HTML):

@@ -1,4 +1,4 @@
-"""`megatron-vp simulate`: time and memory of one configuration on given hardware, rank by rank."""
+"""`megatron-vp simulate`: predict time and memory of a configuration on given hardware, rank by rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megatron_vp.cost.sizes.shapes import Job, Plan
 
 MOST_FORWARDS = 131_072
-"""Most pipeline ranks x microbatches x chunks in one simulation; this many take half a minute on one core."""
+"""The largest accepted product of pipeline ranks, microbatches and chunks, which takes half a minute on one core."""
 
 
 def register(app: typer.Typer) -> None:
@@ -63,9 +63,9 @@ def simulate(
     asked_format: FormatOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Predict time and memory of every pipeline rank for one job, as its configuration runs it.
+    """Predict time and memory of every pipeline rank of a job, as its configuration would run it.
 
-    All other arguments are the job's own, and flags win over files, as in training.
+    All other arguments belong to the job. As in training, flags override files.
 
     \b
     megatron-vp simulate configs/llama3_8b.yaml --nodes 4 --vocab-parallel --pipeline-schedule v-half
@@ -100,7 +100,7 @@ def simulate(
         simulator = make_simulator(request.job, plan, request.hardware)
         if measured is not None and plan.offload_chunks:
             memory = memory_model(request.job, plan, simulator.schedule, request.hardware)
-            measured = replace(measured, copies=copy_seconds(memory))  # copies are not in a trace
+            measured = replace(measured, copies=copy_seconds(memory))  # a trace does not contain copies
         prediction = predict(request.job, plan, request.hardware, measured=measured, simulator=simulator)
         if plan.offload_chunks:
             check_host_memory(prediction)
@@ -188,7 +188,7 @@ def _outside(found: Evaluation) -> Table:
 
 
 def _copies(request: Request, found: Evaluation) -> str:
-    """The table of copies to the host's memory; nothing without copies."""
+    """The table of copies to host memory as text, which is empty if the run makes no copies."""
     from rich.table import Table
 
     from megatron_vp.cost.prediction.copies import fullest_node, host_room

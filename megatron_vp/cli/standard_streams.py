@@ -1,4 +1,4 @@
-"""Standard streams as a shell may leave them: closed, full, or of an encoding that lacks a character."""
+"""Protects the commands from standard streams that are closed, full, or in an encoding that lacks a character."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from megatron_vp.errors import UserError
 
 
 class _Output(io.RawIOBase):
-    """Standard output that raises UserError once if writing fails. A closed pipe is not an error."""
+    """Standard output that raises UserError the first time that writing fails. A pipe without a reader is not a user's
+    error.
+    """
 
     def __init__(self, reason: str | None) -> None:
         self._reason = reason
@@ -44,9 +46,9 @@ class _Output(io.RawIOBase):
 
 @contextmanager
 def checked_output() -> Iterator[None]:
-    """Standard output that raises UserError if it cannot be written, and prints `?` for characters it cannot encode.
+    """Make standard output raise UserError if it cannot be written, and print `?` for characters that it cannot encode.
 
-    Streams that do not belong to the process, as in a test, are not touched.
+    A standard output that has been replaced, as in a test, is not touched.
     """
     before = sys.stdout
     if before is not None and before is not sys.__stdout__:
@@ -67,8 +69,8 @@ def checked_output() -> Iterator[None]:
 
 
 def _fill_gaps() -> None:
-    """Open missing standard streams, so that a file opened later does not take their place and receive libraries'
-    output.
+    """Open missing standard streams on /dev/null. Otherwise a file that is opened later could take the descriptor of
+    one of them and receive the output of libraries.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass

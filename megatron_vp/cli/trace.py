@@ -1,4 +1,4 @@
-"""`megatron-vp trace`: what a traced run did on every rank, in one table and one Perfetto file."""
+"""`megatron-vp trace`: show what a traced run did on every rank, as a table and a Perfetto file."""
 
 from __future__ import annotations
 

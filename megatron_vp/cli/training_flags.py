@@ -1,4 +1,4 @@
-"""`megatron-vp flags`: the training flags that this plug-in adds to Megatron's, alone."""
+"""`megatron-vp flags`: list only the training flags that this plug-in adds to Megatron's."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ def register(app: typer.Typer) -> None:
 
 
 def flags() -> None:
-    """List the flags that a training job understands on top of Megatron's own.
+    """List the flags that a training job understands in addition to Megatron's own.
 
-    The training script's `--help` lists them among the hundreds of Megatron's.
+    The training script's `--help` lists them, too, among hundreds of Megatron flags.
     """
     from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
 

@@ -1,1 +1,1 @@
-"""Text and tokenizers: from files to documents, from documents to byte-level BPE. Needs neither torch nor Megatron."""
+"""Reads documents from files, and trains byte-level BPE tokenizers on them. Needs neither torch nor Megatron."""

@@ -1,4 +1,4 @@
-"""Documents from files: plain text, JSON lines, whole directories, and the text that every Python installation has."""
+"""Reads documents from text files, JSON lines, directories, and the source files that every Python installation has."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _NO_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "
 
 @dataclass(frozen=True)
 class TextFiles:
-    """Documents of `files`; may be iterated repeatedly. `.jsonl` files hold one JSON object per line.
+    """The documents in `files`, which may be iterated repeatedly. `.jsonl` files hold one JSON object per line.
 
-    Iterating yields (name, text) pairs: a text file is one document, or one per line with `split_lines`; a JSON line's
-    text is under `json_key`. Empty lines are not documents. Raises UserError, naming file and line, for bytes that are
-    not UTF-8, lines that are not JSON, objects without the key, and texts with half a surrogate pair.
+    Iterating yields (name, text) pairs. A text file is one document or, with `split_lines`, one document per line. The
+    text of a JSON object is under `json_key`. Empty lines are skipped. Raises UserError, naming file and line, for
+    bytes that are not UTF-8, lines that are not JSON, objects without the key, and texts with half a surrogate pair.
     """
 
     files: tuple[Path, ...]
@@ -31,7 +31,8 @@ class TextFiles:
     def find(
         cls, inputs: Sequence[str | os.PathLike[str]], json_key: str = "text", split_lines: bool = False
     ) -> TextFiles:
-        """Collect `inputs`; a directory stands for all files below it except hidden ones, in the order of their paths.
+        """Find the files of `inputs`; a directory stands for all files below it except hidden ones, in the order of
+        their paths.
 
         Raises UserError for an empty name, an input that does not exist, a pipe, and a directory without files.
         """
@@ -90,9 +91,9 @@ class TextFiles:
 
 @dataclass(frozen=True)
 class SourceTexts:
-    """(relative path, text) of the Python sources below `root`, in the order of their paths, any number of times.
+    """The Python sources below `root` as (relative path, text) pairs in path order, which may be iterated repeatedly.
 
-    Tests and installed packages are left out, and so are the few files that are not UTF-8.
+    Tests, installed packages and the few files that are not UTF-8 are left out.
     """
 
     root: Path
@@ -109,7 +110,7 @@ class SourceTexts:
 
 
 def standard_library_texts() -> SourceTexts:
-    """The running Python's standard library: about 11 million characters that every machine has."""
+    """The sources of the running Python's standard library: about 11 million characters that every machine has."""
     return SourceTexts(Path(sysconfig.get_paths()["stdlib"]))
 
 

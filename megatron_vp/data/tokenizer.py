@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer of a wanted size, in the directory layout that Megatron's HuggingFaceTokenizer loads."""
+"""Trains and loads byte-level BPE tokenizers in the directory layout that Megatron's HuggingFaceTokenizer loads."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"
-# 256 bytes, the two special tokens, and at least one merge: anything smaller learns nothing.
+# 256 bytes, two special tokens and one merge. With a smaller vocabulary there is nothing to learn.
 SMALLEST_VOCABULARY = 256 + 2 + 1
-# The trainer makes room for all tokens before it reads the first text.
+# The trainer allocates memory for all tokens before it reads the first text.
 LARGEST_VOCABULARY = 1 << 22
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE on `texts` with exactly `vocab_size` tokens, the two special ones included.
+    """Train a byte-level BPE on `texts` with exactly `vocab_size` tokens, including the two special ones.
 
-    Any text can be encoded, because every byte is a token. The same texts give the same tokenizer.
-    Raises UserError if `vocab_size` is too small, or too large for what the texts can teach.
+    Any text can be encoded, because every byte is a token. The same texts give the same tokenizer. Raises UserError if
+    `vocab_size` is too small, too large, or more tokens than the texts yield.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -60,7 +60,7 @@ TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json"}
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json` into `directory`, which is made if needed."""
+    """Write `tokenizer.json` and `tokenizer_config.json` into `directory`, which is created if needed."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = {
@@ -68,16 +68,16 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
         "eos_token": END_OF_TEXT,
         "pad_token": PADDING,
         "clean_up_tokenization_spaces": False,
-        # Documents are cut into training sequences later: no length is too long for the tokenizer itself.
+        # Documents are cut into training sequences after tokenization, so the tokenizer itself accepts any length.
         "model_max_length": 10**30,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> tuple[Tokenizer, int]:
-    """Load a tokenizer directory; returns the tokenizer and the id of its end-of-text token.
+    """Load a tokenizer from its directory; return it and the id of its end-of-text token.
 
-    Raises UserError if the directory, a file of it, or the end-of-text token is missing or cannot be read.
+    Raises UserError if the directory, one of its files or the end-of-text token is missing or cannot be read.
     """
     from tokenizers import Tokenizer
 
@@ -100,7 +100,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> tuple[Tokenizer, int]:
 def check_tokenizer(directory: str | os.PathLike[str]) -> None:
     """Check, without loading torch or transformers, that a Hugging Face tokenizer exists and is complete.
 
-    `directory` may also be the name of a model in the local Hugging Face cache. Raises UserError otherwise.
+    `directory` may also be the name of a model in the local Hugging Face cache. Raises UserError if the check fails.
     """
     path = Path(directory)
     if not path.is_dir():
@@ -122,7 +122,7 @@ def check_tokenizer(directory: str | os.PathLike[str]) -> None:
 
         try:
             Tokenizer.from_file(str(path / "tokenizer.json"))
-        except Exception as error:  # the library raises bare Exception for every defect of the file
+        except Exception as error:  # the library raises a bare Exception for any defect of the file
             raise UserError(f"{path}/tokenizer.json cannot be read: {error}; write it again") from error
 
 

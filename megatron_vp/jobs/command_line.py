@@ -1,4 +1,4 @@
-"""The words of a command line: which configuration files and flags they hold, before any parser has seen them."""
+"""Finds the configuration files and flags among the words of a command line, before any parser runs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Flag(NamedTuple):
     """One occurrence of `--name`, `--name=value` or `--name value value ...`."""
 
     option: str
-    """With its leading dashes."""
+    """Includes the leading dashes."""
     values: tuple[str, ...]
     """Empty for a bare flag."""
 
 
 def flags_in(words: Sequence[str]) -> Iterator[Flag]:
-    """The flags in their order; a word that does not start with `--` is a value of the flag before it.
+    """Yield the flags in order; a word that does not start with `--` is a value of the flag before it.
 
     Raises UserError if the first word is not a flag.
     """
@@ -56,7 +56,7 @@ def flag_value(words: Sequence[str], option: str) -> str | None:
 
 
 def asks_for_cpu(words: Sequence[str]) -> bool:
-    """Whether CUDA devices must not be used: `--cpu` or MEGATRON_VP_CPU=1."""
+    """Whether `--cpu` or MEGATRON_VP_CPU=1 forbids the use of CUDA devices."""
     return CPU in words or os.environ.get("MEGATRON_VP_CPU") == "1"
 
 
@@ -66,7 +66,7 @@ def asks_for_help(words: Sequence[str]) -> bool:
 
 
 def split_config(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The files given with `--config`, in their order, and all other words.
+    """The files given with `--config`, in order, and all other words.
 
     Raises UserError for a `--config` without a file.
     """
@@ -88,8 +88,9 @@ def split_config(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def files_and_flags(words: Sequence[str] | None, overlays: Sequence[Path] | None) -> tuple[list[Path], list[str]]:
-    """A job as commands take it, `CONFIG [FLAGS]` with overlays: later files override earlier ones, and flags override
-    files.
+    """Split a command's job, `CONFIG [FLAGS]` with overlays, into files and flags.
+
+    Later files override earlier ones, and flags override files.
     """
     files, flags = list(overlays or ()), list(words or ())
     if flags and not flags[0].startswith("-"):
@@ -103,15 +104,15 @@ def arguments(files: Sequence[Path], flags: Sequence[str]) -> list[str]:
 
 
 def spelled(file: Path) -> str:
-    """Spell a file so that it is not taken for an option."""
+    """Spell a file's path so that it is not mistaken for an option."""
     return f"./{file}" if str(file).startswith("-") else str(file)
 
 
 def option_of(name: str) -> str:
-    """The long option of an argument's name with underscores."""
+    """The long option of an argument: `num_layers` becomes `--num-layers`."""
     return f"--{name.replace('_', '-')}"
 
 
 def name_of(option: str) -> str:
-    """The name with underscores of a long option."""
+    """The argument's name for a long option: `--num-layers` becomes `num_layers`."""
     return option.lstrip("-").replace("-", "_")

@@ -1,7 +1,8 @@
-"""Configuration files as an argument vector for a parser, such as Megatron's.
+"""Translates configuration files into arguments for a command-line parser, such as Megatron's.
 
-The vector goes *before* the command line's own flags: argparse keeps the last value, so the command line wins. A switch
-that a file turned on stays on, because most of Megatron's switches have no opposite; a later file can turn it off.
+The arguments go *before* the flags of the command line: argparse keeps the last value, so the command line wins. The
+command line cannot turn off a switch that a file turned on, because most of Megatron's switches have no opposite. A
+later file can.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from megatron_vp.jobs.yaml_files import Leaf, read_leaves
 def arguments_from_config(paths: Sequence[str | os.PathLike[str]], parser: argparse.ArgumentParser) -> list[str]:
     """Translate YAML files, each overlaying those before it, into arguments for `parser`, in the order of the files.
 
-    `null` leaves an option at its default; `false` does the same for a switch. Lists serve options that take several
-    values.
+    `null` leaves an option at its default, and `false` turns a switch off. A list gives an option several values.
 
     Raises UserError for a missing or malformed file, an unknown key, a key given twice, or a value of the wrong type.
     """
@@ -28,7 +28,7 @@ def arguments_from_config(paths: Sequence[str | os.PathLike[str]], parser: argpa
 
 
 def arguments_from_leaves(leaves: Iterable[Leaf], parser: argparse.ArgumentParser) -> list[str]:
-    """Translate values by argument names, as `arguments_from_config` does those of files. Raises UserError."""
+    """Translate leaves of configuration files into arguments, as `arguments_from_config` does. Raises UserError."""
     options = {
         option.lstrip("-").replace("-", "_"): action for action in parser._actions for option in action.option_strings
     }
@@ -70,7 +70,7 @@ def _argument(action: argparse.Action, key: str, value: Any, where: str) -> list
 
 
 def _text(action: argparse.Action, value: Any, where: str) -> str:
-    """The command line's spelling of `value`, after the option's own type and choices have accepted it."""
+    """Spell `value` as on a command line, after the option's type and choices have accepted it."""
     if isinstance(value, bool) and action.type is bool:
         return "True" if value else ""  # bool("False") is true
     if isinstance(value, bool | list | Mapping) or value is None:

@@ -20,7 +20,7 @@ ALGORITHM_ALONE = (
 """The message with which every command refuses an algorithm for a vocabulary that is not split."""
 
 CPU_NAME = name_of(CPU)
-"""A flag of the start, which the parser of the training script never sees."""
+"""The argument's name for `--cpu`, a flag that is removed before the training script parses its arguments."""
 
 SIZES = (
     "num_layers",
@@ -67,9 +67,9 @@ OTHERS = (
     *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     *("moe_layer_freq", "moe_shared_expert_intermediate_size"),
 )
-"""Further arguments from which the cost model computes times and memory."""
+"""Other arguments that the cost model uses to compute times and memory."""
 LEAST = {"mtp_num_layers": 0}
-"""Smallest values of sizes that may be less than 1."""
+"""Smallest accepted values of the sizes that may be less than 1."""
 LARGEST_SIZE = 10**9
 LARGEST = {
     "mtp_num_layers": 2**10,
@@ -84,20 +84,22 @@ LARGEST = {
     "seq_length": 2**26,
     "micro_batch_size": 2**20,
 }
-"""Largest accepted sizes; a larger one is a typing error. LARGEST_SIZE for all others."""
+"""Largest accepted sizes; LARGEST_SIZE limits all others. A larger size is considered a typing error."""
 
 
 @dataclass(frozen=True)
 class JobConfig:
-    """Arguments by their long names, with underscores; a switch is True."""
+    """A job's arguments by their long names, with underscores; a switch that is on is True."""
 
     values: dict[str, Any]
-    """As YAML reads them, flags included: numbers where they look like numbers, lists where several were given."""
+    """The values as YAML would read them, also those of flags: a value that looks like a number is a number, and
+    several values are a list.
+    """
     origins: dict[str, Leaf | str]
     """The origin of each value, for messages: a leaf of a file, or a flag of the command line."""
 
     def of_files(self) -> dict[str, Any]:
-        """Options that the files set and no flag overrides, without those that they leave at their default."""
+        """Options that the files set and no flag overrides, except those that the files set to null."""
         return {
             name: value
             for name, value in self.values.items()
@@ -105,12 +107,12 @@ class JobConfig:
         }
 
     def unused(self, used: Collection[str]) -> list[str]:
-        """The options that are set but not `used`, spelled as on a command line."""
+        """The options that are set but not listed in `used`, spelled as on a command line."""
         given = {name for name, value in self.values.items() if value is not None and value is not False}
         return sorted(option_of(name) for name in given.difference(used))
 
     def whole_number(self, name: str, default: int) -> int:
-        """An integer argument. Raises UserError for anything else."""
+        """The value of an integer argument. Raises UserError if it is not an integer."""
         value = self.values.get(name)
         if value is None:
             return default
@@ -120,9 +122,9 @@ class JobConfig:
 
 
 def read_job_config(files: Sequence[str | os.PathLike[str]], flags: Sequence[str]) -> JobConfig:
-    """Overlaid files, then flags (`--name value`, `--name=value`, `--switch`); later ones win.
+    """Read overlaid files, then flags (`--name value`, `--name=value`, `--switch`); later values win.
 
-    Raises UserError for a file that cannot be read, a key that stands in two sections, and a word that is not a flag.
+    Raises UserError for a file that cannot be read, a key that is in two sections, and a word that is not a flag.
     """
     values: dict[str, Any] = {}
     origins: dict[str, Leaf | str] = {}
@@ -141,10 +143,11 @@ def read_job_config(files: Sequence[str | os.PathLike[str]], flags: Sequence[str
 def read_sizes(
     files: Sequence[str | os.PathLike[str]], flags: Sequence[str], commands_own: Sequence[str] = ()
 ) -> JobConfig:
-    """Read a job for a command that computes from its sizes: all SIZES are whole numbers or None.
+    """Read a job for a command that computes with its sizes, all of which are then whole numbers or None.
 
-    `commands_own` are the command's own options, which a misspelt flag may mean. Raises UserError also for an argument
-    that training does not know, a value that its option does not take, a size that no job has, NaN and infinity.
+    `commands_own` lists the options of the calling command, one of which the user may have misspelled. Raises UserError
+    also for an argument that training does not know, a value that its option does not accept, a size that is out of
+    range, NaN and infinity.
     """
     config = read_job_config(files, flags)
     for name, origin in config.origins.items():

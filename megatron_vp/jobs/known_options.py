@@ -1,8 +1,8 @@
 """Every option that a training script takes, for commands that read a job without Megatron.
 
-The list is `known_options.txt` in this folder, and what later releases of Megatron add to it in
-`known_options_SERIES.txt`. `scripts/known_options.py` writes them, and a test compares them with the parser of the
-installed Megatron, which refuses what it does not have.
+The list is in `known_options.txt` in this folder; `known_options_SERIES.txt` has the options that a later series of
+Megatron releases adds. `scripts/known_options.py` writes these files, and a test compares them with the parser of the
+installed Megatron. Training still refuses an option that the installed Megatron does not have.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _EXPECTED = {"int": "an integer", "float": "a number", "text": "a text", "bool":
 
 @dataclass(frozen=True)
 class Option:
-    """The values that an option takes."""
+    """The kind of values that an option accepts."""
 
     kind: str
-    """switch, int, float, bool or text."""
+    """One of switch, int, float, bool and text."""
     several: bool
     choices: tuple[str, ...]
-    """Empty where anything of its kind is taken."""
+    """Empty if the option accepts any value of its kind."""
 
 
 @cache
 def known_options() -> dict[str, Option]:
-    """By name, with underscores."""
+    """All known options by name, with underscores."""
     found = {}
     for line in (line for file in _FILES for line in file.read_text().splitlines()):
         if not line.startswith("#"):
@@ -67,7 +67,9 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
 
 
 def refuse_unknown(name: str, origin: Leaf | str, commands_own: Iterable[str] = ()) -> None:
-    """Raise UserError for a name that neither training knows nor the command that asks (`commands_own`)."""
+    """Raise UserError for a name that training does not know; the error suggests the nearest name, also of
+    `commands_own`.
+    """
     known = known_options()
     if name in known:
         return
@@ -81,7 +83,7 @@ def refuse_unknown(name: str, origin: Leaf | str, commands_own: Iterable[str] = 
 
 
 def refuse_wrong_value(name: str, value: Any, origin: Leaf | str) -> None:
-    """Raise UserError for a value that a known option does not take; None is left to the option's default."""
+    """Raise UserError for a value that a known option does not accept; None stands for the default and is accepted."""
     option = known_options()[name]
     if value is None:
         return
@@ -106,7 +108,7 @@ def _fits(option: Option, value: Any) -> bool:
     if isinstance(value, bool):
         return option.kind == "bool"
     if isinstance(value, str) and value.startswith("-") and value != "-":
-        return False  # an option of one dash, which no job has
+        return False  # looks like an option with one dash, which no job has
     if option.kind in _KINDS and not isinstance(value, _KINDS[option.kind]):
         return False
     return isinstance(value, str | int | float) and (not option.choices or str(value) in option.choices)

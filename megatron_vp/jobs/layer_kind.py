@@ -1,4 +1,4 @@
-"""Which implementation of transformer layers a job runs; they keep different amounts of memory for the backward."""
+"""Determines a job's implementation of transformer layers, on which the memory kept for the backward pass depends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class LayerKind(StrEnum):
     """The implementation of a transformer layer."""
 
     PAPER = "paper"
-    """The layers of the paper's authors, whose published memory the cost model's constants were fitted to."""
+    """The layers of the paper's authors. The cost model's constants were fitted to their published memory."""
     ENGINE = "transformer_engine"
     """Transformer Engine's fused layers."""
     LOCAL = "local"
@@ -23,7 +23,7 @@ class LayerKind(StrEnum):
 
     @property
     def line(self) -> str:
-        """The job that memory was counted for, in one line."""
+        """One line that says for which layers memory was counted."""
         return _LINES[self]
 
 
@@ -38,10 +38,10 @@ _LINES = {
 
 
 def layer_kind(arguments: Mapping[str, Any]) -> LayerKind:
-    """The layers that a job's `arguments` ask for, by their long names with underscores.
+    """The layers that a job's `arguments` ask for; arguments have their long names with underscores.
 
-    Without `transformer_impl` they are Transformer Engine's, Megatron's default, unless `core_attention` is one that
-    only local layers have. Raises UserError for an implementation that does not exist.
+    Without `transformer_impl`, they are Transformer Engine's, as is Megatron's default. With `core_attention` sdpa,
+    which only local layers have, they are local. Raises UserError for an implementation that does not exist.
     """
     attention, implementation = arguments.get("core_attention"), arguments.get("transformer_impl")
     if implementation is None:

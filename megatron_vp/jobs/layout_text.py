@@ -11,9 +11,9 @@ _LONGEST_LAYOUT = 10_000
 
 
 def layers_in(layout: str) -> tuple[int, ...]:
-    """Transformer layers by stage of `--pipeline-model-parallel-layout`, such as `Et*5|(t*5|)*6t*3L`.
+    """The number of transformer layers per stage in a `--pipeline-model-parallel-layout` such as `Et*5|(t*5|)*6t*3L`.
 
-    Raises UserError for anything else.
+    Raises UserError for a text that is not such a layout.
     """
     text = layout.replace(" ", "").replace(",", "")
     while repeated := re.search(r"(?:\(([^()]*)\)|([EtmL]))\*(\d{1,9})", text):
@@ -29,10 +29,10 @@ def layers_in(layout: str) -> tuple[int, ...]:
 
 
 def layout_of(layers: Sequence[int]) -> str:
-    """The layout string of these transformer layers by stage."""
+    """The layout string for these numbers of transformer layers per stage."""
     return "E" + "|".join(f"t*{count}" if count else "" for count in layers) + "L"
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """The most even transformer layers by stage, for chunks without a layout."""
+    """The most even split of `layers` transformer layers over `stages`, for jobs without a layout."""
     return tuple(layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages))

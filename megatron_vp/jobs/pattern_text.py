@@ -1,4 +1,6 @@
-"""The text of `--hybrid-layer-pattern`: a letter per layer, bars between pipeline segments, slashes before heads."""
+"""Reads and writes `--hybrid-layer-pattern`: one letter per layer, bars between pipeline segments, slashes before
+heads.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,19 @@ from typing import Any
 from megatron_vp.errors import UserError
 
 LETTERS = "*-EMGD+"
-"""The layers of Megatron's patterns: attention, MLP, experts, Mamba, gated delta net, two kinds of latent attention."""
+"""The letters of Megatron's patterns: attention, MLP, experts, Mamba, gated delta net, two kinds of latent attention.
+"""
 
 _NAMES = ("hybrid_layer_pattern", "hybrid_override_pattern")
-"""The argument, and the older name that Megatron still takes."""
+"""The argument, and its old name, which Megatron still accepts."""
 
 
 @dataclass(frozen=True)
 class Pattern:
     """A hybrid model as its pattern describes it.
 
-    letters: of the main decoder, in their order. layers: how many of them each virtual stage has, in the order
-    of the stages; None without bars. heads: the letters of each further head (multi-token prediction).
+    letters: one for each layer of the main decoder, in order. layers: the number of layers of each virtual stage, in
+        order; None if the pattern has no bars. heads: the letters of each additional head (multi-token prediction).
     """
 
     letters: str
@@ -30,7 +33,7 @@ class Pattern:
 
     @classmethod
     def parse(cls, text: str) -> Pattern:
-        """Raises UserError for a pattern that Megatron does not take."""
+        """Parse a pattern. Raises UserError for one that Megatron does not accept."""
         main, *heads = text.split("/")
         segments = main.split("|")
         letters = "".join(segments)
@@ -53,18 +56,19 @@ class Pattern:
         return cls(letters, layers, tuple(heads))
 
     def segments(self, layers: Sequence[int]) -> tuple[str, ...]:
-        """The letters of every stage, split by `layers`."""
+        """The letters of every stage, given the number of `layers` of each."""
         return tuple(self.letters[start:end] for start, end in pairwise(accumulate(layers, initial=0)))
 
     def with_bars(self, layers: Sequence[int]) -> str:
-        """The pattern's text with bars for these layers."""
+        """The pattern as text, with bars between stages of so many `layers`."""
         return "/".join(["|".join(self.segments(layers)), *self.heads])
 
 
 def pattern_in(arguments: Mapping[str, Any]) -> Pattern | None:
-    """The pattern among a job's arguments, by their long names with underscores; None for a GPT model.
+    """The hybrid pattern among a job's arguments (by long name, with underscores); None for a GPT model.
 
-    Raises UserError for a pattern that Megatron does not take, and for one under both of its names.
+    Raises UserError for a pattern that Megatron does not accept, and if the two names of the argument have different
+    values.
     """
     given = [value for value in map(arguments.get, _NAMES) if value is not None]
     if len(set(map(str, given))) > 1:

@@ -1,4 +1,4 @@
-"""A run's resolved configuration: every argument that it ran with, next to its checkpoints or logs."""
+"""Writes and reads a run's resolved configuration: every argument of the run, next to its checkpoints or logs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ RESOLVED_NAME = "resolved_config.yaml"
 def write_resolved(args: argparse.Namespace, path: str | os.PathLike[str]) -> None:
     """Write every argument of `args` as plain YAML, sorted by name; the file appears complete or not at all.
 
-    Values that YAML does not know (enums, data types, functions) are written as their text. Users outside of the file's
-    group cannot read it. Call it on one rank. Raises UserError if the file cannot be written.
+    Values that YAML cannot represent (enums, data types, functions) are written as text. Only the file's owner and
+    group can read it. Call it on one rank only. Raises UserError if the file cannot be written.
     """
     path = Path(path)
     plain = {name: _plain(value) for name, value in vars(args).items() if not name.startswith("_")}
@@ -36,7 +36,7 @@ def write_resolved(args: argparse.Namespace, path: str | os.PathLike[str]) -> No
 
 
 def read_resolved(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The arguments of a run by their names, as `write_resolved` wrote them; UserError if they cannot be read."""
+    """The arguments of a run by name, as `write_resolved` wrote them. Raises UserError if they cannot be read."""
     try:
         found = yaml.safe_load(read_text(path, "resolved configuration", MIB))
     except (yaml.YAMLError, ValueError, RecursionError) as error:

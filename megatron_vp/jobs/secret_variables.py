@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
-# By their last word: TOKENIZER, TRAIN_TOKENS, PWD and KEY_FILE hold no secret.
+# Most words count only at the end of a name: TOKENIZER, TRAIN_TOKENS, PWD and KEY_FILE hold no secret.
 _NAMES = re.compile(
     r"(?!.*_(FILE|PATH|DIR)$).*"
     r"((KEYS?|TOKEN|PASS|PASSPHRASE|CREDENTIALS?|CREDS?|COOKIE|JWT)\d*$|(^|_)(AUTH|BEARER|PAT)\d*$|.._PWD$|SECRET|PASSW)",
@@ -24,9 +24,10 @@ _URL_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 
 @contextmanager
 def environment_without_secrets() -> Iterator[list[str]]:
-    """OmegaConf with an `oc.env` that refuses variables that look like a secret, by their name or their value.
+    """Make OmegaConf's `oc.env` refuse variables whose name or value looks like a secret.
 
-    Yields the reason of each refusal. For each it raises ValueError, which OmegaConf turns into its own error.
+    Yields a list to which each refusal adds its reason. A refusal raises ValueError, which OmegaConf turns into its own
+    error.
     """
     refused: list[str] = []
 
@@ -54,5 +55,7 @@ def environment_without_secrets() -> Iterator[list[str]]:
 
 def _resolve_environment_by(function: Callable[..., Any]) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # omegaconf 2.4 renames this function; before 2.4 the new name is another one
+        warnings.simplefilter(
+            "ignore"
+        )  # omegaconf 2.4 renames this function; in 2.3 the new name is another function's
         OmegaConf.register_new_resolver("oc.env", function, replace=True)

@@ -1,4 +1,7 @@
-"""Settings (arguments by long name, None and False to unset one) as what a user adds to a job: flags, or a file."""
+"""Formats settings for a user to add to a job, as flags or as a file.
+
+Settings are arguments by their long names; None or False unsets an argument.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ from typing import Any
 from megatron_vp.jobs.command_line import option_of
 
 ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""The environment variable that Megatron wants to be 1 with tensor or context parallelism, before Blackwell."""
+"""The environment variable that Megatron requires to be 1 with tensor or context parallelism on GPUs before Blackwell.
+"""
 
 
 def flags_of(settings: dict[str, Any]) -> str:
-    """Settings as flags of a command line; an option to be unset has none."""
+    """Format settings as flags of a command line; options to be unset are left out."""
     words = []
     for name, value in settings.items():
         if value is None or value is False:
@@ -21,7 +25,7 @@ def flags_of(settings: dict[str, Any]) -> str:
         text = shlex.quote(str(value))
         if value is True:
             words.append(option_of(name))
-        elif str(value).startswith("-"):  # else it would be taken for an option
+        elif str(value).startswith("-"):  # otherwise it would be taken for an option
             words.append(f"{option_of(name)}={text}")
         else:
             words += [option_of(name), text]
@@ -29,13 +33,13 @@ def flags_of(settings: dict[str, Any]) -> str:
 
 
 def yaml_of(settings: dict[str, Any]) -> str:
-    """Settings as an overlay file."""
+    """Format settings as an overlay file."""
     lines = [f"  {name}: {_yaml_text(value)}\n" for name, value in settings.items()]
     return "parallelism:\n" + "".join(lines) if lines else ""
 
 
 def _yaml_text(value: Any) -> str:
-    """Format a value for YAML; text is quoted if its first character has a meaning there."""
+    """Format a value for YAML; text is quoted if its first character has a special meaning there."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return json.dumps(value) if isinstance(value, str) and value[:1] in ("*", "-", "|", "+") else str(value)

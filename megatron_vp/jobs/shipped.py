@@ -14,14 +14,16 @@ TRAINING_SCRIPT = _PACKAGE.parent / "pretrain_gpt_vp.py"
 
 
 def names() -> list[str]:
-    """Names of the shipped models, such as llama3_8b. Overlays have a folder in front: methods/v-half, data/mock."""
+    """Names of the shipped model configurations, such as llama3_8b. Overlays in subfolders, such as methods/v-half, are
+    not listed.
+    """
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def configuration(path: Path) -> Path:
-    """`path`, or the configuration of that name if there is no such file.
+    """`path` itself, or the shipped configuration of that name if there is no such file.
 
-    Raises UserError for one word that is neither a file nor a name.
+    Raises UserError if `path` is a single word and neither a file nor a shipped configuration.
     """
     if path.suffix or path.exists():
         return path

@@ -17,18 +17,18 @@ class ShardRule(StrEnum):
     EVEN = "even"
     """equally many on every rank"""
     MEASURED = "measured"
-    """by the pass times that a run has written"""
+    """by the pass times that an earlier run has written"""
     ROWS = "rows"
-    """given one by one"""
+    """given as one number per rank"""
 
 
 @dataclass(frozen=True)
 class ShardChoice:
-    """The value of `--vocab-shards`, read."""
+    """The parsed value of `--vocab-shards`."""
 
     rule: ShardRule
     rows: tuple[int, ...] | None = None
-    """With `ROWS`: rows by pipeline rank, the tensor ranks of a stage together."""
+    """With `ROWS`: rows per pipeline rank, counting all tensor ranks of its stage."""
     folder: Path | None = None
     """With `MEASURED`: the folder of the run's rank reports or traces."""
 

@@ -1,8 +1,8 @@
-"""Configuration files: YAML, overlaid, as leaves that are named like arguments.
+"""Reads and overlays YAML configuration files, whose leaves are named like arguments.
 
-A file is grouped in sections for its reader; the names and the nesting of sections mean nothing. A leaf's key is a long
-option without its leading dashes and with underscores (`--no-rope-fusion` is `no_rope_fusion: true`). Several files are
-overlaid, the later one wins: a model, and a method on top of it.
+Sections only help the reader: their names and nesting have no meaning. A leaf's key is a long option without its
+    leading dashes and with underscores (`--no-rope-fusion` is `no_rope_fusion: true`). Of several files, such as a
+    model and a method on top of it, a later one overrides an earlier one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BASE = "base"
 
 @dataclass(frozen=True)
 class Leaf:
-    """One `key: value` of overlaid files: `section` says where in the tree, `file` is the one whose value stands."""
+    """One `key: value` of overlaid files: `section` says where it is, `file` which file's value is in effect."""
 
     file: Path
     section: str
@@ -42,10 +42,10 @@ class Leaf:
 def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
     """All leaves of YAML files, each overlaying those before it, in the order of the files.
 
-    Interpolations (`${section.key}`, `${oc.env:NAME}`) are OmegaConf's and see the overlaid whole; variables that hold
-    secrets are refused, because arguments are written to files and logs. A top-level `base: other.yaml` (relative to
-    its file) is read before the file that names it. A path may be the name of a configuration that comes with
-    megatron_vp. Raises UserError for a file that is missing or malformed.
+    OmegaConf resolves interpolations (`${section.key}`, `${oc.env:NAME}`) after all files are overlaid. Environment
+    variables that look like secrets are refused, because arguments are written to files and logs. The file that a
+    top-level `base: other.yaml` names (relative to its own file) is read first. A path may also be the name of a
+    configuration that comes with megatron_vp. Raises UserError for a file that is missing or malformed.
     """
     if not paths:
         return []
@@ -57,11 +57,11 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
     except OmegaConfBaseException as error:
         what = (
             refused[0] if refused else str(error).partition("\n")[0]
-        )  # the rest is OmegaConf's own position in its types
+        )  # the other lines are OmegaConf's own (full_key, object_type)
         where = f" (at '{error.full_key}')" if error.full_key else ""
         raise UserError(f"{', '.join(map(str, paths))}: {what}{where}") from error
     raw = [(file, OmegaConf.to_container(config)) for file, config in reversed(layers)]
-    assert isinstance(merged, Mapping)  # as each of the files
+    assert isinstance(merged, Mapping)  # because each file is one
     return [
         Leaf(
             file=next(file for file, tree in raw if _holds(tree, trail)),
@@ -74,7 +74,7 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
 
 
 def _refuse_mixed_sections(layers: Sequence[tuple[Path, DictConfig]]) -> None:
-    """Raise UserError if one file has a section under a name, and another one a value or a list."""
+    """Raise UserError if a name is a section in one file, and a value or a list in another."""
     found: dict[tuple[str, ...], tuple[bool, Path]] = {}
     for file, config in layers:
         for trail, value in _nodes(OmegaConf.to_container(config)):
@@ -90,7 +90,7 @@ def _refuse_mixed_sections(layers: Sequence[tuple[Path, DictConfig]]) -> None:
 
 
 def _nodes(tree: Any, trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """All names of a tree with their values, sections included."""
+    """Yield all names of a tree with their values, including sections."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield (*trail, str(key)), value
@@ -98,7 +98,7 @@ def _nodes(tree: Any, trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictConfig]]:
-    """The file after its bases, each with its path."""
+    """The files that `path` is based on, then the file itself, each with its path."""
     if path.resolve() in overlaid_by:
         raise UserError(f"{path}: '{_BASE}' includes the file itself; remove one of the '{_BASE}' lines")
     text = read_text(path, "configuration file", MIB)
@@ -149,5 +149,5 @@ def _holds(tree: Any, trail: tuple[str, ...]) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """An error's text without line ends."""
+    """An error's text on one line."""
     return " ".join(str(error).split())
