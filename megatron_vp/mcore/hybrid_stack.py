@@ -1,9 +1,9 @@
-"""Layers of a hybrid model that run without Transformer Engine: attention (`*`), MLP (`-`), and heads of these.
+"""Layers for hybrid models without Transformer Engine: attention (`*`), MLP (`-`), and prediction heads built of them.
 
     --hybrid-layer-pattern "*-*-|*-*-" --spec megatron_vp.mcore.hybrid_stack local_stack_spec
 
-Megatron's own stacks are made of Transformer Engine's layers, and their Mamba and gated delta net layers need CUDA
-kernels besides. Import this module through `--spec` only: it takes the layers as they are patched then.
+Megatron's own stacks consist of Transformer Engine layers, and their Mamba and gated delta net layers also need CUDA
+kernels. Import this module only through `--spec`: the patches must already be applied when it looks up the layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 _whole = get_gpt_layer_local_submodules()
 _nothing = TransformerLayerSubmodules()
-# In checkpoints norms are named as in Transformer Engine's fused layers, like those of a local GPTModel.
+# In checkpoints, norms have the names that they have in Transformer Engine's fused layers, as in a local GPTModel.
 _ATTENTION = ("input_layernorm", "self_attention", "self_attn_bda", "sharded_state_dict_keys_map")
 _MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda", "sharded_state_dict_keys_map")
 

@@ -1,7 +1,8 @@
 """Megatron's arguments that we read, by the package that reads them.
 
-A release of Megatron that renames one of them ends the start with one line that names the argument and what we read it
-for, instead of an AttributeError in the middle of a run. Our own options are not listed.
+If a release of Megatron renames one of them, the job stops at startup with one line that names the argument and says
+why we read it. Without this table it would fail with an AttributeError in the middle of a run. Our own options are not
+listed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from megatron_vp.mcore.patches import RELEASE, TESTED_VERSIONS, Problem, present
 
 @dataclass(frozen=True)
 class Reads:
-    """The arguments that each package reads: `use` ends the sentence "megatron_vp reads it"."""
+    """The arguments that a package reads, and why: `use` completes the sentence "megatron_vp reads it ..."."""
 
     use: str
     names: tuple[str, ...]
@@ -197,15 +198,15 @@ DERIVED = (
 """Arguments without an option: Megatron sets them by the end of its own validation."""
 
 IN_TRAINING = ("curr_iteration",)
-"""Arguments that Megatron's training loop sets; a start cannot check them."""
+"""Arguments that Megatron's training loop sets, too late for a check at startup."""
 
 
 LACKS: dict[str, tuple[str, ...]] = {"0.19": ("logit_dtype", "mtp_hsm")}
-"""Arguments that a release series of megatron-core lacks; our sources work without them there."""
+"""Arguments that a release series of megatron-core lacks and that our sources do not need there."""
 
 
 def missing() -> list[Problem]:
-    """Arguments that we read but for which the installed Megatron has no option; builds its parser."""
+    """Arguments that we read but for which the installed Megatron has no option. Builds Megatron's parser to know."""
     from megatron.training.arguments import add_megatron_arguments
 
     options = {action.dest for action in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions}
@@ -217,12 +218,12 @@ def missing() -> list[Problem]:
 
 
 def check_parsed(args: argparse.Namespace) -> None:
-    """Check that parsed arguments have every name that we read and an option gives. Raises UserError."""
+    """Check that parsed arguments include all that we read and that options set. Raises UserError."""
     _require(args, derived=False)
 
 
 def check_validated(args: argparse.Namespace) -> None:
-    """Check that arguments that Megatron has validated have what it derives, too. Raises UserError."""
+    """Check that validated arguments include all that we read and that Megatron derives. Raises UserError."""
     _require(args, derived=True)
 
 

@@ -1,9 +1,9 @@
 """Every function, class and constant of Megatron's that we use without patching it, by the package that uses it.
 
 `megatron-vp patches` compares the table with the installed Megatron, so that changes in a new release show at once. An
-entry maps `module:path` to what we expect there, as `patches.check_symbol` reads it: a signature; `takes a, b` where
-only the arguments that we pass matter; `class` for a class that we subclass or recognise; `value`; `present`.
-`IN_SERIES` holds the differences of each release series.
+entry maps `module:path` to what we expect there, in the notation of `patches.check_symbol`: a signature; `takes a, b`
+if only the arguments that we pass matter; `class` for a class that we subclass or recognise; `value`; or `present`.
+`IN_SERIES` lists what differs in a release series.
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ REACHED: dict[str, dict[str, str]] = {
 
 
 UNUSED = "unused"
-"""In `IN_SERIES`: our sources do not use the symbol in that series, which may lack it."""
+"""Marks a symbol in `IN_SERIES` that our sources do not use in that series and that the series may lack."""
 
 IN_SERIES: dict[str, dict[str, str]] = {
     "0.20": {
@@ -328,7 +328,7 @@ IN_SERIES: dict[str, dict[str, str]] = {
         ),
     },
 }
-"""By release series of megatron-core, symbols of the tables above of which we expect something else there."""
+"""By release series of megatron-core: symbols of the tables above for which we expect something else in that series."""
 
 
 def rooms() -> list[str]:

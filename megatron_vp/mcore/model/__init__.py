@@ -1,1 +1,1 @@
-"""Changes to Megatron's model: shards and middle chunks, placement in a V, separate weight gradients."""
+"""Changes to Megatron's model: vocabulary shards, the placement of layers, and separate weight gradients."""

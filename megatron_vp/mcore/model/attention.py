@@ -1,9 +1,9 @@
 """Flash attention for Megatron's local layers, over PyTorch's scaled-dot-product attention.
 
-Megatron's own local attention writes the scores of all heads, [b, heads, s, s], to memory and keeps the softmax for the
-backward, and takes whole sequences. PyTorch's fused kernels keep neither, and here the context-parallel ranks gather
-keys and values. Chosen with `--core-attention sdpa`; Transformer Engine's layers have their own attention and stay
-unchanged.
+Megatron's own local attention writes the scores of all heads, [b, heads, s, s], to memory, keeps the softmax for the
+backward, and needs whole sequences. PyTorch's fused kernels keep neither scores nor softmax, and with context
+parallelism this class gathers keys and values from all ranks. It is chosen with `--core-attention sdpa`; Transformer
+Engine's layers have their own attention and stay unchanged.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from megatron_vp.mcore.settled import replay
 
 
 class ScaledDotProductAttention(MegatronModule):
-    """Core attention in the place of Megatron's `DotProductAttention`: same constructor, same shapes, no parameters.
+    """Replaces Megatron's `DotProductAttention`: same constructor, same shapes, no parameters.
 
-    It also takes the two arguments by which latent attention says how large its keys and values are. They are not
-    needed: the tensors have their sizes.
+    The constructor also accepts `k_channels` and `v_channels`, with which latent attention passes the sizes of its keys
+    and values. It ignores them, because the tensors have these sizes anyway.
 
-    A causal layer ignores the mask it is handed: it can only repeat causality. Packed documents come with their
-    boundaries and no mask, and each is attended to by itself. Scores are scaled once, by 1 / sqrt(head size):
-    Megatron's query-key layer scaling divides them by the layer number for the range of fp16 and multiplies it back
-    inside the softmax, which a fused kernel with fp32 scores has no use for.
+    A causal layer ignores the mask that it is passed, because that mask only repeats causality. Packed documents come
+    with boundaries instead of a mask, and attention is computed for each document separately. Scores are scaled once,
+    by 1 / sqrt(head size). Megatron's query-key layer scaling, which divides scores by the layer number to fit the
+    range of fp16 and multiplies them again inside the softmax, is not needed in a fused kernel with fp32 scores.
 
-    With context parallelism rank r of c holds pieces r and 2c - 1 - r of every sequence's 2c, as Megatron's
-    `get_batch_on_this_cp_rank` cuts them to make causal work even; in packed sequences, of every document's. A piece's
-    queries meet the keys up to its end.
+    With context parallelism, every sequence (in packed sequences, every document) is cut into 2c pieces, and rank r of
+    c holds pieces r and 2c - 1 - r. Megatron's `get_batch_on_this_cp_rank` cuts sequences like this to balance causal
+    attention. The queries of a piece attend to all keys up to the end of the piece.
 
     Raises:
-        UserError: a softmax or a window that PyTorch's attention does not offer, or parts of sequences in a layer that
-            is not causal.
+        UserError: for a softmax or a window that PyTorch's attention does not support, and for context parallelism in a
+            layer that is not causal.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class ScaledDotProductAttention(MegatronModule):
             )
         if config.window_size is not None:
             raise UserError("--core-attention sdpa does not support a sliding window: use --core-attention megatron")
-        # A replay of shapes counts Transformer Engine, which passes keys and values round a ring and keeps its own
-        # part.
+        # A replay that counts for Transformer Engine gathers nothing: its attention passes keys and values around a
+        # ring, and each rank keeps only its own part.
         in_parts = config.context_parallel_size > 1 and not replay().counts_engine
         self.context_group = pg_collection.cp if in_parts else None
         if self.context_group is not None and attn_mask_type is not AttnMaskType.causal:
@@ -97,13 +97,13 @@ class ScaledDotProductAttention(MegatronModule):
         Args:
             query: [s, b, heads, d]; key: [s, b, groups, d] with `groups` dividing `heads`; value: [s, b, groups, dv],
                 where dv is d except in latent attention; one dtype.
-            attention_mask: bool, True where a query must not look, [b or 1, 1, s, s]; unused in a causal layer.
-            attn_mask_type: replaces the layer's own.
+            attention_mask: bool, [b or 1, 1, s, s], True for pairs that must not attend; unused in a causal layer.
+            attn_mask_type: replaces the layer's own type if given.
             packed_seq_params: where the documents of a packed sequence begin and end; query, key and value then have no
                 dimension b.
 
         Returns:
-            The context, [s, b, heads * dv]; of a packed sequence [s, heads * dv].
+            The context, [s, b, heads * dv]; for a packed sequence [s, heads * dv].
         """
         assert attention_bias is None, "refused with the arguments"
         causal = (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal
@@ -116,7 +116,7 @@ class ScaledDotProductAttention(MegatronModule):
             value = value.clone(memory_format=torch.contiguous_format)
         # [s, b, heads, d] -> [b, heads, s, d]
         query_bnsd, key_bgsd, value_bgsd = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        # Each tensor-parallel rank draws for its own heads, from the generator that Megatron's attention draws from.
+        # Each tensor-parallel rank draws dropout for its own heads, from the generator that Megatron's attention uses.
         forks = self.training and self.dropout and not self.config.sequence_parallel
         with tensor_parallel.get_cuda_rng_tracker().fork() if forks else nullcontext():
             if self.context_group is not None:
@@ -141,7 +141,8 @@ class ScaledDotProductAttention(MegatronModule):
         )
 
     def _lengths(self, packed_seq_params: Any) -> list[int]:
-        """Tokens of each document that this rank holds, including the padding behind it; empty ones are left out.
+        """Number of tokens that this rank holds of each document, with the padding behind it; empty documents are left
+        out.
 
         Reads the boundaries on the host, as Megatron's own rotary positions do in every layer.
         """
@@ -159,7 +160,8 @@ class ScaledDotProductAttention(MegatronModule):
         for piece_bnsd, index in zip(query_bnsd.chunk(2, dim=2), (rank, 2 * ranks - 1 - rank), strict=True):
             length = piece_bnsd.shape[2]
             end = length * (index + 1)
-            # Not a matrix: fused kernels know this mask, whose last row sees every key. It has no fake tensor version.
+            # A mask object instead of a matrix: fused kernels recognise it, and its last row sees every key. It does
+            # not work with fake tensors.
             fake = isinstance(piece_bnsd, FakeTensor)
             mask = {"is_causal": True} if fake else {"attn_mask": causal_lower_right(length, end)}
             contexts.append(self._attend(piece_bnsd, key_bgsd[:, :, :end], value_bgsd[:, :, :end], **mask))
@@ -167,15 +169,15 @@ class ScaledDotProductAttention(MegatronModule):
 
 
 def _alone_keeps_more(value: torch.Tensor, query: torch.Tensor) -> bool:
-    """Whether keeping the value for the backward also keeps the joint projection alive, although queries and keys were
-    copied by the rotation.
+    """Whether keeping `value` for the backward would keep the whole joint projection of queries, keys and values alive,
+    because only queries and keys were copied, by the rotary embedding.
     """
     whole = value.untyped_storage()
     return whole.nbytes() > value.nbytes and whole._cdata != query.untyped_storage()._cdata
 
 
 def _whole_sequence(part_bgsd: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """All ranks' pieces in the order of the sequence; the backward adds up every rank's gradient of a piece."""
+    """Gather the pieces of all ranks in sequence order; the backward sums all ranks' gradients of each piece."""
     ranks = group.size()
     by_rank_sbgd = tensor_parallel.gather_from_sequence_parallel_region(
         part_bgsd.permute(2, 0, 1, 3).contiguous(), tensor_parallel_output_grad=True, group=group

@@ -1,10 +1,10 @@
-"""Places layers as the schedule wants them, through Megatron's layout class and its selection of a hybrid pattern's
-segment.
+"""Places layers where the schedule needs them, through Megatron's layout class and its function that selects a segment
+of a hybrid pattern.
 
-Megatron lays the segments of `--pipeline-model-parallel-layout` out in rounds: chunk c of rank r is virtual stage
-c p + r. Other schedules place chunks otherwise: in a V the second chunk runs backwards over the ranks, so that rank 0
-holds the first and the last stage. The layout string keeps Megatron's meaning, segments in the order of the stages, and
-is what checkpoints and logs record. The same holds for the segments of `--hybrid-layer-pattern`.
+Megatron assigns the segments of `--pipeline-model-parallel-layout` round-robin: chunk c of rank r is virtual stage c p
++ r. Some of our schedules place chunks differently: in a V, the second chunks run backwards over the ranks, so that
+rank 0 holds both the first and the last stage. The layout string keeps Megatron's meaning, with segments in stage
+order, and this string is recorded in checkpoints and logs. The same holds for the segments of `--hybrid-layer-pattern`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megatron_vp.schedule.placement import Placement
 
 
 class PlacedLayout(PipelineParallelLayerLayout):
-    """Chunk c of rank r holds the segment of its virtual stage."""
+    """A layout that gives every chunk the segment of the virtual stage that a placement assigns to it."""
 
     def __init__(self, layout: str, pipeline_model_parallel_size: int, placement: Placement) -> None:
         super().__init__(layout, pipeline_model_parallel_size)
         assert self.virtual_pipeline_model_parallel_size == placement.chunks, "checked with the arguments"
-        # Not the placement itself: exporters copy a configuration attribute by attribute, which frozen classes do not
-        # allow.
+        # Exporters copy a configuration attribute by attribute. That fails for frozen classes such as the placement, so
+        # only its table is kept.
         self._stage_of = placement.stage_of
         self._segments = [row[chunk] for chunk in range(placement.chunks) for row in self.layout]
         self.layout = [[self._segments[stage] for stage in stages] for stages in self._stage_of]
@@ -46,7 +46,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
 
 def even_layout(layers: int, stages: int, further_heads: int) -> str:
-    """Megatron's layout string of `layers` layers, as even as whole layers allow; further heads on the last stage."""
+    """Megatron's layout string for `layers` layers, as even as possible, with `further_heads` on the last stage."""
     return "E" + "|".join("t" * count for count in even_layers(layers, stages)) + "m" * further_heads + "L"
 
 
@@ -95,4 +95,4 @@ PATCHES = (
         "dp_cp_group=None)",
     ),
 )
-"""Applied with a --pipeline-schedule that places chunks otherwise than Megatron."""
+"""Applied with a --pipeline-schedule that places chunks differently from Megatron."""

@@ -1,12 +1,12 @@
 """Split backward for Transformer Engine's layers, through their own delayed weight gradients.
 
-Under `delay_wgrad_compute` the backward of such a layer puts what its weight's gradient is made of into a queue of the
-layer. Megatron empties the queues within the same microbatch, by `backward_dw` and hooks of its data parallelism. Here
-a W may come several microbatches later, so pass B takes what it finds in the queues along, as it does with local
-layers, and gradients are accumulated and reported by us.
+With `delay_wgrad_compute`, the backward of such a layer puts the operands of its weight gradient into a queue of the
+layer. Megatron empties the queues within the same microbatch, through `backward_dw` and hooks of its data parallelism.
+Under our schedules, W may come several microbatches later. So pass B takes the operands out of the queues and keeps
+them for W, as for local layers, and our code accumulates and reports the gradients.
 
-Run with Transformer Engine's own layers of 2.8 to 2.20 on the CPU, over a stand-in for what it compiles; not yet on a
-GPU.
+Tested with the layers of Transformer Engine 2.8 to 2.20 on a CPU, with a stand-in for its compiled part; not yet tested
+on a GPU.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ from megatron_vp.mcore.model.sequence import own_part, whole_sequence
 from megatron_vp.mcore.patches import Patch
 
 MINIMUM_VERSION = "2.8"
-"""The Transformer Engine that Megatron asks for where delayed weight gradients meet overlapped gradient reduction."""
+"""The Transformer Engine version that Megatron requires for delayed weight gradients with overlapped gradient
+reduction.
+"""
 
 
 @dataclass(frozen=True)
 class DelayedWeightGradient:
-    """The data of pass W for one layer and microbatch: the queued operands, and the layer's product of them.
+    """The data of pass W for one layer and microbatch: the queued operands, and the layer's function that multiplies
+    them.
 
-    product: returns the gradients of weight and bias. The bias's is None or empty where autograd has it; with fused
-        accumulation the weight's is in `main_grad` already. For a layer of grouped experts both are lists with an entry
-        per expert, and the third operand receives the weights' gradients.
+    product: returns the gradients of weight and bias. The bias gradient is None or empty if autograd computes it; with
+        fused accumulation, the weight gradient is already in `main_grad`. For a layer of grouped experts both are lists
+        with one entry per expert, and the third operand receives the weight gradients.
     sequence_group: the ranks that hold the other parts of the sequence, if the input is only this rank's part.
     """
 
@@ -73,7 +76,7 @@ class DelayedWeightGradient:
 
 
 def delaying_layers(chunk: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-    """The layers of a chunk that queue the operands of their weight gradients; none are Megatron's local layers."""
+    """The layers of a chunk that queue the operands of their weight gradients. Megatron's local layers never do."""
     return tuple(
         module
         for module in chunk.modules()
@@ -82,15 +85,16 @@ def delaying_layers(chunk: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
 
 
 def trained_parameters(layers: Iterable[torch.nn.Module]) -> tuple[torch.nn.Parameter, ...]:
-    """Weights and biases of delaying layers that take gradients; the bias of a frozen weight has its from pass B."""
+    """The weights and biases of delaying layers that require gradients."""
     held = (each for layer in layers for each in (*_weights(layer), *_biases(layer)))
     return tuple(parameter for parameter in held if parameter.requires_grad)
 
 
 def leave_out_hooks(chunk: torch.nn.Module) -> None:
-    """Keep Megatron's data parallelism from registering autograd hooks for weights and biases of delaying layers.
+    """Keep Megatron's data parallelism from registering autograd hooks on weights and biases of delaying layers.
 
-    The layers mark them themselves, but Megatron replaces their biases when it initialises on the CPU.
+    The layers set this mark themselves, but it is lost if Megatron initialises on the CPU, because that replaces the
+    biases.
     """
     for layer in delaying_layers(chunk):
         if any(kind.__name__ == "LayerNormMLP" for kind in type(layer).__mro__):
@@ -104,14 +108,15 @@ def leave_out_hooks(chunk: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[DelayedWeightGradient]:
-    """Empty the layers' queues after a backward, and accumulate what autograd has left in their parameters.
+    """Empty the layers' queues after a backward, and accumulate the gradients that autograd left in their parameters.
 
-    That is the gradient of a bias that is added outside its layer. A weight has none, or a dummy where the product
-    writes to `main_grad` itself. Those of grouped experts have memory that the product is yet to write: pass W takes
-    memory of its own, so that none as large as the weights waits for it.
+    Autograd leaves the gradient of a bias that is added outside its layer. A weight has no gradient there, or a dummy
+    if the product writes to `main_grad` itself. For grouped experts it is an empty buffer that the product would fill
+    later. That buffer is freed, so that no memory as large as the weights stays allocated until pass W, which allocates
+    its own.
 
-    What only the input gradient needed is freed: the row-wise copy of a quantised operand. Where W is late, an input
-    that was gathered over the tensor ranks is kept as this rank's part and gathered again in W.
+    The row-wise copies of quantised operands are freed, because only the input gradient needed them. If W is late, only
+    this rank's part of an input that was gathered over the tensor ranks is kept, and W gathers it again.
     """
     taken = []
     for layer in layers:
@@ -136,23 +141,25 @@ def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[Del
 
 
 def _without_graph(operand: Any) -> Any:
-    """Detach an input, or a list of them, whose graph would keep the chunk's input and its gradient alive until W."""
+    """Detach an input, or a list of inputs: its graph would keep the chunk's input and that input's gradient alive
+    until W.
+    """
     if isinstance(operand, list):
         return [_without_graph(each) for each in operand]
     return operand.detach() if isinstance(operand, torch.Tensor) and operand.grad_fn is not None else operand
 
 
 def _free_rows(operand: Any) -> None:
-    """Keep only the column-wise copy of a quantised operand, or of a list of them: W reads nothing else."""
+    """Keep only the column-wise copy, which is all that W reads, of a quantised operand or of each in a list."""
     for each in operand if isinstance(operand, list) else [operand]:
         if not isinstance(each, torch.Tensor) and hasattr(each, "update_usage"):
             each.update_usage(rowwise_usage=False, columnwise_usage=True)
 
 
 def _sequence_group(layer: torch.nn.Module, layer_input: Any) -> dist.ProcessGroup | None:
-    """The tensor ranks over which a layer has gathered its input, if it is a plain tensor; else None.
+    """The tensor ranks over which a layer gathered its input, if the input is a plain tensor; else None.
 
-    Quantised inputs stay whole: they have a byte per element, and their parts are quantised apart.
+    Quantised inputs stay whole: they take only one byte per element, and each part is quantised separately.
     """
     gathered = layer.sequence_parallel and layer.parallel_mode == "column" and not _is_group(layer)
     return layer.tp_group if gathered and isinstance(layer_input, torch.Tensor) else None
@@ -178,8 +185,8 @@ def _parameters(layer: torch.nn.Module, name: str) -> tuple[torch.nn.Parameter, 
 
 
 def _delaying(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Let Megatron accept the flag; it does so only together with overlapped expert-parallel communication, whose
-    schedule uses it.
+    """Set `delay_wgrad_compute` after Megatron's own checks, which accept it only together with overlapped
+    expert-parallel communication.
     """
 
     @functools.wraps(original)

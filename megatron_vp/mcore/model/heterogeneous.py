@@ -1,7 +1,7 @@
 """Heterogeneous layers (`--heterogeneous-layers-config-path`) on ranks with several chunks.
 
-Megatron's builder knows which chunk it builds, and does not say so to the function that lists a heterogeneous model's
-layers.
+Megatron's builder knows which chunk it builds, but does not tell the function that lists the layers of a heterogeneous
+model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_vp.mcore.patches import Patch
 def _of_the_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def default_layer_spec(config: Any, vp_stage: int | None) -> Any:
-        """As the original; of a heterogeneous model, the layers of chunk `vp_stage`."""
+        """As the original, except that a heterogeneous model gets the layers of chunk `vp_stage`."""
         layers = config.transformer
         if not isinstance(layers, HeterogeneousTransformerConfig):
             return original(config, vp_stage)

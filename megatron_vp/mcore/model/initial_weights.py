@@ -1,17 +1,17 @@
-"""Initial weights: a fresh run starts from the weights that plain Megatron starts from on the same ranks.
+"""Initial weights: gives a fresh run the weights that plain Megatron would start from on the same ranks.
 
 Megatron draws weights rank by rank. Every pipeline rank seeds its generators with the job's seed + 100 x its rank, then
-builds its stage: embedding, layers one after the other, output layer. A rank that holds other layers, as in a V, would
-therefore draw other weights for them.
+builds its stage: embedding, layers in order, output layer. If a rank holds other layers than in plain Megatron, as in a
+V, those layers would therefore get other weights.
 
-So each rank first builds what plain Megatron would build there, with Megatron's own code and generators. Our chunks,
-once built, take over the values by global name: those of another rank arrive in broadcasts. This holds for whatever
-draws weights in a constructor. The price is paid once, at the start: each rank builds its share of the model twice, and
-holds it twice until its last chunk is filled. No rank ever holds the whole model.
+So each rank first builds what plain Megatron would build there, with Megatron's own code and generators. Once our
+chunks are built, they take over these values by global name; values from another rank arrive in broadcasts. This works
+for every layer that draws its weights in its constructor. The price is paid once, at startup: each rank builds its
+share of the model twice, and holds both copies until its last chunk is filled. No rank ever holds the whole model.
 
-Plain Megatron cuts the model by the layout that the user gave, or evenly. Where a schedule of ours places chunks as
-Megatron does, the run has a counterpart of as many chunks per rank. Otherwise the counterpart has one stage per rank:
-rank r holds the v segments v r .. v r + v - 1 of our v p, joined. Even segments join to Megatron's even cut.
+Plain Megatron cuts the model by the user's layout, or evenly. If our schedule places chunks as Megatron does, the plain
+run that we imitate has the same number of chunks per rank. Otherwise it has one stage per rank: rank r holds segments v
+r to v r + v - 1 of our v p segments, joined. Even segments joined in this way give Megatron's even cut.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _LAYERS = "decoder.layers."
 
 @dataclass(frozen=True)
 class PlainLayout:
-    """How plain Megatron splits the model over the same ranks: the settings that differ from ours.
+    """How plain Megatron would split the model over the same ranks: the settings that differ from ours.
 
     chunks: stages per rank.
-    layout: what each stage holds; None if a pattern says it. pattern: a hybrid model's layers by stage.
+    layout: the contents of each stage; None if a pattern gives them. pattern: a hybrid model's layers by stage.
     """
 
     chunks: int
@@ -76,7 +76,7 @@ class PlainLayout:
         return cls(chunks // joined, layout, pattern)
 
     def settings(self, ranks: int) -> dict[str, Any]:
-        """The settings by the names that Megatron's arguments and model configurations share."""
+        """The settings, under the names that Megatron's arguments and model configurations share."""
         layout = None if self.layout is None else PipelineParallelLayerLayout(list(map(list, self.layout)), ranks)
         return {
             "virtual_pipeline_model_parallel_size": self.chunks if self.chunks > 1 else None,
@@ -85,7 +85,7 @@ class PlainLayout:
         }
 
     def of_model(self, config: Any) -> Any:
-        """A copy of a model configuration, or of a transformer configuration, with these settings."""
+        """A copy of a model or transformer configuration with these settings."""
         changed = copy.copy(config)
         if hasattr(config, "transformer"):
             changed.transformer = copy.copy(config.transformer)
@@ -96,17 +96,18 @@ class PlainLayout:
 
 
 BuildPlain = Callable[[PlainLayout, dict[str, Any]], nn.Module]
-"""Makes a layout's chunk as Megatron would, with `pre_process`, `post_process` and, if a rank has several, `vp_stage`.
+"""Builds a chunk of a layout as Megatron would, given `pre_process`, `post_process` and, with several chunks per rank,
+`vp_stage`.
 """
 
 
 class PlainStart:
-    """The chunks that this rank would hold in plain Megatron, until ours have taken over their weights.
+    """Holds the chunks that this rank would have in plain Megatron, until our chunks have taken over their weights.
 
     Args:
         job: the settled job.
         groups: Megatron's process groups of this rank.
-        build: called for each of the rank's chunks in turn.
+        build: builds one chunk; called for each of the rank's plain chunks in turn.
     """
 
     def __init__(self, job: SettledJob, groups: ProcessGroupCollection, build: BuildPlain) -> None:
@@ -124,16 +125,16 @@ class PlainStart:
 
     @torch.no_grad()
     def fill(self, chunk: nn.Module, index: int, placement: Placement) -> None:
-        """Overwrite this rank's freshly built chunk `index`; collective over a model replica, chunk by chunk.
+        """Overwrite the weights of this rank's new chunk `index`; collective over a model replica, once per chunk.
 
-        After the last chunk those of plain Megatron are freed. A parameter that none of them has keeps the value that
-        was drawn for it, with a warning.
+        After the last chunk, the plain chunks are freed. A parameter that plain Megatron does not have keeps the value
+        that was drawn for it, with a warning.
         """
         own = dict(_tensors(chunk))
         device, rank = pipeline_device(), dist.get_rank(self._group)
         stage = placement.stage_of[rank // self._tensor_size][index]
         near = stage * self._placement.stages // placement.stages
-        # One broadcast per tensor, over a group whose ring is connected for the gradient norm anyway.
+        # One broadcast per tensor, over a group whose connections the gradient norm needs anyway.
         for owner, (its_near, wanted) in enumerate(self._from_all((near, _forms(own)))):
             for name, form in wanted.items():
                 found = self._source(name, form, its_near, owner % self._tensor_size)
@@ -156,7 +157,7 @@ class PlainStart:
         if index + 1 == placement.chunks:
             self._held.clear()
             if device.type == "cuda":
-                torch.cuda.empty_cache()  # cached blocks are too small for the gradient buffers
+                torch.cuda.empty_cache()  # the cached blocks are too small for gradient buffers
 
     def _from_all(self, own: Any) -> list[Any]:
         """Gather an object from all ranks of the model replica, ordered by pipeline rank, then tensor rank."""
@@ -165,8 +166,8 @@ class PlainStart:
         return given
 
     def _source(self, name: str, form: tuple, near: int, tensor_rank: int) -> tuple[int, int] | None:
-        """The rank within the replica, and the chunk there, that holds a tensor in plain Megatron; if several do, the
-        one closest to stage `near`.
+        """The rank within the replica, and its chunk, that would hold a tensor in plain Megatron; the one closest to
+        stage `near` if several would, None if none would.
         """
         holders = []
         for stage in range(self._placement.stages):
@@ -178,15 +179,15 @@ class PlainStart:
 
 
 def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPlain) -> PlainStart | None:
-    """The weights that our chunks start from; None if they draw plain Megatron's weights themselves, or need none.
+    """The weights that our chunks start from; None if they draw the weights of plain Megatron anyway, or need none.
 
-    Collective over a model replica, before the first chunk is built. Not needed where every layer is on the rank that
-    it has in plain Megatron, for weights that a checkpoint replaces, and for those that are never drawn: on the meta
-    device, or on a rank that is replayed without its peers.
+    Collective over a model replica, before the first chunk is built. The weights are not needed if every layer is on
+    the same rank as in plain Megatron, if a checkpoint replaces them, or if none are drawn: on the meta device, or when
+    a rank is replayed without its peers.
     """
     if not moves_layers(job) or job.args.init_model_with_meta_device or job.args.fake_process_group:
         return None
-    # Nodes may see different files. Megatron loads a checkpoint if any rank finds it.
+    # Nodes may see different files, and Megatron loads a checkpoint if any rank finds it.
     loads: list[Any] = [None] * groups.mp.size()
     dist.all_gather_object(loads, job.checkpoint_to_load is not None, group=groups.mp)
     return None if all(loads) else PlainStart(job, groups, build)
@@ -206,8 +207,8 @@ def moves_layers(job: SettledJob) -> bool:
 
 @contextmanager
 def own_chunk(start: PlainStart | None) -> Iterator[None]:
-    """Around the construction of one of our chunks: random generators continue from their state after plain Megatron's
-    stage.
+    """Construct one of our chunks inside this context: afterwards, the random generators are as plain Megatron's
+    construction left them.
     """
     if start is None:
         yield
@@ -218,7 +219,7 @@ def own_chunk(start: PlainStart | None) -> Iterator[None]:
 
 @contextmanager
 def _settings_of(args: argparse.Namespace, layout: PlainLayout) -> Iterator[None]:
-    """Inside, Megatron's arguments and state are those of a job with this layout."""
+    """Give Megatron's arguments and state, inside this context, the values of a job with this layout."""
     settings = layout.settings(args.pipeline_model_parallel_size)
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     ours = {name: getattr(args, name) for name in settings}
@@ -232,31 +233,31 @@ def _settings_of(args: argparse.Namespace, layout: PlainLayout) -> Iterator[None
 
 
 def _tensors(chunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers under names that do not depend on the chunk that holds them."""
+    """The parameters and buffers of a chunk, under names that do not depend on the chunk that holds them."""
     for named in (chunk.named_parameters(), chunk.named_buffers()):
         for name, tensor in named:
             yield _global_name(chunk, name), tensor
 
 
 def _exact(tensor: torch.Tensor) -> torch.Tensor:
-    """The values as drawn; an fp8 weight keeps them next to the rounded ones."""
+    """The values as drawn, which an fp8 weight keeps next to the rounded ones."""
     drawn = tensor.get_high_precision_init_val() if hasattr(tensor, "get_high_precision_init_val") else None
     return (tensor if drawn is None else drawn).detach()
 
 
 def _set(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Overwrite a tensor; for an fp8 weight also the values that the optimizer's master weights start from."""
+    """Overwrite a tensor; for an fp8 weight, also the unrounded values from which master weights are made."""
     if not hasattr(tensor, "get_high_precision_init_val"):
         tensor.copy_(value)
         return
     if (largest := getattr(tensor._quantizer, "amax", None)) is not None:
-        largest.zero_()  # delayed scaling has recorded the values that are replaced
+        largest.zero_()  # delayed scaling has recorded the replaced values
     tensor.copy_(value)
     tensor.get_high_precision_init_val().copy_(value)
 
 
 def _global_name(chunk: nn.Module, name: str) -> str:
-    """A tensor's name with its layer counted over the whole model."""
+    """A tensor's name with the number of its layer in the whole model."""
     if not name.startswith(_LAYERS):
         return name
     index, _, rest = name.removeprefix(_LAYERS).partition(".")
@@ -264,7 +265,7 @@ def _global_name(chunk: nn.Module, name: str) -> str:
 
 
 def _in_groups(segments: list[Any], size: int) -> Iterator[list[Any]]:
-    """Join neighbouring segments in groups of `size`."""
+    """Group neighbouring segments by `size`."""
     return (segments[first : first + size] for first in range(0, len(segments), size))
 
 

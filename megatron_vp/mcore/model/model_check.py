@@ -1,7 +1,8 @@
-"""Checks whether our schedules run a script's own model as its author meant it.
+"""Checks whether our schedules would run a script's own model as its author intended.
 
-A chunk whose vocabulary layers are cut keeps its decoder and embedding; Megatron's output layer and loss give way to
-the passes S and T. A model's additions to these methods would silently be left out, so they are refused.
+A chunk whose vocabulary layers are cut keeps its decoder and embedding, but passes S and T replace Megatron's output
+layer and loss. If a model overrides one of the methods that then no longer run, its additions would silently be
+skipped; such models are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import nn
 from megatron_vp.errors import UserError
 
 _LEFT_OUT = ("forward", "_preprocess", "_postprocess", "_scale_logits", "compute_language_model_loss")
-"""Methods of Megatron's models that run differently, or not at all, in a chunk without vocabulary layers."""
+"""Methods of Megatron's models that run only in part, or not at all, in a chunk whose vocabulary layers are cut."""
 
 
 _UNREAD = (
@@ -26,22 +27,23 @@ _UNREAD = (
     "num_microbatches_with_partial_activation_checkpoints",
     "defer_embedding_wgrad_compute",
 )
-"""Fields of a model's configuration that only Megatron's own schedules read. No flag sets them, but a script may."""
+"""Fields of a model configuration that only Megatron's own schedules read. No flag sets them, but a script may."""
 
 
 _UNTRIED = ("fp8_dot_product_attention", "fp8_multi_head_attention")
-"""Fields for fp8 that were never tested under our schedules. No flag sets them, but a script may."""
+"""fp8 fields of a model configuration that were never tested under our schedules. No flag sets them, but a script may.
+"""
 
 
 _SOFTCAP = "final_logit_softcapping"
-"""Name of k in the softcap k tanh(logit / k) in Megatron-Bridge's Gemma configuration."""
+"""The field of Megatron-Bridge's Gemma configuration for k in the softcap k tanh(logit / k)."""
 
 
 _CAPPED = (
     "megatron.bridge.models.gemma.gemma2_provider.Gemma2OutputLayer",
     "megatron.bridge.models.gemma.modeling_gemma4.Gemma4OutputLayer",
 )
-"""The classes that Bridge wraps around Megatron's output layer to cap the logits; their names stay the same."""
+"""The classes with which Megatron-Bridge extends Megatron's output layer to cap the logits."""
 
 
 def check_model(chunk: nn.Module) -> None:
@@ -66,7 +68,7 @@ def check_model(chunk: nn.Module) -> None:
 
 
 def check_vocabulary_layers(chunk: nn.Module) -> None:
-    """Check a chunk that `check_model` has passed, before its vocabulary layers are cut.
+    """Check a chunk that has passed `check_model`, before its vocabulary layers are cut.
 
     Raises UserError for methods, layers, biases and hooks that are not Megatron's own.
     """
@@ -88,9 +90,10 @@ def softcap_of(config: Any) -> float:
 
 
 def refuse_outside_of_passes(chunk: nn.Module, _inputs: tuple) -> None:
-    """Pre-forward hook of a cut chunk, which computes hidden states instead of losses. Raises UserError.
+    """Pre-forward hook that raises UserError if a script itself calls a cut chunk, which returns hidden states instead
+    of losses.
 
-    Pass F sets the decoder's input before it calls the chunk and removes it afterwards.
+    A call by pass F is recognised by the decoder's input, which is set only during pass F.
     """
     if chunk.decoder.input_tensor is None:
         raise UserError(
@@ -114,7 +117,7 @@ def _check_layer(name: str, layer: nn.Module, expected: type[nn.Module]) -> None
 
 
 def adapted(name: str, layer: nn.Module) -> str:
-    """The reason why a vocabulary layer cannot have an adapter."""
+    """The error message for an adapter on a vocabulary layer."""
     return (
         f"an adapter on {name} (here a {type(layer).__name__}) is not supported with --vocab-parallel, which spreads "
         f"the rows of that layer over all ranks and computes with them alone: adapt the layers between embedding and "

@@ -1,8 +1,8 @@
 """Multi-token prediction: a block of k layers on the last stage that predict the k tokens after the next one.
 
-Megatron's block follows the decoder and hands on the states of all 1 + k predictions, one prediction after the other.
-Passes S and T treat them as 1 + k times as many tokens. The block embeds the tokens ahead, so the last stage receives
-the embedding rows of a microbatch as the first stage does. Evaluation predicts the next token only.
+Megatron's block follows the decoder and returns the hidden states of all 1 + k predictions, concatenated. Passes S and
+T treat them as 1 + k times as many tokens. The block needs the embeddings of the tokens ahead, so the last stage also
+receives the embedding rows of each microbatch, as the first stage does. Evaluation predicts only the next token.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import nn
 
 _SHARED = ("attention_mask", "padding_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
 _SHARED += ("packed_seq_params", "sequence_len_offset")
-"""The arguments that the decoder and the block are both called with."""
+"""The arguments that both the decoder and the block take."""
 
 
 class PrefetchedEmbedding(nn.Module):
-    """Takes the place of `word_embeddings` and gives the block embedding rows that their owners looked up.
+    """Replaces `word_embeddings` for the block: returns embedding rows that their owners have looked up.
 
-    ahead: the rows [b, s, h] of each layer of the block in turn, one position further each time; None in evaluation.
-    beyond: the row used past a sequence's end, [b, 1, h].
+    ahead: for each layer of the block in turn, its rows [b, s, h], one position further each time; None in evaluation.
+    beyond: the row for positions past the end of a sequence, [b, 1, h].
     """
 
     def __init__(self) -> None:
@@ -34,15 +34,15 @@ class PrefetchedEmbedding(nn.Module):
         self.beyond: torch.Tensor | None = None
 
     def forward(self, _no_ids: None) -> torch.Tensor:
-        """The rows of the block's next layer, [b, s, h]."""
+        """Return the rows for the block's next layer, [b, s, h]."""
         return next(self.ahead)
 
 
 def attach_mtp_block(chunk: nn.Module) -> None:
-    """Run the block at the end of the chunk's decoder, on rows it receives; the chunk keeps no embedding.
+    """Run the block at the end of the chunk's decoder, on received rows; the chunk no longer has an embedding.
 
-    Megatron would count the chunk among the owners of the word embedding, in checkpoints and in the gradients'
-    reduction, so the chunk says that it has no such block.
+    In checkpoints and in the gradient reduction, Megatron treats a chunk with such a block as an owner of the word
+    embedding. So `mtp_process` is set to False.
     """
     rows = PrefetchedEmbedding()
     chunk.received_embedding, chunk.embedding = chunk.embedding, None
@@ -57,7 +57,7 @@ def attach_mtp_block(chunk: nn.Module) -> None:
         if given.get("packed_seq_params") is not None:
             rows.ahead = _within_documents(rows.ahead, rows.beyond, given["packed_seq_params"].cu_seqlens_q)
         predictions_sbh = chunk.mtp(
-            input_ids=None,  # the rows of each layer are known, and nothing is left to shift
+            input_ids=None,  # the rows of each layer are given, so no ids need shifting
             position_ids=None,
             hidden_states=hidden_sbh,
             embedding=chunk.received_embedding,
@@ -72,13 +72,14 @@ def attach_mtp_block(chunk: nn.Module) -> None:
 def _within_documents(
     ahead: Iterator[torch.Tensor], beyond_b1h: torch.Tensor, ends: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """Rows of the tokens ahead in packed documents. The last positions of a document see the row used past a sequence's
-    end, as in Megatron. Those positions count in no loss, but they do count as tokens for a block's experts.
+    """The rows of the tokens ahead in packed documents. The last positions of a document get the row for positions past
+    the end of a sequence, as in Megatron. They do not count in any loss, but the block's experts process them like
+    other tokens.
 
     Args:
         ahead: rows [b, s, h], one position further each time.
-        beyond_b1h: what replaces the rows of other documents.
-        ends: where documents end, in ascending order behind the 0 at which the first begins.
+        beyond_b1h: the row that replaces rows of the following document.
+        ends: 0, then the positions at which documents end, in ascending order.
     """
     for depth, rows_bsh in enumerate(ahead, start=1):
         positions = torch.arange(rows_bsh.shape[1], dtype=ends.dtype, device=ends.device)
@@ -89,18 +90,19 @@ def _within_documents(
 def append_next_tokens(
     values_bs: torch.Tensor, count: int, cp_chunks: int, context_group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Append to the values of positions, [b, s], those of the `count` positions that follow each chunk.
+    """Append to values [b, s] of positions the values of the `count` positions that follow each chunk.
 
-    With context parallelism other ranks hold them; Megatron's own shift by one position fetches them.
+    With context parallelism, other ranks hold the values that follow; Megatron's own shift by one position fetches
+    them.
 
     Args:
-        values_bs: int64, of this rank's positions.
-        count: how many follow.
-        cp_chunks: chunks of a longer sequence that this rank's positions are.
+        values_bs: int64, the values of this rank's positions.
+        count: how many positions to append per chunk.
+        cp_chunks: the number of chunks of a longer sequence that this rank's positions form.
         context_group: all of its ranks call this together.
 
     Returns:
-        [b, s + cp_chunks * count]; 0 beyond a sequence's end.
+        [b, s + cp_chunks * count], with 0 for positions past the end of a sequence.
     """
     shifted_bs, following = values_bs, []
     for _ in range(count):
@@ -112,7 +114,9 @@ def append_next_tokens(
 
 
 class _FinishedOutputLayer:
-    """Replaces the output layer in Megatron's loss of further predictions, whose token losses already exist."""
+    """Replaces the output layer in Megatron's loss for further predictions, because their token losses are already
+    computed.
+    """
 
     def __init__(self, target_is_argmax_kbs: list[torch.Tensor]) -> None:
         self._target_is_argmax_kbs = iter(target_is_argmax_kbs)
@@ -132,14 +136,15 @@ def with_further_predictions(
     context_group: dist.ProcessGroup,
     packed_seq_params: Any,
 ) -> torch.Tensor:
-    """The next token's losses [b, s], whose backward starts that of the further predictions' losses, too; logs those.
+    """Attach the losses of the further predictions to the next token's losses [b, s], so that one backward serves all,
+    and log them.
 
     Args:
         token_loss_ks: of all predictions, [(1 + k) b, s].
         target_is_argmax_ks: whether the target's logit is the largest, same shape.
         labels_bs, loss_mask_bs: as the user's script gave them to the model.
         config: Megatron's.
-        context_group: all of its ranks call this together, for the part of the mask that each has for the one before.
+        context_group: all of its ranks call this together, because shifting the mask exchanges values between them.
         packed_seq_params: where the documents of a packed sequence end; None for other sequences.
     """
     _, *further = target_is_argmax_ks.chunk(1 + config.mtp_num_layers)
@@ -159,7 +164,7 @@ def with_further_predictions(
 
 
 def counting_argmax(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's count of accepted predictions, made from `target_is_argmax` where Megatron takes whole logits."""
+    """Count accepted predictions as Megatron does, but from `target_is_argmax` instead of whole logits."""
 
     def acceptance_counts(
         mtp_logits: torch.Tensor,

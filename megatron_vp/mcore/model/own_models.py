@@ -1,10 +1,11 @@
-"""Models that a script builds directly from Megatron's GPTModel, without Megatron's builders or `get_model`.
+"""Supports models that a script builds directly from Megatron's GPTModel, without Megatron's builders or `get_model`.
 
-Used only after `megatron_vp.enable`, and only if Megatron's own arguments have not settled a job. The constructor then
-settles the job from the first model, places the chunk as the schedule does, and prepares it as our builders do.
+Used only after `megatron_vp.enable`, and only if no job was settled from Megatron's own arguments. The patched
+constructor then settles the job from the first model, places the chunk where the schedule needs it, and prepares it as
+our builders do.
 
-Megatron-Bridge runs hooks on the finished chunks before it wraps them: they load Hugging Face weights, add adapters or
-quantise, and look for whole vocabulary layers. Chunks that it builds are therefore cut after its hooks.
+Megatron-Bridge runs hooks on the finished chunks before it wraps them. These hooks load Hugging Face weights, add
+adapters or quantise, and they expect whole vocabulary layers. The chunks are therefore cut after the hooks.
 """
 
 from __future__ import annotations
@@ -36,22 +37,23 @@ class _OwnModel:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the model: nothing is being built."""
+        """Forget the model; nothing is being built any more."""
         self.first: nn.Module | None = None
         self.start: PlainStart | None = None
         self.building = False
-        """A constructor of ours is running; the constructors that it calls are Megatron's."""
+        """Whether our constructor is running; constructors that it calls are then left to Megatron."""
         self.hooks_follow = False
-        """Megatron's builder is running, which calls hooks on finished chunks."""
+        """Whether Megatron's builder is running, which will call hooks on the finished chunks."""
         self.uncut: ProcessGroupCollection | None = None
-        """Groups of chunks that are built but not cut until their hooks have run."""
+        """The process groups for chunks that are built but will be cut only after their hooks; None if there are none.
+        """
 
 
 _model = _OwnModel()
 
 
 def _preparing(original: Callable[..., None]) -> Callable[..., None]:
-    _model.clear()  # left behind by a model that could not be built
+    _model.clear()  # left over from a model whose construction failed
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -99,13 +101,13 @@ def _construct(
     if not index:
         model.start = plain_start(job, groups, plain_chunk)
     if job.settings.places_chunks:
-        # Megatron reads from it which layers a chunk holds, and how many come before.
+        # Megatron reads from the configuration which layers a chunk holds, and how many come before them.
         config = copy.copy(config)
         layout = job.args.pipeline_model_parallel_layout
         config.pipeline_model_parallel_layout = PipelineParallelLayerLayout.from_str(layout, groups.pp.size())
     with own_chunk(model.start):
         original(chunk, **{**given, "config": config, **stage_ends(job, groups.pp, index)})
-    # Loops set functions in the configuration that they have made, such as finalize_model_grads_func.
+    # Keep the object that was given: training loops later set functions in it, such as finalize_model_grads_func.
     chunk.config = given["config"]
     model.first = model.first if index else chunk
     if model.hooks_follow or hasattr(config, "provide_distributed_model"):  # a provider of Megatron-Bridge
@@ -143,7 +145,9 @@ def _cut(
 
 
 def _cutting_after_hooks(original: Callable[..., list[nn.Module]]) -> Callable[..., list[nn.Module]]:
-    """Megatron's function behind its builders' `build_distributed_models`, with a last hook of ours."""
+    """Wrap the function behind `build_distributed_models` of Megatron's builders, so that our hook runs after all
+    others.
+    """
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -167,7 +171,9 @@ def _cutting_after_hooks(original: Callable[..., list[nn.Module]]) -> Callable[.
 
 
 def _cutting_before_count(original: Callable[..., None]) -> Callable[..., None]:
-    """Megatron-Bridge calls this with a provider's chunks after their hooks, and before it wraps them."""
+    """Cut a provider's chunks when Megatron-Bridge prints their size, which it does after the hooks and before it wraps
+    them.
+    """
 
     @functools.wraps(original)
     def print_num_params(model: list[nn.Module], pg_collection: ProcessGroupCollection) -> None:
@@ -178,10 +184,11 @@ def _cutting_before_count(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_outside_of_schedule(first: nn.Module, _chunk: nn.Module, _inputs: tuple[Any, ...]) -> None:
-    """A hook before the forward of a prepared chunk; `first` is its rank's first one. Raises UserError.
+    """Pre-forward hook that raises UserError if a prepared chunk runs outside our schedules; `first` is the rank's
+    first chunk.
 
-    A function that Megatron's getter returned before `enable` runs Megatron's schedule. That would compute on chunks in
-    other places, and without the weight gradients that our W computes.
+    A script that called get_forward_backward_func before `enable` has Megatron's own schedule. It would assume
+    Megatron's placement of the chunks, and would never compute the weight gradients of our pass W.
     """
     pipeline = getattr(first, PIPELINE_ATTRIBUTE, None)
     if pipeline is None or pipeline.progress.instruction is None:
@@ -192,8 +199,8 @@ def _refuse_outside_of_schedule(first: nn.Module, _chunk: nn.Module, _inputs: tu
 
 
 def _by_stage(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Megatron-Bridge's test for the last stage, which decides where Gemma's softcap goes: answered by the schedule's
-    placement.
+    """Answer Megatron-Bridge's test for the last stage by the schedule's placement; the test decides which rank gets
+    Gemma's softcap.
     """
 
     @functools.wraps(original)
@@ -254,4 +261,4 @@ BRIDGE_PATCHES = (
         "(pp_group)",
     ),
 )
-"""Applied where a model is built in a process that has imported Megatron-Bridge's models."""
+"""Applied when a model is built in a process that has imported Megatron-Bridge's models."""

@@ -1,4 +1,4 @@
-"""Sequence parallelism around pass W: the tensor ranks' parts of a layer's input, joined and taken apart."""
+"""Sequence parallelism for pass W: joins the tensor ranks' parts of a layer's input, or takes one part out."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def whole_sequence(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch
 
 
 def own_part(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's part of a joined sequence, in memory of its own."""
+    """Copy this rank's part out of a joined sequence."""
     return whole.chunk(group.size())[group.rank()].clone()

@@ -1,9 +1,10 @@
 """Split backward: B computes input gradients and leaves weight gradients to W.
 
-Megatron's column- and row-parallel layers all compute through one function. Under a schedule with W passes it is
-replaced by a product whose weight has no edge in autograd's graph: pass B computes the gradients of inputs, biases and
-norms, and keeps every weight's (input, output gradient); pass W multiplies them into `main_grad`. Transformer Engine's
-layers do so by themselves (`megatron_vp.mcore.model.delayed_weights`).
+Megatron's column- and row-parallel layers all compute through one function. For a schedule with W passes, that function
+is replaced by a product whose weight is not in autograd's graph. Pass B computes the gradients of inputs, biases and
+norms, and keeps (input, output gradient) for every weight; pass W multiplies the two and adds the result to
+`main_grad`. Transformer Engine's layers can delay weight gradients themselves (see
+`megatron_vp.mcore.model.delayed_weights`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatron_vp.vocab.operations import operations_for
 class PendingGradient(Protocol):
     """The part of one layer's backward for one microbatch that pass B leaves to W.
 
-    parameters: those whose gradient is complete once every microbatch has been accumulated.
+    parameters: whose gradients are complete once those of all microbatches are accumulated.
     """
 
     parameters: tuple[torch.nn.Parameter, ...]
@@ -38,8 +39,8 @@ class PendingGradient(Protocol):
 class PendingWeightGradient:
     """The data of pass W for one linear layer and microbatch: weight [o, i], input [..., i], output gradient [..., o].
 
-    With sequence parallelism the input is this rank's part of the sequence; the ranks of `tensor_group` hold the
-    others.
+    With sequence parallelism, the input is this rank's part of the sequence; the ranks of `tensor_group` hold the other
+    parts.
     """
 
     weight: torch.nn.Parameter
@@ -49,14 +50,14 @@ class PendingWeightGradient:
 
     @property
     def parameters(self) -> tuple[torch.nn.Parameter]:
-        """The weight; a bias has its gradient from pass B."""
+        """Only the weight, because pass B computes the gradient of a bias."""
         return (self.weight,)
 
     @torch.no_grad()
     def accumulate(self) -> None:
         """Add the weight's gradient to its `main_grad`.
 
-        The GEMM runs in the model's dtype; on a GPU it adds to an fp32 `main_grad` itself, as with Apex in Megatron.
+        The GEMM runs in the model's dtype. On a GPU it adds directly to an fp32 `main_grad`, as Apex does in Megatron.
         """
         rows_ni = whole_sequence(self.layer_input, self.tensor_group).flatten(0, -2)
         operations_for(rows_ni).add_product_(self.weight.main_grad, self.output_gradient.flatten(0, -2), rows_ni)
@@ -68,9 +69,10 @@ _collected: list[PendingGradient] | None = None
 def backward_without_weights(
     backward: Callable[[], Any], delaying: Iterable[torch.nn.Module], w_is_late: bool
 ) -> list[PendingGradient]:
-    """Run a backward through layers, some of which delay weight gradients; return those left for pass W.
+    """Run a backward that computes no weight gradients of linear layers; return those left for pass W.
 
-    `w_is_late`: other passes run before that W, so a gathered input is kept in parts; see `take_delayed`.
+    `delaying`: the layers that queue their weight gradients. `w_is_late`: other passes run before that W, so only this
+    rank's part of a gathered input is kept; see `take_delayed`.
     """
     global _collected
     assert _collected is None, "a backward inside a backward"
@@ -84,9 +86,10 @@ def backward_without_weights(
 
 @dataclass(frozen=True)
 class _Layer:
-    """A linear layer's weight and tensor parallelism, as Megatron's function has them.
+    """A linear layer's weight and tensor parallelism, as Megatron's function gets them.
 
-    `sum_group` adds the tensor ranks' dX; with `sequence_group` X is a part of the sequence, Y whole, dX the part's.
+    The ranks of `sum_group` sum their dX. With `sequence_group`, X and dX are this rank's part of the sequence, and Y
+    is whole.
     """
 
     weight: torch.nn.Parameter
@@ -97,8 +100,8 @@ class _Layer:
 class _InputGradientLinear(torch.autograd.Function):
     """Y = X W^T + b. The backward returns dX and db, and keeps (W, X, dY) for pass W.
 
-    W comes in a `_Layer`, in which autograd does not see it: a parameter that is an input would have its hooks called
-    in the backward, where Megatron's overlapped gradient reduction asks for a gradient.
+    W is passed inside a `_Layer` to hide it from autograd. If a parameter were an input of the function, the backward
+    would call its hooks, and Megatron's overlapped gradient reduction expects a gradient in them.
     """
 
     @staticmethod
@@ -113,7 +116,7 @@ class _InputGradientLinear(torch.autograd.Function):
         (layer_input,) = ctx.saved_tensors
         layer = ctx.layer
         assert _collected is not None, "a backward of a split schedule outside its pass B"
-        # Detached, because its graph would keep the chunk's input and that one's gradient until W.
+        # Detached, because its graph would keep the chunk's input and that input's gradient until W.
         pending = PendingWeightGradient(layer.weight, layer_input.detach(), output_gradient, layer.sequence_group)
         _collected.append(pending)
         bias_gradient = output_gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
@@ -143,7 +146,7 @@ def _split_linear(original: Callable[..., torch.Tensor]) -> Callable[..., torch.
         if not isinstance(weight, torch.nn.Parameter) or not weight.requires_grad:
             settings = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel)
             return original(input, weight, bias, *settings, *args, tp_group=tp_group, **kwargs)
-        # An input without gradient would end the graph here, and with it the weight's gradient.
+        # If no input required a gradient, autograd would not run this backward, and the weight would get no gradient.
         if torch.is_grad_enabled() and not input.requires_grad:
             input = input.detach().requires_grad_()
         layer = _Layer(weight, tp_group if allreduce_dgrad else None, tp_group if sequence_parallel else None)
@@ -160,7 +163,7 @@ PATCHES = (
         "(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, "
         "grad_output_buffer=None, wgrad_deferral_limit=0, tp_group=None, gtp_remat_size=1)",
         {
-            # output_dtype is that of --output-logit-dtype, which no schedule of ours runs.
+            # output_dtype belongs to --output-logit-dtype, which none of our schedules supports.
             "0.20": Variant(
                 "(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, "
                 "grad_output_buffer=None, wgrad_deferral_limit=0, tp_group=None, gtp_remat_size=1, output_dtype=None)"

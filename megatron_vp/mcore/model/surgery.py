@@ -1,10 +1,10 @@
 """Model surgery: turns every chunk into a middle chunk and splits the vocabulary layers over all pipeline ranks.
 
-Without --vocab-parallel the placement decides which chunks hold the vocabulary layers, and nothing is cut. With it,
-Megatron builds its chunks as always, the word embedding on the first stage and the output layer on the last, each over
-that stage's t tensor ranks. Their rows are then spread over all p x t ranks, so that training starts from the very
-weights that plain Megatron would start from, and both layers are replaced by their shards under Megatron's own names.
-Where the placement moves layers between ranks, `initial_weights` has given them plain Megatron's weights before.
+Without --vocab-parallel, nothing is cut: the placement decides which chunks hold the vocabulary layers. With it,
+Megatron first builds its chunks as always, with the word embedding on the first stage and the output layer on the last,
+each over that stage's t tensor ranks. Then the rows of both layers are spread over all p x t ranks, and shards replace
+the layers under Megatron's own names. Training therefore starts from exactly the weights of plain Megatron. If the
+placement moves layers between ranks, `initial_weights` gives them plain Megatron's weights before the cut.
 """
 
 from __future__ import annotations
@@ -58,31 +58,33 @@ class ShardedWordEmbedding(EmbeddingLayer):
     """A shard of the word embedding that takes the place of Megatron's `word_embeddings`."""
 
     def forward(self, words: RowExchange | torch.Tensor) -> torch.Tensor:
-        """Pass through words that are already looked up. Megatron's `LanguageModelEmbedding` on virtual stage 0 calls
-        its `word_embeddings` to look tokens up. There it is given the words themselves, [b, s, h], assembled from all
-        ranks; they pass through, and everything after the look-up (positions, dropout, layout) stays Megatron's.
+        """Look up rows, or return already looked-up embeddings [b, s, h] unchanged. On virtual stage 0, Megatron's
+        `LanguageModelEmbedding` calls `word_embeddings` to look up tokens. Our schedules pass it embeddings that were
+        already assembled from all ranks, and everything after the look-up (positions, dropout, layout) stays Megatron's
+        code.
         """
         return words if isinstance(words, torch.Tensor) else super().forward(words)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensor]:
-        """The shard as rows of one global tensor, under plain Megatron's key."""
+        """The shard as rows of one global tensor, under the key that plain Megatron uses."""
         return _sharded_weight(self, prefix, sharded_offsets, metadata)
 
 
 class ShardedOutputLayer(OutputLayer):
     """A shard of the output layer that takes the place of Megatron's `output_layer`.
 
-    Like Megatron's it has an extra state, which is empty: checkpoints of hybrid models hold the entry.
+    Like Megatron's layer it has an empty extra state, because checkpoints of hybrid models contain that entry.
     """
 
     def __init__(self, weight: nn.Parameter, shards: VocabShards, index: int, tied: bool, softcap: float = 0.0) -> None:
         super().__init__(weight, shards, index, softcap)
         self.tied = tied
         if tied:
-            # The embedding's parameter, perhaps of another chunk: registered there alone, so that optimizer, gradient
-            # buckets and checkpoints see it once. Gathered before IF, and S always comes later.
+            # The parameter belongs to the embedding, perhaps in another chunk, and is registered only there, so that
+            # optimizer, gradient buckets and checkpoints see it once. Megatron gathers a chunk's parameters before IF,
+            # and S always comes later.
             del self.weight
             object.__setattr__(self, "weight", weight)
         self._register_load_state_dict_pre_hook(lambda state, prefix, *_: state.setdefault(f"{prefix}_extra_state"))
@@ -108,12 +110,12 @@ class ReceivedWords(nn.Module):
     """Takes the place of `word_embeddings` on a rank with virtual stage 0 but without vocabulary rows."""
 
     def forward(self, words_bsh: torch.Tensor) -> torch.Tensor:
-        """The words that their owners have looked up, unchanged."""
+        """Return the embeddings that other ranks have looked up, unchanged."""
         return words_bsh
 
 
 class WordEmbeddingHolder(MegatronModule):
-    """Gives a rank without virtual stage 0 the module path `embedding.word_embeddings`."""
+    """Provides the module path `embedding.word_embeddings` on a rank without virtual stage 0."""
 
     def __init__(self, config: Any, word_embeddings: ShardedWordEmbedding) -> None:
         super().__init__(config)
@@ -121,7 +123,9 @@ class WordEmbeddingHolder(MegatronModule):
 
 
 class _VocabParallelBuilder:
-    """Builds one chunk with Megatron's builder, a second base class, and prepares it for our schedules."""
+    """Builds one chunk with Megatron's builder, which subclasses add as a second base class, and prepares it for our
+    schedules.
+    """
 
     _first: nn.Module | None = None
     _start: PlainStart | None = None
@@ -133,7 +137,7 @@ class _VocabParallelBuilder:
         post_process: bool | None = None,
         vp_stage: int | None = None,
     ) -> nn.Module:
-        """Build one chunk; the placement decides whether it holds the first or the last virtual stage."""
+        """Build one chunk; the placement, not the caller, decides whether it holds the first or the last stage."""
         if (loop := own_loop()) is not None and not loop.reads_arguments():  # `own_models` settles the job
             return super().build_model(pg_collection, pre_process, post_process, vp_stage)
         job = current()
@@ -160,7 +164,9 @@ class VocabParallelHybridBuilder(_VocabParallelBuilder, HybridModelBuilder):
 
 
 def patched_get_model(original: Callable[..., list[nn.Module]]) -> Callable[..., list[nn.Module]]:
-    """Megatron's `get_model`, which builds models through a script's own `model_provider`, for our schedules."""
+    """Wrap Megatron's `get_model`, so that the chunks of a script's own `model_provider` are prepared for our
+    schedules.
+    """
 
     def get_model(
         model_provider_func: Callable[..., nn.Module],
@@ -206,9 +212,9 @@ def prepare_chunk(
 ) -> nn.Module:
     """Prepare a freshly built chunk of this rank for our schedules; `first` is the rank's first chunk.
 
-    Its weights become those of `start`. With its last chunk the rank gets its communicators, which the first one keeps.
-    Collective over all ranks; each builds its chunks in order. Raises UserError for a model that cannot be cut as
-    --vocab-parallel asks.
+    The chunk takes its weights from `start`, if given. After the last chunk, the rank creates its communicators and
+    attaches them to the first chunk. Collective over all ranks; each rank prepares its chunks in order. Raises
+    UserError for a model that --vocab-parallel cannot cut.
     """
     vocab_parallel, placement = job.settings.vocab_parallel, job.placement
     check_model(chunk)
@@ -218,7 +224,7 @@ def prepare_chunk(
     if vocab_parallel:
         _shard_vocabulary(job, chunk, first, groups, index)
     setattr(first, GROUP_ATTRIBUTE, groups.mp)
-    # Not earlier: with tied weights Megatron's first and last chunk communicate while they are built.
+    # Not before the last chunk: with tied weights, Megatron's first and last chunk communicate while they are built.
     if index + 1 == placement.chunks:
         members = placement.vocab_members(vocab_shards(job, chunk).holders) if vocab_parallel else None
         setattr(first, PIPELINE_ATTRIBUTE, _pipeline(job, groups, members))
@@ -228,11 +234,11 @@ def prepare_chunk(
 def _shard_vocabulary(
     job: SettledJob, chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int
 ) -> None:
-    """Turn a chunk into a middle chunk; one chunk of the rank gets a shard of the embedding, one a shard of the output
-    layer.
+    """Turn a chunk into a middle chunk, and attach this rank's shard of the embedding or of the output layer to it if
+    the placement says so.
 
-    If this rank has the first or the last stage, its chunk gets the shard. A rank without vocabulary rows has neither
-    layer and no vocabulary parameter.
+    A rank attaches each shard to one of its chunks: to the first or last stage itself, if the rank holds it. A rank
+    without vocabulary rows has neither layer, and no vocabulary parameters.
     """
     check_vocabulary_layers(chunk)
     if softcap_of(chunk.config) and job.args.vocab_label_smoothing:
@@ -242,7 +248,7 @@ def _shard_vocabulary(
     if getattr(chunk, "mtp_process", False):
         attach_mtp_block(chunk)
     placement = job.placement
-    # Megatron orders this group by pipeline rank, then by tensor rank: so are the shards.
+    # Megatron orders this group by pipeline rank, then by tensor rank. The shards have the same order.
     rank = dist.get_rank(groups.mp)
     shards = vocab_shards(job, chunk)
     holds_rows = rank // shards.tensor in shards.holders
@@ -254,7 +260,7 @@ def _shard_vocabulary(
         word_embeddings = ShardedWordEmbedding(weight, shards, rank) if holds_rows else ReceivedWords()
         if chunk.pre_process:
             chunk.embedding.word_embeddings = word_embeddings
-            # The words arrive whole on every tensor rank; Megatron cuts the sequence after it has added positions.
+            # The embeddings arrive whole on every tensor rank; Megatron cuts the sequence after it has added positions.
             chunk.embedding.reduce_scatter_embeddings = False
         elif holds_rows:
             chunk.embedding = WordEmbeddingHolder(chunk.config, word_embeddings)
@@ -270,11 +276,11 @@ def _shard_vocabulary(
             del chunk.output_layer
     whole.release()
     if chunk.post_process and chunk.config.use_mup:
-        # Megatron scales the logits, which no rank holds whole; scaling the hidden states gives the same.
+        # Megatron scales the logits, which no rank holds whole; scaling the hidden states has the same effect.
         chunk.register_forward_hook(lambda last, _inputs, hidden_sbh: last._scale_logits(hidden_sbh))
     # The decoder keeps its own post_process: the final norm belongs to the last stage and is applied there.
     chunk.pre_process = chunk.post_process = chunk.decoder.pre_process = False
-    # Otherwise Megatron would all-reduce the tied weight over first and last rank, which now hold different rows.
+    # Otherwise Megatron would all-reduce the tied weight over the first and last rank, which now hold different rows.
     chunk.share_embeddings_and_output_weights = False
     chunk.register_forward_pre_hook(refuse_outside_of_passes)
 
@@ -286,7 +292,9 @@ def vocab_shards(job: SettledJob, chunk: nn.Module) -> VocabShards:
 
 
 def stage_ends(job: SettledJob, pipeline_group: dist.ProcessGroup, index: int) -> dict[str, bool]:
-    """Whether chunk `index` of this rank holds the first and the last stage, by the names of a model's arguments."""
+    """Whether chunk `index` of this rank holds the first and the last stage, as keyword arguments for a model's
+    constructor.
+    """
     stage = job.placement.stage_of[dist.get_rank(pipeline_group)][index]
     return {"pre_process": stage == 0, "post_process": stage + 1 == job.placement.stages}
 
@@ -295,8 +303,8 @@ def _pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_members: Se
     args = job.args
     first = 60 * args.distributed_timeout_minutes
     later = args.distributed_timeout_seconds_after_init or first
-    # The watchdog reports first, because it knows the place in the schedule. The backend's own limit counts from an
-    # operation's launch, which may be several microbatches ahead of the device.
+    # The watchdog should report before the backend does, because it knows the current instruction. The backend's own
+    # limit counts from the launch of an operation, which may be several microbatches ahead of the device.
     backend_limit = timedelta(seconds=1.1 * first)
     edges = all_edges(job.placement, job.settings.vocab_parallel)
     communicators = PipelineGroups.create(
@@ -327,21 +335,21 @@ def _shard(
     groups: ProcessGroupCollection,
     config: Any,
 ) -> nn.Parameter:
-    """Spread the rows of the weight [V, h] that pipeline rank `owner` holds, [V/t, h] on each of its tensor ranks.
+    """Spread over all ranks the rows of a weight [V, h] that the tensor ranks of pipeline rank `owner` hold.
 
-    Returns this rank's shard, with Megatron's attributes; frozen if the whole weight is.
+    Returns this rank's shard with Megatron's attributes. The shard is frozen if the whole weight is.
     """
     device, rank = pipeline_device(), dist.get_rank(groups.mp)
     size = {"dtype": config.params_dtype, "device": device}
     own_vh = torch.empty(shards.rows(rank), config.hidden_size, **size)
     if job.args.fake_process_group:
-        config.init_method(own_vh)  # a rank without peers receives nothing
+        config.init_method(own_vh)  # a rank without peers receives no rows
     root = dist.get_process_group_ranks(groups.mp)[owner * groups.tp.size()]
     trained = _is_trained(full_vh, root, groups.mp)
     if full_vh is not None:
         full_vh = _gathered(full_vh.detach().to(device), groups.tp, root)
-    # One broadcast per shard, over a group whose ring is connected for the gradient norm anyway. A scatter would
-    # connect its root with every rank, for the life of the job.
+    # One broadcast per shard, over a group whose connections the gradient norm needs anyway. A scatter would open
+    # connections from its root to every rank, which last as long as the job.
     for index in filter(shards.rows, range(shards.count)):
         if dist.get_rank() == root:
             piece_vh = full_vh[shards.start(index) : shards.start(index + 1)]
@@ -352,7 +360,7 @@ def _shard(
             own_vh.copy_(piece_vh)
     home = torch.device("cpu") if config.use_cpu_initialization else device
     weight = nn.Parameter(own_vh.to(home), requires_grad=trained)
-    # The gradient norm and the count of zeros take it once: no other rank holds these rows.
+    # No other rank holds these rows, so every rank counts its own in the gradient norm and in the number of zeros.
     tensor_parallel.set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
     weight.is_embedding_or_output_parameter = True
     if config.use_mup:
@@ -361,14 +369,14 @@ def _shard(
 
 
 def _is_trained(full_vh: nn.Parameter | None, root: int, group: dist.ProcessGroup) -> bool:
-    """Whether the weight takes gradients on `root`, which holds it."""
+    """Whether the weight requires gradients on `root`, which holds it."""
     said = torch.tensor([full_vh is None or full_vh.requires_grad], dtype=torch.uint8, device=pipeline_device())
     dist.broadcast(said, src=root, group=group)
     return bool(said.item())
 
 
 def _gathered(part_vh: torch.Tensor, group: dist.ProcessGroup, root: int) -> torch.Tensor:
-    """Join the tensor ranks' parts of a weight on `root`; other ranks get their own part."""
+    """Join the tensor ranks' parts of a weight on `root`; other ranks get back their own part."""
     if group.size() == 1:
         return part_vh
     parts = [torch.empty_like(part_vh) for _ in range(group.size())] if dist.get_rank() == root else None
@@ -385,7 +393,7 @@ def _sharded_weight(
     return {
         key: ShardedTensor(
             key=key,
-            # The optimizer finds its own state by the identity of this parameter.
+            # Must be the parameter itself: the optimizer finds its state by the identity of this object.
             data=weight,
             dtype=weight.dtype,
             local_shape=tuple(weight.shape),

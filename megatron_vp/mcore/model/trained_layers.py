@@ -1,9 +1,10 @@
-"""Which layers are trained, agreed on by all ranks of a model: each vocabulary layer, and the share of the other
+"""Lets all ranks of a model agree on which vocabulary layers are trained, and on the trained share of the other
 weights.
 
-`requires_grad` of a weight decides, as in Megatron, at any time before the model is wrapped. A vocabulary layer that is
-frozen before it is cut has frozen shards on all ranks (`surgery`). What freezes layers afterwards, a hook or the lines
-of a script, runs on every rank for itself, and finds a shard under Megatron's name on all ranks that hold rows.
+As in Megatron, `requires_grad` of a weight decides, and it may change until the model is wrapped. A vocabulary layer
+that is frozen before it is cut has frozen shards on all ranks (see `surgery`). Code that freezes layers afterwards,
+such as a hook or lines of a script, runs separately on every rank, and finds a shard under Megatron's name on each rank
+that holds rows.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from megatron_vp.vocab.loss import TokenLoss
 EMBEDDING, OUTPUT = "embedding.word_embeddings", "output_layer"
 
 _AGREED = "vocabulary_parallel_training"
-"""Attribute of a wrapped chunk with its rank's own report and the ranks' agreement."""
+"""Attribute in which a wrapped chunk keeps its rank's own report and what the ranks agreed on."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The trained part of a model.
+    """Which part of a model is trained.
 
-    embedding, output: its vocabulary layers, where they are shards; True where they are whole.
+    embedding, output: whether these layers are trained, if they are cut into shards; True if they are whole.
     weights: by virtual stage, the trained share of the weights that pass W multiplies, from 0 to 1.
     """
 
@@ -56,8 +57,8 @@ class Trained:
 class _Shards:
     """One rank's report on its vocabulary shards.
 
-    trained: whether the weight takes gradients, by the names of the layers that the rank has rows of.
-    adapter: the reason why the model cannot be trained if a shard was replaced by another layer; else None.
+    trained: by name of each layer that the rank has rows of, whether its weight requires gradients.
+    adapter: the error message if another layer has replaced a shard; else None.
     """
 
     trained: dict[str, bool]
@@ -65,15 +66,16 @@ class _Shards:
 
 
 def agreed(job: SettledJob, wrapped: nn.Module, chunks: Sequence[nn.Module], *, alone: bool) -> Trained:
-    """Agree on the trained layers over all ranks of a model.
+    """Agree with all ranks of a model on the trained layers.
 
     Args:
-        wrapped: the first chunk as the script hands it over. A model that is wrapped anew is asked anew.
+        wrapped: the first chunk as the script passes it. The agreement is kept on it, so a newly wrapped model makes a
+            new one.
         chunks: the rank's chunks.
-        alone: the rank has no peers, in a replay.
+        alone: this is a replay, in which the rank has no peers.
 
     The first call for a model is collective over its ranks. Raises UserError for a vocabulary layer that is frozen on
-    some of them, or since the first call, and for an adapter on one.
+    only some of them, or whose training was switched on or off since the first call, and for an adapter on one.
     """
     own = _shards(job, chunks)
     before: tuple[_Shards, Trained] | None = getattr(wrapped, _AGREED, None)
@@ -125,13 +127,14 @@ def _shards(job: SettledJob, chunks: Sequence[nn.Module]) -> _Shards:
 
 def _ask(job: SettledJob, chunks: Sequence[nn.Module], own: _Shards, alone: bool) -> Trained:
     parts = tuple(map(_trained_part, chunks))
-    if alone:  # nothing is known of its peers
+    if alone:  # the state of its peers is unknown
         return Trained(own.trained.get(EMBEDDING, True), own.trained.get(OUTPUT, True), parts)
     group = getattr(chunks[0], GROUP_ATTRIBUTE)
     ranks: list[tuple[_Shards, tuple[float, ...]]] = [(own, parts)] * group.size()
     dist.all_gather_object(ranks, (own, parts), group=group)
     shards = [said for said, _ in ranks]
-    # The group is ordered by pipeline rank, then by tensor rank; tensor ranks of a stage hold equally much.
+    # The group is ordered by pipeline rank, then by tensor rank. The tensor ranks of a stage have the same shares, so
+    # one is enough.
     by_stage = {}
     for stages, (_, rank_parts) in zip(
         job.placement.stage_of, ranks[:: job.args.tensor_model_parallel_size], strict=True
@@ -154,7 +157,7 @@ def _trained_part(chunk: nn.Module) -> float:
     whole = trained = 0
     for name, parameter in chunk.named_parameters():
         looked_up = name.startswith("embedding.")
-        elsewhere = name.startswith("output_layer.") and not chunk.post_process  # a shard, which T multiplies
+        elsewhere = name.startswith("output_layer.") and not chunk.post_process  # a shard, trained by pass T
         if parameter.dim() > 1 and not looked_up and not elsewhere:
             whole += parameter.numel()
             trained += parameter.numel() * parameter.requires_grad
@@ -162,7 +165,7 @@ def _trained_part(chunk: nn.Module) -> float:
 
 
 def _trains(name: str, ranks: Sequence[_Shards]) -> bool:
-    """Whether the ranks of a model train a vocabulary layer. Raises UserError if they differ."""
+    """Whether the ranks of a model train a vocabulary layer. Raises UserError if they differ, and for an adapter."""
     adapters = [held.adapter for held in ranks if held.adapter is not None]
     if adapters:
         raise UserError(adapters[0])

@@ -1,8 +1,10 @@
-"""The export view: inside, embedding and output layer stand whole under Megatron's names, as plain Megatron has them.
+"""The export view: a context in which the model has whole vocabulary layers under Megatron's names, as in plain
+Megatron.
 
-Exporters, conversion tools and post-training frameworks look for one embedding on the first stage and one output layer
-on the last, each over that stage's tensor ranks. A chunk therefore keeps the layers that Megatron built for it, without
-their rows. The view puts them back in the place of the shards, and fills them from all ranks in blocks of rows.
+Exporters, conversion tools and post-training frameworks expect one embedding on the first stage and one output layer on
+the last, each over that stage's tensor ranks. A chunk therefore keeps the layers that Megatron built for it, without
+their rows. The view puts these layers back in place of the shards, and fills them with the rows of all ranks, block by
+block.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards
 
 BLOCK_BYTES = 64 * 2**20
-"""Most bytes of rows that a rank holds in transit to the whole layer."""
+"""Size of the buffer, in bytes, through which rows reach the whole layer."""
 
 _ATTRIBUTE = "vocabulary_parallel_whole_layers"
 """Attribute in which a cut chunk keeps its `WholeLayers`."""
@@ -37,14 +39,15 @@ _ENDS = ("pre_process", "post_process", "share_embeddings_and_output_weights")
 
 
 class WholeLayers:
-    """A chunk's vocabulary layers as Megatron built them, without their rows, and the chunk's attributes about them.
+    """A chunk's vocabulary layers as Megatron built them, without their rows, and the chunk's attributes that describe
+    them.
 
-    Made before the chunk is cut; `release` is called when it is.
+    Create it before the chunk is cut, and call `release` after the cut.
 
     Args:
         chunk: the chunk.
         shards: how the vocabulary is cut.
-        groups: Megatron's.
+        groups: Megatron's process groups.
     """
 
     def __init__(self, chunk: nn.Module, shards: VocabShards, groups: ProcessGroupCollection) -> None:
@@ -53,7 +56,7 @@ class WholeLayers:
         self.group = groups.mp
         self.tied = chunk.share_embeddings_and_output_weights
         self.shown = False
-        """A view is open."""
+        """Whether a view is open."""
         self._ends = {name: getattr(chunk, name) for name in _ENDS}
         self.embedding = chunk.embedding.word_embeddings if chunk.pre_process else None
         self.output_layer = chunk.output_layer if chunk.post_process else None
@@ -65,7 +68,7 @@ class WholeLayers:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the chunk has its whole layers instead of shards."""
+        """Give the chunk, inside this context, its whole layers instead of shards."""
         chunk = self.chunk
         modules, ends = dict(chunk._modules), {name: getattr(chunk, name) for name in _ENDS}
         if self.embedding is None:
@@ -84,7 +87,7 @@ class WholeLayers:
             self.shown = False
             vars(chunk).update(ends)
             chunk._modules.clear()
-            chunk._modules.update(modules)  # in their order, which is that of the parameters
+            chunk._modules.update(modules)  # in the original order, which is also the order of the parameters
             if self.embedding is not None:
                 chunk.embedding.word_embeddings = shard
             self.release()
@@ -136,9 +139,11 @@ def _shard_of(chunks: Sequence[nn.Module], path: str) -> torch.Tensor | None:
 
 
 def _fill(layers: Sequence[nn.Module | None], own_vh: torch.Tensor | None, cut: WholeLayers) -> None:
-    """Give those of a rank's `layers` that are not None their tensor rank's rows of a weight that is cut over `group`.
+    """Fill a rank's `layers`, except those that are None, with its tensor rank's rows of a weight that is cut over all
+    ranks.
 
-    Broadcasts, over a group whose connections training has: messages would connect pairs of ranks for good.
+    Uses broadcasts over a group whose connections training needs anyway. Point-to-point messages would open connections
+    between pairs of ranks, which last as long as the job.
     """
     shards, group = cut.shards, cut.group
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
@@ -168,13 +173,15 @@ def _fill(layers: Sequence[nn.Module | None], own_vh: torch.Tensor | None, cut: 
 
 
 def _model_in(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that finds the model in a call of a Megatron-Bridge method."""
+    """Return a function that finds the model among the arguments of a Megatron-Bridge method."""
     signature = inspect.signature(original)
     return lambda *args, **kwargs: signature.bind(*args, **kwargs).arguments["megatron_model"]
 
 
 def _viewing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of Megatron-Bridge that reads a model's weights, so that the layers are whole while it runs."""
+    """Wrap a method of Megatron-Bridge that reads a model's weights, so that the vocabulary layers are whole while it
+    runs.
+    """
     model_in = _model_in(original)
 
     @wraps(original)
@@ -186,7 +193,9 @@ def _viewing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _viewing_stream(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """The same for a method that yields weights."""
+    """Wrap a method of Megatron-Bridge that yields weights, so that the vocabulary layers are whole until it has
+    finished.
+    """
     model_in = _model_in(original)
 
     @wraps(original)
@@ -198,7 +207,7 @@ def _viewing_stream(original: Callable[..., Iterator[Any]]) -> Callable[..., Ite
 
 
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse Megatron-Bridge's loading of Hugging Face weights into a cut model, which would not reach the shards."""
+    """Refuse to let Megatron-Bridge load Hugging Face weights into a cut model: they would not reach the shards."""
     model_in = _model_in(original)
 
     @wraps(original)
@@ -215,15 +224,15 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tying_by_stage(original: Callable[..., None]) -> Callable[..., None]:
-    """Megatron-Bridge's step after loading tied weights: the last rank's output layer gets a copy."""
+    """Skip Megatron-Bridge's copy of a loaded tied weight to the last rank, if that rank has no output layer."""
 
     @wraps(original)
     def broadcast_shared_embeddings(self: Any, megatron_model: nn.Module | Sequence[nn.Module]) -> None:
         placement = current().placement
         if placement.last_rank + 1 == placement.ranks:
             original(self, megatron_model)
-        # Otherwise that rank has no output layer. Shards of a tied weight are cut from the embedding, so the copy is
-        # not needed.
+        # Otherwise the last rank has no output layer. It needs no copy, because the shards of a tied weight are cut
+        # from the embedding.
 
     return broadcast_shared_embeddings
 

@@ -1,1 +1,1 @@
-"""The user's options: arguments, configuration files, refusals, and options without effect."""
+"""Reads and checks the user's options: arguments, configuration files, refusals, and options without effect."""

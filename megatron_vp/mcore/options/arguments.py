@@ -1,7 +1,7 @@
-"""The plug-in's arguments inside Megatron's own parser: added, expanded from the configuration, checked, refused.
+"""Adds the plug-in's arguments to Megatron's own parser, expands configuration files, and checks or refuses the result.
 
-Two functions of `megatron.training.arguments` are wrapped, so a script that knows nothing of the plug-in gets them too.
-Everything here runs before a process group exists, and on every rank alike.
+It wraps functions of Megatron, so scripts that know nothing of the plug-in get its arguments too. Everything here runs
+on every rank, before any process group exists.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_vp.schedule.request import AUTO
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Shows help texts unformatted if argparse cannot format them: several of Megatron's contain a bare `%`."""
+    """Shows help texts unformatted if argparse cannot format them, because some of Megatron's contain a bare `%`."""
 
     def _expand_help(self, action: argparse.Action) -> str:
         try:
@@ -47,7 +47,9 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Megatron's parser with the configuration file and the platform's flags put before the command line's flags."""
+    """Megatron's parser, which puts flags of the configuration file and of the platform before those of the command
+    line.
+    """
 
     def error(self, message: str) -> Any:
         raise UserError(f"{message}; {self._hint(message)}")
@@ -60,12 +62,14 @@ class _Parser(argparse.ArgumentParser):
         return "`--help` lists all options"
 
     def given(self, words: Sequence[str]) -> dict[str, str]:
-        """The options in `words` by the names of their arguments, in their order."""
+        """The options in `words` by the names of their arguments, in the order given."""
         actions, options = self._option_string_actions, [word.partition("=")[0] for word in words]
         return {actions[option].dest: option for option in options if option in actions}
 
     def parse_call(self, settings: Mapping[str, Any]) -> tuple[argparse.Namespace, tuple[str, ...]]:
-        """Arguments for settings by their names, and these as words; no command line is read. Raises UserError."""
+        """Parse settings, given by name, instead of a command line; return the arguments and the words. Raises
+        UserError.
+        """
         leaves = [Leaf(Path("megatron_vp.enable"), "its call", name, value) for name, value in settings.items()]
         words = arguments_from_leaves(leaves, self)
         chosen = platform_arguments(words, uses_cpu([]))
@@ -79,7 +83,7 @@ class _Parser(argparse.ArgumentParser):
         called = list(called_with.words) if (called_with := own_loop()) else []
         given = called + arguments_from_config(split_config(given)[0], self) + given
         chosen = platform_arguments(given, uses_cpu([]))
-        # Parts of Megatron parse the command line once more, with a parser that lacks the script's own options.
+        # Parts of Megatron parse the command line again, with a parser that lacks the script's own options.
         sys.argv[1:] = chosen + given
         parsed = super().parse_args(sys.argv[1:], namespace)
         check_parsed(parsed)
@@ -90,7 +94,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _schedule_name(text: str) -> str:
-    """A family's name or a file's path; argparse reports anything else in one line."""
+    """Check a schedule's name or file; argparse reports an invalid one in one line."""
     try:
         family_of(text)
     except UserError as error:
@@ -99,7 +103,7 @@ def _schedule_name(text: str) -> str:
 
 
 def _shards(text: str) -> str:
-    """A value of --vocab-shards; argparse reports anything else in one line."""
+    """Check a value of --vocab-shards; argparse reports an invalid one in one line."""
     try:
         ShardChoice.parse(text)
     except UserError as error:
@@ -108,14 +112,14 @@ def _shards(text: str) -> str:
 
 
 def _offload_chunks(text: str) -> str:
-    """A value of --offload-chunks; argparse reports anything else in one line."""
+    """Check a value of --offload-chunks; argparse reports an invalid one in one line."""
     if text not in ("half", "all", AUTO) and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of chunks; give one, half, all or auto")
     return text.lstrip("0") or "0"
 
 
 def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[..., argparse.ArgumentParser]:
-    """Megatron's function that fills a parser, with our arguments and our kind of parser."""
+    """Wrap Megatron's function that fills a parser: it also adds our arguments, and the parser becomes one of ours."""
 
     @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -223,7 +227,7 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
 
 
 def our_parser() -> argparse.ArgumentParser:
-    """A parser of only our arguments."""
+    """A parser with only our arguments."""
     parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
     with_ours(lambda unchanged: unchanged)(parser)
     return parser
@@ -232,7 +236,7 @@ def our_parser() -> argparse.ArgumentParser:
 def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:
-        # It imports functions that are patched before.
+        # Imported late, because it imports functions that must be patched first.
         from megatron_vp.mcore.reports.pipeline_trace import make_trace_folder
 
         said = io.StringIO()
@@ -243,7 +247,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         make_trace_folder(args)
         warn_of_ignored(args)
         if args.fake_process_group:
-            args.do_train = True  # rank 0, which has the data, would tell the others
+            args.do_train = True  # in a job, rank 0, which has the data, tells the others
         if args.vocab_parallel or job.settings.offloads:
             _warn_of_one_queue(args)
         patch_table.apply(Stage.AFTER_VALIDATION, run_here(args))
@@ -253,7 +257,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _warn_of_one_queue(args: argparse.Namespace) -> None:
-    if args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1:  # Megatron asks for it
+    if args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1:  # Megatron requires it
         return
     if args.distributed_backend != "nccl" or args.rank != 0:
         return
@@ -267,7 +271,9 @@ def _warn_of_one_queue(args: argparse.Namespace) -> None:
 
 
 def write_resolved_configuration(args: argparse.Namespace) -> None:
-    """Write the values of `args` next to checkpoints or logs, if the run has any; on one rank. Raises UserError."""
+    """Write the values of `args` to the folder of checkpoints or else of logs, if any. Call it on one rank. Raises
+    UserError.
+    """
     folder = args.save or args.tensorboard_dir
     if folder is not None:
         write_resolved(args, Path(folder) / RESOLVED_NAME)

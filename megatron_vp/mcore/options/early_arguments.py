@@ -1,7 +1,7 @@
-"""The arguments of a job that decide which patches apply, read before Megatron's parser exists.
+"""Reads the arguments that decide which patches a job needs, before Megatron's parser exists.
 
-Megatron's own parser is patched itself, and nothing is patched before everything that a run needs has been checked. So
-the few arguments that matter are read first, the way all commands read them. Malformed ones are left to Megatron's
+Megatron's parser is itself patched, and no patch is applied before all patches of a run have been checked. So the few
+arguments that select patches are read first, in the same way as in all commands. Malformed ones are left to Megatron's
 parser, and the groups are selected again from the validated arguments.
 """
 
@@ -33,12 +33,12 @@ VALUES = {
     "heterogeneous_layers_config_path": None,
     "heterogeneous_layers_config_encoded_json": None,
 }
-"""Arguments with one value, and the value of a run that does not give them."""
+"""Arguments with one value, and their defaults."""
 LISTS = ("iterations_to_skip",)
 
 
 def early_arguments(words: list[str]) -> argparse.Namespace:
-    """The arguments on which conditions of patch groups may depend, by Megatron's names.
+    """The arguments that conditions of patch groups may read, under Megatron's names.
 
     Raises UserError for a configuration file that cannot be read.
     """

@@ -21,8 +21,8 @@ from megatron_vp.schedule.request import AUTO
 
 
 def chosen_offload(args: argparse.Namespace) -> str:
-    """The value of --offload-chunks; for `auto` the cost model's choice. Raises UserError if no number fits, and for a
-    job that the cost model does not cover.
+    """The value of --offload-chunks, with the cost model's choice for `auto`. Raises UserError if no number fits, and
+    for a job that the cost model does not cover.
     """
     if args.offload_chunks != AUTO:
         return args.offload_chunks
@@ -35,8 +35,8 @@ def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction:
     """Raise UserError if --offload-chunks needs more memory than a node has; the message gives the largest number that
     fits.
 
-    A job that the cost model does not count is left to the allocation itself, as are a schedule in a file and the one
-    rank of a replay.
+    Not checked are jobs that the cost model does not cover, schedules in files, and replays: there, too large a number
+        shows only when the memory is allocated.
     """
     if not settings.offloads or settings.family.fixed is not None or replay().job is not None:
         return
@@ -49,7 +49,7 @@ def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction:
 
 
 def _on_this_node(hardware: Hardware) -> Hardware:
-    """Describe the hardware with this node's ranks and memory; unchanged if a job for other nodes is checked."""
+    """The hardware with this node's number of ranks and memory; unchanged if the job is checked for other nodes."""
     if installed.of_nodes is not None:
         return hardware
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

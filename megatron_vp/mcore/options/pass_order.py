@@ -1,5 +1,5 @@
-"""Chooses the costs by which this job's passes are ordered: predicted times, so that training runs the order that
-`plan` simulates.
+"""Chooses the costs by which this job's passes are ordered: the predicted times, so that training runs the order that
+`megatron-vp plan` simulates.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from megatron_vp.schedule.flex import shaped
 
 
 def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> Costs | None:
-    """The costs for the layers and rows that `args` have, which are not validated yet.
+    """The costs for the layers and rows in `args`, which need not be validated yet.
 
-    An order needs only proportions, so options that the cost model does not count are ignored. None if nothing is to be
-    ordered, or if the cost model refuses the sizes: passes are then ordered by `PassCosts()` on all ranks.
+    An order depends only on the proportions between costs, so options that the cost model does not count are ignored.
+    None if there is nothing to order, or if the cost model refuses the sizes; in the latter case, all ranks order
+    passes by `PassCosts()`.
     """
     if not settings.replaces_schedule or settings.family.fixed is not None:
         return None
@@ -30,14 +31,14 @@ def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Pr
         if hardware.rates is None or not hardware.rates.fp8_gemm:
             job = replace(job, fp8=None)
         return order_costs(job, plan, hardware)
-    except UserError:  # raised where it matters: by `choose_rows`, or by Megatron's own checks
+    except UserError:  # reported where it matters, by `choose_rows` or Megatron's own checks
         return None
 
 
 def predicted_plan(
     args: argparse.Namespace, settings: RunSettings, prediction: Prediction, in_proportion: bool = False
 ) -> PredictedJob:
-    """The job with the layers and rows that `args` have. Raises UserError as `Prediction.job`."""
+    """The inputs of a prediction for the layers and rows in `args`. Raises UserError like `Prediction.job`."""
     job, plan, hardware = prediction.job(in_proportion)
     placement = settings.family.placement_of(job.pipeline, plan.chunks)
     layers = layers_given(args) or _layers_by_ends(args, placement) or plan.layers
@@ -48,10 +49,10 @@ def predicted_plan(
 def fit_schedule(
     args: argparse.Namespace, settings: RunSettings, prediction: Prediction, order: Costs | None
 ) -> RunSettings:
-    """The settings with a flexible schedule fitted to --activation-limit, and its shape among the arguments.
+    """Fit a flexible schedule to --activation-limit: return the settings with it, and write its shape into `args`.
 
-    The search runs here, once: whatever is generated later has the shape that it found. Raises UserError for a limit
-    that cannot be kept, and for a job of unknown sizes.
+    The search runs only here, and all schedules that are generated later use the shape that it found. Raises UserError
+    for a limit that cannot be kept, and for a job whose sizes are unknown.
     """
     if args.activation_limit is None:
         return settings
@@ -67,8 +68,8 @@ def fit_schedule(
 
 
 def _layers_by_ends(args: argparse.Namespace, placement: Placement) -> tuple[int, ...] | None:
-    """Layers by virtual stage, distributed as Megatron does it, if the first or the last rank has a different number: a
-    given number, or one less for a vocabulary layer. None without such options.
+    """Layers by virtual stage, distributed as Megatron does it, if options give the first or last rank a different
+    number of layers or one less for a vocabulary layer. None without such options.
     """
     ranks, chunks, layers = placement.ranks, placement.chunks, args.num_layers
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers

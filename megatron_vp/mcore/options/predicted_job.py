@@ -1,4 +1,4 @@
-"""This job as the cost model sees it, before Megatron has validated its arguments."""
+"""Describes this job to the cost model, before Megatron has validated the arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from megatron_vp.mcore.settled import Words, replay, words
 from megatron_vp.mcore.storage.dataset import padded_vocabulary
 
 UNKNOWN_GPU = "h100"
-"""The GPU that the cost model assumes for an unknown one: relative times of passes differ little."""
+"""The GPU that the cost model assumes if it does not know the actual one. The proportions between passes differ little.
+"""
 
 
 class PredictedJob(NamedTuple):
@@ -32,14 +33,14 @@ class PredictedJob(NamedTuple):
 
     job: Job
     plan: Plan
-    """as the user's words say; layers and rows that training chooses are not in it"""
+    """As the user's arguments say, without layers and rows that training chooses."""
     hardware: Hardware
 
 
 class Prediction:
-    """The job that the cost model predicts for a start's arguments, which are parsed but may not be validated yet.
+    """Makes the inputs of a prediction from a job's arguments, which are parsed but need not be validated yet.
 
-    `typed`: the command line they were parsed from, by default this process's.
+    `typed`: the command line from which they were parsed; by default that of this process.
     """
 
     def __init__(self, args: argparse.Namespace, typed: Words | None = None) -> None:
@@ -47,14 +48,16 @@ class Prediction:
 
     @cached_property
     def vocabulary(self) -> int | None:
-        """The padded vocabulary, None before its tokenizer can be read. It is read once: a large one takes seconds."""
+        """The padded vocabulary size; None while it is unknown. Cached, because reading a large tokenizer takes
+        seconds.
+        """
         return padded_vocabulary(self._args)
 
     def job(self, in_proportion: bool = False) -> PredictedJob:
         """The sizes of this job, its plan and the device of this rank.
 
-        Raises UserError for a job that the cost model does not count in full, unless proportions between its passes are
-        enough: in that case uncounted parts are ignored.
+        Raises UserError for a job that the cost model does not cover completely. With `in_proportion`, only the
+        proportions between passes matter, and the parts that it does not cover are ignored.
         """
         config = self._config()
         unknown = uncounted(config)
@@ -64,9 +67,10 @@ class Prediction:
         return PredictedJob(job, plan_of(config), _hardware(self._args))
 
     def _config(self) -> JobConfig:
-        """The job in the words of all commands, with the sizes that a checkpoint may have replaced. Raises UserError.
+        """The job's configuration as all commands read it, with the sizes that a checkpoint may have replaced. Raises
+        UserError.
 
-        For a replay this is the whole job, so that a replayed rank has the rows and the order that it has in the job.
+        For a replay this is the whole job, so that the replayed rank gets the same rows and order as in the job.
         """
         args = self._args
         if self.vocabulary is None:
@@ -76,15 +80,15 @@ class Prediction:
         if given is None:
             given = read_job_config([], self._words.all)
             sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None} | sizes
-            sizes["offload_chunks"] = args.offload_chunks  # for auto, the number that was chosen
+            sizes["offload_chunks"] = args.offload_chunks  # the number that was chosen for auto
         return JobConfig(given.values | sizes, given.origins | dict.fromkeys(sizes, "the job's"))
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:
-    """The cost model's hardware for this rank's device: by the GPU's name, else a typical GPU or CPU core."""
-    if installed.of_nodes is not None or replay().meter is not None:  # for a job that runs on other machines' GPUs
+    """The cost model's hardware for this rank's device: found by the GPU's name, otherwise a typical GPU or a CPU core."""
+    if installed.of_nodes is not None or replay().meter is not None:  # the job runs elsewhere
         return HARDWARE[UNKNOWN_GPU]
-    # While Megatron starts on a CPU, torch says that CUDA is available.
+    # During Megatron's startup on a CPU, torch reports that CUDA is available.
     if uses_cpu([]) or args.distributed_backend == "gloo":
         return HARDWARE["cpu"]
     words = re.split(r"[^a-z0-9]+", torch.cuda.get_device_name(args.local_rank % torch.cuda.device_count()).lower())

@@ -1,7 +1,7 @@
-"""The ranges of Megatron's sizes, intervals and rates.
+"""Checks the ranges of Megatron's sizes, intervals and rates.
 
-Megatron does not check them. Zeros and negative numbers show up later as a division error, an empty tensor or a PyTorch
-error on every rank, or never.
+Megatron does not check them. Later, a zero or a negative number causes a division error, an empty tensor or a PyTorch
+error on every rank, or passes unnoticed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ FROM_ZERO_BELOW_ONE = ("adam_beta1", "adam_beta2", "sgd_momentum", "attention_dr
 
 
 def check_ranges(args: argparse.Namespace) -> None:
-    """Check the numbers of parsed arguments, before anything is derived from them. Raises UserError for all of them."""
+    """Check the numbers in parsed arguments, before anything is derived from them. Raises UserError that lists all that
+    are out of range.
+    """
     refused = []
     for names, fits, allowed in (
         (AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
@@ -42,7 +44,7 @@ def check_ranges(args: argparse.Namespace) -> None:
     ):
         for name in names:
             value = getattr(args, name, None)
-            if isinstance(value, int | float) and not fits(value):  # None: left to Megatron
+            if isinstance(value, int | float) and not fits(value):  # None is left to Megatron
                 refused.append(f"--{name.replace('_', '-')} {value} cannot work: it has to be {allowed}")
     if refused:
         raise Refused(refused)

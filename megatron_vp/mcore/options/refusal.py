@@ -1,4 +1,4 @@
-"""One line of the tables of refusals."""
+"""Defines the entries of the tables of refusals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Refusal:
-    """A combination that cannot work: `applies(args)`, and the line that says what, why and what works instead."""
+    """A combination that cannot work: the test, and the message that says what cannot work, why, and what works
+    instead.
+    """
 
     applies: Callable[[argparse.Namespace], Any]
     message: str

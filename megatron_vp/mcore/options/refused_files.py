@@ -1,4 +1,4 @@
-"""Refusals of schedule files, and of jobs that a file does not match."""
+"""Refusals of schedule files, and of jobs that do not match their schedule file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _microbatches(a: argparse.Namespace) -> int:
 
 
 def _starts_late(schedule: Schedule) -> bool:
-    """Whether a chunk's first weight gradient is not microbatch 0's."""
+    """Whether the first weight gradient of some chunk is not that of microbatch 0."""
     gives = {PassKind.W} if schedule.split_backward else {PassKind.B}
     for order in schedule.ranks:
         seen: set[int] = set()
@@ -105,11 +105,11 @@ FILE_REFUSALS = (
         "that of microbatch 0, where its sum begins; use an order in which it comes first",
     ),
 )
-"""In the order of the checks."""
+"""The refusals, in the order of the checks."""
 
 
 def file_words(args: argparse.Namespace) -> dict[str, object]:
-    """The values that the messages name, from the file and the job; empty without a file."""
+    """The values of the file and the job that messages mention; empty without a schedule file."""
     file = _fixed(args)
     if file is None:
         return {}

@@ -1,6 +1,6 @@
-"""Refusals about a run's length and about iterations with special treatment.
+"""Refusals for a run's length and for iterations with special treatment.
 
-Megatron states most of these as assertions that it reaches after the model is built, on every rank.
+Megatron checks most of these with assertions, on every rank and only after the model is built.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def _has_end(a: argparse.Namespace) -> bool:
 
 
 def _anneals(a: argparse.Namespace) -> bool:
-    """Whether Megatron creates an optimizer and its learning rate schedule."""
+    """Whether Megatron creates an optimizer with a learning rate schedule."""
     return _has_end(a) and not a.skip_train
 
 
@@ -88,4 +88,4 @@ LENGTH_REFUSALS = (
         "--loss-scale-window {loss_scale_window} and --hysteresis {hysteresis} cannot work: use at least 1 for both",
     ),
 )
-"""In the order of the checks."""
+"""The refusals, in the order of the checks."""

@@ -1,4 +1,4 @@
-"""Refusals of jobs that move activations to the host's memory."""
+"""Refusals of jobs that offload activations to host memory."""
 
 from __future__ import annotations
 

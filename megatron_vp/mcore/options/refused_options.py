@@ -1,4 +1,4 @@
-"""Megatron options that none of our schedules supports, with or without --vocab-parallel; one row each."""
+"""Megatron options that none of our schedules supports, with or without --vocab-parallel."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron_vp.mcore.settled import run_settings
 
 @dataclass(frozen=True)
 class RefusedOption:
-    """An option that is refused, and the parts of its message.
+    """A refused option, and the parts of its error message.
 
-    name: as the message names it; {names} are filled from the arguments. given: whether the arguments ask for it. why:
-        why it cannot work. instead: what works, besides Megatron's own schedule.
+    name: the option's name in the message, with {names} filled from the arguments. given: whether the arguments ask for
+        it. why: why it cannot work. instead: what works, apart from Megatron's own schedule.
     """
 
     name: str
@@ -24,7 +24,7 @@ class RefusedOption:
     instead: str = "leave it out"
 
 
-# The order is the order of the checks.
+# The checks run in this order.
 REFUSED_OPTIONS = (
     RefusedOption(
         "FSDP",
@@ -85,7 +85,7 @@ REFUSED_OPTIONS = (
     ),
     RefusedOption(
         "--mtp-hsm",
-        lambda a: getattr(a, "mtp_hsm", False),  # nor this one
+        lambda a: getattr(a, "mtp_hsm", False),  # not in megatron-core 0.19 either
         "it mixes hidden states at random, and was never compared with Megatron's own order of passes",
     ),
     RefusedOption(

@@ -1,4 +1,4 @@
-"""Refusals of jobs with packed sequences, in which attention stays within each document."""
+"""Refusals of jobs with packed sequences, in which attention does not cross document boundaries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REFUSED_PACKING = (
         "name --cuda-graph-modules without attn, use --cuda-graph-impl none",
     ),
 )
-"""Only for our schedules."""
+"""Refused only with our schedules."""
 
 PACKING_REFUSALS = (
     Refusal(
@@ -83,4 +83,4 @@ PACKING_REFUSALS = (
         "--context-parallel-size 1, or --sft",
     ),
 )
-"""Of every run."""
+"""Refused in every run, with Megatron's own schedules too."""

@@ -1,7 +1,7 @@
-"""fp8 and fp4 options that none of our schedules supports; one row each.
+"""fp8 and fp4 options that none of our schedules supports.
 
-Allowed is the trunk in fp8 or fp4, its weights too, with the vocabulary layers in the model's dtype.
-docs/evidence/on_gpu.md states the evidence for each recipe.
+The layers between the vocabulary layers may compute in fp8 or fp4, and may keep their weights in it; the vocabulary
+layers stay in the model's dtype. docs/evidence/on_gpu.md states the evidence for each recipe.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ from megatron.core.utils import is_te_min_version
 from megatron_vp.mcore.options.refused_options import RefusedOption
 
 UNSAFE_STATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
-"""The variable without which Transformer Engine loads no state of delayed scaling."""
+"""The environment variable that allows Transformer Engine to load the state of delayed scaling."""
 TESTED_RECIPES = ("tensorwise", "delayed")
 """The recipes that `tests/mcore/test_engine_fp8.py` trains with."""
 FIRST_WITHOUT_PICKLES = "2.16.1"
-"""First version of Transformer Engine that asks for the variable."""
+"""The first version of Transformer Engine that requires the variable."""
 
 
 def describe_precision(a: argparse.Namespace) -> str | None:
-    """The parts of an accepted job that compute in fp8 or fp4, and the evidence for them; None without either."""
+    """Describe which parts of an accepted job compute in fp8 or fp4, and what was tested of that; None without fp8 and
+    fp4.
+    """
     if not (a.fp8 or a.fp4):
         return None
     evidence = "state tested on CPU" if a.fp8_recipe in TESTED_RECIPES else "no state between passes, not tested"
     vocabulary = "bf16" if a.bf16 else "fp16" if a.fp16 else "fp32"
     layers = "the layers and their weights" if a.fp8_param_gather or a.fp4_param_gather else "the layers"
     if a.fp4:
-        # Its gradients are rounded by random numbers, drawn from the device's generator in sequence.
+        # fp4 rounds gradients with random numbers that are drawn from the device's generator in order.
         return (
             f"fp4 ({a.fp4_recipe}) in {layers}, {vocabulary} in the vocabulary layers: losses differ between schedules "
             f"as with dropout, because rounding draws random numbers; all but the draws tested on CPU, kernels not run"
@@ -45,8 +47,8 @@ def cannot_resume(a: argparse.Namespace) -> bool:
 
 
 def _counts_recomputed_regions(a: argparse.Namespace) -> bool:
-    """Whether recomputed regions would meet the wrong forwards: Transformer Engine counts them once per process, over
-    all chunks.
+    """Whether Transformer Engine would assign recomputed regions to the wrong forwards, because it counts these regions
+    per process, over all chunks.
     """
     delayed = a.fp8 and a.fp8_recipe == "delayed"
     chunks = a.virtual_pipeline_model_parallel_size or 1
@@ -54,11 +56,11 @@ def _counts_recomputed_regions(a: argparse.Namespace) -> bool:
 
 
 def _chunks_are_alike(a: argparse.Namespace) -> bool:
-    """Every chunk has the same number of layers."""
+    """Whether every chunk has the same number of layers."""
     if a.hybrid_layer_pattern is not None or a.mtp_num_layers:
         return False
     if a.pipeline_model_parallel_layout is None:
-        return True  # Megatron cuts evenly, or refuses
+        return True  # Megatron then cuts evenly, or refuses the arguments
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 

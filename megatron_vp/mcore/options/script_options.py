@@ -14,7 +14,7 @@ SCRIPT_OPTIONS = (
 
 
 def refuse_script_options(args: argparse.Namespace) -> None:
-    """Raise UserError for each of them that is given."""
+    """Raise UserError for each of these options that is given."""
     asked = [option_of(name) for name in SCRIPT_OPTIONS if getattr(args, name)]
     if args.dataloader_type == "external":
         asked.append("--dataloader-type external")

@@ -1,6 +1,7 @@
-"""From parsed arguments to a settled job: choose settings, write them into Megatron's arguments, validate, refuse.
+"""Turns parsed arguments into a settled job: chooses settings, writes them into Megatron's arguments, validates,
+refuses.
 
-Everything here runs before a process group exists, and on every rank alike.
+Everything here runs on every rank, before any process group exists.
 """
 
 from __future__ import annotations
@@ -36,24 +37,25 @@ from megatron_vp.mcore.storage.save_folder import saves_to
 def settled_job(
     megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any], files: bool = False
 ) -> SettledJob:
-    """Validate parsed arguments by Megatron's own function and our refusals.
+    """Validate parsed arguments with Megatron's own function and our refusals, and settle the job.
 
     Args:
         megatron: Megatron's `validate_args`.
-        args: parsed. The layout, the rows and our other choices that Megatron has to know are written into them.
-        defaults: of the script.
-        files: also `check_files`, which finds the checkpoint to load. Otherwise no file is opened.
+        args: parsed arguments. The layout, the rows and our other choices that Megatron must know are written into
+            them.
+        defaults: the script's defaults for Megatron's arguments.
+        files: also run `check_files`, which finds the checkpoint to load. Otherwise no file is opened.
 
     Raises:
         UserError: for arguments that cannot work, with all reasons that can be known at once.
     """
-    # 1. The user's own arguments, before anything is derived from them.
+    # 1. Check the user's own arguments, before anything is derived from them.
     check_ranges(args)
     args.offload_chunks = chosen_offload(args)
     settings, given, prediction = run_settings(args), GivenLayout.of(args), Prediction(args)
     _refuse_numbers_of_chunks(args, settings)
 
-    # 2. Our choices.
+    # 2. Make our choices.
     reasons, shards, checkpoint = Reasons(), ChosenRows(), None
     with reasons.collected():
         shards = choose_rows(args, settings, prediction)
@@ -61,15 +63,15 @@ def settled_job(
     order = choose_order(args, settings, prediction)
     settings = fit_schedule(args, settings, prediction, order)
 
-    # 3. Megatron's validation.
+    # 3. Let Megatron validate the arguments.
     validated = False
     with reasons.collected():
         _validate(megatron, args, defaults)
         validated = True
-    if not validated:  # what follows reads arguments that Megatron derives
+    if not validated:  # the code below reads arguments that Megatron derives
         reasons.refuse()
 
-    # 4. Refusals.
+    # 4. Apply our refusals.
     checks: tuple[Callable[[argparse.Namespace], None], ...] = (
         refuse,
         check_room_without_files,
@@ -101,14 +103,14 @@ def _write_choices(args: argparse.Namespace, settings: RunSettings, shards: Chos
     if settings.replaces_schedule and settings.places_chunks:
         args.chunk_placement = settings.family.placement_of(args.pipeline_model_parallel_size).stage_of
     if settings.replaces_schedule:
-        # Only Megatron's own schedule computes the work that its output layer would defer.
+        # If the output layer deferred this work, only Megatron's own schedule would do it later.
         args.defer_embedding_wgrad_compute = False
     if settings.file is not None:
         args.schedule_fingerprint = f"sha256:{settings.file.digest}"
 
 
 def _validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> None:
-    # Local layers do not use grouped products, for which Megatron would demand a capable device.
+    # Local layers do not use grouped GEMMs, so Megatron must not require a device that supports them.
     grouped = args.moe_grouped_gemm
     args.moe_grouped_gemm = grouped and args.transformer_impl != "local"
     with refused_by_megatron():
@@ -121,9 +123,9 @@ _FOLDERS = ("save", "tensorboard_dir", "rank_report", "pipeline_trace")
 
 
 def check_files(args: argparse.Namespace) -> str | None:
-    """Check what validated arguments read and where they write: data, tokenizer, checkpoint, folders. Makes nothing.
+    """Check the data, tokenizer, checkpoint and output folders that validated arguments name; creates nothing.
 
-    Returns the directory of the checkpoint to load (`check_checkpoint`). Raises UserError for anything unusable.
+    Returns the directory of the checkpoint to load, as `check_checkpoint` does. Raises UserError for anything unusable.
     """
     reasons, checkpoint = Reasons(), None
     for check in (lambda _: check_index_helpers(), check_inputs):
@@ -148,7 +150,7 @@ def refused_by_megatron() -> Iterator[None]:
     except UserError:
         raise
     except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        # Some of Megatron's assertions have no message; show the condition itself.
+        # Some of Megatron's assertions have no message: show the condition instead.
         said = " ".join(str(error).split()) or f"it requires {_condition(error)}"
         raise UserError(f"Megatron refuses these arguments: {said}") from error
 
@@ -169,8 +171,8 @@ def _refuse_numbers_of_chunks(args: argparse.Namespace, settings: RunSettings) -
 
 
 def _lay_out_chunks(args: argparse.Namespace, chunks: int) -> None:
-    """The chunks that the schedule has before Megatron derives anything: an even layout string, or even bars in a
-    hybrid model's pattern, unless these are given.
+    """Cut the model evenly into the schedule's chunks, with a layout string or, for a hybrid model, bars in its
+    pattern, unless the user has given them.
     """
     from megatron_vp.mcore.model.chunk_layout import even_layout
 

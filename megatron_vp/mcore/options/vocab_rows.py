@@ -1,4 +1,4 @@
-"""Resolves `--vocab-shards` before Megatron starts: the vocabulary rows of each pipeline rank of this job."""
+"""Turns `--vocab-shards` into the number of vocabulary rows of each pipeline rank, before Megatron starts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from megatron_vp.trace.partition import Partition
 
 
 def choose_rows(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> ChosenRows:
-    """Choose the rows by pipeline rank (tensor ranks of a stage together), and what comes with them.
+    """Choose the vocabulary rows of each pipeline rank (for all tensor ranks of a stage together), and possibly a
+    layout.
 
-    Chosen rows may bring their layers along, where the arguments name no layout. Every rank makes the same choice from
-    its arguments and the name of its GPU. Call it before Megatron validates the arguments. Raises UserError.
+    A layout is chosen only if the arguments name none. Every rank makes the same choice from its arguments and the name
+    of its GPU. Call this before Megatron validates the arguments. Raises UserError.
     """
     choice = ShardChoice.parse(args.vocab_shards)
     if not args.vocab_parallel or args.pipeline_model_parallel_size < 2 or choice.rule is ShardRule.EVEN:
@@ -45,18 +46,18 @@ def check_rows(args: argparse.Namespace, prediction: Prediction) -> None:
     if args.vocab_rows is None:
         return
     vocab_size = prediction.vocabulary
-    if vocab_size is not None:  # otherwise the model's own size is compared when its layers are cut
+    if vocab_size is not None:  # if unknown, rows are checked when the model is cut
         sizes = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
         check_stage_rows(args.vocab_rows, vocab_size, *sizes)
 
 
 def needs_even_shards(settings: RunSettings) -> bool:
-    """Whether all ranks do the vocabulary work of a microbatch in one pass together."""
+    """Whether all ranks do the vocabulary work of a microbatch at the same time, in one joint pass."""
     return settings.family.own_method is VocabMethod.INTERLACED
 
 
 def describe_rows(job: SettledJob) -> str | None:
-    """One line with the rows and the reason for them; None for equal shards that need no reason."""
+    """Describe the rows and the reason for them in one line; None for equal shards that need no reason."""
     reason = job.shards.reason
     if job.shards.rows is None:
         return reason and f"vocabulary rows by pipeline rank: {reason}"
@@ -65,8 +66,8 @@ def describe_rows(job: SettledJob) -> str | None:
 
 
 def _balanced(args: argparse.Namespace, prediction: Prediction) -> ChosenRows:
-    """The rows (and without a given layout the layers) that are predicted to be fastest. A job with sizes unknown to
-    the cost model keeps equal shards.
+    """Choose the rows, and without a given layout also the layers, that are predicted to be fastest. If the cost model
+    cannot predict the job, shards stay equal.
     """
     kept = partition_to_keep(args)
     if kept is not None:
@@ -82,13 +83,13 @@ def _balanced(args: argparse.Namespace, prediction: Prediction) -> ChosenRows:
 
 
 def _measured(args: argparse.Namespace, settings: RunSettings, prediction: Prediction, folder: Path) -> ChosenRows:
-    """The rows, and the layers, that a run's pass times give. Raises UserError for a run of another job."""
+    """Choose the rows and layers from the pass times of an earlier run. Raises UserError for a run of another job."""
 
     def room(partition: Partition) -> tuple[int, ...] | None:
         try:
             job, plan, hardware = prediction.job()
             return most_rows(job, with_partition(plan, partition), hardware, hardware.memory)
-        except UserError:  # a job that the cost model does not count
+        except UserError:  # a job that the cost model does not cover
             return None
 
     layers, option = layers_given(args) if is_laid_out(args) else None, layout_option(vars(args))
@@ -102,7 +103,7 @@ def _measured(args: argparse.Namespace, settings: RunSettings, prediction: Predi
 
 
 def _chosen(args: argparse.Namespace, shards: Shards, why: str) -> ChosenRows:
-    """Combine these rows with these layers, unless the arguments name a layout."""
+    """Combine the chosen rows and layers; the layers are dropped if the arguments name a layout."""
     if shards.layers is None or is_laid_out(args):
         return ChosenRows(shards.rows, None if shards.rows is None else why)
     pattern = pattern_in(vars(args))
@@ -112,5 +113,5 @@ def _chosen(args: argparse.Namespace, shards: Shards, why: str) -> ChosenRows:
 
 
 def is_laid_out(args: argparse.Namespace) -> bool:
-    """Whether the arguments name what each stage holds."""
+    """Whether the arguments say which layers each stage holds."""
     return args.pipeline_model_parallel_layout is not None or layers_given(args) is not None
