@@ -1,8 +1,7 @@
-"""The table of patches: every group that we apply to Megatron, for which runs, and when in the start.
+"""The table of patches: lists every group of patches for Megatron, the runs that need it, and when it is applied.
 
-A group names the module that declares its patches as text, so that this table imports no part of Megatron. Other
-packages ask only for the groups of a stage that a run selects. `megatron-vp patches` and the documentation print the
-table.
+A group names the module of its patches as text, so that this table does not import Megatron. Other packages ask only
+for the groups that a run selects. `megatron-vp patches` and the documentation print the table.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from megatron_vp.mcore.settled import RunSettings, own_loop, replay, run_setting
 
 
 class Stage(Enum):
-    """When in the start a group is applied. All groups that a run selects are checked before the first stage."""
+    """When a group is applied during startup. All groups that a run selects are checked before the first stage."""
 
     BEFORE_PARSING = "before Megatron parses the arguments"
     AFTER_VALIDATION = "after Megatron validated the arguments"
@@ -34,15 +33,17 @@ class Run:
     """The inputs that decide which groups apply: a run's arguments and its machine."""
 
     args: argparse.Namespace
-    """Megatron's arguments; before they are parsed, those of `options.early_arguments`, which conditions may read."""
+    """Megatron's arguments or, before parsing, those of `options.early_arguments`, which are all that conditions may
+    read.
+    """
     machine: Installed
     """The packages installed where the job runs."""
     cpu: bool = False
-    """No CUDA device is used."""
+    """Whether the run uses no CUDA device."""
     shapes_only: bool = False
-    """This is a replay of shapes."""
+    """Whether this is a replay of shapes."""
     counts_engine: bool = False
-    """It counts Transformer Engine's layers."""
+    """Whether the replay counts Transformer Engine's layers."""
 
     @property
     def settings(self) -> RunSettings:
@@ -63,7 +64,7 @@ def run_here(args: argparse.Namespace) -> Run:
 
 @dataclass(frozen=True)
 class Condition:
-    """Decides for which runs a group applies: a sentence for users, and the test."""
+    """Decides which runs a group applies to: a sentence for users, and the test."""
 
     sentence: str
     holds: Callable[[Run], object]
@@ -81,9 +82,9 @@ class PatchGroup:
     stage: when in the start they are applied.
     without: what would happen without them.
     essential: whether a run that selects them is refused if they do not fit Megatron. True if a run without them would
-        compute something else, hang, or risk its checkpoints. False if it only loses a convenience or ends with an
-        error of Megatron's: they are then left out, with a line in the log.
-    package: the package that owns the symbols, if not Megatron; if it is not installed, nothing is compared.
+        compute something else, hang, or risk its checkpoints. False if it would only lose a convenience or stop with an
+        error from Megatron; such patches are then left out, with a line in the log.
+    package: the package that owns the symbols, if not Megatron; if it is not installed, nothing is checked.
     """
 
     name: str
@@ -102,7 +103,7 @@ class PatchGroup:
 
 
 def _logs(args: argparse.Namespace) -> bool:
-    return str(args.log_pipeline_interval) != "0"  # the early arguments hold it as typed
+    return str(args.log_pipeline_interval) != "0"  # the early arguments hold it as a string
 
 
 def _records(args: argparse.Namespace) -> object:
@@ -118,7 +119,7 @@ def _in_own_loop(run: Run) -> bool:
     return loop is not None and not loop.reads_arguments() and run.settings.replaces_schedule
 
 
-# The order is the order in which the patches of a stage are applied.
+# The patches of a stage are applied in this order.
 GROUPS = (
     PatchGroup(
         "wheel",
@@ -397,7 +398,7 @@ def patches_of(name: str) -> tuple[Patch, ...]:
 
 
 def selected(run: Run, stage: Stage | None = None) -> tuple[PatchGroup, ...]:
-    """The groups that a run needs, of one stage or of all, in the order of the table."""
+    """The groups that a run needs, for one stage or for all, in the order of the table."""
     return tuple(group for group in GROUPS if stage in (None, group.stage) and group.applies.holds(run))
 
 
@@ -422,9 +423,9 @@ def require_fit(run: Run) -> None:
 
 
 def apply(stage: Stage, run: Run) -> None:
-    """Apply the patches of one stage that a run selects: all of them or, raising UserError, none.
+    """Apply the patches that a run selects for one stage: either all of them, or none with a UserError.
 
-    Groups that are not essential and do not fit are left out, each with a line on the rank that writes the log.
+    Groups that do not fit and are not essential are left out; the rank that writes the log prints a line for each.
     """
     declared, left_out = _fitting(selected(run, stage))
     if left_out and (run.args.fake_process_group or run.args.rank == run.args.world_size - 1):
@@ -433,14 +434,16 @@ def apply(stage: Stage, run: Run) -> None:
 
 
 def apply_early(run: Run, *names: str) -> None:
-    """Apply the selected groups with these names ahead of their stage. Raises UserError if one does not fit, and then
-    applies none of them.
+    """Apply those of the named groups that a run selects, ahead of their stage. If one does not fit, applies none and
+    raises UserError.
     """
     patches.apply([patch for group in selected(run) if group.name in names for patch in patches_of(group.name)])
 
 
 def _fitting(groups: Iterable[PatchGroup]) -> tuple[list[Patch], list[str]]:
-    """The patches of the groups that fit, and a line for each that does not. Raises UserError if it is essential."""
+    """The patches of the groups that fit, and a line for each group that does not. Raises UserError if such a group is
+    essential.
+    """
     fitting: list[Patch] = []
     left_out, problems = [], []
     for group in groups:

@@ -1,9 +1,9 @@
-"""Patches: checks them against the installed Megatron, applies them and takes them back.
+"""Checks patches against the installed Megatron, applies them, and undoes them.
 
 A patch names its target as `module:attribute.path`, makes the replacement from the original, and states the signature
-that it was written against. A set of patches is applied together or not at all, is applied once however often it is
-asked for, and can be undone. A target that changed is an error that names it; nothing is ever skipped in silence.
-`patch_table.py` declares which patches exist and when they are applied.
+that it was written against. A set of patches is applied completely or not at all, and can be undone; applying it again
+has no effect. If a target has changed, an error names it. No patch is ever silently skipped. `patch_table.py` declares
+which patches exist and when they are applied.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from megatron_vp.errors import UserError
 SUPPORTED_SERIES = ("0.19", "0.20")
 TESTED_VERSIONS = ("0.19.0", "0.19.2", "0.20 development line at d98e8a64")
 RELEASE = "0.19.2"
-"""The newest release on PyPI that was tested."""
+"""The newest tested release on PyPI."""
 INSTALL = f"pip install --no-deps megatron-core=={RELEASE}"
-"""Command that installs this release into an environment that has everything else, such as NVIDIA's container, and
-changes nothing else there.
+"""The command that installs only this release into an environment that has everything else, such as NVIDIA's container.
 """
 
 _MISSING = object()
@@ -35,21 +34,21 @@ class Variant:
     """How a patch differs in one release series of megatron-core."""
 
     signature: str
-    """The target's signature there."""
+    """The target's signature in that series."""
     make: Callable[[Any], Any] | None = None
-    """The replacement there; None if the patch's own works."""
+    """Makes the replacement in that series; None if the patch's own function does."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One replaced symbol.
+    """Replaces one symbol.
 
     target: `module:attribute.path`; a class attribute is patched on the class, so every alias of the class sees it.
-    make: gets the original, returns the replacement. Called once, when the patch is applied.
-    reason: one line, shown by `megatron-vp patches`.
-    signature: `signature_of(original)` at the time of writing; two joined by " or " where other packages decide which;
-        `nothing` for a symbol that Megatron lacks where another package is missing.
-    variants: differences by release series (such as `0.20`); None for a series that does not need the patch.
+    make: takes the original and returns the replacement; called once, when the patch is applied.
+    reason: one line that `megatron-vp patches` shows.
+    signature: `signature_of(original)` when the patch was written. Two are joined by " or " if another package decides
+        which one Megatron has; `nothing` means that Megatron lacks the symbol if that package is missing.
+    variants: differences by release series (such as `0.20`), with None for a series that does not need the patch.
     """
 
     target: str
@@ -70,7 +69,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something in Megatron that differs from what we expect: a symbol that we patch or call, or an argument that we
+    """A difference between Megatron and what we expect, in a symbol that we patch or use or in an argument that we
     read.
     """
 
@@ -87,7 +86,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class _Applied:
-    """The data needed to undo a patch: `raw` is the owner's own entry, or _MISSING where it was inherited."""
+    """The data needed to undo a patch: `raw` is the owner's own entry, or _MISSING if it was inherited."""
 
     patch: Patch
     owner: Any
@@ -101,9 +100,10 @@ _applied: dict[str, _Applied] = {}
 
 
 def signature_of(value: Any) -> str:
-    """Parameters of a callable as `(a, b=1, *, c)`, `builtin` where Python cannot tell, else `value`.
+    """The parameters of a callable as `(a, b=1, *, c)`; `builtin` if Python does not know them; `value` if it is not
+    callable.
 
-    Annotations are left out: they change without changing what a call means.
+    Annotations are left out, because they may change without changing calls.
     """
     if not callable(value):
         return "value"
@@ -116,16 +116,18 @@ def signature_of(value: Any) -> str:
 
 
 def present_version() -> str:
-    """Version of the importable megatron-core, supported or not; UserError if there is none."""
+    """The version of megatron-core that Python imports, supported or not. Raises UserError if there is none."""
     _distribution()
     # megatron-core appends "+<commit>" if its files lie inside a git repository.
     return importlib.import_module("megatron.core").__version__.partition("+")[0]
 
 
 def installed_version() -> str:
-    """Version of the installed megatron-core; UserError if there is none or it is in no supported series."""
+    """The version of megatron-core that Python imports. Raises UserError if there is none or its series is not
+    supported.
+    """
     require_supported(_distribution().version)
-    # The module may be another copy than the one that the metadata describes (an editable checkout on the path).
+    # The module may come from another copy than the metadata, such as a checkout on PYTHONPATH.
     module = present_version()
     if _series(module) not in SUPPORTED_SERIES:
         folder = importlib.import_module("megatron.core").__path__[0]
@@ -137,21 +139,22 @@ def installed_version() -> str:
 
 
 def present_series() -> str:
-    """Release series of the importable megatron-core, supported or not: `0.19` for 0.19.2."""
+    """The release series of megatron-core that Python imports, supported or not: `0.19` for 0.19.2."""
     return _series(present_version())
 
 
 def check(patches: Iterable[Patch]) -> list[Problem]:
-    """All reasons why these patches cannot be applied, in their order; empty if they all fit."""
+    """All reasons why these patches cannot be applied, in the order of the patches; empty if all fit."""
     return [problem for problem in map(_problem, patches) if problem is not None]
 
 
 def check_symbol(target: str, expected: str) -> Problem | None:
-    """The reason why a symbol of Megatron that we use does not fit, or None. A patched symbol is judged by its
-    original.
+    """The reason why a symbol of Megatron does not fit what we expect, or None. If it is patched, the original is
+    checked.
 
-    `expected` is a signature as `signature_of` gives it, `class` for any class, `present` for anything, or
-    `takes a, b` for a callable that can be called with these arguments by name and needs no others (`takes nothing`).
+    `expected` is a signature as `signature_of` returns it, `class` for any class, `present` for anything, or `takes a,
+    b` for a callable that accepts these arguments by name and needs no others (`takes nothing` if it needs none at
+    all).
     """
     try:
         owner, name = _locate(target)
@@ -170,7 +173,7 @@ def check_symbol(target: str, expected: str) -> Problem | None:
 
 
 def apply(patches: Sequence[Patch]) -> tuple[Patch, ...]:
-    """Apply all of them or, raising UserError, none; return those that were not in force before."""
+    """Apply either all patches, or none with a UserError; return those that were not applied before."""
     installed_version()
     targets = [patch.target for patch in patches]
     assert len(set(targets)) == len(targets), f"two patches share a target: {sorted(targets)}"
@@ -186,7 +189,7 @@ def apply(patches: Sequence[Patch]) -> tuple[Patch, ...]:
 
 
 def undo(patches: Iterable[Patch]) -> None:
-    """Put the originals back. Patches that are not in force stay as they are."""
+    """Put the originals back. Patches that are not applied are ignored."""
     for patch in reversed(tuple(patches)):
         entry = _applied.pop(patch.target, None)
         if entry is None:
@@ -199,7 +202,7 @@ def undo(patches: Iterable[Patch]) -> None:
 
 @contextmanager
 def patched(patches: Sequence[Patch]) -> Iterator[None]:
-    """Apply on entry; on exit undo what this entry applied (patches already in force stay)."""
+    """Apply patches inside this context. Those that were applied before stay applied after it."""
     new = apply(patches)
     try:
         yield

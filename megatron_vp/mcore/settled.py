@@ -1,13 +1,13 @@
-"""The settled job of this process: the value that everything else uses, and the one place that holds it.
+"""Holds the settled job of this process: all our decisions for a run, which everything else reads from here.
 
-A start goes through these steps, in this order:
+A job's startup takes these steps, in this order:
 
-1. `begin` reads the schedule file, if one is named (`start/launch.py`).
-2. The parser notes the words of the command line (`options/arguments.py`).
-3. `options/settle.py` validates the arguments and makes the `SettledJob`.
-4. With process groups, all ranks take rank 0's order costs (`start/same_job.py`).
+1. `begin` reads the schedule file, if one is named (`start/launch.py`). 2. The parser notes the words of the command
+line (`options/arguments.py`). 3. `options/settle.py` validates the arguments and makes the `SettledJob`. 4. Once there
+are process groups, all ranks take over the order costs of rank 0 (`start/same_job.py`).
 
-Functions of ours that Megatron calls ask `current()` and hand the job on. This module imports no Megatron.
+Those of our functions that Megatron calls get the job from `current()` and pass it on. This module does not import
+Megatron.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ALGORITHMS = tuple(method.value for method in VocabMethod if method.is_sharded)
 
 @dataclass(frozen=True)
 class ScheduleFile:
-    """A schedule file as it was at the start: the run never reads it again."""
+    """A schedule file as it was at startup; the run never reads it again."""
 
     family: Family
     digest: str
@@ -41,34 +41,36 @@ class ScheduleFile:
 
 @dataclass(frozen=True)
 class Words:
-    """The arguments as typed for this run."""
+    """The arguments of this run as words, before parsing."""
 
     all: tuple[str, ...] = ()
-    """The words of the command line, after those of configuration files and those added for the platform."""
+    """All words that were parsed: those added for the platform, those of configuration files, and those of the command
+    line.
+    """
     platform_flags: tuple[str, ...] = ()
-    """Megatron's flags that were added for the platform."""
+    """The flags of Megatron that were added for the platform."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """The options in `all`, by the names of their arguments."""
+    """The options in `all`, by argument name."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """Settings of a replay of one rank that its arguments do not hold."""
+    """Settings of a replay of one rank that are not in its arguments."""
 
     job: JobConfig | None = None
     """The whole job, before the replay's changes to it."""
     meter: Any = None
-    """In a replay of shapes, the counter of memory: a `reports.memory.Meter`."""
+    """In a replay of shapes, the memory counter, a `reports.memory.Meter`."""
     counts_engine: bool = False
-    """Local layers keep what Transformer Engine's would."""
+    """Whether local layers keep what Transformer Engine's would keep."""
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The settings of a run from --pipeline-schedule and --vocab-parallel. Arguments need not be validated."""
+    """The settings of a run that follow from --pipeline-schedule, --vocab-parallel and --offload-chunks."""
 
     family: Family
-    """Family of the schedule, or of the schedule file."""
+    """The family of the named schedule, or the one made from the schedule file."""
     file: ScheduleFile | None
     vocab_parallel: bool
     offload: str = "0"
@@ -76,16 +78,16 @@ class RunSettings:
 
     @property
     def replaces_schedule(self) -> bool:
-        """Whether the plug-in runs the pipeline. Without these options Megatron does, virtual stages included."""
+        """Whether the plug-in runs the pipeline. Without these options Megatron does, also with virtual stages."""
         return self.vocab_parallel or self.family.name != DEFAULT_SCHEDULE or self.offload != "0"
 
     @property
     def offloads(self) -> bool:
-        """Whether activations of some chunks wait in the host's memory between forward and backward."""
+        """Whether the activations of some chunks are kept in host memory between forward and backward."""
         return self.offload != "0" or bool(self.family.fixed and self.family.fixed.offloaded)
 
     def offload_chunks(self, chunks: int) -> int:
-        """Number of offloaded chunks out of `chunks` per rank, if no schedule file says it."""
+        """The number of offloaded chunks out of `chunks` per rank, if no schedule file decides."""
         return chunks_to_offload(self.offload, chunks)
 
     @property
@@ -95,12 +97,12 @@ class RunSettings:
 
     @property
     def places_chunks(self) -> bool:
-        """Whether chunks are placed otherwise than by Megatron, whose chunk c of rank r is stage c p + r."""
+        """Whether chunks are placed differently from Megatron, whose chunk c of rank r is stage c p + r."""
         return not self.family.in_rounds
 
     @property
     def last_stage_elsewhere(self) -> bool:
-        """Whether the last stage is on another rank than p-1."""
+        """Whether the last stage is on a rank other than p - 1."""
         return not self.family.ends_on_last_rank
 
     def placement(self, ranks: int, chunks: int) -> Placement:
@@ -112,27 +114,28 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class GivenLayout:
-    """How the user's arguments cut the model into stages, before a schedule or balanced shards changed it."""
+    """How the user's arguments cut the model into stages, before a schedule or balanced shards change that."""
 
     layout: str | None
     pattern: Pattern | None
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> GivenLayout:
-        """Read it from parsed arguments that nothing was derived from yet."""
+        """Read the layout from parsed arguments, before anything is derived from them."""
         return cls(args.pipeline_model_parallel_layout, pattern_in(vars(args)))
 
 
 @dataclass(frozen=True)
 class ChosenRows:
-    """The vocabulary rows of a job, and other choices that come with them."""
+    """The chosen vocabulary rows of a job, and possibly a layout."""
 
     rows: tuple[int, ...] | None = None
-    """By pipeline rank, the tensor ranks of a stage together; None for equal shards."""
+    """The number of rows by pipeline rank, for all tensor ranks of a stage together; None for equal shards."""
     reason: str | None = None
     """The reason for these rows if the user did not give them; None for equal shards that need no reason."""
     layout: str | None = None
-    """A layout that comes with the rows (for a hybrid model a pattern with bars); None keeps the user's."""
+    """The layout that was chosen with the rows (for a hybrid model, a pattern with bars); None keeps the user's layout.
+    """
 
 
 @dataclass(frozen=True)
@@ -140,23 +143,23 @@ class SettledJob:
     """Everything that the plug-in has decided for a run."""
 
     args: argparse.Namespace
-    """Megatron's validated arguments. It is Megatron's own object: training changes some of them."""
+    """Megatron's validated arguments. This is Megatron's own object, and training changes some of them."""
     settings: RunSettings
     given: GivenLayout
     shards: ChosenRows
     order: Costs | None
-    """The costs that the passes are ordered for; None: `PassCosts()`. All ranks of a run take rank 0's."""
+    """The costs by which passes are ordered; None means `PassCosts()`. All ranks of a run use those of rank 0."""
     parts: Mapping[str, str]
-    """What computes the layers, the norms and so on: see `platform.parts`."""
+    """The implementation of layers, norms and so on; see `platform.parts`."""
     words: Words
     nodes: Installed | None
-    """The packages of the nodes, if the job was checked for other nodes than this machine."""
+    """The packages of the nodes, if the job was checked for nodes other than this machine."""
     checkpoint_to_load: str | None = None
-    """Directory of the checkpoint; None if the run starts afresh, or if none is checked."""
+    """The directory of the checkpoint; None if the run starts afresh, or if the checkpoint is not checked."""
 
     @property
     def method(self) -> VocabMethod:
-        """Method of the vocabulary layers, unless the schedule has its own."""
+        """The method of the vocabulary layers, unless the schedule has its own."""
         return VocabMethod(self.args.vocab_parallel_algorithm if self.settings.vocab_parallel else VocabMethod.NONE)
 
     @property
@@ -167,20 +170,22 @@ class SettledJob:
 
 
 class OwnLoop(Protocol):
-    """The settings that `megatron_vp.enable` offers to scripts whose arguments Megatron does not parse."""
+    """The interface through which a call of `megatron_vp.enable` settles the job of a script with its own training
+    loop.
+    """
 
     words: tuple[str, ...]
-    """The call's settings as words of a command line."""
+    """The settings of the call, as words of a command line."""
 
     def reads_arguments(self) -> bool:
-        """Whether Megatron's own arguments have settled the job: its builders prepare the model then."""
+        """Whether the job was settled from Megatron's own arguments; in that case, its builders prepare the model."""
 
     def settle_for(self, model: Mapping[str, Any]) -> SettledJob:
-        """Settle the job with the arguments of a model's constructor, by their names; later models take the same."""
+        """Settle the job from the arguments of a model's constructor, given by name; later models use the same job."""
 
 
 class _Process:
-    """The state of this process's job."""
+    """The state of this process."""
 
     def __init__(self) -> None:
         self.replay = Replay()
@@ -198,7 +203,7 @@ _process = _Process()
 
 
 def begin(schedule: str, text_of: Callable[[str], str] = text_of_file) -> None:
-    """Begin a start: forget any earlier job, and read the schedule file if --pipeline-schedule names one.
+    """Begin a job's startup: forget any earlier job, and read the schedule file if --pipeline-schedule names one.
 
     `text_of` returns a file's text. Raises UserError for a file that cannot be used.
     """
@@ -209,12 +214,12 @@ def begin(schedule: str, text_of: Callable[[str], str] = text_of_file) -> None:
 
 
 def note_words(words: Words) -> None:
-    """Note what was typed, once it has been parsed."""
+    """Note the words that were parsed."""
     _process.words = words
 
 
 def words() -> Words:
-    """The arguments as typed, before parsing."""
+    """The arguments of this process as words, before parsing."""
     return _process.words
 
 
@@ -224,14 +229,14 @@ def settle(job: SettledJob) -> None:
 
 
 def current() -> SettledJob:
-    """The job of this process."""
+    """The settled job of this process."""
     assert _process.job is not None, "a function of ours was called before Megatron's arguments were validated"
     return _process.job
 
 
 @contextmanager
 def placed_as_megatron() -> Iterator[None]:
-    """Inside, chunks are placed as in plain Megatron, so that the same chunks are built."""
+    """Place chunks, inside this context, as plain Megatron does, so that the same chunks are built."""
     job = current()
     settle(replace(job, settings=replace(job.settings, family=megatrons_own())))
     try:
@@ -241,17 +246,17 @@ def placed_as_megatron() -> Iterator[None]:
 
 
 def is_settled() -> bool:
-    """Whether this process has a job."""
+    """Whether this process has a settled job."""
     return _process.job is not None
 
 
 def own_loop() -> OwnLoop | None:
-    """The arguments of the call of `megatron_vp.enable`; None without such a call."""
+    """The settings of the call of `megatron_vp.enable`; None without such a call."""
     return _process.own_loop
 
 
 def note_own_loop(own_loop: OwnLoop | None) -> None:
-    """Note a call of `megatron_vp.enable`, or that it is undone."""
+    """Note a call of `megatron_vp.enable`; None notes that it was undone."""
     _process.own_loop = own_loop
 
 
@@ -262,7 +267,7 @@ def clear() -> None:
 
 @contextmanager
 def replaying(**changes: Any) -> Iterator[None]:
-    """Inside, this process replays a rank; `changes` are fields of `Replay`."""
+    """Mark this process, inside this context, as a replay of one rank; `changes` are fields of `Replay`."""
     before = _process.replay
     _process.replay = replace(before, **changes)
     try:
@@ -272,25 +277,25 @@ def replaying(**changes: Any) -> Iterator[None]:
 
 
 def replay() -> Replay:
-    """The settings of the replay in this process; none in a run."""
+    """The settings of the replay in this process; the defaults if it is not a replay."""
     return _process.replay
 
 
 def schedule_file(name: str) -> ScheduleFile | None:
-    """The schedule file of a --pipeline-schedule as it was first read; None if it names a family. Raises UserError."""
+    """The schedule file that --pipeline-schedule names, as first read; None if it names a family. Raises UserError."""
     if not _names_file(name):
         return None
     return _process.files.get(name) or _read(name, text_of_file)
 
 
 def family_of(name: str) -> Family:
-    """The record of a value of --pipeline-schedule. Raises UserError for a name that is neither family nor file."""
+    """The family for a value of --pipeline-schedule. Raises UserError if the value is neither a family nor a file."""
     file = schedule_file(name)
     return file.family if file else family(name)
 
 
 def run_settings(args: argparse.Namespace) -> RunSettings:
-    """The run's settings from parsed arguments, or from those of `options.early_arguments`. Raises UserError as
+    """The settings of a run, from parsed arguments or those of `options.early_arguments`. Raises UserError like
     `family_of`.
     """
     with _named():

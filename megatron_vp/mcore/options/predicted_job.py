@@ -85,7 +85,7 @@ class Prediction:
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:
-    """The cost model's hardware for this rank's device: found by the GPU's name, otherwise a typical GPU or a CPU core."""
+    """The cost model's hardware for this rank's device: the GPU of this name, or else a typical GPU or a CPU core."""
     if installed.of_nodes is not None or replay().meter is not None:  # the job runs elsewhere
         return HARDWARE[UNKNOWN_GPU]
     # During Megatron's startup on a CPU, torch reports that CUDA is available.

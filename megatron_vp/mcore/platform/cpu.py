@@ -1,8 +1,7 @@
 """Patches that let unmodified Megatron run without CUDA, over gloo.
 
-Applied where no CUDA device is used. Each was found necessary by leaving it out; `torch.cuda.is_available` is
-overridden while Megatron initialises and never longer, because Megatron's checkpointing and torch's compiler ask it
-in earnest.
+Applied if no CUDA device is used. For each patch we tested that Megatron fails without it. `torch.cuda.is_available` is
+overridden only while Megatron initialises, because Megatron's checkpointing and torch's compiler need the true answer.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class _Stream:
 
 
 class _Event(_Stream):
-    """Replaces a CUDA event: it has always happened."""
+    """Replaces a CUDA event; it has always completed."""
 
     record = wait = _Stream._nothing
 
@@ -70,7 +69,7 @@ def _type_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
         if args or kwargs:
             return original(self, *args, **kwargs)
         name = original(self)
-        # Some of Transformer Engine's fp8 tensors say it by themselves.
+        # Some of Transformer Engine's fp8 tensors report CUDA themselves.
         return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
 
     return type_
@@ -96,9 +95,9 @@ def _exact_l2_norm(
 
 
 def checkpoint_writer(*args: Any) -> None:
-    """Megatron's process that writes asynchronous checkpoints, without a device to select.
+    """Run the loop of Megatron's process for asynchronous checkpoints, without selecting a device.
 
-    It starts afresh: nothing is patched in it, and it finds this function by its name.
+    The process is newly spawned: no patches are applied in it, and it imports this function by name.
     """
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
@@ -110,7 +109,7 @@ def checkpoint_writer(*args: Any) -> None:
 
 
 def copied_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
-    """The present contents for Megatron's writer, which finds this function by its name."""
+    """Copy the current contents of tensors for Megatron's checkpoint writer, which imports this function by name."""
     return [
         (file, key, (others, [(item, tensor.clone()) for item, tensor in tensors]))
         for file, key, (others, tensors) in write_buckets
@@ -118,11 +117,11 @@ def copied_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[
 
 
 class _HostGenerator:
-    """Host random numbers for data loaders and datasets, as a run with GPUs draws them.
+    """Gives data loaders and datasets random numbers of their own, as a run with GPUs does.
 
-    torch's default generator replaces the device's. It must not depend on who reads data (one tensor rank of a
-    stage), nor on how often a loader was started (once more where a run resumes): both would change the elements that
-    dropout takes. Checkpoints do not hold this generator's state.
+    On a CPU, torch's default generator replaces that of the device. Its state must not depend on which rank reads data
+    (one tensor rank of a stage) or on how often a loader was started (once more when a run resumes), because dropout
+    would then drop other elements. So loaders draw from another generator, whose state is not in checkpoints.
     """
 
     def __init__(self) -> None:
@@ -130,7 +129,7 @@ class _HostGenerator:
 
     @contextlib.contextmanager
     def from_the_host(self) -> Iterator[None]:
-        """Inside, torch's default generator is the host's."""
+        """Switch torch's default generator, inside this context, to the one for data."""
         default = torch.default_generator
         if self._generator is None:
             self._generator = torch.Generator().manual_seed(default.initial_seed())
@@ -169,7 +168,7 @@ def _bytes_apart(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parts_of_any_size(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gather parts of different sizes: each owner broadcasts its part in turn, synchronously."""
+    """Gather parts of different sizes, synchronously: each rank in turn broadcasts its part."""
 
     @functools.wraps(original)
     def all_gather(

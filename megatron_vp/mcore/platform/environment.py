@@ -1,4 +1,4 @@
-"""Lists the parts that a training run would use here, the missing ones, and what their absence costs."""
+"""Lists the parts of this installation that a training run uses, which of them are missing, and what that costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _BROKEN = "broken"
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the installation: `found` says which, or is None; `without` says what its absence means."""
+    """One part of the installation: `found` is its version or name, None if it is missing; `without` says what is lost
+    then.
+    """
 
     name: str
     found: str | None
@@ -32,12 +34,12 @@ class Part:
 
     @property
     def is_broken(self) -> bool:
-        """Whether it is installed but cannot be used."""
+        """Whether the part is installed but cannot be used."""
         return (self.found or "").startswith(_BROKEN)
 
 
 def parts() -> list[Part]:
-    """Everything that a run's speed, memory or features depend on; never raises."""
+    """All parts that a run's speed, memory or features depend on; never raises."""
     return [Part(name, _quietly(find), without) for name, find, without in _PARTS]
 
 
@@ -45,7 +47,8 @@ def who_computes() -> dict[str, str]:
     """Which implementations a bf16 job on this machine would use for layers, norms, softmax, accumulation and the
     optimizer step.
 
-    The job has no further flags, LayerNorm and whole backwards. Raises UserError if it could not start.
+    The job has no other flags; it uses LayerNorm and backwards that are not split. Raises UserError if it could not
+    start.
     """
     machine, cpu = here(), uses_cpu([])
     flags = platform_arguments([], cpu)
@@ -64,7 +67,7 @@ def who_computes() -> dict[str, str]:
 def _quietly(find: Callable[[], str | None]) -> str | None:
     try:
         return find()
-    except Exception as error:  # a broken installation counts as missing, and must not hide the other parts
+    except Exception as error:  # one broken installation must not hide the other parts
         return None if isinstance(error, ImportError) else f"{_BROKEN}: {' '.join(str(error).split())}"
 
 
@@ -105,7 +108,7 @@ def _slurm() -> str | None:
 
 
 def _index_builder() -> str | None:
-    core = importlib.util.find_spec("megatron.core")  # found, not imported: that takes seconds
+    core = importlib.util.find_spec("megatron.core")  # not imported, because that takes seconds
     compiled = [
         file for folder in core.submodule_search_locations for file in Path(folder).glob("datasets/helpers_cpp*")
     ]

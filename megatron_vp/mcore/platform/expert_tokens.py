@@ -1,6 +1,6 @@
-"""Patches that let tokens travel to their experts all to all over gloo, from tensors that are on the CPU already.
+"""Patches for all-to-all dispatch of tokens to experts over gloo, with tensors that are already on the CPU.
 
-With them `--moe-token-dispatcher-type alltoall` runs without CUDA; they are part of the CPU platform's.
+With them, `--moe-token-dispatcher-type alltoall` runs without CUDA. They belong to the patches of the CPU platform.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decides the platform of this process, and the environment and flags that Megatron needs there."""
+"""Decides whether this process runs on GPUs or CPUs, and sets the environment and flags that Megatron then needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FALLBACK_WARNINGS = (
 
 @dataclass(frozen=True)
 class _Situation:
-    """The inputs to the choice of a flag: the platform, the layers that will be built, and the machine's packages."""
+    """What the choice of a flag depends on: the platform, the layers that will be built, and the machine's packages."""
 
     cpu: bool
     local: bool
@@ -45,31 +45,32 @@ class _Choice:
 _CHOICES = (
     _Choice("--distributed-backend", "gloo", lambda s: s.cpu),
     _Choice("--transformer-impl", "local", lambda s: s.cpu or s.machine.engine is None),
-    # Megatron's local attention asks Apex for this kernel; Transformer Engine's layers have their own.
+    # Megatron's local attention takes this kernel from Apex; Transformer Engine's layers have their own.
     _Choice("--no-masked-softmax-fusion", None, lambda s: s.cpu or (s.local and not s.machine.apex_softmax)),
-    # PyTorch would compile these for minutes.
+    # PyTorch would need minutes to compile these.
     _Choice("--no-bias-gelu-fusion", None, lambda s: (s.cpu or s.local) and not s.counts_engine),
     _Choice("--no-bias-swiglu-fusion", None, lambda s: (s.cpu or s.local) and not s.counts_engine),
     _Choice("--no-bias-dropout-fusion", None, lambda s: s.cpu or s.local),
-    # Transformer Engine's kernel, for layers of either kind.
+    # Both kinds of layers use Transformer Engine's kernel for this.
     _Choice("--no-rope-fusion", None, lambda s: s.cpu or s.machine.engine is None),
-    # On a GPU without Apex our own product stands in (`without_apex.py`).
+    # On a GPU without Apex, our own product replaces Apex's (`without_apex.py`).
     _Choice("--no-gradient-accumulation-fusion", None, lambda s: s.cpu),
     _Choice("--no-persist-layer-norm", None, lambda s: s.cpu or (s.local and s.torch_norm)),
 )
 
 
 def uses_cpu(arguments: list[str]) -> bool:
-    """Whether this run uses no CUDA device: `--cpu`, MEGATRON_VP_CPU=1, or none is there."""
+    """Whether this run uses no CUDA device, because of `--cpu` or MEGATRON_VP_CPU=1, or because there is none."""
     return asks_for_cpu(arguments) or not torch.cuda.is_available()
 
 
 def quiet_fallback_warnings() -> None:
-    """Silence import-time warnings that Transformer Engine, Apex or a device is missing: one line says it once.
+    """Silence import-time warnings that Transformer Engine, Apex or a device is missing: our own line in the log says
+    so once.
 
-    In child processes too: the checkpoint writers of an asynchronous save import the script again.
+    Child processes inherit this, because the checkpoint writers of an asynchronous save import the script again.
     """
-    # Where a CUDA toolkit is installed and no device.
+    # This logger warns if a CUDA toolkit is installed but there is no device.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     for start in _FALLBACK_WARNINGS:
         warnings.filterwarnings("ignore", message=start, category=UserWarning)
@@ -81,12 +82,12 @@ def quiet_fallback_warnings() -> None:
 def prepare_environment(cpu: bool) -> None:
     """Set variables and a logger's level before Megatron is imported; variables set by the user are kept."""
     if cpu:
-        # Megatron asks for it under tensor parallelism, without a device too.
+        # Megatron requires this for tensor parallelism, even without a device.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        # Hide existing devices from parts that ask torch themselves.
+        # Hide existing devices from code that asks torch itself.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        # Megatron warns of every draw that moved the CPU's generator; here that is the device's.
+        # Megatron warns when the CPU's generator was used; without a device, that is expected.
         logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
 
@@ -94,9 +95,9 @@ def platform_arguments(given: list[str], cpu: bool) -> list[str]:
     """Megatron flags that this platform needs and that `given` (flags of the user and of the configuration) does not
     set.
 
-    They follow from the layers that will be built and from the machine's packages: a fused operation is switched off if
-    nothing installed computes it. Raises UserError if a given flag cannot work here, or where the layers are to be
-    Transformer Engine's and it is installed but cannot be imported.
+    They depend on the layers that will be built and on the machine's packages: a fused operation is switched off if no
+    installed package computes it. Raises UserError if a given flag cannot work here, or if the layers should be
+    Transformer Engine's but its installation cannot be imported.
     """
     machine = installed()
     layers = flag_value(given, "--transformer-impl")

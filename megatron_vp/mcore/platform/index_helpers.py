@@ -1,6 +1,6 @@
-"""Megatron's compiled helpers for the indices of datasets: in the wheel, and compiled by a checkout at its first start.
+"""Checks Megatron's compiled helpers for dataset indices, which a wheel contains and a checkout compiles on first use.
 
-Rank 0 compiles them while the other ranks wait for it, so every rank checks for the tools before that.
+Rank 0 compiles them while the other ranks wait, so every rank first checks that the tools are there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REMEDY = (
 
 
 def check_index_helpers() -> None:
-    """Raise UserError if Megatron's helpers are neither compiled nor can be, as Megatron's Makefile would do it."""
+    """Raise UserError if Megatron's helpers are not compiled and its Makefile could not compile them here."""
     if importlib.util.find_spec(_MODULE) is not None:
         return
     folder = _folder()
@@ -72,4 +72,4 @@ PATCHES = (
         "()",
     ),
 )
-"""Applied always: the wheel as shipped cannot start."""
+"""Always applied, because a job with the unpatched wheel cannot start."""

@@ -1,8 +1,8 @@
-"""Finds the compiled extensions of a machine that decide which code Megatron runs.
+"""Finds the installed packages and compiled extensions that decide which code Megatron runs.
 
-Megatron asks by importing: `transformer_engine.pytorch`, and single extension modules of NVIDIA's Apex. A package's
-name or version says too little. PyPI's `transformer-engine` without an extra raises at import, its `apex` is another
-project, and an Apex that was built without its extensions is Python only.
+Megatron finds out by importing `transformer_engine.pytorch` and individual extension modules of NVIDIA's Apex. The name
+and version of a package are not enough: PyPI's `transformer-engine` without an extra raises an error on import, PyPI's
+`apex` is an unrelated project, and an Apex built without its extensions contains only Python.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 from megatron_vp.errors import UserError
 
 INSTALL_ENGINE = 'pip install --no-build-isolation "transformer-engine[pytorch,core_cu13]==2.17.1"'
-"""Builds Transformer Engine against the PyTorch that is installed, in the version that Megatron 0.19 is tested with."""
+"""The command that builds Transformer Engine for the installed PyTorch, in the version that Megatron 0.19 is tested
+with.
+"""
 
 _ENGINE, _APEX = "transformer_engine", "apex"
 _ACCUMULATION = "fused_weight_gradient_mlp_cuda"
@@ -25,40 +27,40 @@ _SOFTMAX = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cu
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)?(\+[\w.]+)?")
 _CAPABILITY = re.compile(r"\d{1,2}\.\d")
 _PACKAGES = {"einops": "einops", "nvrx": "nvrx", "emerging": "emerging_optimizers", "datasets": "datasets"}
-"""Names of packages in `--nodes`, and the fields that say whether they are installed."""
+"""Names of packages in `--nodes`, and the corresponding fields of `Installed`."""
 _NORM, _OPTIMIZER = "fused_layer_norm_cuda", "amp_C"
 
 
 @dataclass(frozen=True)
 class Installed:
-    """The packages of a machine besides PyTorch and Megatron."""
+    """The packages of a machine, other than PyTorch and Megatron."""
 
     engine: str | None = None
-    """Version of Transformer Engine, where `transformer_engine.pytorch` can be imported."""
+    """The version of Transformer Engine; None if `transformer_engine.pytorch` cannot be imported."""
     engine_fault: str | None = None
-    """The reason why it cannot be imported although it is installed."""
+    """The reason why Transformer Engine cannot be imported although it is installed."""
     apex_accumulation: bool = False
-    """Apex's product into `main_grad`."""
+    """Whether Apex's kernel that accumulates into `main_grad` is installed."""
     apex_softmax: bool = False
-    """Apex's masked softmax, for Megatron's local attention."""
+    """Whether Apex's masked softmax, for Megatron's local attention, is installed."""
     apex: bool = False
-    """Apex with its norms and its optimizer."""
+    """Whether Apex is installed with its norms and its optimizer."""
     apex_fault: str | None = None
     """The reason why Megatron must not use the installed package `apex`."""
     datasets: bool = False
-    """The package with which Megatron reads conversations for --sft."""
+    """Whether the package is installed with which Megatron reads conversations for --sft."""
     einops: bool = False
-    """The package with which Megatron groups instances of the distributed optimizer."""
+    """Whether the package is installed that Megatron needs for several instances of the distributed optimizer."""
     emerging_optimizers: bool = False
-    """The package that Megatron's Muon and similar optimizers come from."""
+    """Whether the package is installed that provides Muon and similar optimizers."""
     nvrx: bool = False
-    """`nvidia_resiliency_ext`, which writes checkpoints of --async-save by default."""
+    """Whether `nvidia_resiliency_ext` is installed, which by default writes the checkpoints of --async-save."""
     capability: tuple[int, int] | None = None
-    """Compute capability of the GPUs, if given."""
+    """The compute capability of the GPUs, if given."""
 
 
 of_nodes: Installed | None = None
-"""The packages of the nodes that a job is checked for (`pretend_gpu.py`); None: the job runs on this machine."""
+"""The packages of the nodes that a job is checked for (`pretend_gpu.py`); None if the job runs on this machine."""
 
 _hidden: dict[str, str] = {}
 
@@ -69,7 +71,7 @@ def installed() -> Installed:
 
 
 def here() -> Installed:
-    """The packages of this machine. Imports Transformer Engine, which Megatron does too."""
+    """The packages of this machine. Imports Transformer Engine, as Megatron does too."""
     engine, engine_fault = _engine()
     apex_fault = _hidden.get(_APEX) or _apex_fault()
     return Installed(
@@ -87,10 +89,10 @@ def here() -> Installed:
 
 
 def hide_what_is_broken() -> list[str]:
-    """Hide a broken Transformer Engine or Apex from imports; returns a line about each, once per process.
+    """Hide a broken Transformer Engine or Apex from imports. Returns a line for each that was not hidden before.
 
-    Call it before Megatron is imported. Megatron handles an ImportError, but any other error stops it, and it takes any
-    package called `apex` for NVIDIA's.
+    Call it before Megatron is imported: Megatron handles an ImportError but no other error, and takes any package
+        called `apex` for NVIDIA's.
     """
     found = here()
     lines = []
@@ -102,7 +104,9 @@ def hide_what_is_broken() -> list[str]:
 
 
 def hide_what_needs_a_gpu() -> None:
-    """Hide Transformer Engine and Apex from imports: Megatron would use their norms and optimizers on a CPU, too."""
+    """Hide Transformer Engine and Apex from imports, because Megatron would use their norms and optimizers even on a
+    CPU.
+    """
     for package in filter(_is_there, (_ENGINE, _APEX, _OPTIMIZER)):
         _hide(package, "its kernels need a GPU")
 
@@ -115,7 +119,7 @@ def _hide(package: str, reason: str) -> None:
 
 
 def from_text(text: str) -> Installed:
-    """Read what nodes have from `--nodes "te=VERSION|no,apex=yes|no,PACKAGE=yes|no,cc=X.Y"`, with the names in
+    """Read the packages of nodes from `--nodes "te=VERSION|no,apex=yes|no,PACKAGE=yes|no,cc=X.Y"`, with names as in
     `_PACKAGES`.
 
     Anything left out is taken from this machine. Raises UserError.
@@ -158,7 +162,7 @@ def _version(text: str) -> str:
 
 
 def _engine() -> tuple[str | None, str | None]:
-    """Transformer Engine's version, or the fault that breaks it; neither if it is not installed."""
+    """Transformer Engine's version, or the reason why it cannot be imported; both None if it is not installed."""
     if _ENGINE in _hidden:
         return None, _hidden[_ENGINE]
     if not _is_there(_ENGINE):
@@ -166,7 +170,7 @@ def _engine() -> tuple[str | None, str | None]:
     try:
         importlib.import_module(f"{_ENGINE}.pytorch")
         return importlib.import_module(_ENGINE).__version__, None
-    except Exception as error:  # its loader raises whatever is wrong with a library
+    except Exception as error:  # its loader may raise any kind of error
         return None, _first_sentence(error)
 
 

@@ -1,4 +1,4 @@
-"""Names the implementation of each part of a job: Transformer Engine, Apex, PyTorch or this plug-in."""
+"""Names the package that implements each part of a job: Transformer Engine, Apex, PyTorch or this plug-in."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def parts_of_job(args: argparse.Namespace, machine: Installed, w_is_ours: bool) 
     """Name what computes layers, norms, softmax, accumulation of weight gradients, and the optimizer step.
 
     Args:
-        args: validated by Megatron.
-        machine: what the machine has on which the job runs.
-        w_is_ours: local layers leave their weight gradients to a pass W.
+        args: arguments that Megatron has validated.
+        machine: the packages of the machine on which the job runs.
+        w_is_ours: whether local layers leave their weight gradients to a pass W.
     """
     local = args.transformer_impl == "local"
     return {

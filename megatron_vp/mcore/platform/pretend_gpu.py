@@ -1,7 +1,7 @@
 """Checks a job for GPUs on a machine without any, such as a login node.
 
-Megatron asks the device for its compute capability, and Transformer Engine for its version, while it validates
-arguments. Both get the answers of a current node; nothing may be computed.
+While Megatron validates arguments, it reads the compute capability of the device and the version of Transformer Engine.
+Here both are those of a current node; nothing can be computed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_vp.mcore.platform.installed import Installed
 CAPABILITY = (9, 0)
 ENGINE = "2.20.2"
 
-# Megatron refuses fusions whose function Transformer Engine does not bring.
+# Megatron refuses a fusion if it has not found the function in Transformer Engine.
 _FUSED = {
     "megatron.core.models.common.embeddings.rope_utils": (
         "fused_apply_rotary_pos_emb",
@@ -42,9 +42,9 @@ _FUSED = {
 
 @contextmanager
 def pretend_gpu(nodes: Installed) -> Iterator[None]:
-    """Inside, this process appears to have a CUDA device and the packages of `nodes`.
+    """Let this process, inside this context, appear to have a CUDA device and the packages of `nodes`.
 
-    Imports nothing of Megatron.
+    Does not import Megatron.
     """
     capability = nodes.capability or CAPABILITY
     properties = types.SimpleNamespace(major=capability[0], minor=capability[1])
@@ -58,7 +58,9 @@ def pretend_gpu(nodes: Installed) -> Iterator[None]:
 
 
 def assumed_nodes(asks_for_engine: bool) -> Installed:
-    """The default assumption about nodes: the packages installed here, and the layers asked for."""
+    """The packages that nodes have by default: those installed here, and Transformer Engine if its layers are asked
+    for.
+    """
     machine = installed.here()
     if asks_for_engine and machine.engine is None and machine.engine_fault is None:
         machine = replace(machine, engine=ENGINE)
@@ -66,7 +68,7 @@ def assumed_nodes(asks_for_engine: bool) -> Installed:
 
 
 def assumptions(nodes: Installed) -> str:
-    """The assumptions made about the nodes of a job."""
+    """Describe the assumptions about the nodes of a job."""
     engine = f", Transformer Engine {nodes.engine}" if nodes.engine else ""
     missing = [name for name, found in (("Transformer Engine", nodes.engine), ("Apex", nodes.apex)) if not found]
     capability = f"compute capability {'.'.join(map(str, nodes.capability or CAPABILITY))}{engine} assumed"
@@ -75,7 +77,7 @@ def assumptions(nodes: Installed) -> str:
 
 @contextmanager
 def pretend_engine() -> Iterator[None]:
-    """Inside, and inside `pretend_gpu`, Megatron finds the Transformer Engine that its nodes have, or none."""
+    """Let Megatron, inside this context, find the Transformer Engine that the nodes of `pretend_gpu` have, or none."""
     nodes = installed.of_nodes
     if nodes is None or nodes.engine == installed.here().engine:
         yield

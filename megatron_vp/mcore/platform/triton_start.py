@@ -1,7 +1,7 @@
-"""Checks what Triton needs at its first start: a C compiler with Python's headers, and a folder for its cache.
+"""Checks what Triton needs when it first runs: a C compiler with Python's headers, and a folder for its cache.
 
-Triton compiles a small library in C when it first meets a device, and its kernels when they are first launched. It
-keeps both in one folder, which all ranks of a node read and write.
+Triton compiles a small C library when it first uses a device, and each kernel when it is first launched. It keeps both
+in one folder, which all ranks of a node read and write.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NETWORK = {
     *("lustre", "gpfs", "beegfs", "panfs", "wekafs", "orangefs", "pvfs2", "vastnfs", "quobyte", "daos"),
 }
 _OCTAL = re.compile(r"\\([0-7]{3})")
-"""How a mount point's spaces are written."""
+"""The escape sequences for spaces and the like in the list of mounts."""
 _LOCAL_FUSE = {"fuse.fuse-overlayfs", "fuse.squashfuse", "fuse.squashfuse_ll", "fuseblk"}
 
 
@@ -41,7 +41,7 @@ def cache_folder() -> Path:
 
 
 def file_system(folder: Path) -> str | None:
-    """The type of the file system that a folder is or would be on; None if unknown."""
+    """The type of the file system on which a folder is or would be; None if unknown."""
     try:
         lines = _MOUNTS.read_text().splitlines()
     except OSError:
@@ -50,17 +50,17 @@ def file_system(folder: Path) -> str | None:
     for _, point, kind, *_ in map(str.split, lines):
         mounted = Path(_OCTAL.sub(lambda number: chr(int(number[1], 8)), point))
         if folder.resolve().is_relative_to(mounted):
-            above.append((len(mounted.parts), len(above), kind))  # of two mounts in one place the later one is visible
+            above.append((len(mounted.parts), len(above), kind))  # of two mounts on one path, the later is visible
     return max(above)[-1] if above else None
 
 
 def is_network(kind: str | None) -> bool:
-    """Whether this type of file system is a network's, judged by its name."""
+    """Whether a type of file system is a network file system, judged by its name."""
     return kind in _NETWORK or (kind is not None and kind.startswith("fuse") and kind not in _LOCAL_FUSE)
 
 
 def cache() -> str:
-    """Triton's cache and its file system. Raises OSError if that is a network's."""
+    """Describe Triton's cache and its file system. Raises OSError if that is a network file system."""
     folder = cache_folder()
     kind = file_system(folder)
     if is_network(kind):

@@ -1,8 +1,9 @@
-"""Replaces Apex's product into `main_grad`, under its name, if Apex is not installed.
+"""Replaces Apex's kernel that accumulates into `main_grad`, under the same name, if Apex is not installed.
 
-Megatron's linear layers, its vocabulary layers among them, import Apex's extension `fused_weight_gradient_mlp_cuda` to
-accumulate weight gradients. Without it Megatron refuses to build them, and it hands the same switch to Transformer
-Engine's layers, whose products need no Apex. With the stand-in all of them accumulate into `main_grad`.
+Megatron's linear layers, including its vocabulary layers, import Apex's extension `fused_weight_gradient_mlp_cuda` to
+accumulate weight gradients. Without it, Megatron builds such layers only if accumulation is switched off, and the same
+switch turns it off in Transformer Engine's layers, which do not need Apex. With this replacement, all of them
+accumulate into `main_grad`.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from megatron_vp.vocab.operations import operations_for
 
 
 def accumulate_product(rows_ni: torch.Tensor, output_gradient_no: torch.Tensor, main_grad_oi: torch.Tensor) -> None:
-    """main_grad += output_gradient^T rows, with any leading dimensions of the two factors; Apex's argument order.
+    """Compute main_grad += output_gradient^T rows, for factors with any leading dimensions; arguments in Apex's order.
 
-    With PyTorch 2.10 or newer a GPU adds 16-bit factors to an fp32 `main_grad` in one GEMM. Older versions round the
-    product first.
+    With PyTorch 2.10 or newer, a GPU adds the product of 16-bit factors to an fp32 `main_grad` in one GEMM. Older
+    versions round the product first.
     """
     rows_ni, output_gradient_no = rows_ni.flatten(0, -2), output_gradient_no.flatten(0, -2)
     operations_for(rows_ni).add_product_(main_grad_oi, output_gradient_no, rows_ni)
 
 
 def _stand_in(original: Any) -> Any:
-    # Apex has one function for each dtype of main_grad; ours looks at the tensor.
+    # Apex has one function for each dtype of main_grad; ours handles both.
     return SimpleNamespace(wgrad_gemm_accum_fp32=accumulate_product, wgrad_gemm_accum_fp16=accumulate_product)
 
 

@@ -1,8 +1,8 @@
-"""Patches where Transformer Engine is not installed, on GPUs too: norms, Adam's state in checkpoints, warm-up.
+"""Patches for machines without Transformer Engine, also with GPUs: norms, Adam's state in checkpoints, warm-up.
 
-Each was found necessary by leaving it out, except the final norm that is used with Apex, which comes from reading
-Megatron. The norms of local layers are PyTorch's where Apex is missing or the model has RMSNorm, with Transformer
-Engine or without.
+For each patch we tested that Megatron fails without it, except for the final norm with Apex, whose need follows from
+Megatron's code. Local layers use PyTorch's norms if Apex is missing or the model has RMSNorm, with or without
+Transformer Engine.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def _norm_under_sequence_parallelism(original: Callable[..., Any]) -> Callable[.
             return original(cls, config, *args, **kwargs)
         whole = copy.copy(config)
         whole.sequence_parallel = False
-        # Where local layers replace Transformer Engine's, which support zero-centered weights.
+        # In a replay, local layers stand for Transformer Engine's, which support zero-centered weights.
         whole.layernorm_zero_centered_gamma &= not replay().counts_engine
         norm = original(cls, whole, *args, **kwargs)
         for parameter in norm.parameters():
-            # Megatron sums the gradients of parameters with this mark over the tensor-parallel ranks.
+            # For parameters with this mark, Megatron sums gradients over the tensor-parallel ranks.
             parameter.sequence_parallel = config.sequence_parallel
         return norm
 
@@ -46,7 +46,7 @@ def _torch_norm(original: type) -> Callable[..., torch.nn.Module]:
 
 
 def _final_norm(original: Any) -> Any:
-    """Megatron uses Apex's norm behind the last layer, but Apex has no RMSNorm: use PyTorch's."""
+    """Use PyTorch's RMSNorm behind the last layer, where Megatron uses Apex's norms, which include no RMSNorm."""
     if getattr(original, "__name__", None) != "FusedLayerNorm":
         return original
 
@@ -116,7 +116,7 @@ NORM_PATCHES = (
         "normalization='LayerNorm')",
     ),
 )
-"""Applied always: local layers have torch's norms also where Transformer Engine is installed."""
+"""Always applied, because local layers use torch's norms even if Transformer Engine is installed."""
 
 PATCHES = (
     Patch(

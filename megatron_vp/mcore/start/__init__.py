@@ -1,1 +1,1 @@
-"""From a command line to a patched Megatron: launch, preflight, and the check that all ranks start the same job."""
+"""Starts a job: launch, preflight checks, and the check that all ranks run the same job."""

@@ -1,6 +1,6 @@
-"""The banner of a run, printed once per job at the start, so that the log shows which parts of the plug-in are on.
+"""The banner of a run, printed once per job at startup, so that the log shows which parts of the plug-in are active.
 
-`megatron-vp check` prints the same for a job that has not started.
+`megatron-vp check` prints the same lines for a job that has not started.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def print_banner(job: SettledJob) -> None:
 
 
 def versions() -> list[str]:
-    """Versions of this package and of the packages that compute."""
+    """The versions of this package, Megatron, Transformer Engine and PyTorch."""
     found = [f"megatron_vp {__version__}"]
     for title, package in (("megatron-core", "megatron-core"), ("Transformer Engine", "transformer-engine")):
         try:
@@ -49,7 +49,7 @@ def versions() -> list[str]:
 
 
 def describe_sizes(job: SettledJob, ranks: int) -> str:
-    """One line on how a settled job splits `ranks` ranks, with its schedule and vocabulary method."""
+    """One line that says how a settled job splits `ranks` ranks, and names its schedule and vocabulary method."""
     args = job.args
     split = f"{args.pipeline_model_parallel_size} pipeline x {args.data_parallel_size} data"
     split += f" x {args.tensor_model_parallel_size} tensor" if args.tensor_model_parallel_size > 1 else ""
@@ -74,7 +74,9 @@ def describe_run(job: SettledJob, ranks: int) -> list[str]:
 
 
 def describe_prediction(job: SettledJob) -> list[str]:
-    """The bubble and the fullest rank's memory that the cost model expects, in a line; none without a pipeline."""
+    """One line with the bubble and the memory of the fullest rank that the cost model predicts; none without a
+    pipeline.
+    """
     if job.args.pipeline_model_parallel_size < 2:
         return []
     try:
@@ -93,9 +95,9 @@ def describe_prediction(job: SettledJob) -> list[str]:
 
 
 def _partition(job: SettledJob) -> list[str]:
-    """Vocabulary rows by pipeline rank, and layers by virtual stage in model order, if known."""
+    """Lines with vocabulary rows by pipeline rank, and layers by virtual stage in model order, if known."""
     rows, layers = describe_rows(job), layers_given(job.args)
-    with suppress(UserError):  # of a job that the cost model does not count
+    with suppress(UserError):  # for a job that the cost model does not cover
         sizes, plan, _ = predicted_plan(job.args, job.settings, Prediction(job.args, job.words), in_proportion=True)
         layers = layers or layers_of(sizes, plan, job.placement)
         if rows is None and (counts := plan.rows_by_rank(sizes)):
@@ -104,7 +106,7 @@ def _partition(job: SettledJob) -> list[str]:
 
 
 def _numbers(values: Sequence[int]) -> str:
-    """Format numbers by rank or stage; long lists of equal numbers are shortened."""
+    """Format numbers by rank or stage, and shorten long lists of equal numbers."""
     if len(values) > 8 and len(set(values)) == 1:
         return f"{values[0]} each"
     return ",".join(map(str, values))

@@ -1,8 +1,8 @@
-"""`megatron_vp.enable`: the plug-in in a script or a framework with a training loop of its own.
+"""Implements `megatron_vp.enable`: the plug-in for scripts and frameworks with their own training loops.
 
-The same patches as in a start by flags. If the script lets Megatron parse arguments, the call's settings are put before
-the command line, and everything works as with flags. Otherwise the first model settles the job: its configuration and
-Megatron's groups take the place of Megatron's arguments and go through the same checks.
+The patches are the same as with flags. If the script lets Megatron parse arguments, the settings of the call are put
+before the command line, and everything works as with flags. Otherwise the job is settled when the first model is built:
+the model's configuration and Megatron's process groups replace Megatron's arguments and go through the same checks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Handle:
         self._hook = hook
 
     def disable(self) -> None:
-        """Undo the call and restore Megatron. Models built in between can no longer be trained."""
+        """Undo the call and restore Megatron. Models that were built in the meantime can no longer be trained."""
         patches.undo(patch for patch in patches.in_force() if patch.target not in self._before)
         settled.clear()
         settled.note_own_loop(None)
@@ -50,7 +50,7 @@ def enable(settings: Mapping[str, Any]) -> Handle:
     before, hook = patches.in_force(), sys.excepthook
     handle = Handle(before, hook)
     try:
-        # The script's own command line is not read here: it may not be Megatron's.
+        # The script's own command line is not read here, because it may not consist of Megatron's arguments.
         patch_megatron([""])
         args, words = _parsed(settings)
         settled.note_own_loop(_OwnLoop(settings, words))
@@ -58,7 +58,7 @@ def enable(settings: Mapping[str, Any]) -> Handle:
         if run.settings.replaces_schedule:
             _require_no_model()
         patch_table.require_fit(run)
-        # Before a model exists, so that no loop silently gets Megatron's own schedule.
+        # Applied before a model exists, so that no training loop silently gets Megatron's own schedule.
         patch_table.apply_early(run, "pipeline schedule", "models of own scripts")
     except UserError:
         handle.disable()
@@ -69,11 +69,11 @@ def enable(settings: Mapping[str, Any]) -> Handle:
 
 
 def _require_no_model() -> None:
-    """Raise UserError if the script already holds a model, which would silently train as plain Megatron's."""
+    """Raise UserError if the script has already built a model, which would silently train as in plain Megatron."""
     module = sys.modules.get("megatron.core.models.common.language_module.language_module")
     if module is None:
         return
-    # By exact type: `isinstance` would trust objects that imitate others.
+    # Compared by type: `isinstance` could be deceived by proxy objects.
     built = {type(each) for each in gc.get_objects() if issubclass(type(each), module.LanguageModule)}
     if built:
         raise UserError(
@@ -104,7 +104,9 @@ _UNSAID = {
     **{"micro_batch_size": 1, "train_iters": 1, "lr": 1e-4},
     **{"eval_iters": 0, "eval_interval": 1},
 }
-"""Arguments that Megatron's checks need and neither a model nor its groups give. The call's settings override them."""
+"""Arguments that Megatron's checks need, but that follow neither from a model nor from its groups. Settings of the call
+override them.
+"""
 
 
 class _OwnLoop:
@@ -139,15 +141,15 @@ def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[
     args, _ = _parsed(settings)
     _describe(args, settings, model)
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-    if run_settings(args).family.chunks is None:  # the schedule takes any number
+    if run_settings(args).family.chunks is None:  # the schedule accepts any number of chunks
         args.num_virtual_stages_per_pipeline_rank = chunks
     settled.note_words(Words(words, (), {name: f"--{name.replace('_', '-')}" for name in settings}))
-    with redirect_stdout(io.StringIO()):  # Megatron lists all its arguments, of which most mean nothing here
+    with redirect_stdout(io.StringIO()):  # hide Megatron's list of arguments, most of which mean nothing here
         job = settled_job(inspect.unwrap(arguments.validate_args), args, {})
     _require_chunks(job, chunks)
     patience = timedelta(minutes=args.distributed_timeout_minutes)
     require_same_job(facts(vars(args), job.parts, job.words.options), patience)
-    order = [job.order]  # of devices that may differ
+    order = [job.order]  # devices, and so costs, may differ between ranks
     dist.broadcast_object_list(order, src=0)
     job = replace(job, order=order[0])
     settled.settle(job)
@@ -159,7 +161,7 @@ def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[
 
 
 def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Write a model's configuration and Megatron's groups into Megatron's arguments. Raises UserError for
+    """Copy a model's configuration and the sizes of Megatron's groups to Megatron's arguments. Raises UserError for
     contradictions.
     """
     import torch.distributed as dist
@@ -195,16 +197,17 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
         "swiglu": config.gated_linear_unit,
         "group_query_attention": config.num_query_groups != config.num_attention_heads,
     }
-    # A layout is refused below. How Megatron's own schedule would send activations does not matter to ours, nor which
-    # kernel would compute a loss over whole logits: Megatron's arguments refuse the one that Bridge's recipes name. And
-    # a configuration names Transformer Engine by default, whatever layers the model has.
+    # Four fields are not copied. A layout is refused below. How Megatron's own schedule would send activations does not
+    # matter to our schedules. The kernel for a loss over whole logits does not matter either, and Megatron's arguments
+    # do not accept the one that Bridge's recipes name. And a configuration names Transformer Engine by default,
+    # whatever layers the model has.
     for name in ("pipeline_model_parallel_layout", "overlap_p2p_comm", "cross_entropy_fusion_impl", "transformer_impl"):
         del said[name]
     for name, value in said.items():
-        # A configuration's functions are not arguments; what it leaves open keeps the default of the argument.
+        # Functions in a configuration are not arguments, and what is None there keeps the default of the argument.
         if hasattr(args, name) and value is not None and not callable(value):
             setattr(args, name, value)
-    # The default is balanced shards, which may move layers.
+    # The usual default, balanced shards, may move layers.
     unsaid = _UNSAID | ({"vocab_shards": "even"} if args.vocab_parallel else {})
     for name, value in unsaid.items():
         if name not in settings:

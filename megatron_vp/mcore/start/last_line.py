@@ -1,8 +1,8 @@
-"""The last line of a start that cannot work, printed once per job, after all other output of its ranks.
+"""Prints the last line in the log of a job that refuses to start, once, after all other output of the job's ranks.
 
-Ranks that refuse meet in the launcher's store, or in the one that rank 0 serves. Each writes its own output first. Then
-one of them prints for all, so that the line is the last of the job's log, and all exit together: launchers end every
-rank as soon as one has exited.
+Ranks that refuse communicate through the launcher's store, or through one that rank 0 serves. Each rank first flushes
+its own output. Then one of them prints the line for all, so that it is the last in the job's log. All exit together,
+because launchers stop every rank as soon as one has exited.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _refusals = itertools.count()
 
 
 class _ToldToEnd(Exception):
-    """This rank got SIGTERM while it waited for others: a launcher ends the job."""
+    """This rank got SIGTERM while it waited for others, because a launcher is stopping the job."""
 
 
 def refuse_together(reason: str, seconds: float) -> None:
     """Print `error: REASON` on one of the refusing ranks, naming the ranks if not all give this reason.
 
-    `seconds`: how long to wait for the other ranks, which may have nothing to refuse. Returns when the line has been
-    printed, by this or by another rank.
+    `seconds`: how long to wait for the other ranks, which may have no reason to refuse. Returns when this rank or
+    another one has printed the line.
     """
     at_last(lambda: None)  # flush this rank's output so that it precedes the line
     printed, who = False, os.environ.get("RANK")
-    with suppress(Exception):  # no store can be reached, or its address is the refused input
+    with suppress(Exception):  # no store can be reached, perhaps because its address is the bad input
         _listen()
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if ranks == 1 or _replays():
@@ -46,14 +46,14 @@ def refuse_together(reason: str, seconds: float) -> None:
 
 
 def _replays() -> bool:
-    """Whether this process is a replay: the only one of its job, without peers and with a store that keeps nothing."""
+    """Whether this process is a replay, which has no peers and whose store keeps nothing."""
     from torch import distributed
 
     return distributed.is_initialized() and distributed.get_backend() == "fake"
 
 
 def _speak_for_all(rank: int, ranks: int, reason: str, seconds: float) -> bool:
-    """Print for all ranks, or wait until another rank has; returns whether this rank's reason was printed."""
+    """Print for all ranks, or wait until another rank has printed; return whether this rank's reason was printed."""
     from torch.distributed import PrefixStore
 
     from megatron_vp.mcore.start.meeting import meeting_point
@@ -71,7 +71,7 @@ def _speak_for_all(rank: int, ranks: int, reason: str, seconds: float) -> bool:
             reasons.setdefault(store.get(f"reason {each}").decode(), []).append(each)
         _print(reason if len(reasons) == 1 and together else {told: _ranks(who) for told, who in reasons.items()})
         store.set("said", json.dumps(list(reasons)))
-        # This rank may serve the store, and a launcher ends all others when it leaves.
+        # This rank may serve the store, and a launcher stops all others when this one exits.
         _until(lambda: store.add("heard", 0) >= len(known) - 1, seconds)
         return True
     store.wait(["said"], limit)
@@ -81,7 +81,7 @@ def _speak_for_all(rank: int, ranks: int, reason: str, seconds: float) -> bool:
 
 
 def _listen() -> None:
-    """From now on SIGTERM ends the waiting instead of the process."""
+    """From now on, let SIGTERM stop the waiting instead of the process."""
 
     def told(*_: object) -> None:
         raise _ToldToEnd
@@ -91,7 +91,7 @@ def _listen() -> None:
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait for a condition; says whether it holds at last."""
+    """Wait for a condition, at most `seconds`; return whether it holds."""
     deadline = time.monotonic() + seconds
     while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -99,7 +99,7 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def _print(reasons: str | dict[str, str]) -> None:
-    """Print the reason of all ranks, or reasons with the ranks that give them, as one line."""
+    """Print one line with the reason of all ranks, or with several reasons and the ranks that give them."""
     if isinstance(reasons, str):
         line = f"error: {reasons}"
     elif len(reasons) == 1:
@@ -107,7 +107,7 @@ def _print(reasons: str | dict[str, str]) -> None:
     else:
         line = f"error: {'; '.join(f'{who}: {reason}' for reason, who in reasons.items())}"
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # they would cut the line off; this process is about to end
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it would cut off the line; this process exits soon anyway
     at_last(lambda: say(line))
     _tell_torchrun(line)
 

@@ -1,4 +1,6 @@
-"""Puts the plug-in under a Megatron script: versions, patches and environment first, one line per job on bad input."""
+"""Runs a Megatron script with the plug-in: first checks versions, applies patches and sets the environment; prints one
+line per job on bad input.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,19 @@ from megatron_vp.jobs.command_line import CPU, asks_for_help
 from megatron_vp.mcore.start.last_line import refuse_together
 
 _MAY_PASS = {errno.EIO, errno.ESTALE}
-"""Storage errors that may be gone at a job's next attempt."""
+"""Storage errors that may not occur again in the next attempt of a job."""
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn a UserError into one line on standard error and exit status 2; into status 1 a lost peer,
-    a checkpoint that cannot be written or read, and storage that fails. Before ranks are connected, the last is bad
-    input as well, unless another attempt may help.
+    """Turn errors into one line on standard error and an exit status. A UserError becomes status 2. A lost peer, a
+    checkpoint that cannot be written or read, and a storage error become status 1. Before ranks are connected, a
+    storage error counts as bad input, with status 2, unless another attempt may help.
 
-    Ctrl-C is a line of rank 0 and status 130. Once ranks are connected, a process that fails ends at once, whatever the
-    error: destructors of process groups wait for peers, who would wait for this rank's end.
+    On Ctrl-C, rank 0 prints a line and the status is 130. Once ranks are connected, a process that fails exits at once,
+    whatever the error: destructors of process groups would wait for peers, which in turn would wait for this rank to
+    exit.
     """
     try:
         yield
@@ -54,20 +57,24 @@ def one_line_errors() -> Iterator[None]:
 
 
 def refuse(said: str, status: int) -> NoReturn:
-    """Print one line for the whole job and end. Connected ranks refuse at the same time, or wait for this one."""
+    """Print one line for the whole job and exit. If ranks are connected, the others refuse at the same time or wait for
+    this one.
+    """
     refuse_together(said, seconds=3.0 if _connected() else 10.0)
     _exit(status)
 
 
 def _end_interrupted() -> NoReturn:
-    """End after Ctrl-C, which every rank gets: one line per job, and no rank waits for peers."""
+    """Exit after Ctrl-C, which every rank gets: only rank 0 prints a line, and no rank waits for its peers."""
     if os.environ.get("RANK", "0") == "0":
         at_last(lambda: say("stopped by Ctrl-C (SIGINT)"))
     _exit(128 + signal.SIGINT)
 
 
 def _end_quietly_when_interrupted() -> None:
-    """Let Ctrl-C end this process in the same way outside `one_line_errors`: while a script imports Megatron, say."""
+    """Let Ctrl-C end this process in the same way outside `one_line_errors`, for example while a script imports
+    Megatron.
+    """
     before = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -96,14 +103,14 @@ def _exit(status: int) -> NoReturn:
         from megatron_vp.runtime.watchdog import end_process
 
         end_process(status)
-    # Python would try to write the rest, fail, and end with a different status.
+    # If output cannot be flushed, Python would try again, fail, and exit with a different status.
     if not at_last(lambda: None):
         os._exit(status)
     sys.exit(status)
 
 
 def _checkpoint_line(error: BaseException) -> str | None:
-    """One line if a checkpoint could not be written or read; None for any other error. Only rank 0 learns which rank
+    """One line if a checkpoint could not be written or read; None for any other error. Only rank 0 knows which rank
     failed.
     """
     from torch.distributed.checkpoint import CheckpointException
@@ -116,7 +123,7 @@ def _checkpoint_line(error: BaseException) -> str | None:
 
 
 def _failure(reason: BaseException) -> str:
-    """The reason why a rank failed to write or read a checkpoint."""
+    """Say why a rank failed to write or read a checkpoint."""
     if not isinstance(reason, KeyError):
         return str(reason).strip().partition("\n")[0]
     state = str(reason.args[0]).startswith("optimizer.state.")
@@ -125,13 +132,13 @@ def _failure(reason: BaseException) -> str:
 
 
 def _storage_line(error: BaseException) -> str | None:
-    """One line on a storage error; None for any other error."""
+    """One line for a storage error; None for any other error."""
     refused = storage_failure(error)
     return None if refused is None else f"{_who()} was in {_place(error)}: {refused}"
 
 
 def _lost_peer_line(error: BaseException) -> str | None:
-    """One line on where this rank waited for a lost or silent peer; None for any other error."""
+    """One line that says where this rank waited for a lost or silent peer; None for any other error."""
     from megatron_vp.runtime.progress import lost_peer
     from megatron_vp.runtime.watchdog import others_of_a_lost_peer
 
@@ -148,7 +155,7 @@ def _who() -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost function outside torch and Python's own modules."""
+    """The innermost function on the traceback outside torch and Python's standard library."""
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if not _foreign(frame.filename)]
     return f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})"
@@ -160,11 +167,11 @@ def _foreign(file: str) -> bool:
 
 
 def prepare() -> None:
-    """Make this process ready for a Megatron script (arguments in `sys.argv`); call it before importing Megatron.
+    """Prepare this process for a Megatron script, whose arguments are in `sys.argv`; call it before importing Megatron.
 
     Removes `--cpu` from `sys.argv`. Exits with status 2 and one line if the process was not started by a launcher, if
-    Megatron's version is not supported or if a patch that this run needs does not fit; nothing is patched then.
-    Patches of later stages are checked here and applied once Megatron has validated the arguments.
+    Megatron's version is not supported or if a patch that this run needs does not fit; nothing is patched then. Patches
+    of later stages are checked here, but applied only after Megatron has validated the arguments.
     """
     _end_quietly_when_interrupted()
     with one_line_errors():
@@ -179,7 +186,7 @@ def run_script(script: str, arguments: list[str]) -> None:
         _require_launcher(f"--no-python megatron-vp run {script}")
         if not Path(script).is_file():
             raise UserError(f"{script} is not a file: give the path of a Megatron training script")
-        # The script finds its own neighbours, as if Python had started it.
+        # Let the script import its neighbours, as if Python had started it.
         sys.path.insert(0, str(Path(script).resolve().parent))
         prepare()
         from megatron_vp.mcore.storage.attempt import noting_the_end
@@ -200,8 +207,8 @@ def _require_launcher(command: str) -> None:
 
 
 def _check_place() -> None:
-    """Check the rank and world size in the environment: values that no launcher sets would wait for peers forever, or
-    fail inside Megatron.
+    """Check the rank and world size in the environment: with wrong values, ranks would wait for peers forever or fail
+    inside Megatron.
     """
     ranks = _whole("WORLD_SIZE", 1, sys.maxsize)
     _whole("RANK", 0, ranks - 1)
@@ -211,7 +218,7 @@ def _check_place() -> None:
 
 def _whole(name: str, least: int, most: int) -> int:
     text = os.environ.get(name, "0")
-    # Python refuses to read thousands of digits.
+    # Python refuses to parse thousands of digits.
     if not text.isdecimal() or len(text) > len(str(sys.maxsize)) or not least <= int(text) <= most:
         limits = f"from {least} to {most}" if most < sys.maxsize else f"of at least {least}"
         raise UserError(
@@ -221,13 +228,14 @@ def _whole(name: str, least: int, most: int) -> int:
 
 
 def patch_megatron(argv: list[str], together: bool = False) -> None:
-    """Check the patches that this run selects against the installed Megatron and apply those of the first stage.
+    """Check the patches that this run selects against the installed Megatron, and apply those of the first stage.
 
-    Reads the schedule file that the run names: where all ranks do this `together`, on rank 0 for all of them.
-    Raises UserError if one patch of any stage does not fit, or for a schedule file that cannot be used; nothing is
-    patched then. Takes `--cpu` out of `argv`.
+    Also reads the schedule file that the run names; if all ranks call this `together`, they use rank 0's text. Removes
+    `--cpu` from `argv`. Raises UserError if a patch of any stage does not fit or a schedule file cannot be used; in
+    that case nothing is patched.
     """
-    # Torch is imported here and Megatron after the environment is set; a launcher's mistake was reported before either.
+    # Torch is imported only here, and Megatron only after the environment is set, so that mistakes in the launch are
+    # reported before these slow imports.
     from megatron_vp.mcore import patch_table, patches, settled
     from megatron_vp.mcore.options.early_arguments import early_arguments
     from megatron_vp.mcore.platform import installed

@@ -1,6 +1,6 @@
-"""Lets ranks compare values before Megatron makes process groups, through the store that they connect to anyway.
+"""Lets ranks compare values before Megatron creates process groups, through the store that they connect to anyway.
 
-Ranks with other sizes or another backend would make other groups, and wait for each other until a limit ends them.
+Ranks with different sizes or backends would create different groups, and wait for each other until a timeout.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule.families import text_of_file
 
 PATIENCE = timedelta(minutes=10)
-"""How long a rank waits for the others: Megatron's own default."""
+"""How long a rank waits for the others, as in Megatron by default."""
 _LEAVE_WITHIN_SECONDS = 10.0
 _PIECE = 4 << 20
-"""Bytes of one value: the store takes no more than 8 MiB."""
+"""The size of one value in bytes; the store accepts at most 8 MiB."""
 _SCHEDULE = "schedule"
 
 
 def first_ranks_text(name: str) -> str:
     """Return rank 0's text of the schedule file `name` on every rank; other nodes may hold another file, or none.
 
-    A rank that holds the same text does not fetch it. Where rank 0 was given another name, it is the text of the file
-    here, and `compare` finds the difference. Raises UserError if rank 0 cannot read the file.
+    A rank whose file has the same text does not fetch it. If rank 0 was given another name, returns the text of the
+    file here; `compare` will report the difference. Raises UserError if rank 0 cannot read its file.
     """
     rank, ranks = _place()
     if ranks == 1:
@@ -64,11 +64,11 @@ def _digest(text: str) -> str:
 
 
 def compare(own: dict[str, Any], verdict: Callable[[list[dict[str, Any]]], str], patience: timedelta) -> None:
-    """Compare a value of every rank. Returns if all are the same, otherwise raises UserError on all ranks.
+    """Compare the values of all ranks. Returns if all are equal, otherwise raises UserError on all ranks.
 
     Args:
         own: JSON values by name.
-        verdict: called on one rank with all values if they differ; returns the error's line.
+        verdict: called on one rank with the values of all ranks if they differ; returns the error message.
         patience: how long to wait for the other ranks.
     """
     rank, ranks = _place()
@@ -77,12 +77,12 @@ def compare(own: dict[str, Any], verdict: Callable[[list[dict[str, Any]]], str],
     store = _store()
     if rank == 0:
         _set(store, "facts", own)
-        # Another rank may have been given a schedule file, and wait for its text.
+        # Another rank may have been given a schedule file and may be waiting for its text.
         store.compare_set(_SCHEDULE, "", json.dumps({"name": None}))
     first = _get(store, "facts", patience)
     if first != own:
         _set(store, f"other {store.add('others', 1)}", {"rank": rank, "facts": own})
-    if store.add("compared", 1) == ranks:  # the last one sees them all
+    if store.add("compared", 1) == ranks:  # the last rank sees the values of all
         found = [_get(store, f"other {number + 1}", patience) for number in range(store.add("others", 0))]
         others = {each["rank"]: each["facts"] for each in found}
         store.set("verdict", verdict([others.get(each, first) for each in range(ranks)]) if others else "")
@@ -100,7 +100,9 @@ def _store() -> Store:
 
 
 def meeting_point(patience: timedelta = PATIENCE) -> Store:
-    """The launcher's store, or one that rank 0 serves. It is kept: the server would end with its last client here."""
+    """The launcher's store, or one that rank 0 serves. A reference is kept, because the server would stop with its last
+    client here.
+    """
     global _met
     if distributed_c10d.is_initialized():
         return distributed_c10d._get_default_store()
@@ -134,9 +136,7 @@ def _text(store: Store, pieces: int) -> str:
 
 
 def _end_together(store: Store, line: str) -> NoReturn:
-    """Raise UserError with `line`. Rank 0 may serve the store, so it first waits a while for the others to read the
-    line.
-    """
+    """Raise UserError with `line`. Rank 0 may serve the store, so it first gives the others time to read the line."""
     rank, ranks = _place()
     heard, deadline = store.add("heard", 1), time.monotonic() + _LEAVE_WITHIN_SECONDS
     while rank == 0 and heard < ranks and time.monotonic() < deadline:

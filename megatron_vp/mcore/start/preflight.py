@@ -1,4 +1,4 @@
-"""Checks before the ranks of a job start: its arguments, and the node that it will run on."""
+"""Checks a job's arguments, and the nodes that it will run on, before its ranks start."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def check_job(
 ) -> SettledJob:
     """Parse and validate a job's arguments as its `ranks` processes would, and settle the job. Starts nothing.
 
-    Environment, `sys.argv` and patches are put back afterwards. The platform is that of this machine: without a CUDA
-    device the arguments are checked with the layers and the backend that a CPU run would choose. Unless the job runs
-    `here`, one that asks for NCCL or Transformer Engine's layers, or finds Transformer Engine installed, is checked for
-    GPUs elsewhere; this also holds for every job whose `nodes` are described ("te=2.17.1,apex=no"). With `files` it
-    also checks the files that the job reads and writes. A user's `own_script` may have options of its own.
-    Raises UserError for anything that a start would refuse: unknown or contradictory arguments, a Megatron that does
-    not fit.
+    The environment, `sys.argv` and patches are restored afterwards. Arguments are checked for this machine's platform:
+    without a CUDA device, with the layers and backend of a CPU run. But a job is checked for GPUs elsewhere if its
+    `nodes` are described ("te=2.17.1,apex=no"). The same holds on a machine without GPUs, unless the job runs `here`,
+    if it asks for NCCL or Transformer Engine's layers or if Transformer Engine is installed. With `files`, the files
+    that the job reads and writes are checked as well. With `own_script`, the user's script may have its own options.
+    Raises UserError for anything that the job would refuse at startup, such as unknown or contradictory arguments or a
+    Megatron that does not fit.
     """
     with (
         one_line_for_paths(),
         _platform(arguments, here, nodes),
-        redirect_stdout(None),  # what Megatron prints of a start
+        redirect_stdout(None),  # hides what Megatron prints at startup
         _parsed(arguments, ranks, own_options(arguments) if own_script else ()) as args,
         pretend_engine(),
     ):
@@ -72,7 +72,7 @@ def check_job(
 
 
 def own_options(arguments: list[str]) -> list[str]:
-    """Names of a job's options that neither Megatron nor this package knows; they are left to its script."""
+    """The names of a job's options that neither Megatron nor this package knows; they are left to the job's script."""
     known = {*known_options(), CPU_NAME}
     return [name for name in read_job_config(*split_config(arguments)).values if name not in known]
 
@@ -80,8 +80,9 @@ def own_options(arguments: list[str]) -> list[str]:
 def refusal_of(arguments: list[str], ranks: int) -> str | None:
     """The reason why a job's `ranks` processes would refuse its arguments; None if they would start.
 
-    Without `--cpu` they are checked for GPUs: this machine's, or such as a current node has. The variable that Megatron
-    asks for with tensor or context parallelism counts as set: it belongs to the start, not to the arguments.
+    Without `--cpu` they are checked for GPUs, either this machine's or those of a current node. The environment
+    variable that Megatron requires with tensor or context parallelism counts as set, because it is not part of the
+    arguments.
     """
     nodes = None
     if not asks_for_cpu(arguments) and not torch.cuda.is_available():
@@ -101,8 +102,8 @@ _SPLIT_LAYERS = ("--tensor-model-parallel-size", "--context-parallel-size")
 
 
 def load_megatron() -> None:
-    """Load what a check needs, in a process that only checks."""
-    warnings.simplefilter("ignore")  # of what Megatron does not find on this machine
+    """Import the modules that a check needs, in a process that only checks."""
+    warnings.simplefilter("ignore")  # ignore warnings about packages that are missing here
     installed.hide_what_is_broken()
     with without_compilers():
         from megatron.training import arguments  # noqa: F401
@@ -110,21 +111,21 @@ def load_megatron() -> None:
 
 @contextmanager
 def without_compilers() -> Iterator[None]:
-    """In a process that only checks: inside, Megatron's fused functions are not compiled.
+    """Keep Megatron's fused functions, inside this context, from being compiled, in a process that only checks.
 
-    `torch.compile` would load PyTorch's compilers for them, which takes as long as all of Megatron.
+    `torch.compile` would import PyTorch's compilers for them, which takes as long as importing all of Megatron.
     """
     with mock.patch.object(torch, "compile", _uncompiled):
         yield
 
 
 def _uncompiled(function: Callable | None = None, **options: object) -> Callable:
-    """`torch.compile`, which decorates a function with or without options, without compiling anything."""
+    """Replaces `torch.compile`, a decorator with or without options, without compiling anything."""
     return (lambda decorated: decorated) if function is None else function
 
 
 def _platform(arguments: list[str], here: bool, nodes: str | None = None) -> AbstractContextManager[None]:
-    """The platform that a job is checked for: this machine's, or GPUs that are elsewhere."""
+    """A context in which a job is checked for this machine's platform or for GPUs elsewhere."""
     if nodes is not None:
         if here or asks_for_cpu(arguments):
             raise UserError("--nodes is about nodes with GPUs elsewhere: leave it out, or --cpu and --ranks-per-node")
@@ -138,7 +139,7 @@ def _platform(arguments: list[str], here: bool, nodes: str | None = None) -> Abs
 
 
 def _said_of_platform(arguments: list[str]) -> dict[str, Any]:
-    """The platform that a job's command line or configuration names; None if neither does."""
+    """The layers and backend that a job's command line or configuration asks for; each None if neither does."""
     values = read_job_config(*split_config(arguments)).values
     return {name: values.get(name) for name in _PLATFORM}
 
@@ -155,9 +156,9 @@ def _take_sizes_of_checkpoint(args: argparse.Namespace) -> None:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Check what validated `args` read and where they write, as a start would. Raises UserError."""
+    """Check the files that validated `args` name, as a job does at startup. Raises UserError."""
     from megatron_vp.mcore.options.settle import (
-        check_files as check,  # imports Megatron, whose warnings a check silences
+        check_files as check,  # imports Megatron, so only once its warnings are silenced
     )
 
     with one_line_for_paths():
@@ -165,7 +166,7 @@ def check_files(args: argparse.Namespace) -> None:
 
 
 def ranks_of_one_replica(arguments: list[str], own_script: bool = False) -> int:
-    """Number of ranks that together hold the model once, by a job's arguments. Raises UserError if they cannot be
+    """The number of ranks that together hold one replica of the model. Raises UserError if the arguments cannot be
     parsed.
     """
     own = own_options(arguments) if own_script else ()
@@ -174,7 +175,8 @@ def ranks_of_one_replica(arguments: list[str], own_script: bool = False) -> int:
 
 
 def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
-    """Check that this node can run its part of a job with validated `args`: devices, network, room for checkpoints.
+    """Check that this node can run its part of a job with validated `args`: GPUs, network, access to the output
+    folders.
 
     Raises UserError, naming the node.
     """
@@ -203,7 +205,7 @@ def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
 
 
 def describe_node() -> str:
-    """Versions and devices of this node, and the variables that NCCL will read, in one line."""
+    """One line with the versions and devices of this node, and the environment variables that NCCL will read."""
     from megatron_vp.mcore.start.banner import versions  # imports Megatron
 
     found = [f"python {interpreter.python_version()}", *versions()]
@@ -218,7 +220,7 @@ def describe_node() -> str:
 
 
 def describe_job(job: SettledJob, ranks: int) -> list[str]:
-    """Lines that describe a checked job on `ranks` ranks, and the iteration that it would start from."""
+    """Lines that describe a checked job on `ranks` ranks and the iteration at which it would start."""
     from megatron_vp.mcore.options.vocab_rows import describe_rows  # imports readers of data
     from megatron_vp.mcore.start.banner import describe_sizes  # imports Megatron
 
@@ -227,7 +229,7 @@ def describe_job(job: SettledJob, ranks: int) -> list[str]:
 
 
 def describe_start(job: SettledJob) -> list[str]:
-    """Lines on the nodes that a job was checked for, and the iteration that it would start from."""
+    """Lines about the nodes that a job was checked for and the iteration at which it would start."""
     args = job.args
     lines = [] if job.nodes is None else [f"checked for GPUs elsewhere: {assumptions(job.nodes)}"]
     if args.save is None:
@@ -243,7 +245,7 @@ def describe_start(job: SettledJob) -> list[str]:
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> int:
-    """Iteration of the newest complete checkpoint in `folder`; 0 if there is none."""
+    """The iteration of the newest complete checkpoint in `folder`; 0 if there is none."""
     tracker = Path(folder) / TRACKER
     try:
         return int(tracker.read_text())
@@ -253,7 +255,9 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> int:
 
 @contextmanager
 def _parsed(arguments: list[str], ranks: int, own: Sequence[str] = ()) -> Iterator[argparse.Namespace]:
-    """Inside, Megatron is patched; yields the arguments as it parses them. `own`: names of the script's own options."""
+    """Patch Megatron inside this context, and yield the arguments as it parses them. `own`: names of the script's own
+    options.
+    """
 
     def with_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         values = read_job_config(*split_config(arguments)).values
@@ -281,8 +285,9 @@ def _parsed(arguments: list[str], ranks: int, own: Sequence[str] = ()) -> Iterat
 
 @contextmanager
 def _environment_of_a_rank(ranks: int, argv: list[str]) -> Iterator[None]:
-    """The environment variables that a launcher sets. No rank of the job has this number, because the first one prints
-    and writes files."""
+    """Set, inside this context, the environment variables that a launcher sets. RANK is one more than the job's last
+    rank, because the code of a real rank may print and write files.
+    """
     environment, command = dict(os.environ), list(sys.argv)
     os.environ.update(RANK=str(ranks), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
     sys.argv[:] = argv
@@ -295,7 +300,8 @@ def _environment_of_a_rank(ranks: int, argv: list[str]) -> Iterator[None]:
 
 
 def _names_an_interface(variable: str, interfaces: list[str]) -> bool:
-    """Whether NCCL_SOCKET_IFNAME (prefixes; `=` exact, `^` all but these) leaves one of `interfaces`; empty leaves all.
+    """Whether NCCL_SOCKET_IFNAME admits one of `interfaces`. It lists prefixes (after `=` exact names, after `^`
+    exclusions); an empty value admits all.
 
     See NCCL's documentation of the variable.
     """

@@ -1,9 +1,9 @@
-"""Checks that every rank runs the same job, so that a node with another file or installation is found before it does
-harm.
+"""Checks that every rank runs the same job, so that a node with a different file or installation is found before it
+does harm.
 
-Ranks of different numbers of microbatches wait for each other forever; different learning rates, or other versions of
-this package, silently give a different model. So all arguments are compared, except those that may differ between
-machines. Only then does the job write to its folders, and only if no other job saves to the same place.
+Ranks with different numbers of microbatches would wait for each other forever, and different learning rates or versions
+of this package would silently produce a different model. So all arguments are compared, except those that may differ
+between machines. The job writes to its folders only after this check, and only if no other job saves to the same place.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OF_A_RANK = {
     "node_rank": "each machine has its own",
     "config": "the options in the files are compared, wherever they were written",
 }
-"""Arguments that are not compared, with the reason."""
+"""Arguments that are not compared, and the reasons."""
 
 _PLACES = {
     "data, which machines may keep in different folders": (
@@ -66,22 +66,22 @@ _PLACES = {
     ),
 }
 PLACES = {name: reason for reason, names in _PLACES.items() for name in names.split()}
-"""Arguments that name a place, with what is there. Only whether they are given is compared, and weights in a list of
-data.
+"""Arguments that name a file, a folder or the like, and what is there. Only the presence of such an argument is
+compared and, in a list of data, the weights.
 """
 
 
 def facts(
     arguments: Mapping[str, Any], parts: Mapping[str, str] | None = None, given: Mapping[str, str] | None = None
 ) -> dict[str, dict[str, str]]:
-    """Everything that must be equal on all ranks, as text by name ("alike"), and the options that were given ("given").
+    """What must be equal on all ranks, as text by name ("alike"), and the options that were given ("given").
 
-    Compared are all arguments, those that Megatron and this plug-in derive included, the versions of packages, and our
-    code.
+    "alike" covers all arguments, including those that Megatron and this plug-in derive, the versions of packages, and
+    our code.
 
     Args:
-        arguments: by name; names that begin with an underscore are left out.
-        parts: who computes what.
+        arguments: values by name; names that begin with an underscore are left out.
+        parts: the implementation of each part of the job.
         given: the options that were typed, by the names of their arguments.
     """
     alike = {
@@ -90,7 +90,7 @@ def facts(
         if name not in OF_A_RANK and not name.startswith("_")
     }
     if ShardChoice.parse(arguments.get("vocab_shards")).folder is not None:
-        alike["vocab_shards"] = "measured:DIR"  # the rows are compared, too
+        alike["vocab_shards"] = "measured:DIR"  # the folder may differ; the rows are compared anyway
     packages = {
         "megatron_vp": megatron_vp.__version__,
         "megatron-core": installed_version(),
@@ -104,7 +104,7 @@ def facts(
 
 
 def _place(value: Any) -> str:
-    """The part of a place that is compared."""
+    """The text by which the value of an argument in PLACES is compared."""
     if value is None:
         return "not given"
     return _text([word if _is_number(word) else "PATH" for word in value]) if isinstance(value, list) else "given"
@@ -119,7 +119,9 @@ def _is_number(word: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Text that is the same for equal values in every process: no addresses, no order of sets."""
+    """Format a value so that equal values give the same text in every process: without addresses, with sets in sorted
+    order.
+    """
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, set | frozenset):
@@ -136,7 +138,7 @@ def _text(value: Any) -> str:
 
 
 def code(package: Path) -> str:
-    """A fingerprint of a package's sources: two checkouts may have the same version."""
+    """A fingerprint of a package's sources, because two checkouts may have the same version."""
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         digest.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
@@ -144,8 +146,8 @@ def code(package: Path) -> str:
 
 
 def difference(ranks: list[dict[str, dict[str, str]]]) -> str:
-    """Describe the first name on which not all `ranks` agree, each value with its ranks. Options that were given come
-    first, because arguments derived from them differ as well.
+    """Describe the first name on which not all `ranks` agree: each value with its ranks. Options that were given are
+    compared first, because arguments that are derived from them differ as well.
     """
     given: dict[str, str] = {}
     for each in ranks:
@@ -172,18 +174,19 @@ def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
         arguments = job.args
         if arguments.fake_process_group:
             return original(*args, **kwargs)
-        # Before the groups: ranks that would make others have no communicator in which to say so.
+        # Compare before groups exist: ranks that would create different groups have no communicator through which to
+        # find out.
         patience = timedelta(minutes=arguments.distributed_timeout_minutes)
         require_same_job(facts(vars(arguments), job.parts, job.words.options), patience)
         original(*args, **kwargs)
-        order = [job.order]  # of devices that may differ
+        order = [job.order]  # devices, and so costs, may differ between ranks
         torch.distributed.broadcast_object_list(order, src=0)
         settle(replace(job, order=order[0]))
         if (folder := saves_to(arguments)) is not None:
             claim(*folder)
         agreed(functools.partial(write_resolved_configuration, arguments))
         if arguments.rank == 0:
-            from megatron_vp.mcore.start.banner import print_banner  # loads the cost model, which one rank needs
+            from megatron_vp.mcore.start.banner import print_banner  # imports the cost model, for this rank only
 
             print_banner(current())
         return None
