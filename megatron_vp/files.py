@@ -122,7 +122,7 @@ def write_report(path: Path, text: str, what: str) -> None:
         with replacing(path) as file:
             file.write(text.encode())
     except OSError as error:
-        warn_once(f"warning: cannot write {what} {path}: {error.strerror}; the run goes on without it")
+        warn_once(f"warning: cannot write {what} {path}: {error.strerror}; the run continues without it")
 
 
 @functools.cache

@@ -38,9 +38,11 @@ def check_stage_rows(rows: Sequence[int], vocab_size: int, ranks: int, tensor: i
             "give one number per rank"
         )
     if min(rows) < 0:
-        raise UserError(f"{said} has a negative number of rows: give 0 to a rank that should hold none")
+        raise UserError(f"{said} has a negative number of rows: give 0 for a rank without rows")
     if not any(rows):
-        raise UserError(f"{said} gives rows to no rank: at least one rank must hold the vocabulary's {vocab_size} rows")
+        raise UserError(
+            f"{said} gives no rank any rows: at least one rank must hold the vocabulary's {vocab_size} rows"
+        )
     if any(each % tensor for each in rows):
         raise UserError(
             f"{said} cannot be shared equally by the {tensor} tensor ranks of a stage: give multiples of {tensor}"

@@ -73,7 +73,7 @@ def collect(
     check_destination(False, output)
     if not folder.is_dir():
         raise UserError(
-            f"{folder} is not a folder: give the one that megatron-vp paper jobs wrote and the runs logged to"
+            f"{folder} is not a folder: give the folder that megatron-vp paper jobs wrote and that the runs logged to"
         )
     device = None if hardware is None else find_hardware(hardware)
     rows, missing = [], []

@@ -105,7 +105,7 @@ def _pipeoffload(output_format: Format, given: list[str]) -> str:
     from megatron_vp.cost.paper.pipeoffload import predict_cells, published, to_csv, to_text
 
     if given:
-        raise UserError(f"--paper pipeoffload has published figures and hardware of its own; leave out {given[0]}")
+        raise UserError(f"--paper pipeoffload brings its own published figures and hardware; leave out {given[0]}")
     if output_format is Format.PNG:
         raise UserError("--paper pipeoffload cannot be drawn; use --format table or csv")
     cells, found = published(), []

@@ -55,7 +55,7 @@ def check_destination(is_picture: bool, output: Path | None) -> None:
     elif output.is_dir():
         raise UserError(f"cannot write {output}: it is a folder; name a file")
     elif not output.parent.is_dir():
-        raise UserError(f"cannot write {output}: there is no folder {output.parent}; make it first")
+        raise UserError(f"cannot write {output}: the folder {output.parent} does not exist; create it first")
     elif not os.access(output if output.exists() else output.parent, os.W_OK):
         raise UserError(f"cannot write {output}: permission denied; choose another place")
 

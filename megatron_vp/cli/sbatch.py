@@ -133,13 +133,15 @@ def sbatch(
         try:
             check_files(checked.args)
         except UserError as error:
-            typer.echo(f"would be refused on this machine: {error}", err=True)
+            typer.echo(f"this machine would refuse the job: {error}", err=True)
         return
     if shutil.which("sbatch") is None:
         raise UserError("sbatch is not found: run this where jobs are submitted, or add --dry-run")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UserError(" ".join(done.stderr.split()) or f"sbatch ended with status {done.returncode} and said nothing")
+        raise UserError(
+            " ".join(done.stderr.split()) or f"sbatch exited with status {done.returncode} without a message"
+        )
     typer.echo(done.stdout.strip())
 
 

@@ -204,7 +204,7 @@ def _copies(request: Request, found: Evaluation) -> str:
         sizes = f"{each.host / GIB:.2f}", f"{each.bytes / GIB:.3f}", f"{100 * each.load:.0f}"
         table.add_row(str(rank), chunks, *sizes, *(f"{wait:.3g}" for wait in _waits(each)))
     taken = fullest_node(request.job, request.hardware, [each.host for each in found.copies])
-    lines = [f"the fullest node takes {taken / GIB:.0f} of {host_room(request.hardware) / GIB:.0f} GiB for them"]
+    lines = [f"the fullest node uses {taken / GIB:.0f} of {host_room(request.hardware) / GIB:.0f} GiB for them"]
     if min(len(each.chunks) for each in found.copies) < found.candidate.plan.offload_chunks:
         lines.append("chunks that would have to be back before they have left stay on the device")
     if has_one_queue(request.job, request.hardware):

@@ -37,7 +37,7 @@ class TextFiles:
         Raises UserError for an empty name, an input that does not exist, a pipe, and a directory without files.
         """
         if not all(map(os.fspath, inputs)):
-            raise UserError("an input name is empty, perhaps from an unset variable: name text or .jsonl files")
+            raise UserError("an input name is empty, perhaps because a variable is unset: name text or .jsonl files")
         files: list[Path] = []
         for path in map(Path, inputs):
             if path.is_dir():

@@ -91,8 +91,8 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> tuple[Tokenizer, int]:
     end_id = tokenizer.token_to_id(end) if isinstance(end, str) else None
     if end_id is None:
         raise UserError(
-            f"{directory}/tokenizer_config.json does not name an eos_token from the vocabulary, which ends each "
-            "document"
+            f"{directory}/tokenizer_config.json does not name an eos_token from the vocabulary, the token that "
+            "ends each document"
         )
     return tokenizer, end_id
 

@@ -40,7 +40,7 @@ def arguments_from_leaves(leaves: Iterable[Leaf], parser: argparse.ArgumentParse
             nearest = difflib.get_close_matches(leaf.key, options, n=1, cutoff=0.0)
             raise UserError(f"{leaf} is not a known argument; the nearest known one is '{nearest[0]}'")
         if action in seen:
-            raise UserError(f"{leaf} was already set in {seen[action]}; keep one of them")
+            raise UserError(f"{leaf} is also set in {seen[action]}; keep one of them")
         seen[action] = leaf.section
         if leaf.value is not None:
             arguments += _argument(action, leaf.key, leaf.value, str(leaf))

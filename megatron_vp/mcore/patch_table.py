@@ -126,7 +126,7 @@ GROUPS = (
         "megatron_vp.mcore.platform.index_helpers:PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
-        "Megatron compiles its index helpers at every start, and ends the job where it cannot",
+        "Megatron compiles its index helpers at every start, and ends the job if it cannot",
         essential=False,
     ),
     PatchGroup(
@@ -170,7 +170,7 @@ GROUPS = (
         "megatron_vp.mcore.platform.without_transformer_engine:WARM_UP_PATCHES",
         Condition("where Transformer Engine is not installed", lambda run: not run.machine.engine),
         Stage.BEFORE_PARSING,
-        "a start on a GPU compiles for minutes what no layer uses",
+        "a start on a GPU spends minutes compiling kernels that no layer uses",
         essential=False,
     ),
     PatchGroup(
@@ -189,14 +189,14 @@ GROUPS = (
         "megatron_vp.mcore.platform.cpu:PATCHES",
         Condition("only where no CUDA device is used", lambda run: run.cpu),
         Stage.BEFORE_PARSING,
-        "a run would ask for CUDA, and compute norms of gradients wrong",
+        "a run would ask for CUDA, and compute wrong gradient norms",
     ),
     PatchGroup(
         "replay",
         "megatron_vp.mcore.replay.one_rank:PATCHES",
         Condition("only in a replay, with --fake-process-group", lambda run: run.args.fake_process_group),
         Stage.BEFORE_PARSING,
-        "the rank would compute with what its memory happened to hold, and wait for peers",
+        "the rank would compute with uninitialized memory, and wait for peers",
     ),
     PatchGroup(
         "shapes only",
@@ -234,7 +234,7 @@ GROUPS = (
             lambda run: run.args.override_opt_param_scheduler or run.args.use_checkpoint_opt_param_scheduler,
         ),
         Stage.AFTER_VALIDATION,
-        "a checkpoint of other learning rates does not load, and Megatron ends the job",
+        "a checkpoint with other learning rates does not load, and Megatron ends the job",
         essential=False,
     ),
     PatchGroup(
@@ -255,7 +255,7 @@ GROUPS = (
             lambda run: run.args.heterogeneous_layers_config_path or run.args.heterogeneous_layers_config_encoded_json,
         ),
         Stage.AFTER_VALIDATION,
-        "ranks with several chunks could build other layers than theirs",
+        "ranks with several chunks could build the wrong layers",
     ),
     PatchGroup(
         "flash attention",
@@ -294,7 +294,8 @@ GROUPS = (
         "megatron_vp.mcore.model.own_models:PATCHES",
         Condition("only after `megatron_vp.enable`", lambda run: own_loop() is not None),
         Stage.AFTER_VALIDATION,
-        "models that a script makes without Megatron's builders would be whole, and refused by our schedules",
+        "models built without Megatron's builders would keep whole vocabulary layers, and our schedules would "
+        "refuse them",
     ),
     PatchGroup(
         "models of Megatron-Bridge",
@@ -304,7 +305,7 @@ GROUPS = (
             _with_bridges_models,
         ),
         Stage.AFTER_VALIDATION,
-        "models of its providers would be whole, and refused by our schedules",
+        "models of its providers would keep whole vocabulary layers, and our schedules would refuse them",
         package="megatron.bridge",
     ),
     PatchGroup(
@@ -315,7 +316,7 @@ GROUPS = (
             lambda run: _with_bridges_models(run) and run.args.vocab_parallel,
         ),
         Stage.AFTER_VALIDATION,
-        "its export would find shards in the place of vocabulary layers",
+        "its export would find shards instead of vocabulary layers",
         package="megatron.bridge",
     ),
     PatchGroup(
@@ -326,7 +327,7 @@ GROUPS = (
             _in_own_loop,
         ),
         Stage.AFTER_VALIDATION,
-        "checkpoints would load in another layout without a word, with the moments of other parameters",
+        "checkpoints would load in another layout without an error, with the moments of other parameters",
     ),
     PatchGroup(
         "optimizer state of Megatron-Bridge",
@@ -344,7 +345,7 @@ GROUPS = (
         "megatron_vp.mcore.model.split_backward:PATCHES",
         Condition("only with a --pipeline-schedule that has W passes", lambda run: run.settings.splits_backward),
         Stage.AFTER_VALIDATION,
-        "backwards would not be split, and W passes add nothing",
+        "backwards would not be split, and W passes would add nothing",
     ),
     PatchGroup(
         "delayed weight gradients",
@@ -358,7 +359,7 @@ GROUPS = (
             ),
         ),
         Stage.AFTER_VALIDATION,
-        "backwards would not be split, and W passes add nothing",
+        "backwards would not be split, and W passes would add nothing",
     ),
     PatchGroup(
         "chunk placement",

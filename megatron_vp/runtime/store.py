@@ -150,7 +150,7 @@ class Store:
     def take(self, slot: Slot, microbatch: int, *, at: int | None = None) -> Any:
         """A value; its last use removes it."""
         key = _key(slot, microbatch, at)
-        assert key in self._values, f"{_words(key)} is taken and was not put, or has been used up"
+        assert key in self._values, f"{_words(key)} was taken before it was put, or has been used up"
         value, uses = self._values.pop(key)
         if uses > 1:
             self._values[key] = (value, uses - 1)

@@ -179,8 +179,8 @@ def family(name: str) -> Family:
     if name not in FAMILIES:
         near = difflib.get_close_matches(name, FAMILIES, 1, 0)
         raise UserError(
-            f"schedule {name!r} is unknown; nearest is {near[0]!r}, known are {', '.join(FAMILIES)}; a file ends in "
-            ".json or .csv"
+            f"unknown schedule {name!r}: the nearest name is {near[0]!r}; use one of {', '.join(FAMILIES)}, or a file "
+            "whose name ends in .json or .csv"
         )
     return FAMILIES[name]
 

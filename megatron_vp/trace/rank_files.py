@@ -166,7 +166,9 @@ def _read(path: Path) -> RankTrace:
     try:
         return RankTrace.from_json(text)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{path} is not a trace of --pipeline-trace; give a folder that holds nothing else") from None
+        raise UserError(
+            f"{path} is not a trace of --pipeline-trace; give a folder that holds only such traces"
+        ) from None
 
 
 def merge(traces: Sequence[RankTrace], extra: Sequence[perfetto.Event] = ()) -> str:

@@ -88,7 +88,7 @@ def read_reports(folder: Path) -> tuple[RankReport, ...]:
             found[int(document["pipeline_rank"])] = RankReport.of(document)
         except (KeyError, TypeError, ValueError, AttributeError):
             raise UserError(
-                f"{path} is not a rank report of this version; give a folder that holds nothing else"
+                f"{path} is not a rank report of this version; give a folder that holds only such reports"
             ) from None
     if sorted(found) != list(range(len(paths))):
         raise UserError(
@@ -112,5 +112,5 @@ def read_document(path: Path) -> Mapping[str, Any]:
             f"{path} is not JSON, or is cut off: give the folder of a run's rank reports or traces"
         ) from None
     if not isinstance(document, dict):
-        raise UserError(f"{path} is neither a rank report nor a trace; give a folder that holds nothing else")
+        raise UserError(f"{path} is neither a rank report nor a trace; give a folder that holds only such files")
     return document

@@ -243,7 +243,7 @@ def test_a_gain_within_what_iterations_vary_is_not_promised(tmp_path):
     run = read_run(tmp_path)
     assert 0.05 < run.uncertainty < 0.3
     line = next_start(tmp_path, run)
-    assert "no significant gain (medians of 6 iterations, certain within 15 %)" in line
+    assert "no significant gain (medians of 6 iterations, accurate to 15 %)" in line
 
 
 def test_a_gain_that_the_prediction_denies_is_not_promised(tmp_path):
@@ -268,4 +268,4 @@ def test_what_real_runs_wrote_is_taken(name):
     assert run.iterations >= 5 and sum(run.rows) == 512
     job = MeasuredJob(2, 1, 512, run.schedule, run.vocab, {"num_layers": 4, "hidden_size": 32, "seq_length": 16})
     assert sum(next_rows(folder, job, lambda partition: None).rows) == 512
-    assert "certain within" in next_start(folder, run)
+    assert "accurate to" in next_start(folder, run)

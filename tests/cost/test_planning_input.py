@@ -55,7 +55,7 @@ pytestmark = pytest.mark.usefixtures("megatron_loaded")
         (["--num-layers", "100000000"], "100000000 layers are too many for a model"),
         (["--vocab-size", "1" + 30 * "0"], "is too large for any job; give at most 268435456"),
         (["--vocab-parallel", "maybe"], "--vocab-parallel is a switch and takes no value; it was given 'maybe'"),
-        (["--pipeline-schedule", ""], "schedule '' is unknown"),
+        (["--pipeline-schedule", ""], "unknown schedule ''"),
         (["--pipeline-schedule", "interlaced"], "add --vocab-parallel"),
         (["--hardwrae", "h200"], "--hardwrae is not a known option; the nearest known one is --hardware"),
         (["--node=4"], "--node is not a known option; the nearest known one is --nodes"),

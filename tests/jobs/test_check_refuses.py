@@ -36,7 +36,7 @@ def check(flags, **settings):
         ("--vocab-parallel --vocab-shards 72,-8", "has a negative number of rows"),
         (
             "--vocab-parallel --vocab-shards 0,0",
-            "gives rows to no rank: at least one rank must hold the vocabulary's 64 rows",
+            "gives no rank any rows: at least one rank must hold the vocabulary's 64 rows",
         ),
         ("--vocab-parallel --vocab-shards 32,24", "gives 56 rows, and the padded vocabulary has 64: add 8"),
         ("--vocab-parallel --vocab-shards 64,64", "and the padded vocabulary has 64: take 64 away"),
@@ -57,7 +57,10 @@ def check(flags, **settings):
             "--activation-limit 'much' is not a number of microbatches; give one such as 5 or 4.5",
         ),
         ("--offload-chunks some", "--offload-chunks: 'some' is not a number of chunks; give one, half, all or auto"),
-        ("--offload-chunks 2", "--offload-chunks 2 is more chunks than a rank has: use half, all, or at most as many"),
+        (
+            "--offload-chunks 2",
+            "--offload-chunks 2 exceeds the number of chunks per rank: use half, all, or at most as many",
+        ),
         (
             "--pipeline-schedule zb-v --offload-chunks all --recompute-granularity full --recompute-method uniform "
             "--recompute-num-layers 1",

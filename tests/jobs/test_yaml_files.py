@@ -89,7 +89,7 @@ def test_command_line_wins(tmp_path):
         ("window: [1]", ["window", "2 values"]),
         ("data_path: [true]", ["data_path", "a string"]),
         ("a: {lr: 1}\nb: {lr: 2}", ["'lr' in section 'b'", "section 'a'"]),
-        ("save_interval: 1\npersistent_save_interval: 2", ["persistent_save_interval", "already"]),
+        ("save_interval: 1\npersistent_save_interval: 2", ["persistent_save_interval", "also set in"]),
         ("lr: 1\nlr: 2", ["not valid YAML", "duplicate"]),
         ("lr: [1", ["not valid YAML"]),
         ("- lr", ["mapping"]),

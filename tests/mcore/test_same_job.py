@@ -90,8 +90,8 @@ def test_ranks_of_different_jobs_end_with_one_line():
     for ends, (_, said) in zip(zip(*run_ranks(2, start_apart, cases), strict=True), APART, strict=True):
         (status, [line]), last = ends
         assert status == 2 and last == (2, [])
-        told = f"error: the ranks were not given the same job: {said}"
-        assert line.startswith(told) and "; start all of them with the same" in line
+        told = f"error: the ranks did not get the same job: {said}"
+        assert line.startswith(told) and "; start every rank with the same" in line
 
 
 @pytest.fixture(scope="module")

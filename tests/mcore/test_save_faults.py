@@ -131,7 +131,9 @@ def test_reports_that_one_rank_cannot_write_do_not_end_the_run(tmp_path):
     ends = run_ranks_to_their_end(2, train_with_fault, few_steps(**folders))
     assert [status for status, _ in ends] == [0, 0]
     for what, folder in (("the rank report", folders["rank_report"]), ("the pass trace", folders["pipeline_trace"])):
-        line = f"rank 1: warning: cannot write {what} {folder}/rank_1.json: Is a directory; the run goes on without it"
+        line = (
+            f"rank 1: warning: cannot write {what} {folder}/rank_1.json: Is a directory; the run continues without it"
+        )
         assert [output.count(line) for _, output in ends] == [0, 1]
         assert [path.name for path in sorted(folder.iterdir())] == ["rank_0.json", "rank_1.json"]
 

@@ -166,7 +166,7 @@ REFUSED = [
     ({"pipeline_model_parallel_size": 2, "global_batch_size": 6}, "has 4 ranks, and --pipeline-model-parallel-size is"),
     ({"num_virtual_stages_per_pipeline_rank": 2}, "has two chunks per rank by itself"),
     ({"pipeline_schedule": "plain.csv"}, "has no vocabulary passes: leave --vocab-parallel out"),
-    ({"pipeline_schedule": "late.json"}, "first weight gradient of each chunk must be that of microbatch 0"),
+    ({"pipeline_schedule": "late.json"}, "first weight gradient of each chunk must be microbatch 0's"),
     ({"pipeline_schedule": "elsewhere.json"}, "does not place the first stage in chunk 0 of rank 0"),
     ({"pipeline_schedule": "nowhere.json"}, "nowhere.json"),
     ({"pipeline_schedule": "some.json"}, "passes on ranks 1, 3, and vocabulary rows are on ranks 0, 1, 2, 3: use"),
@@ -174,10 +174,10 @@ REFUSED = [
     ({"pipeline_schedule": "forward.json", **PLAIN}, "has no backward passes and cannot train: use a file that has"),
     (
         {"step_batch_size_schedule": "0:3 6:6", "global_batch_size": None},
-        "the batch grows, but a file has a fixed number of microbatches; leave them out",
+        "the batch grows, but a file has a fixed number of microbatches; leave these options out",
     ),
     ({"rampup_batch_size": [3, 3, 6]}, "the batch grows, but a file has a fixed number of"),
-    ({"pipeline_schedule": "v-hlf"}, "nearest is 'v-half'"),
+    ({"pipeline_schedule": "v-hlf"}, "nearest name is 'v-half'"),
 ]
 
 

@@ -58,9 +58,9 @@ def test_a_value_lives_from_its_put_to_its_last_use():
     with pytest.raises(AssertionError, match="X of microbatch 1 is kept already"):
         store.put(Slot.X, 1, "another")
     assert store.take(Slot.X, 1) == store.take(Slot.X, 1) == "x"
-    with pytest.raises(AssertionError, match="X of microbatch 1 is taken and was not put, or has been used up"):
+    with pytest.raises(AssertionError, match="X of microbatch 1 was taken before it was put, or has been used up"):
         store.take(Slot.X, 1)
-    with pytest.raises(AssertionError, match="ACTIVATION of microbatch 1 at 4 is taken and was not put"):
+    with pytest.raises(AssertionError, match="ACTIVATION of microbatch 1 at 4 was taken before it was put"):
         store.take(Slot.ACTIVATION, 1, at=4)
     with pytest.raises(AssertionError, match=r"left over.*ACTIVATION of microbatch 1 at 3"):
         store.assert_empty()

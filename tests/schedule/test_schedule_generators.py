@@ -153,7 +153,7 @@ def test_forward_only_keeps_the_order_of_what_is_left():
 @pytest.mark.parametrize(
     ("arguments", "options", "words"),
     [
-        (("1f1", 4, 8), {}, "nearest is '1f1b'"),
+        (("1f1", 4, 8), {}, "nearest name is '1f1b'"),
         (("1f1b", 1, 8), {"vocab": "vocab-2"}, "pipeline size 1"),
         (("1f1b", 0, 8), {}, "pipeline size 0"),
         (("interlaced", 1, 8), {}, "pipeline size 1"),

@@ -182,7 +182,7 @@ def test_a_check_leaves_nothing_behind(said, tmp_path, monkeypatch):
     words = ("--config", LLAMA[0], "--config", LLAMA[2], "--config", str(tmp_path / "afresh.yaml"), "--vocab-parallel")
     status, printed, _ = said("check", "--ranks", "8", *words, f"--save={tmp_path / 'new'}")
     assert status == 0
-    assert "loads from nowhere: a job that is stopped does not go on" in printed
+    assert "loads from nowhere: a stopped job does not resume" in printed
     assert (dict(os.environ), list(sys.argv), patches.in_force()) == before
     monkeypatch.setenv("SLURM_PROCID", "1")
     assert said("check", "--ranks", "8", *words)[:2] == (0, ""), "one rank says what all have found"

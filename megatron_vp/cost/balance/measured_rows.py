@@ -131,7 +131,7 @@ def next_start(folder: Path, run: MeasuredRun, predicted: float | None = None) -
     found = refilled(run.partition, run.seconds)
     assert found.rows is not None
     busiest = max(sum(each.values()) for each in run.seconds)
-    spread = f"medians of {run.iterations} iterations, certain within {100 * run.uncertainty:.2g} %"
+    spread = f"medians of {run.iterations} iterations, accurate to {100 * run.uncertainty:.2g} %"
     start = f"the next start with --vocab-shards measured:{folder}: rows {','.join(map(str, found.rows))}; "
     if found.gain - 1 <= CERTAIN * run.uncertainty:
         return f"{start}no significant gain ({spread}); measure more iterations, on GPUs of your own"

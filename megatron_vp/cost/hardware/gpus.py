@@ -225,5 +225,5 @@ def find_hardware(name: str) -> Hardware:
     found = HARDWARE.get(name.lower()) or HARDWARE.get(f"{name.lower()}x")
     if found is None:
         near = difflib.get_close_matches(name.lower(), HARDWARE, 1, 0)
-        raise UserError(f"hardware {name!r} is unknown; nearest is {near[0]!r}, known are {', '.join(HARDWARE)}")
+        raise UserError(f"unknown hardware {name!r}: the nearest name is {near[0]!r}; use one of {', '.join(HARDWARE)}")
     return found

@@ -151,7 +151,7 @@ def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_
         without_split = next((each for each in fitting if each.candidate.method in WITHOUT_SPLIT), None)
         return Choice(min(tied, key=lambda each: (each.is_tight(limit), *simplicity(each))), tied, without_split)
     if not offered:
-        raise UserError("no schedule is left that can run this job")
+        raise UserError("none of the remaining schedules can run this job")
     least = min(offered, key=lambda each: each.peak_memory)
     plan = least.candidate.plan
     raise UserError(

@@ -165,7 +165,7 @@ def variants(arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: 
     global batch are left out. Raises UserError for arguments without a global batch size, and where nothing is left.
     """
     if arguments.get("global_batch_size") is None:
-        raise UserError("a search keeps the global batch: set --global-batch-size")
+        raise UserError("a search keeps the global batch size: set --global-batch-size")
     # Errors that do not depend on the sizes, such as a missing size, are raised here.
     job_of({name: value for name, value in arguments.items() if name not in _varied(())} | {"micro_batch_size": 1})
     found, reason = [], f"--global-batch-size {arguments['global_batch_size']} does not go with {gpus} GPUs"

@@ -54,7 +54,7 @@ def asked_process(prepare: Callable[[], None], answer: Callable[..., Any]) -> It
         except (EOFError, OSError):
             process.join(timeout=1)
             raise UserError(
-                f"the process that runs the check ended with exit code {process.exitcode}; if it was killed, free "
+                f"the process that ran the check exited with code {process.exitcode}; if it was killed, free "
                 "memory and try again"
             ) from None
 

@@ -66,7 +66,7 @@ def refuse_fp8(job: Job, hardware: Hardware) -> None:
     rates = hardware.rates
     if rates is None or not rates.fp8_gemm:
         known = ", ".join(name for name, entry in HARDWARE.items() if entry.rates and entry.rates.fp8_gemm)
-        raise UserError(f"no fp8 rates are known for --hardware {hardware.name}; known are those of {known}")
+        raise UserError(f"no fp8 rates are known for --hardware {hardware.name}; use one of {known}")
     if job.fp8 is Fp8Recipe.MXFP8 and not rates.any_layout_fp8:
         raise UserError(
             f"--fp8-recipe mxfp8 needs tensor cores that scale blocks of 32, as B200 has; not {hardware.name}"

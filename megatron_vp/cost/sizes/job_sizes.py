@@ -55,7 +55,7 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
             "leave it out"
         )
     if given("bf16") and given("fp16"):
-        raise UserError("bf16 and fp16 are both on: a model has one of them; leave one out (false in a file)")
+        raise UserError("bf16 and fp16 are both on: a model uses only one of them; leave one out (false in a file)")
     experts, pattern = given("num_experts", 0), pattern_in(arguments)
     if pattern is not None and "E" not in pattern.letters:
         experts = 0

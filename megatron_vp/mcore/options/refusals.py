@@ -462,7 +462,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: a.log_pipeline_interval and not (a.tensorboard_dir or a.wandb_project),
-        "--log-pipeline-interval {log_pipeline_interval} has nowhere to write: use it with --tensorboard-dir or "
+        "--log-pipeline-interval {log_pipeline_interval} has no destination: use it with --tensorboard-dir or "
         "--wandb-project",
     ),
     Refusal(

@@ -72,8 +72,8 @@ FILE_REFUSALS = (
     Refusal(
         lambda a: _fixed(a) and (a.step_batch_size_schedule or a.rampup_batch_size),
         "--pipeline-schedule {pipeline_schedule} with --step-batch-size-schedule or --rampup-batch-size is not "
-        "supported: the batch grows, but a file has a fixed number of microbatches; leave them out, or name a "
-        "schedule instead of a file",
+        "supported: the batch grows, but a file has a fixed number of microbatches; leave these options out, "
+        "or name a schedule instead of a file",
     ),
     Refusal(
         lambda a: (file := _fixed(a)) and file.microbatches != _microbatches(a),
@@ -91,8 +91,8 @@ FILE_REFUSALS = (
             and not (a.vocab_parallel and not a.mtp_num_layers)
             and file.placement.chunk_of(file.placement.stages - 1) + 1 != file.chunks
         ),
-        "--pipeline-schedule {pipeline_schedule} does not place the last stage in its rank's last chunk, which runs "
-        "without --vocab-parallel or with --mtp-num-layers require: use a placement that does",
+        "--pipeline-schedule {pipeline_schedule} does not place the last stage in its rank's last chunk, as is "
+        "required without --vocab-parallel or with --mtp-num-layers: use a placement that does",
     ),
     Refusal(
         lambda a: (file := _fixed(a)) and file.chunks == 1 and file.placement != Placement.linear(file.pipeline_size),
@@ -102,7 +102,7 @@ FILE_REFUSALS = (
     Refusal(
         lambda a: (file := _fixed(a)) and _starts_late(file),
         "--pipeline-schedule {pipeline_schedule} is not supported: the first weight gradient of each chunk must be "
-        "that of microbatch 0, where its sum begins; use an order in which it comes first",
+        "microbatch 0's, which starts the sum; use an order in which it comes first",
     ),
 )
 """The refusals, in the order of the checks."""

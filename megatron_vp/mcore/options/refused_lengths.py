@@ -37,7 +37,7 @@ LENGTH_REFUSALS = (
     ),
     Refusal(
         lambda a: _anneals(a) and learning_course(a)["lr_warmup_steps"] >= (learning_course(a)["lr_decay_steps"] or 1),
-        "the learning rate would still be warming up when its decay has ended (both begin with the run): use a shorter "
+        "the warm-up of the learning rate would outlast its decay (both begin with the run): use a shorter "
         "--lr-warmup-iters (--lr-warmup-samples, --lr-warmup-fraction below 1), or a longer --train-iters or "
         "--lr-decay-iters",
     ),
@@ -66,12 +66,12 @@ LENGTH_REFUSALS = (
     ),
     Refusal(
         lambda a: a.profile and not 0 <= a.profile_step_start < a.profile_step_end,
-        "--profile-step-start {profile_step_start} to --profile-step-end {profile_step_end} holds no iteration: use "
+        "--profile-step-start {profile_step_start} to --profile-step-end {profile_step_end} is an empty range: use "
         "numbers from 0, the second larger than the first",
     ),
     Refusal(
         lambda a: any(iteration < 1 for iteration in a.iterations_to_skip),
-        "--iterations-to-skip {iterations_to_skip} names iterations that no run has: use numbers from 1",
+        "--iterations-to-skip {iterations_to_skip} names impossible iterations: use numbers from 1",
     ),
     Refusal(
         lambda a: a.phase_transition_iterations and a.train_samples is None,

@@ -19,12 +19,12 @@ def _asks_for_more(a: argparse.Namespace) -> bool:
 OFFLOAD_REFUSALS = (
     Refusal(
         _asks_for_more,
-        "--offload-chunks {offload_chunks} is more chunks than a rank has: use half, all, or at most as many as "
+        "--offload-chunks {offload_chunks} exceeds the number of chunks per rank: use half, all, or at most as many as "
         "--pipeline-schedule {pipeline_schedule} has",
     ),
     Refusal(
         lambda a: run_settings(a).offloads and a.pipeline_model_parallel_size < 2,
-        "--offload-chunks {offload_chunks} with one pipeline stage has nothing to hide the copies behind: use "
+        "--offload-chunks {offload_chunks} with one pipeline stage has no passes behind which to hide the copies: use "
         "--pipeline-model-parallel-size 2 or more, or leave it out",
     ),
     Refusal(

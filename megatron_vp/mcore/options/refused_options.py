@@ -29,13 +29,13 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "FSDP",
         lambda a: a.use_megatron_fsdp or a.use_torch_fsdp2,
-        "our passes put gradients into the buffers of Megatron's own data parallelism",
+        "our passes write gradients into the buffers of Megatron's own data parallelism",
         "use --use-distributed-optimizer instead",
     ),
     RefusedOption(
         "--cuda-graph-impl {cuda_graph_impl}",
         lambda a: a.cuda_graph_impl in ("local", "transformer_engine") and run_settings(a).splits_backward,
-        "replaying a graph of B runs no Python, so nothing would be left for W, and no graph can hold a W that comes "
+        "replaying a graph of B runs no Python, so nothing would be left for W, and no graph can contain a W that runs "
         "microbatches later",
         "use --cuda-graph-impl none",
     ),
@@ -117,7 +117,7 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--log-straggler",
         lambda a: a.log_straggler,
-        "it times forward_step, which here does not run the model",
+        "it times forward_step, but here forward_step does not run the model",
         "use --rank-report or --pipeline-trace for each rank's pass times",
     ),
     RefusedOption(
@@ -129,7 +129,7 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--fine-grained-activation-offloading",
         lambda a: a.fine_grained_activation_offloading,
-        "it relies on the order of Megatron's own schedules",
+        "it relies on the order of passes in Megatron's own schedules",
         "use --offload-chunks",
     ),
 )

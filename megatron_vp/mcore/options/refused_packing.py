@@ -25,7 +25,7 @@ REFUSED_PACKING = (
     RefusedOption(
         f"{PACKING}, --context-parallel-size and --mtp-num-layers",
         lambda a: _packs(a) and a.context_parallel_size > 1 and a.mtp_num_layers,
-        "the tokens after a position are in the document's other piece, on another rank",
+        "the tokens that follow a position may be in another piece of the document, on another rank",
         "leave one of them out",
     ),
     RefusedOption(

@@ -216,7 +216,7 @@ PATCHES = (
         "its result is passed on as a device everywhere",
         "()",
     ),
-    Patch("torch.cuda:set_device", _always(lambda device: None), "there is no device to select", "(device)"),
+    Patch("torch.cuda:set_device", _always(lambda device: None), "no device exists to select", "(device)"),
     Patch(
         "torch.cuda:synchronize",
         _always(lambda device=None: None),
@@ -323,7 +323,8 @@ PATCHES = (
     Patch(
         "megatron.core.optimizer.clip_grads:l2_norm_impl",
         _always(_exact_l2_norm),
-        "torch's fp32 norm on CPU is off by 1e-3 on a million elements: clipping would depend on how weights are split",
+        "torch's fp32 norm on CPU is off by 1e-3 for a million elements, so clipping would depend on how weights "
+        "are split",
         "(chunk_size, noop_flag, tensor_lists, per_tensor, *args) or builtin",
     ),
     Patch(

@@ -23,7 +23,7 @@ def _forgiving(original: Callable[..., None]) -> Callable[..., None]:
             original(self, *data)
         except OSError as error:
             self._megatron_vp_gave_up = True
-            warn_once(f"warning: cannot write TensorBoard's events: {error.strerror}; the run goes on without them")
+            warn_once(f"warning: cannot write TensorBoard's events: {error.strerror}; the run continues without them")
 
     return write
 

@@ -222,7 +222,7 @@ def _whole(name: str, least: int, most: int) -> int:
     if not text.isdecimal() or len(text) > len(str(sys.maxsize)) or not least <= int(text) <= most:
         limits = f"from {least} to {most}" if most < sys.maxsize else f"of at least {least}"
         raise UserError(
-            f"{name}={printable(text, 40)} is not a whole number {limits}: leave it to the launcher, or set it to one"
+            f"{name}={printable(text, 40)} is not a whole number {limits}: let the launcher set it, or correct it"
         )
     return int(text)
 

@@ -233,11 +233,11 @@ def describe_start(job: SettledJob) -> list[str]:
     args = job.args
     lines = [] if job.nodes is None else [f"checked for GPUs elsewhere: {assumptions(job.nodes)}"]
     if args.save is None:
-        return [*lines, "no --save: a job that is stopped starts again from nothing"]
+        return [*lines, "no --save: a stopped job starts again from iteration 0"]
     if args.save != args.load:
         return [
             *lines,
-            f"saves to {args.save} but loads from {args.load or 'nowhere'}: a job that is stopped does not go on",
+            f"saves to {args.save} but loads from {args.load or 'nowhere'}: a stopped job does not resume",
         ]
     reached = last_checkpoint(args.save)
     start = f"goes on from iteration {reached}" if reached else "starts at iteration 0"

@@ -200,7 +200,7 @@ def require_same_job(own: dict[str, dict[str, str]], patience: timedelta) -> Non
     compare(
         own,
         lambda everyone: (
-            f"the ranks were not given the same job: {difference(everyone)}; start all of them with the same "
+            f"the ranks did not get the same job: {difference(everyone)}; start every rank with the same "
             f"configuration, flags and installation"
         ),
         patience,

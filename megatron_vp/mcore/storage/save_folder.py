@@ -114,7 +114,7 @@ class SaveFolder:
             alive = self._renewed(claim, owner, looks)
         if alive:
             raise UserError(
-                f"{self._named} is in use by {_who(owner)}: wait until that run has ended, end it, or use "
+                f"{self._named} is in use by {_who(owner)}: wait until that run has ended, stop it, or use "
                 f"another directory; two runs would overwrite each other's checkpoints"
             )
         return alive is False

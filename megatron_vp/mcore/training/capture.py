@@ -101,7 +101,8 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
         output, loss_func = forward_step(data_iterator, probe)
     except StopIteration as end:
         raise UserError(
-            "the data ended before the iteration did: the iterator that forward_step reads has no further microbatch; "
+            "the data ended in the middle of an iteration: the iterator that forward_step reads has no further "
+            "microbatch; "
             "give the run more data or fewer --train-iters (--train-samples), or let the loader start over"
         ) from end
     except TypeError as error:

@@ -69,8 +69,8 @@ def report_birth_of_nan(chunk: int, microbatch: int, given: torch.Tensor | None,
     """Report it if a forward pass turned finite inputs (None: tokens) into NaN or infinity. Waits for the device."""
     if (given is None or given.isfinite().all()) and not made.isfinite().all():
         _say(
-            f"rank {dist.get_rank()}: F of microbatch {microbatch} in chunk {chunk} made NaN or infinity of finite "
-            f"numbers"
+            f"rank {dist.get_rank()}: F of microbatch {microbatch} in chunk {chunk} turned finite numbers into NaN "
+            f"or infinity"
         )
 
 

@@ -46,8 +46,9 @@ def check_packed(captured: Capture, shapes: Shapes, context_size: int) -> None:
         _check_further_predictions(context_size, padded is not None and padded is not ends)
     if shapes.batch > 1:
         raise UserError(
-            f"packed sequences in a micro batch of {shapes.batch}: joined to one, they would not have the shape that "
-            f"receives are posted for; use --micro-batch-size 1, or --sft or --dataloader-inter-document-masking, "
+            f"packed sequences in a micro batch of {shapes.batch}: joined into one sequence, they would not have the "
+            f"shape for which receives are posted; use --micro-batch-size 1, or --sft or "
+            "--dataloader-inter-document-masking, "
             f"which announce it"
         )
     for name in ("input_ids", "labels"):
@@ -71,8 +72,9 @@ def _check_further_predictions(context_size: int, has_gaps: bool) -> None:
 
 
 FURTHER_PREDICTIONS_IN_PIECES = (
-    "--context-parallel-size with packed sequences and --mtp-num-layers is not supported: the tokens after a position "
-    "are in the document's other piece, on another rank; use one of them"
+    "--context-parallel-size with packed sequences and --mtp-num-layers is not supported: the tokens that follow a "
+    "position "
+    "may be in another piece of the document, on another rank; use one of them"
 )
 
 
