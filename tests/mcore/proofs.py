@@ -219,8 +219,8 @@ NOT_YET = (
     "Transformer Engine's attention under `--context-parallel-size`, and over packed sequences",
     "the formats of `--fp8-recipe blockwise` and `mxfp8`, which keep no state between passes; weights kept in them",
     "`--tp-comm-overlap` under 1f1b: Transformer Engine's buffers need a device",
-    "the capture of CUDA graphs (`--cuda-graph-impl transformer_engine`): the order of buffers, and what outlives a "
-    "replay, are tested with a stand-in",
+    "the capture of CUDA graphs (`--cuda-graph-impl transformer_engine` and `local`): the order of buffers, and what "
+    "outlives a replay, are tested with stand-ins",
     "the kernels of the flex token dispatcher, which need a device, and its backends HybridEP and NCCL EP",
 )
 """Neither tested nor refused."""

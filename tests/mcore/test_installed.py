@@ -345,7 +345,11 @@ def test_delayed_scaling_starts_where_it_can_go_on(answered, monkeypatch):
             [*OURS, "--cuda-graph-impl", "transformer_engine", "--rampup-batch-size", "8", "8", "800"],
             "graphs are captured once, for one number of microbatches",
         ),
-        (THERE, [*OURS, "--cuda-graph-impl", "local"], "create these graphs, after their first iteration"),
+        (
+            THERE,
+            [*OURS, "--cuda-graph-impl", "local", "--global-batch-size", "8", "--eval-global-batch-size", "4"],
+            "an evaluation replays the graphs of training",
+        ),
         (
             THERE,
             [*OURS, "--cuda-graph-impl", "full_iteration", "--no-check-for-nan-in-loss-and-grad"],

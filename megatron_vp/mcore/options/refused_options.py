@@ -40,16 +40,25 @@ REFUSED_OPTIONS = (
         "use --cuda-graph-impl none",
     ),
     RefusedOption(
-        "--cuda-graph-impl transformer_engine and a batch that grows",
-        lambda a: a.cuda_graph_impl == "transformer_engine" and (a.rampup_batch_size or a.step_batch_size_schedule),
+        "--cuda-graph-impl {cuda_graph_impl} and a batch that grows",
+        lambda a: (
+            a.cuda_graph_impl in ("local", "transformer_engine") and (a.rampup_batch_size or a.step_batch_size_schedule)
+        ),
         "graphs are captured once, for one number of microbatches",
         "use --cuda-graph-impl none, or a batch of one size",
     ),
     RefusedOption(
-        "--cuda-graph-impl local",
-        lambda a: a.cuda_graph_impl == "local",
-        "only Megatron's own schedules create these graphs, after their first iteration",
-        "use --cuda-graph-impl none",
+        "--cuda-graph-impl local and an evaluation of other microbatches",
+        lambda a: (
+            a.cuda_graph_impl == "local"
+            and (
+                a.eval_global_batch_size not in (None, a.global_batch_size)
+                or a.eval_micro_batch_size not in (None, a.micro_batch_size)
+            )
+        ),
+        "an evaluation replays the graphs of training, one microbatch after the other, and the next iteration would "
+        "start with those of another",
+        "leave --eval-global-batch-size and --eval-micro-batch-size out",
     ),
     RefusedOption(
         "--cuda-graph-impl full_iteration",

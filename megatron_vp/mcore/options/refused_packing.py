@@ -16,7 +16,7 @@ def _packs(a: argparse.Namespace) -> bool:
 
 def _graphs_hold_attention(a: argparse.Namespace) -> bool:
     named = [getattr(module, "name", module) for module in a.cuda_graph_modules or ()]
-    return a.cuda_graph_impl == "transformer_engine" and (not named or "attn" in named)
+    return a.cuda_graph_impl in ("local", "transformer_engine") and (not named or "attn" in named)
 
 
 PACKING = "packed sequences (--sft, --dataloader-inter-document-masking)"
@@ -29,7 +29,7 @@ REFUSED_PACKING = (
         "leave one of them out",
     ),
     RefusedOption(
-        f"{PACKING} and --cuda-graph-impl transformer_engine",
+        f"{PACKING} and --cuda-graph-impl {{cuda_graph_impl}}",
         lambda a: _packs(a) and _graphs_hold_attention(a),
         "a graph that contains attention cannot take document boundaries",
         "name --cuda-graph-modules without attn, use --cuda-graph-impl none",

@@ -13,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.cuda_graphs import create_cudagraphs
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_vp.errors import UserError
@@ -92,6 +93,8 @@ def forward_backward(
     megatron.finish()
     if gradients:
         _finalize_gradients(job, megatron, force_all_reduce)
+    if job.config.cuda_graph_impl == "local":
+        create_cudagraphs()  # after the first iteration, in the order in which its passes came
     megatron.check_losses()
     if timers is not None:
         timers("forward-backward").stop()

@@ -1,9 +1,12 @@
-"""CUDA graphs of layers (`--cuda-graph-impl transformer_engine`) under our schedules.
+"""CUDA graphs of layers (`--cuda-graph-impl transformer_engine` and `local`) under our schedules.
 
 Megatron has Transformer Engine capture a graph for every layer and microbatch, in the order in which a rank runs its
 forwards and backwards. Graphs share buffers by that order: an F takes the input buffer of a microbatch whose B came
 before. Megatron hands over the order of its own 1F1B, so under another schedule an F would overwrite what a later B
 reads. Here it is the order of the job's schedule.
+
+Megatron's own graphs (`local`) are captured in the order that it has recorded in the first iteration, so there is
+nothing to hand over.
 """
 
 from __future__ import annotations

@@ -69,6 +69,7 @@ class MegatronModel:
         self._context_group = context_group
         self._split_backward = split_backward
         self._replays_graphs = gradients and self._config.cuda_graph_impl == "transformer_engine"
+        self._keeps_outputs = self._config.cuda_graph_impl == "local"
         self._late_weights = late_weights
         self._weights_changed = gradients or first_val_step is not False
         # Megatron repeats an iteration with an unexpected loss: the repetition is examined closely.
@@ -129,6 +130,8 @@ class MegatronModel:
             output = output.float().clone()
         elif output is taken:  # a hybrid segment without layers; its input has to outlive its output
             output = taken.clone()
+        elif self._keeps_outputs:  # Megatron's graphs return their own buffer, which has to outlive `release_output`
+            output = _copied(output)
         if self._watches_numbers:
             report_birth_of_nan(chunk, microbatch, input_sbh, output)
         # The loss function is still to come; the attention mask is no longer needed.
@@ -271,6 +274,10 @@ class _KeptGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient_sbh: torch.Tensor) -> torch.Tensor:
         """A copy."""
         return gradient_sbh.clone()
+
+
+def _copied(output_sbh: torch.Tensor) -> torch.Tensor:
+    return output_sbh.clone()
 
 
 class _Chunk:
