@@ -1,1 +1,1 @@
-"""Runs a lowered program: executor, point-to-point links, vocabulary collectives on the second stream. No Megatron."""
+"""Runs a lowered program: executor, point-to-point links and vocabulary collectives; imports nothing of Megatron."""

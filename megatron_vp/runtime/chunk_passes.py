@@ -1,4 +1,4 @@
-"""F, B and W of the rank's chunks in one iteration, and the interface they need from the vocabulary layers."""
+"""Runs F, B and W of a rank's chunks, and defines the interface that they need from the vocabulary layers."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ from megatron_vp.schedule.passes import PassKind
 from megatron_vp.schedule.placement import Placement
 
 Handler = Callable[[int, int], None]
-"""Runs a pass of a microbatch and a chunk."""
+"""Runs a pass, given its microbatch and its chunk."""
 
 
 class VocabLayers(Protocol):
-    """Interface of the vocabulary layers: the input of virtual stage 0, and the use of the last stage's output."""
+    """Interface of the vocabulary layers, which make the input of virtual stage 0 and use the last stage's output."""
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
-        """Handlers of the passes that the layers add to F, B and W."""
+        """The handlers of the passes that these layers run in addition to F, B and W."""
 
     def load(self, microbatch: int) -> None:
-        """Read the microbatch's data on the ranks that have some: token ids on rank 0, labels on rank p-1."""
+        """Read the microbatch's data: token ids on rank 0, labels on rank p-1, nothing on other ranks."""
 
     def first_input(self, microbatch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """For stage 0: the leaf of autograd's graph that gets a gradient, and the chunk's input [s, b, h]."""
+        """Return the leaf that receives stage 0's input gradient, and the chunk's input [s, b, h]."""
 
     def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:
-        """The backward of stage 0 is done and has left its gradient in the leaf."""
+        """Handle the gradient that the backward of stage 0 has left in `leaf`."""
 
     def prepare_last(self, microbatch: int) -> torch.Tensor | None:
-        """The last stage's forward is next; returns labels, int64 [b, s], that it needs and its rank does not read."""
+        """Prepare the last stage's forward; return labels, int64 [b, s], that it needs but its rank does not read."""
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:
-        """The last stage's output, cut off from the graph."""
+        """Take the last stage's output, detached from the autograd graph."""
 
     def last_gradient(self, microbatch: int) -> torch.Tensor:
-        """The gradient of the last stage's output."""
+        """Return the gradient of the last stage's output."""
 
     def finish_last(self, microbatch: int) -> None:
-        """The backward of the last stage is done."""
+        """Do what remains after the backward of the last stage."""
 
     def loss(self, microbatch: int) -> None:
-        """The user's loss function, on rank p-1."""
+        """Run the user's loss function, on rank p-1."""
 
 
 class ChunkPasses:
-    """F, B and W.
+    """Runs the passes F, B and W of a rank's chunks.
 
     Args:
         rank: this pipeline rank.
-        placement: which virtual stage each chunk of each rank is.
+        placement: the virtual stage of each chunk of each rank.
         gradients: False in evaluation.
-        split_backward: B is the input gradient alone and a W follows.
-        offload: takes what the forwards of some chunks save; None if all of it stays on the device.
+        split_backward: whether B computes only the input gradient and a W follows.
+        offload: moves what the forwards of some chunks save to the host; None if everything stays on the device.
     """
 
     def __init__(
@@ -83,7 +83,10 @@ class ChunkPasses:
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
-        """Created on demand: if kept here, they would form a reference cycle that delays freeing the iteration."""
+        """The handlers of F, B, W and BW.
+
+        They are made on demand: an object that stored its own bound methods would be a reference cycle, freed late.
+        """
         return {
             PassKind.F: self._forward,
             PassKind.B: self._backward,
@@ -107,7 +110,7 @@ class ChunkPasses:
             self._store.put(Slot.ACTIVATION, microbatch, result, at=stage + 1)
 
     def _graph(self, microbatch: int, chunk: int, stage: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The chunk's input, if it has one, and its output."""
+        """Run a chunk's forward; return the leaf of its graph (None if the chunk embeds its tokens) and its output."""
         if stage == 0:
             leaf, chunk_input = self._vocab_layers.first_input(microbatch)
         else:
@@ -134,8 +137,10 @@ class ChunkPasses:
             self._store.put(Slot.GRADIENT, microbatch, leaf.grad.contiguous(), at=stage - 1)
 
     def _whole_backward(self, microbatch: int, chunk: int) -> None:
-        """Run a whole backward: if the schedule splits other backwards, the model leaves the weights' part to a W,
-        which runs here at once.
+        """Run a whole backward.
+
+        If the schedule splits other backwards, the model leaves the weight gradient to a W, which runs here
+        immediately.
         """
         self._backward(microbatch, chunk)
         if self._split_backward:

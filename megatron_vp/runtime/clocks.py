@@ -1,10 +1,10 @@
 """Puts the clocks of a pipeline's ranks on one time axis, with an error bound.
 
-No rank leaves an all-gather before every rank has entered it. So with `o` to be added to this rank's clock to get rank
-0's, every all-gather says: `enter_0 - leave <= o <= leave_0 - enter`. A few of them narrow `o` to an interval; its
-middle is taken, and half its width bounds the error: about half the time of the fastest all-gather. Ranks on rank 0's
-host read the very same clock, which is then used as it is, with no error. On GPUs the
-recorder adds the tie between the device's clock and its host's, an event that the host waits for.
+No rank leaves an all-gather before every rank has entered it. Let `o` be the number to add to this rank's clock to get
+rank 0's. Every all-gather then shows that `enter_0 - leave <= o <= leave_0 - enter`. A few all-gathers narrow `o` down
+to an interval. Its middle is used, and half its width bounds the error: about half the time of the fastest all-gather.
+Ranks on rank 0's host read the same clock as rank 0, so their offset is exactly 0. On GPUs, the recorder also relates
+the device's clock to its host's, by an event that the host waits for.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Alignment:
-    """Nanoseconds throughout.
+    """Relates this rank's clock to rank 0's; all fields are in nanoseconds.
 
-    offset: to be added to this rank's `perf_counter_ns` to get rank 0's.
-    error: the offset is wrong by at most this much.
-    origin: one moment on rank 0's clock, and `wall` its `time_ns`; the same numbers on all ranks.
+    offset: add it to this rank's `perf_counter_ns` to get rank 0's.
+    error: bound on the error of `offset`.
+    origin: a moment on rank 0's clock; the same number on all ranks.
+    wall: rank 0's `time_ns` at about that moment; the same number on all ranks.
     """
 
     offset: int
@@ -44,19 +45,19 @@ class Pipeline(Protocol):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks' numbers."""
+        """The global ranks of the pipeline, in pipeline order."""
 
     @property
     def rank(self) -> int:
-        """The place of this rank."""
+        """This rank's position in the pipeline."""
 
     @property
     def pipeline(self) -> Communicator:
-        """The process group of all of them."""
+        """The communicator of all ranks of the pipeline."""
 
 
 def align(groups: Pipeline) -> Alignment:
-    """Compare clocks with rank 0; collective over the pipeline, outside its schedule. Blocks the host."""
+    """Compare this rank's clock with rank 0's; collective over the pipeline, outside its schedule. Blocks the host."""
     device = pipeline_device()
     ranks = len(groups.members)
     token = torch.zeros(1, device=device)

@@ -1,12 +1,12 @@
-"""Runs the vocabulary collectives of one iteration: what each moves, from which pass and to which.
+"""Runs the vocabulary collectives of one iteration, and defines what each moves from which pass to which.
 
-All run on the second stream, in the one order that lowering decided. `post` hands buffers over,
-`wait` hands results to the passes through the store. Buffers are allocated here, on the compute side; a function on
-the second stream only fills them (see `megatron_vp.runtime.streams` for why).
+All collectives run on the second stream, in the order that lowering decided. `post` passes buffers to that stream, and
+`wait` puts results into the store, where the passes find them. All buffers are allocated here, on the compute stream;
+functions on the second stream only fill them (`megatron_vp.runtime.streams` explains why).
 
 A member without vocabulary rows takes part because it reads tokens or labels, receives embedding rows, or sends the
-output layer's input. Where the others bring results of their shards, it brings neutral values: no rows, statistics of
-no logits, gradients of zero.
+output layer's input. Where other members contribute results of their shards, it contributes neutral values: no rows,
+the statistics of an empty shard, and zero gradients.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ Action = Callable[[], None]
 
 @dataclass(frozen=True)
 class LayerShards:
-    """The shards of this rank, of which tied layers share one weight, and what training minimises for a token.
+    """The vocabulary layers of this rank, which share one weight if they are tied, and the loss of a token.
 
     A rank without vocabulary rows has neither layer.
 
-    trains_embedding, trains_output: whether the weights of the layers, on the ranks that hold rows, take gradients.
+    trains_embedding, trains_output: whether the layer is trained, on the ranks that hold its rows; not if it is frozen.
     """
 
     shards: VocabShards
@@ -55,7 +55,7 @@ class LayerShards:
 
     @property
     def holds_rows(self) -> bool:
-        """Whether this rank runs the vocabulary passes."""
+        """Whether this rank holds vocabulary rows, and so runs the vocabulary passes."""
         return self.output is not None
 
 
@@ -65,16 +65,16 @@ class VocabularyCollectives:
     Args:
         groups: communicators of the pipeline.
         stream: the second stream.
-        store: what the passes exchange with the collectives.
+        store: holds the tensors that passes and collectives exchange.
         shapes: sizes of a microbatch.
         layer_shards: the vocabulary shards of this rank.
         method: vocab-1 or vocab-2.
         gradients: False in evaluation.
         first_rank, last_rank: pipeline ranks of the first and of the last virtual stage.
-        microbatches: of the iteration.
-        awaited: the collectives whose result this rank uses.
+        microbatches: their number in the iteration.
+        awaited: the collectives whose results this rank uses.
         observer: watches the collectives on the second stream.
-        progress: is told which collective the second stream is at.
+        progress: records which collective the second stream is running.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class VocabularyCollectives:
         self._reduces_in_c1 = gradients and method is VocabMethod.VOCAB_2
         self._holds_first = groups.rank == first_rank
         self._holds_last = groups.rank == last_rank
-        # Multi-token prediction embeds tokens on the last stage.
+        # Multi-token prediction also embeds tokens on the last stage.
         self._word_ranks = sorted({first_rank, last_rank}) if shapes.mtp_depth else [first_rank]
         self._has_words = groups.rank in self._word_ranks
         self._runs_loss = groups.rank == len(groups.members) - 1
@@ -118,7 +118,7 @@ class VocabularyCollectives:
 
     @property
     def _communicator(self) -> Communicator:
-        """Of the members; other ranks have no collectives."""
+        """The communicator of the members; other ranks run no collectives."""
         assert self._groups.vocabulary is not None
         return self._groups.vocabulary
 
@@ -139,23 +139,23 @@ class VocabularyCollectives:
             self._unawaited = [earlier for earlier in self._unawaited if not earlier.done()] + [event]
 
     def wait(self, collective: Collective) -> None:
-        """Order later passes after a collective, and hand its result to them."""
+        """Make later passes wait for a collective, and put its result into the store for them."""
         event, complete = self._posted.pop(collective)
         if collective.kind is CollectiveKind.TOKENS:
-            # The host needs the exchange's sizes. The operation was posted at least a microbatch ago, so the host only
-            # waits for the second stream to get there, and never for the compute stream to drain.
+            # The host needs the sizes of the row exchange. This collective was posted at least one microbatch ago, so
+            # the host waits only until the second stream has run it, never until the compute stream is empty.
             event.host_wait()
         event.wait()
         complete()
 
     def finish(self) -> None:
-        """The end of an iteration: everything has been communicated and used."""
+        """End the iteration: later work waits for the second stream, and every awaited result must have been used."""
         self._stream.synchronise()
         self._unawaited.clear()
         assert not self._posted, f"communicated but never used: {[str(collective) for collective in self._posted]}"
 
     def _tokens(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """Token ids from the first pipeline rank and labels from the last, which have read them, to all others."""
+        """Send token ids from the first pipeline rank and labels from the last, which read them, to all members."""
         last = len(self._groups.members) - 1
         rank, shapes = self._groups.rank, self._shapes
         tokens_be = self._store.take(Slot.TOKENS, microbatch) if rank == 0 else shapes.token_ids()
@@ -178,7 +178,7 @@ class VocabularyCollectives:
                 target.copy_(shapes.ahead(labels_be, depth).t().unflatten(0, (shapes.sp_size, -1)))
 
         def complete() -> None:
-            # IF, where there are rows, and EMBED; then the same way back, unless the embedding is frozen.
+            # IF (on ranks with rows) and EMBED use it; IB and EMBED_GRAD use it, too, unless the embedding is frozen.
             uses = (1 + self._holds_rows) * (1 + self._embedding_gradients)
             self._store.put(Slot.ROW_EXCHANGE, microbatch, exchange, uses=uses)
             if self._holds_rows:
@@ -187,10 +187,10 @@ class VocabularyCollectives:
         return communicate, complete
 
     def _embed(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """Send the embedding rows that every rank owns to virtual stage 0, and for multi-token prediction also to the
-        last stage.
+        """Send embedding rows from their owners to virtual stage 0 and, for multi-token prediction, to the last stage.
 
-        Each pipeline brings those of its own shards; the tensor ranks of the stage then complete each other.
+        Each pipeline of a replica sends the rows of its own shards; the tensor ranks of the receiving stage then add
+        them up.
         """
         exchange = self._row_exchange(microbatch)
         own_kh = self._store.take(Slot.OWN_ROWS, microbatch) if self._holds_rows else self._shapes.rows(0)
@@ -217,7 +217,7 @@ class VocabularyCollectives:
         return communicate, complete
 
     def _c0(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """X, the output of the last virtual stage, in the model's dtype, to all ranks."""
+        """Send X, the output of the last virtual stage, in the model's dtype, to all members."""
         shapes, whole = self._shapes, self._shapes.sp_size == 1
         if self._holds_last:
             own_nh = self._store.take(Slot.LAST_OUTPUT, microbatch)
@@ -234,14 +234,14 @@ class VocabularyCollectives:
         return communicate, lambda: self._store.put(Slot.X, microbatch, x_nh)
 
     def _c1(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """The packed statistics to all ranks; with vocab-2 then also the input gradient to the last virtual stage."""
+        """Gather the statistics on all members; with vocab-2, then reduce the input gradient to the last stage."""
         pending: PendingOutput | None = None
         output = self._layer_shards.output
         if self._holds_rows:
             pending = self._store.take(Slot.PENDING_OUTPUT, microbatch)
         statistics_3n = self._no_statistics() if pending is None else pending.statistics_3n
         operations = operations_for(statistics_3n)
-        # The tensor ranks of a stage without rows all contribute the same.
+        # All tensor ranks of a stage without rows have the same statistics, so these need no fold over tensor ranks.
         tensor, stage_3n = self._groups.tensor if self._holds_rows else None, statistics_3n
         gathered_r3n = statistics_3n.new_empty((len(self._members), *statistics_3n.shape))
         total_3n = torch.empty_like(statistics_3n)
@@ -275,13 +275,13 @@ class VocabularyCollectives:
         return communicate, complete
 
     def _c2(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """vocab-1: the input gradient of T to the last virtual stage."""
+        """With vocab-1, reduce the input gradient of T to the last virtual stage."""
         part_nh = self._store.take(Slot.GRAD_PART, microbatch) if self._holds_rows else self._no_gradient()
         reduce, gradient_nh = self._reduction_to_last_stage(part_nh, root)
         return reduce, lambda: self._store.put(Slot.OUTPUT_GRAD, microbatch, gradient_nh)
 
     def _loss_grad(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """g, one number per token, from the rank that runs the loss function to all others."""
+        """Send g, one number per token, from the rank that runs the loss function to all members."""
         if self._runs_loss:
             token_loss_grad_n = self._store.take(Slot.OWN_LOSS_GRAD, microbatch)
         else:
@@ -293,7 +293,7 @@ class VocabularyCollectives:
         )
 
     def _embed_gradient(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """Gradients of the embedding rows from where the words went back to the rows' owners; none to frozen rows."""
+        """Send the gradients of embedding rows back to the rows' owners; send nothing if the embedding is frozen."""
         if not self._embedding_gradients:
             return lambda: None, lambda: self._store.put(Slot.OWN_ROW_GRADS, microbatch, ())
         exchange = self._row_exchange(microbatch)
@@ -317,10 +317,10 @@ class VocabularyCollectives:
         return communicate, lambda: self._store.put(Slot.OWN_ROW_GRADS, microbatch, parts)
 
     def _reduction_to_last_stage(self, part_nh: torch.Tensor, root: int) -> tuple[Action, torch.Tensor]:
-        """The sum of all shards' parts of dX / g on the last virtual stage: what makes it, and where it arrives.
+        """Prepare the sum of all shards' parts of dX / g on the last stage: returns what computes it, and its buffer.
 
-        With sequence parallelism each tensor rank of the last stage gets the rows of its own tokens, and every stage
-        sums over its tensor ranks first, so that only those rows leave it.
+        With sequence parallelism, each tensor rank of the last stage gets the rows of its own tokens. Every stage first
+        sums over its tensor ranks, so that only those rows leave it.
         """
         shapes, tensor = self._shapes, self._groups.tensor
         whole = shapes.sp_size == 1
@@ -337,12 +337,12 @@ class VocabularyCollectives:
         return communicate, sum_nh
 
     def _row_exchange(self, microbatch: int) -> RowExchange | None:
-        """Who owns which token; None on a rank that neither owns rows nor receives them."""
+        """The owner of each token; None on a rank that neither owns embedding rows nor receives them."""
         used = self._holds_rows or self._has_words
         return self._store.take(Slot.ROW_EXCHANGE, microbatch) if used else None
 
     def _no_statistics(self) -> torch.Tensor:
-        """The statistics of no logits, [3, outputs]."""
+        """The statistics of an empty shard, [3, outputs]."""
         shapes = self._shapes
         dtype = statistics_dtype(shapes.dtype)
         statistics_3n = torch.zeros(3, shapes.outputs, dtype=dtype, device=shapes.device)
@@ -350,9 +350,9 @@ class VocabularyCollectives:
         return statistics_3n
 
     def _no_gradient(self) -> torch.Tensor:
-        """The part of dX / g of a rank without rows: zeros for the tokens whose gradient leaves the stage.
+        """The part of dX / g of a rank without rows: zeros.
 
-        [outputs, h]; with sequence parallelism those are the rank's own tokens.
+        [outputs, h]; with sequence parallelism only the rank's own tokens, [outputs / sp_size, h].
         """
         return self._shapes.rows(self._shapes.outputs // self._shapes.sp_size).zero_()
 
@@ -361,7 +361,7 @@ class VocabularyCollectives:
         return self._members.index(rank)
 
     def _by_member(self, counts: Sequence[int]) -> list[int]:
-        """Counts of the members, from counts by pipeline rank; all others are zero."""
+        """Select the members' counts from counts by pipeline rank; the counts of all other ranks are zero."""
         return [counts[rank] for rank in self._members]
 
     def _nothing(self) -> list[int]:
@@ -370,8 +370,8 @@ class VocabularyCollectives:
     def _to_word_ranks(self, count: int) -> list[int]:
         return [count if rank in self._word_ranks else 0 for rank in self._members]
 
-    # The class's functions, not bound methods: an object that stores its own bound methods is a reference cycle, freed
-    # only by the garbage collector.
+    # These are plain functions: an object that stores its own bound methods is a reference cycle, which only the
+    # garbage collector frees.
     _PREPARE: ClassVar = {
         CollectiveKind.TOKENS: _tokens,
         CollectiveKind.EMBED: _embed,

@@ -1,7 +1,8 @@
-"""The collective operations of a pipeline's ranks, with one interface for NCCL and gloo.
+"""Collective operations of a pipeline's ranks, with one interface for NCCL and gloo.
 
-Every member calls the same operations in the same order. They block until this rank's part is done: on CUDA the
-current stream, on CPU the calling thread. Ranks are positions among the members, which may be some of the pipeline.
+Every member calls the same operations in the same order. An operation blocks until this rank's part is done: on CUDA it
+blocks the current stream, on CPU the calling thread. A rank here is a position among the members, which need not be all
+ranks of the pipeline.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class Communicator(Protocol):
     """Moves contiguous tensors between the ranks of one group."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Fill `tensor` on every rank with the root's."""
+        """Copy the root's `tensor` into `tensor` on every rank."""
 
     def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
         """Fill `gathered` [ranks, ...] with every rank's `own` [...]."""
@@ -31,12 +32,12 @@ class Communicator(Protocol):
     ) -> None:
         """Send `outgoing[r]` rows of `sent` to every rank r, and fill `received` with `incoming[r]` rows from it.
 
-        Both lie in rank order; the counts are known on both sides.
+        The rows of both tensors are in rank order. Sender and receiver both know the counts.
         """
 
 
 class NativeCommunicator:
-    """The backend's own collectives."""
+    """Calls the backend's own collectives."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -58,8 +59,8 @@ class NativeCommunicator:
     ) -> None:
         """See `Communicator`.
 
-        Messages between the pairs that have rows, in one batch. An all-to-all sends to every rank, empty or not, and so
-        connects all pairs: 9 MiB of buffers for each pair, direction and channel.
+        Only the pairs of ranks that have rows to exchange send messages, in one batch. An all-to-all would also send
+        empty messages and so connect all pairs, at 9 MiB of buffers for each pair, direction and channel.
         """
         sends, receives = _rows_by_rank(sent, outgoing), _rows_by_rank(received, incoming)
         rank = self._group.rank()
@@ -71,15 +72,16 @@ class NativeCommunicator:
             for start, by_peer in parts
             for peer, rows in by_peer.items()
         ]
-        # It runs on the backend's own stream; waiting orders this one behind it. An empty batch is an error.
+        # The batch runs on the backend's own stream, and `wait` makes the current stream wait for it. PyTorch rejects
+        # an empty batch.
         for work in dist.batch_isend_irecv(batch) if batch else ():
             work.wait()
 
 
 class MessageCommunicator:
-    """Messages between ranks with data for each other, through the root if there is one.
+    """Sends messages only between ranks that have data for each other, through the root if there is one.
 
-    For gloo, whose collectives of small tensors take more messages and more steps.
+    Made for gloo, whose own collectives take more messages and more steps for small tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -99,7 +101,7 @@ class MessageCommunicator:
         self.broadcast(gathered, root=0)
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
-        """See `Communicator`. Adds in rank order."""
+        """See `Communicator`; adds in rank order."""
         parts = tensor.new_empty((self._size if self._rank == root else 0, *tensor.shape))
         self._gather(parts, tensor, root)
         if self._rank == root:
@@ -122,7 +124,7 @@ class MessageCommunicator:
             self._transfer(sends={root: own}, receives={})
 
     def _transfer(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        """Send and receive messages by rank, without this rank's own. All are started before any is waited for."""
+        """Send and receive messages by rank, except this rank's own; start all of them before waiting for any."""
         works = [
             start(tensor, group=self._group, **{peer: rank})
             for start, peer, tensors in ((dist.irecv, "group_src", receives), (dist.isend, "group_dst", sends))
@@ -135,7 +137,7 @@ class MessageCommunicator:
 
 
 def _rows_by_rank(tensor: torch.Tensor, counts: Sequence[int]) -> dict[int, torch.Tensor]:
-    """The rows of every rank that has some; they lie in rank order."""
+    """Split a tensor whose rows are in rank order into the rows of each rank that has any."""
     ends = accumulate(counts)
     return {
         rank: tensor[end - count : end] for rank, (count, end) in enumerate(zip(counts, ends, strict=True)) if count
@@ -143,22 +145,22 @@ def _rows_by_rank(tensor: torch.Tensor, counts: Sequence[int]) -> dict[int, torc
 
 
 class LoneCommunicator:
-    """For a rank without peers: every buffer keeps its made-up contents."""
+    """The communicator of a rank without peers; buffers keep their made-up contents."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Nothing arrives."""
+        """Do nothing: `tensor` keeps its contents."""
 
     def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
-        """All ranks have the same tensor."""
+        """Fill `gathered` as if all ranks had the same tensor."""
         gathered.copy_(own.expand_as(gathered))
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
-        """There are no other ranks to add to."""
+        """Do nothing: there are no other ranks whose tensors to add."""
 
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor, incoming: Sequence[int], outgoing: Sequence[int]
     ) -> None:
-        """Nothing arrives."""
+        """Do nothing: `received` keeps its contents."""
 
 
 _BY_BACKEND: dict[str, Callable[[dist.ProcessGroup], Communicator]] = {

@@ -1,4 +1,4 @@
-"""The loop over a program's instructions. It knows neither schedules nor models."""
+"""Runs the instructions of a program in order; knows neither schedules nor models."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_vp.schedule.transfers import Operation
 
 
 class Observer(Protocol):
-    """Watches what a rank does: clocks, traces."""
+    """Interface for watching what a rank does, as clocks and traces do."""
 
     def watch(self, instruction: Instruction) -> AbstractContextManager[None]:
-        """A context that spans an instruction: reading data, a pass, the loss function, a post, a wait."""
+        """Return a context that spans an instruction: reading data, a pass, the loss function, a post or a wait."""
 
     def communicating(self, operation: Operation) -> AbstractContextManager[None]:
-        """A context that spans an operation where it runs: entered on the second stream, on CPU in its thread."""
+        """Return a context that spans an operation, entered where it runs: on its stream or, on CPU, in its thread."""
 
 
 class Unobserved:
@@ -28,11 +28,11 @@ class Unobserved:
     _NOTHING = contextlib.nullcontext()
 
     def watch(self, instruction: Instruction) -> AbstractContextManager[None]:
-        """No context."""
+        """Return a context that does nothing."""
         return self._NOTHING
 
     def communicating(self, operation: Operation) -> AbstractContextManager[None]:
-        """No context."""
+        """Return a context that does nothing."""
         return self._NOTHING
 
 
@@ -40,7 +40,7 @@ Handler = Callable[[Any], None]
 
 
 def execute(program: Program, handlers: Mapping[type, Handler], observer: Observer, progress: Progress) -> None:
-    """Run every instruction of `program` in order, one handler a kind of instruction."""
+    """Run every instruction of `program` in order, with one handler for each kind of instruction."""
     for instruction in program.instructions:
         progress.at(instruction)
         with observer.watch(instruction):

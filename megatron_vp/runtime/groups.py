@@ -1,11 +1,11 @@
-"""Process groups of one pipeline: those of the vocabulary collectives, and one per directed edge and channel.
+"""Creates a pipeline's process groups: for the vocabulary collectives, and one for each directed edge and channel.
 
-A communicator carries one kind of traffic in one order, so that no two logical messages can be paired wrongly and
-none waits behind an unrelated one.
+Each communicator carries one kind of traffic, in one order. So no send can match the wrong receive, and no message
+waits behind an unrelated one.
 
-With tensor parallelism a model replica is t pipelines of p ranks side by side, and the vocabulary is cut into p x t
-shards. What every rank needs whole (tokens, X, g) travels within each pipeline; statistics and the partial sums of the
-t pipelines meet among the t ranks of a stage.
+With tensor parallelism, a model replica consists of t pipelines of p ranks side by side, and the vocabulary is cut into
+p x t shards. Data that every rank needs whole (tokens, X, g) travels within each pipeline. The t ranks of a stage
+combine the statistics and partial sums of the t pipelines.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from megatron_vp.runtime.communicator import Communicator, LoneCommunicator, com
 from megatron_vp.schedule.communicators import CHANNELS, Edge
 
 CTAS = CHANNELS
-"""Thread blocks, and so multiprocessors, that NCCL may use for an operation of ours, which runs next to transformer
-passes. It holds them while it waits for a peer, too: by default a receive would keep up to 32 busy over NVLink until
-its message comes, and those of all edges together nearly a whole device. Not yet measured on a GPU."""
+"""Most thread blocks, and so multiprocessors, that NCCL may use for one of our operations, which run next to
+transformer passes. An operation occupies them even while it waits for a peer. By NCCL's default, a receive over NVLink
+would occupy up to 32 until its message arrives, and the receives of all edges together nearly a whole device. Not yet
+measured on a GPU.
+"""
 EDGE_CTAS = CTAS
-"""The same for a message. A middle rank waits for a message nearly all the time, so fewer blocks may cost the passes
-less.
+"""The same limit for a message. A middle rank waits for some message nearly all the time, so fewer blocks might leave
+more of the device to the passes.
 """
 
 
@@ -35,11 +37,11 @@ less.
 class PipelineGroups:
     """The communicators of one pipeline, as seen from one of its ranks.
 
-    `members` are the global ranks in pipeline order, `rank` is this process's position among them, and `tensor_rank`
-    that of the pipeline among the `tensor_size` pipelines of its replica. `vocabulary` joins the pipeline ranks
-    `vocab_members`, in this order, and is None on all others. `tensor` joins the ranks of a stage, and is None with one
-    pipeline per replica. `pipeline` joins all ranks of the pipeline; it is `vocabulary` where all of them are members.
-    Vocabulary shards are ordered by pipeline rank, then by tensor rank.
+    `members` are the global ranks in pipeline order, and `rank` is this process's position among them. `tensor_rank` is
+    the position of the pipeline among the `tensor_size` pipelines of its replica. `vocabulary` connects the pipeline
+    ranks `vocab_members`, in this order, and is None on all other ranks. `tensor` connects the ranks of a stage, and is
+    None if a replica has only one pipeline. `pipeline` connects all ranks of the pipeline; if all of them are
+    vocabulary members, it is `vocabulary`. Vocabulary shards are ordered by pipeline rank, then by tensor rank.
     """
 
     members: tuple[int, ...]
@@ -54,15 +56,16 @@ class PipelineGroups:
 
     @property
     def communicators(self) -> int:
-        """Number of this rank's communicators in a schedule; each has buffers on the device. Unused groups do not
-        count, because NCCL makes a communicator at its first use.
+        """Number of communicators that this rank uses in a schedule; each has buffers on the device.
+
+        Unused groups do not count, because NCCL creates a communicator when its group is first used.
         """
         takes_part = self.vocabulary is not None
         return takes_part + len(self.edges) + (takes_part and self.tensor is not None)
 
     @property
     def alone(self) -> bool:
-        """Whether this rank has no peers: in a replay."""
+        """Whether this rank has no peers, as in a replay."""
         return isinstance(self.pipeline, LoneCommunicator)
 
     @classmethod
@@ -74,19 +77,19 @@ class PipelineGroups:
         tensor_size: int = 1,
         vocab_members: Sequence[int] | None = None,
     ) -> PipelineGroups:
-        """Create the groups of every pipeline of the job, and keep those of this rank's; collective over all ranks.
+        """Create the groups of every pipeline of the job, and return those of this rank; collective over all ranks.
 
-        PyTorch names process groups by a counter, so all ranks must create all groups in the same order. That costs
-        microseconds: nothing is communicated. NCCL makes a communicator when a group is first used, and blocks the host
-            until the peers arrive; programs are proven to end even then.
+        PyTorch names process groups by a counter, so all ranks must create all groups in the same order. This takes
+        microseconds, because nothing is communicated. NCCL creates a communicator when its group is first used, and
+        blocks the host until the peers arrive. Programs are proven not to deadlock even then.
 
         Args:
-            replicas: of each model replica the global ranks, pipeline rank major, tensor rank minor; the same on all
-                ranks.
+            replicas: the global ranks of each model replica, ordered by pipeline rank, then by tensor rank; the same on
+                all ranks.
             edges: every directed edge between pipeline ranks that the schedules will use.
-            timeout: of every operation; None keeps the backend's default.
-            tensor_size: t, pipelines side by side in a replica.
-            vocab_members: pipeline ranks that take part in the vocabulary collectives; None: all.
+            timeout: time limit of every operation; None keeps the backend's default.
+            tensor_size: t, the number of pipelines side by side in a replica.
+            vocab_members: pipeline ranks that take part in the vocabulary collectives; None means all.
         """
         edges = sorted(edges)
         joined = tuple(vocab_members or range(len(replicas[0]) // tensor_size))
@@ -120,21 +123,22 @@ class PipelineGroups:
 
 
 def _nccl_options(timeout: timedelta | None, ctas: int) -> object:
-    """A stream of high priority, and few thread blocks. None for other backends.
+    """NCCL options for a high-priority stream and few thread blocks; None for other backends.
 
-    Megatron's groups take their streams from PyTorch's 32 of normal priority, in turn. On one of those, an exchange of
-    embedding rows could wait for an operation of theirs whose peers wait for ours.
+    Megatron's groups use PyTorch's 32 normal-priority streams in turn. If an exchange of embedding rows shared one of
+    those streams, it could wait for an operation of a Megatron group whose peers wait for our exchange.
     """
     if dist.get_backend() != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = ctas
     if hasattr(options, "lazy_init"):
-        # PyTorch 2.15 splits a new group's communicator off the world's at once, which is a collective of all ranks of
-        # the job for each of our groups. Made at the first use it concerns its members alone, as in older releases.
+        # PyTorch 2.15 splits a new group's communicator off the world's immediately. For each of our groups that would
+        # be a collective over all ranks of the job. With `lazy_init`, as in older releases, only the members create it,
+        # at its first use.
         options.lazy_init = True
     if timeout is not None:
-        options._timeout = timeout  # `new_group` warns where the two differ
+        options._timeout = timeout  # `new_group` warns if the two differ
     return options
 
 

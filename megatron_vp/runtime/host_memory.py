@@ -1,7 +1,7 @@
-"""Host memory for activations: for each chunk a block of slots, as many as a program fills at once.
+"""Host memory for activations: one block of slots per chunk, with as many slots as a program fills at once.
 
-The first forward of a chunk says how large a slot is, and its copy allocates all slots in one block. On CUDA the block
-is pinned at its exact size; PyTorch's own pinned memory comes in powers of two.
+The first forward of a chunk shows how large a slot must be, and its copy to the host allocates all slots as one block.
+On CUDA, the block is pinned at its exact size, whereas PyTorch rounds its pinned memory up to powers of two.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron_vp.schedule.transfers import Copy
 
 GIB = 2**30
 ALIGNMENT = 512
-"""Alignment in bytes: copies are fastest between aligned addresses."""
+"""Alignment of tensors in a slot, in bytes: copies are fastest between aligned addresses."""
 
 
 def slots_by_chunk(instructions: Sequence[Instruction]) -> dict[int, int]:
-    """Most microbatches of each chunk of a program in host memory at once."""
+    """For each chunk of a program, the most microbatches that are in host memory at once."""
     now: dict[int, int] = defaultdict(int)
     most: dict[int, int] = defaultdict(int)
     for each in instructions:
@@ -37,14 +37,14 @@ def slots_by_chunk(instructions: Sequence[Instruction]) -> dict[int, int]:
 
 
 class HostSlot:
-    """Room for the tensors that one forward saved; it belongs to a chunk, or was made for one use (None)."""
+    """Room for the tensors that one forward saved; `chunk` is None if the slot was made for a single use."""
 
     def __init__(self, memory: torch.Tensor, chunk: int | None) -> None:
         self._memory = memory
         self.chunk = chunk
 
     def parts(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Parts of these sizes in bytes, one behind the other."""
+        """Split the slot into consecutive parts of these sizes in bytes."""
         return [self._memory[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=True)]
 
     def fits(self, sizes: Sequence[int]) -> bool:
@@ -53,10 +53,10 @@ class HostSlot:
 
 
 class HostMemory:
-    """The blocks of one rank, kept from iteration to iteration.
+    """The blocks of host memory of one rank, which all iterations reuse.
 
     Args:
-        pins: copies are of a CUDA device.
+        pins: whether to pin the blocks, for copies from and to a CUDA device.
     """
 
     def __init__(self, pins: bool) -> None:
@@ -67,17 +67,17 @@ class HostMemory:
         self._sizes: dict[int, int] = {}
         self._blocks: list[torch.Tensor] = []
         self.odd_slots = 0
-        """Slots made for one use each, because a forward saved more than the first one."""
+        """Number of slots made for a single use, because a forward saved more than the chunk's first forward."""
         self.held_elsewhere: dict[int, list[tuple[str, int]]] = {}
-        """By chunk, tensors that each forward saves but something else also holds, so that they stay on the device:
-        module and bytes.
+        """By chunk, the module and the bytes of each tensor that a forward saves but that stays on the device, because
+        something else also holds it.
         """
         self.seconds = 0.0
-        """Seconds that allocating the blocks took."""
+        """Time spent on allocating the blocks, in seconds."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of all blocks."""
+        """Total size of all blocks in bytes."""
         return sum(block.numel() for block in self._blocks)
 
     def expect(self, slots: Mapping[int, int]) -> None:
@@ -118,7 +118,7 @@ class HostMemory:
 
 
 def _unpinned(size: int) -> torch.Tensor:
-    # With fake tensors, which count the device's memory, host memory is distinguished by its device.
+    # Fake tensors serve to count the device's memory; the meta device keeps host memory out of that count.
     device = "meta" if isinstance(torch.empty(0), FakeTensor) else "cpu"
     return torch.empty(size, dtype=torch.uint8, device=device)
 

@@ -1,4 +1,4 @@
-"""Point-to-point links: activations forward, gradients backward, each directed edge on a communicator of its own."""
+"""Point-to-point links between ranks, with a separate communicator for each directed edge and kind of message."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron_vp.schedule.transfers import Message
 
 
 class Links:
-    """The messages of one iteration, seen from one rank.
+    """The messages of one iteration, as seen from one rank.
 
-    A sent tensor is kept alive until its send is known to be complete: gloo's send is a rendezvous, and NCCL's reads
-    the buffer when the peer is ready. Nothing ever blocks on a send inside the schedule. With gloo, completion is known
-    only at the end.
+    A sent tensor is kept alive until its send is known to be complete, because gloo's send is a rendezvous, and NCCL
+    reads the buffer only when the peer is ready. The schedule itself never blocks on a send. With gloo, sends are known
+    to be complete only at the end of the iteration.
     """
 
     def __init__(self, groups: PipelineGroups) -> None:
@@ -37,13 +37,13 @@ class Links:
         self._receiving[message] = (work, buffer)
 
     def wait(self, message: Message) -> torch.Tensor:
-        """Return the received tensor; compute work issued later sees it complete."""
+        """Return the received tensor; compute work that is issued later waits for its contents."""
         work, buffer = self._receiving.pop(message)
         work.wait()
         return buffer
 
     def finish(self) -> None:
-        """Wait for all sends of the iteration: every peer has posted its receives by then."""
+        """Wait until all sends of the iteration are complete."""
         assert not self._receiving, f"received but never used: {[str(message) for message in self._receiving]}"
         for work, _ in self._sending:
             work.wait()

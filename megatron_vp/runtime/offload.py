@@ -1,9 +1,9 @@
 """Moves the tensors that a chunk's forward saves for its backward to host memory and back.
 
-Around F every saved tensor is packed into a handle. When F has ended, tensors without other references are ours:
-parameters, caches and shared masks are not among them. Those storages are copied out as a whole, pass O drops them,
-pass R makes new ones, the copy back fills them, and the backward unpacks views of them. Device memory is allocated and
-freed only on the compute stream, so how much is in use follows from the order of the passes (PipeOffload, arXiv
+During F, every saved tensor is packed into a handle. After F, those storages move to which nothing else refers, so
+parameters, caches and shared masks stay. Each such storage is copied out as a whole. Pass O then drops it, pass R
+allocates a new one, the copy back fills that, and the backward unpacks views of it. Device memory is allocated and
+freed only on the compute stream, so the order of the passes determines how much is in use (PipeOffload, arXiv
 2503.01328, appendix C).
 """
 
@@ -27,14 +27,14 @@ from megatron_vp.schedule.placed_copies import LEAST_OFFLOADED
 from megatron_vp.schedule.transfers import Copy
 
 SMALLEST = LEAST_OFFLOADED
-"""Smallest storage in bytes that leaves the device."""
+"""Size in bytes of the smallest storage that leaves the device."""
 
 PLAIN = (torch.Tensor, FakeTensor)
-"""Tensor types with a storage of their own. Others wrap parts, which are saved one by one."""
+"""Tensor types that own their storage. Other types wrap several tensors, which are saved one by one."""
 
 
 class SavedStorage:
-    """A storage that a forward saved: all its bytes as a tensor, or None while they are on the host."""
+    """A storage that a forward saved; `bytes` is its contents as a tensor, or None while they are on the host."""
 
     __slots__ = ("bytes", "module")
 
@@ -45,19 +45,19 @@ class SavedStorage:
 
     @property
     def key(self) -> int:
-        """Identifies the storage among those alive."""
+        """A number that identifies the storage among all storages alive."""
         assert self.bytes is not None
         return self.bytes.untyped_storage()._cdata
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         assert self.bytes is not None
         return self.bytes.numel()
 
     @property
     def is_ours(self) -> bool:
-        """Whether the storage has no other references."""
+        """Whether nothing else refers to the storage."""
         assert self.bytes is not None
         return _owners(self.bytes) == _ALONE
 
@@ -84,17 +84,17 @@ class SavedForward:
         self._by_storage: dict[int, SavedStorage] = {}
         self._modules: list[str] = []
         self.moving: list[SavedStorage] = []
-        """The tensors that are copied, once the forward has ended."""
+        """The storages to copy; known once the forward has ended."""
         self.sizes: list[int] = []
-        """Bytes of `moving`."""
+        """Sizes of `moving` in bytes."""
         self.staying: list[SavedStorage] = []
-        """Tensors with other references; they stay on the device."""
+        """Storages to which something else also refers, so that they stay on the device."""
         self.slot: HostSlot | None = None
-        """The host slot of its copy."""
+        """The host slot that holds the copy."""
 
     @contextmanager
     def saving(self, names_modules: bool) -> Iterator[None]:
-        """Take what autograd saves inside; `names_modules`: also in which module, which takes a little time."""
+        """Capture what autograd saves in this context; `names_modules` also captures the modules, a little slower."""
         with saved_tensors_hooks(self._pack, _unpack):
             if not names_modules:
                 yield
@@ -114,7 +114,7 @@ class SavedForward:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor, torch.nn.Parameter):
-            return tensor  # layers look for `main_grad` on what they saved
+            return tensor  # layers expect a saved parameter to have `main_grad`
         storage = tensor.untyped_storage() if type(tensor) in PLAIN else None
         if storage is None or storage.nbytes() < SMALLEST:
             return tensor.detach()  # keeping the tensor itself would form a cycle with its graph
@@ -125,9 +125,10 @@ class SavedForward:
         return SavedTensor(self._by_storage[key], tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def close(self, leaf: torch.Tensor | None) -> None:
-        """The forward has ended, and its output's data has been released.
+        """Sort the saved storages after the forward has ended and its output's data has been released.
 
-        The graph's leaf keeps its shape, which its gradient is checked against, and frees its data.
+        This also frees the data of the graph's leaf. The leaf keeps its shape, against which autograd checks the
+        gradient.
         """
         if leaf is not None:
             leaf.data = leaf.data.new_empty(1).expand(leaf.shape)
@@ -137,21 +138,22 @@ class SavedForward:
         self.sizes = [storage.size for storage in self.moving]
 
     def leave_to_graph(self) -> None:
-        """Drop all references, so that autograd frees each storage once the backward has used it. The graph keeps the
-        hooks, and with them this object, until the end.
+        """Drop all references, so that autograd frees each storage once the backward has used it.
+
+        The graph keeps the hooks, and through them this object, until the whole backward has ended.
         """
         self.moving, self.staying = [], []
 
 
 class Offload:
-    """Passes O and R of one iteration, and its copies.
+    """Runs the passes O and R of one iteration, and the copies between device and host.
 
     Args:
-        store: of the iteration.
-        stream: the copies', which nothing else uses.
-        memory: of the host, kept from iteration to iteration.
-        device: of the passes.
-        chunks: those of the rank whose activations leave the device.
+        store: the store of the iteration.
+        stream: runs the copies and nothing else.
+        memory: host memory, which all iterations reuse.
+        device: the device of the passes.
+        chunks: the rank's chunks whose activations leave the device.
         observer: watches the copies where they run.
     """
 
@@ -176,12 +178,12 @@ class Offload:
 
     @property
     def handlers(self) -> dict[PassKind, Callable[[int, int], None]]:
-        """Of O and R; see `ChunkPasses.handlers`."""
+        """The handlers of O and R; made on demand, see `ChunkPasses.handlers`."""
         return {PassKind.O: self._leave, PassKind.R: self._return}
 
     @contextmanager
     def saving(self, microbatch: int, chunk: int) -> Iterator[SavedForward | None]:
-        """Around F: collects what an offloaded chunk saves for its backward; None for other chunks."""
+        """Context around F that collects what an offloaded chunk saves for its backward; None for other chunks."""
         if chunk not in self.chunks:
             yield None
             return
@@ -190,8 +192,10 @@ class Offload:
             yield saved
 
     def close(self, saved: SavedForward, chunk: int, leaf: torch.Tensor | None) -> None:
-        """The forward has ended; see `SavedForward.close`. A chunk's first two forwards show what wrongly stays:
-        storages that something else holds but that differ for each forward, unlike parameters and caches.
+        """Sort the saved storages after the forward; see `SavedForward.close`.
+
+        Comparing a chunk's first two forwards shows which activations wrongly stay on the device: storages that
+        something else holds but that differ between the two forwards, unlike parameters and caches.
         """
         saved.close(leaf)
         if chunk in self._memory.held_elsewhere:
@@ -204,7 +208,7 @@ class Offload:
         self._memory.held_elsewhere[chunk] = held
 
     def _leave(self, microbatch: int, chunk: int) -> None:
-        """Pass O: the copy is complete, free the device's storages."""
+        """Pass O: free the storages on the device, whose copy is complete."""
         for storage in self._saved[microbatch, chunk].moving:
             storage.bytes = None
         graph = self._store.take(Slot.CHUNK_GRAPH, microbatch, at=chunk)
@@ -219,7 +223,7 @@ class Offload:
             storage.bytes = torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def post(self, copy: Copy) -> None:
-        """Start a copy behind those that were posted before."""
+        """Start a copy, which runs after all copies posted before."""
         saved = self._saved[copy.microbatch, copy.chunk]
         if copy.to_host:
             saved.slot = self._memory.take(copy.chunk, saved.sizes)
@@ -237,14 +241,14 @@ class Offload:
         self._events[copy] = self._stream.submit(run)
 
     def wait(self, copy: Copy) -> None:
-        """Order the passes that follow after a copy. After the copy back only the graph holds the tensors."""
+        """Make later passes wait for a copy; after a copy back, only the graph holds the tensors."""
         self._events.pop(copy).wait()
         if not copy.to_host:
             self._saved.pop((copy.microbatch, copy.chunk)).leave_to_graph()
             self._memory.give(self._store.take(Slot.ON_HOST, copy.microbatch, at=copy.chunk))
 
     def finish(self) -> None:
-        """The end of an iteration."""
+        """End the iteration: later work waits for the copies, and each of them must have been used."""
         self._stream.synchronise()
         assert not self._events, f"copied but never used: {[str(copy) for copy in self._events]}"
 
@@ -259,4 +263,4 @@ def _owners(tensor: torch.Tensor) -> int:
 
 
 _ALONE = _owners(torch.empty(1))
-"""The count of `_owners` if a single tensor holds a storage."""
+"""What `_owners` returns if a single tensor holds the storage."""

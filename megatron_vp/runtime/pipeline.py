@@ -1,4 +1,4 @@
-"""One pipeline rank: runs the lowered program of an iteration on a model."""
+"""Runs the lowered program of an iteration with a model, on one pipeline rank."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ _CONTENT: dict[Channel, tuple[Slot, Callable[[Shapes], torch.Tensor]]] = {
     Channel.TOKEN_LOSS: (Slot.TOKEN_LOSS, lambda shapes: shapes.token_values()),
     Channel.TOKEN_GRADIENT: (Slot.TOKEN_GRADIENT, lambda shapes: shapes.token_values()),
 }
-"""The contents of a message, and the buffer that receives it."""
+"""By channel, the store's slot for a message's tensor, and the function that allocates its receive buffer."""
 
 
 class Runner(Protocol):
-    """Runs the operations of one kind in one iteration of a rank."""
+    """Interface for running a rank's operations of one kind in one iteration."""
 
     def post(self, operation: Any) -> None:
-        """Start this rank's part."""
+        """Start this rank's part of the operation."""
 
     def wait(self, operation: Any) -> None:
-        """Order the passes that follow after it, and hand its result to them."""
+        """Make later passes wait for the operation, and put its result into the store for them."""
 
     def finish(self) -> None:
-        """The end of the iteration: everything that was posted is over."""
+        """End the iteration: later work waits for everything that was posted."""
 
 
 class _Messages:
-    """A post takes a tensor from the store of the sender, a wait puts it into that of the receiver."""
+    """Runs messages: a post takes the tensor from the sender's store, and a wait puts it into the receiver's."""
 
     def __init__(self, groups: PipelineGroups, store: Store, shapes: Shapes) -> None:
         self._rank, self._store, self._shapes = groups.rank, store, shapes
@@ -72,10 +72,10 @@ class _Messages:
 
 @dataclass(frozen=True)
 class Report:
-    """The runtime's counts for one iteration of one rank."""
+    """What the runtime has counted in one iteration of one rank."""
 
     peak_in_flight: float
-    """Most microbatches of a whole rank whose activations were held at once."""
+    """Most activations that were held at once, in microbatches of a whole rank."""
     peak_logits_in_flight: int
     """Most microbatches whose E and X were held at once (from S to T)."""
 
@@ -103,10 +103,10 @@ class Pipeline:
         *,
         gradients: bool,
     ) -> None:
-        """Run an iteration without a transformer: it loads kernels, connects ranks and allocates what others will use.
+        """Run an iteration without a transformer, to load kernels, connect ranks and allocate buffers in advance.
 
-        No weight and no `main_grad` changes. All ranks of the pipeline must call it together. The arguments are those
-        of `run`; `schedule` has `rehearsal.MICROBATCHES` microbatches.
+        No weight and no `main_grad` changes. All ranks of the pipeline must call it together. The arguments are the
+        same as those of `run`; `schedule` has `rehearsal.MICROBATCHES` microbatches.
         """
         shards = layer_shards.shards if layer_shards else None
         first_tokens = [shards.start(index) for index in range(shards.count) if shards.rows(index)] if shards else [0]
@@ -136,13 +136,13 @@ class Pipeline:
 
         Args:
             schedule: the schedule that `program` was lowered from.
-            program: of this rank.
+            program: the program of this rank.
             model: transformer part, data and loss function of this rank.
             layer_shards: vocabulary shards of this rank; None for a schedule without vocabulary passes.
             shapes: sizes of a microbatch, equal on all ranks.
             gradients: False for evaluation, whose schedule holds forward passes only.
             observer: watches the instructions and the collectives.
-            rehearsal: whether the iteration is a rehearsal, not one of the job's.
+            rehearsal: whether the iteration is a rehearsal, which is not one of the job's iterations.
         """
         placement, rank = schedule.placement, self.groups.rank
         observer = observer or Unobserved()
@@ -218,7 +218,10 @@ class Pipeline:
     def _offload(
         self, program: Program, store: Store, device: torch.device, observer: Observer, rehearsal: bool
     ) -> Offload | None:
-        """The offload of a program with copies to the host. A rehearsal saves too little to learn slot sizes from."""
+        """The offload of a program with copies to the host; None for other programs.
+
+        A rehearsal uses separate host memory, because what it saves is too small to show the size of a slot.
+        """
         slots = slots_by_chunk(program.instructions)
         if not slots:
             return None

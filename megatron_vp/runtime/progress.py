@@ -1,11 +1,13 @@
-"""Tracks where a rank is in its schedule, and describes it if the rank cannot continue.
+"""Tracks where a rank is in its schedule, and describes that place if the rank cannot continue.
 
-The executor and the second stream each store their current item in one attribute. To see how long a rank has been in
-one place, `megatron_vp.runtime.watchdog` looks twice.
+The executor and the second stream each store their current item in an attribute. `megatron_vp.runtime.watchdog` reads
+these attributes repeatedly and so knows how long a rank has been in one place.
 
-On CUDA the host runs ahead of the device, so the rank also keeps a mark for every wait that the device has not passed.
-Only the main thread asks the device for its marks. The watchdog reads attributes and host memory and makes no CUDA
-call: such a call can block in the driver, and PyTorch's `Event.query` keeps the interpreter's lock meanwhile.
+
+
+On CUDA, the host runs ahead of the device, so the rank also keeps a mark for every wait that the device has not passed.
+Only the main thread queries these marks. The watchdog reads only attributes and host memory. It makes no CUDA call,
+because such a call can block in the driver, and PyTorch's `Event.query` holds the interpreter lock while it blocks.
 """
 
 from __future__ import annotations
@@ -23,20 +25,22 @@ from megatron_vp.schedule.instructions import Instruction, Load, Loss, Post, Run
 from megatron_vp.schedule.transfers import Operation
 
 _POSITION = re.compile(r"^\[[^]]*\.(cc|h|cpp):\d+\] ")
-"""Source position in a backend's error text."""
+"""Matches the source position at the start of a backend's error text."""
 _GLOO = re.compile("/gloo/|pair closure")
 _NCCL = re.compile(r"^(?=.*\bNCCL\b)(?=.*(fail|error|abort|timed out|timeout))", re.IGNORECASE)
-"""A failed operation of PyTorch's newer NCCL backend, which raises plain RuntimeErrors for most of them. Other errors
-with the word, such as a dtype that NCCL does not know, are defects and keep their traceback."""
+"""Matches a failed operation of PyTorch's newer NCCL backend, which raises a plain RuntimeError for most failures.
+Other errors that name NCCL, such as one about an unknown dtype, are defects and keep their traceback.
+"""
 _LOCAL = re.compile(r"\bNCCL\b.*\b(unhandled cuda error|invalid usage|invalid argument)\b")
-"""Results of NCCL whose cause is on this rank: no memory, another rank on the same device, an illegal access. The words
-are those of `ncclGetErrorString`, in the first line of both backends' errors."""
+"""Matches NCCL results whose cause is on this rank: no memory, another rank on the same device, an illegal access. Both
+backends quote these texts of `ncclGetErrorString` in the first line of an error.
+"""
 _CAUSE = re.compile(r"^Last error:\n(.+)|^NCCL Last Error: (.+)", re.MULTILINE)
-"""NCCL's last message: the line after the older backend's heading, or the newer backend's own line."""
+"""Matches NCCL's last message: the line after the older backend's heading, or the newer backend's own line."""
 
 
 class _Finishing:
-    """Shown as the instruction at the end of a program: what this rank sent is still being received."""
+    """Takes the place of an instruction at the end of a program, while peers still receive what this rank sent."""
 
 
 FINISHING = _Finishing()
@@ -56,7 +60,7 @@ class FinishedIterations(Protocol):
     """Counts, on the device, the iterations that its compute stream has finished."""
 
     def add(self) -> None:
-        """Let the device add one when it gets here."""
+        """Make the device add one when its compute stream reaches this point."""
 
     def count(self) -> int:
         """The count, read from host memory; any thread may ask."""
@@ -75,15 +79,16 @@ class Progress:
         self.members = members
         self.rank = rank
         self.iteration = 0
-        """Number of schedules started, without rehearsals."""
+        """Number of schedules started, not counting rehearsals."""
         self.instruction: Instruction | _Finishing | None = None
         """The host's current instruction; None outside a schedule."""
         self.behind: Wait | None = None
         """The first wait that the device had not passed when the main thread last looked; None if there was none."""
         self.collective: Operation | None = None
-        """The second stream's current operation, if the host runs it (on CPU)."""
+        """The operation that the second stream is running on CPU, in a thread of the host."""
         self.others: Callable[[], str] = str
-        """Says which ranks hold the pipeline up, where a connection breaks; a watchdog can ask them."""
+        """Returns a text that names the ranks that hold up the pipeline, if a connection breaks; set by a watchdog.
+        """
         self._marks: deque[tuple[Wait, Mark]] = deque()
         self._finished = finished
         self._counted = 0
@@ -91,7 +96,7 @@ class Progress:
 
     @contextmanager
     def schedule(self, rehearsal: bool = False) -> Iterator[None]:
-        """One iteration. A connection that breaks becomes PeerLost; other errors get a note that says where it was."""
+        """Context of one iteration: turns broken connections into PeerLost, and adds the place to other errors."""
         self.iteration += not rehearsal
         try:
             yield
@@ -110,7 +115,7 @@ class Progress:
             self.instruction = None
 
     def at(self, instruction: Instruction | _Finishing) -> None:
-        """The host is at `instruction`; looks which marks the device has passed. For the main thread."""
+        """Record that the host is at `instruction`, and query the device's marks; for the main thread only."""
         self.instruction = instruction
         if self._marks:
             while self._marks and self._marks[0][1].done():
@@ -118,20 +123,23 @@ class Progress:
             self.behind = self._marks[0][0] if self._marks else None
 
     def mark(self, wait: Wait, mark: Mark) -> None:
-        """The device passes `mark` when `wait` is over for it; the host may be microbatches ahead."""
+        """Add a mark that the device passes after `wait`; the host may be several microbatches ahead."""
         self._marks.append((wait, mark))
         if self.behind is None:
             self.behind = wait
 
     def place(self) -> Place:
-        """Something that changes when this rank gets on."""
+        """A value that changes whenever this rank makes progress."""
         iteration, at, behind = self.iteration, self.instruction, self.behind
         if at is None and self._device_finished():
             behind = None  # marks are not read outside a schedule
         return iteration, at if isinstance(at, _HOSTS_OWN) else behind or at, self.collective
 
     def sentence(self) -> str:
-        """One clause about this rank, without a full stop; never fails, because a rank says it when it has to end."""
+        """Describe this rank's place in a clause without a full stop.
+
+        This never fails, because a rank calls it when it has to exit.
+        """
         try:
             _, at, collective = self.place()
             said, behind = self._words(at, collective), self.behind
@@ -169,10 +177,10 @@ class Progress:
 
 
 def lost_peer(error: Exception) -> str | None:
-    """A backend's error about a lost or silent peer, in a few words; None for any other error."""
+    """Summarise a backend's error about a lost or silent peer in a few words; return None for any other error."""
     said = str(error).strip()
     first_line = said.partition("\n")[0]
-    # gloo has no exception class of its own, and NCCL's newer backend uses one for time limits only.
+    # gloo has no exception class of its own, and NCCL's newer backend uses its class only for timeouts.
     by_name = _GLOO.search(said) or (isinstance(error, RuntimeError) and _NCCL.search(first_line))
     if _LOCAL.search(first_line) or not (by_name or isinstance(error, dist.DistError)):
         return None

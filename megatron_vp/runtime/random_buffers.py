@@ -1,7 +1,7 @@
-"""Buffers of a rank without peers: filled with numbers where a peer would have sent some.
+"""Buffers for a rank without peers, filled with numbers in place of what a peer would have sent.
 
-Timing is the purpose, so the numbers are finite and of ordinary size: NaN and denormal numbers are slow on a CPU, and
-what a GPU draws, and with it its clock, depends on the bits that move.
+They serve timing, so the numbers are finite and of ordinary size. NaN and denormal numbers are slow on a CPU, and on a
+GPU the values that move affect the power draw and thus the clock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_vp.runtime.model import Shapes
 
 @dataclass(frozen=True)
 class RandomBuffers(Shapes):
-    """`Shapes` whose buffers come filled: normal numbers, and token ids below `vocab_size`."""
+    """`Shapes` whose buffers are filled with normally distributed numbers, or with token ids below `vocab_size`."""
 
     vocab_size: int
 

@@ -1,7 +1,7 @@
-"""The stopwatch: start and end of everything that a rank does in one iteration.
+"""Records the start and end of everything that a rank does in one iteration.
 
-Marks are taken where the work is: CUDA events on the stream that the work was enqueued on, read after the iteration,
-so that nothing in the loop waits for the device; on CPU the clock of the calling thread.
+On CUDA, a mark is an event on the stream on which the work was enqueued. Events are read after the iteration, so that
+nothing in the loop waits for the device. On CPU, a mark is a reading of the calling thread's clocks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from megatron_vp.schedule.passes import PassKind
 from megatron_vp.schedule.transfers import Operation
 
 Work = Instruction | Operation | PassKind
-"""The timed event: an instruction, an operation on the second stream, or, outside our schedules, a kind of pass."""
+"""Anything that is timed: an instruction, an operation on a stream or, outside our schedules, a kind of pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Start and end in nanoseconds of this host's `perf_counter`, and the milliseconds that it computed in between.
+    """Start and end of some work in nanoseconds of this host's `perf_counter`, and the milliseconds it computed.
 
-    issued: the milliseconds that the host spent on it; on a GPU it should be ahead, and where this is the larger number
-        the device waited for launches.
+    issued: milliseconds that the host spent on the work. On a GPU, the host should run ahead: if `issued` exceeds
+        `computed`, the device waited for launches.
     """
 
     work: Work
@@ -38,15 +38,15 @@ class Span:
 
 
 class Clock(Protocol):
-    """Takes marks at once and reads them later.
+    """Interface of a clock that takes marks immediately and reads them later.
 
-    error: nanoseconds by which all its readings together may be off on the host's clock.
+    error: nanoseconds by which all its readings may be shifted against the host's clock.
     """
 
     error: int
 
     def mark(self) -> Any:
-        """Now, on the current stream or thread."""
+        """Mark the current moment on the current stream or thread."""
 
     def passed(self, mark: Any) -> bool:
         """Whether a mark can be read; does not wait for it."""
@@ -55,11 +55,11 @@ class Clock(Protocol):
         """Block until all marks can be read."""
 
     def span(self, work: Work, start: Any, end: Any, issued: float) -> Span:
-        """Read two marks of one stream or thread."""
+        """Return the span between two marks of one stream or thread."""
 
 
 class HostClock:
-    """Clocks of the host: a thread computes while it has a core, so waiting for one does not count as computing."""
+    """The host's clocks; a thread that waits for a core does not count as computing."""
 
     error = 0
 
@@ -68,21 +68,21 @@ class HostClock:
         return time.perf_counter_ns(), time.thread_time_ns()
 
     def passed(self, mark: tuple[int, int]) -> bool:
-        """At once."""
+        """Always True: a host mark can be read immediately."""
         return True
 
     def drain(self) -> None:
-        """Nothing is outstanding."""
+        """Do nothing: no host mark is ever outstanding."""
 
     def span(self, work: Work, start: tuple[int, int], end: tuple[int, int], issued: float) -> Span:
-        """From one mark to the other."""
+        """Wall time between two marks, and the thread's CPU time as computing time."""
         return Span(work, start[0], end[0], (end[1] - start[1]) / 1e6, issued)
 
 
 class DeviceClock:
-    """CUDA events, placed on the host's clock by one event that the host waits for before the iteration.
+    """CUDA events, related to the host's clock by one event that the host waits for before the iteration.
 
-    Where the host must not wait (`lean`), times count from the first event instead.
+    If the host must not wait (`lean`), times count from the first event instead.
     """
 
     def __init__(self, lean: bool = False) -> None:
@@ -120,13 +120,14 @@ class DeviceClock:
 class Recorder:
     """Times one iteration, from construction to `finish`; an `Observer` of the runtime.
 
-    `lean`: at no cost to the iteration. Only passes, losses and the second stream are timed, and the host never waits
-    for the device: `read` takes the place of `finish`, as soon as `passed` says so. Spans then count from the start of
-    the iteration, and `milliseconds` is not known.
+    With `lean`, recording does not slow the iteration down. Only passes, losses and operations on other streams are
+    timed,
+    and the host never waits for the device: call `read` instead of `finish`, once `passed` returns True. On CUDA, spans
+    then count from the start of the iteration. `milliseconds` stays 0.
 
-    spans: after `finish`, everything recorded, in the order in which it ended on its stream or thread.
+    spans: after `finish`, everything recorded; spans of one stream or thread are in the order in which they ended.
     milliseconds: after `finish`, how long the iteration took.
-    clock_error: nanoseconds by which all spans together may be off on the host's clock.
+    clock_error: nanoseconds by which all spans may be shifted against the host's clock.
     """
 
     def __init__(self, device: torch.device, lean: bool = False) -> None:
@@ -155,7 +156,7 @@ class Recorder:
         return self.span(operation)
 
     def finish(self) -> None:
-        """Read all marks; the iteration has ended on this rank."""
+        """Read all marks, once the iteration has ended on this rank."""
         self._clock.drain()
         self.milliseconds = (time.perf_counter_ns() - self._started) / 1e6
         self.read()
@@ -165,6 +166,6 @@ class Recorder:
         return all(self._clock.passed(end) for _, _, end, _ in reversed(self._marks))
 
     def read(self) -> None:
-        """Read all marks, which the device has passed; they are read once."""
+        """Read all marks, which the device must have passed, and forget them."""
         self.spans += [self._clock.span(*marks) for marks in self._marks]
         self._marks.clear()

@@ -1,10 +1,10 @@
-"""A model without a transformer, for an iteration before the first: it makes what an iteration would make midway.
+"""A model without a transformer, for a rehearsal that prepares before the first iteration what the schedule uses.
 
-A pipeline that has never run would compile and load kernels, make communicators and connect pairs of ranks in the
-middle of its schedule, each at the first use, while all other ranks wait. A rehearsal is an iteration of a few
-microbatches of real sizes through the real program, with this model in the place of the user's. Messages, collectives,
-vocabulary passes and their buffers are the real ones; the transformer's passes are left out, activations are zero, and
-so is every gradient that a weight's `main_grad` receives.
+A pipeline compiles and loads kernels, creates communicators and connects pairs of ranks when it first uses them.
+Without a rehearsal, this happens in the middle of the first schedule, while all other ranks wait. A rehearsal is an
+iteration of a few microbatches of real size through the real program, with this model in place of the user's. Messages,
+collectives, vocabulary passes and their buffers are real. The transformer's passes are left out, activations are zero,
+and only zeros are added to a weight's `main_grad`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_vp.runtime.model import Shapes
 from megatron_vp.schedule.placement import Placement
 
 MICROBATCHES = 3
-"""One with words of every shard, and two in which all but one shard have one word or two."""
+"""One microbatch has many words of every shard; in the other two, all shards but one have only one or two words."""
 
 
 class RehearsalModel:
@@ -25,10 +25,10 @@ class RehearsalModel:
 
     Args:
         shapes: sizes of a microbatch.
-        placement: which virtual stage each chunk of each rank is.
+        placement: the virtual stage of each chunk of each rank.
         rank: this pipeline rank.
-        first_tokens: the first token id of every vocabulary shard that has any; [0] where the vocabulary is whole.
-        sharded: whether the vocabulary layers are shards, else chunks of the model hold them.
+        first_tokens: the first token id of every vocabulary shard that has any; [0] if the vocabulary is whole.
+        sharded: whether the vocabulary layers are sharded; if not, chunks of the model hold them.
         gradients: False for evaluation.
     """
 
@@ -50,10 +50,10 @@ class RehearsalModel:
         self._words_ahead: torch.Tensor | None = None
 
     def load(self, chunk: int, microbatch: int) -> None:
-        """There is no data to read."""
+        """Do nothing: there is no data to read."""
 
     def tokens(self, microbatch: int) -> torch.Tensor:
-        """Ids that make every rank exchange many rows, and few: kernels differ by the number of rows."""
+        """Ids that make each rank exchange many rows in one microbatch and few in another, because kernels differ."""
         ids_be = self._shapes.token_ids()
         often = self._first_tokens if microbatch == 0 else [self._first_tokens[0 if microbatch == 1 else -1]]
         ids = islice(chain(self._first_tokens, cycle(often)), ids_be.numel())
@@ -62,17 +62,17 @@ class RehearsalModel:
     labels = tokens
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
-        """Zeros in the place of an activation."""
+        """Return zeros in place of an activation."""
         return (words_bsh.transpose(0, 1).chunk(self._shapes.sp_size)[self._shapes.sp_rank] * 0).contiguous()
 
     def receive_words(self, words_rh: torch.Tensor) -> None:
-        """Kept for the next forward, whose backward gives them a gradient."""
+        """Keep the rows for the next forward, whose backward gives them a gradient."""
         self._words_ahead = words_rh
 
     def forward(
         self, chunk: int, microbatch: int, input_sbh: torch.Tensor | None, labels_bs: torch.Tensor | None
     ) -> torch.Tensor:
-        """Zeros that depend on the input: an activation, all predictions' outputs, or token losses."""
+        """Return zeros that depend on the input: an activation, all predictions' outputs, or token losses."""
         with torch.set_grad_enabled(self._gradients):
             if input_sbh is None:
                 input_sbh = self._shapes.activation().zero_().requires_grad_(self._gradients)
@@ -87,20 +87,20 @@ class RehearsalModel:
             return output_sbh.repeat(self._shapes.predictions, 1, 1)
 
     def release_output(self, output_sbh: torch.Tensor) -> None:
-        """Nothing is worth freeing."""
+        """Do nothing: the output is not worth freeing."""
 
     def backward(self, chunk: int, microbatch: int, output: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Gradients of the inputs, all zero."""
+        """Compute the gradients of the inputs, which are zero."""
         output.backward(gradient)
 
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
-        """There are no weights."""
+        """Do nothing: there are no weights."""
 
     def loss(
         self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """No token counts."""
+        """Return a gradient of zero for every token."""
         return torch.zeros_like(token_loss_bs) if self._gradients else None
 
     def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
-        """The iteration that counts is still to come."""
+        """Do nothing: no gradient of the job is complete yet."""

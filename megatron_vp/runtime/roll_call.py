@@ -1,11 +1,10 @@
 """Lets the ranks of a stalled pipeline find out, through the launcher's store, which rank holds up the others.
 
-The first rank that cannot go on calls the roll: its limit is reached, or a connection is broken. Every rank that is
-stuck then records where it is, even before its own time limit, so the answers do not depend on whose limit comes first.
-Ranks that come later read these records. A rank without a record is stopped, gone, unreachable, or still making
-progress.
+The first rank that reaches its time limit or loses a connection calls the roll. Every rank that is stuck then records
+where it is, even before its own limit, so the answers do not depend on whose limit comes first. Ranks that give up
+later read these records. A rank without a record is stopped, gone, unreachable, or still making progress.
 
-The store has no password, so any content there is untrusted text.
+The store has no password, so its contents are untrusted text.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from megatron_vp.runtime.progress import Progress
 _ROUND_SECONDS = 0.1
 _LONGEST_LOOK_SECONDS = 1.0
 _STORE_SECONDS = 10.0
-"""Seconds that the store may take for a rank's answer."""
+"""Seconds that the store may take to record a rank's answer."""
 _LONGEST_WORD = 4096
-"""The most bytes that are read of a peer's record in the store."""
+"""Most bytes that are read of a peer's record in the store."""
 
 
 class RollCall:
@@ -36,20 +35,21 @@ class RollCall:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._own = progress.members[progress.rank]
-        # A launcher that starts the ranks again keeps the store.
+        # A launcher that restarts the ranks keeps the store.
         self._keys = f"megatron_vp/stalled/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._called = f"{self._keys}/called/{progress.members[0]}"
 
     def answer(self, limit: float) -> None:
-        """Record this rank's place when another rank calls while this one is stuck; never returns, so it needs its own
-        thread.
+        """Record this rank's place if another rank calls the roll while this one is stuck.
 
-        A rank that gets on does not ask the store anything. `limit`: seconds that a rank may be in one place.
+        This never returns, so it needs its own thread.
+
+        A rank that makes progress does not contact the store. `limit`: seconds that a rank may stay in one place.
         """
         place = store = None
         while True:
             time.sleep(min(limit / 20, _LONGEST_LOOK_SECONDS))
-            with suppress(Exception):  # the store may have been in a process that is gone
+            with suppress(Exception):  # the process with the store may be gone
                 before, place = place, self._progress.place()
                 if place == before:
                     store = store or _store(_STORE_SECONDS)
@@ -57,20 +57,20 @@ class RollCall:
                         self._leave_word(store)
 
     def ask(self, seconds: float, sleep: Callable[[float], float], call: bool = True) -> str:
-        """Leave word, and say who holds the pipeline up: ranks that do not wait for anybody, then those without a word.
+        """Record this rank's place, and return a text that names the ranks that hold up the pipeline.
 
-        Returns soon after `seconds`, whatever the store does. A machine that is slow in asking waits longer for
-        answers: it counts rounds.
+        These are the ranks that do not wait for others, then those without a record. Returns soon after `seconds`,
+        whatever the store does. A slow machine waits longer, because the thread that asks counts rounds, not seconds.
 
         Args:
-            seconds: that a machine at rest gives the others to answer.
-            sleep: sleeps for that many seconds and returns how many more this may take at most.
-            call: call the roll; else return an empty text at once unless another rank has called it.
+            seconds: time that other ranks have to answer, on an idle machine.
+            sleep: sleeps for the given seconds; returns how many more seconds this call may take at most.
+            call: whether to call the roll; if not, return an empty text immediately unless another rank has called it.
         """
         heard: dict[int, str] = {}
         asking = threading.Thread(target=self._ask, args=(seconds, heard, call), daemon=True)
         began, most = time.monotonic(), 3 * seconds + 1
-        with suppress(Exception):  # no room for a thread
+        with suppress(Exception):  # the system may refuse another thread
             asking.start()
         while asking.is_alive() and time.monotonic() - began < most:
             most = min(most, time.monotonic() - began + sleep(_ROUND_SECONDS / 2))
@@ -110,7 +110,7 @@ class RollCall:
 
 
 def _store(seconds: float) -> dist.TCPStore:
-    """The launcher's store, which may take `seconds` for anything."""
+    """Connect to the launcher's store, with a limit of `seconds` for each operation."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=seconds))
 

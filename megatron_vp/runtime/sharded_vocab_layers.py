@@ -1,4 +1,4 @@
-"""Vocabulary layers that are sharded: passes IF, S, T, IB, and what they exchange with F and B."""
+"""Sharded vocabulary layers: the passes IF, S, T and IB, and what they exchange with F and B."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron_vp.vocab.output import OutputLayer
 
 
 class ShardedVocabLayers:
-    """Passes of the vocabulary shards (vocab-1 or vocab-2).
+    """Runs the passes of a rank's vocabulary shards (vocab-1 or vocab-2).
 
     Args:
         layer_shards: the shards of this rank.
-        reads_tokens, reads_labels: whether this is pipeline rank 0, and rank p-1.
+        reads_tokens, reads_labels: whether this rank reads token ids (rank 0) and labels (rank p-1).
         method: vocab-1 or vocab-2.
-        microbatches: m, to know the last contribution to a weight.
+        microbatches: m; tells which contribution to a weight's gradient is the last.
         gradients: False in evaluation.
     """
 
@@ -54,7 +54,7 @@ class ShardedVocabLayers:
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
-        """Of the passes that the shards add; a rank without rows has none."""
+        """The handlers of IF, S, T and IB; a rank without rows has none."""
         if not self._layer_shards.holds_rows:
             return {}
         return {
@@ -65,15 +65,15 @@ class ShardedVocabLayers:
         }
 
     def load(self, microbatch: int) -> None:
-        """Token ids and labels, for the collective that brings them to all its members."""
+        """Read token ids and labels for the collective that sends them to all its members."""
         if self._reads_tokens:
             self._store.put(Slot.TOKENS, microbatch, self._model.tokens(microbatch))
         if self._reads_labels:
             self._store.put(Slot.LABELS, microbatch, self._model.labels(microbatch))
 
     def first_input(self, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The words that all ranks have looked up, and what Megatron makes of them."""
-        # A separate tensor: the caller may still hold the tokens when this one frees its data.
+        """Return the embedding rows that all ranks have looked up, and the first layer's input made from them."""
+        # A separate tensor: something else may still hold the rows when the leaf's data is freed.
         leaf = self._store.take(Slot.EMBEDDING, microbatch).detach().requires_grad_(self._gradients)
         words_bsh = leaf.view(self._shapes.batch, -1, self._shapes.hidden)
         if self._shapes.mtp_depth:
@@ -81,38 +81,38 @@ class ShardedVocabLayers:
         return leaf, self._model.embed(microbatch, words_bsh)
 
     def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:
-        """Rows [b e, h] for their owners, unless they are frozen."""
+        """Keep the gradients of the rows [b e, h] for their owners, unless the embedding is frozen."""
         assert leaf is not None
         if self._layer_shards.trains_embedding:
             self._store.put(Slot.EMBEDDING_GRAD, microbatch, leaf.grad)
 
     def prepare_last(self, microbatch: int) -> None:
-        """Hand over the embedding rows for multi-token prediction; a chunk without output layer needs no labels."""
+        """Give the model the embedding rows for multi-token prediction; without an output layer, it needs no labels."""
         if self._shapes.mtp_depth:
             ahead = self._store.take(Slot.MTP_EMBEDDING, microbatch).requires_grad_()
             self._store.put(Slot.MTP_LEAF, microbatch, ahead)
             self._model.receive_words(ahead)
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:
-        """X [n, h], for the S of all ranks; with sequence parallelism this rank's rows."""
+        """Keep X [n, h] for the S of all ranks; with sequence parallelism, X has only this rank's rows."""
         self._store.put(Slot.LAST_OUTPUT, microbatch, output.view(-1, self._shapes.hidden))
 
     def last_gradient(self, microbatch: int) -> torch.Tensor:
-        """dX [s / sp_size, b, h]: the reduced part of all ranks, which commutes with g, times g."""
+        """Return dX [s / sp_size, b, h]: g times the sum of all ranks' parts of dX / g."""
         unweighted_nh = self._store.take(Slot.OUTPUT_GRAD, microbatch)
         token_loss_grad_n = self._store.take(Slot.LOSS_GRAD, microbatch)[self._shapes.own_outputs]
         weighted_nh = unweighted_nh * token_loss_grad_n[:, None]
         return weighted_nh.to(unweighted_nh.dtype).view(-1, self._shapes.batch, self._shapes.hidden)
 
     def finish_last(self, microbatch: int) -> None:
-        """Gradients of the embedding rows that multi-token prediction used."""
+        """Keep the gradients of the embedding rows that multi-token prediction used."""
         if self._shapes.mtp_depth:
             ahead = self._store.take(Slot.MTP_LEAF, microbatch)
             if self._layer_shards.trains_embedding:
                 self._store.put(Slot.MTP_EMBEDDING_GRAD, microbatch, ahead.grad)
 
     def loss(self, microbatch: int) -> None:
-        """The user's loss function, on the rank that holds the labels."""
+        """Run the user's loss function on token losses that follow from the global statistics."""
         statistics = self._store.take(Slot.STATISTICS, microbatch)
         token_loss_n = statistics.token_loss(self._token_loss)
         token_loss_grad_bs = self._model.loss(
@@ -124,19 +124,19 @@ class ShardedVocabLayers:
             self._store.put(Slot.OWN_LOSS_GRAD, microbatch, shapes.by_output(grad_pbs.transpose(1, 2)))
 
     def _by_sequence(self, values_n: torch.Tensor) -> torch.Tensor:
-        """Values in the order of the last stage's output, [outputs], as [predictions b, s]."""
+        """Bring values in the order of the last stage's output, [outputs], into the form [predictions b, s]."""
         values_pbs = self._shapes.by_prediction(values_n).transpose(1, 2)
-        return values_pbs.contiguous().view(-1, self._shapes.sequence)  # users' loss functions ask for views of it
+        return values_pbs.contiguous().view(-1, self._shapes.sequence)  # users' loss functions take views of it
 
     @property
     def _embedding(self) -> EmbeddingLayer:
-        """Of a rank with rows; others have no vocabulary passes."""
+        """The embedding of a rank with rows; other ranks run no vocabulary passes."""
         assert self._layer_shards.embedding is not None
         return self._layer_shards.embedding
 
     @property
     def _output(self) -> OutputLayer:
-        """The same for the output layer."""
+        """The output layer of a rank with rows; other ranks run no vocabulary passes."""
         assert self._layer_shards.output is not None
         return self._layer_shards.output
 
@@ -174,7 +174,7 @@ class ShardedVocabLayers:
         self._contributed(self._embedding.weight)
 
     def _contributed(self, weight: torch.nn.Parameter) -> None:
-        """A pass that adds to a weight's gradient is over; a frozen weight has none."""
+        """Count a contribution to a weight's gradient, and tell the model after the last; frozen weights get none."""
         if weight not in self._contributions:
             return
         self._contributions[weight] -= 1

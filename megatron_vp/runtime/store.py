@@ -1,4 +1,4 @@
-"""The tensors that an iteration keeps between its passes and its communication."""
+"""Keeps an iteration's tensors between the passes and the communication that produce and consume them."""
 
 from __future__ import annotations
 
@@ -12,44 +12,51 @@ from megatron_vp.schedule.pass_kinds import Held
 class Slot(Enum):
     """The kinds of tensor in the store, with their producers and consumers.
 
-    Names in capitals such as TOKENS or C1 are collectives (`CollectiveKind`). Sizes: s positions, b sequences, h
-    hidden, V/p rows of a shard; e positions of `Shapes.token_ids`; outputs rows of the last stage's output
-    (`Shapes.outputs`); r rows of the embedding that this rank owns and the microbatch uses. "Model dtype" is the dtype
-    of activations.
+    Names in capitals such as TOKENS or C1 are collectives (`CollectiveKind`). Sizes: s positions, b sequences, hidden
+    size h, V/p rows of a shard, e positions of `Shapes.token_ids`, `outputs` rows of the last stage's output
+    (`Shapes.outputs`), and r embedding rows that this rank owns and the microbatch uses. "Model dtype" is the dtype of
+    activations.
     """
 
     ACTIVATION = auto()
-    """A chunk's input [s, b, h], model dtype, by the stage that reads it. Put by F of the stage before, or by the wait
-    for its message; taken by F, or by the post that sends it."""
+    """A chunk's input [s, b, h], model dtype, keyed by the stage that reads it. Put by F of the previous stage, or by
+    the wait for its message; taken by F, or by the post that sends it.
+    """
     GRADIENT = auto()
-    """The gradient of a chunk's output [s, b, h], model dtype, by the stage that reads it. Put by B of the next stage,
-    or by the wait for its message; taken by B, or by the post that sends it."""
+    """The gradient of a chunk's output [s, b, h], model dtype, keyed by the stage that reads it. Put by B of the next
+    stage, or by the wait for its message; taken by B, or by the post that sends it.
+    """
     CHUNK_GRAPH = auto()
-    """A chunk's input, a leaf of autograd's graph (None for a chunk that embeds its tokens), and the output that ends
-    the graph, by chunk. Put by F, taken by B."""
+    """A chunk's input, which is a leaf of autograd's graph (None for a chunk that embeds its tokens), and its output,
+    where the graph ends; keyed by chunk. Put by F, taken by B.
+    """
     OFFLOADED_GRAPH = auto()
     """CHUNK_GRAPH of a chunk whose activations are in the host's memory. Put by O, taken by R."""
     ON_HOST = auto()
-    """Host memory of a chunk's activations (`HostSlot`), by chunk. Put by the post of the copy to the host, taken by
-    the wait for the copy back.
+    """Host memory of a chunk's activations (`HostSlot`), keyed by chunk. Put by the post of the copy to the host, taken
+    by the wait for the copy back.
     """
     LEFT_FOR_W = auto()
-    """Nothing: what W needs is with the model. By chunk; put by a B that leaves the weight gradient to a W, taken by
-    that."""
+    """No tensor, because the model keeps what W needs; keyed by chunk. Put by a B that leaves the weight gradient to a
+    W, taken by that W.
+    """
 
     TOKENS = auto()
     """Token ids, int64 [b, e], on rank 0. Put by the load of the microbatch, taken by TOKENS."""
     LABELS = auto()
-    """Labels, int64 [b, e]. Put by the load of the microbatch on rank p-1, taken by TOKENS. With a whole output layer
-    on another rank, by the last stage: taken by the post that sends them there, put by the wait for their message,
-    taken by F of the last stage."""
+    """Labels, int64 [b, e]. Put by the load of the microbatch on rank p-1, taken by TOKENS. If another rank holds a
+    whole output layer, labels are keyed by the last stage, taken by the post that sends them there, put by the wait for
+    their message, and taken by F of the last stage.
+    """
 
     TOKEN_LOSS = auto()
-    """Whole vocabulary layers: loss of every token, fp32 [b, s]. Put by F of the last stage, or by the wait for the
-    message; taken by the loss function, or by the post that sends it."""
+    """With whole vocabulary layers: the loss of every token, fp32 [b, s]. Put by F of the last stage, or by the wait
+    for the message; taken by the loss function, or by the post that sends it.
+    """
     TOKEN_GRADIENT = auto()
-    """Whole vocabulary layers: gradient of the loss function by token loss, fp32 [b, s]. Put by the loss function, or
-    by the wait for the message; taken by B of the last stage, or by the post that sends it."""
+    """With whole vocabulary layers: the loss function's gradient with respect to token losses, fp32 [b, s]. Put by the
+    loss function, or by the wait for the message; taken by B of the last stage, or by the post that sends it.
+    """
 
     ROW_EXCHANGE = auto()
     """Which rank owns which of the microbatch's tokens (`RowExchange`). Put by TOKENS; taken by IF, EMBED and, unless
@@ -59,41 +66,53 @@ class Slot(Enum):
     OWN_ROWS = auto()
     """Embedding rows that this rank owns [r, h], model dtype. Put by IF, taken by EMBED."""
     EMBEDDING = auto()
-    """Embedding rows of all tokens [b e, h], model dtype, on the first stage. Put by EMBED, taken by its F."""
+    """Embedding rows of all tokens [b e, h], model dtype, on the first stage. Put by EMBED, taken by F of the first
+    stage.
+    """
     MTP_EMBEDDING = auto()
-    """The same for the multi-token prediction block, on the last stage. Put by EMBED, taken by its F."""
+    """The same for the multi-token prediction block, on the last stage. Put by EMBED, taken by F of the last stage."""
     MTP_LEAF = auto()
     """MTP_EMBEDDING as a leaf of autograd's graph. Put by F of the last stage, taken by its B."""
     EMBEDDING_GRAD = auto()
-    """Gradient of EMBEDDING [b e, h], model dtype. Put by B of the first stage, taken by EMBED_GRAD; not there where
-    the embedding is frozen."""
+    """Gradient of EMBEDDING [b e, h], model dtype. Put by B of the first stage, taken by EMBED_GRAD; absent if the
+    embedding is frozen.
+    """
     MTP_EMBEDDING_GRAD = auto()
-    """Gradient of MTP_EMBEDDING [b e, h], model dtype. Put by B of the last stage, taken by EMBED_GRAD; not there where
-    the embedding is frozen."""
+    """Gradient of MTP_EMBEDDING [b e, h], model dtype. Put by B of the last stage, taken by EMBED_GRAD; absent if the
+    embedding is frozen.
+    """
     OWN_ROW_GRADS = auto()
-    """Gradients of OWN_ROWS, one from each rank that embeds: [1 or 2, r, h], model dtype; of frozen rows none. Put by
-    EMBED_GRAD, taken by IB."""
+    """Gradients of OWN_ROWS, one from each rank that uses embedded words: [1 or 2, r, h], model dtype; none if the
+    embedding is frozen. Put by EMBED_GRAD, taken by IB.
+    """
 
     LAST_OUTPUT = auto()
-    """This rank's rows of the last stage's output [outputs / sequence parallel ranks, h], model dtype. Put by F of the
-    last stage, taken by C0."""
+    """This rank's rows of the last stage's output [outputs / sequence-parallel ranks, h], model dtype. Put by F of the
+    last stage, taken by C0.
+    """
     X = auto()
     """The last stage's whole output [outputs, h], model dtype. Put by C0, taken by S."""
     PENDING_OUTPUT = auto()
-    """The output of S for C1 and T: E [outputs, V/p], X, statistics (`PendingOutput`). Put by S; taken by C1 and T."""
+    """The state that S leaves for C1 and T: E [outputs, V/p], X and statistics (`PendingOutput`). Put by S; taken by C1
+    and T.
+    """
     UNSCALED_GRAD = auto()
-    """vocab-2: this shard's part of dX / g before it is rescaled [outputs, h], model dtype. Put by S, taken by C1."""
+    """With vocab-2: this shard's part of dX / g before it is rescaled, [outputs, h], model dtype. Put by S, taken by
+    C1.
+    """
     GRAD_PART = auto()
-    """vocab-1: this shard's part of dX / g [outputs, h], model dtype. Put by T, taken by C2."""
+    """With vocab-1: this shard's part of dX / g, [outputs, h], model dtype. Put by T, taken by C2."""
     STATISTICS = auto()
     """Softmax statistics over the whole vocabulary, fp32 [outputs] each (`GlobalStatistics`). Put by C1; taken by T
     and, on rank p-1, by the loss function."""
     OUTPUT_GRAD = auto()
-    """dX / g on the last stage, this rank's rows [outputs / sequence parallel ranks, h], model dtype. Put by C1
-    (vocab-2) or C2 (vocab-1), taken by B of the last stage."""
+    """dX / g on the last stage, this rank's rows [outputs / sequence-parallel ranks, h], model dtype. Put by C1
+    (vocab-2) or C2 (vocab-1), taken by B of the last stage.
+    """
     OWN_LOSS_GRAD = auto()
-    """g as the loss function made it, fp32 [outputs], on rank p-1. Put by the loss function, taken by the
-    collective LOSS_GRAD."""
+    """g as the loss function returned it, fp32 [outputs], on rank p-1. Put by the loss function, taken by the
+    collective LOSS_GRAD.
+    """
     LOSS_GRAD = auto()
     """g on every rank, fp32 [outputs]. Put by the collective LOSS_GRAD; taken by T and by B of the last
     stage."""
@@ -105,33 +124,33 @@ HOLDS = {
     Slot.ON_HOST: Held.HOST_ACTIVATIONS,
     Slot.PENDING_OUTPUT: Held.LOGITS,
 }
-"""The memory of the schedule's ledger that is taken as long as a value is in the store."""
+"""For each slot, the kind of memory in the schedule's ledger that a stored value occupies."""
 
 Key = tuple[Slot, int, int | None]
-"""The kind of tensor, the microbatch, and the stage or chunk of those slots that have one."""
+"""The slot, the microbatch, and the stage or chunk for slots that are keyed by one."""
 
 
 class Occupancy:
-    """Counts things that come and go, and remembers the most there were at once."""
+    """Counts values that come and go, and remembers the largest count."""
 
     def __init__(self) -> None:
         self.now = 0
         self.peak = 0
 
     def enter(self) -> None:
-        """One more."""
+        """Count one value more."""
         self.now += 1
         self.peak = max(self.peak, self.now)
 
     def leave(self) -> None:
-        """One less."""
+        """Count one value fewer."""
         self.now -= 1
 
 
 class Store:
     """Values by slot and microbatch.
 
-    Nothing is overwritten and nothing is left behind: either would be a value of another microbatch or iteration.
+    No value may be overwritten or left behind, because a later microbatch or iteration would then use a wrong one.
     """
 
     def __init__(self) -> None:
@@ -148,7 +167,7 @@ class Store:
                 self.held[HOLDS[slot]].enter()
 
     def take(self, slot: Slot, microbatch: int, *, at: int | None = None) -> Any:
-        """A value; its last use removes it."""
+        """Return a value; its last use removes it."""
         key = _key(slot, microbatch, at)
         assert key in self._values, f"{_words(key)} was taken before it was put, or has been used up"
         value, uses = self._values.pop(key)
@@ -159,7 +178,7 @@ class Store:
         return value
 
     def assert_empty(self) -> None:
-        """Check the end of an iteration."""
+        """Check that no value is left at the end of an iteration."""
         assert not self._values, f"left over at the end of an iteration: {sorted(map(_words, self._values))}"
 
     def assert_peaks(self, promised: Mapping[Held, int]) -> None:

@@ -1,11 +1,12 @@
-"""A second stream for the vocabulary collectives, with one face for CUDA and for CPU.
+"""A second stream for the vocabulary collectives, with one interface for CUDA and CPU.
 
-`submit` starts a function after everything submitted before it and after the compute work issued so far; the returned
-event's `wait` orders later compute work after it. On CUDA both orderings are device events and the host goes on. On
-CPU the stream is one worker thread, because gloo's blocking collectives then run at the same time as the passes.
+`submit` runs a function after everything submitted before it and after the compute work issued so far. The `wait` of
+the returned event makes later compute work wait for the function. On CUDA, both orderings are device events, and the
+host continues. On CPU, the stream is a worker thread, so that gloo's blocking collectives run at the same time as the
+passes.
 
-Lifetime: a submitted function writes only into buffers that the compute side allocated, and the event keeps the
-function, and with it those buffers, until the compute side has waited for it or the work is known to be finished.
+A submitted function writes only into buffers that were allocated on the compute stream. The event keeps the function,
+and with it those buffers, alive until the compute stream waits for the event or the work is known to be finished.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Event(Protocol):
     """Completion of one submitted function."""
 
     def wait(self) -> None:
-        """Order all later compute work after the function; raises the function's exception."""
+        """Make all later compute work wait for the function; raises the function's exception."""
 
     def host_wait(self) -> None:
         """Block the host until the function has finished."""
@@ -38,7 +39,7 @@ class Stream(Protocol):
         """Queue `function`."""
 
     def synchronise(self) -> None:
-        """Order all later compute work after everything submitted; raises the first error."""
+        """Make all later compute work wait for everything submitted; raises the first error."""
 
 
 class CudaEvent:
@@ -49,7 +50,7 @@ class CudaEvent:
         self._function: Callable[[], None] | None = function
 
     def wait(self) -> None:
-        """Make the current stream wait for the event; the host goes on."""
+        """Make the current stream wait for the event; the host continues."""
         torch.cuda.current_stream().wait_event(self._event)
         self._function = None
 
@@ -75,9 +76,9 @@ class CudaMark:
 
 
 class CudaIterations:
-    """Iterations that the compute stream has finished: a number that the device writes into pinned host memory.
+    """Counts the iterations that the compute stream has finished; the device writes the count into pinned host memory.
 
-    Any thread may read it without a call to CUDA, and the host never waits for it.
+    Any thread may read the count without calling CUDA, and the host never waits for it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -85,21 +86,21 @@ class CudaIterations:
         self._on_host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
 
     def add(self) -> None:
-        """Enqueue the next number behind the compute work issued so far."""
+        """Enqueue the next count behind the compute work issued so far."""
         with torch.no_grad():
             self._on_device.add_(1)
             self._on_host.copy_(self._on_device, non_blocking=True)
 
     def count(self) -> int:
-        """The number that the device wrote last."""
+        """The count that the device wrote last."""
         return int(self._on_host.item())
 
 
 class CudaStream:
-    """A CUDA stream of high priority.
+    """A high-priority CUDA stream.
 
-    PyTorch hands out its 32 streams of normal priority in turn, also to the groups of NCCL's newer backend. Another
-    group's operations on the same stream would wait for ours and ours for them.
+    PyTorch hands out its 32 normal-priority streams in turn, including to groups of the newer NCCL backend. On a shared
+    stream, our operations and those of another group would wait for each other.
     """
 
     def __init__(self) -> None:
@@ -110,7 +111,7 @@ class CudaStream:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.no_grad():
             function()
-            event = torch.cuda.Event(blocking=True)  # a host that waits for it sleeps
+            event = torch.cuda.Event(blocking=True)  # a host thread that waits for it sleeps
             event.record(self._stream)
         return CudaEvent(event, function)
 
@@ -120,16 +121,16 @@ class CudaStream:
 
 
 class ThreadEvent:
-    """A function of the worker thread that will have returned, or raised."""
+    """Completion of a function that the worker thread runs."""
 
     def __init__(self) -> None:
-        # A lock held until completion: a Future takes several objects and four times as long.
+        # A lock that is held until completion; a Future needs several objects and takes four times as long.
         self._pending = threading.Lock()
         self._pending.acquire()
         self._error: BaseException | None = None
 
     def settle(self, error: BaseException | None) -> None:
-        """Called once by the worker thread."""
+        """Mark the function as finished; the worker thread calls this once."""
         self._error = error
         self._pending.release()
 
@@ -149,9 +150,10 @@ class ThreadEvent:
 
 
 class ThreadStream:
-    """One worker thread; the first error fails everything behind it, because the order of collectives is lost.
+    """One worker thread; after an error, all that follows fails, too, because collectives may no longer match.
 
-    The thread is a daemon: a process that fails must be able to end while a collective still waits for its peers.
+    The thread is a daemon, because a process that fails must be able to exit while a collective still waits for its
+    peers.
     """
 
     def __init__(self) -> None:
@@ -170,7 +172,7 @@ class ThreadStream:
 
     def _work(self) -> None:
         error: BaseException | None = None
-        torch.set_grad_enabled(False)  # a property of the thread
+        torch.set_grad_enabled(False)  # this mode is per thread
         while True:
             function, event = self._queue.get()
             if error is None:
@@ -183,20 +185,20 @@ class ThreadStream:
 
 
 class FinishedEvent:
-    """A function that has returned."""
+    """Completion of a function that has already returned."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: the function has returned."""
 
     host_wait = wait
 
     def done(self) -> bool:
-        """It has."""
+        """Always True."""
         return True
 
 
 class InlineStream:
-    """Runs functions at once, for a rank without peers: on CPU there is nothing that they could wait for."""
+    """Runs functions immediately, for a rank without peers on CPU: there they have nothing to wait for."""
 
     def submit(self, function: Callable[[], None]) -> FinishedEvent:
         """Run `function`."""
@@ -205,7 +207,7 @@ class InlineStream:
         return FinishedEvent()
 
     def synchronise(self) -> None:
-        """Everything submitted is over."""
+        """Do nothing: everything submitted has already run."""
 
 
 def second_stream(device: torch.device, alone: bool = False) -> Stream:

@@ -1,4 +1,4 @@
-"""The trace of one rank: what a Recorder saw in the wanted iterations, on the pipeline's common time axis."""
+"""Writes the trace of one rank: the traced iterations as a Recorder saw them, on the pipeline's common time axis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_vp.trace.rank_files import LOAD, LOSS, WAIT, RankTrace, TracedSpan
 
 @dataclass(frozen=True)
 class _Axis:
-    """From nanoseconds of this host to milliseconds since the first traced iteration began."""
+    """Converts nanoseconds of this host's clock to milliseconds since the first traced iteration began."""
 
     offset: int
     origin: int
@@ -34,9 +34,9 @@ class PipelineTrace:
 
     Args:
         folder: every rank writes `rank_<r>.json` there.
-        iterations: to trace, counted from 1 at the start of the job.
-        groups: of the pipeline; all its ranks must trace the same iterations.
-        partition: of the model, to be recorded with the times.
+        iterations: the iterations to trace, counted from 1 at the start of the job.
+        groups: the pipeline's groups; all ranks of the pipeline must trace the same iterations.
+        partition: how the model is split over ranks; recorded with the times.
     """
 
     def __init__(self, folder: Path, iterations: range, groups: Pipeline, partition: Partition | None = None) -> None:
@@ -50,7 +50,7 @@ class PipelineTrace:
         self._trace: RankTrace | None = None
 
     def begin(self) -> bool:
-        """Count an iteration. True if it is to be traced: clocks have then just been compared, which aligns starts."""
+        """Count an iteration, and return whether to trace it; if so, first compare clocks, which aligns the ranks."""
         self._iteration += 1
         if self._iteration not in self._iterations:
             return False
@@ -61,7 +61,7 @@ class PipelineTrace:
     def add(self, recorder: Recorder, schedule: Schedule) -> None:
         """Add the iteration that `recorder` has finished, and write the file."""
         first, now = self._first, self._now
-        assert first is not None and now is not None  # `begin` came before
+        assert first is not None and now is not None  # `begin` was called before
         axis = _Axis(now.offset, first.origin)
         trace = self._trace or RankTrace(
             run=str(first.wall),
@@ -84,9 +84,9 @@ class PipelineTrace:
 
 
 def traced_spans(spans: list[Span], iteration: int, axis: Callable[[int], float]) -> list[TracedSpan]:
-    """Reads of data, passes, losses, waits, and collectives and copies with the moment of their post, as they started.
+    """Convert recorded spans for the trace, in order of start; collectives and copies get the time of their post.
 
-    Other posts take no time and are left out. `axis` places a recorded moment in milliseconds.
+    Posts themselves take no time and are left out. `axis` converts a recorded moment to milliseconds.
     """
     posted = {span.work.operation: axis(span.start) for span in spans if isinstance(span.work, Post)}
     traced = []
@@ -103,7 +103,7 @@ def traced_spans(spans: list[Span], iteration: int, axis: Callable[[int], float]
                 traced.append(TracedSpan(iteration, Lane.WAITS, str(operation), WAIT, start, end))
             case Post() | PassKind():
                 pass
-            case operation:  # on a stream of its own
+            case operation:  # an operation on its own stream
                 lane = Lane.COPIES if isinstance(operation, Copy) else Lane.SECOND_STREAM
                 name, moment = str(operation), posted[operation]
                 traced.append(TracedSpan(iteration, lane, name, operation.category, start, end, moment))

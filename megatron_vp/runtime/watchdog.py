@@ -1,8 +1,8 @@
-"""Ends a process that cannot continue, with one line that says where it was.
+"""Ends a process that cannot continue, and prints one line that says where it was.
 
-A rank that waits for a peer sits in the backend's own code, where neither an exception nor a Python signal handler
-reaches it; a rank whose data loader hangs does not report it. A second thread can see both, because all it has to know
-is in `Progress`, and it can end the process.
+A rank that waits for a peer is inside the backend's code, where neither an exception nor a Python signal handler
+reaches it. A rank whose data loader hangs does not report that. A second thread can detect both, because `Progress`
+holds all that it needs to know, and can end the process.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from megatron_vp.runtime.progress import Progress
 from megatron_vp.runtime.roll_call import RollCall
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
-"""Signals from a launcher or a scheduler, or from a closing terminal."""
+"""Signals with which a launcher, a scheduler or a closing terminal ends a process."""
 _LOOKS_A_LIMIT = 20
 _LONGEST_LOOK_SECONDS = 5.0
 _SECONDS_TO_ANSWER = 3.0
-"""Shortest time for other ranks to answer: three times the interval at which they check for questions."""
+"""Least time that other ranks get to answer: three times the longest interval at which they look for a roll call."""
 _LAST_WORDS_SECONDS = 1.0
-"""Seconds that a rank with all answers leaves its peers to hear each other."""
+"""Seconds that a rank, once it has all answers, waits for its peers to get theirs."""
 _TOLD_SECONDS = 2.0
-"""Seconds in which a process that was told to end may still ask its peers."""
+"""Seconds for which a process that was told to end may still ask its peers."""
 
 
 class Watchdog:
     """Watches one pipeline rank from its own thread.
 
     Args:
-        progress: of the rank.
-        first_limit: seconds that the rank may be in one place in its first iteration, in which kernels are compiled.
-        limit: the same from the second iteration on.
+        progress: the progress of the rank.
+        first_limit: seconds that the rank may stay in one place in its first iteration, when kernels are compiled.
+        limit: the same limit from the second iteration on.
     """
 
     def __init__(self, progress: Progress, first_limit: float, limit: float) -> None:
@@ -60,8 +60,9 @@ class Watchdog:
         _Watching(self).start()
 
     def watch(self) -> None:
-        """Watch, and end the process even if watching fails: without its watchdog it would observe neither limits nor
-        signals.
+        """Watch, and end the process even if watching fails.
+
+        Without a watchdog, the process would obey neither limits nor signals.
         """
         try:
             self._watch_until_the_end()
@@ -78,14 +79,14 @@ class Watchdog:
             if there != place:
                 place, since = there, now
             stood = now - since
-            if self._told is None and (stood < limit or there[1] is None):  # Megatron's own limits hold outside
+            if self._told is None and (stood < limit or there[1] is None):  # outside a schedule, Megatron's limits hold
                 continue
             said, others = self._progress.sentence(), ""
             if self._told is None:
                 others = self._roll_call.ask(min(max(limit / 5, _SECONDS_TO_ANSWER), 20.0), self._sleep)
-                if self._told is None:  # the first process that ends breaks the others' connections
+                if self._told is None:  # the first process to exit breaks the others' connections
                     self._sleep(_LAST_WORDS_SECONDS)
-            else:  # a rank that stood still for long was not about to continue
+            else:  # a rank that has not moved for long was not about to continue
                 others = self._roll_call.ask(_LAST_WORDS_SECONDS, self._sleep, call=stood >= limit / 4)
             self._end(f"{said} ({stood:.0f} s)" if self._told is None else said, others)
 
@@ -96,16 +97,16 @@ class Watchdog:
         end_process(128 + self._told, f"error: {said} when it was told to end ({name}){others}")
 
     def others(self) -> str:
-        """Which ranks hold up the pipeline; for the main thread when a connection breaks."""
+        """Name the ranks that hold up the pipeline; the main thread calls this when a connection breaks."""
 
         def sleep(seconds: float) -> float:
-            time.sleep(seconds)  # the watchdog looks for signals meanwhile
+            time.sleep(seconds)  # the watchdog's thread still looks for signals
             return math.inf
 
         return self._roll_call.ask(_SECONDS_TO_ANSWER, sleep)
 
     def _sleep(self, seconds: float) -> float:
-        """Sleep, but wake up at a signal to end; returns how long this process may then still live."""
+        """Sleep, but wake up at a signal to end; return for how many seconds this process may then continue."""
         if self._signals is None:
             time.sleep(seconds)
             return math.inf
@@ -124,7 +125,10 @@ class _Watching(threading.Thread):
 
 
 def others_of_a_lost_peer() -> str:
-    """The rank that holds up the pipeline when a connection breaks outside its schedule; empty without a watchdog."""
+    """Name the ranks that hold up the pipeline if a connection breaks outside its schedule.
+
+    The text is empty without a watchdog.
+    """
     watching = (thread for thread in threading.enumerate() if isinstance(thread, _Watching))
     return next((thread.watchdog.others() for thread in watching), "")
 
@@ -132,8 +136,8 @@ def others_of_a_lost_peer() -> str:
 def end_process(status: int, line: str | None = None) -> NoReturn:
     """Print `line`, and end this process and its children now, from any thread and whatever else fails.
 
-    Exit handlers and destructors would wait for peers that may be gone. The children are those of `multiprocessing`:
-    data loaders' workers, writers of checkpoints.
+    Exit handlers and destructors do not run, because they would wait for peers that may be gone. The children are those
+    of `multiprocessing`: data loader workers and checkpoint writers.
     """
     try:
         at_last(lambda: None if line is None else say(line))
@@ -147,14 +151,16 @@ def end_process(status: int, line: str | None = None) -> NoReturn:
 @dataclass(frozen=True)
 class _Signals:
     reader: int
-    """A file that becomes readable when a signal comes, also while the main thread is in a backend's code."""
+    """File descriptor that becomes readable when a signal arrives, even if the main thread is in a backend's code.
+    """
     ours: frozenset[int]
     """The signals that nothing else in this process handles, and that are not ignored (by `nohup`, say)."""
 
 
 def _signals() -> _Signals | None:
-    """The signals to watch; None if something else (Megatron's --exit-signal-handler) handles SIGTERM, or outside the
-    main thread.
+    """Set up the signals to watch; return None outside the main thread, or if something else handles SIGTERM.
+
+    Megatron's --exit-signal-handler, for example, handles SIGTERM.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return None
@@ -163,13 +169,13 @@ def _signals() -> _Signals | None:
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in ours:
-        signal.signal(number, lambda number, _: _write(writer, number))  # should another library take the file
+        signal.signal(number, lambda number, _: _write(writer, number))  # in case another library takes the wakeup file
     os.register_at_fork(after_in_child=lambda: _forget(ours))  # a child would write into its parent's file
     return _Signals(reader, ours)
 
 
 def _write(writer: int, number: int) -> None:
-    with suppress(OSError):  # full: the watchdog has enough to read
+    with suppress(OSError):  # if the pipe is full, the watchdog has enough to read
         os.write(writer, bytes([number]))
 
 

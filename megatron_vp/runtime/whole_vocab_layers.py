@@ -1,4 +1,4 @@
-"""Vocabulary layers that are whole: Megatron's own, inside the first and the last stage's chunk."""
+"""Whole vocabulary layers: Megatron's own, inside the chunks of the first and the last stage."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron_vp.schedule.placement import Placement
 
 
 class WholeVocabLayers:
-    """Token losses leave the last stage, and the loss function's gradient by token comes back.
+    """Passes token losses from the last stage to the loss function, and the gradient by token loss back.
 
-    Where rank p-1, which reads the labels and runs the loss function, does not hold the last stage, the store is filled
-    and emptied by messages; else by the passes themselves.
+    Rank p-1 reads the labels and runs the loss function. If it does not hold the last stage, messages carry labels,
+    losses and gradients between the stores of the two ranks.
     """
 
     def __init__(self, store: Store, model: Model, placement: Placement, rank: int) -> None:
@@ -33,7 +33,7 @@ class WholeVocabLayers:
         return {}
 
     def load(self, microbatch: int) -> None:
-        """The chunks that hold the layers use the data; labels for another rank's chunk leave by message."""
+        """Read the data for the chunks that hold the layers; labels for another rank's chunk are sent by message."""
         if self._reads_tokens:
             self._model.load(0, microbatch)
         if self._reads_labels:
@@ -42,29 +42,29 @@ class WholeVocabLayers:
                 self._store.put(Slot.LABELS, microbatch, self._model.labels(microbatch), at=self._last)
 
     def first_input(self, microbatch: int) -> tuple[None, None]:
-        """The chunk embeds its tokens itself."""
+        """Return None twice: the chunk embeds its tokens itself."""
         return None, None
 
     def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:
-        """Nothing to hand on: the gradient ended in the embedding's weight."""
+        """Do nothing: the gradient has gone into the embedding's weight."""
 
     def prepare_last(self, microbatch: int) -> torch.Tensor | None:
-        """The tensor from rank p-1, or None on rank p-1 itself."""
+        """Return the labels from rank p-1; None on rank p-1 itself."""
         return self._store.take(Slot.LABELS, microbatch, at=self._last) if self._labels_travel else None
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:
-        """Token losses, fp32 [b, s]."""
+        """Keep the token losses, fp32 [b, s]."""
         self._store.put(Slot.TOKEN_LOSS, microbatch, output, at=self._last)
 
     def last_gradient(self, microbatch: int) -> torch.Tensor:
-        """g, fp32 [b, s]."""
+        """Return g, fp32 [b, s]."""
         return self._store.take(Slot.TOKEN_GRADIENT, microbatch, at=self._last)
 
     def finish_last(self, microbatch: int) -> None:
-        """Nothing is left."""
+        """Do nothing: no work remains."""
 
     def loss(self, microbatch: int) -> None:
-        """The user's loss function."""
+        """Run the user's loss function."""
         token_loss_bs = self._store.take(Slot.TOKEN_LOSS, microbatch, at=self._last)
         gradient_bs = self._model.loss(microbatch, token_loss_bs, None)
         if gradient_bs is not None:
