@@ -85,7 +85,7 @@ def delaying_layers(chunk: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
 
 
 def trained_parameters(layers: Iterable[torch.nn.Module]) -> tuple[torch.nn.Parameter, ...]:
-    """The weights and biases of delaying layers that require gradients."""
+    """The weights and biases of delaying layers that require gradients, including biases of frozen weights."""
     held = (each for layer in layers for each in (*_weights(layer), *_biases(layer)))
     return tuple(parameter for parameter in held if parameter.requires_grad)
 

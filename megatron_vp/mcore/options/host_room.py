@@ -35,8 +35,8 @@ def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction:
     """Raise UserError if --offload-chunks needs more memory than a node has; the message gives the largest number that
     fits.
 
-    Not checked are jobs that the cost model does not cover, schedules in files, and replays: there, too large a number
-        shows only when the memory is allocated.
+    Jobs that the cost model does not cover, schedules in files, and replays are not checked. For them, too large a
+    number shows only when the memory is allocated.
     """
     if not settings.offloads or settings.family.fixed is not None or replay().job is not None:
         return

@@ -91,8 +91,8 @@ def here() -> Installed:
 def hide_what_is_broken() -> list[str]:
     """Hide a broken Transformer Engine or Apex from imports. Returns a line for each that was not hidden before.
 
-    Call it before Megatron is imported: Megatron handles an ImportError but no other error, and takes any package
-        called `apex` for NVIDIA's.
+    Call it before Megatron is imported, because Megatron handles an ImportError but no other error, and takes any
+    package called `apex` for NVIDIA's.
     """
     found = here()
     lines = []

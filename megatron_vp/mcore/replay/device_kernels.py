@@ -1,8 +1,8 @@
-"""Operations that are one kernel on a GPU and several on a CPU, where they keep more for their backward.
+"""Replaces operations that are one kernel on a GPU but several on a CPU, where they keep more for the backward.
 
-A replay of shapes runs on a CPU and counts for a GPU. Inside `device_kernels` these operations keep what their kernels
-keep: a norm its input, dropout a mask of one byte per element, attention queries, keys, values, result and log-sum-exp.
-Results are zeros.
+A replay of shapes runs on a CPU but counts memory for a GPU. Inside `device_kernels`, these operations keep what the
+GPU kernels keep: a norm keeps its input; dropout a mask of one byte per element; attention its queries, keys, values,
+result and log-sum-exp. Results are zeros.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
 
 
 class _Norm(torch.autograd.Function):
-    """RMSNorm or LayerNorm over the last dimension; keeps its input and the statistics of each row in fp32."""
+    """RMSNorm or LayerNorm over the last dimension, which keeps its input and fp32 statistics of each row."""
 
     @staticmethod
     def forward(context: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -40,8 +40,8 @@ class _Norm(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """Flash attention of [b, heads, s, d], values [b, groups, s, dv]; its result, [b, heads, s, dv], is laid out as
-    [s, b, heads, dv].
+    """Flash attention for queries [b, heads, s, d] and values [b, groups, s, dv]. The result [b, heads, s, dv] is laid
+    out in memory as [s, b, heads, dv].
     """
 
     @staticmethod
@@ -58,7 +58,7 @@ class _Attention(torch.autograd.Function):
 
 def _norm(self: Any, rows: torch.Tensor) -> torch.Tensor:
     if replay().counts_engine:
-        # Transformer Engine copies what is not contiguous; PyTorch keeps the whole of what it is a part of.
+        # Transformer Engine copies a tensor that is not contiguous, but PyTorch would keep the whole storage behind it.
         rows = rows.contiguous()
     return _Norm.apply(rows, self.weight, getattr(self, "bias", None))
 
@@ -73,7 +73,9 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: 
 
 @contextlib.contextmanager
 def device_kernels() -> Iterator[None]:
-    """Inside, PyTorch's norms, dropout and fused attention keep what they keep on a GPU. Their results are zeros."""
+    """Let PyTorch's norms, dropout and fused attention, inside this context, keep what they keep on a GPU. Results are
+    zeros.
+    """
     with (
         mock.patch.object(torch.nn.RMSNorm, "forward", _norm),
         mock.patch.object(torch.nn.LayerNorm, "forward", _norm),
@@ -94,7 +96,7 @@ def _halved(original: Callable[..., Any]) -> Callable[..., Any]:
 def _like_input(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def like_input(first: torch.Tensor, second: torch.Tensor, *third: torch.Tensor) -> torch.Tensor:
-        # (bias, y), (g, bias, y), (g, y), (g, y, bias): the input is the largest.
+        # Called with (bias, y), (g, bias, y), (g, y) or (g, y, bias). The result has the shape of the largest.
         return _zeros(max((first, second, *third), key=torch.Tensor.numel))
 
     return like_input
@@ -113,4 +115,4 @@ ENGINE_PATCHES = (
     _compiled("fused_bias_swiglu:bias_swiglu", _halved, "(y, bias)"),
     _compiled("fused_bias_swiglu:bias_swiglu_back", _like_input, "(g, y, bias)"),
 )
-"""Applied with --shapes-only where Transformer Engine's layers are counted."""
+"""Applied with --shapes-only if Transformer Engine's layers are counted."""

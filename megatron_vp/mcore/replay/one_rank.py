@@ -1,8 +1,8 @@
-"""One rank of a large job, run alone against a process group without peers.
+"""Runs one rank of a large job alone, with a process group that has no peers.
 
 The rank builds its real part of the model and runs its real program: every pass, in the order of the schedule, on the
-job's shapes. Communication returns at once, and data from peers is made up. Times and memory of the passes are
-those of the job, losses and gradients mean nothing, and waiting for peers is not shown: the simulator adds that.
+job's shapes. Communication returns at once, and data from peers is made up. Times and memory of the passes are those of
+the job. Losses and gradients mean nothing. Waiting for peers is not included; the simulator adds it.
 """
 
 from __future__ import annotations
@@ -37,47 +37,51 @@ LEFT_OUT = {
     *("train_iters", "train_samples", "eval_iters", "eval_interval", "exit_interval", "rank_report", "pipeline_trace"),
     *("lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples"),
 }
-"""Arguments of the job that a replay ignores: data, checkpoints, logs, lengths."""
+"""Arguments of the job that a replay ignores: data, checkpoints, logs, and the length of the run."""
 
 PACKS = ("--sft", "--dataloader-inter-document-masking")
-"""Further ignored options, for packed data: made-up data has no documents, so attention takes its longest and largest.
+"""Options for packed data, which a replay ignores too: made-up data has no documents, so attention takes the most time
+and memory.
 """
 
 ROUNDS = 3
-"""Microbatches per pipeline rank after which no schedule holds more activations."""
+"""After this many microbatches per pipeline rank, every schedule has reached its peak of activations."""
 
 ENGINES_ALONE = {"window_size", "window_attn_skip_freq", "softmax_type", "apply_layernorm_1p"}
-"""Ignored options that only affect Transformer Engine's layers, or change no tensor that they keep."""
+"""Options to ignore with shapes only, because they affect only Transformer Engine's layers and change no tensor that
+these keep.
+"""
 
 PARALLEL_SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """Measurements of one rank: medians over the iterations but the first."""
+    """The measurements of one rank; times are medians over all iterations but the first."""
 
     pipeline_rank: int
     pipeline_size: int
     microbatches: int
-    """Microbatches of the job. Times are per microbatch."""
+    """The number of microbatches of the job. Pass times are per microbatch."""
     pass_milliseconds: dict[str, float]
-    """By kind, the time of all passes of one microbatch, summed over the rank's chunks; empty with shapes only."""
+    """For each kind of pass, its time for one microbatch, summed over the rank's chunks; empty with shapes only."""
     host_milliseconds: dict[str, float]
-    """Host time for the same passes: on a GPU the time to issue them, including Megatron's waits in them."""
+    """The host time for the same passes: on a GPU, the time to issue them, including waits of Megatron inside them."""
     iteration_milliseconds: float | None
-    """Time of the passes and the gaps between them, without waiting for peers; None with shapes only."""
+    """The time of the passes and of the gaps between them, without waiting for peers; None with shapes only."""
     memory_bytes: dict[str, int]
-    """parameters, gradients; on a GPU, or of shapes, allocated (before an iteration) and peak (in it); on a GPU also
-    reserved (by the allocator) and outside (it)."""
+    """Bytes by name: parameters and gradients; on a GPU or with shapes only also allocated (before an iteration) and
+    peak (during it); on a GPU also reserved (by the allocator) and outside (in use outside of the allocator).
+    """
     played: int | None = None
-    """With shapes only, how many microbatches were simulated: as many as the peak needs."""
+    """With shapes only, the number of microbatches that were run: as many as it takes to reach the peak."""
     layers: LayerKind | None = None
-    """With shapes only, the implementation whose layers were counted."""
+    """With shapes only, whose layers were counted: Megatron's local layers or Transformer Engine's."""
 
     def costs(self) -> str:
-        """The times in the form that `megatron-vp schedule --cost` takes: a pass that did not run takes none.
+        """The times in the form that `megatron-vp schedule --cost` expects; a pass that did not run takes no time.
 
-        A backward that is not split is all in B.
+        If backwards are not split, B is the whole backward.
         """
         kinds = (name for name in PassCosts().named() if name != "comm")
         return ",".join(f"{kind}={self.pass_milliseconds.get(kind, 0):.4g}" for kind in kinds)
@@ -95,18 +99,18 @@ def run_alone(
     """Run rank `rank` of the job that `configs` and `flags` describe, alone in this process.
 
     Args:
-        script: path of the training script.
-        configs: YAML files, later ones win.
-        rank: global rank in the job.
-        ranks: size of the job; None for one model replica.
-        iterations: training iterations to time; one more runs before them.
-        flags: any Megatron flag, as on the command line of the job.
-        shapes_only: compute nothing, on whatever machine, and count memory. This process can compute nothing afterwards
-            that shares a cached tensor with the replay.
+        script: the path of the training script.
+        configs: YAML files; later ones override earlier ones.
+        rank: the global rank in the job.
+        ranks: the number of ranks of the job; None for one model replica.
+        iterations: the number of training iterations to time, after one that is not timed.
+        flags: any Megatron flags, as on the command line of the job.
+        shapes_only: compute nothing, on any machine, and only count memory. Tensors that were cached meanwhile stay
+            fake, so this process cannot use them in real computations afterwards.
 
     Raises:
-        UserError: a rank outside the job, a missing vocabulary size, experts whose tokens nothing counts, and whatever
-            the job itself would refuse.
+        UserError: for a rank outside the job, a missing vocabulary size, experts with `shapes_only`, and whatever the
+            job itself would refuse.
     """
     from megatron_vp.mcore.start.launch import run_script
 
@@ -150,13 +154,13 @@ def run_alone(
         flags = [word for word in flags if word not in PACKS]
         arguments = ["--config", str(kept), *flags, *length.split(), *made_up.split(), "--rank-report", str(report)]
         if shapes_only:
-            # Loader processes would have to send fake tensors. What Megatron keeps to repeat an iteration is on the
-            # host, but would count as the device's here.
+            # Loader processes cannot send fake tensors. What Megatron keeps to repeat an iteration is in host memory,
+            # but would be counted as device memory here.
             host = "--cpu --num-workers 0 --rerun-mode disabled"
             if played < microbatches:
                 host += f" --global-batch-size {played * job.whole_number('micro_batch_size', 1) * (ranks // replica)}"
             if engine:
-                # Local layers replace Transformer Engine's, which need a device.
+                # Local layers replace those of Transformer Engine, which need a device.
                 host += " --transformer-impl local --core-attention sdpa"
             with fake_tensors(engine), replaying(job=job):
                 run_script(script, [*arguments, *host.split()])
@@ -172,10 +176,11 @@ def run_alone(
 
 
 def _microbatches(job: JobConfig, replicas: int) -> tuple[int, int]:
-    """The number of microbatches that shows the memory peak, and the job's number; equal if none may be left out.
+    """The number of microbatches that is enough to reach the memory peak, and that of the job; equal if none may be
+    left out.
 
-    Every generator has all its activations in flight by the third round of the pipeline. A schedule from a file has
-    its number.
+    Every schedule that we generate has all its activations in flight after ROUNDS microbatches per rank. A schedule
+    from a file has a fixed number of microbatches.
     """
     each = job.whole_number("micro_batch_size", 1) * replicas
     batch = job.whole_number("global_batch_size", 0)
@@ -220,7 +225,7 @@ def _shifted_alone(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fill(batch: dict[str, torch.Tensor | None], vocab_size: int) -> None:
-    """Fill a batch with arbitrary tokens and labels; all count in the loss, and attention is causal."""
+    """Fill a batch with arbitrary tokens and labels, all of which count in the loss, and a causal attention mask."""
     for name, tensor in batch.items():
         match name:
             case _ if tensor is None:
@@ -231,7 +236,7 @@ def _fill(batch: dict[str, torch.Tensor | None], vocab_size: int) -> None:
                 tensor.fill_(1)
             case "position_ids":
                 tensor.copy_(torch.arange(tensor.shape[-1]).expand_as(tensor))
-            case "attention_mask":  # True where a query must not look
+            case "attention_mask":  # True for pairs that must not attend
                 tensor.copy_(torch.ones(tensor.shape[-2:], dtype=torch.bool).triu(1).expand_as(tensor))
 
 
@@ -277,7 +282,7 @@ PATCHES = (
         {"0.20": Variant("(tensor, shifts=-1, dims=-1, cp_group=None, packed_seq_params=None, return_sum=True)")},
     ),
 )
-"""Applied with --fake-process-group, before the script binds their names."""
+"""Applied with --fake-process-group, before the script imports these functions by name."""
 
 
 def _free_port() -> int:

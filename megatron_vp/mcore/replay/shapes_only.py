@@ -1,8 +1,8 @@
-"""A replay without numbers: tensors have shapes and no contents, so that any rank of any job fits on a laptop.
+"""Replays a rank without computing: tensors have shapes but no contents, so that any rank of any job fits on a laptop.
 
-PyTorch's fake tensors stand in for all others. The rank builds its real part of the model and its optimizer and runs
-its real program, autograd and all, but computes nothing. It shows memory: which storages live at once. What an
-allocator adds (rounding, fragments), workspaces of libraries, and communicators are not in it.
+All tensors are PyTorch's fake tensors. The rank builds its real part of the model and its optimizer, and runs its real
+program including autograd, but computes nothing. The result is the memory of all storages that are alive at once. It
+does not include what an allocator adds (rounding, fragmentation), workspaces of libraries, and communicators.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _READ = torch.ops.aten._local_scalar_dense.default
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of the storages that are alive, inside a `FakeTensorMode`."""
+    """Counts the bytes of all storages that are alive inside a `FakeTensorMode`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Let the operation make its fake results, and count their storages."""
+        """Run an operation on fake tensors, and count the storages of its results."""
         if function.namespace == "c10d":
             return _communicated(function, args)
         if function is _READ:
@@ -65,7 +65,7 @@ class LiveStorages(TorchDispatchMode):
 
     def _counted(self, results: Any, kind: type[torch.Tensor]) -> Any:
         for result in tree_iter(results):
-            if isinstance(result, kind) and result.device.type != "meta":  # which is the host's, see `HostMemory`
+            if isinstance(result, kind) and result.device.type != "meta":  # meta: host memory, see `HostMemory`
                 self._count(result.untyped_storage())
         return results
 
@@ -77,7 +77,7 @@ class LiveStorages(TorchDispatchMode):
         self._alive.add(key)
         self.allocated += size
         self.peak = max(self.peak, self.allocated)
-        # PyTorch keeps the Python object as long as anything uses the storage.
+        # PyTorch keeps this Python object alive as long as the storage is in use.
         weakref.finalize(storage, self._release, key, size)
 
     def _release(self, key: int, size: int) -> None:
@@ -86,15 +86,15 @@ class LiveStorages(TorchDispatchMode):
 
 
 def _communicated(function: Any, args: tuple[Any, ...]) -> Any:
-    """Every buffer of an operation on process groups, which comes first, stays what it was."""
-    from torch._C._distributed_c10d import FakeWork  # not in every build that trains
+    """Skip a collective or message: return its buffers, which are its first argument, unchanged."""
+    from torch._C._distributed_c10d import FakeWork  # not in every PyTorch that can train
 
     results = [FakeWork().boxed() if "Work" in str(result.type) else args[0] for result in function._schema.returns]
     return results[0] if len(results) == 1 else tuple(results) if results else None
 
 
 def _read(function: Any, tensor: torch.Tensor) -> Any:
-    """A number that the host reads: its value if known, otherwise NaN, False or 0, which no check rejects."""
+    """Return a number that the host reads: its value if known, otherwise NaN, False or 0, which no check rejects."""
     try:
         return function(tensor)
     except DataDependentOutputException:
@@ -105,16 +105,17 @@ def _read(function: Any, tensor: torch.Tensor) -> Any:
 
 @contextlib.contextmanager
 def fake_tensors(engine: bool = False) -> Iterator[None]:
-    """Inside, every tensor is a fake one and its memory is counted; what is cached inside stays fake.
+    """Make every tensor, inside this context, a fake one and count its memory; tensors that are cached stay fake
+    afterwards.
 
-    `engine`: local layers keep what Transformer Engine's keep.
+    `engine`: let local layers keep what Transformer Engine's layers keep.
     """
     live = LiveStorages()
     with (
         device_kernels(),
-        # A model that is moved or gets another dtype would swap its fake parameters, which PyTorch cannot do.
+        # Moving a model or changing its dtype would swap its parameters, which PyTorch cannot do with fake ones.
         mock.patch.object(torch.nn.Module, "_apply", _in_place),
-        # Objects travel as bytes in tensors, and fake tensors have none.
+        # Objects are sent as bytes in tensors, but fake tensors hold no bytes.
         mock.patch.object(torch.distributed, "all_gather_object", _own_everywhere),
         replaying(meter=live, counts_engine=engine),
         FakeTensorMode(allow_non_fake_inputs=True),

@@ -1,1 +1,1 @@
-"""Reports of a run: passes, memory, traces."""
+"""Makes the reports of a run: pass times, memory and traces."""

@@ -1,4 +1,4 @@
-"""Describes how this job splits its model, for the files from which a later start takes its vocabulary shards."""
+"""Describes how this job splits its model, for reports from which a later job chooses its vocabulary shards."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron_vp.vocab.shards import VocabShards
 
 
 def partition_of(args: argparse.Namespace) -> Partition:
-    """Layers by virtual stage where a layout names them, and vocabulary rows by pipeline rank where they are split;
-    and the sizes that pass times depend on.
+    """The layers by virtual stage if a layout names them, the vocabulary rows by pipeline rank if they are split, and
+    the sizes on which pass times depend.
     """
     tensor, rows = args.tensor_model_parallel_size, args.vocab_rows
     if rows is None and args.vocab_parallel and args.padded_vocab_size:
@@ -26,11 +26,13 @@ def partition_of(args: argparse.Namespace) -> Partition:
 
 
 def layers_given(args: argparse.Namespace) -> tuple[int, ...] | None:
-    """Layers by virtual stage as a layout or the bars of a pattern name them; of a pattern its letters."""
+    """The number of layers by virtual stage, as given by a layout or by the bars of a pattern, whose letters are
+    counted.
+    """
     pattern, layout = pattern_in(vars(args)), args.pipeline_model_parallel_layout
     if pattern is not None:
         return pattern.layers
     try:
         return None if layout is None else layers_in(str(layout))
-    except UserError:  # layers of several kinds
+    except UserError:  # the layout has several kinds of layers
         return None

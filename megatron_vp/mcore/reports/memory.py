@@ -1,4 +1,4 @@
-"""Counts a rank's bytes: by its device's allocator, or as a replay does if nothing is allocated."""
+"""Counts a rank's memory: through its device's allocator or, in a replay of shapes, through a counter of storages."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from megatron_vp.runtime.groups import pipeline_device
 
 
 class Meter(Protocol):
-    """Counts bytes."""
+    """Counts bytes of memory."""
 
     @property
     def allocated(self) -> int:
-        """The bytes allocated now."""
+        """The bytes that are allocated now."""
 
     @property
     def peak(self) -> int:
-        """The most since `restart`."""
+        """The most bytes allocated at once since `restart`."""
 
     def restart(self) -> None:
         """Forget the peak so far."""
 
 
 class _DeviceMemory:
-    """The count of PyTorch's allocator of this process's CUDA device."""
+    """The counts of PyTorch's allocator for the CUDA device of this process."""
 
     @property
     def allocated(self) -> int:
@@ -41,16 +41,16 @@ class _DeviceMemory:
 
 
 def meter() -> Meter | None:
-    """The counter of this rank's memory; None on a CPU, which has none."""
+    """The memory counter of this rank; None on a CPU, which has no such counter."""
     if replay().meter is not None:
         return replay().meter
     return _DeviceMemory() if pipeline_device().type == "cuda" else None
 
 
 def around_tensors() -> dict[str, int]:
-    """Bytes of the device besides tensors; empty without a device. reserved: peak of PyTorch's allocator since
-    `restart`. outside: what is used now and not the allocator's: CUDA's context, loaded kernels, libraries' workspaces,
-    communicators, and other processes.
+    """Device memory beyond that of tensors, in bytes; empty without a device. reserved: the most that PyTorch's
+    allocator reserved since `restart`. outside: what is now in use outside of that allocator: the CUDA context, loaded
+    kernels, workspaces of libraries, communicators, and other processes.
     """
     if replay().meter is not None or pipeline_device().type != "cuda":
         return {}

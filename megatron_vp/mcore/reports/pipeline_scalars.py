@@ -1,8 +1,8 @@
-"""`--log-pipeline-interval N`: how busy the pipeline was in every N-th iteration, for TensorBoard and W&B.
+"""`--log-pipeline-interval N`: logs to TensorBoard and W&B how busy the pipeline was in every N-th iteration.
 
-A rank never waits for it. It reads the marks of an iteration when its device has passed them, puts its figures into the
-launcher's store, and the rank that writes Megatron's curves takes those of all ranks from there before it logs the next
-iteration.
+No rank waits for these figures during training. Each rank reads the timings of an iteration once its device has
+finished it, and puts its figures into the launcher's store. The rank that writes Megatron's curves fetches the figures
+of all ranks from there before it logs the next iteration.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from megatron_vp.schedule.transfers import Collective
 from megatron_vp.trace.figures import VOCABULARY_KINDS, IterationFigures, overlap, scalars, total
 
 _PATIENCE = timedelta(seconds=10)
-"""Seconds to wait for the figures of a run's last iteration."""
+"""How long to wait for the figures of a run's last iteration."""
 
 
 class PipelineScalars:
-    """The recorded iterations of this rank that are not written yet: every `interval`-th of a pipeline of `ranks`."""
+    """Records every `interval`-th iteration of a rank in a pipeline of `ranks`, and holds the figures until they are
+    written.
+    """
 
     def __init__(self, interval: int, rank: int, ranks: int) -> None:
         self._interval, self._rank, self._ranks = interval, rank, ranks
@@ -40,16 +42,16 @@ class PipelineScalars:
         self._due: list[int] = []
 
     def begin(self, iteration: int) -> bool:
-        """An iteration begins; they count from 1. Says whether it is recorded."""
+        """Begin an iteration, counted from 1; return whether it should be recorded."""
         self._running = iteration
         return iteration % self._interval == 0
 
     def keep(self, recorder: Recorder) -> None:
-        """Keep the recording of the current iteration; if Megatron repeats an iteration, the last one counts."""
+        """Keep the recording of the current iteration; if Megatron repeats the iteration, the last recording counts."""
         self._recorded[self._running] = recorder
 
     def share(self, at_last: bool) -> None:
-        """Publish this rank's figures of the iterations that its device has finished; with `at_last`, of all."""
+        """Publish this rank's figures for the iterations that its device has finished, or with `at_last` for all."""
         for iteration, recorder in list(self._recorded.items()):
             if not (at_last or recorder.passed()):
                 return
@@ -59,12 +61,14 @@ class PipelineScalars:
             self._store().set(f"{iteration} {self._rank}", json.dumps(own))
 
     def expect(self, iteration: int) -> None:
-        """Note the end of an iteration; if it is recorded, all ranks will publish their figures of it."""
+        """Note the end of an iteration; if it was recorded, all ranks will publish figures for it."""
         if iteration % self._interval == 0:
             self._due.append(iteration)
 
     def write(self, at_last: bool) -> None:
-        """Write the figures of iterations for which all ranks have published theirs; called when Megatron logs."""
+        """Write the figures of iterations for which all ranks have published theirs. With `at_last`, wait for missing
+        ones.
+        """
         store = self._store()
         for each in list(self._due):
             keys = [f"{each} {rank}" for rank in range(self._ranks)]
@@ -84,7 +88,7 @@ class PipelineScalars:
 
 
 def own_figures(spans: Sequence[Span]) -> IterationFigures:
-    """The figures of this rank, as a lean recorder saw them."""
+    """The figures of this rank, from the spans of a lean recorder."""
     computing = [span for span in spans if isinstance(span.work, Run | Loss)]
     second_stream = [span for span in spans if isinstance(span.work, Collective)]
     runs = (span for span in computing if isinstance(span.work, Run) and span.work.action.kind in VOCABULARY_KINDS)
@@ -112,11 +116,11 @@ _current: PipelineScalars | None = None
 
 
 def pipeline_scalars(job: SettledJob) -> PipelineScalars | None:
-    """The scalars of this process if the next training iteration is to be recorded; otherwise None."""
+    """The object that records this process's next training iteration; None if that is not recorded."""
     if not job.args.log_pipeline_interval or not in_first_pipeline(job):
         return None
     found = _of_process(job)
-    # Megatron's loop counts the iterations before this one.
+    # Megatron's counter holds the number of iterations before this one.
     return found if found.begin(job.args.curr_iteration + 1) else None
 
 
@@ -135,7 +139,7 @@ def _with_pipeline(original: Callable[..., bool]) -> Callable[..., bool]:
     ) -> bool:
         job = current()
         found, writes = _of_process(job), job.args.rank == job.args.world_size - 1
-        if writes:  # W&B rejects steps earlier than its last one
+        if writes:  # before Megatron logs, as W&B rejects steps earlier than its last
             found.write(at_last=False)
         report_memory = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
         at_last = iteration == job.args.train_iters

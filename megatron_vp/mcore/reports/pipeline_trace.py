@@ -1,4 +1,4 @@
-"""`--pipeline-trace DIR`: which iterations of this job are recorded, and by which ranks."""
+"""`--pipeline-trace DIR`: decides which iterations of this job are recorded, and by which ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _current: PipelineTrace | None = None
 
 
 def pipeline_trace(job: SettledJob, pipeline: Callable[[], Pipeline]) -> PipelineTrace | None:
-    """Called once before each training iteration; returns the trace that records it, or None.
+    """Return the trace that records the next training iteration, or None; call it once before each iteration.
 
-    None without --pipeline-trace, outside the wanted iterations, and in all pipelines but the first. All ranks of a
-    pipeline call it together: for a wanted iteration it compares their clocks. `pipeline` joins them.
+    Returns None without --pipeline-trace, outside the requested iterations, and in all pipelines but the first. All
+    ranks of a pipeline call it together, because it compares their clocks before a requested iteration. `pipeline`
+    returns the group through which they communicate.
     """
     global _current
     args = job.args
@@ -34,7 +35,7 @@ def pipeline_trace(job: SettledJob, pipeline: Callable[[], Pipeline]) -> Pipelin
 
 
 def make_trace_folder(args: argparse.Namespace) -> None:
-    """Make the folder of `--pipeline-trace`. Raises UserError if that fails."""
+    """Create the folder of `--pipeline-trace`. Raises UserError if that fails."""
     if args.pipeline_trace is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Watches Megatron's own schedules as our runtime watches ours: every forward and backward step is a pass."""
+"""Records Megatron's own schedules as our runtime records ours: every forward or backward step counts as a pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_vp.schedule.passes import Pass, PassKind
 
 @dataclass(frozen=True)
 class _PlainPipeline:
-    """Megatron's group of this pipeline; see `runtime.clocks.Pipeline`."""
+    """Implements `runtime.clocks.Pipeline` with Megatron's group for this pipeline."""
 
     members: tuple[int, ...]
     rank: int
@@ -36,7 +36,7 @@ def _pipeline() -> _PlainPipeline:
 
 
 class _Steps:
-    """The steps of the current iteration, and the activations that they hold."""
+    """Times the steps of the current iteration, and counts the activations that they hold."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -45,7 +45,7 @@ class _Steps:
         self.in_flight = Occupancy()
 
     def forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A forward step of Megatron's. Each chunk takes its microbatches in order."""
+        """Run and record one of Megatron's forward steps. Each chunk processes its microbatches in order."""
         chunk = kwargs.get("vp_stage") or 0
         step = Pass(PassKind.F, self._forwards[chunk], chunk)
         self._forwards[chunk] += 1
@@ -56,7 +56,7 @@ class _Steps:
         return result
 
     def backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A backward step of Megatron's: it is given the output of its forward step."""
+        """Run and record one of Megatron's backward steps, which is identified by the output of its forward step."""
         output = _output(kwargs["output_tensor"] if "output_tensor" in kwargs else args[1])
         _, step = self._outputs.pop(id(output))
         with self._recorder.span(Run(step)):
@@ -70,7 +70,7 @@ def _output(output: Any) -> Any:
 
 
 _steps: _Steps | None = None
-"""The steps of the current iteration of Megatron's own schedule."""
+"""Records the current iteration of Megatron's own schedule; None if it is not recorded."""
 
 
 def _watched_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,4 +144,5 @@ PATCHES = (
         "(input_tensor, output_tensor, output_tensor_grad, config)",
     ),
 )
-"""Applied where Megatron's own schedules run and are to be recorded; our runtime records by itself."""
+"""Applied if Megatron's own schedules run and should be recorded; our runtime records its own passes without patches.
+"""

@@ -1,9 +1,10 @@
-"""`--rank-report DIR`: what each rank held and how long it computed, for plain Megatron and for our schedules alike.
+"""`--rank-report DIR`: reports what each rank held and how long it computed, in plain Megatron as well as in our
+schedules.
 
-Every rank writes DIR/rank_<pipeline rank>.json after every iteration of training. Times are those of the rank's own
-passes in the last KEPT iterations: device time between CUDA events, or CPU time of the computing thread, which does not
-count waiting for a core; next to them stands the time that the host spent on the same passes. Peaks are those of the
-whole run.
+Every rank writes DIR/rank_<pipeline rank>.json after every training iteration. Times are those of the rank's own passes
+in the last KEPT iterations: device time between CUDA events, or CPU time of the computing thread, which does not
+include waiting for a core. The report also gives the time that the host spent on the same passes. Peaks are those of
+the whole run.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from megatron_vp.schedule.instructions import Run
 from megatron_vp.schedule.passes import PassKind
 
 KEPT = 200
-"""Iterations whose times a report holds: a long run's report neither grows nor takes longer to write."""
+"""The number of iterations whose times a report keeps, so that in a long run it stays small and quick to write."""
 
 
 class RankReport:
-    """Summarises this rank's training iterations in the folder that the arguments name. `run`: the run's name, the same
-    on all ranks.
+    """Writes a summary of this rank's training iterations to the folder that the arguments name. `run`: entries that
+    describe the run, the same on all ranks.
     """
 
     def __init__(self, args: argparse.Namespace, run: Mapping[str, str]) -> None:
@@ -48,14 +49,14 @@ class RankReport:
         self._peak_logits_in_flight = 0
 
     def begin(self) -> None:
-        """An iteration begins."""
+        """Begin an iteration."""
         memory = meter()
         if memory is not None:
             memory.restart()
             self._allocated = memory.allocated
 
     def add(self, recorder: Recorder, model: torch.nn.Module | list[torch.nn.Module], microbatches: int) -> None:
-        """Add an iteration that `recorder` has finished, and write the report."""
+        """Add an iteration that `recorder` has finished recording, and write the report."""
         self._iteration_milliseconds.append(recorder.milliseconds)
         milliseconds: dict[str, float] = defaultdict(float)
         host: dict[str, float] = defaultdict(float)
@@ -79,7 +80,7 @@ class RankReport:
         self._write([parameter for chunk in chunks for parameter in chunk.parameters()], microbatches)
 
     def held(self, in_flight: float, logits_in_flight: int = 0) -> None:
-        """Note the peaks counted so far."""
+        """Note the peak numbers of microbatches in flight in an iteration, with activations and with logits."""
         self._peak_in_flight = max(self._peak_in_flight, in_flight)
         self._peak_logits_in_flight = max(self._peak_logits_in_flight, logits_in_flight)
 
@@ -105,10 +106,10 @@ class RankReport:
         write_report(path, json.dumps(content, indent=1) + "\n", "the rank report")
 
     def _memory(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
-        """Bytes of weights and of main gradients.
+        """The bytes of weights and main gradients, and further counts of memory if known.
 
-        If known (on a GPU, or with shapes only) also the bytes allocated before an iteration and at its peak. On a GPU
-        also what the allocator had reserved, and what is used outside it.
+        On a GPU or with shapes only, these are the bytes allocated before an iteration and at its peak; on a GPU also
+        what the allocator has reserved, and what is in use outside of it.
         """
         gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
         memory = {
@@ -125,9 +126,9 @@ def _sums(of_iterations: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def in_first_pipeline(job: SettledJob) -> bool:
-    """Whether this rank belongs to the first data-parallel replica's first tensor rank: one pipeline reports.
+    """Whether this rank belongs to the pipeline that reports: the first tensor rank of the first data-parallel replica.
 
-    A rank without peers always does, because no other rank would.
+    A rank that is replayed without peers always does, because no other rank would report.
     """
     if job.args.fake_process_group:
         return True
@@ -136,7 +137,7 @@ def in_first_pipeline(job: SettledJob) -> bool:
 
 
 def _run_name() -> str:
-    """A name that all ranks of this run, and no other run, have."""
+    """A name that is the same on all ranks of this run and different in any other run."""
     own, restarts = secrets.token_hex(8), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"megatron_vp/report/{restarts}", distributed_c10d._get_default_store())
     return store.compare_set("run", "", own).decode()

@@ -1,6 +1,6 @@
 """Lets a run continue if its TensorBoard events can no longer be written.
 
-TensorBoard writes in a thread and raises what went wrong there at a later call, in the middle of training.
+TensorBoard writes in a thread. If that fails, a later call raises the error in the middle of training.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_vp.mcore.patches import Patch
 def _forgiving(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def write(self: Any, *data: bytes) -> None:
-        # Nothing after half a record could be read.
+        # After an incomplete record, nothing that follows could be read.
         if getattr(self, "_megatron_vp_gave_up", False):
             return
         try:

@@ -1,4 +1,4 @@
-"""`--pipeline-trace-iterations`: which iterations of a job are traced. Imports nothing of Megatron."""
+"""Reads and checks `--pipeline-trace-iterations`. Does not import Megatron."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_vp.errors import UserError
 
 
 def iterations_in(text: str) -> range:
-    """Read `3-5`, or `4` for one iteration. Raises UserError."""
+    """Read a range of iterations, such as `3-5`, or `4` for one iteration. Raises UserError."""
     first, _, last = text.partition("-")
     try:
         iterations = range(int(first), int(last or first) + 1)

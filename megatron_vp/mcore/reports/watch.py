@@ -1,4 +1,4 @@
-"""Watches one training iteration of this rank, in our schedules and in Megatron's own: `--rank-report`,
+"""Records one training iteration of this rank, under our schedules or Megatron's own, for `--rank-report`,
 `--pipeline-trace` and `--log-pipeline-interval`.
 """
 
@@ -30,11 +30,11 @@ class Watch:
     scalars: PipelineScalars | None
 
     def finish(self, model: list[torch.nn.Module], schedule: Schedule, in_flight: float, logits: int = 0) -> None:
-        """The iteration has ended on this rank.
+        """Finish the iteration on this rank, and pass the recording to the reports.
 
         Args:
-            model: its chunks.
-            schedule: the schedule that ran, described in the trace without its passes. in_flight, logits: peaks of
+            model: the chunks of this rank.
+            schedule: the schedule that ran; the trace describes it without its passes. in_flight, logits: peaks of
                 activations and logits, in microbatches of the whole rank.
         """
         if self.report or self.trace:
@@ -49,9 +49,11 @@ class Watch:
 
 
 def watch(job: SettledJob, pipeline: Callable[[], Pipeline]) -> Watch | None:
-    """Called once before each training iteration: its watch, or None if nothing is recorded.
+    """Return the watch for the next training iteration, or None if nothing is recorded; call it once before each
+    iteration.
 
-    All ranks of a pipeline call it together. `pipeline` joins them; it is asked for with --pipeline-trace only.
+    All ranks of a pipeline call it together. `pipeline` returns the group through which they communicate, and is called
+    only with --pipeline-trace.
     """
     report, trace, scalars = rank_report(job), pipeline_trace(job, pipeline), pipeline_scalars(job)
     if report is None and trace is None and scalars is None:

@@ -1,1 +1,1 @@
-"""Checks a run's inputs and outputs (data and checkpoints) before it starts."""
+"""Checks the files of a run (data and checkpoints) before it starts, and makes saving and loading safer."""

@@ -1,8 +1,8 @@
-"""Tells the script that started the ranks what this attempt of a job has achieved.
+"""Tells the script that started the ranks how far this attempt of a job got.
 
-`slurm/pretrain.sbatch` puts two empty files into a folder that MEGATRON_VP_ATTEMPT names. Training removes
-`unsaved` when it has written a checkpoint and `unfinished` when it has reached its end. A file can be removed on a full
-disk, where none could be written; and what a rank prints decides nothing.
+`slurm/pretrain.sbatch` puts two empty files into a folder that MEGATRON_VP_ATTEMPT names. Training removes `unsaved`
+when it has written a checkpoint, and `unfinished` when it has finished. Files are removed rather than written, because
+that works even on a full disk, and the script does not have to interpret what ranks print.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ _told_to_stop = False
 
 
 def note_saved() -> None:
-    """This attempt has written a checkpoint."""
+    """Note that this attempt has written a checkpoint."""
     _remove("unsaved")
 
 
 @contextmanager
 def noting_the_end() -> Iterator[None]:
-    """Around training: notes that training has finished, unless it fails or a signal ends it early."""
+    """Run training inside this context: notes at the end that it has finished, unless it failed or a signal stopped it
+    early.
+    """
     try:
         yield
     except SystemExit as end:
@@ -52,7 +54,7 @@ def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def signals_received(self: Any) -> Any:
         global _told_to_stop
-        received = original(self)  # of all ranks: they stop together
+        received = original(self)  # the signals of all ranks, which stop together
         _told_to_stop = _told_to_stop or any(received)
         return received
 

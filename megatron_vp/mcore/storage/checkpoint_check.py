@@ -1,8 +1,8 @@
-"""Checks the checkpoint that a run loads before any process group exists: that it exists, is complete and has a form
-that fits.
+"""Checks, before any process group exists, that the checkpoint that a run loads exists, is complete and has a suitable
+form.
 
-Megatron starts from random weights where it finds nothing, and fails on some ranks, at different times, where a file is
-damaged. Both are worse than a refusal.
+If Megatron finds no checkpoint, it starts from random weights. If a file is damaged, only some ranks fail, at different
+times. Both are worse than a refusal at startup.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_vp.mcore.storage.optimizer_check import check_optimizer
 from megatron_vp.schedule import FAMILIES
 
 NON_PERSISTENT = "non_persistent"
-"""Megatron's folder for non-persistent checkpoints, below that of the others."""
+"""The folder in which Megatron keeps non-persistent checkpoints, inside that of the others."""
 
 _PARTS = ("metadata.json", ".metadata")
 
@@ -31,11 +31,11 @@ _PARTS = ("metadata.json", ".metadata")
 def check_checkpoint(args: argparse.Namespace) -> str | None:
     """Check the checkpoint that validated Megatron arguments ask for; reads its metadata only.
 
-    Returns its directory; None if the run starts afresh, or where none is checked.
+    Returns its directory; None if the run starts afresh, or if the checkpoint is not checked.
 
-    Left to Megatron: checkpoints on object storage, those that each node keeps (`--non-persistent-ckpt-type local`),
-    and formats other than torch_dist. An empty directory is where a run starts that saves to and loads from the same
-    place. Raises UserError, for an asynchronous save by a package that is not installed, too.
+    Checkpoints on object storage, those that each node keeps for itself (`--non-persistent-ckpt-type local`), and
+    formats other than torch_dist are left to Megatron. An empty directory is accepted if the run saves to the same
+    place. Raises UserError, also if asynchronous saving needs a package that is not installed.
     """
     if args.async_save and args.async_strategy == "nvrx" and not installed().nvrx:
         raise UserError(
@@ -71,11 +71,12 @@ def _check(args: argparse.Namespace, folder: Path, finetunes: bool) -> None:
 
 
 def partition_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None, str | None] | None:
-    """The vocabulary rows and the layout of the run that wrote the checkpoint to load, if this run must keep them.
+    """The vocabulary rows and the layout (or pattern) of the run that wrote the checkpoint to load, if they must be
+    kept.
 
-    The layout of a hybrid model is its pattern. They must be kept if the optimizer state is in the distributed
-    optimizer's default form, which fits only the partition that wrote it. None if any partition will do, and for a
-    checkpoint that cannot be read, which is refused later.
+    They must be kept if the optimizer state has the distributed optimizer's default form, which fits only the partition
+    of the run that wrote it. Returns None if this run may choose any partition, and for a checkpoint that cannot be
+    read, which is refused later.
     """
     fresh = args.no_load_optim or args.skip_train or args.dist_ckpt_optim_fully_reshardable
     if fresh or not args.use_distributed_optimizer or args.load is None:
@@ -93,7 +94,7 @@ def partition_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None,
     if any(getattr(written_by, name, None) != getattr(args, name) for name in alike) or not _placed_alike(
         args.pipeline_schedule, getattr(written_by, "pipeline_schedule", None)
     ):
-        return None  # the state cannot fit this run
+        return None  # the state cannot fit this run anyway
     if _chunks_asked(args) not in (None, getattr(written_by, "virtual_pipeline_model_parallel_size", None) or 1):
         return None
     layout = "pipeline_model_parallel_layout" if args.hybrid_layer_pattern is None else "hybrid_layer_pattern"
@@ -101,7 +102,7 @@ def partition_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None,
 
 
 def _chunks_asked(args: argparse.Namespace) -> int | None:
-    """Chunks per rank that parsed arguments ask for; None if they do not say."""
+    """The number of chunks per rank that parsed arguments ask for; None if they do not say."""
     layers = args.num_layers_per_virtual_pipeline_stage
     if layers is not None and args.num_layers is not None:
         return args.num_layers // (args.pipeline_model_parallel_size * layers)
@@ -109,15 +110,15 @@ def _chunks_asked(args: argparse.Namespace) -> int | None:
 
 
 def _placed_alike(here: str, there: str | None) -> bool:
-    """Whether two schedules put the same stages on a rank."""
+    """Whether two schedules put the same stages on every rank."""
     return here == there or all(name in FAMILIES and FAMILIES[name].chunks == 1 for name in (here, there))
 
 
 def _chosen(args: argparse.Namespace) -> tuple[Path, bool] | None:
     """The directory of the iteration that Megatron will load, and whether to finetune; None if none is checked.
 
-    Megatron takes `--pretrained-checkpoint` where `--load` names no last checkpoint, and a non-persistent checkpoint
-    that is as new as the persistent one.
+    Megatron loads `--pretrained-checkpoint` if the `--load` folder names no last checkpoint. It prefers a
+    non-persistent checkpoint that is at least as new as the persistent one.
     """
     load, finetunes = args.load, args.finetune
     if any("://" in str(place) for place in (load, args.pretrained_checkpoint, args.non_persistent_global_ckpt_dir)):
@@ -155,7 +156,7 @@ def _persistent(args: argparse.Namespace, load: Path, option: str) -> Path | Non
 
 
 def _last(folder: Path) -> Path | None:
-    """The directory of the last iteration that was saved to a folder; None if the folder names none."""
+    """The directory of the last iteration that was saved to a folder; None if the folder does not name one."""
     tracker = folder / TRACKER
     if not tracker.is_file():
         return None
@@ -175,7 +176,7 @@ def _number(folder: Path) -> int:
 
 
 def _check_ranks_own_files(args: argparse.Namespace, folder: Path) -> None:
-    """Megatron's format before torch_dist, a file for each rank, needs ranks that hold what plain Megatron's hold."""
+    """Refuse Megatron's older format, with one file per rank, unless ranks hold the same as in plain Megatron."""
     if args.vocab_parallel or run_settings(args).places_chunks:
         raise UserError(
             f"{folder} is in Megatron's older torch format, which only plain Megatron on the same ranks can load: "
@@ -185,7 +186,9 @@ def _check_ranks_own_files(args: argparse.Namespace, folder: Path) -> None:
 
 
 def _damage(folder: Path) -> str | None:
-    """The fault in a checkpoint's files; None if the metadata is readable and no file is shorter than it states."""
+    """The fault in a checkpoint's files; None if the metadata is readable and no file is shorter than the metadata
+    says.
+    """
     missing = [name for name in _PARTS if not (folder / name).is_file()]
     if missing:
         return f"the checkpoint {folder} lacks {' and '.join(missing)}"
@@ -194,7 +197,7 @@ def _damage(folder: Path) -> str | None:
         json.loads((folder / part).read_bytes())
         part = _PARTS[1]
         stored = read_metadata(folder).storage_data
-    except Exception as error:  # whatever reading a damaged file comes upon
+    except Exception as error:  # reading a damaged file may raise any error
         return f"{folder / part} is corrupt ({_brief(error)})"
     ends: dict[str, int] = {}
     for piece in stored.values():
@@ -208,11 +211,11 @@ def _damage(folder: Path) -> str | None:
 
 
 def _common_state(folder: Path) -> dict[str, Any]:
-    """Read a checkpoint's contents besides tensors: arguments of the run that wrote it, and optimizer settings."""
+    """Read what a checkpoint holds besides tensors: the arguments of the run that wrote it, and optimizer settings."""
     from megatron.core.dist_checkpointing import load_common_state_dict
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of being read by a single process
+        warnings.simplefilter("ignore")  # a warning that a single process reads it
         try:
             return load_common_state_dict(str(folder))
         except Exception as error:
@@ -220,8 +223,8 @@ def _common_state(folder: Path) -> dict[str, Any]:
 
 
 def _check_tying(args: argparse.Namespace, written_by: argparse.Namespace, folder: Path) -> None:
-    """Refuse a tied model for an untied checkpoint: Megatron ignores weights that a model lacks, so the output layer
-    would be lost silently.
+    """Refuse to load an untied checkpoint into a tied model: Megatron ignores weights that the model lacks, so the
+    output layer would silently be lost.
     """
     untied = getattr(written_by, "untie_embeddings_and_output_weights", False)
     if untied and not args.untie_embeddings_and_output_weights:
@@ -232,7 +235,7 @@ def _check_tying(args: argparse.Namespace, written_by: argparse.Namespace, folde
 
 
 def _check_random_state(written_by: argparse.Namespace, folder: Path) -> None:
-    """Refuse a checkpoint without the states of Megatron's random number tracker, at which Megatron ends a run with
+    """Refuse a checkpoint that lacks the states of Megatron's random number tracker, for which Megatron exits with
     status 0.
     """
     if getattr(written_by, "inference_rng_tracker", False) and not getattr(written_by, "no_save_rng", False):

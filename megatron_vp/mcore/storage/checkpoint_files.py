@@ -1,7 +1,7 @@
 """Checks that checkpoints can be written, and makes Megatron replace its tracker file atomically.
 
-Megatron empties the file that names the last checkpoint before it writes a new number. A rank that dies in between, or
-a full disk, would leave a run that does not know its last good checkpoint.
+Megatron empties the file that names the last checkpoint before it writes a new number. If a rank died in between or the
+disk was full, the last good checkpoint could no longer be found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def check_writable(option: str, folder: str | os.PathLike[str]) -> None:
-    """Check that files can be made in `folder`, or the folder itself; makes nothing. Raises UserError."""
+    """Check that `folder` is writable or could be created; creates nothing. Raises UserError."""
     existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
     if not existing.is_dir():
         raise UserError(f"{option} {folder} cannot be a directory: {existing} is a file; choose another place")
@@ -41,7 +41,7 @@ class _Files:
         return getattr(self._original, name)
 
     def open(self, path: str, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """As the original, except for the tracker; object storage replaces files atomically anyway."""
+        """As the original, except that the tracker is replaced atomically, as object storage does anyway."""
         opened = self._original.open
         if mode != "w" or os.path.basename(path) != TRACKER:
             return opened(path, mode, *args, **kwargs)
@@ -51,7 +51,9 @@ class _Files:
 
 @contextmanager
 def _noted(tracker: AbstractContextManager[IO[str]]) -> Iterator[IO[str]]:
-    """Note that a checkpoint was saved: Megatron writes the tracker when all ranks have written theirs."""
+    """Note that a checkpoint was saved when Megatron writes the tracker, which is after all ranks have written their
+    parts.
+    """
     with tracker as file:
         yield file
     note_saved()
@@ -68,9 +70,9 @@ def _replaced(path: str) -> Iterator[IO[str]]:
 
 
 def unpadded_ranges(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """Positions of each parameter in a gradient buffer, without the padding at the ends of buckets.
+    """The position of each parameter in a gradient buffer, not counting the padding at the ends of buckets.
 
-    Returns start, end and bucket by parameter, as Megatron's `param_index_map` does, which counts the padding.
+    Returns (start, end, bucket) by parameter, like Megatron's `param_index_map`, which does count the padding.
     """
     ranges, before = {}, 0
     shifts = []

@@ -1,7 +1,7 @@
-"""Reads the `.metadata` of a torch_dist checkpoint, which is a pickle, without running anything that it names.
+"""Reads the `.metadata` file of a torch_dist checkpoint, which is a pickle, without running any function that it names.
 
-A pickle may name any function, and loading it calls that function. A checkpoint from others is therefore a program, and
-checking one, for instance on a login node, must not run it.
+A pickle may name any function, and loading the pickle calls it. A checkpoint from someone else is therefore a program,
+and a check, for example on a login node, must not run it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RECORDS = (
     "torch.distributed.checkpoint.planner",
     "torch.distributed.checkpoint.filesystem",
 )
-"""Modules whose data classes and enumerations describe a checkpoint. Other releases of torch may add some."""
+"""The modules whose data classes and enumerations describe a checkpoint. Other releases of torch may add some."""
 
 _OTHERS = {
     ("torch", "Size"): torch.Size,
@@ -38,7 +38,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _OTHERS:
             return _OTHERS[module, name]
-        # A dotted name would reach what a module has imported, such as `filesystem` its `os.system`.
+        # A dotted name could reach what a module has imported, such as `os.system` through `filesystem`.
         if "." not in name:
             if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype | torch.memory_format):
                 return found
@@ -58,8 +58,8 @@ def _is_record(found: Any) -> bool:
 def read_metadata(folder: Path) -> Any:
     """The `torch.distributed.checkpoint.metadata.Metadata` of the checkpoint in `folder`.
 
-    Raises pickle.UnpicklingError for a file that names anything else than such records, and whatever else reading a
-    damaged pickle may raise.
+    Raises pickle.UnpicklingError if the file names something that does not belong in such metadata, and any other error
+    that a damaged pickle may cause.
     """
     with (folder / ".metadata").open("rb") as file:
         return _Unpickler(file).load()

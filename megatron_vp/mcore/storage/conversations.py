@@ -1,4 +1,4 @@
-"""Checks conversations for --sft, files of JSON lines, before a training run opens them."""
+"""Checks files of conversations for --sft, in JSON lines, before a training run opens them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megatron_vp.errors import UserError
 
 
 def check_conversations(path: str | os.PathLike[str]) -> None:
-    """Check that a file is there and that its first line is what Megatron's `SFTDataset` reads.
+    """Check that a file exists and that its first line is a conversation as Megatron's `SFTDataset` reads it.
 
-    Raises UserError naming the file, the fault and the remedy.
+    Raises UserError that names the file, the fault and the remedy.
     """
     path = os.fspath(path)
     form = '{"messages": [{"role": "system", "content": "..."}, ...]}'

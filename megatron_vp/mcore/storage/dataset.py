@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Documents = Iterable[tuple[str, str]]
-# (stage, characters done, characters in all or None while unknown)
+# Called with the stage, the characters done, and all characters or None while that is unknown.
 Progress = Callable[[str, int, int | None], None]
 
-# Documents are encoded in batches of about this many characters: enough to keep all threads of the tokenizer busy.
+# Documents are encoded in batches of about this many characters, enough to keep all threads of the tokenizer busy.
 _BATCH_CHARACTERS = 4_000_000
 
 
@@ -46,7 +46,7 @@ class Prepared:
     tokens: int
 
     def flags(self) -> list[str]:
-        """The flags to train on it, with a --split if Megatron's default would leave a part empty."""
+        """The flags for training on this dataset, with a --split if Megatron's default would leave a part empty."""
         split = split_for(self.documents)
         return [
             *("--data-path", str(self.dataset)),
@@ -66,16 +66,15 @@ def prepare(
     overwrite: bool = False,
     progress: Progress = lambda stage, done, total: None,
 ) -> Prepared:
-    """Write `NAME_text_document.{bin,idx}` into `output`, each document closed by the end-of-text token.
+    """Write documents to `NAME_text_document.{bin,idx}` in `output`, with an end-of-text token after each document.
 
-    `documents` are (name, text) pairs, read twice where a tokenizer is to be trained (a collection, not a generator),
-    which then goes to `NAME_tokenizer` with exactly `vocab_size` tokens. Exactly one of `vocab_size` and `tokenizer`
-    (the directory of an existing one) is given. Token ids are stored as uint16 below 65500 tokens, else as int32.
-    Files get their names when they are complete, the index last, so an interrupted run leaves no dataset that looks
-    whole. Files that have these names already are replaced only with `overwrite`, and kept until the new ones are
-    complete. `progress` hears of every document.
-    Raises UserError if there is no text, the vocabulary and the text do not fit, the names are taken, or the files
-    cannot be written.
+    `documents` is a collection (not a generator) of (name, text) pairs. Give either `vocab_size` or `tokenizer`: with
+    `vocab_size`, the documents are read twice, and a tokenizer with exactly that many tokens is trained and saved in
+    `NAME_tokenizer`; `tokenizer` is the directory of an existing one. Token ids are stored as uint16 if there are fewer
+    than 65500 tokens, else as int32. Files get their names only when they are complete, and the index last, so an
+    interrupted run leaves no dataset that looks whole. Existing files are replaced only with `overwrite`, and kept
+    until the new ones are complete. `progress` is called for every document. Raises UserError if there is no text, if
+    vocabulary and text do not fit, if files exist already, or if files cannot be written.
     """
     assert iter(documents) is not documents, "documents are read twice: give a collection, not a generator"
     if (vocab_size is None) == (tokenizer is None):
@@ -113,7 +112,7 @@ def prepare(
 
 
 def _check_names(written: Sequence[Path], overwrite: bool) -> None:
-    """Raise UserError for a name that is taken, and for a folder that holds files of another owner."""
+    """Raise UserError if a file exists already, and for a folder that holds files that are not part of a tokenizer."""
     taken = [path for path in written if os.path.lexists(path)]
     if taken and not overwrite:
         raise UserError(
@@ -131,7 +130,7 @@ def _check_names(written: Sequence[Path], overwrite: bool) -> None:
 
 
 def _place(parts: Sequence[Path], written: Sequence[Path], aside: Path) -> None:
-    """Give complete files their names, in this order. Old files are moved aside first, and back if that fails."""
+    """Give complete files their names, in this order. Old files are first moved aside, and moved back on failure."""
     aside.mkdir()
     moved: list[tuple[Path, Path]] = []
 
@@ -153,7 +152,7 @@ def _place(parts: Sequence[Path], written: Sequence[Path], aside: Path) -> None:
 
 @contextmanager
 def _storage_told(output: Path) -> Iterator[None]:
-    """Turn disk errors into a UserError; readers and tokenizers convert their own."""
+    """Turn disk errors into a UserError; readers and tokenizers convert their own errors."""
     try:
         yield
     except OSError as error:
@@ -161,7 +160,7 @@ def _storage_told(output: Path) -> Iterator[None]:
 
 
 class _Counter:
-    """Iterates over the non-empty texts of documents, and reports the number of characters."""
+    """Iterates over the non-empty texts of documents, and reports how many characters are done."""
 
     def __init__(self, documents: Documents, stage: str, total: int | None, progress: Progress) -> None:
         self._documents, self._stage, self._total, self._progress = documents, stage, total, progress
@@ -179,7 +178,7 @@ class _Counter:
 
 
 def _write(texts: Iterable[str], tokenizer: Tokenizer, end_id: int, prefix: Path) -> tuple[int, int]:
-    """Encode `texts` into `prefix`.{bin,idx}; returns the numbers of documents and tokens."""
+    """Encode `texts` into `prefix`.{bin,idx}; return the numbers of documents and tokens."""
     import numpy
 
     from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
@@ -189,7 +188,7 @@ def _write(texts: Iterable[str], tokenizer: Tokenizer, end_id: int, prefix: Path
     hide_what_is_broken()
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    # Special tokens spelled out in a document stay text.
+    # Encode special tokens that a document spells out as ordinary text.
     tokenizer.encode_special_tokens = True
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.get_vocab_size()))
     documents = tokens = 0
@@ -218,10 +217,10 @@ def _batches(texts: Iterable[str]) -> Iterable[list[str]]:
 
 
 def check_dataset(prefix: str | os.PathLike[str], split: str | None = None) -> None:
-    """Check that `prefix`.{bin,idx} are there and belong together; reads the index only, through Megatron's reader.
+    """Check that `prefix`.{bin,idx} exist and belong together. Reads only the index, through Megatron's reader.
 
-    Checks also that every share of `split` gets tokens; None if a run uses the dataset for one purpose alone.
-    Prefixes on object storage are left to Megatron. Raises UserError naming the file, the fault and the remedy.
+    Also checks that every share of `split` gets tokens; `split` is None if a run does not split the dataset. Prefixes
+    on object storage are left to Megatron. Raises UserError that names the file, the fault and the remedy.
     """
     from megatron.core.datasets.indexed_dataset import _IndexReader
     from megatron.core.datasets.object_storage_utils import is_object_storage_path
@@ -303,7 +302,7 @@ def check_inputs(args: argparse.Namespace) -> None:
 
 
 def check_room_for_tokens(padded: int, tokens: int) -> None:
-    """Raise UserError for a padded vocabulary that is smaller than the tokenizer's `tokens`."""
+    """Raise UserError for a padded vocabulary that is smaller than the tokenizer's, which has `tokens`."""
     if padded < tokens:
         raise UserError(
             f"--padded-vocab-size {padded} is smaller than the tokenizer's vocabulary of {tokens}: use at least that, "
@@ -312,8 +311,8 @@ def check_room_for_tokens(padded: int, tokens: int) -> None:
 
 
 def padded_vocabulary(args: argparse.Namespace) -> int | None:
-    """The vocabulary size to which Megatron will pad this job's. If its tokenizer cannot be read here, as on a machine
-    that only plans, --vocab-size is used; None without that.
+    """The padded vocabulary size that Megatron will use for this job. If the tokenizer cannot be read here, as on a
+    machine that only plans, it is computed from --vocab-size; None without that option.
     """
     from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
 
@@ -327,23 +326,25 @@ def padded_vocabulary(args: argparse.Namespace) -> int | None:
 
 
 def check_room_without_files(args: argparse.Namespace) -> None:
-    """The same for a tokenizer without files, whose vocabulary size is --vocab-size."""
+    """Raise UserError for a padded vocabulary that is too small for a tokenizer without files, whose size is
+    --vocab-size.
+    """
     if args.padded_vocab_size is not None and args.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer"):
         check_room_for_tokens(args.padded_vocab_size, args.vocab_size)
 
 
 def _tokens_of(args: argparse.Namespace) -> int:
-    """The size of the vocabulary of the tokenizer that Megatron would build. Raises UserError if it cannot."""
+    """The vocabulary size of the tokenizer that Megatron would build. Raises UserError if it cannot be built."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     by_folder = args.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer")
     if by_folder and not os.path.isdir(args.tokenizer_model or ""):
-        # Its library would take the path for a name on the hub, and ask there for minutes.
+        # The library would take the path for a name on the hub, and spend minutes asking there.
         raise UserError(f"--tokenizer-model {args.tokenizer_model} is not a folder")
-    asked = argparse.Namespace(**vars(args) | {"pad_vocab_size": False, "rank": 1})  # rank 0 prints
+    asked = argparse.Namespace(**vars(args) | {"pad_vocab_size": False, "rank": 1})  # rank 0 would print
     try:
         return build_tokenizer(asked).vocab_size
-    except Exception as error:  # each library has its own
+    except Exception as error:  # each library raises its own errors
         said = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
             f"--tokenizer-type {args.tokenizer_type} cannot be loaded from --tokenizer-model {args.tokenizer_model}: "

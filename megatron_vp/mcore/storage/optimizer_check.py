@@ -9,8 +9,8 @@ from typing import Any
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, Placement
 
-# What decides how a rank's parameters lie in the buffers of the distributed optimizer, and its value where a checkpoint
-# knows nothing of it.
+# The arguments that determine where a rank's parameters lie in the buffers of the distributed optimizer, and the value
+# to assume if a checkpoint lacks one.
 _LAYOUT: dict[str, Any] = {
     "expert_model_parallel_size": 1,
     "vocab_parallel": False,
@@ -32,7 +32,7 @@ def check_optimizer(
     """Check the optimizer state of a checkpoint against validated Megatron arguments.
 
     written_by: the arguments of the run that wrote it.
-    common: what the checkpoint holds besides tensors.
+    common: the contents of the checkpoint besides tensors.
 
     Raises UserError.
     """
@@ -47,8 +47,8 @@ def check_optimizer(
 
 
 def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Check the form: Megatron reads optimizer state only into the kind of optimizer that wrote it. The distributed
-    optimizer's default form stores raw buffers and fits only the same layout.
+    """Check that the state has a form that this run can read. Megatron reads state only into the kind of optimizer that
+    wrote it, and the distributed optimizer's default form, which stores raw buffers, fits only the same layout.
     """
     if (written := getattr(written_by, "optimizer", args.optimizer)) != args.optimizer:
         raise UserError(
@@ -63,7 +63,7 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
             f"{'add it' if distributed else 'leave it out'}, or start with a fresh optimizer by --no-load-optim"
         )
     there, here = (getattr(each, "expert_model_parallel_size", 1) for each in (written_by, args))
-    # Only experts spread over ranks have a separate optimizer, whose state has other names.
+    # Experts have a separate optimizer, whose state has other names, only if they are spread over ranks.
     if args.num_experts and (there > 1) != (here > 1):
         raise UserError(
             f"Megatron cannot load the optimizer state in {folder}, saved with --expert-model-parallel-size {there}, "
@@ -84,14 +84,16 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
 
 
 def _is_distributed(args: argparse.Namespace, absent: bool = False) -> bool:
-    """Whether it is one of Megatron's distributed optimizers: by element, or by whole weight for Muon and similar."""
+    """Whether a run uses one of Megatron's distributed optimizers: split by element, or by whole weight for Muon and
+    similar.
+    """
     by_elements = getattr(args, "use_distributed_optimizer", absent)
     return by_elements or getattr(args, "use_layer_wise_distributed_optimizer", False)
 
 
 def _check_decoupled_rates(args: argparse.Namespace, written_by: argparse.Namespace, folder: Path) -> None:
-    """Check separate learning rates of the vocabulary layers: they make parameter groups, which Megatron finds by their
-    rates.
+    """Check separate learning rates of the vocabulary layers: they create parameter groups, which Megatron finds by
+    their rates.
     """
     for name in ("decoupled_lr", "decoupled_min_lr"):
         here, there = getattr(args, name), getattr(written_by, name, None)
@@ -114,9 +116,11 @@ def _check_decoupled_rates(args: argparse.Namespace, written_by: argparse.Namesp
 
 
 def _check_schedule(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Check the learning rate schedule: unless told which one to take, Megatron continues only with the same one."""
+    """Check the learning rate schedule: without an option that says which one to use, Megatron continues only with the
+    same.
+    """
     told = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
-    if told or not (args.train_iters or args.train_samples):  # Megatron refuses a run without an end itself
+    if told or not (args.train_iters or args.train_samples):  # Megatron itself refuses a run without an end
         return
     written = common.get("opt_param_scheduler", {})
     for name, here in learning_course(args).items():
@@ -129,8 +133,8 @@ def _check_schedule(args: argparse.Namespace, common: dict[str, Any], folder: Pa
 
 
 def learning_course(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments from which Megatron makes its OptimizerParamScheduler (`get_optimizer_param_scheduler`), by its
-    names.
+    """The values with which Megatron creates its OptimizerParamScheduler (in `get_optimizer_param_scheduler`), by
+    argument name.
     """
     if args.train_iters:
         batch = args.global_batch_size
@@ -157,18 +161,18 @@ def _layout(args: argparse.Namespace) -> dict[str, Any]:
     layout = {name: getattr(args, name, absent) for name, absent in _LAYOUT.items()}
     rows = getattr(args, "vocab_rows", None)
     layout["--vocab-shards"] = "even" if rows is None else ",".join(map(str, rows))
-    # The same string places other layers on a rank where a schedule places chunks otherwise.
+    # With another placement of chunks, the same layout string puts other layers on a rank.
     layout["the placement of chunks"] = _placement(args, layout)
     return layout
 
 
 def _placement(args: argparse.Namespace, layout: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
-    """The virtual stage of each chunk by rank. Our runs record it if it differs from Megatron's."""
+    """The virtual stage of each chunk, by rank. Our runs record it if it differs from Megatron's."""
     recorded = getattr(args, "chunk_placement", None)
     if recorded is not None:
         return tuple(map(tuple, recorded))
     ranks, chunks = layout["pipeline_model_parallel_size"], layout["virtual_pipeline_model_parallel_size"] or 1
-    # Checkpoints from before placements were recorded name the family, if they were written by a run of ours.
+    # Our older checkpoints do not record the placement, but they name the schedule family.
     family = FAMILIES.get(getattr(args, "pipeline_schedule", None) or DEFAULT_SCHEDULE)
     if family is not None and not family.in_rounds:
         return family.placement_of(ranks).stage_of

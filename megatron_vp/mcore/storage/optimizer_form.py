@@ -1,10 +1,11 @@
-"""Restricts the form in which other training loops keep the distributed optimizer's state in checkpoints.
+"""Restricts the form in which training loops other than Megatron's keep the distributed optimizer's state in
+checkpoints.
 
-Megatron's default form (`dp_reshardable`) holds a rank's raw buffers under keys that do not name parameters. Our
-buffers differ: rows of both vocabulary layers are on every rank, and a V holds other layers. Such a state would load in
-plain Megatron, and plain Megatron's here, without an error, and training would continue with the moments of other
-parameters. Where Megatron parses arguments, `optimizer_check` compares the two layouts at the start. A checkpoint of
-another loop does not say which layout it has, so only forms that fit every layout are taken.
+Megatron's default form (`dp_reshardable`) stores a rank's raw buffers under keys that do not name parameters. Our
+buffers differ: every rank has rows of both vocabulary layers, and in a V a rank holds other layers. Plain Megatron
+would load such a state without an error, as we would load that of plain Megatron, and training would continue with the
+moments of other parameters. If Megatron parses the arguments, `optimizer_check` compares the two layouts at startup. A
+checkpoint of another loop does not record its layout, so only forms that fit every layout are accepted.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from megatron_vp.mcore.patches import Patch
 
 _TAKEN = "fully_reshardable"
 _OF_ONE_LAYOUT = {"dp_reshardable": "dp_reshardable", "dp_zero_gather_scatter": "dp_zero"}
-"""The forms that fit only one layout, and the names of Megatron's functions for them."""
+"""The forms that fit only one layout, and the suffixes of Megatron's functions for them."""
 
 
 def _refusing(form: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replace Megatron's function for one of these forms by a refusal."""
+    """Make a replacement for Megatron's function for one of these forms, which raises UserError."""
 
     def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -69,7 +70,7 @@ PATCHES = tuple(
     )
     for form, function in _OF_ONE_LAYOUT.items()
 )
-"""Applied in loops of their own, with a schedule of ours."""
+"""Applied in scripts with their own training loop, with one of our schedules."""
 
 BRIDGE_PATCHES = (
     Patch(
@@ -79,4 +80,4 @@ BRIDGE_PATCHES = (
         "(use_distributed_optimizer, cfg)",
     ),
 )
-"""The same in a process that has imported Megatron-Bridge's training loop."""
+"""Applied likewise, in a process that has imported Megatron-Bridge's training loop."""

@@ -1,8 +1,8 @@
-"""Loads optimizer state under another learning rate.
+"""Lets a run with other learning rates load optimizer state.
 
-Megatron finds a checkpoint's parameter groups by their settings, which include learning rates.
-`--override-opt-param-scheduler` and `--use-checkpoint-opt-param-scheduler`, which say what is to be done about
-other rates, come too late: the group is not found.
+Megatron finds a checkpoint's parameter groups by their settings, which include learning rates. The options
+`--override-opt-param-scheduler` and `--use-checkpoint-opt-param-scheduler`, which say which rates to use, are applied
+too late: before that, Megatron fails to find the group.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from megatron_vp.mcore.settled import current
 
 RATES = ("max_lr", "min_lr")
 _LASTING = ("is_expert_parallel", "is_decoupled_lr", "default_config", "wd_mult", "lr_mult", "optimizer")
-"""Settings that identify a parameter group, without its rates."""
+"""The settings that identify a parameter group, apart from its rates."""
 
 Group = dict[str, Any]
 
 
 def with_the_same_rates(groups: Sequence[Group], loaded: Sequence[Group], keeps_loaded: bool) -> None:
-    """Give the loaded parameter groups and the optimizer's own the same rates, so that Megatron finds them.
+    """Give the loaded parameter groups the same rates as the optimizer's own groups, so that Megatron finds them.
 
-    `keeps_loaded` takes the rates of the checkpoint, otherwise those of this run are taken. Groups that only their
-    rates tell apart (MuP's) are paired in the order of the rates. Raises UserError if groups cannot be paired.
+    With `keeps_loaded` both get the rates of the checkpoint, otherwise those of this run. Groups that differ only in
+    their rates, as with MuP, are paired in the order of the rates. Raises UserError if groups cannot be paired.
     """
     for kind in {_kind(group) for group in groups}:
         ours, theirs = ([group for group in each if _kind(group) == kind] for each in (groups, loaded))
@@ -60,7 +60,7 @@ def _named(rates: tuple[float, ...], group: Group) -> Group:
 def _under_other_rates(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
-        """As the original, for a checkpoint that may have been written under other learning rates."""
+        """As the original, but also for a checkpoint that was written with other learning rates."""
         args = current().args
         if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
             states = (

@@ -1,12 +1,13 @@
-"""Ensures that only one run at a time saves to a folder: two would silently overwrite each other's checkpoints.
+"""Ensures that only one run at a time saves to a folder, because two would silently overwrite each other's checkpoints.
 
 Rank 0 claims the `--save` folder with a file `in_use_N.json`, where N is one more than any number there. The file is
-created exclusively, so one of several runs succeeds, on network file systems as well. Nothing depends on locks of the
-file system, or on clocks that agree. While the run lives, a thread renews the file's modification time.
+created exclusively, so only one of several runs succeeds, even on network file systems. This needs neither file locks
+nor synchronised clocks. During the run, a thread keeps renewing the file's modification time.
 
-A claim is void if its run has certainly ended: an earlier attempt of the same SLURM job, or a process of this machine
-that is gone. Any other claim is watched: one that is not renewed for SILENCE_SECONDS belonged to a run that was lost,
-with its node for instance. Should that run come back, it finds its claim gone at its next save, and ends.
+A claim is void if its run has certainly ended, because it is an earlier attempt of the same SLURM job or a process of
+this machine that no longer exists. Any other claim is watched. If it is not renewed for SILENCE_SECONDS, its run is
+considered lost, for example with its node. If that run comes back, it finds at its next save that its claim is gone,
+and stops.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ _FIELDS = ("token", "host", "process", "started", "machine", "job", "attempt", "
 
 
 class SaveFolder:
-    """A folder of checkpoints that this run wants to save to. Used only by rank 0.
+    """A folder for checkpoints that this run wants to claim. Used only by rank 0.
 
-    `option` is the one that named the folder.
+    `option` is the command-line option that named the folder.
     """
 
     def __init__(self, folder: Path, option: str = "--save") -> None:
@@ -52,13 +53,13 @@ class SaveFolder:
         self._own: Path | None = None
         self._descriptor: int | None = None
         self._watched: dict[Path, tuple[Any, float]] = {}
-        """Claims that may be void: their state when first seen, and the time."""
+        """For each claim that may be void, its state when first seen, and the time."""
         self._identity = _identity()
 
     def take(self) -> bool:
-        """Claim the folder. False if that is not decided yet: ask again after a moment.
+        """Try to claim the folder. Returns False while that is undecided; call it again after a moment.
 
-        Raises UserError if another run uses the folder, or if nothing can be written to it.
+        Raises UserError if another run uses the folder, or if it cannot be written to.
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -70,10 +71,10 @@ class SaveFolder:
             ) from error
 
     def check(self) -> bool:
-        """Raises UserError if another run has taken the folder over. A claim that was only removed is made again."""
+        """Raise UserError if another run has taken over the folder; create a claim again that was merely removed."""
         assert self._own is not None
         found = _read(self._own)
-        if found is not None and found[0]["token"] in ("", self._identity["token"]):  # empty if it cannot be read
+        if found is not None and found[0]["token"] in ("", self._identity["token"]):  # "": unreadable
             return True
         others = self._claims()
         if others or not self._create([]):
@@ -103,7 +104,7 @@ class SaveFolder:
 
     def _is_void(self, claim: Path) -> bool:
         found = _read(claim)
-        if found is None:  # removed meanwhile
+        if found is None:  # it was removed in the meantime
             return False
         owner, looks = found
         ours = self._identity
@@ -120,7 +121,7 @@ class SaveFolder:
         return alive is False
 
     def _renewed(self, claim: Path, owner: dict[str, str], looks: Any) -> bool | None:
-        """Whether a claim is being renewed; None while that is not known."""
+        """Whether a claim is being renewed; None while that is unknown."""
         now = time.monotonic()
         if claim not in self._watched:
             self._watched[claim] = looks, now
@@ -134,7 +135,7 @@ class SaveFolder:
         return False if now - since >= SILENCE_SECONDS else None
 
     def _create(self, void: Sequence[Path]) -> bool:
-        """Make a claim in place of void ones; False if another run was faster."""
+        """Create a claim in place of void ones; return False if another run was faster."""
         path = self._folder / f"in_use_{_number(void[-1]) + 1 if void else 1}.json"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -144,7 +145,7 @@ class SaveFolder:
         try:
             os.write(descriptor, json.dumps(self._identity).encode())
             os.fsync(descriptor)
-            # A claim that came and went meanwhile may have freed its number for a third run.
+            # A claim that appeared and vanished in the meantime may have let a third run take a number.
             if set(self._claims()) - {path, *void}:
                 raise FileExistsError
         except OSError as error:
@@ -164,13 +165,13 @@ class SaveFolder:
 
     def _renew(self) -> None:
         while (descriptor := self._descriptor) is not None:
-            with suppress(OSError):  # a file system that does not answer now may do so later
+            with suppress(OSError):  # the file system may respond again later
                 os.utime(descriptor)
             time.sleep(BEAT_SECONDS)
 
 
 def _identity() -> dict[str, str]:
-    """Description of this run, written into its claim."""
+    """Describe this run for its claim."""
     job = os.environ.get("SLURM_JOB_ID", "")
     return {
         "token": secrets.token_hex(8),
@@ -185,9 +186,9 @@ def _identity() -> dict[str, str]:
 
 
 def _machine() -> str:
-    """A name shared by all who see the same processes as this one; empty if unknown.
+    """A name that is the same for all processes that see the same process numbers as this one; empty if unknown.
 
-    Containers on one machine may share its name and not its process numbers.
+    Containers on one machine may share its name but not its process numbers.
     """
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -196,14 +197,14 @@ def _machine() -> str:
 
 
 def _started(process: int) -> str | None:
-    """When a process started, in ticks since the machine did; None if it has ended. Raises OSError if hidden."""
+    """When a process started, in ticks after boot; None if it has ended. Raises OSError if that is not visible."""
     state, *rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return None if state in "ZX" else rest[18]
 
 
 def _alive(owner: dict[str, str]) -> bool | None:
-    """Whether a process of this machine is alive, by its number and start time, because numbers are reused. None if
-    this user cannot tell.
+    """Whether a process of this machine is alive, judged by its number and start time, because numbers are reused. None
+    if this user cannot find out.
     """
     process = _whole(owner["process"])
     if process == os.getpid() or process == 0:
@@ -212,7 +213,7 @@ def _alive(owner: dict[str, str]) -> bool | None:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # another user's
+    except OSError:  # the process belongs to another user
         pass
     try:
         return _started(process) == owner["started"]
@@ -221,11 +222,11 @@ def _alive(owner: dict[str, str]) -> bool | None:
 
 
 def _read(claim: Path) -> tuple[dict[str, str], Any] | None:
-    """Read a claim: its contents, and a value that changes when it is renewed; None if it is gone. Fields are empty if
-    it cannot be read.
+    """Read a claim: its fields, and a value that changes when it is renewed; None if it is gone. If it cannot be read,
+    its fields are empty.
     """
     try:
-        # Opening a file makes a network file system ask for its present state.
+        # Opening a file makes a network file system fetch its current state.
         with suppress(UserError, ValueError, RecursionError):
             found = json.loads(read_text(claim, "claim", MIB))
             found = found if isinstance(found, dict) else {}
@@ -256,14 +257,14 @@ def _whole(text: str) -> int:
 
 
 _claimed: SaveFolder | None = None
-"""Rank 0's claimed folder."""
+"""The folder that rank 0 has claimed; None on other ranks and without a claim."""
 _guarded = False
 """Whether this run has claimed a folder; the same on all ranks."""
 
 
 def saves_to(args: argparse.Namespace) -> tuple[str, str] | None:
-    """The option that names the folder to which a run writes checkpoints, and the folder; None if it writes none. In a
-    conversion Megatron sets `--save` itself once the checkpoint is loaded.
+    """The folder to which a run writes checkpoints, after the option that names it; None if it writes none. In a
+    conversion, Megatron itself sets `--save` after loading the checkpoint.
     """
     if args.ckpt_convert_format is not None:
         return "--ckpt-convert-save", os.path.join(args.ckpt_convert_save, args.ckpt_convert_format)
@@ -271,7 +272,7 @@ def saves_to(args: argparse.Namespace) -> tuple[str, str] | None:
 
 
 def claim(option: str, folder: str) -> None:
-    """Claim the folder of `option` for this run; returns as soon as it is the run's. A collective of all ranks.
+    """Claim the folder that `option` names for this run, and return once it is claimed. Collective over all ranks.
 
     Object storage (`SCHEME://`) is not claimed. Raises UserError on every rank if another run uses the folder.
     """
@@ -294,7 +295,7 @@ def _take() -> bool:
 
 
 def agreed(act: Callable[[], Any]) -> Any:
-    """Run `act` on rank 0 and return its result on every rank; its UserError is raised on every rank."""
+    """Run `act` on rank 0, and return its result or raise its UserError on every rank."""
     said: list[Any] = [None, None]
     if torch.distributed.get_rank() == 0:
         try:
@@ -308,7 +309,7 @@ def agreed(act: Callable[[], Any]) -> Any:
 
 
 def check_claim() -> bool:
-    """On rank 0: raises UserError if another run has taken over the folder that this one has claimed."""
+    """Raise UserError on rank 0 if another run has taken over the folder that this run has claimed."""
     return _claimed is None or _claimed.check()
 
 

@@ -1,7 +1,7 @@
-"""Checks that every share of --split gets some of a dataset.
+"""Checks that every share of --split gets some tokens of a dataset.
 
-Megatron repeats a part of a dataset until it has enough tokens. For a part without tokens this never ends on the rank
-that reads the data, and the other ranks wait.
+Megatron repeats a part of a dataset until it has enough tokens. For a part without tokens, the rank that reads the data
+would do so forever, while the other ranks wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MEGATRONS_SPLIT = "969,30,1"
 
 
 def check_split(split: str) -> None:
-    """Raise UserError for shares of training, validation and test data that Megatron cannot cut a dataset by."""
+    """Raise UserError for a --split that does not give valid shares of training, validation and test data."""
     try:
         shares = _shares(split)
     except ValueError:
@@ -34,7 +34,7 @@ def check_split(split: str) -> None:
 
 
 def check_parts(dataset: str | os.PathLike[str], split: str, lengths: numpy.ndarray) -> None:
-    """Raise UserError for a share of `split` that gets no tokens of `dataset`; `lengths` are those of its documents."""
+    """Raise UserError if a share of `split` gets no tokens of `dataset`, whose documents have these `lengths`."""
     places = split_documents(split, len(lengths))
     empty = [part for part, place in zip(PARTS, places, strict=True) if place and not lengths[slice(*place)].sum()]
     if empty:
@@ -46,9 +46,9 @@ def check_parts(dataset: str | os.PathLike[str], split: str, lengths: numpy.ndar
 
 
 def split_documents(split: str, documents: int) -> list[tuple[int, int] | None]:
-    """The first document and the one after the last of training, validation and test; None for a share of 0.
+    """The range of documents (first, last + 1) for each of training, validation and test; None for a share of 0.
 
-    As Megatron's `BlendedMegatronDatasetBuilder` cuts a dataset.
+    Computed as in Megatron's `BlendedMegatronDatasetBuilder`.
     """
     from megatron.core.datasets.blended_megatron_dataset_config import (
         convert_split_vector_to_split_matrix,
@@ -60,7 +60,9 @@ def split_documents(split: str, documents: int) -> list[tuple[int, int] | None]:
 
 
 def split_with_documents(split: str, documents: int) -> str:
-    """The shares of a split that gives every part of `split` at least one document, or training alone if too few."""
+    """A split that gives every part of `split` at least one document, or if there are too few documents, all to
+    training.
+    """
     shares = [*_shares(split), 0.0, 0.0]
     others = [int(share > 0) for share in shares[1 : len(PARTS)]]
     if not shares[0] or documents <= sum(others):
@@ -69,7 +71,7 @@ def split_with_documents(split: str, documents: int) -> str:
 
 
 def split_for(documents: int) -> str | None:
-    """A --split for a dataset of so many documents if Megatron's default would leave a part empty; otherwise None."""
+    """A --split for a dataset with this many documents if Megatron's default leaves a part empty; otherwise None."""
     suits = all(begin < end for begin, end in filter(None, split_documents(MEGATRONS_SPLIT, documents)))
     return None if suits else split_with_documents(MEGATRONS_SPLIT, documents)
 

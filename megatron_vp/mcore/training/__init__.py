@@ -1,1 +1,1 @@
-"""Replaces Megatron's pipeline schedule: captures the user's step and drives its chunks."""
+"""Replaces Megatron's pipeline schedule: captures the user's `forward_step`, then runs the model's passes."""

@@ -1,9 +1,8 @@
-"""Capture, then execute: record the arguments that a user's `forward_step` would pass to the model, without running the
-model.
+"""Records the arguments that a user's `forward_step` passes to the model, without running the model.
 
 The runtime calls `forward_step(data_iterator, probe)`. The probe records the arguments of the call and returns a
-placeholder; `forward_step` returns that and the loss function. When the schedule says so, the runtime runs the passes
-of that microbatch. Any Megatron script works unmodified.
+placeholder, and `forward_step` returns the placeholder and the loss function. Later, when the schedule reaches them,
+the runtime runs the passes of that microbatch. Megatron scripts therefore work unmodified.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ _ELSEWHERE = {
     "decoder_input": "embeddings made outside the model",
     "output_processor": "an output processor",
 }
-"""Arguments of the model that our passes would ignore, and what they ask for."""
+"""Arguments of the model that our passes would ignore, and what each requests."""
 
 
 class Placeholder(torch.Tensor):
-    """Placeholder for the model's output, which the schedule computes later; any computation with it fails."""
+    """Stands for the model's output, which the schedule computes later; any computation with it fails."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse every use, because the output does not exist yet. Raises UserError."""
+        """Raise UserError for every use, because the output does not exist yet."""
         raise UserError(
             "this forward_step computes with the model's output, which does not exist yet when the schedule asks "
             "for the microbatch: do that in the loss function, which receives the token losses"
@@ -41,7 +40,7 @@ class Placeholder(torch.Tensor):
 
 
 class Probe:
-    """Replaces the model in one call of `forward_step`; attribute reads go to the model itself."""
+    """Replaces the model in one call of `forward_step`; attributes are read from the model itself."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -67,11 +66,11 @@ class Capture:
     signature: inspect.Signature
 
     def argument(self, name: str) -> Any:
-        """The value passed for the model's parameter `name`; None if it was left out."""
+        """The value that was passed for the model's parameter `name`; None if it was omitted."""
         return self.arguments().get(name)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments that the model would have received, by parameter name, without those left out."""
+        """The arguments that the model would have received, by parameter name; omitted ones are absent."""
         return self._bound().arguments
 
     def keep(self, *names: str) -> None:
@@ -90,11 +89,11 @@ class Capture:
 
 
 def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.nn.Module) -> Capture:
-    """Run the user's `forward_step` against a probe.
+    """Run the user's `forward_step` with a probe in place of the model.
 
-    Raises UserError if the data ends, and for scripts that our passes cannot serve: those that do not call the model
-        exactly once and return its output unchanged, as Megatron's own scripts do, or that pass more than tokens and
-        labels.
+    Raises UserError if the data ends, and for scripts that our passes cannot serve. Like Megatron's own scripts, a
+    script must call the model exactly once and return its output unchanged, and it must not pass arguments that our
+    passes would ignore.
     """
     probe = Probe(model)
     try:
@@ -124,7 +123,8 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
             "this forward_step does not return the model's output unchanged: return it unchanged, and do the rest in "
             "the loss function"
         )
-    # Loss functions may keep the model, as NVIDIA's own does: the probe must not keep an attention mask with it.
+    # Loss functions may keep the model, here the probe, as NVIDIA's own does. The probe must not keep an attention mask
+    # alive.
     args, kwargs = probe.calls.pop()
     captured = Capture(args, kwargs, loss_func, _signature(type(unwrap_model(model))))
     asked = captured.arguments()

@@ -1,9 +1,10 @@
-"""Mends Megatron's data handling on ranks with several model chunks or without data: skipped iterations and several
-validation sets.
+"""Fixes Megatron's handling of skipped iterations and of several validation sets, on ranks with several chunks or
+without data.
 
-Where a rank has virtual pipeline stages, Megatron gives it a list of data iterators, one per chunk. Two parts of its
-training loop do not expect that: `--iterations-to-skip` advances a single iterator, and the evaluation of several
-validation sets takes the list of chunks for the list of sets. Neither handles a middle stage, which has no data.
+If a rank has virtual pipeline stages, Megatron gives it a list of data iterators, one per chunk. Two parts of its
+training loop do not expect that: `--iterations-to-skip` advances only a single iterator, and the evaluation of several
+validation sets takes the list of chunks for the list of sets. Neither of them handles a middle stage, which has no
+data.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ def _counting_validation_sets(original: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(original)
     def build_train_valid_test_data_iterators(*arguments: Any, **options: Any) -> Any:
-        """As the original, once per chunk, where a chunk without data does not forget how long each set is."""
+        """As the original, which is called once per chunk, except that a chunk without data keeps the lengths of the
+        validation sets.
+        """
         nonlocal given
         args = current().args
-        if isinstance(args.eval_iters, list):  # the output of the chunk before
+        if isinstance(args.eval_iters, list):  # written by the previous chunk
             counted, args.eval_iters = args.eval_iters, given
         else:
             counted, given = None, args.eval_iters
@@ -50,7 +53,7 @@ def _counting_validation_sets(original: Callable[..., Any]) -> Callable[..., Any
         if isinstance(args.eval_iters, list):
             _check_names(args.validation_set_names, len(args.eval_iters))
             if None in args.eval_iters:
-                # Rank 0, which has data, tells the others before each evaluation.
+                # Before each evaluation, rank 0, which has data, tells the others.
                 args.eval_iters = counted or [0] * len(args.eval_iters)
         return iterators
 
@@ -70,8 +73,8 @@ def _by_validation_set(original: Callable[..., Any]) -> Callable[..., Any]:
     def evaluate_and_print_results(
         prefix: str, forward_step_func: Any, data_iterator: Any, model: list[Any], *arguments: Any, **options: Any
     ) -> Any:
-        """As the original, with iterators regrouped: per validation set one per chunk, instead of per chunk one per
-        set.
+        """As the original, with regrouped iterators: for each validation set one per chunk, instead of for each chunk
+        one per set.
         """
         by_chunk = isinstance(data_iterator, list) and len(data_iterator) == len(model) > 1
         if (

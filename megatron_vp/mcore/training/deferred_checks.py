@@ -1,7 +1,7 @@
 """Defers Megatron's checks of losses and gradients to the end of an iteration.
 
-A check asks the device whether a number is NaN, and the host waits for the answer: by Megatron's defaults twice a
-microbatch, on the rank that runs the loss function, which would launch nothing meanwhile.
+A check asks the device whether a number is NaN, and the host waits for the answer. With Megatron's defaults this
+happens twice per microbatch on the rank that runs the loss function, which launches nothing while it waits.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _deferred: list[Callable[[], None]] | None = None
 
 @contextmanager
 def deferred_checks() -> Iterator[None]:
-    """Inside, `validate_result` only records its calls; on leaving, the checks run in order.
+    """Let `validate_result`, inside this context, only record its calls; at the end, the checks run in order.
 
-    Faults are found before the optimizer's step, as in Megatron's own schedules. After an exception no checks run.
+    Faults are still found before the optimizer step, as in Megatron's own schedules. After an exception, no checks run.
     """
     global _deferred
     assert _deferred is None
@@ -34,14 +34,14 @@ def deferred_checks() -> Iterator[None]:
 
 
 def deferring(validate_result: Callable[..., None]) -> Callable[..., None]:
-    """Megatron's `RerunStateMachine.validate_result`, which waits inside `deferred_checks`."""
+    """Wrap Megatron's `RerunStateMachine.validate_result`, so that its checks are deferred inside `deferred_checks`."""
 
     @wraps(validate_result)
     def deferred(self: Any, result: Any, *args: Any, **kwargs: Any) -> None:
         if _deferred is None:
             validate_result(self, result, *args, **kwargs)
             return
-        # The schedule later scales the loss in place.
+        # A copy, because the schedule later scales the loss in place.
         kept = result.detach().clone() if isinstance(result, torch.Tensor) else result
         _deferred.append(partial(validate_result, self, kept, *args, **kwargs))
 

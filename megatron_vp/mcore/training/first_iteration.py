@@ -1,4 +1,6 @@
-"""Around a job's first iteration: rehearses training and evaluation, and logs what that and host memory took."""
+"""Rehearses training and evaluation before a job's first iteration, and logs the time and the host memory that this
+took.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from megatron_vp.schedule.passes import Schedule
 MIB, GIB = 2**20, 2**30
 
 Programs = Callable[[int, bool, Shapes], tuple[Schedule, tuple[Program, ...]]]
-"""The schedule and the programs of all ranks for so many microbatches, with or without gradients, of these sizes."""
+"""Returns the schedule and the programs of all ranks, for a number of microbatches, with or without gradients, and
+sizes.
+"""
 
 
 def rehearse(
@@ -31,13 +35,14 @@ def rehearse(
     shapes: Shapes,
     gradients: bool,
 ) -> None:
-    """Rehearse an iteration of this kind and these sizes once; before training also one of evaluation.
+    """Rehearse an iteration with these sizes, unless that was done before; before training, also rehearse an
+    evaluation.
 
-    An evaluation of other sizes is rehearsed before it begins. Collective over the pipeline.
+    An evaluation with other sizes is rehearsed when it begins. Collective over the pipeline.
     """
     kinds = [(shapes, gradients)]
     if gradients:
-        kinds.append((replace(shapes, mtp_depth=0), False))  # evaluation predicts the next token only
+        kinds.append((replace(shapes, mtp_depth=0), False))  # evaluation predicts only the next token
     new = [kind for kind in kinds if not pipeline.has_rehearsed(*kind)]
     if not new:
         return
@@ -56,7 +61,9 @@ def rehearse(
 
 @contextmanager
 def saying_host_memory(memory: HostMemory) -> Iterator[None]:
-    """Around an iteration: logs the host memory allocated for offloading, and activations that stay on the device."""
+    """Run an iteration inside this context: logs the host memory that was allocated for offloading, and which
+    activations stay on the device.
+    """
     size, seconds, known = memory.bytes, memory.seconds, set(memory.held_elsewhere)
     yield
     for chunk in memory.held_elsewhere.keys() - known:

@@ -1,4 +1,4 @@
-"""The function that Megatron's training loop calls instead of its own pipeline schedule."""
+"""Provides the function that Megatron's training loop calls instead of its own pipeline schedule."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def forward_backward(
     pg_collection: Any = None,
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
-    """Run one iteration under --pipeline-schedule; Megatron's contract for a `forward_backward_func`.
+    """Run one iteration under --pipeline-schedule; called like Megatron's `forward_backward_func`.
 
     Returns:
-        The reports of the user's loss function, one entry per microbatch, on the last pipeline rank; empty elsewhere.
+        What the user's loss function reports, one entry per microbatch, on the last pipeline rank; empty elsewhere.
 
     Raises:
-        UserError: for requests that this schedule cannot serve.
+        UserError: for arguments that our schedules do not support.
     """
     _refuse(collect_non_loss_data, adjust_tensor_shapes_fn)
     job = _job(model, pg_collection)
@@ -108,7 +108,7 @@ def training_schedule(
     seq_length: int,
     micro_batch_size: int,
 ) -> tuple[Schedule, int]:
-    """The schedule of a training iteration, and this process's rank in it."""
+    """The schedule of a training iteration, and the pipeline rank of this process."""
     job = _job(model, pg_collection)
     schedule, _ = _programs(job, microbatches, True, _shapes(job, seq_length, micro_batch_size, True))
     return schedule, job.pipeline.groups.rank
@@ -118,7 +118,7 @@ _LEAVE_OUT = "leave --vocab-parallel and --pipeline-schedule out"
 
 
 def _refuse(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any) -> None:
-    """Raise UserError for options of Megatron's schedule interface that ours do not support."""
+    """Raise UserError for options of Megatron's schedule interface that our schedules do not support."""
     if collect_non_loss_data:
         raise UserError(f"collecting non-loss data is not supported: {_LEAVE_OUT}")
     if adjust_tensor_shapes_fn is not None:
@@ -126,9 +126,9 @@ def _refuse(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any) -> None:
 
 
 def _check_communicator(pipeline: Pipeline, given: Any) -> None:
-    """Raise UserError for a p2p_communicator that is not Megatron's own between the ranks of this pipeline.
+    """Raise UserError for a p2p_communicator that is not Megatron's own or does not connect the ranks of this pipeline.
 
-    Megatron's own, which Megatron-Bridge always passes, is not needed: ours do the same.
+    Megatron's own, which Megatron-Bridge always passes, is ignored, because our communicators replace it.
     """
     if given is None:
         return
@@ -160,7 +160,9 @@ class _Job:
 
 
 def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessGroupCollection | None) -> _Job:
-    """Raises UserError for a model that was not prepared for our schedules, and wherever `agreed` does."""
+    """Collect the model and its settings. Raises UserError for a model that was not prepared for our schedules, and
+    like `agreed`.
+    """
     chunks = model if isinstance(model, list) else [model]
     wrapped = [each for each in chunks if isinstance(each, _BaseDataParallel)]
     others = [each for each in wrapped if not isinstance(each, DistributedDataParallel)]
@@ -189,14 +191,14 @@ def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessG
 
 
 def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) -> Shapes:
-    """Sizes of a microbatch; a rank without peers gets buffers that are filled."""
+    """The sizes of a microbatch. For a rank without peers, the object also fills receive buffers with random values."""
     args, config, context = job.settled.args, job.config, job.groups.cp.size()
     own = job.pipeline.groups
     sp_size, sp_rank = (own.tensor_size, own.tensor_rank) if config.sequence_parallel else (1, 0)
     split = {
-        # Evaluation predicts the next token only, and so do our passes where the layers are whole.
+        # In evaluation, and with whole vocabulary layers, our passes predict only the next token.
         "mtp_depth": (args.mtp_num_layers or 0) if gradients and args.vocab_parallel else 0,
-        "cp_chunks": 2 if context > 1 else 1,  # of the whole sequence, one from its front, one from its end
+        "cp_chunks": 2 if context > 1 else 1,  # one chunk from the front of the whole sequence, one from its end
         "sp_size": sp_size,
         "sp_rank": sp_rank,
     }
@@ -231,7 +233,7 @@ def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> 
 def _run(
     job: _Job, schedule: Schedule, program: Program, megatron: MegatronModel, shapes: Shapes, gradients: bool
 ) -> None:
-    """Run the program, watched by what --rank-report and its like ask for; evaluation is not watched."""
+    """Run the program, and record it for --rank-report and the like; evaluation is not recorded."""
     watched = watch(job.settled, lambda: job.pipeline.groups) if gradients else None
     with saying_host_memory(job.pipeline.host_memory):
         counted = job.pipeline.run(
@@ -248,7 +250,7 @@ def _run(
 
 
 def _finalize_gradients(job: _Job, megatron: MegatronModel, force_all_reduce: bool | None) -> None:
-    """Megatron's own reductions over replicas and layouts, as at the end of its schedules."""
+    """Let Megatron finish the gradients with its own reductions, as at the end of its schedules."""
     config = job.config
     if config.finalize_model_grads_func is not None:
         config.finalize_model_grads_func(

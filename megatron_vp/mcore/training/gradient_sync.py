@@ -10,11 +10,11 @@ import torch
 
 
 class GradientSynchronisation:
-    """The gradient synchronisation of one chunk (wrapped in Megatron's DDP or not) in one iteration.
+    """Controls the gradient synchronisation of one chunk, wrapped in Megatron's DDP or not, in one iteration.
 
-    Megatron counts the reports of every parameter in a bucket and reduces the bucket when all have reported. Parameters
-    in autograd's graph report by a hook; a weight that a pass T, IB or W accumulates is reported here, exactly once,
-    and not before reports count: until `start`, Megatron is told that more microbatches follow.
+    Megatron reduces a bucket when all of its parameters have reported that their gradients are ready. Parameters in
+    autograd's graph report through a hook. A weight that a pass T, IB or W accumulates is reported here, exactly once,
+    and only after `start`: until then, Megatron is told that more microbatches follow, and does not count reports.
     """
 
     def __init__(self, chunk: torch.nn.Module) -> None:
@@ -29,21 +29,23 @@ class GradientSynchronisation:
         self._held.__enter__()
 
     def start(self) -> None:
-        """From now on gradients are final: report the weights that are complete."""
+        """Let reports count from now on, and report the weights that are already complete."""
         self._held.__exit__(None, None, None)
         self._started = True
         for parameter in self._waiting:
             self._report(parameter)
 
     def complete(self, parameter: torch.nn.Parameter) -> None:
-        """A weight outside autograd has received its last contribution."""
+        """Note that a weight outside autograd has received its last contribution."""
         if self._started:
             self._report(parameter)
         else:
             self._waiting.append(parameter)
 
     def finish(self, synchronise: Callable[..., Any] | None) -> None:
-        """The end of the schedule, for a chunk that has not started: by Megatron's aligned start if there is one."""
+        """End the schedule: start the synchronisation if it has not started, with Megatron's aligned start if there is
+        one.
+        """
         if self._started:
             return
         if synchronise is None:

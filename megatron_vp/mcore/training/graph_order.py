@@ -1,12 +1,12 @@
-"""CUDA graphs of layers (`--cuda-graph-impl transformer_engine` and `local`) under our schedules.
+"""Supports CUDA graphs of layers (`--cuda-graph-impl transformer_engine` and `local`) under our schedules.
 
-Megatron has Transformer Engine capture a graph for every layer and microbatch, in the order in which a rank runs its
-forwards and backwards. Graphs share buffers by that order: an F takes the input buffer of a microbatch whose B came
-before. Megatron hands over the order of its own 1F1B, so under another schedule an F would overwrite what a later B
-reads. Here it is the order of the job's schedule.
+Megatron lets Transformer Engine capture a graph for every layer and microbatch, in the order in which a rank runs its
+forwards and backwards. Graphs share buffers according to that order: an F reuses the input buffer of a microbatch whose
+B came before. Megatron passes the order of its own 1F1B, so under another schedule an F would overwrite what a later B
+reads. This module passes the order of the job's schedule instead.
 
-Megatron's own graphs (`local`) are captured in the order that it has recorded in the first iteration, so there is
-nothing to hand over.
+Megatron captures its own graphs (`local`) in the order that it recorded in the first iteration, so for them no order
+needs to be passed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from megatron_vp.schedule.passes import PassKind, Schedule
 
 
 def graph_order(schedule: Schedule, rank: int) -> list[int]:
-    """The forwards and backwards of a rank in order: c + 1 is F of chunk c, -(c + 1) its backward.
+    """The forwards and backwards of a rank in order: c + 1 stands for F of chunk c, and -(c + 1) for its backward.
 
-    Microbatches are not named: a chunk's are assumed to come in the same order in both directions. Raises UserError for
-    a schedule in which they do not.
+    The order does not name microbatches. Those of a chunk must come in ascending order, both forwards and backwards,
+    and UserError is raised if they do not.
     """
     signs = {PassKind.F: 1, PassKind.B: -1, PassKind.BW: -1}
     steps = [step for step in schedule.ranks[rank] if step.kind in signs]
@@ -44,7 +44,7 @@ def graph_order(schedule: Schedule, rank: int) -> list[int]:
 
 
 def in_our_order(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `TECudaGraphHelper._get_cuda_graph_input_data`, with the job's order in place of its own."""
+    """Wrap Megatron's `TECudaGraphHelper._get_cuda_graph_input_data`, so that it uses the order of our schedule."""
 
     @functools.wraps(original)
     def _get_cuda_graph_input_data(self: Any) -> Any:

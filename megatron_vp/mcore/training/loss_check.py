@@ -1,6 +1,6 @@
-"""Checks an iteration's losses by microbatch, and finds the first pass that produced a NaN or an infinity.
+"""Checks the losses of an iteration by microbatch, and finds the first pass that produced a NaN or an infinity.
 
-The checks of an iteration run on the device, and their results are read once, at its end, where Megatron waits for the
+The checks run on the device. Their results are read once, at the end of the iteration, when Megatron waits for the
 device anyway.
 """
 
@@ -13,10 +13,10 @@ from megatron_vp.errors import UserError, say
 
 
 class LossCheck:
-    """Collects verdicts on the losses of one iteration, on the rank that runs the loss function.
+    """Collects the results of checks on the losses of one iteration, on the rank that runs the loss function.
 
     Args:
-        vocab_size: V, padded; a label is one of 0..V-1.
+        vocab_size: the padded vocabulary size V; valid labels are 0..V-1.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -27,26 +27,27 @@ class LossCheck:
     def add(
         self, microbatch: int, loss: torch.Tensor, labels_bs: torch.Tensor, gradient_ks: torch.Tensor | None
     ) -> None:
-        """Judge one microbatch; nothing waits for the device.
+        """Check one microbatch, without waiting for the device.
 
-        A label outside the vocabulary has no logit, so its token loss means nothing. That is an error if the loss
-        depends on it; masked positions may hold any label. Without gradients, in evaluation, it is unknown what depends
-        on it, and negative labels, the usual mark of an ignored position, pass.
+        A label outside the vocabulary has no logit, so its token loss is meaningless. That is an error if the loss
+        depends on it, but masked positions may hold any label. In evaluation there are no gradients, so it is unknown
+        which token losses matter; negative labels, the usual mark of ignored positions, are then accepted.
 
         Args:
-            loss: [], of the microbatch.
+            loss: [], the loss of the microbatch.
             labels_bs: int64 [b, s].
-            gradient_ks: of the loss by token loss, [b, s], and behind it those of further predictions.
+            gradient_ks: the gradients of the loss with respect to token losses, first those of the next token, [b, s],
+                then those of further predictions; None in evaluation.
         """
         counts_bs = labels_bs >= 0 if gradient_ks is None else gradient_ks[: len(labels_bs)] != 0
         wrong_bs = ((labels_bs < 0) | (labels_bs >= self._vocab_size)) & counts_bs
         label = torch.where(wrong_bs, labels_bs, 0).flatten()
-        worst = label.take(label.abs().argmax())  # `[]` would bring the index to the host
+        worst = label.take(label.abs().argmax())  # `[]` would copy the index to the host
         self._microbatches.append(microbatch)
         self._verdicts.append(torch.stack([(~loss.detach().isfinite()).long().squeeze(), wrong_bs.any().long(), worst]))
 
     def judge(self) -> None:
-        """Report losses that are not finite; Megatron decides what follows from them.
+        """Report losses that are not finite; Megatron decides what to do about them.
 
         Raises UserError for labels outside the vocabulary.
         """
@@ -66,7 +67,7 @@ class LossCheck:
 
 
 def report_birth_of_nan(chunk: int, microbatch: int, given: torch.Tensor | None, made: torch.Tensor) -> None:
-    """Report it if a forward pass turned finite inputs (None: tokens) into NaN or infinity. Waits for the device."""
+    """Report if a forward pass turned finite inputs (None for tokens) into NaN or infinity. Waits for the device."""
     if (given is None or given.isfinite().all()) and not made.isfinite().all():
         _say(
             f"rank {dist.get_rank()}: F of microbatch {microbatch} in chunk {chunk} turned finite numbers into NaN "

@@ -1,4 +1,4 @@
-"""Connects the runtime to Megatron: a rank's chunks, the user's data and loss function."""
+"""Connects the runtime to Megatron: to a rank's chunks, and to the user's data and loss function."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class MegatronModel:
 
     Args:
         chunks: the rank's model chunks, as Megatron wrapped them (DDP, Float16Module).
-        forward_step, data_iterators: the user's, as Megatron hands them to a schedule; one iterator a chunk.
+        forward_step, data_iterators: the user's, as Megatron passes them to a schedule; one iterator per chunk.
         microbatches: m.
         shapes: expected sizes of a microbatch.
         gradients: False in evaluation.
-        is_first_rank: this is pipeline rank 0, whose gradients may be synchronised during the last backward even when
-            Megatron aligns the synchronisation of the ranks.
-        context_group: the ranks that hold the other parts of this rank's sequences. split_backward: pass B leaves
-            weight gradients to a pass W.
-        late_weights: the (chunk, microbatch) of which other passes run between B and W.
-        first_val_step: in evaluation, whether quantised weights may have changed since they were cached (None: they
-            may), as Megatron hands it to a schedule.
+        is_first_rank: whether this is pipeline rank 0, which may synchronise gradients during the last backward even if
+            Megatron aligns the synchronisation of ranks.
+        context_group: the ranks that hold the other parts of this rank's sequences. split_backward: whether pass B
+            leaves weight gradients to a pass W.
+        late_weights: the (chunk, microbatch) pairs with other passes between their B and W.
+        first_val_step: in evaluation, whether quantised weights may have changed since they were cached, as Megatron
+            passes it to a schedule; None if they may have.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class MegatronModel:
         first_val_step: bool | None = None,
     ) -> None:
         self._config = get_model_config(chunks[0])
-        # With aligned gradient synchronisation only the first rank starts inside the schedule, as in Megatron's 1F1B.
+        # With aligned gradient synchronisation, only the first rank starts it inside the schedule, as in Megatron's
+        # 1F1B.
         inside = self._config.grad_sync_func is None or (is_first_rank and len(chunks) == 1)
         self._chunks = [
             _Chunk(chunk, iterator, microbatches, synchronises_in_schedule=inside)
@@ -72,12 +73,12 @@ class MegatronModel:
         self._keeps_outputs = self._config.cuda_graph_impl == "local"
         self._late_weights = late_weights
         self._weights_changed = gradients or first_val_step is not False
-        # Megatron repeats an iteration with an unexpected loss: the repetition is examined closely.
+        # If Megatron repeats an iteration because of an unexpected loss, the repetition is examined closely.
         self._watches_numbers = get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE
         self._loss_check = LossCheck(self._chunks[-1].core.vocab_size)
         self._pending_weights: dict[tuple[int, int], list[PendingGradient]] = {}
         self.losses: list[Any] = []
-        """The reports of the user's loss function, one entry per microbatch; on the last pipeline rank only."""
+        """What the user's loss function reports, one entry per microbatch; only on the last pipeline rank."""
         self.tokens_seen = torch.zeros([], dtype=torch.int, device=shapes.device)
         self._output_options = {"fp32_output": False} if self._config.fp16 or self._config.bf16 else {}
         if gradients:
@@ -85,7 +86,7 @@ class MegatronModel:
                 chunk.synchronisation.hold((no_sync or nullcontext)())
 
     def load(self, chunk: int, microbatch: int) -> None:
-        """Call the user's `forward_step`, which reads the data."""
+        """Call the user's `forward_step` for a microbatch, which reads its data."""
         self._capture(self._chunks[chunk], microbatch)
 
     def tokens(self, microbatch: int) -> torch.Tensor:
@@ -97,12 +98,12 @@ class MegatronModel:
         return self._append_next_tokens(self._token_ids("labels", self._chunks[-1], microbatch))
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
-        """Megatron's embedding without the look-up: [b, s, h] to [s, b, h]."""
+        """Run Megatron's embedding without the look-up: from [b, s, h] to [s, b, h]."""
         position_ids = self._capture(self._chunks[0], microbatch).argument("position_ids")
         return self._chunks[0].core.embedding(input_ids=words_bsh, position_ids=position_ids)
 
     def receive_words(self, words_rh: torch.Tensor) -> None:
-        """The embedding rows that multi-token prediction uses in the next forward of the last chunk."""
+        """Store the embedding rows that multi-token prediction uses in the next forward of the last chunk."""
         words_beh = words_rh.view(self._shapes.batch, -1, self._shapes.hidden)
         rows = self._chunks[-1].core.received_embedding.word_embeddings
         rows.ahead = (self._shapes.ahead(words_beh, depth) for depth in range(1, self._shapes.predictions))
@@ -111,40 +112,41 @@ class MegatronModel:
     def forward(
         self, chunk: int, microbatch: int, input_sbh: torch.Tensor | None, labels_bs: torch.Tensor | None
     ) -> torch.Tensor:
-        """The chunk: [s, b, h] to [s, b, h]; with the whole output layer, to token losses fp32 [b, s]."""
+        """Run the chunk: from [s, b, h] to [s, b, h] or, with a whole output layer, to token losses [b, s] in fp32."""
         self._start_timer("forward-compute")
         part = self._chunks[chunk]
         captured = self._capture(part, microbatch)
-        # fp8 layers then quantise their weights again, in evaluation too, because the optimizer has changed them.
+        # fp8 layers then quantise their weights again, because the optimizer has changed them. This includes
+        # evaluation.
         if microbatch == 0 and self._weights_changed and hasattr(part.model, "set_is_first_microbatch"):
             part.model.set_is_first_microbatch()
         schedules.set_current_microbatch(part.model, microbatch)
-        # A graph's backward writes its gradient to the same buffer each time, and ours may still be being sent.
+        # A graph's backward always writes its gradient to the same buffer, which may still be in use by a send.
         taken = _KeptGradient.apply(input_sbh) if self._replays_graphs and input_sbh is not None else input_sbh
         part.core.set_input_tensor(taken)
         given = captured if labels_bs is None else captured.given(labels=labels_bs)
         output = part.model(*given.args, **given.kwargs, **self._output_options)
         part.core.set_input_tensor(None)
         if part.core.post_process:
-            # A tensor of its own, whose data `release_output` may free.
+            # A copy, whose data `release_output` may free.
             output = output.float().clone()
-        elif output is taken:  # a hybrid segment without layers; its input has to outlive its output
+        elif output is taken:  # a hybrid segment without layers, whose input must outlive its output
             output = taken.clone()
         elif self._keeps_outputs:  # Megatron's graphs return their own buffer, which has to outlive `release_output`
             output = _copied(output)
         if self._watches_numbers:
             report_birth_of_nan(chunk, microbatch, input_sbh, output)
-        # The loss function is still to come; the attention mask is no longer needed.
+        # The loss function, which runs later, needs these; the attention mask is no longer needed.
         captured.keep("labels", "loss_mask", "packed_seq_params")
         self._calculate_loss(part, output, None, is_last_stage=False)
         return output
 
     def release_output(self, output: torch.Tensor) -> None:
-        """Free the data of an output that lives on elsewhere; its graph remains."""
+        """Free the data of an output that is kept elsewhere; its autograd graph remains."""
         schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
     def backward(self, chunk: int, microbatch: int, output: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Backward of the chunk; the last one of the iteration lets Megatron synchronise gradients."""
+        """Run the backward of the chunk; the last one of the iteration lets Megatron synchronise gradients."""
         part = self._chunks[chunk]
         part.before_backward()
         if self._split_backward:
@@ -157,21 +159,21 @@ class MegatronModel:
             schedules.backward_step(None, output, gradient, self._config)
 
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
-        """Pass W: the weight gradients that the backward left; after the last one they are complete."""
+        """Run pass W: accumulate the weight gradients that the backward left; after the last pass they are complete."""
         pending = self._pending_weights.pop((chunk, microbatch))
         part = self._chunks[chunk]
         part.before_weight_gradient(microbatch)
         parameters = [parameter for each in pending for parameter in each.parameters]
-        parameters += trained_parameters(part.delaying)  # frozen weights left nothing for W
+        parameters += trained_parameters(part.delaying)  # also the biases of frozen weights
         pending.reverse()
-        while pending:  # a layer's tensors are freed before the next layer's product
+        while pending:  # frees a layer's tensors before the next layer's product
             pending.pop().accumulate()
         part.after_weight_gradient(parameters)
 
     def loss(
         self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """The user's loss function, averaged and scaled as Megatron's schedules do it; returns g, fp32 [b, s]."""
+        """Run the user's loss function, averaged and scaled as in Megatron's schedules; return g, [b, s] in fp32."""
         self._start_timer("forward-compute")
         token_loss_bs.requires_grad_(self._gradients)
         part = self._chunks[-1]
@@ -191,16 +193,16 @@ class MegatronModel:
         return token_loss_bs.grad
 
     def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
-        """Report a weight whose gradient autograd never saw to Megatron's buckets, as autograd's hook would."""
+        """Report to Megatron's buckets, as autograd's hook would, a weight whose gradient autograd never sees."""
         for chunk in self._chunks:
             if chunk.owns(parameter):
                 chunk.synchronisation.complete(parameter)
 
     def finish(self) -> None:
-        """The end of the schedule: start the gradient synchronisations that have not started yet."""
+        """End the schedule: start the gradient synchronisations that have not started yet."""
         for chunk in self._chunks:
-            # A loader's workers are told to stop when the last reference to their iterator goes, and under
-            # --exit-signal-handler nothing else stops them: this one must not wait for the garbage collector.
+            # A loader's workers stop when the last reference to their iterator is dropped; with --exit-signal-handler,
+            # nothing else stops them. So this reference must not wait for the garbage collector.
             chunk.data_iterator = None
         if not self._gradients:
             return
@@ -209,11 +211,11 @@ class MegatronModel:
             chunk.synchronisation.finish(synchronise)
 
     def check_losses(self) -> None:
-        """Judge the losses of the iteration; see `LossCheck.judge`."""
+        """Check the losses of the iteration; see `LossCheck.judge`."""
         self._loss_check.judge()
 
     def _capture(self, chunk: _Chunk, microbatch: int) -> Capture:
-        """Capture microbatches in order and no earlier than needed, because an attention mask can be large."""
+        """Capture microbatches in order, and no earlier than needed, because attention masks can be large."""
         while chunk.captured <= microbatch:
             captured = capture(self._forward_step, chunk.data_iterator, chunk.model)
             check_packed(captured, self._shapes, self._context_group.size())
@@ -222,7 +224,7 @@ class MegatronModel:
         return chunk.captures[microbatch]
 
     def _append_next_tokens(self, values_bs: torch.Tensor) -> torch.Tensor:
-        """[b, s] to [b, e], laid out as `Shapes.token_ids`."""
+        """Extend values from [b, s] to [b, e], laid out as in `Shapes.token_ids`."""
         shapes = self._shapes
         return append_next_tokens(values_bs, shapes.mtp_depth, shapes.cp_chunks, self._context_group)
 
@@ -240,9 +242,10 @@ class MegatronModel:
     def _calculate_loss(
         self, chunk: _Chunk, output: torch.Tensor, loss_func: Callable[..., Any] | None, is_last_stage: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The end of a forward in Megatron's schedules: loss and token count of the last stage, timer stopped.
+        """Run the end of a forward as in Megatron's schedules: compute loss and token count on the last stage, stop the
+        timer.
 
-        On every stage it scales the backward of the losses that layers add by themselves, a router's among them.
+        On every stage, this also scales the gradients of losses that layers add themselves, such as that of a router.
         """
         return schedules.forward_step_calc_loss(
             chunk.model,
@@ -263,16 +266,16 @@ class MegatronModel:
 
 
 class _KeptGradient(torch.autograd.Function):
-    """Passes a chunk's input [s, b, h] through and copies its gradient into separate memory."""
+    """Returns a chunk's input [s, b, h] unchanged, and copies its gradient to separate memory."""
 
     @staticmethod
     def forward(ctx: Any, input_sbh: torch.Tensor) -> torch.Tensor:
-        """The input, under another name."""
+        """Return a view of the input."""
         return input_sbh.view_as(input_sbh)
 
     @staticmethod
     def backward(ctx: Any, gradient_sbh: torch.Tensor) -> torch.Tensor:
-        """A copy."""
+        """Return a copy of the gradient."""
         return gradient_sbh.clone()
 
 
@@ -308,17 +311,19 @@ class _Chunk:
             self.synchronisation.start()
 
     def before_weight_gradient(self, microbatch: int) -> None:
-        """Require microbatch 0 first: its fused products in Transformer Engine's layers overwrite main_grad."""
+        """Require that microbatch 0 comes first, because its fused products in Transformer Engine's layers overwrite
+        main_grad.
+        """
         assert self._weight_passes or not microbatch, "the weight gradient of microbatch 0 is not the first"
         self._weight_passes += 1
 
     def after_weight_gradient(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """After the last pass W of the iteration the parameters that it accumulated are complete."""
+        """After the last pass W of the iteration, report that its parameters are complete."""
         if self._weight_passes == self._microbatches:
             for parameter in dict.fromkeys(parameters):
                 self.synchronisation.complete(parameter)
 
 
 def _listed(value: Any, count: int) -> list[Any]:
-    """Megatron passes functions of several chunks as a list, but that of a single chunk alone: make it a list."""
+    """Make a list of functions, one per chunk: Megatron passes a list only for several chunks."""
     return value if isinstance(value, list) else [value] * count

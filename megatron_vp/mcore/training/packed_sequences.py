@@ -1,7 +1,7 @@
-"""Packed sequences: documents laid end to end in one sequence, whose boundaries every layer's attention needs.
+"""Checks packed sequences: documents laid end to end in one sequence, whose boundaries every attention layer needs.
 
-Megatron calls the format THD. Each rank reads the boundaries with its own data and hands them to its chunks, so the
-pipeline carries what it always does, activations of one shape.
+Megatron calls the format THD. Each rank reads the boundaries with its own data and passes them to its chunks, so the
+pipeline transports only activations of one shape, as always.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def check_packed(captured: Capture, shapes: Shapes, context_size: int) -> None:
 
     Args:
         captured: one microbatch of one chunk.
-        shapes: of every microbatch.
-        context_size: ranks that share a sequence.
+        shapes: the sizes of every microbatch.
+        context_size: the number of ranks that share a sequence.
     """
     packed = captured.argument("packed_seq_params")
     if packed is None:

@@ -1,4 +1,4 @@
-"""Makes the schedule and the programs of an iteration, once for each number of microbatches."""
+"""Makes the schedule and the programs of an iteration, and caches them by number of microbatches."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megatron_vp.schedule.request import ScheduleRequest
 
 @lru_cache(maxsize=8)
 def programs(request: ScheduleRequest, embeds_on_last_stage: bool) -> tuple[Schedule, tuple[Program, ...]]:
-    """The schedule of an iteration and the programs of all pipeline ranks; `embeds_on_last_stage`: see `lower`.
+    """The schedule of an iteration and the programs of all pipeline ranks; for `embeds_on_last_stage` see `lower`.
 
-    The costs of the request order the passes, and place communication between them.
+    The costs in the request decide the order of passes and where communication is placed between them.
     """
     schedule = expand_interlaced(request.schedule())
     return schedule, lower(schedule, request.costs, embeds_on_last_stage)
 
 
 def without_frozen(costs: Costs | None, method: VocabMethod, trained: Trained) -> Costs | None:
-    """The costs that passes are ordered by, without gradients of frozen weights. W takes the trained share of its time.
-    For frozen rows IB takes no time, and T none either, except that vocab-1's T keeps one of its two products (dX):
-    half of its time.
+    """The costs by which passes are ordered, without the gradients of frozen weights. W takes only the trained share of
+    its time. For frozen rows, IB takes no time; T takes no time either, except with vocab-1, whose T still computes dX,
+    one of its two products, in half of its time.
     """
     if trained.everything:
         return costs
@@ -42,7 +42,7 @@ def without_frozen(costs: Costs | None, method: VocabMethod, trained: Trained) -
 
 
 def late_weights(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
-    """The (chunk, microbatch) pairs of a rank with another F or B between their B and W."""
+    """The (chunk, microbatch) pairs for which the rank runs another F or B between their B and W."""
     started: dict[tuple[int, int], int] = {}
     late, passes = set(), 0
     for step in schedule.ranks[rank]:

@@ -1,4 +1,4 @@
-"""The patches for our pipeline schedules and for vocabulary parallelism."""
+"""Patches for our pipeline schedules and for vocabulary parallelism."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def _theoretical_memory(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 SCHEDULE_PATCHES: tuple[Patch, ...] = (
-    # Not the getter: training loops have imported it by name, long before. It returns these, by their names.
+    # The functions are patched, not the getter that looks them up by name, because training loops have already imported
+    # the getter.
     *(
         Patch(
             f"megatron.core.pipeline_parallel.schedules:forward_backward_{name}",
