@@ -1,9 +1,9 @@
-"""Pretrain a GPT model with Megatron-Core under the megatron_vp plug-in; with --hybrid-layer-pattern a hybrid model.
+"""Pretrain a GPT model, or with --hybrid-layer-pattern a hybrid model, with Megatron-Core and the megatron_vp plug-in.
 
     torchrun --nproc-per-node N pretrain_gpt_vp.py --config FILE.yaml [--vocab-parallel] [any Megatron flag]
 
-Without --vocab-parallel and --pipeline-schedule this is plain Megatron. The functions below are what Megatron asks of a
-training script; copy the file to change one of them.
+Without --vocab-parallel and --pipeline-schedule this is plain Megatron. The functions below are those that Megatron
+requires of a training script; to change one of them, copy this file.
 """
 # ruff: noqa: E402 (Megatron reads its environment when it is imported: the plug-in has to be first)
 
@@ -53,20 +53,21 @@ from megatron_vp.mcore.storage.attempt import noting_the_end
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 BOUNDARY_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
-"""Of packed sequences: where documents end, int32 [1, documents + 1], and the length of the longest."""
+"""For packed sequences: where documents end, int32 [1, documents + 1], and the length of the longest document."""
 
 SPIKE = 10.0
-"""Under --check-for-spiky-loss: how many times the largest loss so far a loss is expected to stay below."""
+"""With --check-for-spiky-loss, a loss counts as a spike if it exceeds this many times the largest loss so far."""
 
 
 def get_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int) -> tuple[torch.Tensor | None, ...]:
-    """The next microbatch in the order of BATCH_KEYS: int64 [b, s] (loss mask fp32, attention mask bool [b, 1, s, s]).
+    """Return the next microbatch in the order of BATCH_KEYS: int64 [b, s], loss mask fp32, attention mask bool [b, 1,
+    s, s].
 
-    Middle pipeline stages get None for everything and leave the iterator alone; the first stage has no labels, the last
+    Middle pipeline stages get None for everything and do not use the iterator. The first stage gets no labels, the last
     no tokens. Tensor-parallel rank 0 reads and broadcasts. Context-parallel ranks get their parts of the sequence.
 
-    BOUNDARY_KEYS follow, None unless sequences are packed. Then every stage reads them, as its attention needs them,
-    and the b sequences are joined to one, [1, b s].
+    The values of BOUNDARY_KEYS follow; they are None unless sequences are packed. With packed sequences, every stage
+    reads them for its attention, and the b sequences are joined into one, [1, b s].
     """
     keys, at_an_end = BATCH_KEYS + BOUNDARY_KEYS, is_first_or_last_pipeline_stage(vp_stage)
     if not at_an_end and not packs_sequences():
@@ -106,7 +107,7 @@ def get_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int) -
 
 
 def packs_sequences() -> bool:
-    """Whether documents lie end to end in packed sequences, in which attention keeps to each of them."""
+    """Whether documents are packed into sequences in which attention does not cross document boundaries."""
     args = get_args()
     return args.sft or args.dataloader_inter_document_masking
 
@@ -114,7 +115,9 @@ def packs_sequences() -> bool:
 def packed_parameters(
     ends: torch.Tensor | None, padded_ends: torch.Tensor | None, longest: torch.Tensor | None
 ) -> PackedSeqParams | None:
-    """What Megatron's layers are told of packed sequences, from the values of BOUNDARY_KEYS; None for others."""
+    """Describe packed sequences to Megatron's layers, from the values of BOUNDARY_KEYS; None if sequences are not
+    packed.
+    """
     if ends is None:
         return None
     ends = (ends if padded_ends is None else padded_ends).squeeze(0)
@@ -132,7 +135,7 @@ def packed_parameters(
 
 
 def predicts_further_tokens(vp_stage: int | None) -> bool:
-    """Whether this stage holds the layers of multi-token prediction, which embed tokens once more."""
+    """Whether this stage holds the layers of multi-token prediction, which need token embeddings again."""
     args = get_args()
     layout = args.pipeline_model_parallel_layout
     if layout is not None:
@@ -141,7 +144,7 @@ def predicts_further_tokens(vp_stage: int | None) -> bool:
 
 
 def loss_func(loss_mask: torch.Tensor, token_loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """Masked sum of the token losses (fp32), the number of tokens that count, and both as the report."""
+    """Return the masked sum of the token losses (fp32), the number of tokens that count, and both as a report."""
     mask = loss_mask.view(-1).float()
     loss = torch.sum(token_loss.view(-1).float() * mask)
     tokens = mask.sum().detach().to(torch.int)
@@ -160,7 +163,7 @@ def loss_func(loss_mask: torch.Tensor, token_loss: torch.Tensor) -> tuple[torch.
 
 
 def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, partial]:
-    """Run one microbatch; returns the model's output and the loss function that the last stage applies to it."""
+    """Run one microbatch; return the model's output and the loss function that the last stage applies to it."""
     args, timers = get_args(), get_timers()
     timers("batch-generator", log_level=2).start()
     size = args.micro_batch_size if model.training else args.eval_micro_batch_size
@@ -168,22 +171,24 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
     tokens, labels, loss_mask, attention_mask, position_ids, *boundaries = get_batch(data_iterator, vp_stage, size)
     packed = packed_parameters(*boundaries)
     if packed is not None and model.training and not vp_stage:
-        update_seqlen_stats_from_cu_seqlens(boundaries[0].squeeze(0))  # for Megatron's count of FLOPs
+        update_seqlen_stats_from_cu_seqlens(boundaries[0].squeeze(0))  # for Megatron's FLOP count
     timers("batch-generator").stop()
     output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, packed_seq_params=packed)
     return output, partial(loss_func, loss_mask)
 
 
 def is_dataset_built_on_rank(vp_stage: int | None = None) -> bool:
-    """Whether this rank reads data: the first and the last pipeline stage, all of packed sequences; tensor rank 0."""
+    """Whether this rank reads data: tensor rank 0 of the first and last pipeline stage, or of all stages for packed
+    sequences.
+    """
     reads = packs_sequences() or is_first_or_last_pipeline_stage(vp_stage)
     return reads and mpu.get_tensor_model_parallel_rank() == 0
 
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None) -> list[Any]:
-    """The training, validation and test datasets with `samples` samples each.
+    """Build the training, validation and test datasets, with as many samples as `samples` says for each.
 
-    They are made from --data-path, which with --sft names JSONL files of conversations, or by --mock-data.
+    The data comes from --data-path, which with --sft names JSONL files of conversations, or from --mock-data.
     """
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -216,19 +221,19 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> list[A
     return BlendedMegatronDatasetBuilder(kind, samples, built_here, config).build()
 
 
-# Megatron calls the provider on every tensor-parallel rank only where it carries this mark.
+# Without this mark, Megatron would not call the provider on every tensor-parallel rank.
 datasets_provider.is_distributed = True
 
 
 def get_embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
-    """The ranks of a pipeline that hold word embeddings: the first; with tied weights or further heads the last."""
+    """The ranks of a pipeline with word embeddings: the first and, with tied weights or further heads, the last."""
     args = get_args()
     on_last = not args.untie_embeddings_and_output_weights or args.mtp_num_layers
     return sorted({pipeline_ranks[0], pipeline_ranks[-1] if on_last else pipeline_ranks[0]})
 
 
 def main() -> None:
-    """Parse, check and train. Raises UserError for arguments and inputs that cannot work, before any process group."""
+    """Parse, check and train. Raises UserError for unusable arguments and inputs, before any process group exists."""
     set_startup_timestamps(program_start=STARTED, main_entry=time.time())
     args = parse_and_validate_args()
     refuse_script_options(args)

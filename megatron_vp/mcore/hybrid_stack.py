@@ -1,9 +1,10 @@
-"""Layers for hybrid models without Transformer Engine: attention (`*`), MLP (`-`), and prediction heads built of them.
+"""Layers for hybrid models without Transformer Engine: attention (`*`), MLP (`-`), and prediction heads made of these.
 
     --hybrid-layer-pattern "*-*-|*-*-" --spec megatron_vp.mcore.hybrid_stack local_stack_spec
 
 Megatron's own stacks consist of Transformer Engine layers, and their Mamba and gated delta net layers also need CUDA
-kernels. Import this module only through `--spec`: the patches must already be applied when it looks up the layers.
+kernels. Import this module only through `--spec`, because the patches must already be applied when it looks up the
+layers.
 """
 
 from __future__ import annotations

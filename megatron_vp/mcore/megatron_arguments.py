@@ -100,7 +100,7 @@ READ = {
             *("use_ring_exchange_p2p", "use_torch_fsdp2", "use_tp_pp_dp_mapping", "use_transformer_engine_op_fuser"),
             *("validation_set_names", "virtual_pipeline_model_parallel_size", "vocab_size", "weight_decay"),
             *("wandb_project", "window_size", "world_size", "yaml_cfg"),
-            # A run's length, and iterations with special treatment.
+            # The length of a run, and iterations with special treatment.
             *("check_weight_hash_across_dp_replicas_interval", "dataloader_type", "end_weight_decay"),
             *("eval_global_batch_size", "exit_duration_in_mins", "gpu_sniff_test_interval", "group_query_attention"),
             *("hysteresis", "initial_loss_scale", "iterations_to_skip", "log_memory_interval", "loss_scale_window"),
@@ -195,7 +195,7 @@ DERIVED = (
     *("rank", "world_size", "data_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("gtp_weight_remat_size", "expert_gtp_weight_remat_size", "use_layer_wise_distributed_optimizer"),
 )
-"""Arguments without an option: Megatron sets them by the end of its own validation."""
+"""Arguments without a command-line option, which Megatron sets during its own validation."""
 
 IN_TRAINING = ("curr_iteration",)
 """Arguments that Megatron's training loop sets, too late for a check at startup."""
@@ -206,7 +206,7 @@ LACKS: dict[str, tuple[str, ...]] = {"0.19": ("logit_dtype", "mtp_hsm")}
 
 
 def missing() -> list[Problem]:
-    """Arguments that we read but for which the installed Megatron has no option. Builds Megatron's parser to know."""
+    """Arguments that we read but for which the installed Megatron has no option. Builds Megatron's parser."""
     from megatron.training.arguments import add_megatron_arguments
 
     options = {action.dest for action in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions}
@@ -218,12 +218,12 @@ def missing() -> list[Problem]:
 
 
 def check_parsed(args: argparse.Namespace) -> None:
-    """Check that parsed arguments include all that we read and that options set. Raises UserError."""
+    """Check that parsed arguments include every option that we read. Raises UserError."""
     _require(args, derived=False)
 
 
 def check_validated(args: argparse.Namespace) -> None:
-    """Check that validated arguments include all that we read and that Megatron derives. Raises UserError."""
+    """Check that validated arguments include every derived argument that we read. Raises UserError."""
     _require(args, derived=True)
 
 

@@ -315,7 +315,7 @@ REACHED: dict[str, dict[str, str]] = {
         ),
     },
 }
-"""Symbols that our sources reach through Megatron's objects: methods, and fields of configurations."""
+"""Symbols that our sources reach through Megatron's objects, such as methods and fields of configurations."""
 
 
 UNUSED = "unused"
@@ -328,11 +328,11 @@ IN_SERIES: dict[str, dict[str, str]] = {
         ),
     },
 }
-"""By release series of megatron-core: symbols of the tables above for which we expect something else in that series."""
+"""For each release series of megatron-core, the symbols in the tables above for which we expect something else."""
 
 
 def rooms() -> list[str]:
-    """The packages that use Megatron, and the training script."""
+    """Names of the packages that use Megatron, and of the training script."""
     return list(dict.fromkeys([*IMPORTED, *REACHED]))
 
 

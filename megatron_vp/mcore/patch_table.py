@@ -33,8 +33,8 @@ class Run:
     """The inputs that decide which groups apply: a run's arguments and its machine."""
 
     args: argparse.Namespace
-    """Megatron's arguments or, before parsing, those of `options.early_arguments`, which are all that conditions may
-    read.
+    """Megatron's arguments or, before parsing, the early ones. Conditions may read only those of
+    `options.early_arguments`.
     """
     machine: Installed
     """The packages installed where the job runs."""
@@ -64,7 +64,7 @@ def run_here(args: argparse.Namespace) -> Run:
 
 @dataclass(frozen=True)
 class Condition:
-    """Decides which runs a group applies to: a sentence for users, and the test."""
+    """The condition under which a group applies to a run: a sentence for users, and the test."""
 
     sentence: str
     holds: Callable[[Run], object]
@@ -79,8 +79,8 @@ class PatchGroup:
 
     patches: `module:attribute` of a tuple of patches.
     applies: the runs that need them.
-    stage: when in the start they are applied.
-    without: what would happen without them.
+    stage: when they are applied during startup.
+    without: the consequence of leaving them out.
     essential: whether a run that selects them is refused if they do not fit Megatron. True if a run without them would
         compute something else, hang, or risk its checkpoints. False if it would only lose a convenience or stop with an
         error from Megatron; such patches are then left out, with a line in the log.
@@ -424,9 +424,10 @@ def require_fit(run: Run) -> None:
 
 
 def apply(stage: Stage, run: Run) -> None:
-    """Apply the patches that a run selects for one stage: either all of them, or none with a UserError.
+    """Apply the patches that a run selects for one stage. If one does not fit, apply none and raise UserError.
 
-    Groups that do not fit and are not essential are left out; the rank that writes the log prints a line for each.
+    Groups that are not essential are only left out if they do not fit; the rank that writes the log prints a line for
+    each.
     """
     declared, left_out = _fitting(selected(run, stage))
     if left_out and (run.args.fake_process_group or run.args.rank == run.args.world_size - 1):
@@ -435,8 +436,8 @@ def apply(stage: Stage, run: Run) -> None:
 
 
 def apply_early(run: Run, *names: str) -> None:
-    """Apply those of the named groups that a run selects, ahead of their stage. If one does not fit, applies none and
-    raises UserError.
+    """Apply those of the named groups that a run selects, ahead of their stage. If one does not fit, apply none and
+    raise UserError.
     """
     patches.apply([patch for group in selected(run) if group.name in names for patch in patches_of(group.name)])
 

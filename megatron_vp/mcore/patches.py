@@ -36,7 +36,7 @@ class Variant:
     signature: str
     """The target's signature in that series."""
     make: Callable[[Any], Any] | None = None
-    """Makes the replacement in that series; None if the patch's own function does."""
+    """The function that makes the replacement in that series; None if it is the patch's own."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,9 @@ def check_symbol(target: str, expected: str) -> Problem | None:
 
 
 def apply(patches: Sequence[Patch]) -> tuple[Patch, ...]:
-    """Apply either all patches, or none with a UserError; return those that were not applied before."""
+    """Apply all patches, or if one does not fit apply none and raise UserError; return those that were not applied
+    before.
+    """
     installed_version()
     targets = [patch.target for patch in patches]
     assert len(set(targets)) == len(targets), f"two patches share a target: {sorted(targets)}"

@@ -41,11 +41,11 @@ class ScheduleFile:
 
 @dataclass(frozen=True)
 class Words:
-    """The arguments of this run as words, before parsing."""
+    """The words of a run's arguments, before parsing."""
 
     all: tuple[str, ...] = ()
-    """All words that were parsed: those added for the platform, those of configuration files, and those of the command
-    line.
+    """All words that were parsed: those that were added for the platform, then those of configuration files, then those
+    of the command line.
     """
     platform_flags: tuple[str, ...] = ()
     """The flags of Megatron that were added for the platform."""
@@ -78,7 +78,7 @@ class RunSettings:
 
     @property
     def replaces_schedule(self) -> bool:
-        """Whether the plug-in runs the pipeline. Without these options Megatron does, also with virtual stages."""
+        """Whether the plug-in runs the pipeline. Without these options Megatron runs it, even with virtual stages."""
         return self.vocab_parallel or self.family.name != DEFAULT_SCHEDULE or self.offload != "0"
 
     @property
@@ -92,7 +92,7 @@ class RunSettings:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some weight gradients are computed in passes of their own."""
+        """Whether some weight gradients are computed in separate passes."""
         return self.family.splits_backward
 
     @property
@@ -106,7 +106,7 @@ class RunSettings:
         return not self.family.ends_on_last_rank
 
     def placement(self, ranks: int, chunks: int) -> Placement:
-        """Which virtual stage each chunk of each of `ranks` pipeline ranks is."""
+        """The virtual stage of each chunk on each of `ranks` pipeline ranks."""
         if not self.replaces_schedule:
             return Placement.round_robin(ranks, chunks)
         return self.family.placement_of(ranks, chunks)
@@ -164,7 +164,7 @@ class SettledJob:
 
     @property
     def placement(self) -> Placement:
-        """Which virtual stage each chunk of each pipeline rank is."""
+        """The virtual stage of each chunk on each pipeline rank."""
         chunks = self.args.virtual_pipeline_model_parallel_size or 1
         return self.settings.placement(self.args.pipeline_model_parallel_size, chunks)
 
@@ -219,7 +219,7 @@ def note_words(words: Words) -> None:
 
 
 def words() -> Words:
-    """The arguments of this process as words, before parsing."""
+    """The words of this process's arguments, before parsing."""
     return _process.words
 
 

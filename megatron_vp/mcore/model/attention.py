@@ -2,7 +2,7 @@
 
 Megatron's own local attention writes the scores of all heads, [b, heads, s, s], to memory, keeps the softmax for the
 backward, and needs whole sequences. PyTorch's fused kernels keep neither scores nor softmax, and with context
-parallelism this class gathers keys and values from all ranks. It is chosen with `--core-attention sdpa`; Transformer
+parallelism, keys and values are gathered from all ranks. It is chosen with `--core-attention sdpa`; Transformer
 Engine's layers have their own attention and stay unchanged.
 """
 
@@ -34,10 +34,10 @@ class ScaledDotProductAttention(MegatronModule):
     The constructor also accepts `k_channels` and `v_channels`, with which latent attention passes the sizes of its keys
     and values. It ignores them, because the tensors have these sizes anyway.
 
-    A causal layer ignores the mask that it is passed, because that mask only repeats causality. Packed documents come
-    with boundaries instead of a mask, and attention is computed for each document separately. Scores are scaled once,
-    by 1 / sqrt(head size). Megatron's query-key layer scaling, which divides scores by the layer number to fit the
-    range of fp16 and multiplies them again inside the softmax, is not needed in a fused kernel with fp32 scores.
+    A causal layer ignores the mask that it is passed, because that mask only repeats causality. For packed documents,
+    boundaries are passed instead of a mask, and attention is computed for each document separately. Scores are scaled
+    once, by 1 / sqrt(head size). Megatron's query-key layer scaling, which divides scores by the layer number to fit
+    the range of fp16 and multiplies them again inside the softmax, is not needed in a fused kernel with fp32 scores.
 
     With context parallelism, every sequence (in packed sequences, every document) is cut into 2c pieces, and rank r of
     c holds pieces r and 2c - 1 - r. Megatron's `get_batch_on_this_cp_rank` cuts sequences like this to balance causal
@@ -92,7 +92,7 @@ class ScaledDotProductAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Attend.
+        """Compute attention.
 
         Args:
             query: [s, b, heads, d]; key: [s, b, groups, d] with `groups` dividing `heads`; value: [s, b, groups, dv],

@@ -69,7 +69,7 @@ def _placed_segments(original: Callable[..., tuple[list[str], int]]) -> Callable
     def select_pipeline_segment(
         main_pattern: str, pp_group: dist.ProcessGroup, vp_stage: int | None, **options: object
     ) -> tuple[list[str], int]:
-        """Layer types of the chunk's segment, and the number of layers before it."""
+        """Return the layer types of the chunk's segment, and the number of layers before it."""
         settings = current().settings
         if not settings.places_chunks:
             return original(main_pattern, pp_group, vp_stage, **options)

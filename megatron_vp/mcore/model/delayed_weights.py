@@ -1,7 +1,7 @@
 """Split backward for Transformer Engine's layers, through their own delayed weight gradients.
 
-With `delay_wgrad_compute`, the backward of such a layer puts the operands of its weight gradient into a queue of the
-layer. Megatron empties the queues within the same microbatch, through `backward_dw` and hooks of its data parallelism.
+With `delay_wgrad_compute`, the backward of such a layer puts the operands of its weight gradient into the layer's
+queue. Megatron empties the queues within the same microbatch, through `backward_dw` and hooks of its data parallelism.
 Under our schedules, W may come several microbatches later. So pass B takes the operands out of the queues and keeps
 them for W, as for local layers, and our code accumulates and reports the gradients.
 
@@ -93,8 +93,8 @@ def trained_parameters(layers: Iterable[torch.nn.Module]) -> tuple[torch.nn.Para
 def leave_out_hooks(chunk: torch.nn.Module) -> None:
     """Keep Megatron's data parallelism from registering autograd hooks on weights and biases of delaying layers.
 
-    The layers set this mark themselves, but it is lost if Megatron initialises on the CPU, because that replaces the
-    biases.
+    The layers mark their parameters themselves, but the marks are lost if Megatron initialises on the CPU, because that
+    replaces the biases.
     """
     for layer in delaying_layers(chunk):
         if any(kind.__name__ == "LayerNormMLP" for kind in type(layer).__mro__):

@@ -1,4 +1,4 @@
-"""Heterogeneous layers (`--heterogeneous-layers-config-path`) on ranks with several chunks.
+"""Supports heterogeneous layers (`--heterogeneous-layers-config-path`) on ranks with several chunks.
 
 Megatron's builder knows which chunk it builds, but does not tell the function that lists the layers of a heterogeneous
 model.

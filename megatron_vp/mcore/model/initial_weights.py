@@ -1,4 +1,4 @@
-"""Initial weights: gives a fresh run the weights that plain Megatron would start from on the same ranks.
+"""Gives a fresh run the initial weights that plain Megatron would have on the same ranks.
 
 Megatron draws weights rank by rank. Every pipeline rank seeds its generators with the job's seed + 100 x its rank, then
 builds its stage: embedding, layers in order, output layer. If a rank holds other layers than in plain Megatron, as in a
@@ -10,8 +10,8 @@ for every layer that draws its weights in its constructor. The price is paid onc
 share of the model twice, and holds both copies until its last chunk is filled. No rank ever holds the whole model.
 
 Plain Megatron cuts the model by the user's layout, or evenly. If our schedule places chunks as Megatron does, the plain
-run that we imitate has the same number of chunks per rank. Otherwise it has one stage per rank: rank r holds segments v
-r to v r + v - 1 of our v p segments, joined. Even segments joined in this way give Megatron's even cut.
+run whose weights we take has the same number of chunks per rank. Otherwise it has one stage per rank: rank r holds
+segments v r to v r + v - 1 of our v p segments, joined. Even segments joined in this way give Megatron's even cut.
 """
 
 from __future__ import annotations
@@ -207,8 +207,8 @@ def moves_layers(job: SettledJob) -> bool:
 
 @contextmanager
 def own_chunk(start: PlainStart | None) -> Iterator[None]:
-    """Construct one of our chunks inside this context: afterwards, the random generators are as plain Megatron's
-    construction left them.
+    """Construct one of our chunks inside this context; it restores the random generators to their state after plain
+    Megatron's construction.
     """
     if start is None:
         yield
@@ -251,7 +251,7 @@ def _set(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.copy_(value)
         return
     if (largest := getattr(tensor._quantizer, "amax", None)) is not None:
-        largest.zero_()  # delayed scaling has recorded the replaced values
+        largest.zero_()  # forget the largest of the replaced values
     tensor.copy_(value)
     tensor.get_high_precision_init_val().copy_(value)
 

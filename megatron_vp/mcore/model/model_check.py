@@ -1,8 +1,8 @@
 """Checks whether our schedules would run a script's own model as its author intended.
 
 A chunk whose vocabulary layers are cut keeps its decoder and embedding, but passes S and T replace Megatron's output
-layer and loss. If a model overrides one of the methods that then no longer run, its additions would silently be
-skipped; such models are refused.
+layer and loss. A model that overrides one of the replaced methods is refused, because its additions would silently be
+skipped.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def check_vocabulary_layers(chunk: nn.Module) -> None:
 
 
 def softcap_of(config: Any) -> float:
-    """k if the configured model caps its logits to k tanh(logit / k), else 0."""
+    """Return k if the configuration caps logits to k tanh(logit / k), else 0."""
     return getattr(config, _SOFTCAP, None) or 0.0
 
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction: a block of k layers on the last stage that predict the k tokens after the next one.
+"""Multi-token prediction: runs a block of k layers on the last stage, which predict the k tokens after the next one.
 
 Megatron's block follows the decoder and returns the hidden states of all 1 + k predictions, concatenated. Passes S and
 T treat them as 1 + k times as many tokens. The block needs the embeddings of the tokens ahead, so the last stage also
@@ -90,7 +90,7 @@ def _within_documents(
 def append_next_tokens(
     values_bs: torch.Tensor, count: int, cp_chunks: int, context_group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Append to values [b, s] of positions the values of the `count` positions that follow each chunk.
+    """Append to the values [b, s] of this rank's positions those of the `count` positions that follow each chunk.
 
     With context parallelism, other ranks hold the values that follow; Megatron's own shift by one position fetches
     them.
@@ -98,7 +98,7 @@ def append_next_tokens(
     Args:
         values_bs: int64, the values of this rank's positions.
         count: how many positions to append per chunk.
-        cp_chunks: the number of chunks of a longer sequence that this rank's positions form.
+        cp_chunks: the number of chunks of the whole sequence that this rank holds.
         context_group: all of its ranks call this together.
 
     Returns:
@@ -140,10 +140,10 @@ def with_further_predictions(
     and log them.
 
     Args:
-        token_loss_ks: of all predictions, [(1 + k) b, s].
+        token_loss_ks: the token losses of all predictions, [(1 + k) b, s].
         target_is_argmax_ks: whether the target's logit is the largest, same shape.
-        labels_bs, loss_mask_bs: as the user's script gave them to the model.
-        config: Megatron's.
+        labels_bs, loss_mask_bs: as the user's script passed them to the model.
+        config: Megatron's model configuration.
         context_group: all of its ranks call this together, because shifting the mask exchanges values between them.
         packed_seq_params: where the documents of a packed sequence end; None for other sequences.
     """

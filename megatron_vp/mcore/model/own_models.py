@@ -171,9 +171,7 @@ def _cutting_after_hooks(original: Callable[..., list[nn.Module]]) -> Callable[.
 
 
 def _cutting_before_count(original: Callable[..., None]) -> Callable[..., None]:
-    """Cut a provider's chunks when Megatron-Bridge prints their size, which it does after the hooks and before it wraps
-    them.
-    """
+    """Cut a provider's chunks when Megatron-Bridge prints their size: after their hooks, before they are wrapped."""
 
     @functools.wraps(original)
     def print_num_params(model: list[nn.Module], pg_collection: ProcessGroupCollection) -> None:

@@ -1,8 +1,8 @@
 """Split backward: B computes input gradients and leaves weight gradients to W.
 
-Megatron's column- and row-parallel layers all compute through one function. For a schedule with W passes, that function
-is replaced by a product whose weight is not in autograd's graph. Pass B computes the gradients of inputs, biases and
-norms, and keeps (input, output gradient) for every weight; pass W multiplies the two and adds the result to
+All column- and row-parallel layers of Megatron compute through one function. For a schedule with W passes, that
+function is replaced by a product whose weight is not in autograd's graph. Pass B computes the gradients of inputs,
+biases and norms, and keeps (input, output gradient) for every weight; pass W multiplies the two and adds the result to
 `main_grad`. Transformer Engine's layers can delay weight gradients themselves (see
 `megatron_vp.mcore.model.delayed_weights`).
 """
@@ -26,7 +26,7 @@ from megatron_vp.vocab.operations import operations_for
 class PendingGradient(Protocol):
     """The part of one layer's backward for one microbatch that pass B leaves to W.
 
-    parameters: whose gradients are complete once those of all microbatches are accumulated.
+    parameters: the parameters whose gradients are complete once all microbatches are accumulated.
     """
 
     parameters: tuple[torch.nn.Parameter, ...]

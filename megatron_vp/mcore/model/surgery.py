@@ -1,4 +1,4 @@
-"""Model surgery: turns every chunk into a middle chunk and splits the vocabulary layers over all pipeline ranks.
+"""Turns every chunk of a model into a middle chunk, and splits the vocabulary layers over all pipeline ranks.
 
 Without --vocab-parallel, nothing is cut: the placement decides which chunks hold the vocabulary layers. With it,
 Megatron first builds its chunks as always, with the word embedding on the first stage and the output layer on the last,
@@ -123,7 +123,7 @@ class WordEmbeddingHolder(MegatronModule):
 
 
 class _VocabParallelBuilder:
-    """Builds one chunk with Megatron's builder, which subclasses add as a second base class, and prepares it for our
+    """Builds one chunk with Megatron's builder, the second base class of its subclasses, and prepares it for our
     schedules.
     """
 
@@ -280,7 +280,8 @@ def _shard_vocabulary(
         chunk.register_forward_hook(lambda last, _inputs, hidden_sbh: last._scale_logits(hidden_sbh))
     # The decoder keeps its own post_process: the final norm belongs to the last stage and is applied there.
     chunk.pre_process = chunk.post_process = chunk.decoder.pre_process = False
-    # Otherwise Megatron would all-reduce the tied weight over the first and last rank, which now hold different rows.
+    # With sharing, Megatron would all-reduce the tied weight over the first and last rank, which now hold different
+    # rows.
     chunk.share_embeddings_and_output_weights = False
     chunk.register_forward_pre_hook(refuse_outside_of_passes)
 

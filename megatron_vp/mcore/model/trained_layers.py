@@ -57,7 +57,7 @@ class Trained:
 class _Shards:
     """One rank's report on its vocabulary shards.
 
-    trained: by name of each layer that the rank has rows of, whether its weight requires gradients.
+    trained: for each layer of which the rank has rows, by name, whether its weight requires gradients.
     adapter: the error message if another layer has replaced a shard; else None.
     """
 
@@ -69,8 +69,8 @@ def agreed(job: SettledJob, wrapped: nn.Module, chunks: Sequence[nn.Module], *, 
     """Agree with all ranks of a model on the trained layers.
 
     Args:
-        wrapped: the first chunk as the script passes it. The agreement is kept on it, so a newly wrapped model makes a
-            new one.
+        wrapped: the first chunk as the script passes it. This object keeps the agreement, so a newly wrapped model
+            needs a new one.
         chunks: the rank's chunks.
         alone: this is a replay, in which the rank has no peers.
 

@@ -30,7 +30,7 @@ from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards
 
 BLOCK_BYTES = 64 * 2**20
-"""Size of the buffer, in bytes, through which rows reach the whole layer."""
+"""The size in bytes of the buffer through which rows are gathered into the whole layer."""
 
 _ATTRIBUTE = "vocabulary_parallel_whole_layers"
 """Attribute in which a cut chunk keeps its `WholeLayers`."""
@@ -104,7 +104,7 @@ def keep_whole_layers(chunk: nn.Module, shards: VocabShards, groups: ProcessGrou
 def whole_vocabulary(model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
     """See `megatron_vp.whole_vocabulary`."""
     cut = _cut_in(model)
-    if not cut or cut[0].shown:  # whole anyway, or inside of another view
+    if not cut or cut[0].shown:  # whole anyway, or already inside another view
         yield
         return
     chunks = [layers.chunk for layers in cut]
@@ -224,7 +224,7 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tying_by_stage(original: Callable[..., None]) -> Callable[..., None]:
-    """Skip Megatron-Bridge's copy of a loaded tied weight to the last rank, if that rank has no output layer."""
+    """Let Megatron-Bridge copy a loaded tied weight to the last rank only if that rank has an output layer."""
 
     @wraps(original)
     def broadcast_shared_embeddings(self: Any, megatron_model: nn.Module | Sequence[nn.Module]) -> None:
@@ -282,4 +282,4 @@ BRIDGE_PATCHES = (
         "(self, megatron_model)",
     ),
 )
-"""Applied where a model is built in a process that has imported Megatron-Bridge's models."""
+"""Applied when a model is built in a process that has imported Megatron-Bridge's models."""

@@ -1,7 +1,7 @@
-"""Adds the plug-in's arguments to Megatron's own parser, expands configuration files, and checks or refuses the result.
+"""Adds the plug-in's arguments to Megatron's own parser, expands configuration files, and checks the result.
 
-It wraps functions of Megatron, so scripts that know nothing of the plug-in get its arguments too. Everything here runs
-on every rank, before any process group exists.
+It wraps functions of Megatron, so the arguments also exist in scripts that know nothing of the plug-in. Everything here
+runs on every rank, before any process group exists.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _offload_chunks(text: str) -> str:
 
 
 def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[..., argparse.ArgumentParser]:
-    """Wrap Megatron's function that fills a parser: it also adds our arguments, and the parser becomes one of ours."""
+    """Wrap Megatron's function that fills a parser, so that it adds our arguments and returns a `_Parser`."""
 
     @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -271,8 +271,8 @@ def _warn_of_one_queue(args: argparse.Namespace) -> None:
 
 
 def write_resolved_configuration(args: argparse.Namespace) -> None:
-    """Write the values of `args` to the folder of checkpoints or else of logs, if any. Call it on one rank. Raises
-    UserError.
+    """Write the values of `args` to the run's folder for checkpoints or, without one, for logs. Call it on one rank.
+    Raises UserError.
     """
     folder = args.save or args.tensorboard_dir
     if folder is not None:

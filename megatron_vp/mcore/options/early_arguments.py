@@ -1,8 +1,8 @@
 """Reads the arguments that decide which patches a job needs, before Megatron's parser exists.
 
 Megatron's parser is itself patched, and no patch is applied before all patches of a run have been checked. So the few
-arguments that select patches are read first, in the same way as in all commands. Malformed ones are left to Megatron's
-parser, and the groups are selected again from the validated arguments.
+arguments that select patches are read first, with the reader that all commands use. Malformed arguments are left to
+Megatron's parser, and patch groups are selected again from the validated arguments.
 """
 
 from __future__ import annotations

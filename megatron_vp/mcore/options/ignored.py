@@ -1,4 +1,4 @@
-"""Warns at startup of options that do not have the intended effect."""
+"""Warns at startup about options that do not have their intended effect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_vp.mcore.settled import run_settings, words
 @dataclass(frozen=True)
 class Ignored:
     """An option of Megatron that does not have its intended effect if `asked(args)`. why: the reason. does: its actual
-    effect. because_of: the option that deprives it of its effect; None for our schedule or its vocabulary passes.
+    effect. because_of: the option that causes this; None if the cause is our schedule or its vocabulary passes.
     """
 
     option: str
@@ -66,7 +66,7 @@ IGNORED = (
     ),
     Ignored(
         "--defer-embedding-wgrad-compute",
-        # `settle` has switched the option off, so the command line is checked.
+        # `settle` has switched the option off in the arguments, so look for it on the command line.
         lambda a: run_settings(a).replaces_schedule and "defer_embedding_wgrad_compute" in words().options,
         "the schedule decides when weight gradients are computed; with --vocab-parallel that of the output layer is "
         "pass T, which fills waits",
@@ -95,7 +95,7 @@ IGNORED = (
 
 
 def warn_of_ignored(args: argparse.Namespace) -> None:
-    """Warn on rank 0 of every option in validated Megatron arguments that does not have its intended effect."""
+    """Warn on rank 0 about every option in validated Megatron arguments that does not have its intended effect."""
     for ignored in IGNORED:
         if args.rank == 0 and ignored.asked(args):
             ours = f"--pipeline-schedule {args.pipeline_schedule}{' and --vocab-parallel' * args.vocab_parallel}"

@@ -68,8 +68,8 @@ def fit_schedule(
 
 
 def _layers_by_ends(args: argparse.Namespace, placement: Placement) -> tuple[int, ...] | None:
-    """Layers by virtual stage, distributed as Megatron does it, if options give the first or last rank a different
-    number of layers or one less for a vocabulary layer. None without such options.
+    """The number of layers by virtual stage, distributed as in Megatron, if options give the first or last rank a
+    different number or one less for a vocabulary layer. None without such options.
     """
     ranks, chunks, layers = placement.ranks, placement.chunks, args.num_layers
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers

@@ -24,7 +24,8 @@ from megatron_vp.mcore.settled import Words, replay, words
 from megatron_vp.mcore.storage.dataset import padded_vocabulary
 
 UNKNOWN_GPU = "h100"
-"""The GPU that the cost model assumes if it does not know the actual one. The proportions between passes differ little.
+"""The GPU that the cost model assumes if it does not know the actual one. The proportions between passes differ little
+between GPUs.
 """
 
 
@@ -33,7 +34,7 @@ class PredictedJob(NamedTuple):
 
     job: Job
     plan: Plan
-    """As the user's arguments say, without layers and rows that training chooses."""
+    """The plan that follows from the user's arguments, without layers and rows that training chooses."""
     hardware: Hardware
 
 
@@ -54,10 +55,10 @@ class Prediction:
         return padded_vocabulary(self._args)
 
     def job(self, in_proportion: bool = False) -> PredictedJob:
-        """The sizes of this job, its plan and the device of this rank.
+        """The sizes of this job, its plan, and the hardware of this rank.
 
         Raises UserError for a job that the cost model does not cover completely. With `in_proportion`, only the
-        proportions between passes matter, and the parts that it does not cover are ignored.
+        proportions between passes matter, and parts that the cost model does not cover are ignored.
         """
         config = self._config()
         unknown = uncounted(config)

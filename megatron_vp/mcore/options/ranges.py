@@ -1,7 +1,7 @@
 """Checks the ranges of Megatron's sizes, intervals and rates.
 
-Megatron does not check them. Later, a zero or a negative number causes a division error, an empty tensor or a PyTorch
-error on every rank, or passes unnoticed.
+Megatron does not check them. A zero or a negative number either passes unnoticed or later causes a division error, an
+empty tensor or a PyTorch error on every rank.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ FROM_ZERO_BELOW_ONE = ("adam_beta1", "adam_beta2", "sgd_momentum", "attention_dr
 
 
 def check_ranges(args: argparse.Namespace) -> None:
-    """Check the numbers in parsed arguments, before anything is derived from them. Raises UserError that lists all that
-    are out of range.
+    """Check the numbers in parsed arguments, before anything is derived from them. Raises a UserError that lists all
+    that are out of range.
     """
     refused = []
     for names, fits, allowed in (

@@ -26,17 +26,17 @@ from megatron_vp.schedule import VocabMethod
 
 
 def _keeps_layers(a: argparse.Namespace) -> bool:
-    """Whether a schedule of ours runs with Megatron's own vocabulary layers."""
+    """Whether one of our schedules runs with Megatron's own vocabulary layers."""
     return run_settings(a).replaces_schedule and not a.vocab_parallel
 
 
 def _delays_weights(a: argparse.Namespace) -> bool:
-    """Whether weight gradients are split off Transformer Engine's layers."""
+    """Whether Transformer Engine's layers leave weight gradients to passes of their own."""
     return run_settings(a).splits_backward and a.transformer_impl == "transformer_engine"
 
 
 def _shifts_layers(a: argparse.Namespace) -> bool:
-    """Whether the first or the last stage gets fewer layers than the others."""
+    """Whether options give the first or the last stage a different number of layers from the others."""
     ends = (a.decoder_first_pipeline_num_layers, a.decoder_last_pipeline_num_layers)
     accounted = a.account_for_embedding_in_pipeline_split or a.account_for_loss_in_pipeline_split
     return accounted or any(count is not None for count in ends)
@@ -48,24 +48,25 @@ def _evenly_cut(a: argparse.Namespace) -> bool:
 
 
 def _dense_ranks(a: argparse.Namespace) -> int:
-    """Number of ranks that share a layer and its tokens outside experts."""
+    """The number of ranks that share a layer, apart from its experts, and the tokens of a sequence."""
     return a.tensor_model_parallel_size * a.context_parallel_size
 
 
 def _expert_ranks(a: argparse.Namespace) -> int:
-    """Number of ranks that share the experts of a layer."""
+    """The number of ranks that share the experts of a layer."""
     return a.expert_model_parallel_size * (a.expert_tensor_parallel_size or a.tensor_model_parallel_size)
 
 
 OUR_SCHEDULE = "--vocab-parallel or --pipeline-schedule {pipeline_schedule}"
-"""The flags that select a schedule of ours; a message names the given one for {our_schedule}."""
+"""The flags that select one of our schedules; messages name the given flag for {our_schedule}."""
 
 
 ELEMENT_BY_ELEMENT = ("adam", "sgd")
-"""Optimizers that step every weight element by element. All others come with the package emerging-optimizers."""
+"""Optimizers that update every weight element by element. All others come from the package emerging-optimizers."""
 STEPS_VOCABULARY_SO = (*ELEMENT_BY_ELEMENT, "muon", "lion", "soap")
-"""Optimizers under which Megatron steps the vocabulary layers element by element, with Adam or Lion, so a shard's step
-equals that of its rows. Adaptive Muon would qualify, but in Megatron 0.19 it fails in its first step.
+"""Optimizers with which Megatron updates the vocabulary layers element by element, by Adam or Lion, so that a shard
+gets the same update as its rows in the whole layer. Adaptive Muon would qualify, but in Megatron 0.19 it fails in its
+first step.
 """
 
 # {names} are filled from the arguments.

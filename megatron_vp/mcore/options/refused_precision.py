@@ -1,7 +1,7 @@
 """fp8 and fp4 options that none of our schedules supports.
 
-The layers between the vocabulary layers may compute in fp8 or fp4, and may keep their weights in it; the vocabulary
-layers stay in the model's dtype. docs/evidence/on_gpu.md states the evidence for each recipe.
+All layers but the vocabulary layers may compute in fp8 or fp4, and may keep their weights in that format. The
+vocabulary layers stay in the model's dtype. docs/evidence/on_gpu.md states the evidence for each recipe.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.core.utils import is_te_min_version
 from megatron_vp.mcore.options.refused_options import RefusedOption
 
 UNSAFE_STATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
-"""The environment variable that allows Transformer Engine to load the state of delayed scaling."""
+"""The environment variable that lets Transformer Engine load the state of delayed scaling."""
 TESTED_RECIPES = ("tensorwise", "delayed")
 """The recipes that `tests/mcore/test_engine_fp8.py` trains with."""
 FIRST_WITHOUT_PICKLES = "2.16.1"
@@ -31,7 +31,7 @@ def describe_precision(a: argparse.Namespace) -> str | None:
     vocabulary = "bf16" if a.bf16 else "fp16" if a.fp16 else "fp32"
     layers = "the layers and their weights" if a.fp8_param_gather or a.fp4_param_gather else "the layers"
     if a.fp4:
-        # fp4 rounds gradients with random numbers that are drawn from the device's generator in order.
+        # In fp4, gradients are rounded with random numbers, whose order depends on the order of passes.
         return (
             f"fp4 ({a.fp4_recipe}) in {layers}, {vocabulary} in the vocabulary layers: losses differ between schedules "
             f"as with dropout, because rounding draws random numbers; all but the draws tested on CPU, kernels not run"

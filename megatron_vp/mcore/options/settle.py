@@ -47,7 +47,7 @@ def settled_job(
         files: also run `check_files`, which finds the checkpoint to load. Otherwise no file is opened.
 
     Raises:
-        UserError: for arguments that cannot work, with all reasons that can be known at once.
+        UserError: for arguments that cannot work; the message gives all reasons that can be found at once.
     """
     # 1. Check the user's own arguments, before anything is derived from them.
     check_ranges(args)
@@ -160,7 +160,7 @@ def _condition(error: Exception) -> str:
 
 
 def _refuse_numbers_of_chunks(args: argparse.Namespace, settings: RunSettings) -> None:
-    """Raise UserError for options that set the number of chunks when the schedule already does."""
+    """Raise UserError for options that set the number of chunks if the schedule already does."""
     chosen = (args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank)
     chunks = settings.family.chunks or 1
     if chunks > 1 and any(value is not None for value in chosen):

@@ -103,7 +103,7 @@ def _measured(args: argparse.Namespace, settings: RunSettings, prediction: Predi
 
 
 def _chosen(args: argparse.Namespace, shards: Shards, why: str) -> ChosenRows:
-    """Combine the chosen rows and layers; the layers are dropped if the arguments name a layout."""
+    """Combine the chosen rows and layers, but drop the layers if the arguments name a layout."""
     if shards.layers is None or is_laid_out(args):
         return ChosenRows(shards.rows, None if shards.rows is None else why)
     pattern = pattern_in(vars(args))

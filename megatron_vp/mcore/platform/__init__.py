@@ -1,1 +1,1 @@
-"""The machine that Megatron runs on: flags that it needs there, and patches for missing parts."""
+"""Adapts Megatron to the machine on which it runs: flags that it needs there, and patches for missing parts."""

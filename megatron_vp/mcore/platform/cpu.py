@@ -1,6 +1,6 @@
 """Patches that let unmodified Megatron run without CUDA, over gloo.
 
-Applied if no CUDA device is used. For each patch we tested that Megatron fails without it. `torch.cuda.is_available` is
+Applied if no CUDA device is used. We tested for each patch that Megatron fails without it. `torch.cuda.is_available` is
 overridden only while Megatron initialises, because Megatron's checkpointing and torch's compiler need the true answer.
 """
 
@@ -119,9 +119,9 @@ def copied_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[
 class _HostGenerator:
     """Gives data loaders and datasets random numbers of their own, as a run with GPUs does.
 
-    On a CPU, torch's default generator replaces that of the device. Its state must not depend on which rank reads data
-    (one tensor rank of a stage) or on how often a loader was started (once more when a run resumes), because dropout
-    would then drop other elements. So loaders draw from another generator, whose state is not in checkpoints.
+    On a CPU, torch's default generator stands for that of the device. Its state must not depend on which rank reads
+    data (one tensor rank of a stage) or on how often a loader was started (once more when a run resumes), because then
+    dropout would differ. So loaders draw from another generator, whose state is not stored in checkpoints.
     """
 
     def __init__(self) -> None:

@@ -47,8 +47,7 @@ def who_computes() -> dict[str, str]:
     """Which implementations a bf16 job on this machine would use for layers, norms, softmax, accumulation and the
     optimizer step.
 
-    The job has no other flags; it uses LayerNorm and backwards that are not split. Raises UserError if it could not
-    start.
+    The job has no other flags, uses LayerNorm, and does not split backwards. Raises UserError if it could not start.
     """
     machine, cpu = here(), uses_cpu([])
     flags = platform_arguments([], cpu)

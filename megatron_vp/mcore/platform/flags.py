@@ -35,7 +35,7 @@ class _Situation:
 
 @dataclass(frozen=True)
 class _Choice:
-    """A Megatron flag (`value` None for a bare one) and when it is needed."""
+    """A Megatron flag, with `value` None if it takes none, and the condition under which it is needed."""
 
     option: str
     value: str | None
@@ -92,12 +92,12 @@ def prepare_environment(cpu: bool) -> None:
 
 
 def platform_arguments(given: list[str], cpu: bool) -> list[str]:
-    """Megatron flags that this platform needs and that `given` (flags of the user and of the configuration) does not
-    set.
+    """The Megatron flags that this platform needs and that `given` (flags of the user and of the configuration) does
+    not set.
 
     They depend on the layers that will be built and on the machine's packages: a fused operation is switched off if no
-    installed package computes it. Raises UserError if a given flag cannot work here, or if the layers should be
-    Transformer Engine's but its installation cannot be imported.
+    installed package computes it. Raises UserError if a given flag cannot work here, or if the job uses Transformer
+    Engine's layers but its installation cannot be imported.
     """
     machine = installed()
     layers = flag_value(given, "--transformer-impl")

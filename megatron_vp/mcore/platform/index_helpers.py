@@ -1,6 +1,7 @@
-"""Checks Megatron's compiled helpers for dataset indices, which a wheel contains and a checkout compiles on first use.
+"""Checks for Megatron's compiled helpers for dataset indices, which a wheel contains and a checkout compiles on first
+use.
 
-Rank 0 compiles them while the other ranks wait, so every rank first checks that the tools are there.
+Rank 0 compiles them while the other ranks wait. Before that, every rank checks that the tools for it are installed.
 """
 
 from __future__ import annotations

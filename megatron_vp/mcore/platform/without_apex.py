@@ -1,9 +1,9 @@
 """Replaces Apex's kernel that accumulates into `main_grad`, under the same name, if Apex is not installed.
 
 Megatron's linear layers, including its vocabulary layers, import Apex's extension `fused_weight_gradient_mlp_cuda` to
-accumulate weight gradients. Without it, Megatron builds such layers only if accumulation is switched off, and the same
-switch turns it off in Transformer Engine's layers, which do not need Apex. With this replacement, all of them
-accumulate into `main_grad`.
+accumulate weight gradients. Without it, Megatron builds such layers only if this accumulation is switched off. The same
+switch turns off accumulation in Transformer Engine's layers, although they do not need Apex. With this replacement, all
+of them accumulate into `main_grad`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Patches for machines without Transformer Engine, also with GPUs: norms, Adam's state in checkpoints, warm-up.
 
-For each patch we tested that Megatron fails without it, except for the final norm with Apex, whose need follows from
-Megatron's code. Local layers use PyTorch's norms if Apex is missing or the model has RMSNorm, with or without
+We tested for each patch that Megatron fails without it, except for the final norm with Apex, which is needed according
+to Megatron's code. Local layers use PyTorch's norms if Apex is missing or the model has RMSNorm, with or without
 Transformer Engine.
 """
 

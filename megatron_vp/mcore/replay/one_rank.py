@@ -40,8 +40,8 @@ LEFT_OUT = {
 """Arguments of the job that a replay ignores: data, checkpoints, logs, and the length of the run."""
 
 PACKS = ("--sft", "--dataloader-inter-document-masking")
-"""Options for packed data, which a replay ignores too: made-up data has no documents, so attention takes the most time
-and memory.
+"""Options for packed data, which a replay ignores too. Made-up data has no document boundaries, so attention takes the
+longest time and the most memory.
 """
 
 ROUNDS = 3
@@ -70,8 +70,8 @@ class Replayed:
     iteration_milliseconds: float | None
     """The time of the passes and of the gaps between them, without waiting for peers; None with shapes only."""
     memory_bytes: dict[str, int]
-    """Bytes by name: parameters and gradients; on a GPU or with shapes only also allocated (before an iteration) and
-    peak (during it); on a GPU also reserved (by the allocator) and outside (in use outside of the allocator).
+    """Bytes by name. Always: parameters and gradients. On a GPU or with shapes only: allocated (before an iteration)
+    and peak (during it). On a GPU: reserved (by the allocator) and outside (in use outside of the allocator).
     """
     played: int | None = None
     """With shapes only, the number of microbatches that were run: as many as it takes to reach the peak."""
@@ -81,7 +81,7 @@ class Replayed:
     def costs(self) -> str:
         """The times in the form that `megatron-vp schedule --cost` expects; a pass that did not run takes no time.
 
-        If backwards are not split, B is the whole backward.
+        If backwards are not split, B stands for the whole backward.
         """
         kinds = (name for name in PassCosts().named() if name != "comm")
         return ",".join(f"{kind}={self.pass_milliseconds.get(kind, 0):.4g}" for kind in kinds)
@@ -176,8 +176,8 @@ def run_alone(
 
 
 def _microbatches(job: JobConfig, replicas: int) -> tuple[int, int]:
-    """The number of microbatches that is enough to reach the memory peak, and that of the job; equal if none may be
-    left out.
+    """The number of microbatches that suffices to reach the memory peak, and that of the job; they are equal if none
+    may be left out.
 
     Every schedule that we generate has all its activations in flight after ROUNDS microbatches per rank. A schedule
     from a file has a fixed number of microbatches.

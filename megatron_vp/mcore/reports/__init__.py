@@ -1,1 +1,1 @@
-"""Makes the reports of a run: pass times, memory and traces."""
+"""Reports what a run measures: pass times, memory and traces."""

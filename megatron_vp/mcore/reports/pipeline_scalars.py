@@ -88,7 +88,7 @@ class PipelineScalars:
 
 
 def own_figures(spans: Sequence[Span]) -> IterationFigures:
-    """The figures of this rank, from the spans of a lean recorder."""
+    """Compute the figures of this rank from the spans of a lean recorder."""
     computing = [span for span in spans if isinstance(span.work, Run | Loss)]
     second_stream = [span for span in spans if isinstance(span.work, Collective)]
     runs = (span for span in computing if isinstance(span.work, Run) and span.work.action.kind in VOCABULARY_KINDS)
@@ -116,7 +116,7 @@ _current: PipelineScalars | None = None
 
 
 def pipeline_scalars(job: SettledJob) -> PipelineScalars | None:
-    """The object that records this process's next training iteration; None if that is not recorded."""
+    """The recorder of this process if the next training iteration should be recorded; otherwise None."""
     if not job.args.log_pipeline_interval or not in_first_pipeline(job):
         return None
     found = _of_process(job)

@@ -108,8 +108,8 @@ class RankReport:
     def _memory(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
         """The bytes of weights and main gradients, and further counts of memory if known.
 
-        On a GPU or with shapes only, these are the bytes allocated before an iteration and at its peak; on a GPU also
-        what the allocator has reserved, and what is in use outside of it.
+        On a GPU or with shapes only, these counts are the bytes allocated before an iteration and at its peak. On a
+        GPU, they also include what the allocator has reserved, and what is in use outside of it.
         """
         gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
         memory = {

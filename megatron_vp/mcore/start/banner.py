@@ -1,6 +1,6 @@
-"""The banner of a run, printed once per job at startup, so that the log shows which parts of the plug-in are active.
+"""Prints the banner of a run, once per job at startup, so that the log shows which parts of the plug-in are active.
 
-`megatron-vp check` prints the same lines for a job that has not started.
+`megatron-vp check` prints similar lines for a job that has not started.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Prints the last line in the log of a job that refuses to start, once, after all other output of the job's ranks.
 
-Ranks that refuse communicate through the launcher's store, or through one that rank 0 serves. Each rank first flushes
-its own output. Then one of them prints the line for all, so that it is the last in the job's log. All exit together,
-because launchers stop every rank as soon as one has exited.
+Ranks that refuse to start communicate through the launcher's store, or through one that rank 0 serves. Each rank first
+flushes its own output. Then one of them prints the line for all, so that it is the last in the job's log. All exit
+together, because launchers stop every rank as soon as one has exited.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Turn errors into one line on standard error and an exit status. A UserError becomes status 2. A lost peer, a
-    checkpoint that cannot be written or read, and a storage error become status 1. Before ranks are connected, a
+    storage error, or a checkpoint that cannot be written or read becomes status 1. Before ranks are connected, a
     storage error counts as bad input, with status 2, unless another attempt may help.
 
     On Ctrl-C, rank 0 prints a line and the status is 130. Once ranks are connected, a process that fails exits at once,
@@ -169,9 +169,9 @@ def _foreign(file: str) -> bool:
 def prepare() -> None:
     """Prepare this process for a Megatron script, whose arguments are in `sys.argv`; call it before importing Megatron.
 
-    Removes `--cpu` from `sys.argv`. Exits with status 2 and one line if the process was not started by a launcher, if
-    Megatron's version is not supported or if a patch that this run needs does not fit; nothing is patched then. Patches
-    of later stages are checked here, but applied only after Megatron has validated the arguments.
+    Removes `--cpu` from `sys.argv`. Exits with status 2 and one line, without patching anything, if the process was not
+    started by a launcher, if Megatron's version is not supported, or if a patch that this run needs does not fit.
+    Patches of later stages are checked here, but applied only after Megatron has validated the arguments.
     """
     _end_quietly_when_interrupted()
     with one_line_errors():

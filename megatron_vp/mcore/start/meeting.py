@@ -29,7 +29,8 @@ _SCHEDULE = "schedule"
 
 
 def first_ranks_text(name: str) -> str:
-    """Return rank 0's text of the schedule file `name` on every rank; other nodes may hold another file, or none.
+    """Return rank 0's text of the schedule file `name` on every rank, because other nodes may hold a different file or
+    none.
 
     A rank whose file has the same text does not fetch it. If rank 0 was given another name, returns the text of the
     file here; `compare` will report the difference. Raises UserError if rank 0 cannot read its file.

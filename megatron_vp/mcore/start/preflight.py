@@ -38,15 +38,15 @@ def check_job(
     files: bool = False,
     own_script: bool = False,
 ) -> SettledJob:
-    """Parse and validate a job's arguments as its `ranks` processes would, and settle the job. Starts nothing.
+    """Parse and validate a job's arguments as its `ranks` processes would, and settle the job. Nothing is started.
 
-    The environment, `sys.argv` and patches are restored afterwards. Arguments are checked for this machine's platform:
-    without a CUDA device, with the layers and backend of a CPU run. But a job is checked for GPUs elsewhere if its
-    `nodes` are described ("te=2.17.1,apex=no"). The same holds on a machine without GPUs, unless the job runs `here`,
-    if it asks for NCCL or Transformer Engine's layers or if Transformer Engine is installed. With `files`, the files
-    that the job reads and writes are checked as well. With `own_script`, the user's script may have its own options.
-    Raises UserError for anything that the job would refuse at startup, such as unknown or contradictory arguments or a
-    Megatron that does not fit.
+    The environment, `sys.argv` and patches are restored afterwards. Normally, arguments are checked for this machine:
+    if it has no CUDA device, with the layers and backend of a CPU run. A job is checked for GPUs elsewhere if its
+    `nodes` are described ("te=2.17.1,apex=no"). On a machine without GPUs, this also holds for a job that does not run
+    `here`, if it asks for NCCL or Transformer Engine's layers or if Transformer Engine is installed. With `files`, the
+    files that the job reads and writes are checked as well. With `own_script`, the user's script may have its own
+    options. Raises UserError for anything that the job would refuse at startup, such as unknown or contradictory
+    arguments or a Megatron that does not fit.
     """
     with (
         one_line_for_paths(),
@@ -111,7 +111,7 @@ def load_megatron() -> None:
 
 @contextmanager
 def without_compilers() -> Iterator[None]:
-    """Keep Megatron's fused functions, inside this context, from being compiled, in a process that only checks.
+    """Do not compile Megatron's fused functions inside this context, which is meant for a process that only checks.
 
     `torch.compile` would import PyTorch's compilers for them, which takes as long as importing all of Megatron.
     """
@@ -120,12 +120,12 @@ def without_compilers() -> Iterator[None]:
 
 
 def _uncompiled(function: Callable | None = None, **options: object) -> Callable:
-    """Replaces `torch.compile`, a decorator with or without options, without compiling anything."""
+    """Replaces `torch.compile`, which decorates with or without options, but compiles nothing."""
     return (lambda decorated: decorated) if function is None else function
 
 
 def _platform(arguments: list[str], here: bool, nodes: str | None = None) -> AbstractContextManager[None]:
-    """A context in which a job is checked for this machine's platform or for GPUs elsewhere."""
+    """Return the context in which to check a job: for this machine's platform, or for GPUs elsewhere."""
     if nodes is not None:
         if here or asks_for_cpu(arguments):
             raise UserError("--nodes is about nodes with GPUs elsewhere: leave it out, or --cpu and --ranks-per-node")
@@ -176,9 +176,7 @@ def ranks_of_one_replica(arguments: list[str], own_script: bool = False) -> int:
 
 def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
     """Check that this node can run its part of a job with validated `args`: GPUs, network, access to the output
-    folders.
-
-    Raises UserError, naming the node.
+    folders. Raises a UserError that names the node.
     """
     node = socket.gethostname()
     devices = torch.cuda.device_count() if args.distributed_backend == "nccl" else ranks_per_node
@@ -286,7 +284,7 @@ def _parsed(arguments: list[str], ranks: int, own: Sequence[str] = ()) -> Iterat
 @contextmanager
 def _environment_of_a_rank(ranks: int, argv: list[str]) -> Iterator[None]:
     """Set, inside this context, the environment variables that a launcher sets. RANK is one more than the job's last
-    rank, because the code of a real rank may print and write files.
+    rank, so that no code runs that prints or writes files on a particular rank.
     """
     environment, command = dict(os.environ), list(sys.argv)
     os.environ.update(RANK=str(ranks), WORLD_SIZE=str(ranks), LOCAL_RANK="0")

@@ -66,7 +66,7 @@ _PLACES = {
     ),
 }
 PLACES = {name: reason for reason, names in _PLACES.items() for name in names.split()}
-"""Arguments that name a file, a folder or the like, and what is there. Only the presence of such an argument is
+"""Arguments that name a file, a folder or another resource, and what it holds. Only the presence of such an argument is
 compared and, in a list of data, the weights.
 """
 

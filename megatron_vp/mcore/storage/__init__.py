@@ -1,1 +1,1 @@
-"""Checks the files of a run (data and checkpoints) before it starts, and makes saving and loading safer."""
+"""Checks data and checkpoints before a run starts, and makes saving and loading safer."""

@@ -26,7 +26,7 @@ def note_saved() -> None:
 
 @contextmanager
 def noting_the_end() -> Iterator[None]:
-    """Run training inside this context: notes at the end that it has finished, unless it failed or a signal stopped it
+    """Run training inside this context, which notes that training has finished, unless it fails or a signal stops it
     early.
     """
     try:

@@ -215,7 +215,7 @@ def _common_state(folder: Path) -> dict[str, Any]:
     from megatron.core.dist_checkpointing import load_common_state_dict
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a warning that a single process reads it
+        warnings.simplefilter("ignore")  # Megatron warns that only one process reads it
         try:
             return load_common_state_dict(str(folder))
         except Exception as error:

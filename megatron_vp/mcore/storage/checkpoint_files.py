@@ -102,7 +102,7 @@ PATCHES = (
         _without_padding,
         "with several buckets of gradients the optimizer's state would be saved from next to where it lies",
         "(self, model_sharded_state_dict, is_loading=False, metadata=None)",
-        {"0.20": None},  # Megatron leaves the padding out itself
+        {"0.20": None},  # Megatron itself leaves the padding out there
     ),
     Patch(
         "megatron.training.checkpointing:maybe_msc",

@@ -11,7 +11,7 @@ from megatron_vp.errors import UserError
 def check_conversations(path: str | os.PathLike[str]) -> None:
     """Check that a file exists and that its first line is a conversation as Megatron's `SFTDataset` reads it.
 
-    Raises UserError that names the file, the fault and the remedy.
+    Raises a UserError that names the file, the fault and the remedy.
     """
     path = os.fspath(path)
     form = '{"messages": [{"role": "system", "content": "..."}, ...]}'

@@ -112,7 +112,9 @@ def prepare(
 
 
 def _check_names(written: Sequence[Path], overwrite: bool) -> None:
-    """Raise UserError if a file exists already, and for a folder that holds files that are not part of a tokenizer."""
+    """Raise UserError if a file exists already, unless it may be replaced, and for a folder with files that do not
+    belong to a tokenizer.
+    """
     taken = [path for path in written if os.path.lexists(path)]
     if taken and not overwrite:
         raise UserError(
@@ -188,7 +190,7 @@ def _write(texts: Iterable[str], tokenizer: Tokenizer, end_id: int, prefix: Path
     hide_what_is_broken()
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    # Encode special tokens that a document spells out as ordinary text.
+    # If a document spells out special tokens, encode them as ordinary text.
     tokenizer.encode_special_tokens = True
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.get_vocab_size()))
     documents = tokens = 0
@@ -220,7 +222,7 @@ def check_dataset(prefix: str | os.PathLike[str], split: str | None = None) -> N
     """Check that `prefix`.{bin,idx} exist and belong together. Reads only the index, through Megatron's reader.
 
     Also checks that every share of `split` gets tokens; `split` is None if a run does not split the dataset. Prefixes
-    on object storage are left to Megatron. Raises UserError that names the file, the fault and the remedy.
+    on object storage are left to Megatron. Raises a UserError that names the file, the fault and the remedy.
     """
     from megatron.core.datasets.indexed_dataset import _IndexReader
     from megatron.core.datasets.object_storage_utils import is_object_storage_path
@@ -302,7 +304,7 @@ def check_inputs(args: argparse.Namespace) -> None:
 
 
 def check_room_for_tokens(padded: int, tokens: int) -> None:
-    """Raise UserError for a padded vocabulary that is smaller than the tokenizer's, which has `tokens`."""
+    """Raise UserError if the padded vocabulary is smaller than the tokenizer's, which has `tokens` entries."""
     if padded < tokens:
         raise UserError(
             f"--padded-vocab-size {padded} is smaller than the tokenizer's vocabulary of {tokens}: use at least that, "

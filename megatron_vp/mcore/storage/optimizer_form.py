@@ -23,7 +23,7 @@ _OF_ONE_LAYOUT = {"dp_reshardable": "dp_reshardable", "dp_zero_gather_scatter": 
 
 
 def _refusing(form: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a replacement for Megatron's function for one of these forms, which raises UserError."""
+    """Make the replacement for Megatron's function for one of these forms; it raises UserError."""
 
     def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -70,7 +70,7 @@ PATCHES = tuple(
     )
     for form, function in _OF_ONE_LAYOUT.items()
 )
-"""Applied in scripts with their own training loop, with one of our schedules."""
+"""Applied in scripts that have their own training loop and use one of our schedules."""
 
 BRIDGE_PATCHES = (
     Patch(

@@ -145,7 +145,7 @@ class SaveFolder:
         try:
             os.write(descriptor, json.dumps(self._identity).encode())
             os.fsync(descriptor)
-            # A claim that appeared and vanished in the meantime may have let a third run take a number.
+            # A claim that appeared and vanished in the meantime may have freed its number for a third run.
             if set(self._claims()) - {path, *void}:
                 raise FileExistsError
         except OSError as error:
@@ -171,7 +171,7 @@ class SaveFolder:
 
 
 def _identity() -> dict[str, str]:
-    """Describe this run for its claim."""
+    """The description of this run that is written into its claim."""
     job = os.environ.get("SLURM_JOB_ID", "")
     return {
         "token": secrets.token_hex(8),

@@ -2,7 +2,7 @@
 
 The runtime calls `forward_step(data_iterator, probe)`. The probe records the arguments of the call and returns a
 placeholder, and `forward_step` returns the placeholder and the loss function. Later, when the schedule reaches them,
-the runtime runs the passes of that microbatch. Megatron scripts therefore work unmodified.
+the runtime runs the passes of that microbatch. Thus Megatron scripts work without changes.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Capture:
 def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.nn.Module) -> Capture:
     """Run the user's `forward_step` with a probe in place of the model.
 
-    Raises UserError if the data ends, and for scripts that our passes cannot serve. Like Megatron's own scripts, a
-    script must call the model exactly once and return its output unchanged, and it must not pass arguments that our
+    Raises UserError if the data ends, and for scripts that our passes cannot serve. Like Megatron's own scripts,
+    `forward_step` must call the model exactly once and return its output unchanged. It must not pass arguments that our
     passes would ignore.
     """
     probe = Probe(model)

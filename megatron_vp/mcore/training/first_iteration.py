@@ -22,8 +22,8 @@ from megatron_vp.schedule.passes import Schedule
 MIB, GIB = 2**20, 2**30
 
 Programs = Callable[[int, bool, Shapes], tuple[Schedule, tuple[Program, ...]]]
-"""Returns the schedule and the programs of all ranks, for a number of microbatches, with or without gradients, and
-sizes.
+"""A function that returns the schedule and the programs of all ranks, given the number of microbatches, whether
+gradients are computed, and sizes.
 """
 
 
@@ -61,7 +61,7 @@ def rehearse(
 
 @contextmanager
 def saying_host_memory(memory: HostMemory) -> Iterator[None]:
-    """Run an iteration inside this context: logs the host memory that was allocated for offloading, and which
+    """Run an iteration inside this context, which logs the host memory that was allocated for offloading, and which
     activations stay on the device.
     """
     size, seconds, known = memory.bytes, memory.seconds, set(memory.held_elsewhere)

@@ -94,7 +94,7 @@ def forward_backward(
     if gradients:
         _finalize_gradients(job, megatron, force_all_reduce)
     if job.config.cuda_graph_impl == "local":
-        create_cudagraphs()  # after the first iteration, in the order in which its passes came
+        create_cudagraphs()  # after the first iteration, in the order of its passes
     megatron.check_losses()
     if timers is not None:
         timers("forward-backward").stop()
@@ -160,8 +160,8 @@ class _Job:
 
 
 def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessGroupCollection | None) -> _Job:
-    """Collect the model and its settings. Raises UserError for a model that was not prepared for our schedules, and
-    like `agreed`.
+    """Collect the model and its settings. Raises UserError for a model that was not prepared for our schedules, and if
+    `agreed` does.
     """
     chunks = model if isinstance(model, list) else [model]
     wrapped = [each for each in chunks if isinstance(each, _BaseDataParallel)]
@@ -191,7 +191,7 @@ def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessG
 
 
 def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) -> Shapes:
-    """The sizes of a microbatch. For a rank without peers, the object also fills receive buffers with random values."""
+    """The sizes of a microbatch. For a rank without peers, receive buffers are filled with random values."""
     args, config, context = job.settled.args, job.config, job.groups.cp.size()
     own = job.pipeline.groups
     sp_size, sp_rank = (own.tensor_size, own.tensor_rank) if config.sequence_parallel else (1, 0)

@@ -24,7 +24,7 @@ class GradientSynchronisation:
         self._waiting: list[torch.nn.Parameter] = []
 
     def hold(self, no_sync: AbstractContextManager[Any]) -> None:
-        """Enter Megatron's `no_sync` until `start` or `finish`."""
+        """Enter Megatron's `no_sync`, and leave it in `start` or `finish`."""
         self._held = no_sync
         self._held.__enter__()
 

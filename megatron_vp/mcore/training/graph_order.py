@@ -44,7 +44,7 @@ def graph_order(schedule: Schedule, rank: int) -> list[int]:
 
 
 def in_our_order(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's `TECudaGraphHelper._get_cuda_graph_input_data`, so that it uses the order of our schedule."""
+    """Wrap Megatron's `TECudaGraphHelper._get_cuda_graph_input_data` to use the order of the job's schedule."""
 
     @functools.wraps(original)
     def _get_cuda_graph_input_data(self: Any) -> Any:

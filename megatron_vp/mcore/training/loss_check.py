@@ -36,8 +36,8 @@ class LossCheck:
         Args:
             loss: [], the loss of the microbatch.
             labels_bs: int64 [b, s].
-            gradient_ks: the gradients of the loss with respect to token losses, first those of the next token, [b, s],
-                then those of further predictions; None in evaluation.
+            gradient_ks: the gradients of the loss with respect to the token losses, first those of the next token [b,
+                s], then those of further predictions; None in evaluation.
         """
         counts_bs = labels_bs >= 0 if gradient_ks is None else gradient_ks[: len(labels_bs)] != 0
         wrong_bs = ((labels_bs < 0) | (labels_bs >= self._vocab_size)) & counts_bs

@@ -29,9 +29,9 @@ class MegatronModel:
     Args:
         chunks: the rank's model chunks, as Megatron wrapped them (DDP, Float16Module).
         forward_step, data_iterators: the user's, as Megatron passes them to a schedule; one iterator per chunk.
-        microbatches: m.
+        microbatches: the number of microbatches m.
         shapes: expected sizes of a microbatch.
-        gradients: False in evaluation.
+        gradients: whether to compute gradients; False in evaluation.
         is_first_rank: whether this is pipeline rank 0, which may synchronise gradients during the last backward even if
             Megatron aligns the synchronisation of ranks.
         context_group: the ranks that hold the other parts of this rank's sequences. split_backward: whether pass B
@@ -132,7 +132,7 @@ class MegatronModel:
             output = output.float().clone()
         elif output is taken:  # a hybrid segment without layers, whose input must outlive its output
             output = taken.clone()
-        elif self._keeps_outputs:  # Megatron's graphs return their own buffer, which has to outlive `release_output`
+        elif self._keeps_outputs:  # Megatron's graphs return their own buffer, which must survive `release_output`
             output = _copied(output)
         if self._watches_numbers:
             report_birth_of_nan(chunk, microbatch, input_sbh, output)
@@ -242,8 +242,7 @@ class MegatronModel:
     def _calculate_loss(
         self, chunk: _Chunk, output: torch.Tensor, loss_func: Callable[..., Any] | None, is_last_stage: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the end of a forward as in Megatron's schedules: compute loss and token count on the last stage, stop the
-        timer.
+        """End a forward as Megatron's schedules do: compute loss and token count on the last stage, and stop the timer.
 
         On every stage, this also scales the gradients of losses that layers add themselves, such as that of a router.
         """

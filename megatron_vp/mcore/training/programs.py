@@ -26,8 +26,8 @@ def programs(request: ScheduleRequest, embeds_on_last_stage: bool) -> tuple[Sche
 
 def without_frozen(costs: Costs | None, method: VocabMethod, trained: Trained) -> Costs | None:
     """The costs by which passes are ordered, without the gradients of frozen weights. W takes only the trained share of
-    its time. For frozen rows, IB takes no time; T takes no time either, except with vocab-1, whose T still computes dX,
-    one of its two products, in half of its time.
+    its time. For frozen rows, IB takes no time; T takes no time either, except that with vocab-1 it still computes one
+    of its two products, dX, in half of its time.
     """
     if trained.everything:
         return costs
