@@ -1,1 +1,1 @@
-"""GPUs and networks as data, and the few numbers fitted to measured runs."""
+"""GPUs and networks as data, and the few constants fitted to measured runs."""

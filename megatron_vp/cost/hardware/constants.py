@@ -1,4 +1,4 @@
-"""The few numbers that are fitted; everything else follows from sizes, data sheets and counting."""
+"""The few constants that are fitted; everything else in the cost model follows from sizes, data sheets and counting."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Constants:
-    """What `megatron-vp paper calibrate` fits to the published cells, pass times and scaling factors.
+    """The constants that `megatron-vp paper calibrate` fits to the published table cells, pass times and scaling
+    factors.
 
     matrix: share of the peak FLOP/s that products of large matrices reach under sustained load.
     attention_forward, attention_backward: share of the peak that attention kernels reach; only the causal half is
         counted.
-    newer_attention: how many times faster attention is in the code base of the V-Half runs.
+    newer_attention: how many times faster attention is in the newer code base of the V-Half runs.
     bandwidth: share of the memory bandwidth that streaming kernels reach.
-    layer_bytes: bytes that a layer's forward moves outside its products, per token and hidden unit; the backward twice.
+    layer_bytes: bytes that a layer's forward moves outside its products, per token and hidden unit; the backward moves
+        twice as many.
     score_bytes: bytes per logit that S and T of vocab-1 move together.
     gap: fixed seconds per pass: kernel launches and the hand-over between passes.
     speed_spread: relative standard deviation of the time that ranks take for the same work.
@@ -36,7 +38,7 @@ class Constants:
     network: float
 
     def with_newer_attention(self) -> Constants:
-        """These constants with the attention kernels of the V-Half runs."""
+        """These constants, but for the attention kernels of the V-Half runs."""
         return replace(
             self,
             attention_forward=self.attention_forward * self.newer_attention,
@@ -58,17 +60,20 @@ FITTED = Constants(
     idle_boost=0.06107,
     network=0.8927,
 )
-"""The result of `megatron-vp paper calibrate`: 8 and 16 A100, fp16, Megatron with unfused cross entropy."""
+"""The result of `megatron-vp paper calibrate`, for 8 and 16 A100s, fp16, and Megatron with unfused cross entropy."""
 
 CALIBRATED = FITTED.with_newer_attention()
-"""What predictions use unless told otherwise."""
+"""The constants that predictions use by default."""
 
 ERROR_BAND = {"time": 0.03, "memory": 0.03}
-"""Largest relative error on setups left out of the fit, rounded (`megatron-vp paper calibrate`): A100s, fp16."""
+"""Largest relative errors on setups left out of the fit, rounded (`megatron-vp paper calibrate`), for A100s and fp16.
+"""
 
 
 class Compared(NamedTuple):
-    """Published runs of Megatron of one kind, and the mean and the largest error of their tokens/s in percent."""
+    """A kind of published Megatron runs, their number, and the mean and largest error of their predicted tokens/s in
+    percent.
+    """
 
     kind: str
     runs: int
@@ -86,12 +91,12 @@ _COMPARED = {
 
 
 def compared(hardware: str, fp8: bool, experts: bool) -> Compared | None:
-    """The comparison for jobs of a kind; None if no published run states enough of its configuration."""
+    """The comparison for one kind of job; None if no published run of that kind states enough of its configuration."""
     return _COMPARED.get((hardware, fp8, experts))
 
 
 def compared_elsewhere(experts: bool) -> Compared:
-    """The comparison to quote for a kind without one: the worst known kind among dense runs, or among runs with
+    """The comparison to quote for a kind of job without its own: the worst of the dense kinds, or of those with
     experts.
     """
     known = (each for (_, _, has_experts), each in _COMPARED.items() if has_experts == experts)

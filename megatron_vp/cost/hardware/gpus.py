@@ -1,4 +1,4 @@
-"""Hardware as data: what one GPU can do, and how GPUs are joined."""
+"""Hardware as data: the rates of one GPU, and the links between GPUs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ TERA, GIGA, GIB = 1e12, 1e9, 2**30
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates that one GPU sustains, from cited sources; none was measured by this project.
+    """The rates that one GPU sustains, from cited sources; this project has measured none of them.
 
-    gemm: FLOP/s of large bf16 products. fp8_gemm: of fp8 ones, 0 without them. copy: bytes/s of a device copy, reads
-    plus writes. issue: instructions/s, counted by thread. source: where the figures are from. any_layout_fp8: tensor
-    cores multiply fp8 operands in any layout, so none is transposed, and scale blocks of 32 (mxfp8). attention: shares
-    of the peak that fused attention reaches, forward and backward, on long sequences and heads of 128, counting only
-    the causal half; None: the paper's. flash_attention_2: the same for FlashAttention 2, if slower.
-    gap: fixed seconds per pass; 0: the paper's.
+    gemm: FLOP/s of large bf16 products.
+    fp8_gemm: FLOP/s of large fp8 products; 0 if the GPU has no fp8.
+    copy: bytes/s of a copy on the device, counting reads and writes.
+    issue: instructions/s, counted by thread.
+    source: where the figures come from.
+    any_layout_fp8: whether tensor cores multiply fp8 operands in any layout, so that none is transposed, and support
+        scale blocks of 32 elements (mxfp8).
+    attention: shares of the peak that fused attention reaches in the forward and in the backward, for long sequences
+        and heads of 128, counting only the causal half; None: those of the paper's code.
+    flash_attention_2: the same shares for FlashAttention 2, if it is slower.
+    gap: fixed seconds per pass; 0: those of the paper's code.
     """
 
     gemm: float
@@ -35,12 +40,14 @@ class Rates:
 
 @dataclass(frozen=True)
 class HostLink:
-    """Bandwidth between one GPU and its node's memory while all GPUs of the node copy. None of it was measured by this
-    project.
+    """Bandwidth between one GPU and its node's memory while all GPUs of the node copy; this project has measured none
+    of it.
 
-    out, back: bytes/s of a copy of pinned memory to the host and from it, one direction at a time. duplex: share of
-    the sum of both that is left where both run at once; copies of activations take turns and do not use it. memory:
-    bytes of the node's memory per GPU. source: where the figures are from.
+    out, back: bytes/s of a copy of pinned memory to the host and from it, in one direction at a time.
+    duplex: share of the sum of both rates that remains if both directions copy at once. Copies of activations take
+        turns and do not use it.
+    memory: bytes of the node's memory per GPU.
+    source: where the figures come from.
     """
 
     out: float
@@ -64,11 +71,15 @@ _PCIE_5 = HostLink(
 class Hardware:
     """Nominal figures of one GPU and its place in a node.
 
-    peak_flops: dense FLOP/s in bf16 and fp16, no sparsity. memory: bytes that a process can have, as PyTorch reports
-    it. memory_bandwidth: bytes/s. link_bandwidth and network_bandwidth: bytes/s of one GPU in one direction, inside a
-    node and between nodes. source: where the figures are from. rates: sustained rates; None if they are unknown or this
-    project's kernels do not run there. host: the link to its node's memory. needs_one_queue: for tensor and context
-    parallelism Megatron demands CUDA_DEVICE_MAX_CONNECTIONS=1, as it does before Blackwell.
+    peak_flops: dense FLOP/s in bf16 and fp16, without sparsity.
+    memory: bytes that a process can use, as PyTorch reports them.
+    memory_bandwidth: bytes/s.
+    link_bandwidth, network_bandwidth: bytes/s of one GPU in one direction, inside a node and between nodes.
+    source: where the figures come from.
+    host: the link to the node's memory.
+    rates: sustained rates; None if they are unknown or this project's kernels do not run on this hardware.
+    needs_one_queue: whether Megatron requires CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor and context parallelism, as it
+        does before Blackwell.
     """
 
     name: str
@@ -217,11 +228,11 @@ _ALL = (
 )
 
 HARDWARE = {entry.name: entry for entry in _ALL}
-"""Descriptions by name."""
+"""All hardware descriptions by name."""
 
 
 def find_hardware(name: str) -> Hardware:
-    """The description called `name`, in any case; `mi300` is `mi300x`. Raises UserError for an unknown one."""
+    """The hardware called `name`, in upper or lower case; `mi300` means `mi300x`. Raises UserError if it is unknown."""
     found = HARDWARE.get(name.lower()) or HARDWARE.get(f"{name.lower()}x")
     if found is None:
         near = difflib.get_close_matches(name.lower(), HARDWARE, 1, 0)

@@ -1,1 +1,1 @@
-"""The model and how it is split: sizes of model, job and plan, FLOPs, layouts of layers."""
+"""Sizes of models, jobs and plans, FLOPs, and layouts of layers."""

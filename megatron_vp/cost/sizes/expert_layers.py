@@ -1,4 +1,4 @@
-"""Which layers of a GPT model have experts, as `--moe-layer-freq` says it."""
+"""Reads from `--moe-layer-freq` which layers of a GPT model have experts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from megatron_vp.errors import UserError
 
 
 def expert_layers(frequency: Any, layers: int) -> tuple[bool, ...]:
-    """For each of `layers` layers whether it has experts.
+    """For each of the model's `layers`, whether it has experts.
 
-    `frequency` is a number N, of which every N-th layer has them from the first on, a list of 0 and 1, or one of these
-    as text: an expression of lists, + and * such as "([0]*3+[1]*58)". Raises UserError for anything else.
+    `frequency` is a number N (every N-th layer has experts, starting with the first), a list of 0 and 1, or an
+    expression for one of these as text, which may use lists, + and *, such as "([0]*3+[1]*58)". Raises UserError for
+    anything else.
     """
     found = frequency
     if isinstance(frequency, str):

@@ -1,4 +1,4 @@
-"""Floating point operations and weights: products and sums of the model's matrices, nothing else."""
+"""Counts floating point operations and parameters from the sizes of the model's matrices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_vp.cost.sizes.shapes import Job
 
 
 class Matrix(NamedTuple):
-    """A weight matrix on one rank: number of `copies`, and tokens of a microbatch per copy."""
+    """The weight matrices of one shape on a rank: number of `copies`, and `tokens` of a microbatch for each copy."""
 
     inputs: int
     outputs: int
@@ -50,8 +50,10 @@ def layer_matrices(job: Job, kind: LayerType = LayerType.WHOLE) -> tuple[Matrix,
 
 
 def attention_matrices(job: Job) -> tuple[Matrix, ...]:
-    """The matrices of one layer's attention on one rank. In latent attention every tensor rank holds the compressing
-    matrices whole; with sequence parallelism each rank has a part of the tokens.
+    """The matrices of one layer's attention on one rank.
+
+    In latent attention, every tensor rank holds the whole compressing matrices; with sequence parallelism, it
+    multiplies them only with its part of the tokens.
     """
     model, t, tokens, latent = job.model, job.tensor, job.tokens, job.model.latent
     result = Matrix(model.results // t, model.hidden, tokens)
@@ -68,29 +70,30 @@ def attention_matrices(job: Job) -> tuple[Matrix, ...]:
 
 
 def attention_flops(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
-    """FLOPs of scores and weighted values in one layer's forward on one rank, without halving for causality."""
+    """FLOPs of scores and weighted values in one layer's forward on one rank, not halved for causality."""
     widths = job.model.queries + job.model.results
     return 2 * job.tokens * job.sequence * widths / job.tensor if kind.attends else 0.0
 
 
 def layer_flops(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
-    """One layer's forward of one microbatch on one rank, attention in full."""
+    """FLOPs of one layer's forward of one microbatch on one rank, including the non-causal half of attention."""
     return sum(matrix.flops for matrix in layer_matrices(job, kind)) + attention_flops(job, kind)
 
 
 def output_flops(job: Job) -> float:
-    """The output layer's forward of one microbatch on the tensor ranks of one stage, a rank's share."""
+    """FLOPs of the output layer's forward of one microbatch on one of the last stage's tensor ranks."""
     return 2 * job.output_tokens * job.model.hidden * job.model.vocab / job.tensor
 
 
 def model_flops(job: Job) -> float:
     """FLOPs of one iteration of the whole job as Megatron's `--log-throughput` counts them.
 
-    3 x (output layer + layers), counting the causal half of attention. For multi-token prediction the norms and the
-    product that join two embeddings are added, for latent attention its norms. The input embedding, routers and
-    recomputation do not count. Quick GeGLU counts with its three matrices, of which Megatron's function counts two.
+    The count is 3 x (output layer + layers), with only the causal half of attention. Multi-token prediction adds the
+    norms and the product that join two embeddings; latent attention adds its norms. The input embedding, routers and
+    recomputation do not count. Quick GeGLU counts with its three matrices, although Megatron's function counts only
+    two.
     """
-    # As on a single rank: tensor ranks beyond the number of key-value groups compute the same keys.
+    # Count as for a single rank, because tensor ranks beyond the number of key-value groups repeat the same keys.
     whole = replace(job, tensor=1, context=1, expert=1, expert_tensor=1, sequence_parallel=False)
     hidden, heads = job.model.hidden, 0 if job.model.is_hybrid else len(job.model.mtp_heads)
     joined = 2 * whole.tokens * heads * (3 * hidden + 2 * hidden**2)
@@ -101,7 +104,7 @@ def model_flops(job: Job) -> float:
 
 
 def paper_flops(job: Job) -> float:
-    """FLOPs of one iteration of the whole job as the paper counts them for its MFU: attention in full."""
+    """FLOPs of one iteration of the whole job as the paper counts them for its MFU, with both halves of attention."""
     return _flops(job, 1.0)
 
 
@@ -116,12 +119,12 @@ def _flops(job: Job, of_attention: float) -> float:
 
 
 def layer_weights(job: Job, kind: LayerType = LayerType.WHOLE) -> int:
-    """Parameters of one layer on one rank, with its norms: two of a whole layer, one of a hybrid model's."""
+    """Parameters of one layer on one rank, with its norms: two in a whole layer, one in a layer of a hybrid model."""
     norms = int(2 * kind.share)
     return sum(matrix.weights for matrix in layer_matrices(job, kind)) + norms * 2 * job.model.hidden
 
 
 def expert_weights(job: Job, kind: LayerType = LayerType.WHOLE) -> int:
-    """Parameters of one layer that belong to experts: its last two matrices, if it has experts."""
+    """Parameters of one layer that belong to experts, which are those of its last two matrices."""
     mlp = mlp_of(job.model, kind)
     return sum(matrix.weights for matrix in layer_matrices(job, kind)[-2:]) if mlp and mlp.experts else 0

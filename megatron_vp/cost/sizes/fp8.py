@@ -1,14 +1,15 @@
-"""fp8 in the transformer layers: the recipes of each GPU, and the bytes that they move and keep. Counted, not measured.
+"""Counts the bytes that fp8 recipes move and keep in transformer layers. Nothing here was measured.
 
-The products of a layer (queries, keys and values, projection, both of the MLP) read fp8 operands and write 16 bits.
-Everything else stays as it was: norms, attention, router, the vocabulary layers, gradients and the optimizer.
+The products of a layer (queries, keys and values; projection; both products of the MLP) read fp8 operands and write
+16-bit results. Everything else is unchanged: norms, attention, router, the vocabulary layers, gradients and the
+optimizer.
 
-    F   X is quantised for X W^T and, in columns, for the weight gradient; of W once per iteration
-    B   dY is quantised for dY W and, in columns, for the weight gradient
-    W   dY^T X from what F and B have quantised
+    F   quantises X for X W^T and, in columns, for the weight gradient; W only once per iteration
+    B   quantises dY for dY W and, in columns, for the weight gradient
+    W   computes dY^T X from the tensors that F and B have quantised
 
-"In columns" is the transpose with one scale per tensor, on GPUs whose tensor cores multiply fp8 in one layout only, and
-a second quantisation with one scale per block.
+With one scale per tensor, "in columns" means the transpose, which is needed on GPUs whose tensor cores multiply fp8 in
+only one layout. With one scale per block, it means a second quantisation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from megatron_vp.errors import UserError
 
 
 class Quantised(NamedTuple):
-    """Bytes per element of a tensor that is quantised for two products: read from 16 bits, and written."""
+    """Bytes per element to quantise a tensor for two products: `read` in 16 bits, then written in `rows` and in
+    `columns`.
+    """
 
     read: float
     rows: float
@@ -31,7 +34,7 @@ class Quantised(NamedTuple):
 
     @property
     def moved(self) -> float:
-        """Bytes through the memory."""
+        """Bytes read and written."""
         return self.read + self.rows + self.columns
 
     @property
@@ -41,17 +44,18 @@ class Quantised(NamedTuple):
 
     @property
     def kept_for_weights(self) -> float:
-        """Bytes kept of an input for the weight gradient."""
+        """Bytes of an input that are kept for the weight gradient."""
         return self.columns or self.rows
 
 
 _SCALES = {Fp8Recipe.BLOCKWISE: 4 / 128, Fp8Recipe.MXFP8: 1 / 32}
-"""Bytes of scales per element: fp32 for 128 elements, 8 bits for 32."""
+"""Bytes of scales per element: one fp32 scale for 128 elements, or one 8-bit scale for 32."""
 
 
 def quantised(recipe: Fp8Recipe, hardware: Hardware) -> Quantised:
-    """Bytes that quantising by `recipe` moves on `hardware`. `tensorwise` reads a tensor twice: for its maximum, then
-    to scale it.
+    """Bytes per element that quantising by `recipe` moves on `hardware`.
+
+    `tensorwise` reads a tensor twice: to find its maximum, and to scale it.
     """
     read = 4.0 if recipe is Fp8Recipe.TENSORWISE else 2.0
     if recipe in _SCALES:
@@ -74,22 +78,23 @@ def refuse_fp8(job: Job, hardware: Hardware) -> None:
 
 
 def fp8_matrices(job: Job, kind: LayerType = LayerType.WHOLE) -> tuple[Matrix, ...]:
-    """The matrices of a layer that are multiplied in fp8: all but the router, which comes before the experts' two."""
+    """The matrices of a layer that are multiplied in fp8: all but the router's, which precedes the experts' two."""
     matrices, mlp = layer_matrices(job, kind), mlp_of(job.model, kind)
     return (*matrices[:-3], *matrices[-2:]) if mlp and mlp.experts else matrices
 
 
 def weight_copies(job: Job, hardware: Hardware, kind: LayerType = LayerType.WHOLE) -> float:
-    """Bytes of the fp8 copies of one layer's weights on one rank; they live from the first microbatch on."""
+    """Bytes of the fp8 copies of one layer's weights on one rank, which exist from the first microbatch on."""
     assert job.fp8 is not None
     return quantised(job.fp8, hardware).kept * sum(matrix.weights for matrix in fp8_matrices(job, kind))
 
 
 def activations_saved(job: Job, hardware: Hardware, kind: LayerType = LayerType.WHOLE) -> float:
-    """Bytes of a microbatch that a layer saves on one rank compared with 16 bits.
+    """Bytes of a microbatch's activations that fp8 saves in a layer on one rank, compared with 16 bits.
 
     The inputs of queries, keys and values, of the MLP and of its second product are kept in fp8. The projection's input
-    is kept twice: attention's backward needs it in 16 bits. Tensors that the backward recomputes are not kept at all.
+    is kept twice, because attention's backward needs it in 16 bits. Tensors that the backward recomputes are not kept
+    at all.
     """
     assert job.fp8 is not None
     model, t = job.model, job.tensor

@@ -25,7 +25,7 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("mla_down_proj_fusion",), ()),
     **dict.fromkeys(("experimental_attention_variant", "attention_output_gate", "linear_attention_freq"), ()),
     **dict.fromkeys(("use_kitchen_attention",), ()),
-    # Attention that keeps to the documents of a packed sequence.
+    # Attention within the documents of a packed sequence.
     **dict.fromkeys(("sft", "dataloader_inter_document_masking"), ()),
     # Experts.
     **dict.fromkeys(("moe_shared_expert_gate", "moe_latent_size"), ()),
@@ -49,20 +49,20 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("cuda_graph_impl",), ("none",)),
     **dict.fromkeys(("delay_wgrad_compute",), ()),
     **dict.fromkeys(("no_overlap_p2p_communication", "microbatch_group_size_per_virtual_pipeline_stage"), ()),
-    # Which layers a stage has, and which microbatches per iteration.
+    # The layers of a stage, and the microbatches of an iteration.
     **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), ()),
     **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), ()),
     **dict.fromkeys(("rampup_batch_size", "step_batch_size_schedule", "vocab_extra_ids", "freeze_all_layers"), ()),
 }
-"""Options that change time or memory but that the cost model ignores, with their harmless values."""
+"""Options that change time or memory but that the cost model ignores, with the values that change nothing."""
 
 COUNTED_MODULES = ("mlp", "moe", "moe_act")
-"""Of `--recompute-modules`, those whose memory and time are counted: see `mlp_recompute`."""
+"""The parts named by `--recompute-modules` whose memory and time are counted; see `mlp_recompute`."""
 
 
 def uncounted(config: JobConfig) -> list[str]:
     """Flags of this job that change time or memory but that the cost model ignores, and parts of a hybrid model's
-    pattern that it approximates by others.
+    pattern for which it counts other parts.
     """
     values = config.values
     found = [
@@ -124,9 +124,9 @@ def plan_of(config: JobConfig) -> Plan:
 
 
 def layers_given(config: JobConfig) -> tuple[int, ...] | None:
-    """Layers by virtual stage as the configuration's layout or the bars of its pattern say; None without either.
+    """Layers per virtual stage in the configuration's layout, or between the bars of its pattern; None without either.
 
-    Raises UserError for what Megatron refuses next to a pattern.
+    Raises UserError for options that Megatron refuses together with a pattern.
     """
     pattern, layout = pattern_in(config.values), config.values.get("pipeline_model_parallel_layout")
     if pattern is None:
@@ -150,11 +150,11 @@ _LAYOUT_OPTIONS = (
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
 )
-"""Arguments that cut a GPT model. Bars cut a hybrid model's pattern."""
+"""Arguments that cut a GPT model into stages; a hybrid model's pattern is cut by its bars."""
 
 
 def _uneven_layers(config: JobConfig, chosen: Family) -> tuple[int, ...] | None:
-    """The layers that training assigns to a family's chunks without a layout; None if all get equally many."""
+    """The layers that training assigns to a family's stages without a layout; None if all stages get equally many."""
     chunks = chosen.chunks or 1
     if chunks == 1:
         return None
@@ -166,7 +166,7 @@ def _uneven_layers(config: JobConfig, chosen: Family) -> tuple[int, ...] | None:
 def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
     """Arguments, by long name, that make this configuration run `plan`; None and False unset an argument."""
     chunks, split = plan.chunks, plan.vocab is not VocabMethod.NONE
-    # Without vocabulary passes, several chunks are all that makes Megatron's own schedule interleaved.
+    # Without vocabulary passes, Megatron's own schedule is interleaved as soon as there are several chunks.
     own = not split and plan.schedule == megatrons_own(chunks).name
     bars = bars_of(config, plan, job)
     if bars is None:
@@ -184,7 +184,7 @@ def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
     }
     defaults = {"vocab_parallel": False, "pipeline_schedule": DEFAULT_SCHEDULE}
     settings = {name: value for name, value in wanted.items() if value != config.values.get(name, defaults.get(name))}
-    if plan.vocab.is_sharded:  # the defaults, but what was chosen should be seen
+    if plan.vocab.is_sharded:  # name the chosen algorithm even if it is the default
         settings.setdefault("vocab_parallel_algorithm", plan.vocab.value)
     return settings
 
@@ -208,22 +208,23 @@ def _layout_settings(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
 
 
 def bars_of(config: JobConfig, plan: Plan, job: Job) -> str | None:
-    """A hybrid model's pattern with the bars of `plan`; None for a GPT model. A pipeline's pattern always gets its
-    bars: Megatron deprecates pipelines without them.
+    """A hybrid model's pattern with the bars of `plan`; None for a GPT model.
+
+    The pattern always gets its bars, because Megatron deprecates pipelines without them.
     """
     pattern = pattern_in(config.values)
     return None if pattern is None else pattern.with_bars(plan.layers or equal_layers(job, _stages(plan, job)))
 
 
 def _shards_text(plan: Plan) -> str | None:
-    """The value of --vocab-shards: the predicted rows, written out so that the start does not choose others."""
+    """The value of --vocab-shards, with the predicted rows written out so that training does not choose others."""
     if not plan.vocab.is_sharded:
         return None
     return "even" if plan.vocab_rows is None else ",".join(map(str, plan.vocab_rows))
 
 
 def chunks_given(config: JobConfig) -> int | None:
-    """The chunks per rank that the configuration asks for, if its sizes are consistent."""
+    """The chunks per rank that the configuration asks for; None for one chunk or if sizes contradict each other."""
     try:
         return _chunks(config)
     except UserError:
@@ -242,7 +243,7 @@ def _chunks(config: JobConfig) -> int | None:
     layers = layers_given(config)
     chosen = family(config.values.get("pipeline_schedule") or DEFAULT_SCHEDULE)
     if chunks is None and layers is not None and chosen.chunks in (1, None):
-        # As Megatron does; stages that do not match the ranks are refused together with the layers.
+        # As in Megatron. Stages that do not match the ranks are refused later, with the layers.
         chunks = max(1, len(layers) // (config.values.get("pipeline_model_parallel_size") or 1))
     if chosen.chunks is None and (chunks or 1) == 1:
         needed = option_of("num_virtual_stages_per_pipeline_rank")

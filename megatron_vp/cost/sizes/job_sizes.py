@@ -1,4 +1,4 @@
-"""Megatron's arguments, by their long names with underscores, as the sizes that costs are computed from."""
+"""Converts Megatron's arguments, by their long names with underscores, to the sizes from which costs are computed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from megatron_vp.jobs.pattern_text import pattern_in
 def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     """The job that `arguments` describe on `ranks` ranks, with Megatron's own defaults.
 
-    By default there are as few replicas as hold the experts. Takes the leaves of a configuration file or of a run's
-    resolved configuration. Raises UserError if a size is missing or sizes do not fit each other.
+    By default, the job has the smallest number of replicas that can hold the experts. `arguments` may come from a
+    configuration file or from a run's resolved configuration. Raises UserError if a size is missing or if sizes
+    contradict each other.
     """
 
     def given(name: str, default: Any = None) -> Any:
@@ -45,7 +46,7 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
 
     pipeline, tensor = given("pipeline_model_parallel_size", 1), given("tensor_model_parallel_size", 1)
     hidden, gated = size("hidden_size"), bool(given("swiglu") or given("quick_geglu"))
-    # Megatron's default: 4 h, for gated MLPs two thirds of it in steps of 64.
+    # Megatron's default is 4 h, or with SwiGLU two thirds of that, rounded down to a multiple of 64.
     ffn = int(4 * hidden * 2 / 3 / 64) * 64 if given("swiglu") else 4 * hidden
     rows = given("make_vocab_size_divisible_by", 128) * tensor
     padded = given("padded_vocab_size")
@@ -78,7 +79,7 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         dropout=bool(given("hidden_dropout", 0.1)),
         experts=experts,
         experts_per_token=given("moe_router_topk", 2) if experts else 0,
-        # In latent attention these are norms of the compressed tensors, which are counted there.
+        # In latent attention these are norms of the compressed tensors, which are counted separately.
         query_key_norms=bool(given("qk_layernorm") or given("qk_l2_norm")) and latent is None,
         rotary=given("position_embedding_type") == "rope" or latent is not None,
         pattern=letters,
@@ -147,15 +148,16 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
 
 
 _DISPATCHERS = {"alltoall": Dispatcher.ALL_TO_ALL, "flex": Dispatcher.FLEXIBLE}
-"""The dispatcher of a job. Megatron's default, `allgather`, is taken as "not stated": recipes with experts do not use
-it.
+"""Dispatchers by the option's value. Megatron's default, `allgather`, counts as not stated, because recipes with
+experts do not use it.
 """
 
 
 def _attention(given: Callable[..., Any], fp8: Fp8Recipe | None) -> AttentionKernels:
-    """The attention kernels of the job's backend, if it names one. Recipes set delayed scaling until early 2025; in
-    that time attention on H100 moved from FlashAttention 2 to cuDNN 9, so either is possible under it. All other jobs
-    have today's kernels.
+    """The attention kernels that a job uses, according to its backend and its fp8 recipe.
+
+    Recipes set delayed scaling until early 2025. In that time, attention on H100 moved from FlashAttention 2 to cuDNN
+    9, so a job with delayed scaling may use either. Unless the backend is `flash`, all other jobs use today's kernels.
     """
     backend = str(given("attention_backend", "auto")).removeprefix("AttnBackend.")
     if backend == "flash":
@@ -174,7 +176,7 @@ def _wide_gradients(given: Callable[..., Any]) -> bool:
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _RESOLVED = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
-"""Values that Megatron puts in the place of these names when it reads its arguments."""
+"""These names by the values with which Megatron replaces them when it parses its arguments."""
 
 
 def _bytes_of(given: Callable[..., Any], name: str) -> int:
@@ -186,9 +188,11 @@ def _bytes_of(given: Callable[..., Any], name: str) -> int:
 
 
 def _states(given: Callable[..., Any], fp8: Fp8Recipe | None) -> OptimizerStates | None:
-    """Bytes of optimizer state: both moments, and for a 16-bit parameter the rest of its fp32 copy, as Transformer
-    Engine keeps it (for bf16, the other 16 bits). With fp8 recipes other than delayed scaling, Megatron keeps fp32
-    parameters itself and widens gradients for them.
+    """The states of the precision-aware optimizer; None if the job does not use it.
+
+    They are both moments and, for a 16-bit parameter, the rest of its fp32 copy as Transformer Engine keeps it (for
+    bf16, the other 16 bits). With fp8 recipes other than delayed scaling, Megatron itself keeps fp32 parameters and
+    widens gradients for them.
     """
     if not given("use_precision_aware_optimizer"):
         return None
@@ -208,7 +212,7 @@ def _letters(given: Callable[..., Any], layers: int, experts: bool) -> str:
 
 
 def _latent(given: Callable[..., Any]) -> Latent | None:
-    """Sizes of multi-latent attention, with Megatron's defaults. In a hybrid model it is counted as plain attention."""
+    """Sizes of multi-latent attention, with Megatron's defaults; None if the job does not use it."""
     if not given("multi_latent_attention"):
         return None
     ranks = given("q_lora_rank", 0), given("kv_lora_rank", 32)
@@ -222,7 +226,7 @@ def _window(given: Callable[..., Any]) -> int:
 
 
 def _windowed(given: Callable[..., Any]) -> float:
-    """Share of the layers with windows: all, or all but every n-th. Windows given as a list are not counted."""
+    """Share of the layers that have windows: all, or all but every n-th. A list of layers counts as no windows."""
     skipped = str(given("window_attn_skip_freq", 0))
     if not _window(given) or not skipped.isdigit():
         return 0.0
@@ -230,7 +234,7 @@ def _windowed(given: Callable[..., Any]) -> float:
 
 
 def recompute_modules(arguments: Mapping[str, Any]) -> frozenset[str]:
-    """Parts of a layer that selective recomputation computes again, from a list or a single name."""
+    """The parts of a layer that selective recomputation computes again, given as a list or a single name."""
     given = arguments.get("recompute_modules")
     if given is None:
         return frozenset({"core_attn"})  # Megatron's default
@@ -238,14 +242,16 @@ def recompute_modules(arguments: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _glu_intermediates(given: Callable[..., Any], kind: LayerKind, experts: bool) -> int:
-    """Number of intermediates that a gated MLP keeps. Fused SwiGLU recomputes everything from its input. Megatron's
-    unfused code keeps the activated half and a copy of the other half with an offset added; quick GeGLU also the
-    sigmoid. Quick GeGLU is fused only in experts, and Megatron turns its fusion off with the biases.
+    """The number of intermediate tensors that a gated MLP keeps.
+
+    Fused SwiGLU keeps none, because it recomputes them from its input. Megatron's unfused code keeps the activated
+    half, and a copy of the other half with an offset added; quick GeGLU also keeps the sigmoid. Quick GeGLU is fused
+    only in experts with biases.
     """
     if given("quick_geglu"):
         fused = not given("no_bias_gelu_fusion") and given("bias_gelu_fusion") is not False
         if kind is LayerKind.ENGINE and experts and _biases(given) and fused:
-            return 0 if given("activation_func_clamp_value") is None else 2  # both halves, limited
+            return 0 if given("activation_func_clamp_value") is None else 2  # both halves, clamped
         return 3
     unfused = kind is not LayerKind.ENGINE or given("no_bias_swiglu_fusion") or given("bias_swiglu_fusion") is False
     return 2 if given("swiglu") and unfused else 0
@@ -266,7 +272,7 @@ def _cross_entropy(given: Callable[..., Any]) -> CrossEntropy:
 
 def _fp8(given: Callable[..., Any], layers: int, pipeline: int) -> tuple[Fp8Recipe | None, int, int]:
     """The fp8 recipe, and how many layers at the start and end of the model stay in 16 bits, as in Megatron."""
-    fp8_format = given("fp8_format", given("fp8"))  # the flag, and the name that Megatron keeps it under
+    fp8_format = given("fp8_format", given("fp8"))  # the flag, and the name under which Megatron stores it
     if fp8_format is None:
         return None, 0, 0
     if fp8_format not in ("e4m3", "hybrid"):

@@ -1,7 +1,7 @@
-"""The parts of a layer: a whole transformer layer of a GPT model, or one letter of a hybrid model's pattern.
+"""Types of layers: a whole transformer layer of a GPT model, or one letter of a hybrid model's pattern.
 
-`Plan.layers` counts layers by virtual stage. In a hybrid model a layer is a letter, and each stage takes the next
-letters of the pattern. An attention letter and an MLP letter together are a transformer layer.
+`Plan.layers` holds the number of layers of each virtual stage. In a hybrid model, a layer is a letter, and each stage
+has the next letters of the pattern. An attention letter and an MLP letter together make a transformer layer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_vp.cost.sizes.shapes import Job, ModelShape, Recompute
 
 
 class LayerType(StrEnum):
-    """The parts of a layer that costs are computed for."""
+    """The types of layers for which costs are computed."""
 
     WHOLE = "t"
     """attention, then an MLP or experts: a layer of a GPT model"""
@@ -29,12 +29,12 @@ class LayerType(StrEnum):
 
     @property
     def attends(self) -> bool:
-        """Whether it has attention."""
+        """Whether the layer has attention."""
         return self in (LayerType.WHOLE, LayerType.DENSE, LayerType.ATTENTION)
 
     @property
     def share(self) -> float:
-        """Share of a whole layer's work outside the products: norms, dropouts, sums over tensor ranks."""
+        """Share of a whole layer's work outside its products, such as norms, dropouts and sums over tensor ranks."""
         return 1.0 if self in (LayerType.WHOLE, LayerType.DENSE) else 0.5
 
 
@@ -50,7 +50,7 @@ class Mlp(NamedTuple):
 
 
 def mlp_of(model: ModelShape, kind: LayerType) -> Mlp | None:
-    """The MLPs of a layer of this type; None without any."""
+    """The MLPs of a layer of this type; None if it has none."""
     if kind is LayerType.ATTENTION:
         return None
     if kind in (LayerType.MLP, LayerType.DENSE):
@@ -69,8 +69,9 @@ class MlpRecompute(StrEnum):
 
 
 def mlp_recompute(job: Job, kind: LayerType) -> MlpRecompute:
-    """The recomputation that `--recompute-modules` asks for in a layer of this type: `mlp` of MLPs, `moe` and `moe_act`
-    of experts.
+    """The parts of a layer's MLPs that `--recompute-modules` makes the backward recompute.
+
+    `mlp` applies to MLPs, `moe` and `moe_act` to experts.
     """
     mlp = mlp_of(job.model, kind)
     if mlp is None or job.recompute is Recompute.FULL:
@@ -81,37 +82,39 @@ def mlp_recompute(job: Job, kind: LayerType) -> MlpRecompute:
 
 
 def type_of(letter: str) -> LayerType:
-    """The type that a pattern's letter is counted as. Mamba (M), gated delta net (G) and latent attention (D, +) are
-    counted as plain attention, because their own costs are not known here.
+    """The type as which a letter of a pattern is counted.
+
+    Mamba (M), gated delta net (G) and latent attention (D, +) are counted as plain attention, because the cost model
+    does not know their costs.
     """
     return LayerType(letter) if letter in ("t", "d", "*", "-", "E") else LayerType.ATTENTION
 
 
 UNKNOWN_LETTERS = "MGD+"
-"""Letters of a pattern that are counted as attention."""
+"""Letters of a pattern that are counted as attention, although they are other layers."""
 
 Counts = Mapping[LayerType, int]
-"""Layers of each type."""
+"""The number of layers of each type."""
 
 
 class StageLayers(NamedTuple):
-    """The layers of one virtual stage by type: all of them, and those whose products stay in 16 bits."""
+    """The layers of one virtual stage by type: `counts` of all, and of those whose products are in 16 bits (`wide`)."""
 
     counts: Counts
     wide: Counts
 
 
 def model_layers(job: Job) -> Counts:
-    """All layers of the model by type, with those of multi-token prediction."""
+    """All layers of the model by type, including those of multi-token prediction."""
     return _counted(job.model, 0, job.model.layers) + _of_heads(job.model)
 
 
 @lru_cache(maxsize=4096)
 def stage_layers(job: Job, layers: tuple[int, ...]) -> tuple[StageLayers, ...]:
-    """The layers of the virtual stages, given their number for each; the last also holds those of multi-token
-    prediction.
+    """The layers of every virtual stage by type, given the number of layers of each stage.
 
-    Without fp8 all layers are in 16 bits; with fp8 only the job's first and last layers are.
+    The last stage also holds the layers of multi-token prediction. Without fp8, all layers are in 16 bits; with fp8,
+    only the job's first and last layers are.
     """
     found, total = [], sum(layers)
     for start, end in pairwise(accumulate(layers, initial=0)):

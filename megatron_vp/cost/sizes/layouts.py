@@ -13,7 +13,7 @@ from megatron_vp.schedule import Placement
 
 
 def equal_layers(job: Job, stages: int) -> tuple[int, ...]:
-    """Give every stage the same number. Raises UserError if the layers do not divide."""
+    """Give every stage the same number of layers. Raises UserError if that is not possible."""
     each, rest = divmod(job.model.layers, stages)
     if rest or not each:
         raise UserError(
@@ -32,8 +32,10 @@ def spread_layers(job: Job, placement: Placement) -> tuple[int, ...] | None:
 
 
 def by_stage(counts: Sequence[int], placement: Placement) -> tuple[int, ...]:
-    """Layers by virtual stage, given layers by rank; a remainder that chunks cannot share goes to a different chunk on
-    each next rank.
+    """Layers of every virtual stage, given the layers of every rank.
+
+    If a rank's chunks cannot share its layers equally, some of them get one more. Which chunk is the first to get it
+    changes from rank to rank.
     """
     layers, chunks = [0] * placement.stages, placement.chunks
     for rank, stages in enumerate(placement.stage_of):
@@ -44,12 +46,12 @@ def by_stage(counts: Sequence[int], placement: Placement) -> tuple[int, ...]:
 
 
 def redistributed_layers(job: Job, placement: Placement | None = None) -> tuple[int, ...]:
-    """The paper's `redis`: fewer layers on the rank with the output layer. By virtual stage, by default one stage per
-    rank.
+    """The paper's `redis`, as layers per virtual stage: fewer layers on the rank with the output layer.
 
-    That rank gets max(0, ceil((L + o) / p - o)) layers, o being the output layer's FLOPs in layers: this gives all four
-    published eight-GPU layouts. The others share the rest as evenly as whole layers allow, the later stages taking the
-    larger shares. Raises UserError if the layers do not suffice for all other stages.
+    That rank gets max(0, ceil((L + o) / p - o)) of the L layers, where o is the number of layers with as many FLOPs as
+    the output layer. This rule gives all four published layouts for eight GPUs. The other stages share the remaining
+    layers as evenly as possible, and later stages get the larger shares. By default, every rank has one stage. Raises
+    UserError if there are too few layers for the other stages.
     """
     placement = placement or Placement.linear(job.pipeline)
     layers, p = job.model.layers, placement.ranks
@@ -67,11 +69,15 @@ def redistributed_layers(job: Job, placement: Placement | None = None) -> tuple[
 
 
 def least_work_layers(count: int, layer: float, work: Sequence[float], placement: Placement) -> tuple[int, ...] | None:
-    """Layers by virtual stage that minimise the busiest rank's work; None if there are too few layers.
+    """Layers per virtual stage that minimise the busiest rank's work; None if there are too few layers.
 
-    All stages but the first and the last get one layer; each further layer goes to the least loaded rank. A rank's
-    layers are spread over its stages; the model's first and last stage get fewer. Args: count: of layers, each of which
-    takes `layer` seconds. work: what every rank does besides.
+    First, all stages except the model's first and last get one layer. Each additional layer goes to the least loaded
+    rank. A rank spreads its layers over its stages, and the model's first and last stage get the smaller shares.
+
+    Args:
+        count: number of layers.
+        layer: seconds of one layer.
+        work: seconds of each rank's other work.
     """
     ends = (0, placement.stages - 1)
     given = [sum(stage not in ends for stage in stages) for stages in placement.stage_of]

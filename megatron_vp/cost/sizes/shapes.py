@@ -1,4 +1,4 @@
-"""The model and how it is split: sizes of the model, of the job, and the plan for its pipeline."""
+"""The sizes of a model and of a training job, and the plan for its pipeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_vp.schedule.flex import shaped
 
 
 class Recompute(StrEnum):
-    """The tensors that the backward recomputes instead of keeping them."""
+    """How much the backward recomputes instead of keeping it."""
 
     NONE = "none"
     FULL = "full"
@@ -28,7 +28,7 @@ class Fp8Recipe(StrEnum):
     DELAYED = "delayed"
     """one scale per tensor, from the largest values of earlier microbatches"""
     BLOCKWISE = "blockwise"
-    """one scale for 128 elements, or 128 x 128 of a weight"""
+    """one scale for 128 elements, or for 128 x 128 elements of a weight"""
     MXFP8 = "mxfp8"
     """one scale for 32 elements, applied by the tensor cores"""
 
@@ -37,11 +37,11 @@ class CrossEntropy(StrEnum):
     """Which implementation computes losses from the logits of a whole output layer (`--cross-entropy-fusion-impl`)."""
 
     EAGER = "eager"
-    """Megatron's, unfused: its default"""
+    """Megatron's unfused one, which is its default"""
     NATIVE = "native"
-    """Megatron's, compiled in three parts"""
+    """Megatron's fused one, compiled in three parts"""
     TE = "te"
-    """Transformer Engine's, which keeps 16 bits and overwrites them with the gradient"""
+    """Transformer Engine's, which keeps the logits in 16 bits and overwrites them with their gradient"""
 
 
 class AttentionKernels(StrEnum):
@@ -50,9 +50,9 @@ class AttentionKernels(StrEnum):
     NEWEST = "newest"
     """cuDNN 9, FlashAttention 3"""
     FLASH_2 = "flash-2"
-    """FlashAttention 2, or others as old"""
+    """FlashAttention 2, or other kernels of its time"""
     EITHER = "either"
-    """not known: a mean of both times"""
+    """either of the two: their times are averaged"""
 
 
 class Dispatcher(StrEnum):
@@ -61,19 +61,23 @@ class Dispatcher(StrEnum):
     ALL_TO_ALL = "alltoall"
     """a token travels once for each of its experts"""
     FLEXIBLE = "flex"
-    """DeepEP and the like: once for all of its experts on a rank"""
+    """DeepEP and similar ones: a token travels once for all of its experts on a rank"""
     UNSAID = "unsaid"
-    """as recipes set it: all-to-all inside a node, the flexible one between nodes"""
+    """not stated: as in published recipes, all-to-all inside a node and the flexible one between nodes"""
 
 
 MOST_LAYERS = 10_000
-"""Largest accepted number of layers; more is a typing error."""
+"""Largest accepted number of layers; a larger number is considered a typing error."""
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Sizes of multi-latent attention: ranks of the compressed queries (0: not compressed) and of the compressed keys
-    and values; of a head the part of queries and keys that is rotated, and the values.
+    """Sizes of multi-latent attention.
+
+    query_rank: rank of the compressed queries; 0: they are not compressed.
+    key_rank: rank of the compressed keys and values.
+    rotary: width of the part of a head's queries and keys that is rotated.
+    value_size: width of a head's values.
     """
 
     query_rank: int
@@ -84,17 +88,25 @@ class Latent:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a GPT-like model. `kv_groups` pairs of keys and values; `ffn` of one expert; `gated`: three matrices.
+    """Sizes of a GPT-like model.
 
-    With `experts`, every layer has that many MLPs and a token goes through `experts_per_token` of them, and through one
-    of width `shared_ffn` that all tokens share. `pattern`: of a hybrid model, a letter for each of its `layers` without
-    bars; only its letters E are experts then, and the MLPs of its letters - have the width `dense_ffn`. Of a GPT model
-    with experts in some of its layers, t for these and d for the others. `latent`: `head_size` is that of queries and
-    keys. `mtp_heads`: of multi-token prediction, for each further token the layers that predict it, behind the last
-    stage's own: letters of a pattern, or t for a transformer layer. `windowed`: share of the layers in which a token
-    sees the last `window` tokens alone. `clamped`: the experts' activation is limited, as GPT-OSS's is.
-    `expert_biases`: where they are clamped, whether they have biases.
-    Raises UserError for sizes below one, heads that the groups do not divide, and experts that are not there.
+    ffn: width of an MLP, or of one expert.
+    kv_groups: pairs of keys and values; 0: one pair for each head.
+    head_size: of queries and keys; 0: hidden / heads.
+    gated: whether an MLP has three matrices.
+    experts, experts_per_token: MLPs of a layer with experts, and how many of them a token goes through.
+    pattern: for a hybrid model, one letter for each of its `layers`, without bars. Only letters E have experts then.
+        For a GPT model with experts in only some layers, t for these and d for the others. Otherwise empty.
+    dense_ffn: width of the MLPs of layers without experts (letters - and d); 0: `ffn`.
+    shared_ffn: width of the MLP that all tokens of a layer with experts share; 0: none.
+    mtp_heads: for each additional token that multi-token prediction predicts, the layers that predict it: letters of a
+        pattern, or t for a transformer layer. They follow the last stage's own layers.
+    windowed: share of the layers in which a token sees only the last `window` tokens.
+    clamped: whether the experts' activation is clamped, as in GPT-OSS.
+    expert_biases: whether clamped experts have biases.
+
+    Raises UserError for sizes below one, for a number of groups that does not divide the heads, and for more experts
+    per token than there are.
     """
 
     layers: int
@@ -155,7 +167,7 @@ class ModelShape:
 
     @property
     def value_size(self) -> int:
-        """Of one head's value."""
+        """Width of one head's value."""
         return self.latent.value_size if self.latent else self.head_size
 
     @property
@@ -170,7 +182,7 @@ class ModelShape:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether its layers are parts of a transformer layer."""
+        """Whether the model is a hybrid, whose layers are parts of transformer layers."""
         return bool(set(self.pattern) - {"t", "d"})
 
     @property
@@ -181,8 +193,10 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """States of `--use-precision-aware-optimizer`. kept: bytes per stepped parameter. takes_gradients: the step reads
-    gradients in the dtype in which they were accumulated.
+    """States of `--use-precision-aware-optimizer`.
+
+    kept: bytes per parameter that the optimizer steps.
+    takes_gradients: whether the step reads gradients in the dtype in which they were accumulated.
     """
 
     kept: int
@@ -191,25 +205,35 @@ class OptimizerStates:
 
 @dataclass(frozen=True)
 class Job:
-    """A training job: `microbatches` of `micro_batch` sequences of `sequence` tokens, a step of one replica.
+    """A training job: a replica's step processes `microbatches` of `micro_batch` sequences of `sequence` tokens.
 
-    pipeline, tensor, context, data, expert: parallel sizes; `expert` of the `data` replicas share the experts.
-    wide_gradients: accumulated in fp32, as Megatron does for bf16; otherwise in the model's dtype and widened by the
-    optimizer step. element_bytes: of parameters and activations. fp8: recipe of the transformer layers' products, but
-    for `bf16_at_start` layers at the start of the model and `bf16_at_end` at its end. cross_entropy: of whole output
-    layers; split ones have their own. exact_shards: vocabulary shards as the authors cut them, unrounded. layers: whose
-    layers' activations are counted. data_overlap: gradients are summed behind the last backward. gather_overlap:
-    parameters are gathered behind the first forward. tensor_overlap: products run while tensor ranks exchange
-    hidden states. expert_overlap: tokens travel to their experts behind another microbatch's passes. expert_tensor:
-    tensor ranks of an expert (0: those of all else). fp8_parameters: those of the layers' products are kept and
-    gathered only in fp8. attention: its kernels. dispatcher: of tokens to their experts.
-    recompute_modules: parts of a layer that are computed again, as `--recompute-modules` names them.
-    glu_intermediates: tensors of width `ffn` that a gated MLP keeps besides the input
-    and the result of its activation. attention_dropout: the attention drops scores. wide_softmax: Megatron's own
-    attention computes its softmax in fp32. one_queue: the environment has CUDA_DEVICE_MAX_CONNECTIONS=1.
-    kept_bytes: of the paper's layers, what one keeps per token and hidden unit, where that is known (0: counted).
-    states: what the precision-aware optimizer keeps (None: Megatron's own, all in fp32).
-    Raises UserError for sizes that do not fit each other.
+    pipeline, tensor, context, data, expert: parallel sizes; the experts are split over `expert` of the ranks of a
+        stage.
+    wide_gradients: whether gradients are accumulated in fp32, as Megatron does for bf16; otherwise in the model's
+        dtype.
+    element_bytes: bytes of an element of parameters and activations.
+    fp8: recipe of the transformer layers' products, except in `bf16_at_start` layers at the start of the model and
+        `bf16_at_end` layers at its end.
+    cross_entropy: implementation for whole output layers; split ones have their own.
+    exact_shards: whether vocabulary shards are cut unrounded, as in the authors' code.
+    layers: the implementation of layers whose activations are counted.
+    glu_intermediates: tensors of width `ffn` that a gated MLP keeps in addition to its activation's input and result.
+    attention_dropout: whether attention drops scores.
+    wide_softmax: whether Megatron's own attention computes its softmax in fp32.
+    data_overlap: whether gradients are reduced while the last backward runs.
+    gather_overlap: whether parameters are gathered while the first forward runs.
+    tensor_overlap: whether products run while tensor ranks exchange hidden states.
+    expert_overlap: whether tokens travel to their experts while another microbatch's passes run.
+    expert_tensor: tensor ranks of an expert; 0: `tensor`.
+    fp8_parameters: whether the weights of the layers' products are kept and gathered only in fp8.
+    recompute_modules: parts of a layer that the backward recomputes, as `--recompute-modules` names them.
+    one_queue: whether the environment has CUDA_DEVICE_MAX_CONNECTIONS=1.
+    kept_bytes: bytes per token and hidden unit that one of the paper's layers keeps, if known; 0: they are counted.
+    attention: the attention kernels.
+    dispatcher: how tokens reach their experts.
+    states: states of the precision-aware optimizer; None: Megatron's own optimizer, with all states in fp32.
+
+    Raises UserError for sizes that contradict each other.
     """
 
     model: ModelShape
@@ -281,13 +305,13 @@ class Job:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of a microbatch that the output layer sees on one rank, counted once per prediction."""
+        """Tokens of a microbatch that the output layer processes on one rank, counted once per prediction."""
         return self.tokens * (1 + len(self.model.mtp_heads))
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the optimizer keeps per stepped parameter: both moments, and for 16-bit parameters the fp32 copy
-        or its equivalent.
+        """Bytes that the optimizer keeps for each parameter that it steps: both moments, and for 16-bit parameters the
+        fp32 copy or its equivalent.
         """
         if self.states is not None:
             return self.states.kept
@@ -315,7 +339,7 @@ class Job:
 
     @property
     def shard_rows(self) -> int:
-        """Vocabulary rows of a full even shard: both vocabulary layers split over all pipeline and tensor ranks."""
+        """Vocabulary rows of a full shard if the rows are split evenly over all pipeline and tensor ranks."""
         shards = self.pipeline * self.tensor
         return -(-self.model.vocab // shards) if self.exact_shards else rows_per_shard(self.model.vocab, shards)
 
@@ -332,11 +356,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the pipeline runs. `layers`: transformer layers (letters of a hybrid pattern) of each virtual stage; None:
-    equally many.
+    """The plan for a job's pipeline: its schedule, vocabulary method, layers and vocabulary rows.
 
-    vocab_rows: vocabulary rows of each pipeline rank, those of its tensor ranks together; None: even shards. They add
-    up to the padded vocabulary. A rank without rows has no vocabulary passes.
+    layers: transformer layers (letters of a hybrid pattern) of each virtual stage; None: equally many.
+    vocab_rows: vocabulary rows of each pipeline rank, counting all its tensor ranks; None: even shards. They add up to
+        the padded vocabulary. A rank without rows has no vocabulary passes.
     """
 
     schedule: str = DEFAULT_SCHEDULE
@@ -345,11 +369,11 @@ class Plan:
     layers: tuple[int, ...] | None = None
     vocab_rows: tuple[int, ...] | None = None
     shape: str = ""
-    """of a flexible schedule that was fitted to a memory limit, see `prediction.limit`"""
+    """shape of a flexible schedule that was fitted to a memory limit; see `prediction.limit`"""
     activation_limit: str = ""
-    """that limit, as `--activation-limit` says it"""
+    """that limit, as given to `--activation-limit`"""
     offload_chunks: int = 0
-    """per rank, whose activations wait in the host's memory between forward and backward"""
+    """chunks per rank whose activations wait in host memory between forward and backward"""
 
     @property
     def label(self) -> str:
@@ -360,7 +384,7 @@ class Plan:
     def request(
         self, job: Job, microbatches: int | None = None, costs: Costs | None = None, further_orders: bool = True
     ) -> ScheduleRequest:
-        """The schedule request of this plan for `job`, for so many `microbatches` (None: as many as the job has).
+        """The schedule request of this plan for `job` with `microbatches` (None: as many as the job has).
 
         Raises UserError if no schedule matches.
         """
@@ -379,10 +403,10 @@ class Plan:
         )
 
     def shard_rows(self, job: Job) -> tuple[int, ...]:
-        """Vocabulary rows of one tensor rank of each pipeline rank, as the cost model counts them.
+        """Vocabulary rows that one tensor rank of each pipeline rank holds, as the cost model counts them.
 
-        An even cut counts as full shards everywhere, though its last ones may be shorter.
-        Raises UserError for rows that do not fit the job, and for assigned rows of a method that has even ones only.
+        An even cut counts as full shards on all ranks, although the last ones may be shorter. Raises UserError for rows
+        that do not fit the job, and for assigned rows if the method needs even shards.
         """
         if self.vocab_rows is None:
             return (job.shard_rows,) * job.pipeline
@@ -394,7 +418,7 @@ class Plan:
         return tuple(rows // job.tensor for rows in self.vocab_rows)
 
     def rows_by_rank(self, job: Job) -> tuple[int, ...] | None:
-        """Vocabulary rows that each pipeline rank holds, tensor ranks together; None if the layers are whole.
+        """Vocabulary rows that each pipeline rank holds, counting all its tensor ranks; None if the layers are whole.
 
         In an even cut the last ranks may have fewer rows than the others, or none.
         """

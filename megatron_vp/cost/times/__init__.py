@@ -1,1 +1,1 @@
-"""How long one pass, message or collective takes."""
+"""Times of passes, messages and collectives."""

@@ -1,4 +1,4 @@
-"""The assumptions that a prediction makes for settings the job leaves open."""
+"""The assumptions that a prediction makes about settings that the job leaves open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time of a layer's attention: fused kernels at published rates, the paper's and Megatron's own as fitted."""
+"""Time of a layer's attention, from published rates for fused kernels and from fitted constants for all others."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ BACKWARD = 2.5
 """FLOPs of a fused attention backward relative to the forward: five products instead of two."""
 
 HALF = 350
-"""Keys of a sequence at which fused kernels reach half of their rate. Published times of cuDNN and FlashAttention 3 on
-H100, of 512 to 16384 keys, put it at 200 to 500.
+"""Number of keys in a sequence at which fused kernels reach half of their rate. Published times of cuDNN and
+FlashAttention 3 on H100, for 512 to 16384 keys, put it at 200 to 500.
 """
 
 NARROW = 0.4
-"""Share of the rate that narrow heads lose; heads of 64 lose half of it. Published: 0.77 to 0.84 of the rate of heads
-of 128 at 64.
+"""Share of the rate that very narrow heads lose; heads of 64 lose half of it. Published rates for heads of 64 are 0.77
+to 0.84 of those for heads of 128.
 """
 
 TILE = 128
-"""Tile of keys that a kernel always computes whole."""
+"""Number of keys in a tile, which a kernel always computes as a whole."""
 
 OLDER = {AttentionKernels.NEWEST: 0.0, AttentionKernels.FLASH_2: 1.0, AttentionKernels.EITHER: 0.5}
-"""Weight of FlashAttention 2's time if either kernel is possible: half. 29 published fp8 runs with delayed scaling put
-it at 0.5 to 0.8, those of up to 8192 tokens alone at 0.25 to 0.5.
+"""Weight of FlashAttention 2's time, which is one half if the job may use either kernel. The 29 published fp8 runs with
+delayed scaling put that weight at 0.5 to 0.8; those with at most 8192 tokens put it at 0.25 to 0.5.
 """
 
 SCORE_BYTES = 13
-"""Bytes per score that unfused attention moves in its forward: product, softmax and dropout are each written and read.
+"""Bytes per score that unfused attention moves in its forward: the results of product, softmax and dropout are each
+written and read.
 """
 
 
 class AttentionTimes(NamedTuple):
-    """Seconds of a microbatch in one layer."""
+    """Seconds that one layer's attention takes for a microbatch."""
 
     forward: float
     backward: float
@@ -48,10 +49,10 @@ class AttentionTimes(NamedTuple):
 def attention_times(
     job: Job, hardware: Hardware, constants: Constants, kind: LayerType = LayerType.WHOLE
 ) -> AttentionTimes:
-    """Times of a layer of this type on one rank of `job`, without those of the products before and behind."""
+    """Times of a layer of this type on one rank of `job`, without the products before and after attention."""
     causal = attention_flops(job, kind) / 2
     if job.layers is LayerKind.LOCAL and hardware.is_gpu:
-        # All scores are computed, written and read. On CPU cores all layers count alike.
+        # All scores are computed, written and read. On CPU cores, all implementations of layers count the same.
         scores = SCORE_BYTES * job.tokens * job.sequence * job.model.heads / job.tensor if kind.attends else 0.0
         moved = scores / (hardware.memory_bandwidth * constants.bandwidth)
         forward = 2 * causal / (hardware.peak_flops * constants.matrix) + moved

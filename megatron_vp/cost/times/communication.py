@@ -1,4 +1,4 @@
-"""Time of messages and collectives: NVLink or similar inside a node, the network between nodes."""
+"""Times of messages and collectives, which use NVLink or similar inside a node and the network between nodes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ LINK_SHARE = 0.7
 """Share of the nominal NVLink bandwidth that NCCL reaches with messages of about ten megabytes."""
 
 EXPOSED_SUM = 0.4
-"""Share of the sums over tensor ranks that `--tp-comm-overlap` cannot hide: the first and last piece have no product to
-overlap with.
+"""Share of the sums over tensor ranks that `--tp-comm-overlap` cannot hide, because the first and the last piece have
+no product to overlap with.
 """
 
 BUCKET = 40e6
-"""Smallest number of parameters whose gradients are reduced at once (Megatron's default); a million per replica if that
-is more. The last bucket has no backward to hide behind.
+"""Smallest number of parameters whose gradients are reduced at once (Megatron's default), or a million per replica if
+that is more. No backward remains to hide the last bucket's reduction.
 """
 
 CONTENTION = 0.4
-"""Share of a hidden collective's time by which it delays the products next to it, because it uses their SMs and memory.
+"""A hidden collective delays the products that it overlaps with by this share of its time, because it uses their SMs
+and memory.
 """
 
 LATENCY, NETWORK_LATENCY = 2e-6, 12e-6
@@ -38,10 +39,10 @@ assume 0.6 to 3.4 and 2.7 to 14 microseconds, depending on the protocol.
 
 @dataclass(frozen=True)
 class CommunicationModel:
-    """Communication times in seconds for `job`: pipeline ranks are outermost, as in Megatron, node after node.
+    """Communication times in seconds for `job`; pipeline ranks are outermost, as in Megatron, and fill node after node.
 
-    A collective's `nodes` are those of its members. Between nodes, each node has one GPU's network bandwidth however
-    many members it has.
+    `nodes` always means the nodes of a collective's members. Between nodes, each node has the network bandwidth of one
+    GPU, however many members it has.
     """
 
     job: Job
@@ -53,32 +54,36 @@ class CommunicationModel:
         return rank * self.job.gpus_per_stage // self.hardware.gpus_per_node
 
     def bandwidth(self, within_a_node: bool) -> float:
-        """Bytes/s of one GPU."""
+        """Bytes/s of one GPU, inside a node or between nodes."""
         if within_a_node:
             return self.hardware.link_bandwidth * LINK_SHARE
         return self.hardware.network_bandwidth * self.constants.network
 
     def message(self, source: int, target: int, count: float) -> float:
-        """`count` bytes from one pipeline rank to another."""
+        """Seconds to send `count` bytes from one pipeline rank to another."""
         near = self.node(source) == self.node(target)
         return (LATENCY if near else NETWORK_LATENCY) + count / self.bandwidth(near)
 
     def nodes(self, gpus: int) -> int:
-        """The number of nodes that so many neighbouring GPUs occupy."""
+        """The number of nodes that `gpus` neighbouring GPUs occupy."""
         return math.ceil(gpus / self.hardware.gpus_per_node)
 
     def hops(self, ranks: int, nodes: int) -> float:
-        """Latency once round a ring of `ranks` on `nodes`, with one link between nodes per node."""
+        """Latency of one round through a ring of `ranks` on `nodes`, which leaves each node once."""
         crossings = min(ranks, nodes) if nodes > 1 else 0
         return LATENCY * (ranks - crossings) + NETWORK_LATENCY * crossings
 
     def broadcast(self, count: float, ranks: int, nodes: int) -> float:
-        """`count` bytes from one rank to `ranks`, pipelined along a chain; a reduction to one rank takes the same."""
+        """Seconds to broadcast `count` bytes to `ranks`, pipelined along a chain; a reduction to one rank takes as
+        long.
+        """
         return self.hops(ranks, nodes) + count / self.bandwidth(nodes == 1) if ranks > 1 else 0.0
 
     def all_reduce(self, count: float, ranks: int, nodes: int) -> float:
-        """All-reduce of `count` bytes over `ranks`: a ring inside one node; across nodes a ring of nodes, each of which
-        sums its own ranks' bytes at the same time.
+        """Seconds of an all-reduce of `count` bytes over `ranks`.
+
+        Inside one node, it is a ring of ranks. Across nodes, it is a ring of nodes, each of which sums the bytes of its
+        own ranks at the same time.
         """
         if ranks == 1:
             return 0.0
@@ -88,7 +93,7 @@ class CommunicationModel:
 
     @property
     def whole_hidden_bytes(self) -> float:
-        """Bytes of a microbatch's hidden states."""
+        """Bytes of the hidden states of a microbatch."""
         return self.job.element_bytes * self.job.tokens * self.job.model.hidden
 
     @property
@@ -98,21 +103,23 @@ class CommunicationModel:
 
     @property
     def tensor_sum(self) -> float:
-        """Hidden states summed over the tensor ranks of a stage; with sequence parallelism scattered and gathered."""
+        """Seconds to sum hidden states over a stage's tensor ranks, or with sequence parallelism to scatter and gather
+        them.
+        """
         took = self.all_reduce(self.whole_hidden_bytes, self.job.tensor, self.nodes(self.job.tensor))
         return took * EXPOSED_SUM if self.job.tensor_overlap else took
 
     @property
     def pipeline_nodes(self) -> int:
-        """Nodes of the pipeline ranks."""
+        """The number of nodes of the pipeline ranks."""
         return self.nodes_of(range(self.job.pipeline))
 
     def nodes_of(self, ranks: Sequence[int]) -> int:
-        """Nodes on which these pipeline ranks are."""
+        """The number of nodes of these pipeline ranks."""
         return len({self.node(rank) for rank in ranks})
 
     def messages(self, placement: Placement) -> dict[tuple[int, int, Channel], float]:
-        """Every message between neighbouring stages."""
+        """Seconds of every message between neighbouring stages."""
         took = {}
         for stage in range(placement.stages - 1):
             here, there = placement.rank_of(stage), placement.rank_of(stage + 1)
@@ -122,10 +129,10 @@ class CommunicationModel:
         return took
 
     def collectives(self, method: VocabMethod, members: Sequence[int] = ()) -> dict[CollectiveKind, float]:
-        """Time of every collective of a microbatch over the pipeline ranks, including the tensor ranks' part.
+        """Seconds of every collective of a microbatch over the pipeline ranks, including the part of the tensor ranks.
 
-        `members`: the pipeline ranks that take part; None: all. Embedding rows travel once; each of the parallel
-        pipelines carries those of its own shards.
+        `members`: the pipeline ranks that take part; empty: all. Each embedding row travels once: the pipelines of a
+        stage's tensor ranks each carry the rows of their own shards.
         """
         members = members or range(self.job.pipeline)
         p, nodes = len(members), self.nodes_of(members)
@@ -148,14 +155,15 @@ class CommunicationModel:
         return sums + self.all_reduce(3 * 4 * self.job.tokens, p, nodes)
 
     def layer_traffic(self, kind: LayerType = LayerType.WHOLE) -> float:
-        """Exposed communication in one layer's forward: sums over tensor ranks, and tokens to and from experts.
+        """Seconds of exposed communication in one layer's forward: sums over tensor ranks, and tokens to and from
+        experts.
 
-        The exchange of keys and values over context ranks is in `exposed_keys`.
+        The exchange of keys and values over context ranks is not included; see `exposed_keys`.
         """
         return kind.attends * self.tensor_sum + self.mlp_traffic(kind)
 
     def mlp_traffic(self, kind: LayerType = LayerType.WHOLE) -> float:
-        """The exchanges around the MLPs in one layer's forward."""
+        """Seconds of exposed communication around the MLPs in one layer's forward."""
         job, mlp = self.job, mlp_of(self.job.model, kind)
         if mlp is None or not mlp.experts:
             return self.tensor_sum if mlp else 0.0
@@ -169,9 +177,9 @@ class CommunicationModel:
         return took + (CONTENTION * exchange if job.expert_overlap else exchange)
 
     def dispatch(self, count: float, per_token: int) -> float:
-        """Seconds to send `count` bytes to the experts or back: a rank's tokens, once for each of their `per_token`
-        experts.
+        """Seconds to send a rank's tokens to their experts or back.
 
+        `count` is the size of the tokens in bytes, counting each one once for each of its `per_token` experts.
         All-to-all sends each copy separately. The flexible dispatcher sends a token once per node and once per rank,
         and overlaps the transfers inside the node with the network.
         """
@@ -185,8 +193,9 @@ class CommunicationModel:
         return latency + max(far, count * distinct(ranks, per_token) * (inside - 1) / inside / self.bandwidth(True))
 
     def exposed_keys(self, attention: float, kind: LayerType = LayerType.WHOLE) -> float:
-        """Seconds that a layer's forward waits for keys and values of other context ranks: they travel round a ring
-        while `attention` runs on the previous part.
+        """Seconds that a layer's forward waits for keys and values of other context ranks.
+
+        They travel round a ring while attention, which takes `attention` seconds in all, runs on the previous part.
         """
         job = self.job
         if job.context == 1 or not kind.attends:
@@ -199,8 +208,11 @@ class CommunicationModel:
         return (job.context - 1) * max(0.0, hop - attention / job.context)
 
     def replicas_sum(self, count: float, ranks: int, spread: int) -> float:
-        """All-gather or reduce-scatter of `count` bytes over `ranks` replicas of a stage's `spread` GPUs. Each of a
-        node's replicas has its own port, and the links inside the node are fast enough to feed all of them.
+        """Seconds of an all-gather or reduce-scatter of `count` bytes over `ranks` replicas of a stage with `spread`
+        GPUs.
+
+        Each replica in a node has its own network port, and the links inside the node are fast enough to feed all of
+        them.
         """
         if ranks == 1:
             return 0.0
@@ -212,14 +224,15 @@ class CommunicationModel:
     def gradient_sync(
         self, shared: float, experts: float, narrow: float = 0.0, forward: float = 0.0, backward: float = 0.0
     ) -> float:
-        """Seconds per iteration to reduce gradients over the replicas and gather parameters, without what `forward` or
-        `backward` hides. All replicas hold the `shared` parameters; `job.expert_replicas` hold those of experts.
-        `narrow` of them are gathered in fp8.
+        """Seconds per iteration to reduce gradients over the replicas and gather parameters, except for hidden time.
+
+        `backward` seconds can hide the reduction, and `forward` seconds the gathering. All replicas hold the `shared`
+        parameters; `job.expert_replicas` hold the same `experts` parameters. `narrow` parameters are gathered in fp8.
         """
         job = self.job
         replicas, total = job.data * job.context, shared + experts
         width = 4 if job.wide_gradients else job.element_bytes
-        # Without a distributed optimizer an all-reduce: gradients are gathered, and no parameters.
+        # Without a distributed optimizer, an all-reduce gathers gradients instead of parameters.
         gathered = (job.element_bytes * total - narrow * (job.element_bytes - 1)) / total
         gathered = gathered if job.distributed_optimizer else width
 
@@ -229,7 +242,7 @@ class CommunicationModel:
 
         reduce, gather = took(width), took(gathered)
         if not job.distributed_optimizer:
-            reduce, gather = reduce + gather, 0.0  # one all-reduce, behind the backward
+            reduce, gather = reduce + gather, 0.0  # one all-reduce, overlapped with the backward
         alone = max(CONTENTION, min(1.0, max(BUCKET, 1e6 * replicas) / total))
         if job.data_overlap:
             reduce = max(reduce * alone, reduce - backward)

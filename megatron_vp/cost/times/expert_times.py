@@ -9,22 +9,24 @@ from megatron_vp.cost.sizes.layer_types import LayerType, MlpRecompute, mlp_of, 
 from megatron_vp.cost.sizes.shapes import Dispatcher, Job
 
 LAUNCHES = 0.4e-3
-"""Seconds per layer with experts for work too small to keep a GPU busy: the router's top k, counts that the host waits
-for, about a hundred launches. The backward takes twice as long.
+"""Seconds per layer with experts for work that is too small to keep a GPU busy: the router's top k, counts for which
+the host waits, and about a hundred launches. The backward takes twice as long.
 """
 
 PRODUCT = 20e-6
 """Extra seconds per expert product if a rank has several: its launch, and a last wave of tiles that leaves SMs idle.
-Set by hand on public jobs on H100, which put it at 15 to 30 microseconds.
+Chosen by hand: public jobs on H100 put it at 15 to 30 microseconds.
 """
 
 COPIES, SORTED = 8, 4
-"""Passes over the tokens of experts in 16 bits that all-to-all needs: into the order of ranks and back, each a kernel
-that gathers short rows, and the exchange's own; where a rank has several experts also into their order and back.
+"""How often all-to-all reads or writes the experts' tokens in 16 bits: to sort them by rank and back, with kernels that
+gather short rows, and in the exchange itself. If a rank has several experts, sorting by expert and back comes on top.
 """
 
 FLEXIBLE, FLEXIBLE_DISTINCT = 2, 6
-"""The same for the flexible dispatcher: sorting by expert and back, and data moved once per rank."""
+"""The same for the flexible dispatcher: to sort tokens by expert and back, and for the copies that it sends once per
+rank.
+"""
 
 CLAMP_FORWARD, CLAMP_BACKWARD = 16, 24
 """Bytes moved per element to clamp an expert's activation in 16 bits: both halves are read and written, and joined in a
@@ -32,8 +34,8 @@ copy. The backward reads them again.
 """
 
 BIAS_FORWARD, BIAS_BACKWARD = 28, 36
-"""Bytes per element of the experts' results that adding their biases moves, each times a token's probability, which is
-in fp32: product 4, sum 10, joined 8, narrowed 6; widened 6, narrowed 6, and two products with their sums 12 each.
+"""Bytes moved per element of the experts' results to add biases, each multiplied by its token's probability in fp32.
+Forward: multiply 4, add 10, join 8, narrow 6. Backward: widen 6, narrow 6, and two products with their sums 12 each.
 """
 
 
@@ -45,19 +47,19 @@ class Separate(NamedTuple):
 
 
 def distinct(places: int, per_token: int) -> float:
-    """Expected share of a token's copies that go to distinct `places`, with experts chosen uniformly."""
+    """Expected number of distinct `places` of a token's experts over `per_token`, with experts chosen uniformly."""
     return places * (1 - (1 - 1 / places) ** per_token) / per_token
 
 
 def is_flexible(job: Job, hardware: Hardware) -> bool:
-    """Whether the flexible dispatcher moves the tokens, including jobs that name no dispatcher."""
+    """Whether the flexible dispatcher moves the tokens, which this also decides for jobs that name no dispatcher."""
     if job.dispatcher is Dispatcher.UNSAID:
         return job.expert * job.expert_tensor > hardware.gpus_per_node
     return job.dispatcher is Dispatcher.FLEXIBLE
 
 
 def copies(job: Job, kind: LayerType, hardware: Hardware) -> float:
-    """Passes over the tokens of a layer's experts, each token counted once for each of its experts."""
+    """How often the tokens of a layer's experts are read or written; each token counts once for each of its experts."""
     mlp = mlp_of(job.model, kind)
     if mlp is None or not mlp.experts:
         return 0.0

@@ -1,4 +1,4 @@
-"""Time of each pass on one rank: matrix products at the tensor cores' rate, everything else at the memory's."""
+"""Time of each pass on one rank: matrix products at the rate of the tensor cores, everything else at the memory's."""
 
 from __future__ import annotations
 
@@ -28,32 +28,37 @@ WHOLE_SCORES = {
     CrossEntropy.NATIVE: (22, 10),
     CrossEntropy.TE: (6, 4),
 }
-"""Bytes per logit in the forward and in the backward of the fused implementations. Compiled: widen with the maximum 6,
-exponentiate with the sum 8, divide 8; scale and narrow 10. Transformer Engine, in 16 bits: read 2, read and write 4;
-scale 4.
+"""Bytes per logit that each implementation moves in the forward and in the backward. Compiled: widen and find the
+maximum 6, exponentiate and sum 8, divide 8; backward: scale and narrow 10. Transformer Engine, in 16 bits: read 2, read
+and write 4; backward: scale 4.
 """
 
 EMBED_FORWARD, EMBED_BACKWARD = 115, 55
-"""Bytes per token and hidden unit in IF and IB: masks, copies and the exchange, from the published times of both."""
+"""Bytes per token and hidden unit in IF and IB for masks, copies and the exchange, derived from the published times of
+both.
+"""
 
 SHARD_EMBEDDING_GRADIENT, WHOLE_EMBEDDING_GRADIENT = 8, 2
-"""Bytes per element of an embedding's dense gradient. A shard's gradient is zero-filled and added to the accumulated
-one, which the published times of IB show. For a whole embedding the V-Half baselines show only the filling.
+"""Bytes moved per element of an embedding's dense gradient. As the published times of IB show, a shard's gradient is
+filled with zeros and then added to the accumulated one. For a whole embedding, the V-Half baselines show only the
+filling.
 """
 
 FUSED_HIDDEN = 22
-"""Bytes per token and hidden unit of a fused layer's forward, twice: a norm 4, a sum with the residual and its copy 7.
-A mask of dropout comes on top.
+"""Bytes per token and hidden unit in a fused layer's forward. Each of its two blocks moves 4 for a norm, and 7 for a
+sum with the residual and its copy. A dropout mask comes on top.
 """
 
 OWN_SHARE = 0.4
-"""Share of the bytes between the products of the paper's layers that norms, dropouts and residuals move."""
+"""Share of norms, dropouts and residuals in the bytes that the paper's layers move between their products."""
 
 SHARED_HIDDEN = 50
-"""Bytes per token and hidden unit that S and T move besides logits and weights: X, its gradient in fp32 and 16 bits."""
+"""Bytes per token and hidden unit that S and T move for X and for its gradient in fp32 and 16 bits."""
 
 EARLY_HIDDEN, EARLY_SCORES = 26, 8
-"""Additional bytes of vocab-2, per token and hidden unit and per logit: an unscaled gradient has to be scaled later."""
+"""Additional bytes of vocab-2, per token and hidden unit, and per logit, to scale a gradient that was computed
+unscaled.
+"""
 
 
 class Split(NamedTuple):
@@ -77,7 +82,7 @@ class PassTimes:
         return flops / (self.hardware.peak_flops * share)
 
     def memory_time(self, count: float) -> float:
-        """Time to move `count` bytes through the memory."""
+        """Time to read and write `count` bytes of memory in total."""
         return count / (self.hardware.memory_bandwidth * self.constants.bandwidth)
 
     def gemm_time(self, matrix: Matrix) -> float:
@@ -91,7 +96,7 @@ class PassTimes:
         return max(arithmetic, self.memory_time(self.job.element_bytes * operands))
 
     def fp8_gemm_time(self, matrix: Matrix) -> float:
-        """The same with fp8 operands and a result in 16 bits."""
+        """The same as `gemm_time`, but with fp8 operands and a result in 16 bits."""
         operands = matrix.tokens * (matrix.inputs + 2 * matrix.outputs) * matrix.copies + matrix.weights
         assert self.hardware.rates is not None  # see `refuse_fp8`
         arithmetic = matrix.flops / self.hardware.rates.fp8_gemm
@@ -99,7 +104,7 @@ class PassTimes:
         return max(arithmetic, self.memory_time(operands))
 
     def layer(self, kind: LayerType = LayerType.WHOLE) -> Split:
-        """One layer, its products in the job's precision."""
+        """Seconds of one layer, with its products in the job's precision."""
         plain, job = self.plain_layer(kind), self.job
         if job.fp8 is None:
             return plain
@@ -111,7 +116,7 @@ class PassTimes:
             inputs += matrix.tokens * matrix.inputs * matrix.copies
             outputs += matrix.tokens * matrix.outputs * matrix.copies
             weights += matrix.weights
-        # A weight is quantised in the first microbatch of an iteration.
+        # A weight is quantised only in the first microbatch of an iteration.
         forward = self.memory_time(cast.moved * (inputs + weights / job.microbatches)) - faster
         again = forward if job.recompute is Recompute.FULL else 0.0
         if mlp_recompute(job, kind) is MlpRecompute.ALL:
@@ -122,7 +127,7 @@ class PassTimes:
         return Split(plain.F + forward, plain.B + backward + again, plain.W - faster)
 
     def plain_layer(self, kind: LayerType = LayerType.WHOLE) -> Split:
-        """One layer in 16 bits."""
+        """Seconds of one layer in 16 bits."""
         job, constants = self.job, self.constants
         matrices = layer_matrices(job, kind)
         products = sum(map(self.gemm_time, matrices))
@@ -130,7 +135,7 @@ class PassTimes:
         attention, twice = attention_times(job, self.hardware, constants, kind)
         separate = separate_activation(job, kind)
         communication = CommunicationModel(job, self.hardware, constants)
-        # The backward sends keys and values once more, and their gradients on.
+        # The backward sends keys and values again, and also their gradients.
         keys = communication.exposed_keys(attention, kind), 2 * communication.exposed_keys(twice / 2, kind)
         mlp = mlp_of(job.model, kind)
         launches = LAUNCHES if self.counted and mlp and mlp.experts else 0.0
@@ -160,15 +165,15 @@ class PassTimes:
 
     @property
     def counted(self) -> bool:
-        """Whether layers are counted as Transformer Engine's: its attention rates are known on this hardware. Otherwise
-        they are the paper's.
+        """Whether layers are counted as Transformer Engine's: the job uses these, and their attention rates on this
+        hardware are known.
         """
         rates = self.hardware.rates
         return rates is not None and rates.attention is not None and self.job.layers is LayerKind.ENGINE
 
     @property
     def fused_local(self) -> bool:
-        """Whether layers are Megatron's own on a GPU. On CPU cores all layers count alike."""
+        """Whether layers are Megatron's own on a GPU. On CPU cores, all implementations of layers count the same."""
         return self.job.layers in (LayerKind.LOCAL, LayerKind.LOCAL_SDPA) and self.hardware.is_gpu
 
     @property
@@ -196,7 +201,7 @@ class PassTimes:
             return kind.share * self.constants.layer_bytes * inner
         wide, mlp, inside = job.element_bytes, mlp_of(model, kind), 0.0
         if kind.attends:
-            # Queries, keys and values are split; positions are turned into queries and keys.
+            # Queries, keys and values are split; rotary positions are applied to queries and keys.
             keys = max(model.keys // t, model.head_size) + max(model.values // t, model.value_size)
             inside += wide * (2 + 2 * model.rotary + 2 * model.query_key_norms) * (model.queries / t + keys)
         if mlp:
@@ -205,7 +210,7 @@ class PassTimes:
         return kind.share * (FUSED_HIDDEN + 2 * model.dropout) * units + job.tokens * inside
 
     def whole_output(self) -> Split:
-        """The output layer and loss, on the last stage only."""
+        """Seconds of a whole output layer and of the loss, which are on the last stage."""
         matrix = Matrix(self.job.model.hidden, self.job.whole_rows, self.job.output_tokens)
         logits, product = matrix.tokens * matrix.outputs, self.gemm_time(matrix)
         forward, backward = WHOLE_SCORES[self.job.cross_entropy]
@@ -216,7 +221,7 @@ class PassTimes:
         )
 
     def whole_embedding(self) -> Split:
-        """The input embedding, on the first stage only."""
+        """Seconds of a whole input embedding, which is on the first stage."""
         job = self.job
         units = job.tokens * job.model.hidden
         return Split(
@@ -226,9 +231,9 @@ class PassTimes:
         )
 
     def own_kernels(self, rows: int | None = None) -> ShardPasses | None:
-        """This project's vocabulary passes on the hardware; None if the paper's code stands in for them.
+        """This project's vocabulary passes on the hardware; None if the paper's code is counted instead.
 
-        `rows` of the rank's shard; None: those of an even one, here and below.
+        `rows`: vocabulary rows of the rank's shard; here and below, None means those of an even shard.
         """
         job, rates = self.job, self.hardware.rates
         if rates is None:
@@ -238,18 +243,18 @@ class PassTimes:
         return ShardPasses(rates, job.tokens, rows, job.model.hidden, job.element_bytes, gradient)
 
     def vocabulary_passes(self, method: VocabMethod, rows: int | None = None) -> tuple[float, float, float, float]:
-        """S, T, IF and IB; a rank without rows has none of them."""
+        """Seconds of S, T, IF and IB, which are 0 on a rank without rows."""
         return (0.0, 0.0, 0.0, 0.0) if rows == 0 else (*self.output_shard(method, rows), *self.embedding_shard(rows))
 
     def output_shard(self, method: VocabMethod, rows: int | None = None) -> tuple[float, float]:
-        """S and T."""
+        """Seconds of S and T."""
         own = self.own_kernels(rows)
         if own:
             return replace(own, tokens=self.job.output_tokens).output(method)
         return self.eager_output_shard(method, rows)
 
     def eager_output_shard(self, method: VocabMethod, rows: int | None = None) -> tuple[float, float]:
-        """S and T of the paper's eager code, with the fitted constants."""
+        """Seconds of S and T in the paper's eager code, with the fitted constants."""
         job = self.job
         matrix = Matrix(job.model.hidden, job.shard_rows if rows is None else rows, job.output_tokens)
         product, logits = self.gemm_time(matrix), matrix.tokens * matrix.outputs
@@ -264,7 +269,10 @@ class PassTimes:
         return scores, gradients + self.constants.gap
 
     def embedding_shard(self, rows: int | None = None) -> tuple[float, float]:
-        """IF and IB. Of the pipelines side by side each exchanges the words whose rows its own shards hold."""
+        """Seconds of IF and IB.
+
+        Each tensor rank's pipeline exchanges only the tokens whose rows are in its own shards.
+        """
         job, own = self.job, self.own_kernels(rows)
         if own:
             return own.embedding(job.pipeline * job.tensor if rows is None else job.model.vocab / rows)
@@ -275,12 +283,12 @@ class PassTimes:
         )
 
     def placed_rows(self) -> float:
-        """Extra seconds of F and B on the first stage for the exchange; the paper's times of IF and IB include it."""
+        """Extra seconds of F and B on the first stage for the exchange; the paper's times of IF and IB include them."""
         own = self.own_kernels()
         return own.placed_rows() if own else 0.0
 
     def synchronous_embedding(self) -> tuple[float, float]:
-        """Seconds of embedding work inside V, without the exchange, which V waits for."""
+        """Seconds of embedding work inside V, without those in which V waits for the exchange."""
         job = self.job
         return (
             self.memory_time(2 * job.element_bytes * job.tokens * job.model.hidden),

@@ -1,4 +1,6 @@
-"""What limits S and T: `python -m megatron_vp.cost.times.roofline` prints the table of docs/evidence/predictions.md."""
+"""Finds what limits S and T; `python -m megatron_vp.cost.times.roofline` prints the table in
+docs/evidence/predictions.md.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,18 @@ GPUS = ("h100", "h200", "b200")
 
 @dataclass(frozen=True)
 class Line:
-    """S and T of one shape on one GPU, bf16 with gradients in fp32."""
+    """S and T of one shape on one GPU, in bf16 with gradients in fp32."""
 
     gpu: str
     passes: ShardPasses
 
     def s_over_gemms(self, method: VocabMethod) -> float:
-        """Time of S over that of its GEMMs: one in vocab-1, two in vocab-2."""
+        """Time of S relative to that of its GEMMs: one in vocab-1, two in vocab-2."""
         products = 2 if method is VocabMethod.VOCAB_2 else 1
         return self.passes.output(method)[0] / (products * self.passes.gemm())
 
     def t_over_gemms(self, method: VocabMethod) -> float:
-        """T's time relative to its GEMMs: two in vocab-1, one in vocab-2."""
+        """Time of T relative to that of its GEMMs: two in vocab-1, one in vocab-2."""
         early = self.passes.gemm() if method is VocabMethod.VOCAB_1 else 0.0
         return self.passes.output(method)[1] / (self.passes.weight_gemm() + early)
 
@@ -37,7 +39,7 @@ def lines(
     hidden: Sequence[int] = HIDDEN,
     gpus: Sequence[str] = GPUS,
 ) -> Iterator[Line]:
-    """Every shape on every GPU that has rates."""
+    """Yield every shape on every one of the `gpus`, which must have rates."""
     for n in tokens:
         for columns in rows:
             for h in hidden:
@@ -48,7 +50,7 @@ def lines(
 
 
 def markdown(found: Sequence[Line]) -> str:
-    """The table, a line for each shape and GPU."""
+    """The table in Markdown, with one line for each shape and GPU."""
     table = [
         "| tokens x rows | h | GPU | GEMM us | softmax: memory us | issue us | bound by "
         "| S vocab-1 | S vocab-2 | T vocab-1 | T vocab-2 |",

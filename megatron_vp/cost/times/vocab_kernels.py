@@ -1,11 +1,12 @@
-"""Time of S, T, IF and IB with this project's kernels: GEMMs, and kernels counted in bytes and instructions.
+"""Times of S, T, IF and IB with this project's kernels: GEMMs, and kernels counted in bytes and instructions.
 
     S   Y = X W^T         one softmax kernel over Y           vocab-2 also: E W, and its rows rescaled
     T   E'^T X'           one kernel over X before it         vocab-1 also: E W, and its rows rescaled
     IF  rows looked up    IB  rows added up
 
-A kernel takes the time of its bytes at the speed of a copy or of its instructions at the issue rate, whichever is
-longer. Nothing here was measured: bytes follow from the code, instructions from the machine code for capability 9.0.
+A kernel takes the time to move its bytes at the speed of a copy, or to issue its instructions at the issue rate,
+whichever is longer. Nothing here was measured: bytes were counted in the source code, instructions in the machine code
+for compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -16,23 +17,25 @@ from megatron_vp.cost.hardware.gpus import Rates
 from megatron_vp.schedule import VocabMethod
 
 LAUNCH = 2.5e-6
-"""Fixed seconds per additional kernel: the gap before it, its start and its tail. The host runs ahead."""
+"""Fixed seconds per additional kernel: the gap before it, its start-up and its tail. The host is assumed to run ahead.
+"""
 
 ISSUE_SHARE = 0.75
 """Share of the issue rate that a kernel of independent loads, arithmetic and stores reaches."""
 
 LONGEST_ROW = 32_768
-"""Longest row in logits that one program holds and reads once; longer rows are read twice."""
+"""Length in logits of the longest row that a kernel can hold and thus reads only once; longer rows are read twice."""
 
 WHOLE_ROW_INSTRUCTIONS, LONG_ROW_INSTRUCTIONS = 16, 13
-"""Instructions per logit in the softmax, at most, for rows up to and beyond LONGEST_ROW."""
+"""Most instructions per logit in the softmax, for rows of up to LONGEST_ROW logits and for longer rows."""
 
 RESCALE_INSTRUCTIONS, TARGET_INSTRUCTIONS = 20, 16
 """Instructions per element to rescale E W, and to weight the rows of X in T."""
 
 ADD_LAUNCHES = 4
 """Kernels of IB: two of PyTorch that find the rows of the owned tokens, and two of this project that add them up. The
-tokens were sorted on the second stream."""
+second stream has sorted the tokens before.
+"""
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,11 @@ class Kernel:
 
 @dataclass(frozen=True)
 class ShardPasses:
-    """Passes over one shard: `tokens` of a microbatch, `rows` of the vocabulary, `hidden` units, on a GPU of `rates`.
+    """Passes over one shard with `rows` of the vocabulary, for `tokens` of a microbatch and `hidden` units.
 
-    element_bytes: of logits, X and weights. gradient_bytes: of the accumulated weight gradient.
+    rates: the rates of the GPU.
+    element_bytes: bytes of an element of logits, X and weights.
+    gradient_bytes: bytes of an element of the accumulated weight gradient.
     """
 
     rates: Rates
@@ -68,13 +73,13 @@ class ShardPasses:
     gradient_bytes: int = 4
 
     def gemm(self) -> float:
-        """X W^T, and E W."""
+        """Seconds of X W^T, and also of E W."""
         tokens, rows, hidden = self.tokens, self.rows, self.hidden
         operands = self.element_bytes * (tokens * hidden + rows * hidden + tokens * rows)
         return max(self._arithmetic, operands / self.rates.copy)
 
     def weight_gemm(self) -> float:
-        """E'^T X', added to the accumulated gradient, which is read and written."""
+        """Seconds of E'^T X', added to the accumulated gradient, which is read and written."""
         tokens, rows, hidden = self.tokens, self.rows, self.hidden
         operands = self.element_bytes * (tokens * hidden + tokens * rows)
         return max(self._arithmetic, (operands + 2 * self.gradient_bytes * rows * hidden) / self.rates.copy)
@@ -84,17 +89,17 @@ class ShardPasses:
         return 2 * self.tokens * self.rows * self.hidden / self.rates.gemm
 
     def softmax(self) -> Kernel:
-        """The softmax kernel: statistics of every row, and E written over the logits."""
+        """The softmax kernel, which computes statistics of every row and writes E over the logits."""
         whole = self.rows <= LONGEST_ROW
         instructions = WHOLE_ROW_INSTRUCTIONS if whole else LONG_ROW_INSTRUCTIONS
         return self._kernel((2 if whole else 3) * self.element_bytes, instructions, self.tokens * self.rows)
 
     def rescale(self) -> Kernel:
-        """E W read and written once the statistics of the whole vocabulary are known."""
+        """The kernel that rescales E W as soon as the statistics of the whole vocabulary are known."""
         return self._kernel(2 * self.element_bytes, RESCALE_INSTRUCTIONS, self.tokens * self.hidden)
 
     def enter_targets(self) -> Kernel:
-        """X scaled by its rows' factors, and one entry of E changed per token."""
+        """The kernel that scales the rows of X, and changes one entry of E for each token."""
         return self._kernel(2 * self.element_bytes, TARGET_INSTRUCTIONS, self.tokens * self.hidden)
 
     def _kernel(self, moved: float, instructions: float, elements: float) -> Kernel:
@@ -109,8 +114,8 @@ class ShardPasses:
         return (scores + early, gradients) if method is VocabMethod.VOCAB_2 else (scores, gradients + early)
 
     def embedding(self, shards: float) -> tuple[float, float]:
-        """Seconds of IF and IB on a rank with 1 / `shards` of the vocabulary, assuming it owns the same share of the
-        tokens.
+        """Seconds of IF and IB on a rank with 1 / `shards` of the vocabulary, assuming that it owns the same share of
+        the tokens.
         """
         owned = self.tokens * self.hidden / shards
         looked_up = LAUNCH + 2 * self.element_bytes * owned / self.rates.copy
