@@ -1,8 +1,8 @@
 """Chooses the vocabulary rows of each rank and the layers of each stage, so that no rank waits for another.
 
-Layers are whole, rows are not: they fill up the ranks that have fewer layers (`water_filling`). Several layouts are
-filled, the most promising ones simulated with the real schedule, and the shortest is kept. All GPUs are assumed equally
-fast here; `measured_rows.py` uses the measured speed of each GPU.
+A layer cannot be divided, but rows can: they fill up the ranks that have fewer layers (`water_filling`). This is done
+    for several layouts. The most promising ones are simulated with the real schedule, and the fastest is kept. All GPUs
+    are assumed to be equally fast here; `measured_rows.py` uses the measured speed of each GPU.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from megatron_vp.schedule import Placement, Schedule, VocabMethod, family
 from megatron_vp.schedule.gc_paused import gc_paused
 
 EVEN_BAND = 0.01
-"""Even shards are kept where they are predicted to take at most this much longer than the best."""
+"""Even shards are kept if they are predicted to take longer than the best by at most this share."""
 
 UNITS = (128, 64, 8)
-"""Multiples in which rows are assigned: the first that leaves an even shard FINE_ENOUGH of them. GEMMs like 128;
-logits start at aligned addresses with 64, in 16-bit dtypes, and with 8 in small shards."""
+"""Possible units in which rows are assigned. The first one is used of which an even shard has at least FINE_ENOUGH.
+GEMMs are fastest with 128. Logits in 16-bit dtypes start at aligned addresses with 64, and in small shards with 8.
+"""
 
 FINE_ENOUGH = 16
 
@@ -42,16 +43,18 @@ SMALLEST_SHARE = 1 / 16
 """Smallest shard, as a share of an even one: fewer rows are not worth the fixed time of their passes."""
 
 TIE = 0.002
-"""Candidates whose times differ by less than this share tie; the one with the most free memory is taken."""
+"""Candidates whose times differ by less than this share tie; the one with the most free memory is chosen."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Layers by virtual stage and vocabulary rows by pipeline rank, tensor ranks together.
+    """The layers of every virtual stage and the vocabulary rows of every pipeline rank.
 
-    layers: None if all stages have equally many. rows: None for even shards; the layers are then those that training
-    gives the stages without a layout. gain: how many times as fast as even shards this is predicted to be, with the
-    same layers if they were given, and otherwise with those that training gives the stages.
+    layers: None if all stages have equally many.
+    rows: counting all tensor ranks of a pipeline rank; None for even shards, whose layers are those that training
+        assigns without a layout.
+    gain: predicted speed-up over even shards, with the same layers if the user gave them, otherwise with the layers
+        that training assigns.
     """
 
     layers: tuple[int, ...] | None
@@ -72,17 +75,17 @@ def balanced(
     memory_limit: float | None = None,
     layout_given: bool = False,
 ) -> Shards:
-    """The layers and rows for which `plan`, a vocab-1 or vocab-2 one, is predicted to be fastest within memory_limit.
+    """The layers and rows with which `plan` (vocab-1 or vocab-2) is predicted to be fastest within `memory_limit`.
 
     Args:
-        plan: its `vocab_rows` are ignored, and its `layers` unless `layout_given`.
-        memory_limit: bytes per rank; None: unlimited. Ignored if nothing fits, and on CPU cores.
-        layout_given: the user gave the plan's layers, so only rows are assigned.
+        plan: its `vocab_rows` are ignored, as are its `layers` unless `layout_given`.
+        memory_limit: bytes per rank; None: unlimited. It is ignored if nothing fits, and on CPU cores.
+        layout_given: whether the user gave the plan's layers, so that only rows are assigned.
 
-    Deterministic: all ranks of a job compute the same result. Even shards are kept where they fit and are predicted to
-    be within EVEN_BAND of the best, and for methods and vocabularies that have no others. On CPU cores, whose times are
-    known to an order of magnitude, they are kept wherever all stages have equally many layers. Raises UserError if
-    the layers cannot be put on the stages.
+    The result is deterministic, so that all ranks of a job compute the same one. Even shards are kept if they fit and
+    are predicted to be within EVEN_BAND of the best, and if the method or the vocabulary allows no others. On CPU
+    cores, whose times are known only to an order of magnitude, they are kept whenever all stages have equally many
+    layers. Raises UserError if the layers cannot be distributed over the stages.
     """
     plan = replace(plan, vocab_rows=None) if layout_given else replace(plan, vocab_rows=None, layers=None)
     search = _Search(job, plan, hardware, constants, memory_limit if hardware.is_gpu else None)
@@ -93,8 +96,8 @@ def balanced(
         return Shards(None, None)
     outcome = cache(search.outcome)
     first = outcome(even)
-    # Even shards that fit are kept unless something takes fewer seconds than this. For most candidates, often for
-    # all, the work already shows that they cannot: those are not simulated.
+    # Even shards that fit are kept unless something takes fewer seconds than this. For most candidates, and often for
+    # all, their work already shows that they cannot; those are not simulated.
     needed = first.seconds / (1 + EVEN_BAND) if first.fits else math.inf
     if search.least_of_all() > needed:
         return Shards(even.layers, None)
@@ -115,11 +118,11 @@ def balanced(
 def most_rows(
     job: Job, plan: Plan, hardware: Hardware, memory_limit: float, constants: Constants = CALIBRATED
 ) -> tuple[int, ...] | None:
-    """Rows, tensor ranks together, with which each pipeline rank stays within `memory_limit` bytes.
+    """The most rows with which each pipeline rank stays within `memory_limit` bytes, counting all its tensor ranks.
 
-    None on CPU cores, where the vocabulary cannot be cut in several ways, and where all of it does not fit whatever the
-    shards: then the limit is left aside, as `balanced` does. Raises UserError if the layers cannot be put on the
-    stages.
+    None on CPU cores, if the vocabulary can be cut in only one way, and if it does not fit with any shards; in these
+    cases the caller ignores the limit, as `balanced` does. Raises UserError if the layers cannot be distributed over
+    the stages.
     """
     if not hardware.is_gpu:
         return None
@@ -131,8 +134,10 @@ def most_rows(
 
 
 def least_of_all(job: Job, plan: Plan, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
-    """Lower bound, in seconds, on the passes under any layers and rows that `balanced` may choose; infinity if it keeps
-    even shards. Raises UserError if the layers cannot be put on the stages.
+    """Lower bound in seconds on the passes with any layers and rows that `balanced` may choose.
+
+    The bound is infinite if `balanced` always keeps even shards. Raises UserError if the layers cannot be distributed
+    over the stages.
     """
     search = _Search(job, replace(plan, vocab_rows=None, layers=None), hardware, constants, None)
     return math.inf if search.unit is None or family(plan.schedule).fixed is not None else search.least_of_all()
@@ -141,7 +146,7 @@ def least_of_all(job: Job, plan: Plan, hardware: Hardware, constants: Constants 
 def choices(
     job: Job, plan: Plan, hardware: Hardware, memory_limit: float, constants: Constants = CALIBRATED
 ) -> list[Plan]:
-    """The plans that `balanced` may simulate to choose from, without even shards."""
+    """The plans with uneven shards that `balanced` may simulate."""
     plan = replace(plan, vocab_rows=None, layers=None)
     return _Search(job, plan, hardware, constants, memory_limit if hardware.is_gpu else None).candidates()
 
@@ -155,7 +160,7 @@ class _Outcome:
 
 
 class _Search:
-    """What all candidates of one job share."""
+    """Finds and predicts the candidates of one job, and holds what they share."""
 
     def __init__(
         self, job: Job, plan: Plan, hardware: Hardware, constants: Constants, memory_limit: float | None
@@ -181,7 +186,9 @@ class _Search:
         return _Outcome(plan, seconds, memory, self.limit is None or memory <= self.limit)
 
     def least(self, plan: Plan) -> float:
-        """Lower bound on `outcome`'s seconds for any order of passes: the busiest rank's work and what follows it."""
+        """Lower bound on `outcome`'s seconds for any order of passes: the busiest rank's work and the time after the
+        passes.
+        """
         costs = stage_costs(self.job, plan, self.single, self.hardware, self.constants)
         stages = list(map(sum, zip(costs.F, costs.B, costs.W, strict=True)))
         vocabulary = map(sum, zip(costs.S, costs.T, costs.IF, costs.IB, strict=True))
@@ -194,8 +201,10 @@ class _Search:
         )
 
     def least_of_all(self) -> float:
-        """Seconds that every layout with any rows takes at least: all work, spread over the ranks without a remainder,
-        rows in shards of the size that takes least per row.
+        """Lower bound on the seconds of any layout with any rows.
+
+        All work is divided equally among the ranks, and rows are in shards of the size that takes the least time per
+        row.
         """
         layers = layers_of(self.job, self.even, self.placement)
         stages = stage_times(self.times, self.plan.vocab, layers, self.single.split_backward)
@@ -225,8 +234,10 @@ class _Search:
         return layer_choices(self.job.model.layers, self.placement, layer, self.cost)
 
     def _assigned(self, choice: LayerChoice) -> tuple[Plan, tuple[float, float]] | None:
-        """The plan with rows filled over the holders; its work: of the busiest rank in thousandths of a mean one, of
-        all ranks. None if the rows do not fit into the memory of the holders.
+        """The plan with its rows filled over the holders, and its sort key; None if the rows do not fit into the
+        holders' memory.
+
+        The key is the busiest rank's work in thousandths of the mean, then the work of all ranks.
         """
         stages = stage_times(self.times, self.plan.vocab, choice.layers, self.single.split_backward)
         work = [sum(sum(stages[stage]) for stage in row) for row in self.placement.stage_of]
@@ -246,7 +257,7 @@ class _Search:
 
     @cached_property
     def cost(self) -> list[float]:
-        """Seconds that 0, 1, 2, ... units of rows add to a rank's microbatch, never less for more rows."""
+        """Seconds that 0, 1, 2, ... units of rows add to a rank's microbatch; more rows never take less."""
         return list(accumulate(self.row_seconds, max))
 
     @cached_property
@@ -264,7 +275,7 @@ class _Search:
         return tuple(rows)
 
     def room(self, layers: tuple[int, ...]) -> list[int]:
-        """The most units per rank within the memory limit; memory is linear in rows."""
+        """The most units that each rank can hold within the memory limit; memory is linear in rows."""
         total = len(self.cost) - 1
         if self.limit is None:
             return [total] * self.job.pipeline
@@ -291,11 +302,11 @@ class _Search:
 
 
 def least_passes(job: Job, method: VocabMethod, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
-    """Lower bound, in seconds, on 1F1B with the best possible layers and rows and equally fast ranks.
+    """Lower bound in seconds on 1F1B with the best possible layers and rows and equally fast ranks.
 
-    max(ceil(L / p), (L + v) / p) layers per microbatch, v being what one rank would take for the whole vocabulary, and
-    p - 1 mean stages to fill and drain the pipeline. For a hybrid model, the largest stage of the most even cut takes
-    the place of ceil(L / p).
+    Each microbatch takes the time of at least max(ceil(L / p), (L + v) / p) layers, where v is the number of layers
+    that take as long as the whole vocabulary on one rank. Filling and draining the pipeline takes p - 1 mean stages.
+    For a hybrid model, the largest stage of the most even cut replaces ceil(L / p).
     """
     times, communication = PassTimes(job, hardware, constants), CommunicationModel(job, hardware, constants)
     layers, p, gaps = job.model.layers, job.pipeline, 2 * constants.gap
@@ -312,7 +323,7 @@ def least_passes(job: Job, method: VocabMethod, hardware: Hardware, constants: C
 
 
 def unit_of_rows(vocab: int, ranks: int, tensor: int) -> int | None:
-    """The unit in which rows move between shards; None if `tensor` ranks cannot share the vocabulary equally."""
+    """The unit in which rows are assigned to shards; None if `tensor` ranks cannot share the vocabulary equally."""
     if vocab % tensor:
         return None
     return next((unit * tensor for unit in UNITS if vocab >= FINE_ENOUGH * unit * tensor * ranks), tensor)

@@ -1,4 +1,4 @@
-"""Applies `--vocab-shards` to a plan: vocabulary rows of every rank and the layers of every stage that go with them."""
+"""Applies `--vocab-shards` to a plan: chooses the vocabulary rows of every rank and the layers of every stage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_vp.trace.partition import Partition
 
 
 def shard_choice(config: JobConfig, plan: Plan) -> ShardChoice:
-    """Read the job's `--vocab-shards`. Raises UserError if it does not go with the vocabulary method."""
+    """Read the job's `--vocab-shards`. Raises UserError if the vocabulary method does not support it."""
     given = config.values.get("vocab_shards")
     if isinstance(given, int) and not isinstance(given, bool):
         given = str(given)
@@ -42,9 +42,10 @@ def with_shards(
     constants: Constants = CALIBRATED,
     memory_limit: float | None = None,
 ) -> Plan:
-    """`plan` of a configuration with the layers and rows that training takes.
+    """A configuration's `plan` with the layers and rows that training uses.
 
-    Rows are assigned for the user's layout where there is one, otherwise together with the layers. Raises UserError.
+    If the user gave a layout, rows are assigned for it; otherwise layers and rows are assigned together. Raises
+    UserError.
     """
     choice = shard_choice(config, plan)
     if not plan.vocab.is_sharded or choice.rule is ShardRule.EVEN:
@@ -82,7 +83,8 @@ def with_partition(plan: Plan, partition: Partition) -> Plan:
 def gain_of_next_start(
     config: JobConfig, plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED
 ) -> str | None:
-    """One line with the gain of this job's `--vocab-shards measured:DIR`; None if its shards are not measured.
+    """One line with the gain of this job's `--vocab-shards measured:DIR`; None if the job does not ask for measured
+    shards.
 
     Raises UserError if the folder is not a measurement of this job.
     """

@@ -15,7 +15,7 @@ from megatron_vp.schedule import Placement
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """Transformer layers by virtual stage, and the ranks that may hold rows."""
+    """Transformer layers of every virtual stage, and the ranks that may hold rows."""
 
     layers: tuple[int, ...]
     holders: tuple[int, ...]
@@ -24,8 +24,9 @@ class LayerChoice:
 def layer_choices(layers: int, placement: Placement, layer: float, cost: Sequence[float]) -> list[list[LayerChoice]]:
     """Candidate layouts of `layers` on `placement`, grouped by kind; every stage has at least one layer.
 
-    First those that are as even as whole layers allow, with the larger counts spread, first and last, each a group of
-    its own, and rows anywhere. Then those with k holders of rows, k = 1 .. p-1, first and last.
+    The first groups are as even as whole layers allow, and any rank may hold rows. They differ in the ranks that have
+    one more layer: these are spread out, come first, or come last. The last two groups have k holders of rows, for k =
+    1 .. p-1: in one group the holders come first, in the other they come last.
 
     Args:
         layer: seconds of one layer in all passes of a microbatch.
@@ -53,9 +54,10 @@ def layer_choices(layers: int, placement: Placement, layer: float, cost: Sequenc
 def _layers_of_others(
     layers: int, ranks: int, holders: int, least: int, layer: float, cost: Sequence[float]
 ) -> int | None:
-    """Layers for each rank without rows that minimise the busiest rank's work; None if no layout is possible.
+    """The layers of each rank without rows that minimise the busiest rank's work; None if no layout is possible.
 
-    The holders share the other layers as evenly as they can, and the rows by what is then left of their time.
+    The holders share the remaining layers as evenly as possible, and the rows according to the time that these layers
+    leave.
     """
     units = len(cost) - 1
     best = None

@@ -1,7 +1,8 @@
-"""Assigns the next start's vocabulary rows by the measured speed of every GPU, from a run's own pass times.
+"""Assigns vocabulary rows for a job's next start by the speed of every GPU that an earlier run measured.
 
-GPUs of one kind differ by some percent. Layers cannot follow that, rows can. The run's rank reports or traces say how
-long each rank computes per microbatch, and with how many rows; rows are then filled up to one level (`water_filling`).
+GPUs of one kind differ in speed by a few percent. Whole layers are too coarse to compensate for that, but rows are not.
+The run's rank reports or traces say how long each rank computes per microbatch, and how many rows it has. Rows are then
+assigned so that the ranks take equally long (`water_filling`).
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ CERTAIN = 2.0
 class MeasuredJob:
     """The properties of a job that must match the measured run.
 
-    ranks, tensor, vocab: pipeline and tensor ranks, and the padded vocabulary (None: not known yet). schedule, method:
-    by name. arguments: of the job by long name; sizes that are None or missing are not known yet. layers: by virtual
-    stage where the user gave a layout, with `layout_option`.
+    ranks, tensor: pipeline and tensor ranks.
+    vocab: the padded vocabulary; None: not known yet.
+    schedule, method: their names.
+    arguments: the job's arguments by long name; sizes that are None or missing are not known yet.
+    layers: layers of every virtual stage, if the user gave a layout by `layout_option`.
     """
 
     ranks: int
@@ -42,7 +45,7 @@ class MeasuredJob:
     layout_option: str = ""
 
     def check(self, folder: Path, run: MeasuredRun) -> None:
-        """Raise UserError if `run`, read from `folder`, differs in any of these."""
+        """Raise UserError if `run`, read from `folder`, differs in any of these properties."""
         partition, there = run.partition, dict(run.partition.sizes)
         compared: list[tuple[str, object, object]] = [
             ("pipeline ranks", len(run.rows), self.ranks),
@@ -73,8 +76,8 @@ class MeasuredJob:
 def next_rows(folder: Path, job: MeasuredJob, room: Callable[[Partition], Sequence[int] | None]) -> Shards:
     """Compute `--vocab-shards measured:FOLDER` for `job`: rows from the run's pass times, and the run's layers.
 
-    `room`: rows that each pipeline rank has memory for with the partition of the run; None if that is not known.
-    Raises UserError for a run of another job, and for what `read_run` and `refilled` refuse.
+    `room` returns how many rows each pipeline rank has memory for with the run's partition, or None if that is not
+    known. Raises UserError for a run of another job, and as `read_run` and `refilled` do.
     """
     run = read_run(folder)
     job.check(folder, run)
@@ -82,16 +85,16 @@ def next_rows(folder: Path, job: MeasuredJob, room: Callable[[Partition], Sequen
 
 
 def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequence[int] | None = None) -> Shards:
-    """Rows for a start with the layers of `partition`, from the pass times of a run of it.
+    """Rows for the next run with the layers of `partition`, computed from the pass times of a run with that partition.
 
     Args:
-        pass_seconds: by pipeline rank, see `Seconds`.
+        pass_seconds: pass times of every pipeline rank; see `Seconds`.
         most: rows that each rank has memory for, see `balance.most_rows`; None: any number.
 
-    `gain` is the busiest rank's time per microbatch before, divided by its time after. A row takes as long as the
-    rank's rows took on average. A rank that had none is taken to be as fast with them as with its layers, compared with
-    the ranks that had some. Raises UserError for a run whose vocabulary passes took no time, and where the rows do not
-    fit into the memory.
+    `gain` is the busiest rank's time per microbatch before, divided by its time after. A row is assumed to take as long
+    as the rank's rows took on average. If a rank had no rows, the time of its layers tells how fast it is, compared
+    with the ranks that had some. Raises UserError for a run whose vocabulary passes took no time, and if the rows do
+    not fit into memory.
     """
     rows = partition.vocab_rows
     assert rows is not None
@@ -123,10 +126,10 @@ def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequen
 
 
 def next_start(folder: Path, run: MeasuredRun, predicted: float | None = None) -> str:
-    """One line on what `--vocab-shards measured:FOLDER` would change at the next start.
+    """One line that says what `--vocab-shards measured:FOLDER` would change at the next start.
 
-    It names a gain if the measurement shows one and the cost model's speed-up for the same start, `predicted`, does not
-    contradict it.
+    It states a gain if the measurement shows one, and if `predicted`, the cost model's speed-up for the same change,
+    does not contradict it.
     """
     found = refilled(run.partition, run.seconds)
     assert found.rows is not None

@@ -1,7 +1,7 @@
-"""Pass times that a run measured, read from its rank reports or traces; anything doubtful is refused.
+"""Reads the pass times that a run measured from its rank reports or traces, and refuses anything doubtful.
 
-A report that is damaged, of another run than its neighbours, or of too few iterations would put rows on the wrong
-ranks, and nothing later would show it.
+A report that is damaged, belongs to another run or covers too few iterations would put rows on the wrong ranks, and
+nothing later would show it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ ROW_KINDS = (PassKind.S, PassKind.T, PassKind.IF, PassKind.IB)
 """Passes whose time grows with the rows of their rank."""
 
 ENOUGH = 5
-"""Fewest iterations in a measurement; the first one of a report is warm-up and does not count."""
+"""The fewest iterations that a measurement needs; the first one of a report is warm-up and does not count."""
 
 OF_MEDIAN = 1.25 * 1.4826
-"""Converts the median absolute deviation of n normal samples into the median's standard deviation, times sqrt(n)."""
+"""Converts the median absolute deviation of n normal samples into sqrt(n) times their median's standard deviation."""
 
 IMPLAUSIBLE = 4.0
-"""A rank this many times slower per layer than the others is taken for a damaged measurement."""
+"""A rank that is this many times slower per layer than the others is considered a damaged measurement."""
 
 Seconds = Mapping[str, float]
 """A rank's computing time per microbatch in seconds, by kind of pass, summed over its chunks."""
@@ -38,7 +38,7 @@ Seconds = Mapping[str, float]
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """Measurements of a run: seconds by pipeline rank, medians over its iterations, and the job that ran.
+    """Measurements of a run: seconds of every pipeline rank, medians over the iterations, and the job that ran.
 
     uncertainty: relative standard deviation of a rank's time per microbatch, for the least certain rank.
     """
@@ -52,13 +52,13 @@ class MeasuredRun:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """By pipeline rank, tensor ranks together."""
+        """Vocabulary rows of every pipeline rank, counting all its tensor ranks."""
         return self.partition.vocab_rows or ()
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """One rank's file, read: which run it is of, and milliseconds per microbatch by kind and iteration."""
+    """The content of one rank's file: its run, and milliseconds per microbatch by kind of pass, for every iteration."""
 
     path: Path
     rank: int
@@ -71,7 +71,7 @@ class _Rank:
 
 
 def read_run(folder: Path) -> MeasuredRun:
-    """Read the pass times that a run wrote to `folder` by --rank-report or --pipeline-trace.
+    """Read the pass times that a run wrote to `folder` with --rank-report or --pipeline-trace.
 
     Raises UserError for a folder without such files, with files of only some ranks, of several runs, of a run without
     rows or of too few iterations, and for files with impossible values.
@@ -232,7 +232,7 @@ def _check_speeds(ranks: Sequence[_Rank], seconds: Sequence[Seconds], partition:
 
 
 def layers_on(partition: Partition, rank: int, ranks: int) -> float:
-    """Layers of a rank, in any unit; equal for all ranks without a layout or if chunks are placed differently."""
+    """The relative number of a rank's layers; 1 for every rank without a layout, and if ranks have several chunks."""
     if partition.layers is None or len(partition.layers) != ranks:
         return 1.0
     return partition.layers[rank] or 1.0

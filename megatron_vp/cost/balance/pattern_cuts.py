@@ -1,7 +1,7 @@
 """Finds where to cut a hybrid model's pattern so that the busiest rank has as little work as possible.
 
-A cut gives every virtual stage a number of letters, in the order of the stages. Letters are finer steps than whole
-transformer layers, and they differ in work.
+A cut gives every virtual stage a number of letters, in the order of the stages. Letters are finer than whole
+transformer layers, and their work differs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.schedule import Placement
 
 _HALVINGS = 50
-"""Bisection steps over the interval that holds the busiest rank's work."""
+"""Number of bisection steps to find the busiest rank's work."""
 
 _LONGEST_MOVE = 8
-"""Most neighbouring cuts that move together."""
+"""The most neighbouring ends of stages that are moved together."""
 
 _BETTER = 1 - 1e-9
-"""A cut replaces another one only if its figure is smaller by more than this rounding error."""
+"""A cut replaces another one only if its figure is below this share of the other's, so that rounding errors do not
+count.
+"""
 
 
 def letter_seconds(times: PassTimes) -> list[float]:
@@ -46,11 +48,13 @@ def even_cut(
     """Letters per virtual stage that minimise the busiest rank's work; None if there are too few letters.
 
     Args:
-        work: of every letter. extra: what every rank does besides.
+        work: work of every letter.
+        extra: other work of every rank.
         may_be_empty: virtual stages that may have no letter.
 
-    With one chunk per rank no cut has a lower maximum. With several it is a good one: cuts are moved while that helps.
-    Among equal maxima, the other ranks' work is as even as moves make it. The result depends only on the numbers.
+    With one chunk per rank, no cut has a lower maximum. With several chunks, the result is good but not always the
+    best: the ends of stages are moved as long as that helps. Among cuts with the same maximum, moves that make the
+    ranks' work more even are preferred. The result depends only on the arguments.
     """
     least = [int(stage not in may_be_empty) for stage in range(placement.stages)]
     if sum(least) > len(work):
@@ -65,7 +69,7 @@ def even_cut(
 
 
 def loads_of(work: Sequence[float], placement: Placement, cut: Sequence[int]) -> list[float]:
-    """Work of every rank, for stages of so many letters."""
+    """Work of every rank, given the number of letters of every stage (`cut`)."""
     loads, sums = [0.0] * placement.ranks, [0.0, *accumulate(work)]
     for stage, (start, end) in enumerate(pairwise(accumulate(cut, initial=0))):
         loads[placement.rank_of(stage)] += sums[end] - sums[start]
@@ -73,7 +77,7 @@ def loads_of(work: Sequence[float], placement: Placement, cut: Sequence[int]) ->
 
 
 class _Cuts:
-    """The cuts of one pattern. A cut is the ends of its stages' letters, after a first 0."""
+    """Finds cuts of one pattern. A cut is a list of 0 and the ends of all stages, counted in letters."""
 
     def __init__(
         self, work: Sequence[float], placement: Placement, extra: Sequence[float], least: Sequence[int]
@@ -84,7 +88,7 @@ class _Cuts:
         self.needed_after = [*list(accumulate(least[::-1]))[::-1][1:], 0]
 
     def loads(self, ends: Sequence[int]) -> list[float]:
-        """Work by rank."""
+        """Work of every rank."""
         loads = list(self.extra)
         for stage, (start, end) in enumerate(pairwise(ends)):
             loads[self.rank_of[stage]] += self.sums[end] - self.sums[start]
@@ -96,7 +100,7 @@ class _Cuts:
         return max(loads), sum(each * each for each in loads)
 
     def by_target(self) -> list[int]:
-        """The cuts closest to equal work for all ranks."""
+        """The cut whose ends are closest to equal work for all ranks."""
         level = _level(self.extra, self.sums[-1])
         ends, reached = [0], 0.0
         for stage, needed in enumerate(self.needed_after):
@@ -120,23 +124,23 @@ class _Cuts:
         return found
 
     def _below(self, level: float) -> list[int] | None:
-        """Cuts for which no rank exceeds `level`; None if there are none."""
+        """A cut in which no rank's work exceeds `level`; None if there is none."""
         ends = [0]
         for stage in range(len(self.least)):
             end = self._fullest(stage, ends[-1], level)
             if end < ends[-1] + self.least[stage]:
-                # A rank with little room may need the letter that a fuller rank before it has taken.
+                # An earlier, fuller rank may have taken a letter that this rank needs.
                 return self._below_by_all(level)
             ends.append(end)
         return ends if ends[-1] == len(self.sums) - 1 else None
 
     def _fullest(self, stage: int, start: int, level: float) -> int:
-        """The last end of a stage that begins here and does not bring its rank above `level`."""
+        """The last possible end of a stage that begins at `start` and keeps its rank's work within `level`."""
         room = self.sums[start] + level - self.extra[self.rank_of[stage]]
         return min(bisect_right(self.sums, room) - 1, len(self.sums) - 1 - self.needed_after[stage])
 
     def _below_by_all(self, level: float) -> list[int] | None:
-        """The same, exhaustively: the set of all possible ends of each stage, kept as the bits of a number."""
+        """The same by exhaustive search: the set of all possible ends of each stage is kept as the bits of a number."""
         possible = [1]
         for stage, least in enumerate(self.least):
             ends = 0
@@ -158,13 +162,13 @@ class _Cuts:
         return found
 
     def improved(self, ends: list[int]) -> list[int]:
-        """Cuts moved by a letter, one or several neighbouring ones together, as long as that helps."""
+        """Move ends of stages by a letter, one or several neighbouring ones together, as long as that helps."""
         while (better := self._moved(ends)) is not None:
             ends = better
         return ends
 
     def _moved(self, ends: list[int]) -> list[int] | None:
-        """The first move that helps."""
+        """The cut after the first move that helps; None if no move does."""
         loads, sums, last = self.loads(ends), self.sums, len(ends) - 1
         most, squares = max(loads), sum(each * each for each in loads)
         for count in range(1, min(_LONGEST_MOVE, last - 1) + 1):
@@ -194,7 +198,7 @@ def _bits(number: int) -> list[int]:
 
 
 def _level(extra: Sequence[float], work: float) -> float:
-    """The work of every rank if `work` is shared out as evenly as `extra` allows."""
+    """The level up to which ranks are filled if `work` is distributed as evenly as their `extra` work allows."""
     level, lower = 0.0, sorted(extra)
     for count in range(1, len(lower) + 1):
         level = (work + sum(lower[:count])) / count
@@ -204,8 +208,9 @@ def _level(extra: Sequence[float], work: float) -> float:
 
 
 def unit_length(pattern: str) -> int:
-    """Period of the pattern in letters: 2 for alternating attention and MLP, its whole length if it never repeats. 0
-    without a pattern.
+    """The period of the pattern in letters; 0 without a pattern.
+
+    It is 2 for alternating attention and MLP, and the whole length of a pattern that never repeats.
     """
     if not pattern:
         return 0
@@ -219,8 +224,9 @@ def unit_length(pattern: str) -> int:
 def pattern_choices(times: PassTimes, placement: Placement, cost: Sequence[float]) -> list[list[LayerChoice]]:
     """Candidate cuts for uneven shards, as `layer_choices` finds candidates for whole layers.
 
-    First the most even cut with rows anywhere, then cuts with k holders of rows, k = 1 .. p - 1, first and last. Where
-    the pattern repeats, cuts between whole repetitions join them: no model is cut worse than by whole layers.
+    The first group is the most even cut, and any rank may hold rows. The next two groups have k holders of rows, for k
+    = 1 .. p - 1: in one group the holders come first, in the other they come last. If the pattern repeats, cuts between
+    whole repetitions are added, so that no model is cut worse than by whole layers.
     """
     work, p = letter_seconds(times), placement.ranks
     everyone, units = tuple(range(p)), len(cost) - 1

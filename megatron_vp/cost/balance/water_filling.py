@@ -1,4 +1,4 @@
-"""Shares out work in small units so that the busiest rank has as little as possible."""
+"""Distributes work in small units so that the busiest rank has as little as possible."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 _HALVINGS = 64
-"""Bisection steps: enough to exceed the resolution of a float."""
+"""Number of bisection steps, enough to exceed the resolution of a float."""
 
 
 def fill(
     work: Sequence[float], cost: Sequence[float], most: Sequence[int], slowness: Sequence[float] | None = None
 ) -> tuple[int, ...] | None:
-    """Units by rank that make the largest of `work[r] + slowness[r] * cost[units]` least; None if they do not fit.
+    """Units for every rank that minimise the largest `work[r] + slowness[r] * cost[units[r]]`; None if they do not fit.
 
     Args:
-        work: of every rank before it takes any unit.
-        cost: of 0, 1, 2, ... units, starting at 0 and never falling. The last entry is for all units there are.
-        most: units that each rank can take. slowness: how much longer each rank takes; by default equal. First each
-            rank is filled to one unit below the level; the rest goes to the least loaded ranks, lowest rank first. The
-            result depends only on the numbers.
+        work: work of every rank before it takes any units.
+        cost: cost of 0, 1, 2, ... units, which starts at 0 and never falls. The last entry is for all units.
+        most: the most units that each rank can take.
+        slowness: how much longer each rank takes for the same units; by default all are equal.
+
+    First, each rank is filled to just below the final level. The remaining units go to the least loaded ranks, and of
+    these to the lowest rank first. The result depends only on the arguments.
     """
     total, slowness = len(cost) - 1, slowness or [1.0] * len(work)
     most = [min(cap, total) for cap in most]

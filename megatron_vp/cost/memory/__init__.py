@@ -1,1 +1,1 @@
-"""Memory of a layer, of a rank, and of what PyTorch does not count."""
+"""The memory of a layer, of a rank, and outside PyTorch's allocator."""

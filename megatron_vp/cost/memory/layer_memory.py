@@ -1,6 +1,6 @@
-"""Memory of one transformer layer: what it keeps of a microbatch for the backward, and temporary buffers of its passes.
+"""Memory of one transformer layer: activations that it keeps for the backward, and temporary buffers of its passes.
 
-Bytes on one rank. docs/evidence/predictions.md compares them with what a replay counts.
+All figures are bytes on one rank. docs/evidence/predictions.md compares them with the counts of a replay.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WORKING_SET = 24.5
 """For the paper's layers: extra bytes per token and hidden unit in the backward of one layer."""
 
 SPLIT_BACKWARD = 34
-"""The same with a split backward: one more layer waits for its W."""
+"""Additional bytes with a split backward, because one more layer waits for its W."""
 
 DROPPED = 1
 """Bytes per score for the attention dropout mask. The scores after dropout are kept as well, in the model's dtype."""
@@ -31,9 +31,11 @@ SOFTMAX_IN_PASS = 6
 class LayerMemory:
     """Bytes of one layer and microbatch.
 
-    kept: from F to B. waiting: from B to W, where the backward is split. forward, backward: temporary bytes in the
-        pass, on top of what is kept; with full recomputation the backward holds all of the layer's activations. once: a
-        buffer that the rank allocates once.
+    kept: kept from F to B.
+    waiting: kept from B to W, if the backward is split.
+    forward, backward: temporary bytes in the pass, in addition to what is kept. With full recomputation, the backward
+        holds all of the layer's activations.
+    once: a buffer that the rank allocates once.
     """
 
     kept: float
@@ -44,8 +46,10 @@ class LayerMemory:
 
 
 def layer_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
-    """Bytes that one layer keeps from F to B: 34 per token and hidden unit for a plain GPT in 16 bits with dropout and
-    fused attention (Korthikanti et al., 2022, equation 2 without the attention scores).
+    """Bytes that one layer keeps from F to B.
+
+    They are 34 per token and hidden unit for a plain GPT in 16 bits with dropout and fused attention (Korthikanti et
+    al., 2022, equation 2 without the attention scores).
     """
     if job.recompute is Recompute.FULL:
         return job.tokens * job.element_bytes * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
@@ -59,7 +63,7 @@ def small_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
     """Bytes of a layer's activations that stay on the device when the layer is offloaded, because their tensors are too
     small.
 
-    All other tensors take bytes / bandwidth to copy, experts' included.
+    All other tensors, including those of experts, are assumed to be copied at full bandwidth.
     """
     between, inside = _common_tensors(job, kind)
     shared = job.tensor if job.sequence_parallel else 1
@@ -93,13 +97,14 @@ def recomputed_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float
 
 @lru_cache(maxsize=4096)
 def layer_memory(job: Job, split: bool, kind: LayerType = LayerType.WHOLE) -> LayerMemory:
-    """The memory of one layer; `split`: its weight gradients are computed in a pass W."""
+    """The memory of one layer; `split`: whether its weight gradients are computed in a pass W."""
     kept = layer_activations(job, kind)
     if job.layers is LayerKind.PAPER:
         unit = job.tokens * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
         return LayerMemory(kept, kept, 0.0, (WORKING_SET + (SPLIT_BACKWARD if split else 0)) * unit)
-    # The MLP's backward holds most: the gradient of the first matrix's output. The second matrix's input is freed by
-    # then, unless W needs it. Only attention holds the gradients of queries, keys, values and of its output.
+    # The peak is in the MLP's backward, which holds the gradient of the first matrix's output. The second matrix's
+    # input has been freed by then, unless W needs it. A layer without MLPs holds the gradients of attention's queries,
+    # keys, values and output instead.
     model = job.model
     inner = _inner(job, kind)
     if mlp_of(model, kind):
@@ -116,14 +121,14 @@ def layer_memory(job: Job, split: bool, kind: LayerType = LayerType.WHOLE) -> La
         scores = _scores(job)
         once = job.element_bytes * scores
     if job.sequence_parallel and job.tensor > 1:
-        # A product's gathered input; in the backward its whole gradient, too, and the rank's part of that.
+        # A product's gathered input; in the backward also the gradient of the whole input, and the rank's part of it.
         gathered = job.tokens * job.element_bytes * model.hidden
         once += gathered
         backward += gathered * (1 + 1 / job.tensor)
     # W needs the inputs of all products and the gradients of their results: as many elements as a layer keeps.
     waiting = _common_activations(replace(job, model=replace(model, dropout=False)), kind)
     if job.sequence_parallel:
-        # But for the last product of attention and of a dense MLP, the gradient of the output is gathered.
+        # For the last product of attention and of a dense MLP, however, the gradient of the output is gathered.
         mlp = mlp_of(model, kind)
         gathered = (kind.attends + bool(mlp and not mlp.experts)) * job.tokens * job.element_bytes * model.hidden
         waiting += gathered * (1 - 1 / job.tensor)
@@ -139,17 +144,17 @@ def layer_memory(job: Job, split: bool, kind: LayerType = LayerType.WHOLE) -> La
 
 @dataclass(frozen=True)
 class PassMemory:
-    """Temporary bytes in the passes of a stage, on top of what its layers keep; see `LayerMemory`."""
+    """Temporary bytes in the passes of a stage, in addition to what its layers keep; see `LayerMemory`."""
 
     forward: float
     backward: float
 
 
 def pass_memory(job: Job, split: bool, letters: str) -> PassMemory:
-    """Compute it for a stage with these `letters` of the model's pattern, if it has one.
+    """The temporary bytes of a stage with these `letters` of the model's pattern, if the model has one.
 
-    In the forward of the last attention, later letters have kept nothing yet. The largest MLP decides the backward, or
-    attention in a stage without MLPs.
+    While the last attention layer runs its forward, later letters have not kept anything yet. The largest MLP
+    determines the temporary bytes of the backward, or attention does in a stage without MLPs.
     """
     if not job.model.pattern:
         layer = layer_memory(job, split)
@@ -182,14 +187,14 @@ def _inner(job: Job, kind: LayerType) -> float:
 def _common_tensors(job: Job, kind: LayerType) -> tuple[list[float], list[float]]:
     """Bytes per token of each tensor that layers of every implementation keep.
 
-    Returns two numbers: tensors between the tensor-parallel parts, which sequence parallelism divides, and all others.
+    Returns two lists: tensors between the tensor-parallel parts, which sequence parallelism divides, and all others.
     """
     model, wide, t, mlp = job.model, job.element_bytes, job.tensor, mlp_of(job.model, kind)
     between: list[float] = []
     inside: list[float] = []
     if kind.attends:
-        # The norm's input and that of the projection it feeds, the dropout's mask; queries, keys, values, the result
-        # and its log-sum-exp.
+        # The inputs of the norm and of the projection after it, and the dropout mask; queries, the result, keys, values
+        # and the result's log-sum-exp.
         keys, values = max(model.keys // t, model.head_size), max(model.values // t, model.value_size)
         between += [wide * model.hidden, wide * model.hidden, model.dropout * model.hidden]
         inside += [wide * model.queries / t, wide * model.results / t, float(wide * keys), float(wide * values)]
@@ -200,7 +205,7 @@ def _common_tensors(job: Job, kind: LayerType) -> tuple[list[float], list[float]
             between += [wide * latent.query_rank] * 2
             between += [wide * (latent.key_rank + latent.rotary), wide * latent.key_rank]
     if mlp:
-        # The same three; the first product and the second one's input.
+        # The same three tensors; the first product's result and the second one's input.
         between += [wide * model.hidden, wide * mlp.per_token * model.hidden, model.dropout * model.hidden]
         inside += [mlp.per_token * wide * mlp.width / t] * (3 if model.gated else 2)
         if mlp.shared:
@@ -225,8 +230,8 @@ def _further_activations(job: Job, kind: LayerType) -> float:
         return job.tokens * wide * elements
     statistics = 0.0
     if model.query_key_norms:
-        # The inputs of these norms. Transformer Engine copies them out of the projection's result, of which a local
-        # layer keeps all, and a copy of the queries where several share a group.
+        # The inputs of these norms. Transformer Engine copies them out of the projection's result. A local layer keeps
+        # the whole result, and a copy of the queries if several of them share a group.
         elements += model.queries / t + keys
         if local:
             elements += keys + (model.queries / t if model.kv_groups < model.heads else 0)
@@ -237,7 +242,7 @@ def _further_activations(job: Job, kind: LayerType) -> float:
         rotated = model.latent.rotary if model.latent else model.head_size
         further += 4 * wide * rotated * job.sequence / job.context
     if job.layers is LayerKind.LOCAL_SDPA and job.context > 1:
-        # Keys and values of whole sequences in place of the rank's part, and the result once more, in two pieces.
+        # Keys and values of whole sequences instead of the rank's part, and a second copy of the result, in two pieces.
         values = max(model.values // t, model.value_size)
         further += job.tokens * wide * ((keys + values) * (job.context - 1) + model.results / t)
     if job.layers is LayerKind.LOCAL:

@@ -1,7 +1,7 @@
 """Memory that PyTorch's allocator does not count: the CUDA context, kernels, communicators, fragments.
 
-Estimates from the sources of NCCL 2.30 and from experience with PyTorch 2.15, not measurements. On a device compare
-with the memory in use less `torch.cuda.memory_reserved()`.
+The figures are estimates from the source code of NCCL 2.30 and from experience with PyTorch 2.15, not measurements. On
+a device, compare them with the memory in use minus `torch.cuda.memory_reserved()`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_vp.schedule.communicators import CHANNELS, Edge, communicators
 MIB, GIB = 2**20, 2**30
 
 CONTEXT = 0.5 * GIB
-"""The CUDA context. On a CPU: the process and its libraries."""
+"""The CUDA context; on a CPU, the process and its libraries."""
 
 KERNELS = 0.35 * GIB
 """Loaded kernel code, and workspaces that libraries allocate themselves."""
@@ -28,20 +28,22 @@ COMMUNICATOR = 4 * MIB
 """Memory of an unconnected communicator: queues, tables of peers and channels, rounded up to pages."""
 
 MEGATRON_CHANNELS = 16
-"""Channels of Megatron's communicators: NCCL's own choice over NVLink. It takes fewer between nodes."""
+"""Channels of Megatron's communicators, which is NCCL's own choice over NVLink. It chooses fewer between nodes."""
 
 FRAGMENTS = 0.02
-"""Fragmentation: memory that PyTorch reserves and cannot use, as a share of what comes and goes. Parameters, gradients
-and optimizer states are few large blocks, allocated once.
+"""Fragmentation: memory that PyTorch reserves but cannot use, as a share of the memory that is allocated and freed
+repeatedly. Parameters, gradients and optimizer states are a few large blocks that are allocated once.
 """
 
 
 @dataclass(frozen=True)
 class OutsideMemory:
-    """Bytes of one rank by purpose, and the number of communicators that this project creates there.
+    """Bytes of one rank by purpose, and the number of communicators that this project creates on it.
 
-    edges: of activations and gradients between stages. vocabulary: of the pipeline's collectives, and of the tensor
-    ranks of a stage. rows: connections for embedding rows. megatron: of Megatron's own groups.
+    edges: communicators for activations and gradients between stages.
+    vocabulary: communicators of the pipeline's collectives and of a stage's tensor ranks.
+    rows: connections for embedding rows.
+    megatron: communicators of Megatron's own groups.
     """
 
     context: float
@@ -70,7 +72,7 @@ def runs_megatrons_schedule(schedule: Schedule) -> bool:
 
 
 def outside_memory(job: Job, schedule: Schedule, rank: int, moving: float, hardware: Hardware) -> OutsideMemory:
-    """Memory of pipeline rank `rank` besides its tensors, of which `moving` bytes come and go."""
+    """Memory of a pipeline rank outside its tensors; `moving` bytes of these are allocated and freed repeatedly."""
     fragments = FRAGMENTS * moving
     own = None
     if not runs_megatrons_schedule(schedule):
@@ -78,7 +80,7 @@ def outside_memory(job: Job, schedule: Schedule, rank: int, moving: float, hardw
         own = communicators(schedule.placement, sharded, job.tensor, vocab_ranks=schedule.vocab_ranks)[rank]
     count = own.count if own else 0
     if not hardware.is_gpu:
-        # Gloo keeps its buffers in the messages themselves.
+        # Gloo uses the messages themselves as buffers.
         return OutsideMemory(CONTEXT, 0.0, 0.0, 0.0, 0.0, 0.0, fragments, count)
     edges = vocabulary = rows = 0.0
     if own is not None:
@@ -105,13 +107,15 @@ def _ends(edge: Edge, rank: int, job: Job, hardware: Hardware) -> int:
 
 
 def _ring(ranks: int, channels: int) -> float:
-    """Connections of a ring: to the previous and to the next rank."""
+    """Bytes of a ring's communicator, with connections to the previous and to the next rank; 0 for a single rank."""
     return COMMUNICATOR + 2 * channels * CONNECTION if ranks > 1 else 0.0
 
 
 def _megatron(job: Job, schedule: Schedule, rank: int) -> float:
-    """Megatron's groups that a rank uses: all ranks (barriers), the model replica (gradient norm), and one per kind of
-    parallelism. Where Megatron's own schedule runs, activations travel in its pipeline group.
+    """Bytes of the Megatron groups that a rank uses.
+
+    The groups are all ranks (for barriers), the model replica (for the gradient norm), and one per kind of parallelism.
+    If Megatron's own schedule runs, activations travel in its pipeline group.
     """
     placement = schedule.placement
     groups = [job.gpus, job.pipeline * job.tensor, job.data * job.context, job.tensor, job.context, job.expert]

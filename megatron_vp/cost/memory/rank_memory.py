@@ -1,5 +1,4 @@
-"""The memory of every rank: the part that stays, and the part that comes and goes with the schedule's order of
-passes."""
+"""The memory of every rank: a constant part, and a part that varies with the schedule's order of passes."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ SHARED_BUFFERS = 11
 """Bytes per token and hidden unit for copies of X and of its gradient between S, T and their collectives."""
 
 SCORES, OWN_SCORES = 6, 2
-"""Bytes per logit in split output layers. The paper's code: while passes run, fp32 for the loss and 16 bits for the
-product; fp32 stays until B. This project's: 16 bits per microbatch from S to T.
+"""Bytes per logit in split output layers. The paper's code holds fp32 for the loss, which stays until B, and 16 bits
+for the product. This project's code holds 16 bits per microbatch from S to T.
 """
 
 WORKSPACES = 0.1 * GIB
@@ -58,7 +57,7 @@ class RankMemory:
 
     @property
     def allocated(self) -> float:
-        """What PyTorch's allocator reports as its peak."""
+        """The peak that PyTorch's allocator reports."""
         return self.total - self.outside.total
 
     @property
@@ -76,8 +75,9 @@ class RankMemory:
 class MemoryModel:
     """Memory of the ranks of `job` that run `schedule` on `hardware`.
 
-    layers: by virtual stage, as in `Plan`. shard_rows: vocabulary rows of one tensor rank by pipeline rank, where
-    the vocabulary is split (`Plan.shard_rows`); None: even shards.
+    layers: layers of every virtual stage, as in `Plan`.
+    shard_rows: if the vocabulary is split, rows that one tensor rank of each pipeline rank holds (`Plan.shard_rows`);
+        None: even shards.
     """
 
     job: Job
@@ -98,7 +98,7 @@ class MemoryModel:
 
     @cached_property
     def _weights(self) -> dict[LayerType, tuple[int, int]]:
-        """Parameters of a layer of each type, and those of them that belong to experts."""
+        """For each type of layer, its parameters and how many of them belong to experts."""
         return {kind: (layer_weights(self.job, kind), expert_weights(self.job, kind)) for kind in self._layer_memory}
 
     def _rows(self, rank: int) -> int:
@@ -111,7 +111,7 @@ class MemoryModel:
         hidden = job.model.hidden
         if self.schedule.vocab is not VocabMethod.NONE:
             return held + (1 if job.model.tied else 2) * self._rows(rank) * hidden
-        # Tied layers count as two copies: no plain run has both ends of a tied model on one rank.
+        # Tied layers count as two copies, because no plain run has both ends of a tied model on one rank.
         ends = placement.first_rank, placement.last_rank
         return held + ends.count(rank) * job.whole_rows * hidden
 
@@ -132,23 +132,25 @@ class MemoryModel:
         return self.fp8_copies(rank) / quantised(self.job.fp8, self.hardware).kept
 
     def expert_parameters(self, rank: int) -> int:
-        """Experts' share of the parameters; each expert is on only some of the replicas."""
+        """Parameters on a rank that belong to experts; each expert is on only some of the replicas."""
         return sum(count * self._weights[kind][1] for kind, count in self._layers(rank))
 
     def _layers(self, rank: int) -> list[tuple[LayerType, int]]:
-        """The layers of a rank by type, those of each of its stages."""
+        """The layers of a rank by type, separately for each of its stages."""
         stages = self.schedule.placement.stage_of[rank]
         return [each for stage in stages for each in self._stages[stage].counts.items()]
 
     def stepped_parameters(self, rank: int) -> float:
-        """Parameters that a rank's optimizer steps: with a distributed optimizer its share of those of all replicas."""
+        """Parameters that a rank's optimizer steps; with a distributed optimizer, replicas share the parameters of a
+        stage.
+        """
         job, parameters, experts = self.job, self.parameters(rank), self.expert_parameters(rank)
         if not job.distributed_optimizer:
             return parameters
         return (parameters - experts) / (job.data * job.context) + experts / job.expert_replicas
 
     def rank(self, rank: int) -> RankMemory:
-        """The peak of a rank: inside the passes, or in the optimizer step, which holds narrow gradients in fp32 too."""
+        """The peak of a rank, inside the passes or in the optimizer step, which also holds 16-bit gradients in fp32."""
         job, parameters, stepped = self.job, self.parameters(rank), self.stepped_parameters(rank)
         gradient = 4 if job.wide_gradients else job.element_bytes
         widened = 4 * stepped if job.widens_gradients else 0
@@ -167,7 +169,9 @@ class MemoryModel:
         return RankMemory(**counted, outside=outside)
 
     def _messages(self, rank: int) -> int:
-        """Bytes of hidden states in transit to or from a rank: two microbatches', and two more with several chunks.
+        """The number of microbatches whose hidden states are in transit to or from a rank: two, or four with several
+        chunks.
+
         Chunks take turns, so eight chunks have no more in transit than two.
         """
         return 2 * min(len(self.schedule.placement.stage_of[rank]), 2)
@@ -185,25 +189,25 @@ class MemoryModel:
         in_pass = self.in_pass(rank)
         logits = self.job.tokens * self.job.whole_rows
         dense = self.job.element_bytes * self.job.whole_rows * self.job.model.hidden
-        # For a whole output layer: from the forward to the end of B, plus 16 bits while B runs.
+        # A whole output layer keeps its logits from the forward to the end of B, and 16 bits more while B runs.
         kept_score = 2 if self.job.cross_entropy is CrossEntropy.TE else 4
         kept = self.kept(rank)
         waiting = kept
         if self.job.layers is not LayerKind.PAPER:
             waiting = self.held(rank, {kind: each.waiting for kind, each in self._layer_memory.items()})
             if whole and placement.last_rank == rank:
-                # The output layer keeps the last norm's result until its weight gradient.
+                # The output layer keeps the last norm's result until its weight gradient is computed.
                 waiting[placement.stages - 1] += self.job.element_bytes * self._unit
         held, scores = once_memory(self.job, split, (kind for kind, count in self._layers(rank) if count)), 0.0
         peak, most = (0.0, 0.0), 0.0
         order = self.schedule.ranks[rank]
         moved = self.offloaded(rank) if self.schedule.offloaded else {}
-        own: dict[tuple[int, int], float] = {}  # by microbatch and chunk, now
+        own: dict[tuple[int, int], float] = {}  # bytes held now, by microbatch and chunk
         activations = changes(order, Held.ACTIVATIONS)
         for step, (taken, given), shared in zip(order, activations, self._shared(rank), strict=True):
             stage, account = placement.stage_of[rank][step.chunk], (step.microbatch, step.chunk)
             has_output = whole and stage == placement.stages - 1
-            left = split and step.kind is not PassKind.BW  # the weight gradient, for a W
+            left = split and step.kind is not PassKind.BW  # the weight gradient is left for a W
             if taken:
                 comes = kept[stage] - own.get(account, 0.0)
                 own[account] = kept[stage]
@@ -215,7 +219,7 @@ class MemoryModel:
             elif given:
                 after -= own.pop(account)
             elif left and step.kind is PassKind.B:
-                # Layer by layer, what waits for W takes the place of what was kept.
+                # Layer by layer, the tensors that wait for W replace those that were kept.
                 after -= own[account] - waiting[stage]
                 own[account] = waiting[stage]
             match step.kind:
@@ -233,7 +237,7 @@ class MemoryModel:
                         at_start = held, in_layers[1]
                         in_layers = in_layers[0], in_layers[1] - (kept_score + 2 * (not left)) * logits
                     during = max(at_start, in_layers, key=sum)
-                    # Where W follows, it needs the logits' gradient in 16 bits.
+                    # If a W follows, it needs the logits' gradient in 16 bits.
                     scores -= has_output * ((kept_score - 2 * left) * logits)
                     if whole and stage == 0:
                         if sum(during) > most:
@@ -258,7 +262,7 @@ class MemoryModel:
         if self.job.layers is LayerKind.PAPER:
             scores = [SCORES] * len(order)
         else:
-            # A V is an S and its T.
+            # A V contains an S and its T.
             held = zip(order, levels(order, Held.LOGITS), strict=True)
             scores = [OWN_SCORES * (during + (step.kind is PassKind.V)) for step, (during, _) in held]
         return [SHARED_BUFFERS * self._unit + each * self.job.tokens * rows for each in scores]
@@ -272,14 +276,14 @@ class MemoryModel:
         kept = self.held(rank, {kind: each.kept for kind, each in self._layer_memory.items()})
         whole = self.schedule.vocab is VocabMethod.NONE
         if whole and placement.last_rank == rank and self.job.layers is not LayerKind.PAPER:
-            # The last norm keeps its input, and the output layer the norm's result.
+            # The last norm keeps its input, and the output layer keeps the norm's result.
             kept[placement.stages - 1] += 2 * self.job.element_bytes * self._unit
         return kept
 
     def offloaded(self, rank: int) -> dict[int, float]:
         """Bytes of activations that leave the device when a stage is offloaded; see `small_activations`.
 
-        Logits of a whole output layer stay: the backward of that stage follows at once.
+        Logits of a whole output layer stay on the device, because the backward of that stage follows at once.
         """
         kept, stages = self.kept(rank), self._stages
         small = {kind: small_activations(self.job, kind) for kind in model_layers(self.job)}
@@ -289,8 +293,9 @@ class MemoryModel:
         }
 
     def host(self, rank: int) -> float:
-        """Host memory of a rank's offloaded activations in bytes: for every chunk, as many slots as microbatches are on
-        the host at once.
+        """Host memory of a rank's offloaded activations in bytes.
+
+        For every chunk, there are as many slots as microbatches that are on the host at once.
         """
         order, moved = self.schedule.ranks[rank], self.offloaded(rank)
         spans: dict[int, list[tuple[int, int]]] = {}
@@ -300,24 +305,24 @@ class MemoryModel:
         return sum(_most_at_once(each) * moved[stages[chunk]] for chunk, each in spans.items())
 
     def _embedding_s_backward(self, waiting: float) -> float:
-        """The difference in memory when a split backward reaches the embedding: all but one of the paper's layers are
-        done.
+        """The change in memory when a split backward reaches the embedding: only one of the paper's layers still waits
+        for W.
         """
         return SPLIT_BACKWARD * self._unit - waiting if self.job.layers is LayerKind.PAPER else 0.0
 
     def in_pass(self, rank: int) -> dict[int, PassMemory]:
-        """Temporary bytes in passes by virtual stage of `rank`, on top of what layers keep."""
+        """Temporary bytes in the passes of every virtual stage of `rank`, in addition to what layers keep."""
         split = self.schedule.split_backward
         return {stage: pass_memory(self.job, split, letters) for stage, letters in self._letters(rank).items()}
 
     def _letters(self, rank: int) -> dict[int, str]:
-        """Letters of a rank's virtual stages; empty for a GPT model."""
+        """The letters of each virtual stage of a rank; empty for a GPT model."""
         starts = [0, *accumulate(self.layers)]
         pattern = self.job.model.pattern
         return {stage: pattern[starts[stage] : starts[stage + 1]] for stage in self.schedule.placement.stage_of[rank]}
 
     def held(self, rank: int, each: Mapping[LayerType, float]) -> dict[int, float]:
-        """Bytes of a microbatch by virtual stage of `rank`, where each layer holds `each` bytes."""
+        """Bytes of a microbatch on every virtual stage of `rank`, if a layer of each type holds `each` bytes."""
         job, stages = self.job, self._stages
         held = {}
         for stage in self.schedule.placement.stage_of[rank]:
@@ -328,12 +333,12 @@ class MemoryModel:
                     (count - wide[kind]) * activations_saved(job, self.hardware, kind) for kind, count in counts.items()
                 )
         if 0 in held and self.schedule.vocab is not VocabMethod.NONE:
-            # The rows themselves are the first layer's input.
+            # The rows themselves are already counted as the first layer's input.
             held[0] += (EMBEDDED if job.layers is LayerKind.PAPER else job.model.dropout) * self._unit
         return held
 
 
 def _most_at_once(spans: Sequence[tuple[int, int]]) -> int:
-    """Largest number of these spans that overlap anywhere, both ends included."""
+    """Largest number of these spans that overlap at any place; both ends of a span belong to it."""
     ends = [(first, 1) for first, _ in spans] + [(last + 1, -1) for _, last in spans]
     return max(accumulate(change for _, change in sorted(ends)))

@@ -17,9 +17,13 @@ HOST_SHARE = 0.8
 
 @dataclass(frozen=True)
 class RankCopies:
-    """One rank's copies, in seconds and bytes. chunks: offloaded chunks; fewer than requested if a microbatch would
-    have to return before it has left. host: peak bytes in host memory. bytes: per microbatch, one way. load: copy time
-    over computing time. wait_out, wait_back, wait_in_queue: per iteration, see `Timeline.copy_waits`.
+    """The copies of one rank, in seconds and bytes.
+
+    chunks: the offloaded chunks; fewer than requested if a microbatch would have to return before it has left.
+    host: peak bytes in host memory.
+    bytes: bytes copied per microbatch in one direction.
+    load: copy time over computing time.
+    wait_out, wait_back, wait_in_queue: seconds per iteration; see `Timeline.copy_waits`.
     """
 
     chunks: tuple[int, ...]
@@ -52,7 +56,10 @@ def host_room(hardware: Hardware) -> float:
 
 
 def fullest_node(job: Job, hardware: Hardware, host: Sequence[float]) -> float:
-    """Host memory of the fullest node in bytes; `host`: bytes by pipeline rank. Ranks of a stage are neighbours."""
+    """Host memory of the fullest node in bytes, given the bytes of each rank of every pipeline stage (`host`).
+
+    Ranks of a stage are neighbours.
+    """
     each, size = job.gpus_per_stage, hardware.gpus_per_node
     if each % size == 0:
         return size * max(host)

@@ -22,7 +22,7 @@ GIB = 2**30
 def with_limit(job: Job, plan: Plan, hardware: Hardware, limit: str, costs: Costs | None = None) -> Plan:
     """Fit the shape of `plan`'s flexible schedule to `limit`, given in microbatches of a whole rank or in GiB.
 
-    `costs` are those that passes are ordered for; None: those of `order_costs`. Raises UserError as `fitted` does.
+    `costs`: the costs by which passes are ordered; None: those of `order_costs`. Raises UserError as `fitted` does.
     """
     request = plan.request(job, costs=order_costs(job, plan, hardware) if costs is None else costs)
     text = limit.strip()
@@ -46,7 +46,7 @@ def with_given_limit(config: JobConfig, plan: Plan, job: Job, hardware: Hardware
 
 
 def _largest_microbatch(job: Job, plan: Plan, hardware: Hardware) -> float:
-    """Bytes of a microbatch's activations on the rank with the most, by the memory model."""
+    """Bytes of a microbatch's activations on the rank where the memory model counts the most."""
     schedule = plan.request(job, microbatches=min(job.microbatches, 2 * job.pipeline)).schedule()
     model = MemoryModel(job, schedule, layers_of(job, plan, schedule.placement), hardware)
     held = [peak(order, Held.ACTIVATIONS) / schedule.chunks for order in schedule.ranks]

@@ -28,7 +28,7 @@ from megatron_vp.schedule import (
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for `plan` of `job` on `hardware`. Times in seconds, memory in bytes."""
+    """The prediction for `plan` of `job` on `hardware`, with times in seconds and memory in bytes."""
 
     job: Job
     plan: Plan
@@ -44,7 +44,7 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole job."""
+        """Tokens/s of the whole job."""
         job = self.job
         return job.sequence * job.micro_batch * job.microbatches * job.data / self.iteration_seconds
 
@@ -55,7 +55,7 @@ class Prediction:
 
     @property
     def busy_seconds(self) -> tuple[float, ...]:
-        """Time each rank computes in an iteration."""
+        """Seconds that each rank computes in an iteration."""
         return self.timeline.busy
 
     @cached_property
@@ -76,13 +76,14 @@ def predict(
     measured: PassCosts | StageCosts | None = None,
     simulator: Simulator | None = None,
 ) -> Prediction:
-    """Time and memory of `job` run by `plan`.
+    """Predict time and memory of `job` under `plan`.
 
     Args:
-        measured: pass times in seconds that replace the modelled ones, from a trace of a run.
-        simulator: the schedule to simulate; without one it is generated, in the order that training runs.
+        measured: pass times in seconds from a trace of a run, which replace the modelled ones.
+        simulator: simulates the schedule; by default the schedule is generated in the order that training runs.
 
-    Raises UserError for a schedule that is unknown or does not go with the job, and layers that do not fit it.
+    Raises UserError for a schedule that is unknown or does not suit the job, and for layers that do not fit the
+    schedule.
     """
     simulator = simulator or make_simulator(job, plan, hardware, constants)
     costs = measured or stage_costs(job, plan, simulator.schedule, hardware, constants)
@@ -99,8 +100,9 @@ def memory_model(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) -
 
 
 def after_passes(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, constants: Constants) -> float:
-    """Seconds from the last pass to the end of the iteration, on the rank with most parameters: gradients of the
-    replicas summed, and the optimizer's step.
+    """Seconds from the last pass to the end of the iteration, on the rank with the most parameters.
+
+    In this time, gradients are reduced over the replicas and the optimizer runs.
     """
     memory = memory_model(job, plan, schedule, hardware)
     fullest = max(range(job.pipeline), key=memory.parameters)
@@ -123,10 +125,11 @@ def make_simulator(
     constants: Constants = CALIBRATED,
     further_orders: bool = True,
 ) -> Simulator:
-    """The simulator of `plan`'s schedule in the order that training runs (`order_costs`); nearly equal costs share one.
+    """The simulator of `plan`'s schedule in the order that training runs (`order_costs`); jobs with nearly equal costs
+    share it.
 
-    `further_orders`: see `ScheduleRequest`.
-    Raises UserError for what training refuses: whole vocabulary layers that share one weight on both chunks of a rank.
+    `further_orders`: see `ScheduleRequest`. Raises UserError for plans that training refuses, such as whole vocabulary
+    layers that share one weight on both chunks of a rank.
     """
     if job.model.tied and plan.vocab is VocabMethod.NONE and not family(plan.schedule).ends_on_last_rank:
         raise UserError(
@@ -145,7 +148,7 @@ def make_simulator(
 
 
 def has_one_queue(job: Job, hardware: Hardware) -> bool:
-    """Whether copies share one hardware queue with the passes: the environment says so, or Megatron demands it."""
+    """Whether copies and passes share one hardware queue, because the environment says so or Megatron requires it."""
     demanded = hardware.needs_one_queue and max(job.tensor, job.context) > 1
     return hardware.is_gpu and (job.one_queue or demanded)
 

@@ -12,14 +12,16 @@ from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.schedule import PassKind, Timeline
 
 SAMPLED, SAMPLED_PER_RANK = 512, 6
-"""The number of microbatches x ranks that is simulated, and the least number of microbatches per rank. Times are then
-right within 0.3 percent; for `v-min`, whose order depends on the number of microbatches, within 4 percent."""
+"""The number of microbatches x ranks that is simulated, and the least number of microbatches per rank. Extrapolated
+times are then right within 0.3 percent, or within 4 percent for `v-min`, whose order depends on the number of
+microbatches.
+"""
 
 MANY, SAMPLED_OF_MANY = 16, 3
 """With more than MANY ranks, fewer microbatches per rank are simulated, to save time."""
 
 STEADY = (0.4, 0.75)
-"""Part of the makespan that lies between warm-up and cool-down."""
+"""The part of the makespan that is surely between warm-up and cool-down."""
 
 
 def sampled(job: Job) -> Job:
@@ -31,13 +33,13 @@ def sampled(job: Job) -> Job:
 def extended(timeline: Timeline, microbatches: int) -> float:
     """Extrapolate the makespan to more `microbatches` than were simulated.
 
-    Each further one takes the busiest rank's steady-state time per microbatch, averaged over rounds of p microbatches,
-    because `interleaved` works in such rounds.
+    Each additional one takes the busiest rank's steady-state time per microbatch. That time is averaged over rounds of
+    p microbatches, because `interleaved` works in such rounds.
     """
     simulated = timeline.schedule.microbatches
     if microbatches == simulated:
         return timeline.makespan
-    # Weight gradients that are put off until the cool-down are not in the steady state's time.
+    # The steady state's time does not include weight gradients that are delayed until the cool-down.
     each = max(_steady_seconds(timeline), max(timeline.busy) / simulated)
     return timeline.makespan + (microbatches - simulated) * each
 
@@ -61,6 +63,6 @@ def _steady_seconds(timeline: Timeline) -> float:
 
 
 def iteration_seconds(prediction: Prediction, job: Job) -> float:
-    """Seconds of an iteration of `job`, of which `prediction` is that of the sample."""
+    """Seconds of an iteration of `job`, extrapolated from the `prediction` for its sample."""
     after = prediction.iteration_seconds - prediction.timeline.makespan
     return extended(prediction.timeline, job.microbatches) + after

@@ -1,5 +1,6 @@
-"""Seconds of every pass, message and collective of a plan, by stage and rank; and the costs that a schedule is ordered
-for."""
+"""Seconds of every pass, message and collective of a plan, by stage and rank, and the costs by which a schedule is
+ordered.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import Costs, PassCosts, Placement, Schedule, StageCosts, VocabMethod
 
 IDLE = 0.85
-"""The clock of a rank with less than this share of the busiest rank's work is not throttled."""
+"""If a rank has less than this share of the busiest rank's work, its clock is not throttled."""
 
 
 def layers_of(job: Job, plan: Plan, placement: Placement) -> tuple[int, ...]:
-    """Transformer layers by virtual stage. Raises UserError if they do not fit the job or the placement."""
+    """Transformer layers of every virtual stage. Raises UserError if they do not fit the job or the placement."""
     if plan.layers is None:
         return equal_layers(job, placement.stages)
     if len(plan.layers) != placement.stages or sum(plan.layers) != job.model.layers or min(plan.layers) < 0:
@@ -36,7 +37,7 @@ def layers_of(job: Job, plan: Plan, placement: Placement) -> tuple[int, ...]:
 
 
 def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, constants: Constants) -> StageCosts:
-    """Seconds of every pass, message and collective of one microbatch, by where `schedule` runs them."""
+    """Seconds of every pass, message and collective of one microbatch, on the stages and ranks of `schedule`."""
     placement = schedule.placement
     times, communication = PassTimes(job, hardware, constants), CommunicationModel(job, hardware, constants)
     stages = stage_times(times, plan.vocab, layers_of(job, plan, placement), schedule.split_backward)
@@ -74,7 +75,7 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, co
 
 
 def copy_seconds(memory: MemoryModel) -> dict[tuple[bool, int, int], float]:
-    """Seconds of a microbatch's copies to the host and back, by rank and chunk, as `StageCosts.copies`."""
+    """Seconds of a microbatch's copies to the host and back, by rank and chunk, in the form of `StageCosts.copies`."""
     host, found = memory.hardware.host, {}
     for rank, stages in enumerate(memory.schedule.placement.stage_of):
         moved = memory.offloaded(rank)
@@ -85,11 +86,11 @@ def copy_seconds(memory: MemoryModel) -> dict[tuple[bool, int, int], float]:
 
 
 def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants = CALIBRATED) -> Costs:
-    """The costs that a schedule for `plan` is ordered by, in training and in simulation: rounded to hundredths of a
-    mean rank's F + B + W, so that all ranks compute the same order.
+    """The costs by which a schedule for `plan` is ordered, in training and in simulation.
 
-    By stage and rank if layers or rows differ, otherwise one set of costs for all ranks. All GPUs are taken to be
-    equally fast: which of them is the slowest is not known before a run.
+    They are rounded to hundredths of a mean rank's F + B + W, so that all ranks compute the same order. If layers or
+    rows differ, every stage and rank has its own costs; otherwise all ranks have the same. All GPUs are assumed to be
+    equally fast, because it is not known before a run which of them is the slowest.
     """
     alike = replace(constants, speed_spread=0.0, idle_boost=0.0)
     single = plan.request(job, microbatches=1).schedule()
@@ -105,16 +106,17 @@ def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants =
         **{kind: tuple(float(round(value)) for value in values) for kind, values in scaled.named().items()},
         messages={link: round(value) for link, value in scaled.messages.items()},
         collectives={kind: round(value) for kind, value in scaled.collectives.items()},
-        # Those of one chunk are a few units long.
+        # Copies of one chunk take only a few units.
         copies={copy: round(value, 2) for copy, value in scaled.copies.items()},
         other={},
     )
 
 
 def stage_times(times: PassTimes, vocab: VocabMethod, layers: tuple[int, ...], split_backward: bool) -> list[Split]:
-    """F, B and W of every virtual stage with so many `layers`, at the speed of a mean rank, vocabulary passes left out.
+    """Seconds of F, B and W of every virtual stage, at the speed of a mean rank and without vocabulary passes.
 
-    Where the vocabulary is not split, the first and the last stage have its layers.
+    `layers`: the number of layers of every stage. If the vocabulary is not split, the vocabulary layers are included in
+    the first and the last stage.
     """
     communication = CommunicationModel(times.job, times.hardware, times.constants)
     held = stage_layers(times.job, layers)
@@ -147,10 +149,10 @@ def _members(plan: Plan, placement: Placement) -> Sequence[int]:
 
 
 def _pace(work: list[float], gpus: int, constants: Constants) -> list[float]:
-    """Each rank's slowdown relative to a mean rank at sustained speed, by its `work` in a microbatch.
+    """Each rank's slowdown relative to a mean rank at sustained speed, given every rank's `work` in a microbatch.
 
     The slowest of all `gpus` (expected maximum of normal samples, Blom's approximation) is placed in the middle of the
-    pipeline: its tensor ranks and replicas wait for it.
+    pipeline. Its tensor ranks and replicas wait for it.
     """
     pace = [1 - constants.idle_boost if own < IDLE * max(work) else 1.0 for own in work]
     slowest = NormalDist().inv_cdf((gpus - 0.375) / (gpus + 0.25))

@@ -1,4 +1,4 @@
-"""Uses the pass times of a recorded run in place of modelled ones."""
+"""Replaces modelled pass times by those of a recorded run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron_vp.trace.rank_files import read_traces
 def traced_costs(folder: Path, job: Job, plan: Plan) -> StageCosts:
     """Mean pass and collective times, in seconds, of the run that traced into `folder` with `--pipeline-trace`.
 
-    Raises UserError if the folder is not a trace, or its run had other stages or another method than `plan`
-    on `job`: its times say nothing about those.
+    Raises UserError if the folder holds no trace, or if its run had other stages or another method than `plan` on
+    `job`, because its times would not apply.
     """
     first, *_ = traces = read_traces(folder)
     ours = plan.request(job, microbatches=1).schedule()
