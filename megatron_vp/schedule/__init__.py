@@ -1,4 +1,4 @@
-"""Schedules as data: generated, proven, timed, drawn and lowered to programs. Imports no torch."""
+"""Generates, proves, times, draws and lowers schedules, which are plain data; imports no torch."""
 
 from megatron_vp.schedule.costs import Costs, PassCosts, StageCosts
 from megatron_vp.schedule.expand_interlaced import expand_interlaced

@@ -1,4 +1,4 @@
-"""A building block: when the passes of one microbatch run on all ranks, and how often the block repeats."""
+"""Defines building blocks: when the passes of one microbatch run on each rank, and how often the block repeats."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Overlaps = Callable[[int, int, int], Sequence[tuple[Pass, Pass]]]
 class BuildingBlock:
     """Nominal start times of microbatch 0 by virtual stage.
 
-    Microbatches come in groups of `group`. Groups follow each other as fast as their work allows, `group` intervals
-    apart; those of a larger group `interval` / chunks, as the group goes through one chunk after the other.
-    `weight` is None if B includes the weight gradient. `overlaps` names pairs of a forward and a backward of
-    different microbatches that stay next to each other; the backward of a pair is whole, the others are split. Times
-    need only respect the dependencies: they say which pass goes first, not when it runs. `forward_time` and
-    `backward_time` are the durations of F and B (with W where it is included) that they allow for.
+    Microbatches come in groups of `group`. Groups start `group` intervals apart, as fast as their work allows. Within a
+    group of several microbatches, these start `interval` / chunks apart, because the group goes through one chunk after
+    another. `weight` is None if B includes the weight gradient. `overlaps` names pairs of a forward and a backward of
+    different microbatches that stay next to each other. The backward of a pair is whole; all others are split. Times
+    need only respect the dependencies: they determine the order of passes, not when a pass runs. `forward_time` and
+    `backward_time` are the durations that these times allow for F and for B (including W if B includes it).
     """
 
     placement: Placement
@@ -49,7 +49,7 @@ class BuildingBlock:
 def weights_in_free_slots(
     placement: Placement, slots: int, forward: Sequence[int], backward: Sequence[int]
 ) -> list[int]:
-    """Slot of each stage's W, where all passes take one of the `slots` of an interval: the first free one after B."""
+    """Slot of each stage's W: the first free one after its B, if every pass takes one of the `slots` of an interval."""
     weight = [0] * placement.stages
     for stages in placement.stage_of:
         taken = {slot % slots for stage in stages for slot in (forward[stage], backward[stage])}
@@ -62,7 +62,7 @@ def weights_in_free_slots(
 def v_shaped_block(
     pipeline_size: int, interval: float, forward: Sequence[int], backward: Sequence[int]
 ) -> BuildingBlock:
-    """Two chunks per rank in V shape, B and W split, all passes on a grid of six slots per interval.
+    """Make a block of two chunks per rank in V shape, with B and W split and six slots per interval.
 
     `forward` and `backward` are slots by virtual stage; no two passes of a rank may share a slot modulo six.
     """

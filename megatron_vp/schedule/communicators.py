@@ -1,8 +1,9 @@
-"""Which communicators a schedule needs on each rank, found without creating any.
+"""Finds the communicators that a schedule needs on each rank, without creating any.
 
-Each directed edge between two pipeline ranks has a communicator of its own for each kind of message. The vocabulary
-collectives share one communicator of the ranks that take part in them (`Placement.vocab_members`): all p ranks of a
-pipeline where every rank holds vocabulary rows. With tensor parallelism the t ranks of a stage share one more.
+Each directed edge between two pipeline ranks has a separate communicator for each kind of message. The vocabulary
+collectives share one communicator, whose members are the ranks that take part in them (`Placement.vocab_members`): all
+p ranks of the pipeline, if every rank holds vocabulary rows. With tensor parallelism, the t ranks of a stage share one
+more communicator.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ Edge = tuple[int, int, Channel]
 """A directed edge between two pipeline ranks (source, target), and what it carries."""
 
 CHANNELS = 4
-"""NCCL channels, one thread block each, that an operation on one of these communicators may use."""
+"""Most NCCL channels, of one thread block each, that an operation on one of these communicators may use."""
 
 
 @dataclass(frozen=True)
 class RankCommunicators:
     """The communicators of one rank.
 
-    edges: those that start or end here, a communicator each. pipeline, tensor: sizes of the group of the vocabulary
-    collectives and of the group of the stage's tensor ranks; a group of one needs no communicator, and a rank that
-    takes no part in the vocabulary collectives counts as a group of one in both. row_peers: ranks with which this one
-    exchanges embedding rows, over the pipeline's communicator.
+    edges: the edges that start or end at this rank; each has its own communicator.
+    pipeline, tensor: sizes of the group of the vocabulary collectives and of the group of the stage's tensor ranks. A
+        group of one needs no communicator. Both sizes are 1 on a rank that takes no part in the vocabulary collectives.
+    row_peers: ranks with which this rank exchanges embedding rows, over the communicator of the vocabulary collectives.
     """
 
     edges: tuple[Edge, ...]
@@ -44,8 +45,8 @@ class RankCommunicators:
 def all_edges(placement: Placement, sharded: bool) -> set[Edge]:
     """Every directed edge that a schedule on `placement` uses.
 
-    sharded: the vocabulary layers are split. If they are whole, three more edges tie a last stage that is not on rank
-    p-1 to the loss function there.
+    sharded: whether the vocabulary layers are split. If they are whole and the last stage is not on rank p-1, three
+        more edges connect it to the loss function on that rank.
     """
     seats = [(placement.rank_of(stage), placement.rank_of(stage + 1)) for stage in range(placement.stages - 1)]
     edges = {
@@ -63,10 +64,10 @@ def all_edges(placement: Placement, sharded: bool) -> set[Edge]:
 def row_pairs(
     placement: Placement, embeds_on_last_stage: bool = False, vocab_ranks: tuple[int, ...] | None = None
 ) -> set[tuple[int, int]]:
-    """Pairs of ranks, the smaller one first, that exchange embedding rows: word ranks with every owner of rows.
+    """Pairs of ranks that exchange embedding rows, the smaller rank first.
 
-    The first stage's rank takes the rows of its shards' owners, which are `vocab_ranks` (None: all ranks). With
-    multi-token prediction (`embeds_on_last_stage`) the last stage's rank takes them as well.
+    The first stage's rank exchanges rows with their owners, which are `vocab_ranks` (None means all ranks). With
+    multi-token prediction (`embeds_on_last_stage`), the last stage's rank does, too.
     """
     owners = range(placement.ranks) if vocab_ranks is None else vocab_ranks
     words = {placement.first_rank} | ({placement.last_rank} if embeds_on_last_stage else set())
@@ -81,9 +82,9 @@ def communicators(
     embeds_on_last_stage: bool = False,
     vocab_ranks: tuple[int, ...] | None = None,
 ) -> tuple[RankCommunicators, ...]:
-    """The communicators of every pipeline rank; `tensor` pipelines side by side share a model replica.
+    """The communicators of every pipeline rank; a model replica consists of `tensor` pipelines side by side.
 
-    `vocab_ranks` hold the vocabulary rows (None: all ranks).
+    `vocab_ranks` are the ranks that hold vocabulary rows (None means all ranks).
     """
     every = range(placement.ranks)
     members = every if vocab_ranks is None else placement.vocab_members(vocab_ranks)

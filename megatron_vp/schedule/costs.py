@@ -1,7 +1,7 @@
-"""Costs of passes and communication in any unit of time: the same everywhere, or by stage, rank and link.
+"""Costs of passes and communication in any unit of time, either equal everywhere or by stage, rank and link.
 
-Both kinds of costs provide `duration` of a pass, `communication` of an operation, and `nominal`, the costs that
-schedules are generated for.
+Both kinds of costs provide the duration of a pass (`duration`) and of an operation (`communication`), and the costs for
+which schedules are generated (`nominal`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from megatron_vp.schedule.transfers import Channel, CollectiveKind, Operation
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Durations. F, B (input gradient), W (weight gradient) are those of a whole rank, all its chunks together; `comm`
-    is that of every message and collective. `other` has further kinds of pass by name; a kind without an entry takes no
-    time. Raises UserError for a negative or non-finite duration.
+    """Durations that are equal on all ranks and stages.
+
+    F, B (input gradient) and W (weight gradient) are the durations for all chunks of a rank together. `comm` is the
+    duration of every message and every collective. `other` has the durations of additional kinds of pass by name; a
+    kind without an entry takes no time. Raises UserError for a negative or non-finite duration.
     """
 
     F: float = 1.0
@@ -62,11 +64,11 @@ class PassCosts:
         return cls(**own, other={name: value for name, value in given.items() if name not in _OWN})
 
     def nominal(self, ranks: int) -> PassCosts:
-        """These costs."""
+        """Return these costs themselves."""
         return self
 
     def duration(self, schedule: Schedule, rank: int, step: Pass) -> float:
-        """Duration of a pass of `schedule`; a whole backward takes B + W, a V what S, T, IF and IB take."""
+        """Duration of a pass of `schedule`; a whole backward takes B + W, and a V takes S + T + IF + IB."""
         match step.kind:
             case PassKind.F:
                 return self.F / schedule.chunks
@@ -88,21 +90,21 @@ class PassCosts:
         return took / schedule.chunks if operation.per_chunk else took
 
     def evened(self) -> PassCosts:
-        """The same total work with F, B and W of equal length and free communication; copies keep their times."""
+        """The same total work, but with equally long F, B and W and free communication; copies keep their times."""
         share = (self.F + self.B + self.W) / 3
         return replace(self, F=share, B=share, W=share, comm=0.0)
 
     def without_zeros(self) -> PassCosts:
-        """The same with F, B and W at least a thousandth of the total, for building nominal times."""
+        """The same costs, but F, B and W are at least a thousandth of their sum, for building nominal times."""
         floor = 1e-3 * (self.F + self.B + self.W) or 1.0
         return replace(self, F=max(self.F, floor), B=max(self.B, floor), W=max(self.W, floor))
 
 
 _BY_STAGE = ("F", "B", "W")
-"""Kinds of pass of which costs by stage name every duration."""
+"""Kinds of pass for which costs by stage must name every duration."""
 
 _OWN = tuple(entry.name for entry in fields(PassCosts) if entry.name != "other")
-"""Durations that have a field of their own."""
+"""Durations that have their own field."""
 
 _NOT_NAMED = (PassKind.BW, PassKind.V, PassKind.O, PassKind.R)
 """Kinds whose duration follows from those of others, and kinds that only wait for a copy or start one."""
@@ -112,11 +114,11 @@ _NOT_NAMED = (PassKind.BW, PassKind.V, PassKind.O, PassKind.R)
 class StageCosts:
     """Durations of single passes and operations, by where they run.
 
-    F, B (input gradient) and W (weight gradient) by virtual stage; S, T, IF, IB and V by rank, empty where a schedule
-    has no such passes; `other` kinds by virtual stage, or by rank if a rank runs one per microbatch. `messages` by
-    source rank, target rank and channel, `collectives` by kind, `copies` by whether they go to the host, rank and
-    chunk; anything not named is free. Raises UserError for a negative or non-finite duration, and for F, B and W of
-    different numbers of stages.
+    F, B (input gradient) and W (weight gradient) are by virtual stage. S, T, IF, IB and V are by rank, and empty if the
+    schedule has no such passes. `other` kinds are by virtual stage, or by rank if a rank runs only one per microbatch.
+    `messages` are by source rank, target rank and channel, `collectives` by kind, and `copies` by direction (True: to
+    the host), rank and chunk. Anything not named is free. Raises UserError for a negative or non-finite duration, and
+    if F, B and W have different numbers of stages.
     """
 
     F: tuple[float, ...]
@@ -161,7 +163,7 @@ class StageCosts:
                 )
 
     def scaled(self, factor: float) -> StageCosts:
-        """All durations times `factor`: the same in another unit."""
+        """Multiply all durations by `factor`, for example to change the unit."""
         passes = {kind: tuple(factor * value for value in values) for kind, values in self.named().items()}
         return StageCosts(
             **{kind: passes.pop(kind) for kind in PASSES},
@@ -172,14 +174,16 @@ class StageCosts:
         )
 
     def evened(self) -> StageCosts:
-        """The same work with F, B and W of equal length on each stage and free communication; copies as they are."""
+        """The same work, but with equally long F, B and W on each stage and free communication; copies keep their
+        times.
+        """
         share = tuple(sum(times) / 3 for times in zip(self.F, self.B, self.W, strict=True))
         return replace(self, F=share, B=share, W=share, messages={}, collectives={})
 
     def nominal(self, ranks: int) -> PassCosts:
-        """Means over stages, ranks and operations: what a schedule for `ranks` ranks is generated for.
+        """Means over stages, ranks and operations, for which a schedule of `ranks` ranks is generated.
 
-        Where V is given, and S and T are not, S has all of it.
+        If V is given but S is not, S is as long as V.
         """
         output = {kind: fmean(getattr(self, kind) or (0.0,)) for kind in ("S", "T", "IF", "IB")}
         if not self.S and self.V:
@@ -220,12 +224,13 @@ class StageCosts:
 
 
 PASSES = tuple(entry.name for entry in fields(StageCosts) if entry.name in PassKind)
-"""The kinds of pass that costs have a field for."""
+"""The kinds of pass for which costs have a field."""
 
 Costs = PassCosts | StageCosts
 
 LONGEST = 1e15
-"""Longest duration of a pass, in any unit. Sums over a schedule of larger numbers would lose the small ones."""
+"""Longest accepted duration of a pass, in any unit; in sums over a schedule, larger numbers would swallow small ones.
+"""
 
 
 def _check(name: str, value: float) -> None:

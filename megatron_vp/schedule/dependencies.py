@@ -1,8 +1,8 @@
-"""The dependency graph of a schedule: its passes and the communication between them.
+"""Builds the dependency graph of a schedule: its passes and the communication between them.
 
-The rules (arXiv 2411.05288, section 4): F of a stage waits for the stage before, S for the last stage's output
-(C0), T for the statistics of all shards (C1), B of the last stage for its method's last barrier, W for its B. Only
-ranks with vocabulary rows have IF, S, T and IB.
+The rules (arXiv 2411.05288, section 4): F of a stage waits for F of the previous stage, S for the last stage's output
+(C0), T for the statistics of all shards (C1), B of the last stage for the vocabulary method's last barrier, and W for
+its B. Only ranks with vocabulary rows have IF, S, T and IB.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_vp.schedule.passes import Pass, Schedule, ScheduleError, VocabMeth
 from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, Message
 
 BASE_KINDS = frozenset({PassKind.F, PassKind.B, PassKind.W, PassKind.BW})
-"""Passes of the transformer chunks, in every schedule."""
+"""Passes of the transformer chunks, which occur in every schedule."""
 
 OFFLOAD_KINDS = frozenset({PassKind.O, PassKind.R})
 """Passes of chunks whose activations are in host memory between forward and backward."""
@@ -29,7 +29,7 @@ VOCABULARY_KINDS = frozenset(kind for method in VocabMethod for kind in method.p
 
 
 def expected_passes(schedule: Schedule, holds_rows: bool) -> list[Pass]:
-    """The passes that a rank must run once each, whichever way its backwards go.
+    """The passes that a rank must run exactly once each, with every BW given as its B and W.
 
     `holds_rows` says whether the rank holds vocabulary rows.
     """
@@ -47,10 +47,10 @@ def expected_passes(schedule: Schedule, holds_rows: bool) -> list[Pass]:
 
 
 def check_passes(schedule: Schedule) -> None:
-    """Raise ScheduleError unless every rank lists each of its passes exactly once and no other.
+    """Raise ScheduleError unless every rank lists each of its passes exactly once, and no others.
 
-    A rank lists all vocabulary passes or none, and at least one rank lists them. A BW is a B and its W in one. Passes
-    that the method does not demand (see `PassKind`) are listed at most once.
+    A rank lists either all vocabulary passes or none, and at least one rank lists them. A BW counts as a B and its W.
+    Passes that the method does not require (see `PassKind`) are listed at most once.
     """
     if len(schedule.ranks) != schedule.pipeline_size:
         raise ScheduleError(
@@ -90,9 +90,7 @@ def check_passes(schedule: Schedule) -> None:
 
 
 def _check_offloaded(schedule: Schedule) -> None:
-    """Raise ScheduleError unless every offloaded chunk has an O and an R for each microbatch, with computation between
-    them.
-    """
+    """Raise ScheduleError if an offloaded chunk lacks an O or an R, or if nothing is computed between the two."""
     for rank, chunk in schedule.offloaded:
         order = schedule.ranks[rank]
         places: dict[PassKind, dict[int, int]] = {PassKind.O: {}, PassKind.R: {}}
@@ -125,11 +123,11 @@ def _listed(steps: Sequence[Pass]) -> str:
 
 
 def build_graph(schedule: Schedule, with_loss: bool = False, embeds_on_last_stage: bool = False) -> Graph:
-    """Build the dependencies among the passes that `schedule` must contain; their listed order does not matter.
+    """Build the dependencies among the passes of `schedule`; the order in which it lists them does not matter.
 
-    `with_loss` adds the loss function on rank p-1, what travels there and the gradient that it sends. The bare graph is
-    the published table, in which T follows the statistics at once. With `embeds_on_last_stage`
-    (multi-token prediction) the last stage waits for the embedded rows, too.
+    `with_loss` adds the loss function on rank p-1, and the operations that bring its input and send its gradient.
+    Without the loss, the graph is the published one, in which T waits only for the statistics. With
+    `embeds_on_last_stage` (multi-token prediction), the last stage also waits for the embedded rows.
     """
     variants, which = _variants(schedule)
     patterns = []
@@ -141,11 +139,11 @@ def build_graph(schedule: Schedule, with_loss: bool = False, embeds_on_last_stag
 
 
 Variant = frozenset[tuple[int, Pass]]
-"""Passes of a microbatch beyond those of every schedule of its kind: rank and pass, of microbatch 0."""
+"""Passes that a microbatch has in addition to those its method requires: rank and pass, given for microbatch 0."""
 
 
 def _variants(schedule: Schedule) -> tuple[list[Variant], list[int]]:
-    """The variants that occur, and the variant of each microbatch."""
+    """The variants that occur, and for each microbatch the index of its variant."""
     special = schedule.kinds - BASE_KINDS - set(schedule.vocab.passes) | schedule.kinds & {PassKind.BW}
     if not special:
         return [frozenset()], [0] * schedule.microbatches
@@ -159,7 +157,7 @@ def _variants(schedule: Schedule) -> tuple[list[Variant], list[int]]:
 
 
 def join_vocabulary_passes(graph: Graph, orders: Sequence[Sequence[int]]) -> None:
-    """Make the Vs of a microbatch start together: their broadcast waits until every rank has come to its V.
+    """Make the Vs of a microbatch start together: their broadcast waits until every rank has reached its V.
 
     `orders[r]` are the numbers of rank r's steps.
     """
@@ -171,7 +169,7 @@ def join_vocabulary_passes(graph: Graph, orders: Sequence[Sequence[int]]) -> Non
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """Lists the nodes of microbatch 0 and what each waits for; methods take and return places in `nodes`."""
+    """Lists the nodes of microbatch 0 and what each waits for; methods take and return indices of `nodes`."""
 
     schedule: Schedule
     with_loss: bool
@@ -203,7 +201,7 @@ class _Rules:
         self.passes_of_choice()
 
     def backward(self, stage: int, arrived: list[int]) -> int:
-        """A whole backward or B and W; returns what has the input gradient."""
+        """Add a whole backward, or B and W; return the pass that computes the input gradient."""
         placement = self.schedule.placement
         whole = Pass(PassKind.BW, 0, placement.chunk_of(stage))
         if (placement.rank_of(stage), whole) in self.variant:
@@ -214,9 +212,9 @@ class _Rules:
         return done
 
     def passes_of_choice(self) -> None:
-        """Passes that only this schedule has: each waits for what its kind's entry names.
+        """Add the optional passes that this schedule lists; each waits for what the entry of its kind names.
 
-        A backward or W that gives back memory which one of them takes waits for that one.
+        If such a pass takes memory that a backward or W gives back, the backward or W waits for it.
         """
         own = [(rank, step) for rank, step in sorted(self.variant) if step.kind not in BASE_KINDS]
         places = {node: place for place, node in enumerate(self.nodes)}
@@ -236,7 +234,7 @@ class _Rules:
                     self.before[giver].append(filled)
 
     def output_layer(self, last_forward: int) -> list[int]:
-        """S, T, their collectives and the loss, or V; returns what B of the last stage waits for."""
+        """Add S, T, their collectives and the loss, or V; return what B of the last stage waits for."""
         loss_rank, root = self.schedule.pipeline_size - 1, self.schedule.placement.last_rank
         broadcast = self.collective(CollectiveKind.C0, root, [last_forward])
         if self.schedule.vocab is VocabMethod.INTERLACED:
@@ -255,9 +253,9 @@ class _Rules:
         return gates
 
     def whole_output_layer(self, last_forward: int) -> list[int]:
-        """The loss, and its messages where the last stage sits elsewhere; returns what B of the last stage waits for.
+        """Add the loss, and its messages if it is not on the last stage's rank; return what that stage's B waits for.
 
-        Labels leave with the first forward of rank p-1, which reads them.
+        Rank p-1 reads the labels, and sends them after its F of chunk 0.
         """
         if not self.with_loss:
             return [last_forward]
@@ -289,7 +287,7 @@ class _Rules:
         return self.add(Collective(kind, 0, root), after)
 
     def hand_over(self, channel: Channel, before: int, source_stage: int, target_stage: int) -> int:
-        """The event that the target waits for: a message, or the source's own step where both stages share a rank."""
+        """Return what the target stage waits for: a message, or the source's own step if both stages share a rank."""
         source, target = (self.schedule.placement.rank_of(stage) for stage in (source_stage, target_stage))
         if source == target:
             return before

@@ -1,4 +1,4 @@
-"""Shows a timeline: as text, as a picture (SVG, PNG), as a trace for Perfetto."""
+"""Draws a timeline as text, as a picture (SVG or PNG), or as a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SECOND_STREAM = "#303030"
 COPIES = "#2A6FDB"
 
 WIDEST = 16.0
-"""Largest width of a picture in inches: wider ones would have to be shrunk to be seen. A window shows more detail."""
+"""Largest width of a picture, in inches: a wider one would be shrunk for viewing. A window shows more detail."""
 
 
 def to_text(timeline: Timeline, width: int = 100, window: Span | None = None) -> str:
-    """Metrics, one line per rank, and the ranks over time in `width` columns: in `window`, or from start to end."""
+    """Metrics, a line per rank, and what each rank runs over time in `width` columns; `window` limits the time."""
     schedule = timeline.schedule
     costs = timeline.costs.nominal(schedule.pipeline_size)
     on_host = "   in host memory" if schedule.offloaded else ""
@@ -59,7 +59,7 @@ def to_text(timeline: Timeline, width: int = 100, window: Span | None = None) ->
 
 
 def title(schedule: Schedule) -> str:
-    """Name, vocabulary method and sizes."""
+    """Name, vocabulary method and sizes of a schedule."""
     name = f"{schedule.name} ({schedule.shape})" if schedule.shape else schedule.name
     chunks = "1 chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
     return (
@@ -69,7 +69,7 @@ def title(schedule: Schedule) -> str:
 
 
 def _vocabulary(schedule: Schedule) -> str:
-    """The vocabulary method, and the ranks with vocabulary rows where some have none."""
+    """The vocabulary method, and the ranks with vocabulary rows if some ranks have none."""
     holders = schedule.vocab_ranks
     if len(holders) in (0, schedule.pipeline_size):
         return schedule.vocab.value
@@ -94,9 +94,9 @@ def _row(timeline: Timeline, rank: int, times: Sequence[float]) -> str:
 
 
 def to_slots(timeline: Timeline) -> str:
-    """One line per rank, in cells of one unit of time: `F2` is a pass of microbatch 2, `f2` one of the second chunk.
+    """One line per rank, in cells of one unit of time: `F2` is F of microbatch 2, `f2` the same in chunk 1.
 
-    Dashes are the rest of a longer pass, dots are idle time. Made for few microbatches and passes of whole units.
+    Dashes continue a longer pass; dots are idle time. This suits few microbatches and passes that last whole units.
     """
     lines = []
     for rank, (order, spans) in enumerate(zip(timeline.schedule.ranks, timeline.spans, strict=True)):
@@ -111,10 +111,10 @@ def to_slots(timeline: Timeline) -> str:
 
 
 def to_picture(timeline: Timeline, file_format: str, window: Span | None = None) -> bytes:
-    """A picture as `svg` or `png` of what happens in `window`, or from start to end.
+    """Draw what happens in `window`, or from start to end, as `svg` or `png`.
 
-    One row per rank: passes with their microbatches' numbers where they are wide enough, and held activations below.
-    Collectives that take time are a line under the passes.
+    Each rank has a row with its passes, which show their microbatch's number if they are wide enough, and below them
+    the activations that the rank holds. Collectives that take time appear as a line under the passes.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -122,7 +122,7 @@ def to_picture(timeline: Timeline, file_format: str, window: Span | None = None)
     schedule = timeline.schedule
     ranks, (first, last) = schedule.pipeline_size, window or (0.0, timeline.makespan or 1.0)
     width = min(WIDEST, max(9.0, 0.13 * (last - first) / _typical_duration(timeline) + 2))
-    # The file must be the same for the same schedule: no date, no random identifiers, and text as text.
+    # Equal schedules must give equal files: no date and no random identifiers. Text stays text.
     with rc_context({"svg.hashsalt": "megatron-vp", "svg.fonttype": "none", "font.size": 8}):
         figure = Figure(figsize=(width, 1.1 + 0.55 * ranks), layout="constrained")
         axes = figure.add_subplot()
@@ -154,13 +154,13 @@ def to_picture(timeline: Timeline, file_format: str, window: Span | None = None)
 
 
 def _typical_duration(timeline: Timeline) -> float:
-    """Mean duration of a pass of the first rank that takes time; 1 where none does."""
+    """Mean duration of the first rank's passes that take time; 1 if none does."""
     taken = [end - start for start, end in timeline.spans[0] if end > start]
     return sum(taken) / len(taken) if taken else 1.0
 
 
 def shade(kind: PassKind, chunk: int) -> str:
-    """The colour of a kind's passes as #RRGGBB: paler for every further chunk."""
+    """The colour of a kind's passes as #RRGGBB, paler for each higher chunk."""
     channels = bytes.fromhex(kind.colour.removeprefix("#"))
     return "#" + bytes(round(255 - (255 - channel) * 0.6**chunk) for channel in channels).hex()
 
@@ -170,7 +170,7 @@ def _draw_passes(axes: Axes, timeline: Timeline, rank: int, points_per_unit: flo
     for step, (start, end) in zip(timeline.schedule.ranks[rank], timeline.spans[rank], strict=True):
         boxes[step.kind, step.chunk].append((start, end - start))
         label = str(step.microbatch)
-        # 3.6 points a digit is what the smallest legible size takes.
+        # In the smallest legible font size, a digit is 3.6 points wide.
         if (end - start) * points_per_unit >= 3.6 * len(label) + 1:
             middle = (start + end) / 2
             axes.text(middle, rank + 0.28, label, ha="center", va="center", fontsize=5.5, color="black", clip_on=True)
@@ -180,7 +180,7 @@ def _draw_passes(axes: Axes, timeline: Timeline, rank: int, points_per_unit: flo
 
 
 def _second_stream(timeline: Timeline) -> dict[int, list[tuple[float, float]]]:
-    """Start and duration of operations on the second stream of each rank."""
+    """Start and duration of the operations on each rank's second stream."""
     spans = defaultdict(list)
     for operation, (start, end) in timeline.operations.items():
         if operation.track is None and end > start:
@@ -190,7 +190,7 @@ def _second_stream(timeline: Timeline) -> dict[int, list[tuple[float, float]]]:
 
 
 def _copies(timeline: Timeline) -> dict[int, list[tuple[float, float]]]:
-    """Start and duration of the copies of each rank to the host's memory, and back."""
+    """Start and duration of each rank's copies to host memory and back."""
     spans = defaultdict(list)
     for operation, (start, end) in timeline.operations.items():
         if isinstance(operation, Copy) and end > start:
@@ -223,7 +223,7 @@ def _memory_line(timeline: Timeline, rank: int, peak: float, held: Held) -> tupl
 def _add_legend(figure: Figure, timeline: Timeline, width: float) -> None:
     from matplotlib.patches import Patch
 
-    # O and R take no time, and do not show.
+    # O and R take no time and are invisible.
     steps = {step._replace(microbatch=0) for order in timeline.schedule.ranks for step in order}
     used = {(step.kind, step.chunk) for step in steps if step.kind not in OFFLOAD_KINDS}
     chunked = timeline.schedule.chunks > 1
@@ -241,11 +241,11 @@ def _add_legend(figure: Figure, timeline: Timeline, width: float) -> None:
 
 
 def to_perfetto(timeline: Timeline) -> str:
-    """Chrome trace events, which Perfetto opens: one process per rank; a unit of cost is shown as a millisecond.
+    """Chrome trace events for Perfetto: one process per rank; one unit of cost is shown as one millisecond.
 
-    A process has the lanes of a recorded run: passes on `compute`, collectives on the `second stream` of every rank
-    that takes part in them.
-    Each link has a lane of its own on the rank that sends, and held activations are a counter.
+    A process has the same lanes as in a recorded run: passes are on `compute`, and collectives on the `second stream`
+    of every rank that takes part in them. Each link has its own lane on the sending rank, and held activations are a
+    counter.
     """
     events: list[perfetto.Event] = []
     for rank, (order, spans) in enumerate(zip(timeline.schedule.ranks, timeline.spans, strict=True)):

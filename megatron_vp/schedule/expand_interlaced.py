@@ -1,4 +1,4 @@
-"""Turns an interlaced schedule into passes that the runtime can run, by expanding each V."""
+"""Expands each V of an interlaced schedule into passes that the runtime can run."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import replace
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 
 EMBEDDED_AHEAD = 2
-"""Number of microbatches that are embedded ahead of the first stage."""
+"""Number of microbatches by which embedding runs ahead of the first stage."""
 
 
 def expand_interlaced(schedule: Schedule) -> Schedule:
-    """An interlaced schedule with S and T for each V, and with the embedding's passes; others unchanged.
+    """Replace each V of an interlaced schedule by S and T, and add the embedding's passes; return others unchanged.
 
-    The result is a vocab-1 schedule, whose T waits for the S of all ranks and whose last stage's B for every T: the
-    synchronous work of V. An embedding gradient is added behind the next V.
+    The result is a vocab-1 schedule: T waits for the S of all ranks, and B of the last stage waits for every T, as the
+    ranks synchronize in V. An embedding gradient is added behind the next V.
     """
     if schedule.vocab is not VocabMethod.INTERLACED:
         return schedule
@@ -32,12 +32,13 @@ def expand_interlaced(schedule: Schedule) -> Schedule:
 
 
 Behind = dict[Pass | None, list[Pass]]
-"""The passes to run after a pass; None: before the first."""
+"""The passes to run right after each pass; those under None run before the first pass."""
 
 
 def _embedding_passes(schedule: Schedule) -> tuple[Behind, Behind, list[Pass]]:
-    """IF and IB on the rank of the first stage, where its order puts them, on other ranks, behind the V they follow
-    there, and the IB left for the end.
+    """Where to put IF and IB on the rank of the first stage, where on other ranks, and the IB left for the end.
+
+    On other ranks, they come behind the V that they follow on the rank of the first stage.
     """
     first = schedule.placement.first_rank
     chunk = schedule.placement.chunk_of(0)

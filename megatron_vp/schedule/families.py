@@ -1,7 +1,7 @@
-"""The schedule families: one record each, with all that anything outside the generators may ask about a schedule.
+"""The schedule families: one record for each, with everything that code outside the generators may ask about it.
 
-To add a family, write its generator and add a record to FAMILIES. A schedule in a file has a record of the same form.
-What a run does is decided by a record's properties and never by a name.
+To add a family, write its generator and add a record to FAMILIES. A schedule in a file gets a record of the same form.
+Code decides by a record's properties, never by its name.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.request import ScheduleRequest
 
 DEFAULT_SCHEDULE = "1f1b"
-"""The default schedule."""
+"""Name of the default schedule."""
 
 
 def _with_v_flex(families: Iterable[Family]) -> dict[str, Family]:
-    """Add v-flex, which lies between the families in V shape."""
+    """Add v-flex, which fills the memory range between the V-shaped families."""
     found = {family.name: family for family in families}
     bases = tuple(found[name] for name in ("zb-v", "v-half", "v-min"))
     summary = "V shape, the shortest within --activation-limit; zb-v without one"
@@ -166,10 +166,10 @@ FAMILIES = _with_v_flex(
         ),
     )
 )
-"""By name."""
+"""The families by name."""
 
 PLANNED = tuple(name for name, family in FAMILIES.items() if family.planned)
-"""Names of the families in plans."""
+"""Names of the families that `plan` considers."""
 
 
 def family(name: str) -> Family:
@@ -186,7 +186,7 @@ def family(name: str) -> Family:
 
 
 def is_file(name: str) -> bool:
-    """Whether a --pipeline-schedule names a file."""
+    """Whether a value of --pipeline-schedule names a file."""
     return name.endswith((".json", ".csv"))
 
 
@@ -202,7 +202,7 @@ def family_of_file(path: str) -> Family:
 
 @lru_cache(maxsize=4)
 def _read(path: str, changed: int | None) -> Family:
-    """Read a file's record; `changed`: its modification time in nanoseconds, None if it does not exist."""
+    """Read a file's record; `changed` is its modification time in nanoseconds, None without a file."""
     return family_of_text(path, text_of_file(path))
 
 
@@ -212,7 +212,7 @@ def text_of_file(path: str) -> str:
 
 
 def family_of_text(path: str, text: str) -> Family:
-    """The record of the schedule that the file `path` held. Raises UserError as `family_of_file` does."""
+    """The record of the schedule in `text`, which the file `path` holds. Raises UserError like `family_of_file`."""
     try:
         schedule = replace(from_text(text), name=path)
     except UserError as error:

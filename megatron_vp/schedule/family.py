@@ -1,4 +1,4 @@
-"""A schedule family: what the rest of the package may ask about a way to order passes."""
+"""Defines the record of a schedule family: what the rest of the package may ask about a way to order passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OrderPolicy(StrEnum):
     """Whether and how a building block's order is changed."""
 
     TIGHTEN = "tighten"
-    """the order is the start of a search for the shortest order for the real costs, within the promised peaks"""
+    """the order starts a search for the shortest order at the real costs, within the promised peaks"""
     KEEP = "keep"
     """the order is kept, whatever the costs"""
 
@@ -40,35 +40,36 @@ class Family:
     summary: str
     """one line, for help texts and tables"""
     placement: Callable[[int, int], Placement]
-    """(pipeline size, chunks) -> which virtual stage sits where"""
+    """(pipeline size, chunks) -> the place of each virtual stage"""
     peak: Peak
-    """most chunk activations that a rank holds without vocabulary passes; for any m, it may be more than there are"""
+    """most chunk activations that a rank holds without vocabulary passes; may exceed what m microbatches have"""
     peak_formula: str
-    """the same in microbatches of a whole rank, to be read: of p, r, v and m"""
+    """the same peak in microbatches of a whole rank, as text with p, r, v and m"""
     block: Block | None = None
-    """its building block, into which vocabulary passes are put"""
+    """its building block, into which vocabulary passes are inserted"""
     order_policy: OrderPolicy = OrderPolicy.TIGHTEN
-    """what becomes of the block's order"""
+    """how the block's order is changed"""
     order: Order | None = None
-    """the whole order, for a family that leaves nothing to be reordered"""
+    """the whole order, for a family whose order is fixed"""
     chunks: int | None = 1
-    """per rank; None: the user chooses, at least two"""
+    """chunks per rank; None: the user chooses two or more"""
     methods: tuple[VocabMethod, ...] = SHARDED
-    """vocabulary methods that it goes with, the default first"""
+    """vocabulary methods that it supports, the default first"""
     splits_backward: bool = False
-    """some weight gradients are passes W of their own"""
+    """whether some weight gradients are separate passes W"""
     planned: bool = True
-    """False: `plan` leaves it out"""
+    """whether `plan` considers it"""
     in_megatron: bool = False
-    """Megatron itself runs this order where the vocabulary layers are whole"""
+    """whether Megatron itself runs this order if the vocabulary layers are whole"""
     bases: tuple[Family, ...] = ()
-    """of a flexible family, which can be fitted to a memory limit: those than which it is never longer; see `flex`"""
+    """for a flexible family that can be fitted to a memory limit: the families that it is never longer than
+    """
     shape: str = ""
-    """of a flexible family that was fitted: what its building block is"""
+    """for a flexible family that was fitted: the shape of its building block"""
     limit: int | None = None
-    """of a flexible family that was fitted to a block of its own: the most chunk activations"""
+    """for a flexible family that was fitted with its own block: the most chunk activations"""
     fixed: Schedule | None = field(default=None, hash=False, repr=False)
-    """of a file: the schedule, which has one number of ranks and of microbatches"""
+    """for a file: its schedule, with a fixed number of ranks and of microbatches"""
 
     def chunks_of(self, chunks: int | None) -> int:
         """Chunks per rank if `chunks` are requested. Raises UserError if the family cannot have them."""
@@ -114,8 +115,9 @@ class Family:
         return self.own_method or vocab
 
     def promised_peak(self, pipeline_size: int, rank: int, chunks: int, microbatches: int, method: VocabMethod) -> int:
-        """Most chunk activations that `rank` may hold: the family's own peak, and a microbatch for each barrier; or the
-        limit to which it was fitted.
+        """Most chunk activations that `rank` may hold.
+
+        This is the limit to which the family was fitted, or else its own peak plus one microbatch for each barrier.
         """
         if self.limit is not None:
             return min(self.limit, microbatches * chunks)
@@ -125,5 +127,5 @@ class Family:
         return min(peak, microbatches * chunks)
 
     def at_most(self, microbatches: int) -> int:
-        """So many microbatches, or as many as a file has."""
+        """The given number of microbatches, or the file's number if that is smaller."""
         return microbatches if self.fixed is None else min(microbatches, self.fixed.microbatches)

@@ -1,7 +1,7 @@
-"""Fits a flexible family to a memory limit: finds the building block whose schedule is shortest within it.
+"""Fits a flexible family to a memory limit: finds the building block whose schedule is shortest within the limit.
 
-The search looks at a fixed list of blocks in a fixed order, so all ranks of a run find the same one. It runs once, when
-a request is resolved: its result is a family's record, from which schedules are generated as for any other family.
+The search tries a fixed list of blocks in a fixed order, so all ranks of a run find the same one. It runs once, when a
+request is resolved. Its result is a family's record, and schedules are generated from it as for any other family.
 """
 
 from __future__ import annotations
@@ -25,24 +25,29 @@ from megatron_vp.schedule.request import ScheduleRequest
 from megatron_vp.schedule.timeline import simulate
 
 GAPS = range(4)
-"""Numbers of slots between forwards and backwards that are tried."""
+"""Numbers of slots between forwards and backwards to try."""
 LEVELS = 3
-"""Peaks of which the best block is compared with those of the others, from the largest within the limit down, half a
-microbatch apart: more memory makes shorter schedules, but not in every step."""
+"""Number of peaks whose best blocks are compared: the largest peaks within the limit, half a microbatch apart. More
+memory makes schedules shorter, but not at every step.
+"""
 SAMPLE = 800
-"""Ranks x microbatches on which blocks of one peak are compared; at least 5/4 microbatches per rank."""
+"""Ranks x microbatches of the sample on which blocks of one peak are compared, with at least 5/4 microbatches per rank.
+"""
 SMALL = 1_000
-"""Ranks x microbatches up to which the best three blocks of each peak and all bases within the limit compete on all
-microbatches; beyond, the best block, and the base that takes most memory."""
+"""Largest ranks x microbatches at which the best three blocks of each peak and all bases within the limit compete on
+all microbatches. Above it, only the best block of each peak and the base with the most memory compete.
+"""
 
 
 @gc_paused()
 def fitted(request: ScheduleRequest, limit: float) -> Family:
-    """The record of a flexible family for this limit: never above it, and no longer than any of the family's bases
-    that keep it, for the request's sizes, method and costs.
+    """Fit a flexible family to a memory limit, and return its record.
 
-    `limit` counts activations on the device, in microbatches of a whole rank. Raises UserError for a family that is
-    not flexible, and for a limit that nothing reaches.
+    For the request's sizes, method and costs, its schedule keeps the limit, and is no longer than that of any base that
+    also keeps it.
+
+    `limit` counts activations on the device, in microbatches of a whole rank. Raises UserError for a family that is not
+    flexible, and for a limit below what any schedule needs.
     """
     family = request.family
     if not family.bases:
@@ -54,7 +59,7 @@ def fitted(request: ScheduleRequest, limit: float) -> Family:
     found = [each for each in map(search.whole, search.bases()) if each.peak <= most]
     is_small = request.pipeline_size * request.microbatches <= SMALL
     found = found if is_small else found[:1]
-    # All microbatches may take more than the sample that a block was chosen by.
+    # All microbatches may need more memory than the sample by which a block was chosen.
     blocks = map(search.whole, search.best_by_level(3 if is_small else 1))
     found += [each for each in blocks if each.peak <= most]
     if not found:
@@ -68,7 +73,7 @@ def fitted(request: ScheduleRequest, limit: float) -> Family:
 
 
 def microbatches_of_limit(text: str, unit: str = "microbatches") -> float:
-    """Read the number of an --activation-limit. Raises UserError for any other text."""
+    """Read the value of --activation-limit. Raises UserError unless it is a positive number."""
     try:
         limit = float(text)
     except ValueError:
@@ -79,9 +84,10 @@ def microbatches_of_limit(text: str, unit: str = "microbatches") -> float:
 
 
 def shaped(family: Family, shape: str, most: int | None = None) -> Family:
-    """The record of a flexible family for a shape: the name of one of its bases, or the text of a `Shape`.
+    """The record of a flexible family for a shape, which is the name of one of its bases or the text of a `Shape`.
 
-    `most`: the limit in chunk activations; None: as many as the shape takes. Raises UserError for another shape.
+    `most` is the limit in chunk activations; None allows as many as the shape needs. Raises UserError for any other
+    shape.
     """
     base = next((each for each in family.bases if each.name == shape), None)
     if base is not None:
@@ -94,7 +100,7 @@ def shaped(family: Family, shape: str, most: int | None = None) -> Family:
 
 
 class _Generated:
-    """A schedule of all microbatches."""
+    """The figures of a schedule with all microbatches."""
 
     def __init__(self, request: ScheduleRequest) -> None:
         schedule = request.schedule()
@@ -103,7 +109,7 @@ class _Generated:
 
 
 class _Search:
-    """The schedules of a flexible family; those of its blocks are first compared on a sample of the microbatches."""
+    """Searches the schedules of a flexible family; blocks are first compared on a sample of the microbatches."""
 
     def __init__(self, request: ScheduleRequest, most: int) -> None:
         self.request, self.family, self.most = request, request.family, most
@@ -132,7 +138,7 @@ class _Search:
         return replace(self.sample, family=shaped(self.family, shape, self.most)).placed().schedule
 
     def makespan(self, shape: Shape) -> float:
-        """Of the sample, with the first orders that a search finds."""
+        """Makespan of the sample, with the best of a search's first orders."""
         schedule = self.placed(str(shape))
         request = replace(self.sample, family=shaped(self.family, str(shape), self.most))
         if schedule.offloaded not in self.graphs:
@@ -140,9 +146,10 @@ class _Search:
         return first_makespan(schedule, request.limits(schedule), request.costs, self.graphs[schedule.offloaded])
 
     def best_by_level(self, count: int) -> list[str]:
-        """The blocks with the shortest samples of each of the largest peaks within the limit, the larger peak first.
+        """For each of the largest peaks within the limit, the blocks with the shortest samples, beginning with the
+        largest.
 
-        Which blocks those are does not depend on the limit, so a looser limit loses nothing but the lowest peak.
+        The blocks of a peak do not depend on the limit, so a looser limit drops only the lowest peak.
         """
         by_level: dict[int, list[Shape]] = {}
         for shape in self._near_the_limit():
@@ -151,7 +158,7 @@ class _Search:
         return [str(shape) for level in levels for shape in sorted(by_level[level], key=self.makespan)[:count]]
 
     def _near_the_limit(self) -> list[Shape]:
-        """Shapes in order of slack and gap whose peak is at most the limit, and not many levels below it."""
+        """Shapes, in order of slack and gap, whose peak is within the limit but not many levels below it."""
         slacks = range(2 * self.sample.pipeline_size + 1)
         found = []
         for gap in GAPS:

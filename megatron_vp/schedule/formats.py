@@ -1,4 +1,4 @@
-"""Schedules as files: JSON with times and metrics, CSV with one line per pass. Both read back."""
+"""Writes and reads schedules: JSON with times and metrics, and CSV with one line per pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEADER = re.compile(r"# schedule=(?P<name>.*) vocab=(?P<vocab>\S*) microbatches
 
 
 def to_json(schedule: Schedule, timeline: Timeline | None = None) -> str:
-    """The schedule as JSON; with a timeline of it, each pass has start and end, and there are metrics."""
+    """The schedule as JSON; a timeline adds the start and end of each pass, and metrics."""
     spans = timeline.spans if timeline else [repeat(None)] * schedule.pipeline_size
     document: dict[str, Any] = {
         "schedule": schedule.name,
@@ -61,9 +61,10 @@ def _entry(step: Pass, span: tuple[float, float] | None) -> dict[str, object]:
 
 
 def from_json(text: str) -> Schedule:
-    """Read what `to_json` wrote, or a file without times and metrics. Raises UserError naming what does not fit.
+    """Read what `to_json` wrote, with or without times and metrics.
 
-    The backward is split where the file has W passes. Whether the passes make a schedule is for `validate` to say.
+    The backward is split if the file has W passes. `validate` checks whether the passes make a valid schedule. Raises
+    UserError that names what does not fit.
     """
     try:
         document = json.loads(text)
@@ -121,7 +122,7 @@ def _assemble(
 
 
 def _all_whole(schedule: Schedule) -> Schedule:
-    """Without any W every backward is whole, and is called B."""
+    """Rename every BW to B, the name of a whole backward in a schedule without W."""
     ranks = tuple(
         tuple(step._replace(kind=PassKind.B) if step.kind is PassKind.BW else step for step in order)
         for order in schedule.ranks
@@ -130,7 +131,7 @@ def _all_whole(schedule: Schedule) -> Schedule:
 
 
 def to_csv(schedule: Schedule, timeline: Timeline | None = None) -> str:
-    """A comment line with name and vocabulary method, then one line per pass in execution order of each rank.
+    """The schedule as CSV: a comment line with name and method, then one line per pass in each rank's execution order.
 
     Start and end are empty without a timeline.
     """
@@ -154,7 +155,7 @@ def from_text(text: str) -> Schedule:
 
 
 def from_csv(text: str) -> Schedule:
-    """Read what `to_csv` wrote; start and end may be missing. The placement is that of the F passes.
+    """Read what `to_csv` wrote; start and end may be missing. The placement comes from the F passes.
 
     Raises UserError naming what does not fit.
     """

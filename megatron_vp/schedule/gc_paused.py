@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """No garbage collection in this block or decorated function.
+    """Pause garbage collection in a block or a decorated function.
 
-    A large schedule is some hundred thousand small objects without cycles; the collector would look through all of them
-    again and again as they grow, a third of the time it takes to make them.
+    A large schedule consists of several hundred thousand small objects without cycles. The collector would scan all of
+    them again and again as their number grows, which takes a third as long as making them.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,7 +1,7 @@
-"""Steps and operations of all microbatches and what waits for what, by number.
+"""Numbers the steps and operations of all microbatches, and records which of them wait for which.
 
-Microbatches follow one pattern, or a few where they differ in which backwards are split: the nodes of a pattern are
-listed once, those of its microbatches counted.
+Microbatches follow one pattern, or a few if they differ, for example in which backwards are split. The nodes of a
+pattern are listed only once; the nodes of a microbatch have numbers that count up from its first one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ T = TypeVar("T")
 
 
 class Pattern:
-    """The nodes of one microbatch and what each waits for: `before[k]` are the places in `nodes` of what node k needs.
+    """The nodes of one microbatch, and what each waits for: node k waits for the nodes at the places `before[k]`.
 
-    Nodes are those of microbatch 0.
+    The nodes are those of microbatch 0.
     """
 
     def __init__(self, nodes: Sequence[Node], before: Sequence[Sequence[int]]) -> None:
@@ -56,8 +56,8 @@ class Pattern:
 class Graph:
     """Microbatch i is a copy of `patterns[which[i]]`, numbered from `bases[i]` on.
 
-    `successors[n]` wait for node n, which waits for `predecessors[n]`. `lanes[n]` is what runs it, one node at a time:
-    a rank r < `ranks`, or a communicator. `kinds[n]` is the kind of a pass, None for other nodes.
+    `successors[n]` wait for node n, which waits for `predecessors[n]`. `lanes[n]` is what runs node n, one node at a
+    time: a rank r < `ranks`, or a communicator. `kinds[n]` is the kind of a pass, None for other nodes.
     """
 
     def __init__(self, patterns: Sequence[Pattern], which: Sequence[int]) -> None:
@@ -79,30 +79,30 @@ class Graph:
         self.kinds = [kind for each in self._of for kind in each.kinds]
 
     def of_nodes(self, value: Callable[[Node], T]) -> list[T]:
-        """Expand a value per node of the patterns to all nodes; it does not depend on the microbatch."""
+        """Compute a value for each node of the patterns, equal for all microbatches, and expand it to all nodes."""
         by_pattern = {id(pattern): list(map(value, pattern.nodes)) for pattern in self.patterns}
         return [each for pattern in self._of for each in by_pattern[id(pattern)]]
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """All nodes, made when they are first asked for."""
+        """All nodes, created at first use."""
         return [_of_microbatch(node, microbatch) for microbatch, each in enumerate(self._of) for node in each.nodes]
 
     @cached_property
     def posted_behind(self) -> dict[int, int]:
-        """By step: the single-rank operation posted behind it. Lanes run those in the order of their steps."""
+        """By step, the single-rank operation posted behind it; a lane runs these operations in the steps' order."""
         alone = self.of_nodes(lambda node: not isinstance(node, Step) and len(node.members(())) == 1)
         return {self.predecessors[number][0]: number for number, is_alone in enumerate(alone) if is_alone}
 
     def as_posted(self, orders: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The operations of one rank alone, in the order in which the ranks post them; `orders` are those of steps."""
+        """By rank, the single-rank operations in the order in which it posts them; `orders` are the ranks' steps."""
         posted = self.posted_behind
         return [[posted[step] for step in order if step in posted] for order in orders] if posted else []
 
     def link_one_queue(self, orders: Sequence[Sequence[int]]) -> None:
-        """Make what a rank issues behind a copy wait until its lane's previous copy has ended.
+        """Make the step behind each post of a copy wait until the rank's previous copy has ended.
 
-        On a device with one hardware queue a copy that waits for its lane blocks everything issued after it.
+        On a device with one hardware queue, a copy that waits for its lane blocks everything issued after it.
         """
         posted = self.posted_behind
         for order in orders:
@@ -112,7 +112,7 @@ class Graph:
                     self.link(before, order[place + 1])
 
     def step(self, number: int) -> Step:
-        """A node that is known to be a step."""
+        """Return a node that is known to be a step."""
         node = self.nodes[number]
         assert isinstance(node, Step)
         return node
@@ -132,13 +132,14 @@ class Graph:
         ]
 
     def link(self, before: int, after: int) -> None:
-        """Make node `after` wait for node `before`, too."""
+        """Make node `after` also wait for node `before`."""
         self.successors[before].append(after)
         self.predecessors[after].append(before)
 
     def link_across(self, before: Node, either: Sequence[Node], distance: int) -> None:
-        """Make each microbatch's node in `either` wait for `before` of the microbatch `distance` earlier. All are given
-        as nodes of microbatch 0.
+        """Make each microbatch's node in `either` wait for `before` of the microbatch that is `distance` earlier.
+
+        All nodes are given as those of microbatch 0.
         """
         by_pattern = {
             id(each): (each.place[before], next(each.place[node] for node in either if node in each.place))

@@ -1,4 +1,4 @@
-"""The instructions a rank executes: read data, run a pass, run the loss, start a communication, wait for one."""
+"""The instructions that a rank executes: read data, run a pass, call the loss, start an operation, wait for one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Call the loss function of a microbatch, on rank p-1, and keep its gradient by token."""
+    """Call the loss function for a microbatch, on rank p-1, and keep its gradient by token."""
 
     microbatch: int
 
@@ -77,6 +77,6 @@ class Program:
 
     @cached_property
     def peaks(self) -> dict[Held, int]:
-        """Peak number of each kind of memory that its passes hold at once."""
+        """By kind of memory, the peak number that the program's passes hold at once."""
         order = [each.action for each in self.instructions if isinstance(each, Run)]
         return {held: peak(order, held) for held in Held}

@@ -1,10 +1,12 @@
 """The memory ledger: what every pass allocates, and which pass frees it.
 
-All that counts memory reads it here: the list scheduler's limits, peaks and proofs of a schedule, the cost model, the
-runtime's own count. A pass takes what its kind `holds`, and gives back what its kind `releases` of the same microbatch
-and chunk. Where several passes release it, the last of them gives it back, as a W does where the backward is split.
-If a pass waits for its memory through an operation, the memory is taken at the pass from which the operation fills it:
-    the host's copy of activations at their F, not at the O that waits until they have left.
+Everything that counts memory uses this ledger: the list scheduler's limits, the peaks and proofs of a schedule, the
+cost model, and the runtime's own counts. A pass takes the memory that its kind `holds`, and gives back the memory that
+its kind `releases` for the same microbatch and chunk. If several passes release it, the last of them gives it back, as
+W does if the backward is split.
+
+If an operation fills the memory of a pass, the memory is taken at the pass whose data the operation moves. For example,
+host memory for activations is taken at their F, not at the O that waits until they have left the device.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from megatron_vp.schedule.passes import Pass, Schedule
 
 
 def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
-    """Places in a rank's order of the passes that take this memory, each with that of the pass that gives it back.
+    """Places in a rank's order of the passes that take this memory, each with the place of the pass that gives it back.
 
-    The two are the same where no pass gives it back, as in an evaluation: it is held while the pass runs.
+    If no pass gives it back, as in an evaluation, both places are the same: the memory is held while the pass runs.
     """
     kinds = {step.kind for step in order}
     takers = {kind for kind in kinds if held in kind.holds}
@@ -41,9 +43,7 @@ def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
 
 
 def changes(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
-    """What each pass of a rank's order takes of this memory from its start on, and what it gives back when it ends, in
-    microbatches of a chunk or shard.
-    """
+    """What each pass takes of this memory at its start and gives back at its end, counted by chunk or shard."""
     taken, given = [0] * len(order), [0] * len(order)
     for first, last in lives(order, held):
         taken[first] += 1
@@ -69,7 +69,7 @@ def peak(order: Sequence[Pass], held: Held) -> int:
 def activation_levels(schedule: Schedule, rank: int, held: Held = Held.ACTIVATIONS) -> list[tuple[float, float]]:
     """Activations held during and after each pass of `rank`, in microbatches of a whole rank.
 
-    A chunk holds 1/chunks. `held` says whether on the device or in the host's memory.
+    A chunk counts as 1/chunks. `held` selects activations on the device or in host memory.
     """
     found = levels(schedule.ranks[rank], held)
     return [(during / schedule.chunks, after / schedule.chunks) for during, after in found]

@@ -1,13 +1,14 @@
 """A list scheduler: every rank, whenever it is free, runs the first pass of its given order that is ready and fits.
 
-It works in either direction of time: from the first pass on, or from the last pass back, where a pass is ready once
-all that waits for it is placed. Passes that nothing waits for (W, IB, T of vocab-2) fill gaps and make room in memory.
+It works in either direction of time: forwards from the first pass, or backwards from the last. Backwards, a pass is
+    ready once everything that waits for it has been placed. Passes for which nothing waits (W, IB, T of vocab-2) fill
+    gaps and make room in memory.
 
-A pass fits out of its turn if what is left of the given order can still follow it, in that order, within the limits.
-The given order is within the limits, so some rank can always continue, whatever the costs.
+A pass may run out of turn if the rest of the given order can still follow it, in that order, within the limits. The
+given order is within the limits, so some rank can always continue, whatever the costs.
 
-A forward and a backward may form a pair, which waits for what either waits for and runs one after the other. Only where
-a rank has nothing else to run, the first of them starts as soon as it can.
+A forward and a backward may form a pair. A pair waits for everything that either half waits for, and then runs one half
+right after the other. Only if a rank has nothing else to run does the first half start before the second can.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from megatron_vp.schedule.passes import Pass, PassKind
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Most chunk activations by rank, on the device and in the host's memory, where chunks are offloaded; and most
-    microbatches between S and T on any rank.
+    """The memory limits of a schedule.
+
+    `activations` has each rank's most chunk activations on the device; `host` has those in host memory if chunks are
+    offloaded. `logits` is the most microbatches between S and T on any rank.
     """
 
     activations: tuple[int, ...]
@@ -37,20 +40,20 @@ class MemoryLimits:
     host: tuple[int, ...] | None = None
 
     def of(self, rank: int) -> dict[Held, int]:
-        """By kind of memory."""
+        """The limits of a rank, by kind of memory."""
         limits = {Held.ACTIVATIONS: self.activations[rank], Held.LOGITS: self.logits}
         return limits if self.host is None else limits | {Held.HOST_ACTIVATIONS: self.host[rank]}
 
 
 @dataclass(frozen=True)
 class Users:
-    """Of one kind of memory: the numbers of the passes that take it, and of those that give it back when they end."""
+    """The users of a kind of memory: the numbers of the passes that take it, and of those that give it back."""
 
     take: set[int]
     give: set[int]
 
     def joined(self, backward_of: Mapping[int, int]) -> Users:
-        """Combine the users of pairs: a pair has the forward's number and does what both halves do."""
+        """Combine the halves of pairs: a pair has its forward's number, and takes and gives what both halves do."""
         take, give = (
             each | {forward for forward, backward in backward_of.items() if backward in each}
             for each in (self.take, self.give)
@@ -62,7 +65,7 @@ Memory = Mapping[Held, Users]
 
 
 def memory_of(ranks: Sequence[Sequence[Pass]], numbers: Sequence[Sequence[int]]) -> Memory:
-    """The ledger's entries for all ranks' passes, in valid orders; `numbers[r]` are those of the passes `ranks[r]`."""
+    """The ledger's entries for all ranks' passes in valid orders; `numbers[r]` are the numbers of `ranks[r]`."""
     found = {held: Users(set(), set()) for held in Held}
     for order, named in zip(ranks, numbers, strict=True):
         for held, users in found.items():
@@ -84,13 +87,13 @@ class Problem:
     memory: Memory
     leaving: frozenset[int] = frozenset()
     returning: frozenset[int] = frozenset()
-    """Passes O and R: see `OFFLOAD_KINDS`"""
+    """the passes O and R; see `OFFLOAD_KINDS`"""
     backward_of: Mapping[int, int] = field(default_factory=dict)
-    """by forward: the backward that runs right behind it; such a pair has the forward's number"""
+    """by forward, the backward that runs right behind it; such a pair has the forward's number"""
 
     @classmethod
     def of(cls, graph: Graph, orders: Sequence[Sequence[int]], durations: Sequence[float], memory: Memory) -> Problem:
-        """The nodes of `graph`; `orders[r]` are the numbers of rank r's passes."""
+        """Make the problem of scheduling `graph`; `orders[r]` are the numbers of rank r's passes."""
         found = cls(graph.lanes, graph.predecessors, graph.successors, durations, orders, memory)
         if not graph.posted_behind:
             return found
@@ -101,7 +104,7 @@ class Problem:
         return replace(found, leaving=leaving, returning=returning)
 
     def joined(self, backward_of: Mapping[int, int]) -> Problem:
-        """The same with pairs of a forward and a backward, whose backwards are no longer listed in the orders."""
+        """The same problem with pairs of a forward and a backward; the orders no longer list these backwards."""
         second = set(backward_of.values())
         orders = [[number for number in order if number not in second] for order in self.orders]
         memory = {held: users.joined(backward_of) for held, users in self.memory.items()}
@@ -109,9 +112,9 @@ class Problem:
 
 
 def list_schedule(problem: Problem, limits: MemoryLimits, backwards: bool) -> tuple[float, list[list[int]]]:
-    """Makespan and the numbers of each rank's passes in the order found, which keeps the limits if the given orders do.
+    """Return the makespan and each rank's passes in the order found, which keeps the limits if the given orders do.
 
-    `backwards` begins at the end. Pairs of passes can keep each other waiting. Then the makespan is infinite, and
+    `backwards` starts from the last pass. If pairs of passes wait for each other, the makespan is infinite, and some
     passes are missing.
     """
     scheduler = _ListScheduler(problem, limits, backwards)
@@ -120,9 +123,9 @@ def list_schedule(problem: Problem, limits: MemoryLimits, backwards: bool) -> tu
 
 
 class _MemoryPool:
-    """One kind of memory of a rank; `levels` is its level during each remaining pass, the next pass last.
+    """One kind of memory of a rank; `levels` are its levels during the remaining passes, of which the next comes last.
 
-    `takes` and `gives` are those of the rank's passes, of which the last one runs first.
+    `takes` and `gives` say which of the rank's passes take it and give it back; the last pass listed runs first.
     """
 
     def __init__(self, takes: Sequence[bool], gives: Sequence[bool], limit: int) -> None:
@@ -133,11 +136,13 @@ class _MemoryPool:
         self.levels.reverse()
 
     def fits(self, index: int) -> bool:
-        """Whether a taker may go ahead of all that were to run before it."""
+        """Whether a pass that takes this memory may run ahead of all passes that precede it in the order."""
         return max(self.levels[index + 1 :], default=0) < self.limit
 
     def remove(self, index: int, place: int) -> None:
-        """Run a pass ahead of all that were to run before it: the one at `place` of all, at `index` of those left."""
+        """Run a pass ahead of those that precede it; it has the place `place` among all passes, `index` among those
+        left.
+        """
         change = self.change[place]
         if change:
             self.levels[index + 1 :] = [level + change for level in self.levels[index + 1 :]]
@@ -145,7 +150,7 @@ class _MemoryPool:
 
 
 def _pools(order: Sequence[int], memory: Memory, limits: Mapping[Held, int], backwards: bool) -> list[_MemoryPool]:
-    """The pools that these passes take from; `backwards`: time runs from the last pass to the first."""
+    """The pools from which these passes take; with `backwards`, time runs from the last pass to the first."""
     pools = []
     for held, limit in limits.items():
         users = memory[held]
@@ -156,11 +161,11 @@ def _pools(order: Sequence[int], memory: Memory, limits: Mapping[Held, int], bac
 
 
 Ready = list[int]
-"""A heap of the places of ready passes, negated: the first in order comes first."""
+"""A heap of the places of ready passes, negated so that the first in order comes first."""
 
 
 class _Rank:
-    """A rank's remaining passes. Passes are known by their place in `order`, which names the pass to run first last."""
+    """A rank's remaining passes, known by their places in `order`, where the pass to run first comes last."""
 
     def __init__(self, order: Sequence[int], pools: Sequence[_MemoryPool]) -> None:
         self.order, self.pools = order, pools
@@ -173,7 +178,7 @@ class _Rank:
         self.others: Ready = []
         self.fillers: Ready = []
         self.result: list[int] = []
-        # Passes that become ready once a given pass has computed, and the queue that they join.
+        # Passes that become ready once another pass has computed, each with the queue that it joins.
         self.delayed: list[tuple[Ready, int]] = []
         self.free_at = 0.0
         # The second half of a pair that is waiting to run, with the end of the first half.
@@ -188,7 +193,7 @@ class _Rank:
                 if self.left[-1] == -ready[0] or self._fits(pools, bisect_left(self.left, -ready[0])):
                     best, chosen = ready[0], ready
                 elif self.fillers and self.fillers[0] < ready[0]:
-                    # A pass that waits for room moves to the front: fillers before it make that room.
+                    # The pass waits for room in memory, which a filler before it in the order makes.
                     best, chosen = self.fillers[0], self.fillers
         return self._run(-heappop(chosen)) if chosen else None
 
@@ -224,9 +229,9 @@ class _Rank:
 
 
 class _ListScheduler:
-    """Runs the nodes in order of time; with `backwards`, from the last nodes to the first.
+    """Runs the nodes in order of time, or with `backwards` from the last nodes to the first.
 
-    The loss function takes no time, but waits for the end of a pass of the last rank.
+    The loss function takes no time, but it waits until the last rank's current pass has ended.
     """
 
     def __init__(self, problem: Problem, limits: MemoryLimits, backwards: bool) -> None:
@@ -249,8 +254,8 @@ class _ListScheduler:
                 others = rank.others if after[number] else rank.fillers
                 self.ready[number] = rank.takers[taken] if taken else others
         self.waits = list(map(len, before))
-        # A chunk's activations do not return before something else was computed: offloading would be pointless. An R
-        # (in reversed time, an O) waits for that as long as anything else can run.
+        # A chunk's activations must not return before something else has been computed, or offloading would be
+        # pointless. So an R (in reversed time, an O) waits for that, as long as anything else can run.
         self.moves = problem.leaving | problem.returning
         self.second_moves = problem.leaving if backwards else problem.returning
         # The halves of a pair in order of time, by the pair's number; and the pair of either half.
@@ -259,21 +264,22 @@ class _ListScheduler:
         for forward, backward in problem.backward_of.items():
             self.halves[forward] = (backward, forward) if backwards else (forward, backward)
             self.pair[forward] = self.pair[backward] = forward
-        # Passes then run as soon as their rank takes them.
+        # Without pairs, O and R, passes run as soon as their rank takes them.
         self.simple = not self.pair and not self.moves
         self.losses: deque[int] = deque()
-        # Ends by time, with a heap of times, because many passes end at the same time.
+        # The nodes that end at each time, with a heap of the times, because many nodes end at the same time.
         self.times: list[float] = []
         self.ending: dict[float, list[int]] = {}
         self.lane_free_at = [0.0] * (1 + max(problem.lanes))
-        # Ranks with changes to process. A set of small integers iterates in the same order every time.
+        # Ranks with changes to process; a set of small integers always iterates in the same order.
         self.stirred: set[int] = set()
-        # Equal durations summed in a different order count as the same moment.
+        # Times that differ only in the order of summing durations count as equal.
         self.tolerance = 1e-7 * max(durations, default=0.0)
 
     def run(self) -> float:
-        """Run everything and return the end time; each rank then has its passes in `result`. Infinity if pairs wait for
-        each other.
+        """Run everything and return the end time, or infinity if pairs wait for each other.
+
+        Each rank then has its passes in `result`.
         """
         for number in [number for number, count in enumerate(self.waits) if not count]:
             self._arrive(number, 0.0)
@@ -315,9 +321,9 @@ class _ListScheduler:
                 rank.admit_delayed()
 
     def _begin_pair(self, rank: _Rank, now: float) -> None:
-        """Run the first half of a pair that has to wait for its second, where the pair is next in the given order.
+        """Run the first half of the pair that is next in the given order, although the second half must still wait.
 
-        The rank has nothing else to run, and others get their input earlier.
+        The rank has nothing else to run, and other ranks get their input earlier.
         """
         following = rank.order[rank.left[-1]] if rank.left else None
         if following not in self.halves or self.waits[self.halves[following][0]]:

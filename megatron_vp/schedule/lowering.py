@@ -1,14 +1,16 @@
-"""Compute schedule -> each rank's program, communication included.
+"""Lowers a schedule of passes to each rank's program, which includes communication.
 
-All events are laid on one line, by their times in the timeline: a pass and the loss function where they end, a
-communication where its last input is ready. On that line every event comes after all events that it waits for, so ranks
-that post and wait in this order cannot block each other, even if every post waits until its operation is complete. A
-CUDA device needs that. Streams may share one hardware queue, in which an operation that cannot start stalls everything
-issued behind it. And the host may have to wait for the whole device at any step: CUDA waits so when it loads a kernel,
-when the allocator frees memory, in debuggers and under timers. So no receive is posted ahead of its message's place on
-the line: it would occupy the device while this rank has yet to compute what the sender waits for.
+All events are placed on one line, by their times in the timeline: a pass or a loss where it ends, a communication where
+    its last input is ready. On this line, every event comes after all events that it waits for. So ranks that post and
+    wait in this order cannot block each other, even if every post waits until its operation is complete.
 
-Reading data takes no time on that line. The ranks that read it do so right before the first instruction that uses it.
+CUDA devices need this guarantee for two reasons. Streams may share one hardware queue, in which an operation that
+cannot start stalls everything issued behind it. And the host may have to wait for the whole device at any step: when
+CUDA loads a kernel, when the allocator frees memory, in debuggers and under timers. Therefore no receive is posted
+ahead of its message's place on the line. It would occupy the device while this rank has yet to compute what the sender
+waits for.
+
+Reading data takes no time on the line. A rank reads data right before the first instruction that uses it.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, 
 
 @gc_paused()
 def lower(schedule: Schedule, costs: Costs | None = None, embeds_on_last_stage: bool = False) -> tuple[Program, ...]:
-    """Lower a schedule to programs of all ranks, which end even if hosts wait for their devices at any step.
+    """Lower a schedule to the programs of all ranks, which finish even if hosts wait for their devices at any step.
 
-    `costs` decide only where losses and communication go; any costs give programs that end. With
-    `embeds_on_last_stage` the last stage uses the embedded rows, too (multi-token prediction). The programs of an
-    interlaced schedule are those of `expand_interlaced(schedule)`. Raises ScheduleError for a schedule that cannot run.
+    `costs` decide only where losses and communication are placed; the programs finish with any costs. With
+    `embeds_on_last_stage` (multi-token prediction), the last stage also uses the embedded rows. An interlaced schedule
+    is first expanded by `expand_interlaced`. Raises ScheduleError for a schedule that cannot run.
     """
     costs = costs or PassCosts()
     check_passes(schedule)
@@ -45,7 +47,7 @@ def lower(schedule: Schedule, costs: Costs | None = None, embeds_on_last_stage: 
 
 
 def check_reading(programs: Sequence[Program]) -> None:
-    """Raise ScheduleError if rank 0 does not read its data in the order in which rank p-1 reads the labels."""
+    """Raise ScheduleError unless rank 0 reads token ids in the order in which rank p-1 reads labels."""
     first, last = (
         [each.microbatch for each in program.instructions if isinstance(each, Load)]
         for program in (programs[0], programs[-1])
@@ -60,8 +62,9 @@ def check_reading(programs: Sequence[Program]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """The schedule with its losses: each rank's steps in order, when each ends, and the collectives in order. Any
-    operation that all members post in one order counts as a collective (see `Operation.follows_step`).
+    """The schedule with its losses: each rank's steps in order, the end of each step, and the collectives in order.
+
+    Any operation that all members post in one order counts as a collective (see `Operation.follows_step`).
     """
 
     schedule: Schedule
@@ -89,10 +92,10 @@ def _lay_out(schedule: Schedule, costs: Costs, embeds_on_last_stage: bool) -> _L
 
 
 def _with_losses(schedule: Schedule, costs: Costs, graph: Graph, orders: list[list[int]]) -> list[int]:
-    """Rank p-1's steps with each loss before the first pass that starts once what it needs is there.
+    """Insert each loss into rank p-1's steps, before the first pass that starts after the loss's input has arrived.
 
-    The times are those of the bare schedule, in which nothing waits for the loss: no pass that started earlier can then
-    depend on one that waits for it.
+    The times are those of the schedule without losses, in which nothing waits for a loss. So no pass that starts
+    earlier can depend on a pass that waits for the loss.
     """
     bare = build_graph(schedule)
     bare_orders = bare.numbers(schedule.ranks)
@@ -120,7 +123,7 @@ def _with_losses(schedule: Schedule, costs: Costs, graph: Graph, orders: list[li
 
 
 def _token_moments(schedule: Schedule, graph: Graph, times: NodeTimes) -> list[tuple[Moment, Collective]]:
-    """When the tokens of each microbatch travel: before any rank starts to embed the previous microbatch."""
+    """When the tokens of each microbatch are sent: before any rank starts to embed the previous microbatch."""
     if not schedule.vocab.is_sharded:
         return []
     moments = []
@@ -135,7 +138,7 @@ def _token_moments(schedule: Schedule, graph: Graph, times: NodeTimes) -> list[t
 
 
 class _RankLowering:
-    """One rank's steps, when each ends, and the moments at which it posts its part of the operations."""
+    """Lowers one rank: its steps, the end of each step, and the moments at which it posts operations."""
 
     def __init__(self, line: _Line, rank: int) -> None:
         self.line, self.rank = line, rank
@@ -165,7 +168,7 @@ class _RankLowering:
         return Program(self.rank, tuple(instructions), in_order, members)
 
     def post(self, operation: Operation) -> list[Instruction]:
-        """The post of an operation, after what it needs here: the data that it sends, the tokens that it is for."""
+        """The post of an operation, preceded by what it needs here: reading data to send, or waiting for token ids."""
         if self.reads_data_for(operation):
             return [Load(operation.microbatch), Post(operation)]
         if self.takes_tokens_for(operation):
@@ -173,17 +176,17 @@ class _RankLowering:
         return [Post(operation)]
 
     def takes_tokens_for(self, operation: Operation) -> bool:
-        """Whether this rank receives embedding rows and has not waited for their token ids, as it runs no IF."""
+        """Whether this rank receives embedding rows but has not waited for their token ids, because it runs no IF."""
         schedule, placement = self.line.schedule, self.line.schedule.placement
         words = {placement.first_rank} | ({placement.last_rank} if self.line.embeds_on_last_stage else set())
         embeds = isinstance(operation, Collective) and operation.kind is CollectiveKind.EMBED
         return embeds and self.rank in words and self.rank not in schedule.vocab_ranks
 
     def reads_data_for(self, work: Operation | Pass | Loss) -> bool:
-        """Whether `work` is the first of its microbatch here that uses the data that this rank reads.
+        """Whether `work` is the first work of its microbatch that uses data which this rank reads.
 
-        Rank 0 reads token ids and rank p-1 labels. They are sent where the vocabulary layers are shards, and labels
-        also where another rank holds a whole output layer; else they are used by the chunk that holds the layer.
+        Rank 0 reads token ids and rank p-1 labels. Both are sent if the vocabulary layers are sharded, and labels also
+        if another rank holds a whole output layer. Otherwise the chunk that holds the layer uses them.
         """
         schedule, rank = self.line.schedule, self.rank
         placement, last = schedule.placement, schedule.pipeline_size - 1
@@ -208,14 +211,14 @@ class _RankLowering:
         return operations
 
     def behind_own_steps(self) -> Iterator[tuple[Moment, Operation]]:
-        """The sends of data that a step of this rank makes, right after the step."""
+        """The sends of what this rank's steps produce, each right after its step."""
         graph = self.line.graph
         for number, over in zip(self.order, self.over, strict=True):
             made = (graph.nodes[after] for after in graph.successors[number])
             yield from ((over, node) for node in made if not isinstance(node, Step) and node.follows_step)
 
     def behind_others_steps(self) -> Iterator[tuple[Moment, Operation]]:
-        """The receives of data that a step of another rank makes, placed at that step's end, as on the other rank."""
+        """The receives of what other ranks' steps produce, each at the end of the step, where its send is posted."""
         graph = self.line.graph
         for number in self.order:
             for operation in self.inputs(number):

@@ -1,4 +1,4 @@
-"""Times of a graph's nodes: each starts as soon as its predecessors have ended and its lane is free."""
+"""Computes when a graph's nodes run: each starts as soon as its predecessors have ended and its lane is free."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_vp.schedule.instructions import Loss
 from megatron_vp.schedule.passes import Schedule, ScheduleError
 
 Moment = tuple[float, int]
-"""Time, and a number that keeps dependent events of the same time apart."""
+"""A time, and a number that orders dependent events at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeTimes:
-    """Times of the nodes of a graph, and `order`, in which each node comes after all that it waits for."""
+    """Start and end of a graph's nodes, and an `order` in which each node comes after all nodes that it waits for."""
 
     start: list[float]
     end: list[float]
@@ -33,7 +33,7 @@ class NodeTimes:
 
 
 def durations(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
-    """Duration of every node, the same for all microbatches; the loss function takes none."""
+    """Duration of every node, the same for all microbatches; the loss function takes no time."""
 
     def of(node: Node) -> float:
         if not isinstance(node, Step):
@@ -46,11 +46,11 @@ def durations(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
 def node_times(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[float]) -> NodeTimes:
     """Start every node as soon as its predecessors have ended and its lane is free.
 
-    A rank is the lane of its steps: `orders[r]` are the numbers of rank r's, in order; a loss that is not listed there
-    waits for the end of the pass that its rank is at. A communicator is the lane of its operations, which run one after
-    another, in the order in which they become ready: that is the order in which lowering has them issued. Those of one
-    rank alone keep the order of its steps behind which they are posted. Raises ScheduleError if the order cannot
-    proceed.
+    The lane of a step is its rank; `orders[r]` are the numbers of rank r's steps, in order. A loss that is not listed
+    there waits for the end of its rank's current pass. The lane of an operation is its communicator, which runs
+    operations one after another in the order in which they become ready. Lowering issues them in that order.
+    Single-rank operations keep the order of the steps behind which they are posted. Raises ScheduleError if the order
+    deadlocks.
     """
     successors, lanes = graph.successors, graph.lanes
     waits = list(map(len, graph.predecessors))
@@ -83,7 +83,7 @@ def node_times(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[flo
 
 
 def _deadlock_message(graph: Graph, orders: Sequence[Sequence[int]], done: set[int]) -> str:
-    """First line: steps that wait for each other in a circle, or the first of them; then every rank that is stuck."""
+    """The first line has steps that wait for each other in a circle; the others have the ranks that are stuck."""
     heads = {}
     around = []
     for rank, order in enumerate(orders):

@@ -1,8 +1,8 @@
-"""The kinds of passes: one entry per kind, with everything that the rest of the package needs to know about it.
+"""The kinds of pass: one entry per kind, with everything that the rest of the package needs to know about it.
 
-Reading and writing files, checking, timing, drawing, memory and the order of passes all look here. A pass of a kind
-that a schedule's method does not demand may be listed at most once per microbatch (and chunk), waits for what its entry
-says, and takes no time unless costs name it.
+Code that reads, writes, checks, times, draws or orders passes, or counts their memory, uses these entries. A pass of a
+kind that the schedule's method does not require may be listed at most once per microbatch (and chunk). It waits for
+what its entry says, and takes no time unless costs name its kind.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Through = Callable[[int, Any], Operation]
 
 
 class Held(StrEnum):
-    """Kinds of memory that live from one pass of a microbatch to another."""
+    """Kinds of memory that stay in use from one pass of a microbatch to another."""
 
     ACTIVATIONS = "activations"
-    """of a chunk, on the device"""
+    """activations of a chunk, on the device"""
     LOGITS = "logits"
-    """of the rank's vocabulary shard, on the device: E, kept from S to T"""
+    """E of the rank's vocabulary shard, on the device, kept from S to T"""
     HOST_ACTIVATIONS = "host activations"
-    """a copy of a chunk's activations in the memory of the host"""
+    """a copy of a chunk's activations in host memory"""
 
 
 class _Table(type):
-    """Makes `PassKind` behave like an enumeration to which an entry can be added."""
+    """Makes `PassKind` behave like an enumeration to which entries can be added."""
 
     entries: dict[str, PassKind]
 
@@ -54,34 +54,38 @@ class _Table(type):
 
 
 class PassKind(str, metaclass=_Table):
-    """The work of a pass. `PassKind.F` and `PassKind("F")` are the entry for F, which is also the string "F"."""
+    """The kind of work that a pass does. `PassKind.F` and `PassKind("F")` are the entry for F, which is also the string
+    "F".
+    """
 
     entries: ClassVar[dict[str, PassKind]] = {}
 
     meaning: str
     """what the pass does, in a few words"""
     colour: str
-    """in pictures"""
+    """its colour in pictures"""
     mark: str
-    """one character in text drawings"""
+    """its character in text drawings"""
     lane: str
-    """where traces show it"""
+    """the lane on which traces show it"""
     per_chunk: bool
-    """every chunk of a rank has its own; otherwise a rank runs one per microbatch"""
+    """whether every chunk of a rank has its own; otherwise a rank runs one per microbatch"""
     forward: bool
-    """evaluation runs it"""
+    """whether evaluation runs it"""
     waits_for: tuple[str, ...]
-    """kinds of the same rank, microbatch and chunk whose passes it waits for"""
+    """the kinds of the passes that it waits for, which have the same rank, microbatch and chunk"""
     through: Through | None
     """makes the operation through which it waits for them; None: it waits for the passes themselves"""
     holds: tuple[Held, ...]
-    """memory that it takes and that stays taken when it ends; where it waits through an operation, taken from the
-    passes on that it waits for: the operation fills it"""
+    """memory that it takes and still holds when it ends; with `through`, the operation fills this memory, which is
+    therefore taken already at the pass that it waits for
+    """
     filled_by: Through | None
-    """makes the operation through which the backward or W that gives back what it takes waits for it; None: they wait
-    for the pass itself"""
+    """makes the operation that fills the memory it takes; the backward or W that gives this memory back waits for the
+    operation; None: they wait for the pass itself
+    """
     releases: tuple[Held, ...]
-    """memory that is free when it ends, unless a later pass of its microbatch and chunk releases the same"""
+    """memory that is free when it ends, unless a later pass of its microbatch and chunk also releases it"""
 
     @classmethod
     def define(
@@ -115,7 +119,7 @@ class PassKind(str, metaclass=_Table):
 
     @classmethod
     def remove(cls, name: str) -> None:
-        """Take an entry out again."""
+        """Remove an entry."""
         del cls.entries[name]
         delattr(cls, name)
 

@@ -1,4 +1,4 @@
-"""A schedule as data: passes and their order on every rank, nothing about how they run."""
+"""Defines a schedule as data: the passes and their order on every rank, not how they run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from megatron_vp.schedule.placement import Placement
 
 
 class ScheduleError(ValueError):
-    """A schedule or program that cannot run. First line: the defect; further lines: the schedule around it."""
+    """Raised for a schedule or program that cannot run.
+
+    The first line of the message names the defect; the others show the schedule around it.
+    """
 
 
 class VocabMethod(StrEnum):
@@ -26,7 +29,7 @@ class VocabMethod(StrEnum):
 
     @property
     def barriers(self) -> int:
-        """Waits for all ranks between F and B of the last stage; each costs one more microbatch in flight."""
+        """Number of waits for all ranks between F and B of the last stage; each costs one more microbatch in flight."""
         return {"none": 0, "vocab-1": 2, "vocab-2": 1, "interlaced": 1}[self]
 
     @property
@@ -38,7 +41,7 @@ class VocabMethod(StrEnum):
 
     @property
     def is_sharded(self) -> bool:
-        """True where ranks with vocabulary rows run IF, S, T and IB of each microbatch."""
+        """Whether ranks with vocabulary rows run IF, S, T and IB of each microbatch."""
         return self in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2)
 
 
@@ -71,8 +74,8 @@ class Pass(NamedTuple):
 class Schedule:
     """`ranks[r]` lists the passes of rank r in execution order.
 
-    A backward comes as B (input gradient) and W (weight gradient), or whole. A whole one is called BW in a schedule
-    that also has W passes, and B in one that has none.
+    A backward is either split into B (input gradient) and W (weight gradient), or whole. A whole backward is called BW
+    in a schedule that has W passes, and B in a schedule without them.
     """
 
     name: str
@@ -85,12 +88,12 @@ class Schedule:
 
     @property
     def pipeline_size(self) -> int:
-        """Pipeline ranks p."""
+        """Number of pipeline ranks, p."""
         return self.placement.ranks
 
     @property
     def chunks(self) -> int:
-        """Chunks per rank v."""
+        """Number of chunks per rank, v."""
         return self.placement.chunks
 
     @cached_property
@@ -110,7 +113,7 @@ class Schedule:
     def vocab_members(self) -> tuple[int, ...]:
         """The ranks that take part in every vocabulary collective; none in a schedule without vocabulary passes.
 
-        The other ranks have no vocabulary collective in their programs. See `Placement.vocab_members`.
+        The programs of all other ranks have no vocabulary collectives. See `Placement.vocab_members`.
         """
         if self.vocab is VocabMethod.NONE:
             return ()
@@ -137,7 +140,7 @@ class Schedule:
 
     @cached_property
     def whole_backwards(self) -> dict[tuple[int, Pass], None]:
-        """Rank and pass of the backwards that compute both gradients although others are split: every BW, in order."""
+        """Rank and pass of every BW, in order: the backwards that are whole although others are split."""
         if PassKind.BW not in self.kinds:
             return {}
         return {
@@ -145,7 +148,7 @@ class Schedule:
         }
 
     def forward_only(self) -> Schedule:
-        """The same order with only IF, F and S, or F and V: what evaluation runs."""
+        """The same order with only the passes that evaluation runs: IF, F and S, or F and V."""
         kept = tuple(tuple(step for step in order if step.kind.forward) for order in self.ranks)
         return replace(self, ranks=kept)
 

@@ -1,6 +1,6 @@
-"""Chrome trace events, which Perfetto opens: the shape that a simulated timeline and a recorded run share.
+"""Makes Chrome trace events, which Perfetto opens, both for simulated timelines and for recorded runs.
 
-One process per rank; times are given in milliseconds and stand in the events in microseconds, as the format wants.
+Every rank is a process. Times are given in milliseconds; events have them in microseconds, as the format requires.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Event = dict[str, object]
 
 
 class Lane(IntEnum):
-    """Threads of a rank's process; those from LINKS on are one for each link that leaves the rank."""
+    """Threads of a rank's process; from LINKS on, there is one for each link that leaves the rank."""
 
     COMPUTE = 0
     SECOND_STREAM = 1
@@ -23,12 +23,12 @@ class Lane(IntEnum):
 
     @property
     def title(self) -> str:
-        """As Perfetto shows it."""
+        """The name that Perfetto shows."""
         return self.name.lower().replace("_", " ")
 
 
 def process(rank: int, *lanes: Lane) -> list[Event]:
-    """Names of a rank's process and of those of its lanes that hold slices."""
+    """The events that name a rank's process and the given lanes."""
     return [
         {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}},
         {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}},
@@ -37,7 +37,7 @@ def process(rank: int, *lanes: Lane) -> list[Event]:
 
 
 def thread(rank: int, lane: int, title: str) -> Event:
-    """Name of a lane."""
+    """The event that names a lane."""
     return {"ph": "M", "pid": rank, "tid": int(lane), "name": "thread_name", "args": {"name": title}}
 
 

@@ -1,10 +1,10 @@
-"""Puts copies of activations to host memory and back into a schedule in nominal order (PipeOffload).
+"""Inserts copies of activations to host memory and back into a schedule in nominal order (PipeOffload).
 
-Activations that leave as soon as their forward has run, and are back just in time for their backward, occupy the device
-for two moments only. How close to those moments copies run depends on the rank's one copy lane, on which copies out and
-back take turns (Wan et al., arXiv 2503.01328, section 4.2). Copies are placed on the grid of the building block: there
-forwards come no faster than in the steady state, which lets copies keep up in the warm-up, too. If the order is
-tightened later, the device holds no more than here.
+Ideally, activations leave as soon as their forward has run and come back just before their backward, so that they
+occupy the device only around these two passes. How close copies come to that depends on the rank's single copy lane, on
+which copies out and copies back take turns (Wan et al., arXiv 2503.01328, section 4.2). Copies are placed on the grid
+of the building block. There, forwards come no faster than in the steady state, so copies keep up even in the warm-up.
+If the order is tightened later, the device holds no more than here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_vp.schedule.transfers import Copy
 from megatron_vp.schedule.vocab_passes import Nominal
 
 LEAST_OFFLOADED = 2**20
-"""In bytes. Smaller tensors stay on the device, because their copies would take longer to start than to run."""
+"""Size in bytes of the smallest offloaded tensor: the copy of a smaller one would take longer to start than to run."""
 
 Span = tuple[float, float]
 """Start and end."""
@@ -34,10 +34,10 @@ Key = tuple[int, int]
 
 
 def offload(nominal: Nominal, chunks: int, costs: Costs) -> Nominal:
-    """The nominal schedule with passes O and R for `chunks` chunks of every rank, those whose activations live longest.
+    """Add passes O and R for the `chunks` chunks of every rank whose activations live longest.
 
-    `costs` say how long copies take, in the unit of `nominal.spans`. A chunk stays on the device if one of its
-    microbatches would have to be back before it has left, and for no other reason: copies may set the pace.
+    `costs` give the duration of copies, in the unit of `nominal.spans`. A chunk stays on the device only if one of its
+    microbatches would have to come back before it has left. Slow copies alone are not a reason: they may set the pace.
     """
     if not chunks:
         return nominal
@@ -66,7 +66,7 @@ def offload(nominal: Nominal, chunks: int, costs: Costs) -> Nominal:
 
 
 def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
-    """Rank and R of activations that come back before anything else was computed."""
+    """Rank and R of activations that come back before anything else has been computed."""
     found: list[tuple[int, Pass]] = []
     if not schedule.offloaded:
         return found
@@ -84,10 +84,12 @@ def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
 
 
 def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
-    """The same order with only the first `microbatches`. If nothing is left to compute between an O and its R, the R
-    moves behind the next computing pass, or the O before the last one.
+    """The same order with only the first `microbatches`.
 
-    A chunk with a backward right behind its forward then stays on the device.
+    If nothing is left to compute between an O and its R, the R moves behind the next computing pass, or the O moves
+    before the previous one.
+
+    If the chunk's backward comes right behind its forward, the chunk stays on the device instead.
     """
     cut = schedule.first_microbatches(microbatches)
     returning, orders = returning_at_once(cut), [list(order) for order in cut.ranks]
@@ -113,9 +115,9 @@ def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
 def computed_between(
     placed: Schedule, found: Schedule, returning: Collection[tuple[int, Pass]]
 ) -> list[tuple[Step, Step]]:
-    """Links that keep a computing pass between each of these passes R and its O, as in the placed schedule.
+    """Links that keep a computing pass between each R in `returning` and its O, as in the placed schedule.
 
-    Of the passes between them there, the link takes the one next to them in the schedule found.
+    Of the passes between them there, the links use the one that is nearest to the R in the schedule found.
     """
     links = []
     for rank, back in returning:
@@ -128,7 +130,7 @@ def computed_between(
 
 
 class _Placing:
-    """Finds places for the copies of one rank. A pass at place k of its order is put in before the k-th pass."""
+    """Finds places for the copies of one rank; a pass at place k is inserted before the k-th pass of the order."""
 
     def __init__(self, order: Sequence[Pass], spans: Sequence[Span], pair_starts: set[Pass]) -> None:
         self.order, self.spans = tuple(order), spans
@@ -159,16 +161,16 @@ class _Placing:
         )
 
     def longest_lived(self, count: int) -> list[int]:
-        """The `count` chunks that the device holds longest, in order."""
+        """The `count` chunks that the device holds longest, beginning with the longest."""
         return sorted({chunk for chunk, _ in self.forward}, key=lambda chunk: (-self.lifespan(chunk), chunk))[:count]
 
     def places(self, durations: dict[int, Span]) -> dict[Key, tuple[int, int]]:
-        """Places of O and R of every microbatch of the chunks in `durations`, which are those of a copy out and back.
+        """Places of O and R for every microbatch of the chunks in `durations`, which has their copy times out and back.
 
-        The lane's time is divided into slots for a copy out and one back. Copies out take the first free one behind
-        their forward; copies back, the last backward's first, the last free one before their backward. Where copies
-        take longer than the passes of a microbatch, the passes will wait for them: the grid is taken to be so much
-        slower.
+        The lane's time is divided into slots of one copy out and one copy back. Each copy out takes the first free slot
+        behind its forward. Each copy back takes the last free slot before its backward; the last backward chooses
+        first. If copies take longer than the passes of a microbatch, the passes will wait for them, so the grid counts
+        as that much slower.
         """
         keys = [key for key in self.forward if key[0] in durations]
         lane = len(durations) * sum(max(each[way] for each in durations.values()) for way in (0, 1))
@@ -204,7 +206,7 @@ class _Placing:
         return place + away if place in self.within_pairs else place
 
     def with_passes(self, places: dict[Key, tuple[int, int]]) -> tuple[Pass, ...]:
-        """The order with O and R at these places; of those at one place, O first."""
+        """Insert O and R at these places; at the same place, O comes before R."""
         put_in: dict[int, list[Pass]] = defaultdict(list)
         for kind, which in ((PassKind.O, 0), (PassKind.R, 1)):
             for key in sorted(places, key=self.forward.__getitem__):

@@ -1,4 +1,4 @@
-"""Which virtual stage sits on which rank and chunk: a table, read in both directions."""
+"""A table of which virtual stage is on which rank and chunk, read in both directions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Placement:
-    """`stage_of[rank][chunk]` is a virtual stage; every stage 0 .. p*v-1 appears once.
+    """`stage_of[rank][chunk]` is a virtual stage; each of the stages 0 to p*v-1 appears once.
 
     Raises ValueError if the table is ragged or not a permutation of the stages.
     """
@@ -37,22 +37,22 @@ class Placement:
 
     @classmethod
     def v_shape(cls, ranks: int) -> Placement:
-        """Chunk 0 of rank r is stage r, chunk 1 is stage 2p-1-r: first and last stage meet on rank 0."""
+        """Chunk 0 of rank r is stage r, chunk 1 is stage 2p-1-r, so the first and the last stage are on rank 0."""
         return cls(tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
 
     @property
     def ranks(self) -> int:
-        """Pipeline ranks p."""
+        """Number of pipeline ranks, p."""
         return len(self.stage_of)
 
     @property
     def chunks(self) -> int:
-        """Chunks a rank v."""
+        """Number of chunks per rank, v."""
         return len(self.stage_of[0])
 
     @property
     def stages(self) -> int:
-        """Virtual stages p*v."""
+        """Number of virtual stages, p*v."""
         return self.ranks * self.chunks
 
     @cached_property
@@ -68,9 +68,9 @@ class Placement:
         return self._seat[stage][1]
 
     def vocab_members(self, vocab_ranks: Iterable[int]) -> tuple[int, ...]:
-        """The ranks that take part in every vocabulary collective where `vocab_ranks` hold the vocabulary rows.
+        """The ranks that take part in every vocabulary collective if `vocab_ranks` hold the vocabulary rows.
 
-        These are the holders, rank 0, which reads token ids, rank p-1, which reads labels and runs the loss function,
+        These are the holders; rank 0, which reads token ids; rank p-1, which reads labels and runs the loss function;
         and the ranks of the first and the last stage, which receive embedding rows and send the output layer's input.
         """
         return tuple(sorted({*vocab_ranks, 0, self.ranks - 1, self.first_rank, self.last_rank}))

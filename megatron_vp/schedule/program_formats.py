@@ -1,4 +1,4 @@
-"""Lowered programs as JSON: what every rank runs, posts and waits for, for external simulators and debuggers."""
+"""Writes lowered programs as JSON: what every rank runs, posts and waits for, for other simulators and debuggers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_vp.schedule.passes import Schedule
 
 
 def programs_to_json(schedule: Schedule, programs: Sequence[Program]) -> str:
-    """The programs of a schedule, one list of instructions per rank.
+    """The programs of a schedule as JSON, with one list of instructions per rank.
 
     An instruction is one of
 
@@ -20,8 +20,8 @@ def programs_to_json(schedule: Schedule, programs: Sequence[Program]) -> str:
     - `{"do": "post", "operation": "activation:3[0>1]", "members": [0, 1], "lane": "0>1 activation"}`;
     - the same with `"do": "wait"`.
 
-    An operation has one name on all its members. Operations of one lane complete in the order in which every member
-    posted them. An interlaced schedule is lowered with S, T, IF and IB in the place of V.
+    An operation has the same name on all its members. The operations of a lane complete in the order in which every
+    member posted them. An interlaced schedule is lowered with S, T, IF and IB in place of V.
     """
     document = {
         "schedule": schedule.name,

@@ -1,9 +1,9 @@
 """Reorders the passes of a schedule for their real costs, within its memory limits, to close gaps at both ends.
 
-Working forwards, a list scheduler packs the warm-up and finds the cool-down as it comes; working backwards, the other
-way round. It may then work over its own result in the other direction, and may work with other durations than the real
-ones. The best way depends on the schedule and its costs: the shortest result is taken, or the given order if none is
-shorter.
+A list scheduler that works forwards packs the warm-up tightly but leaves the cool-down to chance; one that works
+backwards does the opposite. It may then improve its own result in the other direction, and may work with durations
+other than the real ones. Which way is best depends on the schedule and its costs, so the shortest result is used, or
+the given order if none is shorter.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 
 SMALL = 1_000
-"""Schedules up to this many passes and operations get more tries, which take a few milliseconds each."""
+"""Schedules of up to this many passes and operations get more tries, which take a few milliseconds each."""
 
 LARGE = 40_000
-"""Passes and operations of a schedule with copies to the host from which on the first orders have to do: 32 ranks,
-4 chunks, 40 microbatches, some two seconds.
+"""A schedule with copies to the host gets only the first orders if it has this many passes and operations: 32 ranks
+with 4 chunks and 40 microbatches, for example, which take about two seconds.
 """
 
 EMBEDDING_GRADIENTS = 4
@@ -40,12 +40,12 @@ def reorder_for_costs(
     further_orders: bool = True,
     links: Sequence[tuple[Node, Node]] = (),
 ) -> Schedule:
-    """Order the same passes for `costs` within `limits`, which the given order must respect.
+    """Reorder a schedule's passes for `costs` within `limits`, which the given order must keep.
 
-    With `StageCosts` every rank's passes are ordered for that rank's own durations.
-    `pairs[r]` are passes of rank r that stay next to each other, the first of which is followed by the second.
-    `links` are steps of which the second waits for the first, whatever the dependencies.
-    Without `further_orders` only the given order and what the list scheduler makes of it in either direction compete.
+    With `StageCosts`, every rank's passes are ordered for that rank's own durations. `pairs[r]` are pairs of passes of
+    rank r, in each of which the second stays right behind the first. `links` are pairs of nodes of which the second
+    waits for the first, in addition to the dependencies. Without `further_orders`, only the given order and the list
+    scheduler's results for it in both directions compete.
     """
     graph = linked_graph(schedule)
     for earlier, later in links:
@@ -65,7 +65,7 @@ def reorder_for_costs(
     while True:
         shortest = min(makespan for makespan, _ in found)
         best = next(each for each in found if each[0] <= shortest * (1 + 1e-9))
-        # Data are read and losses reported in order, so no microbatch may overtake another one.
+        # Data are read and losses reported in order, so no microbatch may overtake another.
         if best is given or all(earlier < later for earlier, later in _neighbours(best[1], graph)):
             break
         found.remove(best)
@@ -78,7 +78,7 @@ def reorder_for_costs(
 
 def linked_graph(schedule: Schedule) -> Graph:
     """The dependencies to keep while `schedule` is reordered."""
-    # Without vocabulary passes the order is the published one, whose last stage knows the loss at once.
+    # Without vocabulary passes, the graph is the published one, in which the last stage's B does not wait for a loss.
     graph = build_graph(schedule, with_loss=schedule.vocab is not VocabMethod.NONE)
     link_limits(graph, schedule)
     return graph
@@ -117,20 +117,20 @@ class _Search:
         return [0.0 if kind in VOCABULARY_KINDS else took for kind, took in zip(kinds, self.times, strict=True)]
 
     def first_orders(self, given: Orders) -> tuple[Found, Found, Found]:
-        """The given order, and the list scheduler's two. They win ties."""
+        """The given order and the list scheduler's results for it in both directions; these three win ties."""
         return (max(node_times(self.graph, given, self.times).end), given), *self.both_ways(given, self.times)
 
     def further_orders(
         self, given: Found, forwards: Found, backwards: Found, even: Sequence[float], sharded: bool
     ) -> list[Found]:
-        """The list scheduler's results for its first orders, and for the given one with `even` durations.
+        """The list scheduler's results for its own first orders, and for the given order with `even` durations.
 
-        A list scheduler never waits for a pass that is about to become ready: it runs a filler first, and the pass is
-        late by all of the filler. With even durations passes meet exactly, and in the order found with them real passes
-        wait a little for each other. The order for vocabulary passes that take no time, worked over with the real ones
-        from the last pass back, helps in the same way. Each run takes equally long, so a large schedule gets one beyond
-        the first two: over again in the other direction with vocabulary passes, else with even durations. With copies
-        to the host both are worked over again.
+        A list scheduler never waits for a pass that is about to become ready: it runs a filler first, which can delay
+        the pass by the filler's whole duration. With even durations, passes meet exactly; in the order found with them,
+        real passes wait only a little for each other. The order found when vocabulary passes take no time, improved
+        backwards with the real durations, helps in the same way. All runs take equally long, so a large schedule gets
+        only one after the first two: in the other direction if it has vocabulary passes, otherwise with even durations.
+        With copies to the host, both first results are improved in the other direction.
         """
         if self.graph.posted_behind and len(self.times) > SMALL:
             return self.again(forwards, backwards, self.times) if len(self.times) < LARGE else []
@@ -151,12 +151,13 @@ class _Search:
         return self.run(given, durations, False), self.run(given, durations, True)
 
     def again(self, forwards: Found, backwards: Found, durations: Sequence[float]) -> list[Found]:
-        """The results found forwards, improved backwards, and the other way round."""
+        """The result found forwards, improved backwards, and the result found backwards, improved forwards."""
         return [self.run(forwards[1], durations, True), self.run(backwards[1], durations, False)]
 
     def run(self, given: Orders, durations: Sequence[float], backwards: bool) -> Found:
-        """The list scheduler's order for these durations, with its makespan for the real ones. If the scheduler does
-        not finish: the given order, without a time.
+        """The list scheduler's order for these durations, with its makespan at the real ones.
+
+        If the scheduler does not finish, this is the given order with an infinite makespan.
         """
         problem = Problem.of(self.graph, given, durations, self.memory)
         if self.backward_of:
@@ -171,15 +172,14 @@ class _Search:
         return makespan, orders
 
     def _parted(self, number: int) -> tuple[int, ...]:
-        """Split a pair into a pass and the one behind it."""
+        """Split a pair into its two passes; other passes stay alone."""
         return (number, self.backward_of[number]) if number in self.backward_of else (number,)
 
 
 def evaluation(schedule: Schedule, costs: Costs | None = None) -> Schedule:
-    """The schedule of an evaluation: the passes of `schedule.forward_only()`, reordered because there is no backward to
-    wait for.
+    """The schedule of an evaluation: the passes of `schedule.forward_only()`, reordered.
 
-    An interlaced schedule becomes a vocab-1 one.
+    They are reordered because there is no backward to wait for. An interlaced schedule becomes a vocab-1 schedule.
     """
     forward = expand_interlaced(schedule).forward_only()
     return reorder_for_costs(
@@ -202,8 +202,10 @@ def forwards(schedule: Schedule, microbatches: int) -> Schedule:
 
 
 def link_limits(graph: Graph, schedule: Schedule) -> None:
-    """Add waits that the dependencies do not demand: embedding close to its use, the first W before others, and in an
-    evaluation each microbatch after the previous one.
+    """Add waits beyond the dependencies, which every reordered schedule must keep.
+
+    Embedding stays close to its use, a chunk's W of microbatch 0 comes before its whole backwards, and in an evaluation
+    each microbatch follows the previous one.
     """
     if not schedule.has_backward:
         for earlier, later in _neighbours(graph.numbers(schedule.ranks), graph):
@@ -218,7 +220,7 @@ def link_limits(graph: Graph, schedule: Schedule) -> None:
 
 
 def _neighbours(orders: Orders, graph: Graph) -> Iterator[tuple[int, int]]:
-    """A rank's forward passes of one kind and chunk, each with the next one. Numbers grow with the microbatch."""
+    """Yield each forward pass with the rank's next one of the same kind and chunk; numbers grow with the microbatch."""
 
     def same(node: Node) -> tuple[PassKind, int] | None:
         action = node.action if isinstance(node, Step) else None

@@ -1,4 +1,4 @@
-"""A request for a schedule, checked once, and the schedule made for it."""
+"""Checks a request for a schedule once, and makes the schedule for it."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ from megatron_vp.schedule.timeline import simulate
 from megatron_vp.schedule.vocab_passes import Nominal, nominal_schedule
 
 LARGEST = 1_000_000
-"""Largest accepted ranks x microbatches x chunks: about three minutes on one core and 6 GB."""
+"""Largest accepted ranks x microbatches x chunks: they take about three minutes on one core and 6 GB."""
 
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """Everything that decides a schedule: equal requests give equal schedules. `of` fills in everything left open.
+    """Everything that determines a schedule: equal requests give equal schedules; `of` fills in what is left open.
 
-    Raises UserError for a method, chunks or ranks that do not go with the family, other ranks or more microbatches
-    than a file has, fewer than one rank or microbatch, vocabulary passes on fewer than two ranks, costs for another
-    number of stages or ranks, and more than LARGEST forwards.
+    Raises UserError for a method, chunks or vocabulary ranks that the family does not support, for ranks or
+    microbatches that a file does not have, for fewer than one rank or microbatch, for vocabulary passes on fewer than
+    two ranks, for costs of another number of stages or ranks, and for more than LARGEST forwards.
     """
 
     family: Family
-    """the record; of a file, the one that holds its schedule"""
+    """the family's record; for a file, the record that holds its schedule"""
     pipeline_size: int
-    """ranks p"""
+    """number of ranks, p"""
     microbatches: int
-    """m"""
+    """number of microbatches, m"""
     method: VocabMethod
-    """of the vocabulary layers"""
+    """the vocabulary method"""
     chunks: int
-    """per rank, v"""
+    """number of chunks per rank, v"""
     costs: Costs
-    """the costs that passes are ordered by; with `StageCosts` each rank's own durations"""
+    """the costs for which passes are ordered; with `StageCosts`, each rank's own durations"""
     vocab_ranks: tuple[int, ...]
     """the ranks with vocabulary rows, which run the vocabulary passes, in ascending order"""
     forward_only: bool = False
-    """an evaluation: forward passes alone, in an order of their own; a file's for any number of microbatches"""
+    """whether this is an evaluation: only forward passes, in their own order; for a file, of any number of microbatches
+    """
     further_orders: bool = True
     """False: only the first orders compete, see `reorder_for_costs`"""
     offload_chunks: int = 0
@@ -68,8 +69,9 @@ class ScheduleRequest:
         further_orders: bool = True,
         offload_chunks: int = 0,
     ) -> ScheduleRequest:
-        """Make a request; None means the family's own chunks, `PassCosts()` or all ranks. For a family with only one
-        method, the method `none` means that one.
+        """Make a request; None means the family's own chunks, `PassCosts()` or all ranks.
+
+        If a family has only one method, the method `none` means that one.
         """
         if method is VocabMethod.NONE:
             method = family.method(method)
@@ -117,7 +119,7 @@ class ScheduleRequest:
         return self._tightened(nominal, self.limits(nominal.schedule))
 
     def limits(self, nominal: Schedule) -> MemoryLimits:
-        """The limits of a search for orders that begins with this one."""
+        """The memory limits of a search for orders that starts from the schedule `nominal`."""
 
         def peaks(held: Held) -> tuple[int, ...]:
             return tuple(peak(order, held) for order in nominal.ranks)
@@ -125,22 +127,22 @@ class ScheduleRequest:
         if not nominal.offloaded and self.family.limit is None:
             return MemoryLimits(self.promised_peaks)
         device = peaks(Held.ACTIVATIONS)
-        # A limit above what its own order needs could make a flexible block's schedule longer, so that a looser limit
-        # would give a longer one.
+        # If the limit exceeded what its own order needs, a flexible block's schedule could become longer, and a looser
+        # limit would then give a longer schedule.
         most = self.promised_peaks if self.family.limit is None else (max(device),) * self.pipeline_size
         if not nominal.offloaded:
             return MemoryLimits(most)
-        # Passes wait less if every rank may hold as much as the fullest, and one chunk more on the host.
+        # Passes wait less if every rank may hold as much as the fullest rank, and one chunk more on the host.
         return MemoryLimits(
             tuple(max(own, min(max(device), bound)) for own, bound in zip(device, most, strict=True)),
             host=tuple(each + 1 for each in peaks(Held.HOST_ACTIVATIONS)),
         )
 
     def _tightened(self, nominal: Nominal, limits: MemoryLimits) -> Schedule:
-        """The nominal order, reordered for the costs.
+        """Reorder the nominal order for the costs.
 
-        Where activations that were copied to the host would come back at once, something is computed in between, as
-        in the nominal order.
+        If activations copied to the host would come back immediately, links keep some computation in between, as in the
+        nominal order.
         """
         links: list[tuple[Step, Step]] = []
         for _ in range(4):
@@ -155,7 +157,9 @@ class ScheduleRequest:
 
     @property
     def promised_peaks(self) -> tuple[int, ...]:
-        """Most chunk activations that each rank may hold: the limit of the search for orders, and what proofs check."""
+        """Most chunk activations that each rank may hold: the search for orders keeps these limits, and proofs check
+        them.
+        """
         sizes = self.chunks, self.microbatches, self.method
         return tuple(self.family.promised_peak(self.pipeline_size, rank, *sizes) for rank in range(self.pipeline_size))
 
@@ -249,7 +253,7 @@ AUTO = "auto"
 
 
 def chunks_to_offload(text: str, chunks: int) -> int:
-    """Number of chunks per rank that an `--offload-chunks` means: a number, `half` (rounded up) or `all`."""
+    """Number of chunks per rank for a value of `--offload-chunks`: a number, `half` (rounded up) or `all`."""
     named = {"half": (chunks + 1) // 2, "all": chunks}
     if text not in named and not text.isdecimal():
         raise UserError(

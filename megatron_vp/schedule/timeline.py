@@ -1,4 +1,4 @@
-"""Simulates a schedule with pass costs: start and end of everything, bubbles, activation memory."""
+"""Simulates a schedule with given costs: the start and end of everything, bubbles, and activation memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """`spans[r][k]` are start and end of the k-th pass of rank r; `nodes` those of all that was simulated."""
+    """`spans[r][k]` is the start and end of the k-th pass of rank r; `nodes` has the times of all simulated nodes."""
 
     schedule: Schedule
     costs: Costs
@@ -50,7 +50,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Time each rank computes."""
+        """Time for which each rank computes."""
         return tuple(sum(end - start for start, end in rank) for rank in self.spans)
 
     @cached_property
@@ -71,8 +71,9 @@ class Timeline:
 
     @cached_property
     def copy_waits(self) -> tuple[tuple[float, float, float], ...]:
-        """Time that each rank only waits for copies: out, before a pass O; back, before a backward; and before other
-        passes, where copies share one hardware queue with them.
+        """Time for which each rank waits only for copies: before passes O, before backwards, and before other passes.
+
+        Other passes wait for copies only if they share one hardware queue with them.
         """
         graph, start, end = self.nodes
         is_copy = graph.of_nodes(lambda node: isinstance(node, Copy))
@@ -97,12 +98,12 @@ class Timeline:
 
 
 class Simulator:
-    """A schedule made ready to be simulated with many costs.
+    """Prepares a schedule, so that it can be simulated with many costs.
 
     Ranks run their passes in the schedule's order. The operations of a communicator are issued in the order in which
-    they become ready under `costs`, and keep it whatever they are simulated with: a program has one order. With
-    `one_queue`, copies share one hardware queue with the passes: see `Graph.link_one_queue`.
-    Raises ScheduleError for a missing, repeated or foreign pass and for an order that cannot proceed.
+    they become ready under `costs`. They keep this order in every simulation, because a program has only one order.
+    With `one_queue`, copies share one hardware queue with the passes: see `Graph.link_one_queue`. Raises ScheduleError
+    for a missing, repeated or unexpected pass, and for an order that deadlocks.
     """
 
     @gc_paused()
@@ -132,7 +133,7 @@ class Simulator:
 
     @gc_paused()
     def critical_path(self, costs: Costs) -> list[Node]:
-        """Passes and operations, the first one first, each waiting for the one before: together the makespan."""
+        """Passes and operations in order, each of which waits for the one before; together they take the makespan."""
         start, end = self._times(costs)
         number = max(range(len(end)), key=end.__getitem__)
         path = [number]
@@ -158,9 +159,9 @@ class Simulator:
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Times of every pass in the given order, each as early as its rank and its dependencies allow.
 
-    Communication does not occupy a rank, but its communicator: the second stream runs one collective after another, a
-    link one message. The Vs of a microbatch start together.
-    Raises ScheduleError for a missing, repeated or foreign pass and for an order that cannot proceed.
+    Communication occupies its communicator, not a rank: the second stream runs one collective after another, and a link
+    one message after another. All V of a microbatch start together. Raises ScheduleError for a missing, repeated or
+    unexpected pass, and for an order that deadlocks.
     """
     costs = costs or PassCosts()
     return Simulator(schedule, costs).simulate(costs)

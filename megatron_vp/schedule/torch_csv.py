@@ -1,7 +1,8 @@
-"""Reads schedules as `torch.distributed.pipelining` writes them: a line per rank, actions separated by commas.
+"""Reads schedules as `torch.distributed.pipelining` writes them: one line per rank, with actions separated by commas.
 
-An action is a virtual stage, a letter and a microbatch: `2F0` forward, `2I0` input gradient, `2W0` weight gradient,
-`2B0` a whole backward. `(2F3;5B1)OVERLAP_F_B` are two of them side by side; empty cells are bubbles.
+An action consists of a virtual stage, a letter and a microbatch: `2F0` is a forward, `2I0` an input gradient, `2W0` a
+weight gradient, and `2B0` a whole backward. `(2F3;5B1)OVERLAP_F_B` is two actions side by side. Empty cells are
+bubbles.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def from_torch_csv(text: str) -> Schedule:
     except csv.Error as error:
         raise UserError(f"schedule file is not in PyTorch's CSV format: {error}") from None
     splits = any(letter in "IW" for row in rows for _, letter, _ in row)
-    # Where backwards are split, PyTorch's I is our B, and its B is a whole one.
+    # If backwards are split, PyTorch's I is our B, and its B is our BW.
     kinds = {"F": PassKind.F, "I": PassKind.B, "W": PassKind.W, "B": PassKind.BW if splits else PassKind.B}
     stages = [sorted({stage for stage, letter, _ in row if letter == "F"}) for row in rows]
     try:

@@ -1,5 +1,6 @@
-"""Operations that ranks start and later wait for: messages, collectives and copies. Each kind of operation is a class
-with its own members, lane and words.
+"""Operations that ranks start and later wait for: messages, collectives and copies.
+
+Each kind of operation is a class that defines its members, its lane and a description in words.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import NamedTuple, Protocol, Self
 
 
 class Channel(StrEnum):
-    """Point-to-point traffic; each (source, target, channel) is a communicator of its own."""
+    """Kinds of point-to-point traffic; each (source, target, channel) has its own communicator."""
 
     __hash__ = str.__hash__  # see PassKind
 
@@ -26,7 +27,7 @@ class Channel(StrEnum):
     ACTIVATION = "activation", "F"
     GRADIENT = "gradient", "B"
     LABELS = "labels", "the labels"
-    """with whole vocabulary layers: from rank p-1, which reads them, to the last stage where that is elsewhere"""
+    """with whole vocabulary layers: from rank p-1, which reads them, to the last stage if that is on another rank"""
     TOKEN_LOSS = "token-loss", "the token losses"
     """with whole vocabulary layers: from the last stage to the loss function on rank p-1"""
     TOKEN_GRADIENT = "token-gradient", "the gradient of the token losses"
@@ -34,7 +35,7 @@ class Channel(StrEnum):
 
 
 class Origin(Enum):
-    """Source of a collective's data: the ranks it waits for."""
+    """The ranks whose data a collective waits for."""
 
     READERS = auto()
     """rank 0, which reads token ids, and rank p-1, which reads labels"""
@@ -74,14 +75,14 @@ class CollectiveKind(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> CollectiveKind | None:
-        """Map the name that traces of earlier versions use for LOSS_GRAD."""
+        """Accept the name that older traces use for LOSS_GRAD."""
         return cls.LOSS_GRAD if value == "ROW_GRADIENT" else None
 
 
 class Operation(Protocol):
-    """An operation that ranks start and wait for later: the interface of every kind of operation.
+    """Interface of every kind of operation, which ranks start and later wait for.
 
-    A kind is a NamedTuple with a field `microbatch`; its `str` names an operation among all of a schedule. The runtime
+    A kind is a NamedTuple with a field `microbatch`, and `str` of an operation is unique in its schedule. The runtime
     has one runner per kind (`megatron_vp.runtime.pipeline`).
     """
 
@@ -91,9 +92,9 @@ class Operation(Protocol):
 
     @property
     def follows_step(self) -> bool:
-        """Whether its members post it right behind the step that makes its data.
+        """Whether its members post it right behind the step that produces its data.
 
-        Otherwise they post it where its lane takes it up, and all of them have the lane's operations in one order.
+        Otherwise they post it at its turn in the lane, and all members post the lane's operations in the same order.
         """
 
     @property
@@ -106,7 +107,7 @@ class Operation(Protocol):
 
     @property
     def per_chunk(self) -> bool:
-        """Whether that is the duration for all chunks of its rank, of which it carries one."""
+        """Whether that duration is for all chunks of a rank, of which this operation carries one."""
 
     @property
     def timing_key(self) -> Hashable:
@@ -114,7 +115,7 @@ class Operation(Protocol):
 
     @property
     def category(self) -> str:
-        """Category of its slices in traces."""
+        """The category of its slices in traces."""
 
     @property
     def track(self) -> tuple[int, str] | None:
@@ -124,16 +125,16 @@ class Operation(Protocol):
         """The ranks that post it; `vocab_members` take part in the vocabulary collectives."""
 
     def words(self, ranks: Sequence[int]) -> str:
-        """Describes what its waiters wait for, and from whom; `ranks` are the names of the pipeline ranks."""
+        """Describe what a waiting rank waits for, and from whom; `ranks` are the names of the pipeline ranks."""
 
     def _replace(self, *, microbatch: int) -> Self:
         """The same operation of another microbatch."""
 
 
 class Message(NamedTuple):
-    """A tensor from one stage to another on another rank; `source` and `target` are ranks.
+    """A tensor sent from one stage to another on a different rank; `source` and `target` are ranks.
 
-    The loss function counts as part of the last stage, also where it runs on another rank.
+    The loss function counts as part of the last stage, even if it runs on another rank.
     """
 
     channel: Channel
@@ -148,7 +149,7 @@ class Message(NamedTuple):
 
     @property
     def follows_step(self) -> bool:
-        """The sender's."""
+        """True: it follows the step of the sender."""
         return True
 
     @property
@@ -158,12 +159,12 @@ class Message(NamedTuple):
 
     @property
     def cost(self) -> str:
-        """That of all communication."""
+        """The cost of all communication."""
         return "comm"
 
     @property
     def per_chunk(self) -> bool:
-        """One duration for all."""
+        """False: all messages have the same duration."""
         return False
 
     @property
@@ -173,12 +174,12 @@ class Message(NamedTuple):
 
     @property
     def category(self) -> str:
-        """One for all channels."""
+        """The same for all channels."""
         return "message"
 
     @property
     def track(self) -> tuple[int, str]:
-        """One per lane, on the sender."""
+        """One track per lane, on the sender."""
         return self.source, f"{self.channel} to rank {self.target}"
 
     def members(self, vocab_members: Sequence[int]) -> tuple[int, int]:
@@ -186,12 +187,12 @@ class Message(NamedTuple):
         return (self.source, self.target)
 
     def words(self, ranks: Sequence[int]) -> str:
-        """The data from the sender."""
+        """Describe the data and name its sender."""
         return f"{self.channel.content} of microbatch {self.microbatch} from rank {ranks[self.source]}"
 
 
 class Collective(NamedTuple):
-    """One operation of all members; `root` is the rank it starts from or ends at."""
+    """One operation of all members; `root` is the rank at which it starts or ends."""
 
     kind: CollectiveKind
     microbatch: int
@@ -202,7 +203,7 @@ class Collective(NamedTuple):
 
     @property
     def follows_step(self) -> bool:
-        """It does not follow a single step: members take it in their lane's order."""
+        """False: it follows no single step, and members post it in their lane's order."""
         return False
 
     @property
@@ -212,34 +213,34 @@ class Collective(NamedTuple):
 
     @property
     def cost(self) -> str:
-        """That of all communication."""
+        """The cost of all communication."""
         return "comm"
 
     @property
     def per_chunk(self) -> bool:
-        """One duration for all."""
+        """False: all collectives have the same duration."""
         return False
 
     @property
     def timing_key(self) -> CollectiveKind:
-        """The kind."""
+        """The kind of collective."""
         return self.kind
 
     @property
     def category(self) -> str:
-        """One for all kinds."""
+        """The same for all kinds."""
         return "collective"
 
     @property
     def track(self) -> None:
-        """The second stream."""
+        """None: the second stream shows it."""
 
     def members(self, vocab_members: Sequence[int]) -> Sequence[int]:
         """All ranks that take part in the vocabulary collectives."""
         return vocab_members
 
     def words(self, ranks: Sequence[int]) -> str:
-        """The collective, and from whom something has to come before it can end."""
+        """Describe the collective, and name the ranks whose data it needs before it can end."""
         match self.kind.origin:
             case Origin.READERS:
                 sources = f"ranks {ranks[0]} and {ranks[-1]}"
@@ -251,7 +252,7 @@ class Collective(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A chunk's activations on their way to the memory of the host, or back; the rank's two directions share one lane.
+    """A copy of a chunk's activations to host memory or back; both directions of a rank share one lane.
 
     Copies run in the order in which the rank posts them (PipeOffload, arXiv 2503.01328, section 4.2).
     """
@@ -266,7 +267,7 @@ class Copy(NamedTuple):
 
     @property
     def follows_step(self) -> bool:
-        """A copy out follows the forward, a copy back the pass R."""
+        """True: a copy out follows the forward, and a copy back follows the pass R."""
         return True
 
     @property
@@ -276,12 +277,12 @@ class Copy(NamedTuple):
 
     @property
     def cost(self) -> str:
-        """That of one direction."""
+        """The cost of one direction."""
         return "copy"
 
     @property
     def per_chunk(self) -> bool:
-        """A chunk's share."""
+        """True: a copy takes its chunk's share."""
         return True
 
     @property
@@ -291,19 +292,19 @@ class Copy(NamedTuple):
 
     @property
     def category(self) -> str:
-        """One for both directions."""
+        """The same for both directions."""
         return "copy"
 
     @property
     def track(self) -> tuple[int, str]:
-        """One per rank."""
+        """One track per rank."""
         return self.rank, "copies to and from the host"
 
     def members(self, vocab_members: Sequence[int]) -> tuple[int]:
-        """The rank alone."""
+        """Only the rank itself."""
         return (self.rank,)
 
     def words(self, ranks: Sequence[int]) -> str:
-        """The copy, and where it goes."""
+        """Describe the copy and its direction."""
         way = "to the host" if self.to_host else "back from the host"
         return f"the copy of microbatch {self.microbatch} (chunk {self.chunk}) {way} on rank {ranks[self.rank]}"

@@ -1,4 +1,4 @@
-"""Proves a schedule and its programs: each pass occurs once, dependencies and the memory bound hold, no deadlock."""
+"""Proves a schedule and its programs: each pass occurs once, dependencies and memory bounds hold, nothing deadlocks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron_vp.schedule.transfers import Operation
 
 
 def validate(schedule: Schedule, costs: Costs | None = None, memory_bound: Sequence[float] | None = None) -> Timeline:
-    """Prove that a schedule runs, as a schedule and lowered to programs; returns its timeline.
+    """Prove that a schedule runs, both as a schedule and as lowered programs; return its timeline.
 
-    `memory_bound[r]` is the most activation rank r may hold, in microbatches of a whole rank. Raises ScheduleError for
-    a missing, repeated or foreign pass, an order that cannot proceed, and a bound that is passed.
+    `memory_bound[r]` is the most activations that rank r may hold, in microbatches of a whole rank. Raises
+    ScheduleError for a missing, repeated or unexpected pass, an order that deadlocks, and a bound that is exceeded.
     """
     timeline = simulate(schedule, costs)
     check_memory(schedule, memory_bound or ())
@@ -39,21 +39,21 @@ def check_memory(schedule: Schedule, memory_bound: Sequence[float]) -> None:
 
 
 def around(rank: int, steps: Sequence[object], place: int) -> str:
-    """A line with the steps of a rank around `place`, which is marked."""
+    """A line with a rank's steps around `place`, of which the one at `place` is marked."""
     first = max(0, place - 6)
     shown = [f">{step}<" if first + k == place else str(step) for k, step in enumerate(steps[first : place + 7])]
     return f"  rank {rank}: {'... ' if first else ''}{' '.join(shown)}{' ...' if place + 7 < len(steps) else ''}"
 
 
 def validate_programs(programs: Sequence[Program]) -> None:
-    """Play the programs on ranks whose hosts wait at every post until the operation is complete.
+    """Simulate the programs on ranks whose hosts wait at every post until the operation is complete.
 
-    That is the most that ranks can block each other. It covers hosts that wait for their devices anywhere (kernels that
-    are loaded, the allocator, timers, debuggers) and streams that all share one hardware queue. An operation is
-    complete when all its members have posted it.
+    Ranks cannot block each other more than that. This covers hosts that wait for their devices at any point (kernel
+    loading, the allocator, timers, debuggers), and streams that all share one hardware queue. An operation is complete
+    when all its members have posted it.
 
-    Raises ScheduleError if members' i-th operations on a communicator differ, if a member never posts an operation, or
-    if ranks wait for each other.
+    Raises ScheduleError if the i-th operations of two members on a communicator differ, if a member never posts an
+    operation, or if ranks wait for each other.
     """
     ranks, vocab_members = len(programs), programs[0].vocab_members
     _check_posts(programs)
@@ -82,9 +82,7 @@ def validate_programs(programs: Sequence[Program]) -> None:
 
 
 def _check_posts(programs: Sequence[Program]) -> None:
-    """Check that members post the same operations in the same order on each communicator, and wait only for posted
-    ones.
-    """
+    """Check that a lane's members post the same operations in the same order, and wait only for posted ones."""
     vocab_members = programs[0].vocab_members
     sequences: dict[str, dict[int, list[tuple[int, Operation]]]] = defaultdict(lambda: defaultdict(list))
     for program in programs:

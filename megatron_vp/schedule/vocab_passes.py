@@ -1,9 +1,9 @@
-"""Puts the vocabulary passes into any base schedule.
+"""Inserts the vocabulary passes into any base schedule.
 
-Every rank with vocabulary rows gets a slot for one S, T, IF and IB per microbatch behind its forwards of chunk 0.
-Between F and B of the last stage as many intervals open as the method has barriers. Each vocabulary pass then takes the
-first of its rank's slots that its dependencies allow. Slots are narrow, because nominal times only order the passes;
-`reorder_for_costs` applies the real costs.
+Every rank with vocabulary rows gets a slot for one S, T, IF and IB per microbatch, right behind its forwards of chunk
+0. For each barrier of the method, the last stage waits one more interval between a microbatch's F and its B. Each
+vocabulary pass then takes the first of its rank's slots that its dependencies allow. Slots are narrow, because nominal
+times only order the passes; `reorder_for_costs` applies the real costs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from megatron_vp.schedule.blocks import BuildingBlock
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 
 TimedPass = tuple[float, Pass]
-"""Nominal start of a pass of microbatch 0."""
+"""A nominal start time, and the pass that starts then."""
 
 
 @dataclass(frozen=True)
 class Nominal:
-    """A schedule in nominal order, which is valid; by rank the forwards and backwards that stay next to each other; and
-    when each pass of each rank starts and ends on the block's grid.
+    """A schedule in nominal order, which is valid.
+
+    `pairs` has, by rank, the forwards and backwards that stay next to each other. `spans` has the start and end of each
+    pass of each rank on the block's grid.
     """
 
     schedule: Schedule
@@ -33,9 +35,9 @@ class Nominal:
 def nominal_schedule(
     name: str, block: BuildingBlock, microbatches: int, vocab: VocabMethod, vocab_ranks: Collection[int]
 ) -> Nominal:
-    """Every rank's passes in nominal order; each barrier keeps a microbatch more in flight.
+    """Put every rank's passes into nominal order; each barrier keeps one more microbatch in flight.
 
-    `vocab_ranks` hold the vocabulary rows.
+    `vocab_ranks` are the ranks that hold vocabulary rows.
     """
     delay = vocab.barriers * block.step
     slots = _VocabSlots(block, delay, width=0.01 * block.forward_time)
@@ -76,8 +78,8 @@ def _with_whole_backwards(order: list[TimedPass], pairs: Sequence[tuple[Pass, Pa
 class _VocabSlots:
     """A rank's slot is the end of its forward of chunk 0; each of S, T, IF and IB takes `width` of it, in turn.
 
-    S comes within one step of the last stage's forward and T within the next, wherever in the step a rank's slot is:
-    one step per barrier is enough. So at most two microbatches are between S and T.
+    S comes within one step after the last stage's forward, and T within the next step, wherever a rank's slot is in the
+    step. So one step per barrier is enough, and at most two microbatches are between S and T.
     """
 
     block: BuildingBlock
@@ -88,14 +90,14 @@ class _VocabSlots:
         block, width = self.block, self.width
         end = block.forward_time - 4 * width
         opens, output = (block.forward[stage] + end for stage in (block.placement.stage_of[rank][0], -1))
-        # The loss function runs on rank p-1 between two passes: at the latest, where that rank has run its own S.
+        # The loss function runs on rank p-1 between two passes: at the latest, when that rank has run its own S.
         loss = output + block.step + width
         backward = block.backward[0] + self.delay + block.backward_time
         return [
             (self.first(opens + 2 * width, -block.step - width), Pass(PassKind.IF, 0)),
             (self.first(opens, output), Pass(PassKind.S, 0)),
             (self.first(opens + width, loss), Pass(PassKind.T, 0)),
-            # Nothing waits for IB. Two steps later it is out of the way when the last backwards run.
+            # Nothing waits for IB. Two steps later, it is out of the way of the last backwards.
             (self.first(opens + 3 * width, backward + 2 * block.step), Pass(PassKind.IB, 0)),
         ]
 

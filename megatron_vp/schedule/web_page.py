@@ -1,4 +1,4 @@
-"""Shows one timeline, or two above each other, as a page for a browser: one HTML file that needs no network."""
+"""Shows one timeline, or two above each other, in a browser page: one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_vp.schedule.timeline import Span, Timeline
 
 
 def to_html(timelines: Sequence[Timeline], window: Span | None = None) -> str:
-    """The page. All timelines share one time axis, which shows `window` (start and end) first, or everything."""
+    """Make the page; all timelines share a time axis, which at first shows `window` (start and end) or everything."""
     styles = _styles(timelines)
     places = {(style["kind"], style["chunk"]): place for place, style in enumerate(styles)}
     start, end = window or (0.0, max(timeline.makespan for timeline in timelines))
@@ -41,7 +41,7 @@ def to_html(timelines: Sequence[Timeline], window: Span | None = None) -> str:
 
 
 def _styles(timelines: Sequence[Timeline]) -> list[dict[str, object]]:
-    """Colour and words of every kind of pass and chunk, and of what communicates; the legend shows those with words."""
+    """Colour and meaning of every kind of pass and chunk, and of communication; only meanings show in the legend."""
     used = {(step.kind, step.chunk) for each in timelines for order in each.schedule.ranks for step in order}
     chunked = any(timeline.schedule.chunks > 1 for timeline in timelines)
     styles: list[dict[str, object]] = []
@@ -60,10 +60,10 @@ def _styles(timelines: Sequence[Timeline]) -> list[dict[str, object]]:
 
 
 def _schedule(timeline: Timeline, places: dict[tuple[object, object], int]) -> dict[str, object]:
-    """Passes first, rank by rank in their order, then communication; each with the places of all that it waits for.
+    """A timeline as data: passes rank by rank in their order, then communication, each with what it waits for.
 
-    A node is name, place of its style, rank (None: all members), start, end, what it waits for, and the node before it
-    on its rank or communicator (None: it is the first).
+    A node is a list: name, place of its style, rank (None: all members), start, end, places of the nodes that it waits
+    for, and place of the previous node on its rank or communicator (None if it is the first).
     """
     schedule, (graph, start, end) = timeline.schedule, timeline.nodes
     steps = [number for order in graph.numbers(schedule.ranks) for number in order]
@@ -103,7 +103,7 @@ def _schedule(timeline: Timeline, places: dict[tuple[object, object], int]) -> d
 
 
 def _levels(timeline: Timeline, held: Held) -> list[list[list[float]]]:
-    """By rank, the times at which what it holds changes, each with what it holds from then on, in microbatches."""
+    """By rank, the times at which the held memory changes, each with the new level in microbatches."""
     found = []
     for rank, spans in enumerate(timeline.spans):
         changes: list[list[float]] = []
@@ -116,5 +116,5 @@ def _levels(timeline: Timeline, held: Held) -> list[list[list[float]]]:
 
 
 def _rounded(time: float) -> float:
-    """Round to nine digits: invisible in a picture, and the file stays small."""
+    """Round to nine digits, which is invisible in a picture and keeps the file small."""
     return float(f"{time:.9g}")

@@ -1,7 +1,7 @@
 """DualPipeV: chunks in V shape; a forward and a whole backward of different microbatches run side by side.
 
-Time is cut into slots of one forward and one whole backward. Everything moves one stage per slot, down the V and up
-again, so that on every rank the forward of one chunk and the backward of the other share a slot.
+Time is divided into slots, each as long as one forward and one whole backward. Every microbatch moves one stage per
+slot, down the V and up again. So on every rank the forward of one chunk and the backward of the other share a slot.
 
 Source: DeepSeek-AI's DualPipe and its V-shaped form, https://github.com/deepseek-ai/DualPipe.
 """
@@ -18,8 +18,8 @@ from megatron_vp.schedule.placement import Placement
 def dual_pipe_v(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
     """Every rank holds at most p + 1/2 microbatches.
 
-    While the pipeline fills and drains, forwards and backwards run alone. Backwards are then split, and their W fills
-    bubbles.
+    While the pipeline fills and drains, forwards and backwards run unpaired. These backwards are split, and each W
+    fills a bubble.
 
     Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
 
@@ -30,17 +30,17 @@ def dual_pipe_v(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBl
 
     1. Fill: forwards of chunk 0, then of chunk 1 (`f`).
     2. Steady: the forward of one chunk next to a whole backward (`b0--`) of the other.
-    3. Drain: backwards of both chunks; those that are split leave their W for the gaps.
+    3. Drain: backwards of both chunks; split ones leave their W for the gaps.
     """
     p, slot = pipeline_size, (costs.F + costs.B + costs.W) / 2
     stages, behind_forward = range(2 * p), costs.F / 2
     backward = [(4 * p - 1 - stage) * slot + behind_forward for stage in stages]
 
     def overlaps(rank: int, microbatches: int, barriers: int) -> list[tuple[Pass, Pass]]:
-        """Forward and backward of the slots in which neither would have to wait for the other.
+        """The forward and the backward of each slot in which neither would have to wait for the other.
 
-        A barrier delays backwards by two slots, one microbatch. The first 2p - 1 - r forwards of chunk 0 (and one more
-        for each barrier) fill the pipeline.
+        Each barrier delays backwards by two slots, which is one microbatch. The first 2p - 1 - r forwards of chunk 0
+        (and one more for each barrier) fill the pipeline.
         """
         apart, pairs = p + barriers, []
         for microbatch in range(apart, microbatches):

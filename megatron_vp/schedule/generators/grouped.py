@@ -11,16 +11,16 @@ from megatron_vp.schedule.placement import Placement
 
 
 def _grouped(step: int, group: int, pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """A rank's next chunk begins `step` microbatches later; `group` of them follow each other in one chunk.
+    """Make a block in which groups of `group` microbatches go through the chunks, each chunk `step` microbatches later.
 
-    All passes of all chunks take one of three slots of a microbatch: F, B, and W right behind it.
+    Each microbatch of each chunk has three slots: one for F, one for B, and one for W right behind B.
     """
     p, v = pipeline_size, chunks
-    # With one microbatch per group, some consecutive chunks would share a slot; they are moved apart by one.
+    # With one microbatch per group, some chunks would share slots; these are moved apart by one microbatch.
     part = v // gcd(v, step // group)
     late = [3 * (step * chunk + group * (chunk // part)) for chunk in range(v)]
-    # Ranks are two slots apart as far as there is room before the next chunk, so that no chunk's backward on the last
-    # rank comes before that of the chunk behind it on rank 0.
+    # Neighbouring ranks are two slots apart while there is room before the next chunk, and one slot after that. So no
+    # chunk's backward on the last rank comes before the backward of the following chunk on rank 0.
     room = min([p - 1] + [after - before - p for before, after in pairwise(late)])
     shift = [min(rank, room) for rank in range(p)]
     forward = [late[chunk] + rank + shift[rank] for chunk in range(v) for rank in range(p)]
@@ -42,7 +42,7 @@ def _grouped(step: int, group: int, pipeline_size: int, chunks: int, costs: Pass
 
 
 def gis(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Groups of p: rank r holds at most p v - r chunks, and the backward split leaves no bubble more.
+    """Groups of p: rank r holds at most p v - r chunks, and the split backward adds no bubble.
 
     Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
 
@@ -59,7 +59,7 @@ def gis(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
 
 
 def gis_h(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Groups of p/2, rounded up: half of the memory of `gis`.
+    """Groups of p/2, rounded up: about half the memory of `gis`.
 
     Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
 
@@ -77,7 +77,7 @@ def gis_h(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
 
 
 def po(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """The steps of `gis_h`, each microbatch after the other: every chunk's lifespan repeats evenly.
+    """The same steps as in `gis_h`, but one microbatch at a time, so that every chunk's lifespan repeats evenly.
 
     Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
 

@@ -1,4 +1,4 @@
-"""Interlaced: one chunk per rank, and one vocabulary pass V a microbatch that all ranks run at the same time."""
+"""Interlaced: one chunk per rank, and for each microbatch one vocabulary pass V that all ranks run at the same time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from megatron_vp.schedule.placement import Placement
 def interlaced(pipeline_size: int, microbatches: int) -> Schedule:
     """Rank r holds at most floor(1.5 p) - r microbatches.
 
-    Between one V and the next every rank runs one forward and one backward: backward first on the last rank, then
-    alternately. So within such a period a forward can follow the one of the rank before, on every other rank, but a
-    backward never can: forwards advance two ranks a period, backwards one.
+    Between one V and the next, every rank runs one forward and one backward. The last rank runs the backward first, its
+    neighbour the forward, and so on alternately. So within such a period, on every second rank, a forward can follow
+    the forward of the previous rank, but no backward can follow that of the next rank. Forwards therefore advance two
+    ranks per period, and backwards one.
 
     Five microbatches on four ranks; F, B and W take one unit of time each:
 
@@ -31,7 +32,7 @@ def interlaced(pipeline_size: int, microbatches: int) -> Schedule:
 
 
 def _order(distance: int, microbatches: int) -> Iterator[Pass]:
-    """Passes of the rank `distance` ranks before the last. Period i ends with the V of microbatch i."""
+    """Passes of the rank that is `distance` ranks before the last. Period i ends with the V of microbatch i."""
     ahead, behind = distance // 2, distance + 1
     for period in range(-ahead, microbatches + behind):
         forward, backward = Pass(PassKind.F, period + ahead), Pass(PassKind.B, period - behind)

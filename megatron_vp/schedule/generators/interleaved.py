@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several chunks per rank, round robin; a group of p microbatches goes through chunk after chunk."""
+"""Interleaved 1F1B: several chunks per rank, round robin; groups of p microbatches go through chunk after chunk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_vp.schedule.placement import Placement
 
 
 def interleaved(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Rank r forwards 2(p - 1 - r) + (v - 1)p chunks before its first backward, then one for one, as in Megatron.
+    """Rank r runs 2(p - 1 - r) + (v - 1)p forwards, and then alternates with backwards, as in Megatron.
 
     Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
 
@@ -17,9 +17,9 @@ def interleaved(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBl
         rank 2  ....F0F1F2F3f0f1f2..b0--f3b1--F4b2--..b3--..f4B0--B1--b4--B2--B3--....B4--........
         rank 3  ......F0F1F2F3f0b0--f1b1--f2b2--f3b3--F4B0--B1--f4b4--B2--B3--....B4--............
 
-    1. Fill: rank r forwards 2(p - 1 - r) + (v - 1)p chunks, p microbatches through one chunk before the next.
+    1. Fill: rank r runs 2(p - 1 - r) + (v - 1)p forwards, of p microbatches in one chunk before the next chunk.
     2. Steady: one forward of a chunk, then one backward of a chunk.
-    3. Drain: the backwards that are left.
+    3. Drain: the remaining backwards.
     """
     p, v = pipeline_size, chunks
     stages, interval = p * v, costs.F + costs.B + costs.W

@@ -19,7 +19,7 @@ def one_f_one_b(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBl
 
     1. Fill: rank r runs p - 1 - r forwards.
     2. Steady: one forward, then one backward, as long as there are forwards.
-    3. Drain: the backwards that are left.
+    3. Drain: the remaining backwards.
     """
     backward = costs.B + costs.W
     return BuildingBlock(

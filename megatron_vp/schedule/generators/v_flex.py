@@ -1,4 +1,6 @@
-"""V-Flex: chunks in V shape with slack on some ranks, so any memory between V-Min's and ZB-V's (p = 4, slack 2, gap 1).
+"""V-Flex: chunks in V shape with slack on some ranks, for any memory between V-Min's and ZB-V's.
+
+Forwards of one microbatch by virtual stage, with p = 4, slack 2 and gap 1:
 
 rank 0: F0 . . . . . . F7        rank r has chunk 0 = stage r and chunk 1 = stage 2p - 1 - r;
 rank 1: . F1 . . . . F6 .        ranks 2 and 3, the last two, take two slots on the way down,
@@ -22,9 +24,10 @@ class Shape(NamedTuple):
     """A block of V-Flex; prints as `slack=12,gap=2`."""
 
     slack: int
-    """0: every rank takes one slot on the way down and one on the way up the V, as in V-Min. Each of the first p gives
-    one rank more, the last ones first, a second slot on the way down: p is V-Half. Each of the next p gives one rank a
-    third slot down, and a third up: 2p is ZB-V."""
+    """Number of steps by which ranks are given slack. With 0, every rank takes one slot on the way down the V and one
+    on the way up, as in V-Min. Each of the first p steps gives one more rank, from the last one on, a second slot on
+    the way down: p is V-Half. Each of the next p steps gives one more rank three slots each way: 2p is ZB-V.
+    """
     gap: int
     """slots between forwards and backwards at the end of the V"""
 
@@ -39,12 +42,14 @@ class Shape(NamedTuple):
 
     @property
     def block(self) -> Block:
-        """Of a family's record."""
+        """The building block for a family's record."""
         return partial(_v_flex, self)
 
 
 def _v_flex(shape: Shape, pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Passes may meet in a slot: for nominal times only their order counts, and W comes right behind its B.
+    """Make the block of a shape, with W right behind its B.
+
+    Passes may share a slot, because only the order of nominal times counts.
 
     Five microbatches on four ranks, at most 3.5 held; F, B and W take one unit of time each, small letters are chunk 1:
 
@@ -53,7 +58,7 @@ def _v_flex(shape: Shape, pipeline_size: int, chunks: int, costs: PassCosts) -> 
         rank 2  ....F0F1F2f0F3f1F4..b0w0f2b1B0w1f3b2W0B1w2f4b3B2W1B3b4w3W2B4w4W3W4..
         rank 3  ......F0f0F1f1F2f2F3..b0B0w0f3b1W0F4B1w1f4b2B2b3B3W1w2b4B4W2w3W3w4W4
 
-    1. Fill: forwards of chunk 0 go down the V, those of chunk 1 (`f`) come back up; ranks with slack later.
+    1. Fill: forwards of chunk 0 go down the V, those of chunk 1 (`f`) come back up, later on ranks with slack.
     2. Steady: per microbatch one F, B and W of each chunk.
     3. Drain: B first; W fills the gaps.
     """
@@ -75,7 +80,7 @@ def _v_flex(shape: Shape, pipeline_size: int, chunks: int, costs: PassCosts) -> 
 
 
 def _slots(ranks: int, rank: int, slack: int) -> tuple[int, int]:
-    """Slots of a rank on the way down and on the way up."""
+    """Number of slots that a rank takes on the way down and on the way up."""
     more = max(0, slack - ranks)
     if rank >= ranks - more:
         return 3, 3
@@ -83,7 +88,7 @@ def _slots(ranks: int, rank: int, slack: int) -> tuple[int, int]:
 
 
 def _through_the_v(start: int, down: tuple[int, ...], up: tuple[int, ...]) -> list[int]:
-    """Slots at which something that starts on rank 0 is on each rank, on the way down and then on the way up."""
+    """The slot at which each rank has its turn, on the way down and then on the way up, from slot `start` on rank 0."""
     places = [start]
     for slots in down[:-1]:
         places.append(places[-1] + slots)

@@ -1,4 +1,4 @@
-"""V-Half: chunks in V shape, slack on the way down only, so half of 1F1B's activations, alike on all ranks."""
+"""V-Half: chunks in V shape with slack only on the way down: half of 1F1B's activations, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from megatron_vp.schedule.costs import PassCosts
 
 
 def v_half(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Every rank holds at most p/2 + 1 microbatches, (p + 1)/2 for odd p.
+    """Every rank holds at most p/2 + 1 microbatches, or (p + 1)/2 if p is odd.
 
-    Down the V every second slot, up every slot, forwards and backwards alike. For even p, three slots between forwards
-    and backwards keep a rank's passes out of each other's slots.
+    Forwards and backwards both advance one rank every second slot down the V, and one rank every slot back up. If p is
+    even, three slots between forwards and backwards keep a rank's passes out of each other's slots.
 
     Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
 
@@ -19,7 +19,7 @@ def v_half(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
         rank 2  ....F0F1F2f0F3f1....b0w0f2B0b1w1W0f3F4B1b2w2W1f4b3B2w3B3b4W2w4B4W3W4..
         rank 3  ......F0f0F1f1F2f2....b0B0w0F3W0f3b1B1w1F4W1f4b2B2b3B3w2W2b4B4w3W3w4W4
 
-    1. Fill: a forward goes down the V in every second slot and comes back up in every slot.
+    1. Fill: a forward goes down the V, one rank every second slot, and comes back up, one rank every slot.
     2. Steady: per microbatch one F, B and W of each chunk.
     3. Drain: B first; W fills the gaps.
     """

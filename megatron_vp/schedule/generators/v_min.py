@@ -1,4 +1,4 @@
-"""V-Min: chunks in V shape, every pass right behind the one before it, so a third of 1F1B's activations."""
+"""V-Min: chunks in V shape, every pass right behind the one before it: a third of 1F1B's activations."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megatron_vp.schedule.costs import PassCosts
 def v_min(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
     """Every rank holds at most p/3 + 2/3 microbatches, rounded up.
 
-    Forwards and backwards go down and up the V slot by slot. For p a multiple of three, two slots between forwards and
-    backwards keep a rank's passes out of each other's slots. Without slack, costs F, B and W that differ, or slow
-    communication, leave bubbles in the steady state.
+    Forwards and backwards advance one rank every slot, down the V and back up. If p is a multiple of three, two slots
+    between forwards and backwards keep a rank's passes out of each other's slots. As there is no slack, unequal F, B
+    and W or slow communication leave bubbles in the steady state.
 
     Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
 

@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B with the backward split, its weight gradients moved into the cool-down."""
+"""ZB-H1: 1F1B with the backward split and weight gradients moved into the cool-down."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from megatron_vp.schedule.placement import Placement
 
 
 def zb_h1(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Every rank holds at most p microbatches, as 1F1B's first does.
+    """Every rank holds at most p microbatches, as rank 0 does in 1F1B.
 
-    1F1B's block, in which rank r holds p - r microbatches; the r more that it may hold are those whose W is pending.
+    In 1F1B's block, rank r holds p - r microbatches. Here it may hold r more, whose W is still pending.
 
     Five microbatches on four ranks; F, B and W take one unit of time each:
 
@@ -20,7 +20,7 @@ def zb_h1(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
         rank 3  ......F0B0F1B1F2B2F3B3W0F4B4W1W2W3W4
 
     1. Fill: forwards until the first B can run, at most p.
-    2. Steady: one F and one B per microbatch; rank r keeps the W of r microbatches back.
+    2. Steady: one F and one B per microbatch; rank r defers the W of r microbatches.
     3. Drain: B as soon as it can run; W fills the gaps.
     """
     p, backward = pipeline_size, costs.B + costs.W
