@@ -1,1 +1,1 @@
-"""The cost model: FLOPs, bytes, hardware, predictions of time and memory, the paper's tables. Does not import torch."""
+"""The cost model, which counts FLOPs and bytes and predicts time and memory. It does not import torch."""

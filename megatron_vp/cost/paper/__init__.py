@@ -1,1 +1,1 @@
-"""The paper's tables: published cells, predictions, the fit of the constants, and jobs to run them again."""
+"""The paper's tables: published cells, predictions, the fit of the constants, and jobs that run the cells again."""

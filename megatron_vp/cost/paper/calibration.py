@@ -1,7 +1,8 @@
-"""Fits the constants to what was published, and tests them on setups that the fit has not seen.
+"""Fits the constants to published values, and tests them on setups that the fit has not seen.
 
-Least squares over relative errors: of the cells' MFU, of the pass times on 8 GPUs, of Table 3's factors in points.
-Along its critical path the time of a cell is a sum of durations, so a fit simulates every schedule once per round only.
+The fit minimises the squares of relative errors: of the cells' MFU, of the pass times on 8 GPUs, and of Table 3's
+factors (in points). Along its critical path, the time of a cell is a sum of durations, so a fit has to simulate every
+schedule only once per round.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ EXPECTED = Constants(
     idle_boost=0.06,
     network=0.8,
 )
-"""Prior values for A100s and eager PyTorch code, before any fit; score_bytes: 52 of the whole layer and a rescaling."""
+"""Prior values for A100s and eager PyTorch code, before any fit. `score_bytes` is 52 for the whole layer, plus a
+rescaling.
+"""
 
 SPREAD = Constants(
     matrix=0.05,
@@ -52,21 +55,23 @@ SPREAD = Constants(
     idle_boost=0.01,
     network=0.1,
 )
-"""Prior uncertainty: a fitted value one spread away costs as much as an error of 1 percent in one cell."""
+"""Prior uncertainty: a fitted value that is one spread away from its prior costs as much as an error of 1 percent in
+one cell.
+"""
 
 PASS_WEIGHT, FACTOR_WEIGHT = 0.5, 0.7
 """Weight of an error in a pass time, and in one of Table 3's factors, relative to an error in a cell."""
 
 WORST = 0.1
-"""Errors count up to here, so that a run with another layout does not bend the fit."""
+"""Larger errors count only as much as this one, so that a run with another layout does not distort the fit."""
 
 ROUNDS = 3
-"""How often schedules are simulated again, because another path may have become critical."""
+"""Number of rounds. Each one simulates the schedules again, because another path may have become critical."""
 
 Residuals = Callable[[Constants], list[float]]
 
 Part = tuple[int, ...]
-"""Cells of one (table, GPUs, sequence length), or of one (table, GPUs) with any length: the beginning of their setup.
+"""The beginning of a setup, which selects cells: (table, GPUs, sequence length), or (table, GPUs) for any length.
 """
 
 
@@ -129,7 +134,7 @@ def pass_errors(constants: Constants) -> dict[str, list[float]]:
 
 
 def factor_errors(constants: Constants) -> list[float]:
-    """Errors of Table 3's factors of the output layer, in parts of linear scaling."""
+    """Errors of Table 3's factors of the output layer, as fractions of linear scaling."""
     return [
         (scaling_factor(Cell(5, gpus, sequence, "baseline", 256), VocabMethod(layer[7:]), constants) - published) / 100
         for (sequence, layer, gpus), published in scaling_factors().items()
@@ -157,7 +162,7 @@ def _residuals(constants: Constants, paths: Iterable[PathTime], measured: Mappin
 
 
 def _least_squares(residuals: Residuals, start: Constants, steps: int = 4) -> Constants:
-    """Gauss-Newton with numerical derivatives; stops at the first step that does not improve."""
+    """Gauss-Newton with numerical derivatives; stops at the first step without an improvement."""
     found, now = start, np.array(residuals(start))
     for _ in range(steps):
         values = astuple(found)
@@ -174,8 +179,10 @@ def _least_squares(residuals: Residuals, start: Constants, steps: int = 4) -> Co
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Errors on cells left out of a fit: how many, and the mean and largest absolute error of MFU and memory in
-    percent.
+    """Errors on the cells that a fit left out.
+
+    cells: their number.
+    mfu, memory: mean and largest absolute error in percent.
     """
 
     part: Part
@@ -189,8 +196,8 @@ def leave_out(
 ) -> list[LeftOut]:
     """Predict every part of the cells with constants fitted to the other parts.
 
-    Pass times and Table 3 stay in the fit. `redis` on 16 GPUs and more is left out of the errors if its layout does not
-    follow the rule: that error is not the model's.
+    Pass times and Table 3 stay in the fit. `redis` on more than 8 GPUs does not count in the errors, because its layout
+    is unknown, and an error may come from that.
     """
     found = []
     for part in parts:
@@ -219,5 +226,5 @@ def report(constants: Constants) -> list[str]:
 
 
 def known_to_fit() -> dict[Cell, Measurement]:
-    """The package's published cells, without those of unknown layout."""
+    """The package's published cells, except those with an unknown layout."""
     return {cell: entry for cell, entry in known_cells().items() if not layout_unknown(cell)}

@@ -1,4 +1,4 @@
-"""The paper's tables as jobs that can be run: a list of cells, each with the arguments that train it."""
+"""Turns the paper's tables into jobs that can be run: lists of cells, each with the arguments that train it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MODELS = {
     5: {8: "gpt_4b", 16: "gpt_10b", 32: "gpt_21b"},
     6: {16: "gpt_7b", 24: "gpt_16b", 32: "gpt_30b"},
 }
-"""Configuration of the model that a table uses on so many GPUs."""
+"""The configuration of each table's model, by number of GPUs."""
 
 _COLUMNS = ("cell", "arguments")
 
 
 def cell_name(cell: Cell) -> str:
-    """A cell in one word, which is also its folder: `table5-8-2048-vocab-1-32k`."""
+    """A cell's name, which is also that of its folder: `table5-8-2048-vocab-1-32k`."""
     return f"table{cell.table}-{cell.gpus}-{cell.sequence}-{cell.method}-{cell.vocab_k}k"
 
 
@@ -48,7 +48,7 @@ def cell_arguments(cell: Cell) -> list[str]:
 def write_lists(folder: Path, cells: Iterable[Cell]) -> dict[int, tuple[Path, int]]:
     """Write FOLDER/N_gpus.tsv for every number of GPUs N: a header, then one line per cell with its name and arguments.
 
-    Returns path and number of cells by number of GPUs.
+    Returns, for each number of GPUs, the path and the number of cells.
     """
     by_gpus: dict[int, list[Cell]] = {}
     for cell in sorted(cells):

@@ -1,4 +1,4 @@
-"""Measurements of the tables' cells, read from the logs of their ranks."""
+"""Reads measurements of the tables' cells from the logs of their ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_vp.cost.memory.rank_memory import GIB
 from megatron_vp.files import MIB, read_text
 
 WARM_UP = 3
-"""Iterations that are not counted: they compile, allocate and time their kernels."""
+"""The number of first iterations that do not count, because they compile, allocate and time their kernels."""
 
 # Megatron's log lines: the last rank prints times, every rank its memory in MiB.
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+)")
@@ -21,9 +21,10 @@ _OUT_OF_MEMORY = re.compile(r"out of memory", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: seconds per iteration (median without the first), peak memory of the fullest rank in GiB.
+    """A finished run: seconds per iteration (median without the first ones), and peak memory of the fullest rank in
+    GiB.
 
-    Both are None if the run did not fit; memory is None if no device counts it.
+    Both are None if the run ran out of memory; memory is None if no device counts it.
     """
 
     seconds: float | None
@@ -31,7 +32,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run | str:
-    """Read the run whose ranks logged to FOLDER/rank_*.log, or say why it does not count."""
+    """Read the run whose ranks logged to FOLDER/rank_*.log, or return why it does not count."""
     logs = sorted(folder.glob("rank_*.log"))
     if not logs:
         return "not run"

@@ -1,8 +1,7 @@
-"""Predicts figure 15 of PipeOffload (Wan et al., arXiv 2503.01328) with this project's orders, next to the published
-values.
+"""Predicts figure 15 of PipeOffload (Wan et al., arXiv 2503.01328) with this project's orders of passes.
 
-Memory is that of activations alone, as published: the layers whose activations a rank holds at once, by the ledger of
-its own order of passes, times the bytes of one layer.
+As published, memory is that of activations only: the largest number of layers whose activations a rank holds at once,
+times the bytes of one layer. The ledger of the rank's own order of passes gives this number.
 """
 
 from __future__ import annotations
@@ -27,14 +26,16 @@ from megatron_vp.schedule.ledger import changes
 SEQUENCES = (4096, 8192, 16384, 32768)
 
 METHODS = ("1f1b-i", "gis", "gis-h", "po-h", "po-f", "1f1b")
-"""The figure's methods, in its order. PO-H offloads half of the chunks, rounded up; PO-F all of them."""
+"""The figure's methods, in its order. PO-H offloads half of the chunks, rounded up; PO-F offloads all."""
 
 VOCABULARY = 50_304
-"""Assumed; not published. The first and the last stage have one layer less and hold the vocabulary layers."""
+"""An assumption, because the vocabulary was not published. The first and the last rank hold the vocabulary layers, and
+one layer less than the others.
+"""
 
 KEPT = 16.7
-"""Bytes per token and hidden unit that a layer keeps, besides its keys and values: what remains of 34 when norms and
-GELU are recomputed and there is no dropout, and 0.7 for all small tensors.
+"""Bytes per token and hidden unit that a layer keeps in addition to its keys and values: the rest of 34 if norms and
+GELU are recomputed and there is no dropout, plus 0.7 for all small tensors.
 """
 
 COMPUTED_AGAIN = 12
@@ -75,7 +76,7 @@ class Cell(NamedTuple):
 
     @property
     def job(self) -> Job:
-        """The model that is trained."""
+        """The job that the run trains."""
         sizes = MODELS[self.model]
         shape = ModelShape(
             sizes.layers, sizes.hidden, sizes.heads, 4 * sizes.hidden, VOCABULARY, kv_groups=KEYS_AND_VALUES
@@ -85,7 +86,10 @@ class Cell(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        """The plan: one layer per stage, none on the first and last; with one chunk, the same number per rank."""
+        """The run's plan: one layer per stage, and none on the first and the last stage.
+
+        1F1B has a single chunk per rank, with the layers that a rank's chunks have in the other plans.
+        """
         sizes = MODELS[self.model]
         chunks = sizes.chunks
         if self.method == "1f1b":
@@ -97,7 +101,7 @@ class Cell(NamedTuple):
 
     @property
     def layer_bytes(self) -> float:
-        """The activations that one layer keeps of a microbatch."""
+        """Bytes of activations that one layer keeps for a microbatch."""
         job = self.job
         return job.kept_bytes * job.tokens * job.model.hidden
 
@@ -116,7 +120,7 @@ class CellPrediction:
 
 
 def published() -> dict[Cell, Measurement]:
-    """The figure's runs, as far as the paper made them."""
+    """The runs of the figure that the paper reports."""
 
     def number(text: str) -> float | None:
         return float(text) if text else None
@@ -130,7 +134,7 @@ def published() -> dict[Cell, Measurement]:
 
 
 def resident_layers(schedule: Schedule, layers: Sequence[int]) -> int:
-    """Most layer activations (layers x microbatches) that a rank holds at once; `layers` by virtual stage."""
+    """The most layer activations (layers x microbatches) that a rank holds at once; `layers`: those of every stage."""
     most = 0
     for rank, order in enumerate(schedule.ranks):
         level = 0
@@ -143,10 +147,10 @@ def resident_layers(schedule: Schedule, layers: Sequence[int]) -> int:
 
 
 def predict_cell(cell: Cell) -> CellPrediction:
-    """The model's prediction for a cell.
+    """The cost model's prediction for a cell.
 
-    With offload, add one layer: the published figures include room for a reload and what a layer's backward recomputes.
-        Those without offload do not.
+    With offloading, memory for one layer and for what its backward recomputes is added, because the published figures
+    include room to reload a layer. The figures without offloading do not.
     """
     job, plan = cell.job, cell.plan
     simulator = make_simulator(job, plan, A100, CALIBRATED, further_orders=False)
@@ -159,8 +163,8 @@ def predict_cell(cell: Cell) -> CellPrediction:
 
 
 def predict_cells(cells: Iterable[Cell], processes: int) -> Iterator[CellPrediction]:
-    """Predictions of `cells`, in the order in which they are done."""
-    # The largest come first, so that no single process still works on one at the end.
+    """Yield the predictions of `cells`, in the order in which they finish."""
+    # The largest come first, so that no process is left alone with a large one at the end.
     ordered = sorted(cells, key=lambda cell: (MODELS[cell.model].gpus, cell.plan.offload_chunks), reverse=True)
     with worker_pool(processes) as pool:
         for done in as_completed(pool.submit(predict_cell, cell) for cell in ordered):
@@ -168,7 +172,7 @@ def predict_cells(cells: Iterable[Cell], processes: int) -> Iterator[CellPredict
 
 
 def to_csv(predictions: Iterable[CellPrediction]) -> str:
-    """One line per cell; what was not published, or did not fit, is empty."""
+    """Format one CSV line per cell; fields without a published value, or for runs that did not fit, are empty."""
     out, known = io.StringIO(), published()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -180,7 +184,7 @@ def to_csv(predictions: Iterable[CellPrediction]) -> str:
 
 
 def to_text(predictions: Iterable[CellPrediction]) -> str:
-    """A block per model, a line per method; published figures follow the predicted ones."""
+    """Format a block for each model, with a line for each method; published figures follow the predicted ones."""
     known = published()
     found = {each.cell: each for each in predictions}
     lines = [
@@ -207,7 +211,7 @@ def _entry(predicted: CellPrediction | None, of_paper: Measurement | None, which
 
 
 def in_order(predictions: Iterable[CellPrediction]) -> list[CellPrediction]:
-    """Sort cells in the figure's order."""
+    """Sort predictions in the figure's order."""
     return sorted(
         predictions,
         key=lambda each: (list(MODELS).index(each.cell.model), each.cell.sequence, METHODS.index(each.cell.method)),

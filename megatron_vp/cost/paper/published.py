@@ -1,4 +1,4 @@
-"""The paper's figures: models, published cells, pass times, scaling factors; and files in the same format."""
+"""Reads the paper's models, published cells, pass times and scaling factors, and users' files in the same format."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ METHODS = {5: ("baseline", "redis", "vocab-1", "vocab-2", "interlaced"), 6: ("ba
 """Methods in the paper's tables 5 (1F1B) and 6 (V-Half)."""
 
 LARGEST = 10_000
-"""Largest percent and GiB accepted in a cell of a file."""
+"""The largest value, in percent or GiB, that is accepted in a file."""
 
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One run of the paper: `gpus` in one pipeline, sequences of `sequence` tokens, `vocab_k` thousand tokens."""
+    """One run of the paper: `gpus` in one pipeline, sequences of `sequence` tokens, a vocabulary of `vocab_k` thousand
+    tokens.
+    """
 
     table: int
     gpus: int
@@ -36,7 +38,7 @@ class Cell:
 
     @property
     def setup(self) -> tuple[int, int, int]:
-        """The cells that validation leaves out together: table, GPUs, sequence length."""
+        """Table, GPUs and sequence length; validation leaves out all cells of one setup together."""
         return self.table, self.gpus, self.sequence
 
 
@@ -83,15 +85,15 @@ def _job(row: dict[str, str], sequence: int, vocab: int) -> Job:
 
 
 def known_cells() -> dict[Cell, Measurement]:
-    """The published cells that come with this package: what the constants were fitted on."""
+    """The published cells that come with this package, to which the constants were fitted."""
     return _cells(packaged("published_mfu.csv"), "the package's published cells")
 
 
 def read_cells(path: Path) -> dict[Cell, Measurement]:
     """Read the cells of a file in the format of the package's `published_mfu.csv`.
 
-    Raises UserError for a file that cannot be read, lacks a column, or has a cell twice or one that the tables do not
-    have.
+    Raises UserError for a file that cannot be read, lacks a column, has a cell twice, or has a cell that is not in the
+    tables.
     """
     text = read_text(path, "published cells", MIB)
     return _cells(csv.DictReader(text.splitlines()), str(path))
@@ -133,7 +135,7 @@ def _cells(rows: Iterable[dict[str, str]], source: str) -> dict[Cell, Measuremen
 
 
 def pass_times() -> list[dict[str, float]]:
-    """Mean pass times in milliseconds and iteration times in seconds, measured by the authors on 8 A100."""
+    """Mean pass times in milliseconds and iteration times in seconds, measured by the authors on 8 A100s."""
     return [{name: float(value) for name, value in row.items()} for row in packaged("pass_times_8gpu_a100.csv")]
 
 

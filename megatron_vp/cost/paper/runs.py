@@ -1,4 +1,4 @@
-"""The runs of the paper's tables as plans, to predict what the authors ran."""
+"""Predicts the runs of the paper's tables, as the authors ran them or in another setting."""
 
 from __future__ import annotations
 
@@ -21,28 +21,33 @@ from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.schedule import PassCosts, Simulator, VocabMethod, family, generate
 
 A100 = replace(HARDWARE["a100"], rates=None)
-"""Without rates: the fitted constants describe the authors' code, not this project's kernels."""
+"""The A100 without rates, because the fitted constants describe the authors' code, not this project's kernels."""
 
 PEAK_FLOPS = {5: 320e12, 6: 312e12}
-"""The peak that the tables divide by for MFU. 320 matches all 8-GPU rows of table 5. Table 6's is not published: 312,
-the A100's nominal peak, is what the authors' scripts have, and brings the time its output layer takes to that of table
-5.
+"""The peak in FLOP/s to which the tables' MFU refers. 320 TFLOP/s matches all rows of table 5 with 8 GPUs. The peak of
+table 6 is not published. The authors' scripts use 312 TFLOP/s, the A100's nominal peak, with which the output layer
+takes as long as in table 5.
 """
 
 NOMINAL_CELL = {"vocab_k": 64, "sequence": 2048}
-"""Costs used to order the passes of all cells of a model and method; at most 0.3 percent worse than each cell's own."""
+"""Vocabulary and sequence length by whose costs the passes of all cells of a model and method are ordered. The orders
+are at most 0.3 percent slower than those for each cell's own costs.
+"""
 
 
 EQUAL = PassCosts(F=1, B=1, W=1)
-"""Equal costs, for which V-Half's baseline is ordered, like its building block. An order for the real costs, whole
-output layer included, delays W while rank 0 holds most, and takes up to 16 percent more memory than published.
+"""Equal costs, for which V-Half's baseline is ordered, like its building block. An order for the real costs, including
+those of the whole output layer, would delay W while rank 0 holds the most activations, and take up to 16 percent more
+memory than published.
 """
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What runs the tables' cells in place of the authors' code on A100s: this project in bf16, with gradients in fp32,
-    on `hardware`, the layers' products in `fp8` where a recipe is named.
+    """A setting for the tables' cells other than the authors' code on A100s.
+
+    It is this project on `hardware`, in bf16 with gradients in fp32. If `fp8` names a recipe, the layers' products are
+    in fp8.
     """
 
     hardware: Hardware
@@ -88,7 +93,7 @@ def software(constants: Constants, table: int) -> Constants:
 
 
 def simulator_of(cell: Cell) -> Simulator:
-    """Simulator of `cell`'s order of passes, which its neighbours share."""
+    """The simulator of `cell`'s order of passes, which other cells of the same model and method share."""
     plan = plan_of(cell)
     return _simulator(replace(cell, method="", **NOMINAL_CELL), plan.schedule, plan.vocab)
 
@@ -115,7 +120,7 @@ def predict_cell(cell: Cell, constants: Constants = FITTED, layers: tuple[int, .
 
 
 def paper_mfu(found: Prediction, peak_flops: float) -> float:
-    """MFU in percent of `peak_flops`, as the paper counts it: attention in full."""
+    """MFU in percent of `peak_flops`, as the paper counts it, with both halves of attention."""
     return 100 * paper_flops(found.job) / found.job.gpus / found.iteration_seconds / peak_flops
 
 
@@ -136,14 +141,14 @@ def _simulator_on(cell: Cell, schedule: str, vocab: VocabMethod, setting: Settin
 def predict_cells(
     cells: Sequence[Cell], processes: int, setting: Setting | None = None
 ) -> Iterator[list[CellPrediction]]:
-    """Predictions of `cells`, as published or in another setting: cells that share an order of passes are predicted
-    together.
+    """Yield the predictions of `cells`, as published or in another setting. Cells that share an order of passes are
+    predicted together.
     """
     groups: dict[tuple, list[Cell]] = {}
     for cell in cells:
         plan = plan_of(cell)
         groups.setdefault((cell.gpus, cell.table, plan.schedule, plan.vocab), []).append(cell)
-    # The largest come first, so that no single process still works on one at the end.
+    # The largest come first, so that no process is left alone with a large one at the end.
     ordered = [groups[key] for key in sorted(groups, reverse=True)]
     with worker_pool(processes) as pool:
         for done in as_completed(pool.submit(_predict_group, group, setting) for group in ordered):
@@ -166,6 +171,6 @@ def other_layouts(cell: Cell) -> list[tuple[int, ...]]:
 
 
 def scaling_factor(cell: Cell, method: VocabMethod, constants: Constants = FITTED) -> float:
-    """Table 3: the whole output layer's time over p times that of S and T, in percent of linear scaling."""
+    """A factor of Table 3: the whole output layer's time over p times that of S and T, in percent of linear scaling."""
     times = PassTimes(jobs()[cell], A100, constants)
     return 100 * sum(times.whole_output()) / cell.gpus / sum(times.output_shard(method))

@@ -1,4 +1,4 @@
-"""The paper's tables, predicted and compared with published values: rows, errors, CSV."""
+"""Compares predictions of the paper's tables with published values, in rows, errors and CSV."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ COLUMNS = (
 
 
 def layout_unknown(cell: Cell) -> bool:
-    """Whether a cell may have been run with another layout than the rule's: `redis` layouts are published only for 8
-    GPUs.
+    """Whether a cell may have been run with a layout that differs from the rule's.
+
+    `redis` layouts are published only for 8 GPUs.
     """
     return cell.method == "redis" and cell.gpus > 8
 
 
 @dataclass(frozen=True)
 class Row:
-    """A predicted cell and what was published of it, if anything."""
+    """A predicted cell and its published values, if there are any."""
 
     predicted: CellPrediction
     published: Measurement | None = None
 
     @property
     def cell(self) -> Cell:
-        """Which run it is."""
+        """The cell of this row."""
         return self.predicted.cell
 
     @property
@@ -59,7 +60,7 @@ class Row:
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether it was published as a run that did not fit."""
+        """Whether the cell was published as a run that did not fit into memory."""
         return self.published is not None and self.published.memory is None
 
     @property
@@ -88,13 +89,15 @@ def _order(cell: Cell) -> tuple:
 
 
 def errors(rows: Iterable[Row], of: Callable[[Row], float | None]) -> Errors | None:
-    """Mean and largest of `of` over the rows where it is not None; None if there are none."""
+    """Mean and largest absolute value of `of`, over the rows where it is not None; None if there are no such rows."""
     found = [abs(error) for error in map(of, rows) if error is not None]
     return Errors(fmean(found), max(found), len(found)) if found else None
 
 
 def other_layout_rows(rows: Iterable[Row], worse_than: float = 5.0) -> list[Row]:
-    """`redis` cells of unpublished layout that another layout fits better, predicted with it."""
+    """`redis` cells of unpublished layout with an MFU error above `worse_than` percent, predicted with the layout that
+    fits best.
+    """
     found = []
     for row in rows:
         cell = row.cell
@@ -106,7 +109,7 @@ def other_layout_rows(rows: Iterable[Row], worse_than: float = 5.0) -> list[Row]
 
 
 def to_csv(rows: Iterable[Row]) -> str:
-    """One line per cell; unpublished and incomparable values are empty."""
+    """Format one CSV line per cell; fields without a published value or an error are empty."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)

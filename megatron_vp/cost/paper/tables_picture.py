@@ -1,4 +1,4 @@
-"""The paper's curves and ours: MFU and memory over the vocabulary, one panel per setup."""
+"""Draws predicted and published MFU and memory over the vocabulary, in one panel per setup."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ COLORS = {"baseline": "C7", "redis": "C1", "vocab-1": "C0", "vocab-2": "C2", "in
 
 
 def picture(rows: Sequence[Row], memory: float = 80) -> bytes:
-    """PNG: lines are predicted, crosses published; the dotted line is the `memory` of the device in GiB."""
+    """A PNG in which lines are predictions and crosses published values. The dotted line is the device's `memory` in
+    GiB.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""The paper's tables as text, one block per setup."""
+"""Formats the paper's tables as text, with one block per setup."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _TITLES = {5: "Table 5 (1F1B)", 6: "Table 6 (V-Half)"}
 
 
 def to_text(rows: Sequence[Row], setting: Setting | None = None) -> str:
-    """All tables; published values add errors in percent behind each figure, and a summary.
+    """Format all tables as text.
 
-    With a setting, rows are predictions for this project; table 3, which describes the authors' code, is left out.
+    If there are published values, each figure is followed by its error in percent, and the tables by a summary. With a
+    setting, rows are predictions for this project; table 3, which describes the authors' code, is left out.
     """
     lines = ["MFU in percent and peak memory in GiB, both predicted; ! does not fit into the device"]
     if setting is not None:
@@ -60,7 +61,7 @@ def _entry(value: str, error: float | None, row: Row, compared: bool) -> str:
 
 
 def table_3() -> list[str]:
-    """Throughput of the split output layer, predicted and published."""
+    """Lines with the throughput of the split output layer, predicted and published."""
     lines = ["Table 3: throughput of the output layer split over p ranks, percent of linear, vocabulary 256k"]
     lines.append(f"{'':11}{'sequence':>10}{'GPUs':>6}{'predicted':>11}{'published':>11}{'points':>8}")
     for (sequence, layer, gpus), published in scaling_factors().items():

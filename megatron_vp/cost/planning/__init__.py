@@ -1,1 +1,1 @@
-"""Predicts and ranks the candidates of a job, or of a number of GPUs."""
+"""Predicts and ranks candidate plans for a job, or for a number of GPUs."""

@@ -1,9 +1,9 @@
 """Lower bounds on an iteration's time and memory, computed without a simulation.
 
-Between F and B of a stage lie the forwards and backwards of all later stages, so a rank holds each microbatch for at
-least a known time. The shorter the iteration, the more microbatches it must hold at once: on average their number times
-that time, divided by the iteration's time (Little's law). The peak is not smaller than the average. Conversely, a
-schedule that holds few microbatches must take longer.
+Between F and B of a stage, all later stages run their forwards and backwards, so a rank holds each microbatch for at
+least a known time. The number of microbatches that it holds at once is, on average, their total number times that time,
+divided by the iteration's time (Little's law). The peak is not smaller than the average. The shorter the iteration, the
+more microbatches a rank must hold at once. Conversely, a schedule that holds few microbatches must take longer.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD
 from megatron_vp.schedule.reorder import EMBEDDING_GRADIENTS
 
 OUTSIDE = {"IF": EMBEDDED_AHEAD, "T": 2, "IB": EMBEDDING_GRADIENTS}
-"""Most vocabulary passes of a rank that may run before its first forward or after its last backward."""
+"""The most vocabulary passes of each kind that a rank may run before its first forward or after its last backward."""
 
 
 @dataclass(frozen=True, order=True)
 class HeldBytes:
-    """A rank's memory: `always` bytes, plus `byte_seconds` of microbatches spread over all but `idle` seconds of an
-    iteration.
+    """A rank's memory: `always` bytes, plus `byte_seconds` of microbatches, spread over all of an iteration but `idle`
+    seconds.
     """
 
     always: float
@@ -45,10 +45,11 @@ class HeldBytes:
 
 @dataclass(frozen=True, order=True)
 class Bound:
-    """Lower bounds: an iteration takes at least `seconds`, and one that takes t seconds needs at least
-    `memory_within(t)` bytes.
+    """Lower bounds: an iteration takes at least `seconds`, and one of t seconds needs at least `memory_within(t)`
+    bytes.
 
-    memory: bytes however long it takes. ranks: the data behind `memory_within`.
+    memory: bytes that an iteration needs, however long it takes.
+    ranks: the data behind `memory_within`.
     """
 
     seconds: float
@@ -65,11 +66,11 @@ class Bound:
 
 
 def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
-    """Bounds on a plan without a simulation. Raises UserError if the job cannot run `plan`.
+    """Lower bounds on a plan's time and memory. Raises UserError if the job cannot run `plan`.
 
-    A rank has its own work for all microbatches. Its first forward waits for one of every stage before it. The last
-    backward of the first stage waits for that of the rank's own stage and those in between. Of its vocabulary passes a
-    few run before and after that: see the limits in `schedule.reorder`.
+    A rank has its own work for all microbatches. Its first forward waits for one forward of every earlier stage. After
+    its last backward, one backward of every earlier stage follows. A few of its vocabulary passes may run before its
+    first forward and after its last backward: see the limits in `schedule.reorder`.
     """
     single, peaks = _single(plan.request(job, microbatches=1)), plan.request(job).promised_peaks
     placement, costs = single.placement, stage_costs(job, plan, single, hardware, constants)
@@ -84,7 +85,7 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
     work = [sum(costs.duration(single, rank, step) for step in single.ranks[rank]) for rank in range(job.pipeline)]
     after = after_passes(job, plan, single, hardware, constants)
     simulated = sampled(job).microbatches
-    later = (job.microbatches - simulated) * max(work) + after  # of an iteration, not in the simulated part
+    later = (job.microbatches - simulated) * max(work) + after  # seconds of an iteration outside the simulated part
     seconds, least, ranks = job.microbatches * max(work) + after, 0.0, []
     for rank, stages in enumerate(placement.stage_of):
         first, own = min(stages), memory.rank(rank)
@@ -111,8 +112,10 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
 
 
 def balanced_bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
-    """The same for all layers and rows that `balance.balanced` may choose for `plan`: means over the ranks of work and
-    memory whose total does not depend on the choice. Raises UserError if the job cannot run it.
+    """Lower bounds for all layers and rows that `balance.balanced` may choose for `plan`.
+
+    They are means over the ranks, of work and memory whose total does not depend on the choice. Raises UserError if the
+    job cannot run the plan.
     """
     seconds = least_of_all(job, plan, hardware, constants)
     single, model = _single(plan.request(job, microbatches=1)), job.model
@@ -132,7 +135,7 @@ def balanced_bound(plan: Plan, job: Job, hardware: Hardware, constants: Constant
         )
         held = [memory.held(rank, {LayerType.WHOLE: kept.kept}) for rank in range(job.pipeline)]
         least = min(each[stage] / layers[stage] for each in held for stage in each if layers[stage])
-        # A layer's microbatch stays until all later layers have run both ways.
+        # A layer holds a microbatch until all later layers have run its forward and its backward.
         byte_seconds = least * (forward + backward) * model.layers * (model.layers + 1) / 2
         byte_seconds += model.layers * (forward * kept.forward + backward * kept.backward)
         byte_seconds *= (1 + FRAGMENTS) * simulated / job.pipeline
@@ -143,12 +146,12 @@ def balanced_bound(plan: Plan, job: Job, hardware: Hardware, constants: Constant
 def bounds_of_choices(
     plan: Plan, job: Job, hardware: Hardware, limit: float, constants: Constants = CALIBRATED
 ) -> list[Bound]:
-    """The bounds of each of the layouts that `balance.balanced` chooses from for `plan` and `limit` bytes per rank."""
+    """The bounds of each layout from which `balance.balanced` chooses for `plan` and `limit` bytes per rank."""
     return [bound(each, job, hardware, constants) for each in choices(job, plan, hardware, limit, constants)]
 
 
 def _turn(vocab: VocabMethod, costs: StageCosts) -> float:
-    """Least seconds between F and B of the last stage: every rank's part of the output layer."""
+    """The least time between F and B of the last stage, in which every rank computes its part of the output layer."""
     if not vocab.is_sharded:
         return 0.0
     return max(costs.S) + (max(costs.T) if vocab is VocabMethod.VOCAB_1 else 0.0)
@@ -162,7 +165,7 @@ def _weights(memory: MemoryModel, rank: int, own: RankMemory) -> float:
 
 
 def _always(memory: MemoryModel, rank: int, own: RankMemory) -> float:
-    """Bytes that a rank holds during every pass, without those of microbatches."""
+    """Bytes that a rank holds during every pass, not counting those of microbatches."""
     moving = own.communication + WORKSPACES
     if memory.schedule.vocab is not VocabMethod.NONE:
         moving += own.vocabulary

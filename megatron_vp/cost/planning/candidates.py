@@ -1,4 +1,4 @@
-"""The candidates for a job: every schedule with every vocabulary method, on layers that suit it."""
+"""Lists the candidates for a job: every schedule with every vocabulary method, on layers that suit it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import FAMILIES, Placement, VocabMethod
 
 PLAIN, REDISTRIBUTED = "plain", "redistributed"
-"""Methods with whole vocabulary layers on the first and last stage: layers spread evenly, or moved to balance the
-ranks.
+"""Methods with whole vocabulary layers on the first and last stage. The other layers are spread evenly, or moved to
+balance the ranks.
 """
 
 MOST_BALANCED = 16
-"""A plan balances shards for up to this many pipeline ranks, by a few simulations each. `simulate` always does."""
+"""`plan` balances shards for up to this many pipeline ranks, because that takes a few simulations for each candidate.
+`simulate` always balances them.
+"""
 
 LARGEST = 128
-"""Pipeline ranks whose candidates take half a minute on two cores; twice as many take over four times as long."""
+"""The most pipeline ranks for which candidates are predicted. They take half a minute on two cores; twice as many ranks
+take over four times as long.
+"""
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,11 @@ def candidates(
     chunks: int = 2,
     names: Sequence[str] | None = None,
 ) -> list[Candidate]:
-    """Every schedule of `names` (None: all that are planned) with every method that it has, on as even a layout as
-    layers allow.
+    """Every schedule of `names` with each of its vocabulary methods, on the most even layout that its layers allow.
 
-    `chunks` are those of `interleaved`, and of other families with any number.
-
-    Raises UserError for a job without a pipeline, with more than LARGEST ranks in it, or with fewer layers than that.
+    By default, `names` has all schedules that are planned. `chunks` is the number of chunks of `interleaved`, and of
+    other families with any number. Raises UserError for a job without a pipeline, with more than LARGEST pipeline
+    ranks, or with fewer layers than pipeline ranks.
     """
     if job.pipeline < 2:
         raise UserError("one pipeline stage leaves nothing to plan; set --pipeline-model-parallel-size to 2 or more")
@@ -92,7 +95,7 @@ def candidates(
 def balanced_layers(
     job: Job, placement: Placement, hardware: Hardware, constants: Constants = CALIBRATED
 ) -> tuple[int, ...]:
-    """Layers by virtual stage that minimise the busiest rank's work, vocabulary layers included.
+    """Layers of every virtual stage that minimise the busiest rank's work, including vocabulary layers.
 
     For a hybrid model these are letters of its pattern: see `pattern_cuts.even_cut`. Raises UserError if there are
     fewer layers than stages between the first and the last.
@@ -116,8 +119,8 @@ def balanced_layers(
 
 
 def _redistributed(job: Job, placement: Placement, hardware: Hardware, constants: Constants) -> list[tuple[int, ...]]:
-    """The layouts that `redistributed` means: `balanced_layers`, and for a repeating pattern also the best cut between
-    whole repetitions, which is sometimes slightly faster.
+    """The layouts of the method `redistributed`: `balanced_layers`, and for a repeating pattern also the best cut
+    between whole repetitions, which is sometimes slightly faster.
     """
     found = [balanced_layers(job, placement, hardware, constants)]
     size = unit_length(job.model.pattern)

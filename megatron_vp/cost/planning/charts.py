@@ -1,4 +1,4 @@
-"""Pictures of predictions: time and memory of the candidates of a plan, and of every rank of one."""
+"""Draws predictions: time and memory of all candidates of a plan, and of every rank of one candidate."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ PARTS = {
 
 
 def plan_chart(evaluations: Sequence[Evaluation], chosen: Evaluation, limit: float, title: str) -> bytes:
-    """PNG: one row per candidate, fastest first: how its iteration's time is spent, and every rank's memory.
+    """A PNG with one row per candidate, fastest first: how its iteration's time is spent, and every rank's memory.
 
-    The row of `chosen` is marked, and so are candidates that do not fit.
+    The row of `chosen` is marked, as are candidates that do not fit.
     """
     figure, (times, memory) = _figure(0.26 * len(evaluations) + 1.6, title)
     rows = range(len(evaluations))
@@ -81,7 +81,7 @@ def plan_chart(evaluations: Sequence[Evaluation], chosen: Evaluation, limit: flo
 
 
 def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
-    """PNG: one row per rank: computing and waiting time, and memory by content."""
+    """A PNG with one row per rank: computing and waiting time, and memory by content."""
     plan = evaluation.candidate.plan
     figure, (times, memory) = _figure(
         0.26 * len(evaluation.busy) + 1.8, f"{title}\n{plan.label}, {evaluation.candidate.method}"
@@ -109,8 +109,10 @@ def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
 
 
 def dial_chart(evaluations: Sequence[Evaluation], limit: float, title: str) -> bytes:
-    """PNG: time against memory of every run, coloured by its schedule, filled where chunks are offloaded; the runs
-    than which none is both faster and smaller as a line.
+    """A PNG of every run's time over its memory.
+
+    Colours show the schedule, and filled markers show that chunks are offloaded. A line joins the runs such that no
+    other run is both faster and smaller.
     """
     from matplotlib.figure import Figure
 
@@ -163,7 +165,7 @@ PIPELINES = ("#4C78A8", "#F28E2B", "#59A14F", "#E15759", "#B07AA1", "#9C755F", "
 
 
 def search_chart(search: Search, limit: float, title: str) -> bytes:
-    """PNG: time against memory of every simulated run, coloured by its pipeline ranks, and the frontier as a line."""
+    """A PNG of every simulated run's time over its memory, coloured by pipeline ranks, with the frontier as a line."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6.5), layout="constrained")

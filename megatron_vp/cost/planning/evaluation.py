@@ -18,16 +18,19 @@ from megatron_vp.schedule import Simulator, StageCosts
 from megatron_vp.schedule.gc_paused import gc_paused
 
 SMALL = 0.05
-"""The share of the iteration below which a bottleneck is not named."""
+"""A bottleneck is named only if it takes at least this share of the iteration."""
 
 
 @dataclass(frozen=True)
 class Loss:
     """How an iteration's seconds are spent; the parts add up to the iteration.
 
-    work: of the mean rank. imbalance: the busiest rank's work above the mean. bubble: the busiest rank's waits if
-    communication were free. communication: what communication adds. step: after the passes, gradient synchronisation
-    and optimizer. copies: what those of offloaded activations add.
+    work: work of the mean rank.
+    imbalance: the busiest rank's work above the mean.
+    bubble: the busiest rank's waits if communication were free.
+    communication: time that communication adds.
+    step: time after the passes, for gradient synchronisation and the optimizer.
+    copies: time that copies of offloaded activations add.
     """
 
     work: float
@@ -38,7 +41,7 @@ class Loss:
     copies: float = 0.0
 
     def largest(self) -> str:
-        """Name of the largest part besides the work, or `compute` if all are small."""
+        """Name of the largest part other than the work, or `compute` if all are small."""
         names = ("imbalance", "bubble", "communication", "step", "copies")
         name = max(names, key=lambda each: getattr(self, each))
         total = self.work + sum(getattr(self, each) for each in names)
@@ -58,9 +61,9 @@ class Evaluation:
     memory: tuple[RankMemory, ...]
     loss: Loss
     vocab_rows: tuple[int, ...] | None = None
-    """Rows of the vocabulary by pipeline rank, tensor ranks together; None if it is not split."""
+    """Vocabulary rows of every pipeline rank, counting all its tensor ranks; None if the vocabulary is not split."""
     copies: tuple[RankCopies, ...] = ()
-    """of offloaded activations, by pipeline rank"""
+    """copies of offloaded activations, by pipeline rank"""
 
     @property
     def peak_memory(self) -> float:
@@ -72,11 +75,11 @@ class Evaluation:
         return self.peak_memory <= limit
 
     def is_tight(self, limit: float) -> bool:
-        """Whether memory may exceed `limit` bytes by the stated error of a prediction."""
+        """Whether memory may exceed `limit` bytes if the prediction is wrong by its stated error."""
         return (1 + ERROR_BAND["memory"]) * self.peak_memory > limit
 
     def bound_by(self, limit: float) -> str:
-        """The candidate's bottleneck in a word or two."""
+        """The candidate's bottleneck, in one or two words."""
         if not self.fits(limit):
             return "memory"
         largest = self.loss.largest()
@@ -85,7 +88,7 @@ class Evaluation:
         return largest
 
     def document(self, limit: float) -> dict[str, Any]:
-        """The evaluation as a JSON document; seconds and bytes, times and memory by rank."""
+        """The evaluation as a JSON document, with times in seconds, and memory in bytes by rank."""
         plan = self.candidate.plan
         return {
             "schedule": plan.schedule,
@@ -114,9 +117,9 @@ class Evaluation:
 
 @gc_paused()
 def evaluate(candidate: Candidate, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Evaluation:
-    """Predict one candidate. With very many microbatches only some are simulated: see `extended`.
+    """Predict one candidate. Raises UserError if the job cannot run it.
 
-    Raises UserError if the job cannot run it.
+    If there are very many microbatches, only some are simulated; see `extended`.
     """
     layers = candidate.plan.layers or ()
     if 0 in layers and candidate.method != REDISTRIBUTED:
@@ -128,7 +131,7 @@ def evaluate(candidate: Candidate, job: Job, hardware: Hardware, constants: Cons
 
 
 def evaluation_of(candidate: Candidate, prediction: Prediction, simulator: Simulator, job: Job) -> Evaluation:
-    """Evaluate a prediction for a sample of `job`; simulates it once more with free communication."""
+    """Evaluate a prediction for a sample of `job`, which is simulated once more with free communication."""
     timeline = prediction.timeline
     assert isinstance(timeline.costs, StageCosts)
     quiet = replace(timeline.costs, messages={}, collectives={})

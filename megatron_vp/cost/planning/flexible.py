@@ -1,4 +1,4 @@
-"""Flexible schedules in plans: fitted to the available memory if their fullest base does not fit."""
+"""Fits a plan's flexible schedules to the available memory if their fullest base does not fit."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from megatron_vp.schedule import FAMILIES, family
 from megatron_vp.schedule.family import Family
 
 STEPS = 3
-"""How many limits are tried, one chunk's activations apart: the fit is estimated first, then predicted."""
+"""Number of limits that are tried, one chunk's activations apart. The first one is estimated, and a prediction shows
+whether it fits.
+"""
 
 FITTED_PER_RANK = 3
-"""Microbatches per rank for which a plan fits a shape. Training fits to all and may find another shape within the
-limit.
+"""Microbatches per rank for which a plan fits a shape. Training fits it for all microbatches, and may find another
+shape within the limit.
 """
 
 
 def flexible_candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> list[Candidate]:
-    """The candidates of `fitted_evaluation`: each flexible schedule with each method, on the layers of its fullest
-    base.
+    """Candidates for `fitted_evaluation`: each flexible schedule with each method, on the layers of its fullest base.
 
-    Plain layers are left out if they can be redistributed. Empty for more than MOST_BALANCED ranks, because the search
-    for a shape would take too long.
+    Plain layers are left out if they can be redistributed. There are no candidates for more than MOST_BALANCED ranks,
+    because the search for a shape would take too long.
     """
     if not 2 <= job.pipeline <= MOST_BALANCED:
         return []
     tried, found = candidates(job, hardware, constants), []
     for record in FAMILIES.values():
-        # A redistributed candidate comes behind the plain one.
+        # A redistributed candidate follows the plain one, and replaces it below.
         fullest = [each for each in tried if record.bases and each.plan.schedule == record.bases[0].name]
         for each in {each.plan.vocab: each for each in fullest}.values():
             found.append(replace(each, plan=replace(each.plan, schedule=record.name)))
@@ -66,7 +67,7 @@ def fitted_evaluation(
 ) -> Evaluation | None:
     """Find the shape that makes the candidate fastest within `limit` bytes per rank.
 
-    None if its fullest base fits, if no shape fits, or if none is faster than each base that fits.
+    None if its fullest base fits, if no shape fits, or if no shape is faster than all bases that fit.
     """
     record = family(candidate.plan.schedule)
     try:
@@ -86,7 +87,7 @@ def fitted_evaluation(
 
 
 def _balanced(candidate: Candidate, job: Job, hardware: Hardware, limit: float, constants: Constants) -> Evaluation:
-    """With the rows that training gives the ranks."""
+    """Evaluate a candidate with the rows that training assigns to the ranks."""
     plan = candidate.plan
     if plan.vocab.is_sharded:
         plan = balanced(job, plan, hardware, constants, limit).plan(plan)
@@ -94,7 +95,7 @@ def _balanced(candidate: Candidate, job: Job, hardware: Hardware, limit: float, 
 
 
 def _limits(record: Family, bases: list[Evaluation], job: Job, limit: float) -> list[float]:
-    """Limits to try, in microbatches of a whole rank; memory is linear between the smallest and the fullest base."""
+    """Limits to try, in microbatches of a whole rank, if memory is linear between the smallest and the fullest base."""
     fullest, least = bases[0], bases[-1]
     more = fullest.peak_memory - least.peak_memory
     if fullest.fits(limit) or more <= 0:

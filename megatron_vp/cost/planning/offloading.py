@@ -1,4 +1,6 @@
-"""Offloading in plans: how many chunks of every schedule to move to host memory, and what that costs in time."""
+"""Offloading in plans: chooses how many chunks of every schedule move to host memory, and predicts the time that it
+costs.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,18 @@ MOST_LOAD = 0.9
 """Largest planned ratio of a rank's copy time to its pass time; above it, copies would set the pace."""
 
 WITH_OFFLOAD = tuple(name for name, record in FAMILIES.items() if not record.bases)
-"""Schedule families that a plan offloads: all but flexible ones, including those designed for offloading."""
+"""Schedule families for which a plan tries offloading: all but flexible ones, including those designed for offloading.
+"""
 
 
 def offloaded_evaluations(
     base: Evaluation, job: Job, hardware: Hardware, limit: float | None, constants: Constants = CALIBRATED
 ) -> list[Evaluation]:
-    """Evaluate `base` (no offloading) with half and with all of its chunks offloaded, then with one more and one fewer
-    than the better of these.
+    """Evaluate `base`, which does not offload, with different numbers of offloaded chunks.
 
-    Leaves out plans whose copies would take more than MOST_LOAD of a rank's time, that need more host memory than a
-    node has, or that offload no chunk.
+    These are half and all of its chunks, then one more and one fewer than the best so far. Plans are left out if their
+    copies would take more than MOST_LOAD of a rank's time, if they need more host memory than a node has, or if they
+    offload no chunk.
     """
     plan, found = base.candidate.plan, {0: base}
     record = FAMILIES[plan.schedule]
@@ -70,9 +73,10 @@ def with_chosen_offload(
     limit: float | None = None,
     constants: Constants = CALIBRATED,
 ) -> Plan:
-    """`plan` of a configuration with the chunks that `--offload-chunks auto` means: those of the fastest run that fits
-    `limit` bytes per rank (None: the device's memory), none where it fits without. Other values leave `plan` unchanged.
-    Raises UserError if nothing fits.
+    """A configuration's `plan` with the number of offloaded chunks that `--offload-chunks auto` stands for.
+
+    This is the number of the fastest run that fits `limit` bytes per rank (None: the device's memory), or 0 if the plan
+    fits without offloading. Other values leave `plan` unchanged. Raises UserError if nothing fits.
     """
     if config.values.get("offload_chunks") != AUTO:
         return plan
@@ -93,7 +97,7 @@ def with_chosen_offload(
 
 
 def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
-    """Ratio of copy time to pass time on the rank where it is largest, for each rank's largest chunks."""
+    """The largest ratio of copy time to pass time of any rank, if each rank offloads its largest `chunks` chunks."""
     single = plan.request(job, microbatches=1).schedule()
     costs = stage_costs(job, replace(plan, offload_chunks=chunks), single, hardware, constants)
     loads = []
@@ -116,7 +120,7 @@ def bases_of(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 
 
 def frontier(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """The runs than which none is both faster and smaller, the fastest first."""
+    """The runs such that no other run is both faster and smaller, fastest first."""
     found: list[Evaluation] = []
     for each in sorted(evaluations, key=lambda one: (one.iteration_seconds, one.peak_memory)):
         if not found or each.peak_memory < found[-1].peak_memory:

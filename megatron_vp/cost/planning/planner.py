@@ -1,5 +1,5 @@
-"""Which schedule and vocabulary method to run a job with: predicts every candidate, ranks them and names each one's
-bottleneck.
+"""Finds the best schedule and vocabulary method for a job: predicts all candidates, ranks them and names their
+bottlenecks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_vp.schedule import VocabMethod, family
 
 @dataclass(frozen=True)
 class Infeasible:
-    """A candidate that the job cannot run, and why."""
+    """A candidate that the job cannot run, and the reason."""
 
     candidate: Candidate
     reason: str
@@ -40,19 +40,19 @@ def plan(
     limit: float | None = None,
     offload: bool = False,
 ) -> tuple[list[Evaluation], list[Infeasible]]:
-    """Evaluate all candidates: those that the job can run, fastest first, and those that it cannot.
+    """Evaluate all candidates; return those that the job can run, fastest first, and those that it cannot.
 
-    Balanced shards are added if they gain anything (`balance.balanced`), and flexible schedules fitted to the memory
-    (`flexible`), both within `limit` bytes per rank. With `offload` there are further schedules, and chunks of all of
-    them that wait in the host's memory, see `offloading`. Predicted in processes, one per core. `chunks` are those of
-    `interleaved`. `progress` is called with the number of candidates done and their total; balanced and even shards
-    count once. Raises UserError as `candidates` does.
+    Within `limit` bytes per rank, balanced shards are added if they gain anything (`balance.balanced`), and flexible
+    schedules are fitted to the memory (`flexible`). `offload` adds other schedules, and runs of all schedules with
+    chunks in host memory (`offloading`). One worker process per core makes the predictions. `chunks` is the number of
+    chunks of `interleaved`. `progress` is called with the number of finished candidates and the total; balanced and
+    even shards count as one. Raises UserError as `candidates` does.
     """
     tried = candidates(job, hardware, constants, chunks, WITH_OFFLOAD if offload else None)
     done = 0
     evaluations: list[Evaluation] = []
     infeasible: list[Infeasible] = []
-    # Candidates with the same order of passes go to one process, which generates it once.
+    # Candidates with the same order of passes go to one process, which generates that order once.
     shared: dict[tuple, list[Candidate]] = defaultdict(list)
     for candidate in tried:
         shared[candidate.plan.schedule, candidate.plan.vocab].append(candidate)
@@ -120,11 +120,11 @@ _BY_SIMPLICITY = (PLAIN, REDISTRIBUTED, VocabMethod.VOCAB_2, VocabMethod.VOCAB_1
 
 @dataclass(frozen=True)
 class Choice:
-    """The recommendation: `chosen`, one of `tied`, and the run it is compared with."""
+    """The recommendation: `chosen`, one of `tied`, and the run with which it is compared."""
 
     chosen: Evaluation
     tied: tuple[Evaluation, ...]
-    """The runs that tie with the fastest, which comes first."""
+    """The runs that tie with the fastest one, which comes first."""
     without_split: Evaluation | None
     """The fastest run without vocabulary parallelism that fits, redistributed layers included."""
 
@@ -139,10 +139,9 @@ class Choice:
 def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_BAND["time"]) -> Choice:
     """Choose what to run from evaluations sorted fastest first.
 
-    Candidates that fit and are slower than the fastest by no more than `band` are a tie: see `ties.tie_of`. A tie goes
-    to runs that fit by more than the stated error of memory, then to the simplest, see `simplicity`. Interlaced runs
-    are a comparison and are never chosen.
-    Raises UserError if nothing fits.
+    Candidates that fit and are slower than the fastest by no more than `band` tie; see `ties.tie_of`. Among these, runs
+    are preferred whose free memory exceeds the stated error of predicted memory, then the simplest ones (`simplicity`).
+    Interlaced runs are only a comparison and are never chosen. Raises UserError if nothing fits.
     """
     offered = [each for each in evaluations if each.candidate.plan.vocab is not VocabMethod.INTERLACED]
     fitting = [each for each in offered if each.fits(limit)]
@@ -161,9 +160,11 @@ def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_
 
 
 def simplicity(evaluation: Evaluation) -> tuple[float, ...]:
-    """Sort key that decides a tie, lowest first: fewer chunks in the host's memory; Megatron's own schedules; backwards
-    that are not split; fewer chunks; plain layers before redistributed ones, vocab-2 and vocab-1; balanced shards,
-    where a plan has them, which training uses by default; less memory.
+    """Sort key that decides a tie, lowest first.
+
+    It prefers, in this order: fewer chunks in host memory; Megatron's own schedules; backwards that are not split;
+    fewer chunks; plain layers, then redistributed ones, vocab-2 and vocab-1; balanced shards, which training uses by
+    default; less memory.
     """
     plan = evaluation.candidate.plan
     chosen = family(plan.schedule)

@@ -1,12 +1,13 @@
-"""Which parallel sizes, schedule and vocabulary method train fastest on a number of GPUs, and which on less memory.
+"""Finds the parallel sizes, schedule and vocabulary method that train fastest on a number of GPUs, also with less
+memory.
 
 Every combination gets a lower bound on its time, and on its memory for an iteration of a given time (`bounds`).
 Combinations with the job's own sizes are simulated first, then all others by increasing bound. A combination is skipped
-if its bounds show that simulated ones beat it in both time and memory. At the end flexible schedules are fitted to the
+if its bounds show that simulated ones beat it in both time and memory. At the end, flexible schedules are fitted to the
 memory, for the job's own sizes and for those of the fastest run.
 
-Neither the simulations nor the answer depend on the machine, its cores or its load: work is counted in
-simulations, and each is decided on with the results of all but the last WINDOW before it.
+The simulations and the answer do not depend on the machine, its cores or its load. The budget is a number of
+simulations, and each decision to simulate uses the results of all earlier simulations except for the last WINDOW.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ SLOWEST = 1.5
 """The frontier ends where runs take this many times as long as the fastest."""
 
 BUDGET = 700
-"""Most combinations that are simulated, not counting the job's own sizes: 100 CPU seconds for 256 GPUs."""
+"""The most combinations that are simulated, not counting the job's own sizes. They take 100 CPU seconds for 256 GPUs.
+"""
 
 WINDOW = 16
-"""Simulations in progress at once, on at most as many cores."""
+"""Number of simulations in progress at once, on at most as many cores."""
 
 DIMENSIONS = {
     "tensor": ("tensor_model_parallel_size",),
@@ -58,7 +60,7 @@ DIMENSIONS = {
     "micro-batch": ("micro_batch_size",),
     "recompute": ("recompute_granularity", "recompute_method", "recompute_num_layers"),
 }
-"""The dimensions that a search varies, and their arguments. Data parallelism takes the remaining GPUs."""
+"""The dimensions that a search varies, and their arguments. Data parallelism uses the remaining GPUs."""
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 NO_RECOMPUTE = dict.fromkeys(FULL_RECOMPUTE)
@@ -66,7 +68,7 @@ NO_RECOMPUTE = dict.fromkeys(FULL_RECOMPUTE)
 
 @dataclass(frozen=True)
 class Variant:
-    """A job on all GPUs, and the arguments that turn the configuration into it; `own`: the unchanged job."""
+    """A job on all GPUs, and the arguments that turn the configuration into it; `own`: the job is unchanged."""
 
     job: Job
     settings: dict[str, Any]
@@ -82,7 +84,7 @@ class Found:
 
     @property
     def seconds(self) -> float:
-        """Of an iteration."""
+        """Seconds of an iteration."""
         return self.evaluation.iteration_seconds
 
     @property
@@ -93,11 +95,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Search:
-    """The results of a search, the fastest first.
+    """The results of a search, fastest first.
 
-    too_large: combinations whose bound exceeds the memory. dominated: those that simulated ones beat, that cannot run,
-        or that equal another one. untried: those that may be on the frontier but exceed the `budget` of simulations;
-        they take at least `untried_seconds`.
+    too_large: number of combinations whose bound exceeds the memory.
+    dominated: number of combinations that simulated ones beat, that cannot run, or that equal another one.
+    untried: number of combinations that may be on the frontier but exceed the `budget` of simulations; they take at
+        least `untried_seconds`.
     """
 
     variants: Sequence[Variant]
@@ -110,7 +113,7 @@ class Search:
 
     @property
     def partial(self) -> bool:
-        """Whether something that was not tried may belong to the frontier."""
+        """Whether a combination that was not tried may be on the frontier."""
         return self.untried > 0
 
     @property
@@ -119,10 +122,10 @@ class Search:
         return len(self.found) + self.too_large + self.dominated + self.untried
 
     def tied(self, limit: float, band: float = ERROR_BAND["time"]) -> list[Found]:
-        """Runs that fit and are within `band` of the fastest, see `ties.tie_of`. Those with free memory come first,
-        then the simplest.
+        """Runs that fit and are within `band` of the fastest (see `ties.tie_of`), in order of preference.
 
-        Fewer context and tensor ranks are simpler, as are jobs without recomputation; then see `planner.simplicity`.
+        Runs with free memory come first, then simpler ones: fewer context ranks, no recomputation, fewer tensor ranks,
+        fewer expert ranks, then by `planner.simplicity`.
         """
         fitting = self.fitting(limit)
         near = [each for each in fitting if each.seconds <= (1 + band) * fitting[0].seconds]
@@ -142,7 +145,7 @@ class Search:
         return sorted(near, key=simplest)
 
     def fitting(self, limit: float) -> list[Found]:
-        """Those that fit `limit` bytes per rank, the fastest first."""
+        """Runs that fit `limit` bytes per rank, fastest first."""
         return [each for each in self.found if each.memory <= limit]
 
     def frontier(self, limit: float) -> list[Found]:
@@ -157,12 +160,11 @@ class Search:
 
 
 def variants(arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: Collection[str] = ()) -> list[Variant]:
-    """All ways to cut the job that `arguments` describe over `gpus` GPUs; `keep` names dimensions that do not vary.
+    """All ways to distribute the job of `arguments` over `gpus` GPUs; `keep` names dimensions that do not vary.
 
-    The job's own sizes come first, where they go with the GPUs, whether or not a search would try them.
-
-    Tensor ranks share a node and sequence parallelism comes with them. Sizes that do not go with the model or with the
-    global batch are left out. Raises UserError for arguments without a global batch size, and where nothing is left.
+    If the job's own sizes suit the number of GPUs, they come first, even if a search would not try them. Tensor ranks
+    are in one node, and use sequence parallelism. Sizes that do not suit the model or the global batch are left out.
+    Raises UserError for arguments without a global batch size, and if nothing is left.
     """
     if arguments.get("global_batch_size") is None:
         raise UserError("a search keeps the global batch size: set --global-batch-size")
@@ -195,7 +197,7 @@ def _varied(keep: Collection[str]) -> set[str]:
 def _sizes(
     arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: Collection[str]
 ) -> Iterator[dict[str, Any]]:
-    """All combinations of sizes whose arithmetic works out."""
+    """Yield all combinations of sizes that use all GPUs."""
 
     def own(dimension: str, tried: Sequence[int]) -> Sequence[int]:
         return [arguments.get(DIMENSIONS[dimension][0]) or 1] if dimension in keep else tried
@@ -237,9 +239,11 @@ def search(
     chunks: int = 2,
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> Search:
-    """Simulate the combinations that fit `limit` and may be the fastest, or the fastest for less memory: at most
-    `budget` of them, plus the job's own sizes. `chunks` are those of `interleaved`. In processes, one per core.
-    `progress` is called with the current step, the number done and the total. Raises UserError if nothing fits.
+    """Simulate the combinations that fit `limit` and may be the fastest, or the fastest for less memory.
+
+    At most `budget` combinations are simulated, not counting the job's own sizes. `chunks` is the number of chunks of
+    `interleaved`. There is at most one worker process per core. `progress` is called with the current step, the number
+    done and the total. Raises UserError if nothing fits.
     """
     front = _Front(limit)
     found: list[Found] = []
@@ -309,7 +313,9 @@ def _nothing_fits(limit: float, found: Sequence[Found], options: Sequence[_Optio
 
 
 class _Simulations:
-    """Simulations in progress, at most WINDOW; results go to `front` and `found` in the order of their start."""
+    """At most WINDOW simulations in progress; results go to `front` and `found` in the order in which simulations
+    started.
+    """
 
     def __init__(
         self,
@@ -327,7 +333,7 @@ class _Simulations:
         self._left = budget
 
     def room(self, option: _Option) -> bool:
-        """Whether `option` may be simulated: waits for as many results as that takes."""
+        """Whether `option` may be simulated; waits for as many results as are needed to decide."""
         while len(self._running) >= WINDOW:
             self._take()
         own = self._tried[option.variant].own
@@ -357,7 +363,9 @@ class _Simulations:
 
 
 def _by_turns(options: Sequence[_Option], tried: Sequence[Variant]) -> list[_Option]:
-    """Order of the options: the job's own sizes, then the most promising ones of each neighbour, then all others."""
+    """The order in which options are tried: the job's own sizes, then the best bound of each neighbour, then all
+    others.
+    """
     own = next((index for index, each in enumerate(tried) if each.own), None)
     if own is None:
         return list(options)
@@ -381,7 +389,7 @@ def _is_neighbour(one: Job, other: Job) -> bool:
 class _Option(NamedTuple):
     """A combination that has not been simulated. Options sort by their lower bound on seconds.
 
-    balanced: layers and rows are chosen later, see `balance.balanced`.
+    balanced: whether layers and rows are chosen later, by `balance.balanced`.
     """
 
     bound: Bound
@@ -408,9 +416,10 @@ class _Front:
             self.points = kept
 
     def may_gain(self, bounds: Iterable[Bound]) -> bool:
-        """Whether a run within any of these bounds may improve the front. Between two points of the front, a run must
-        need less memory than the faster one. Memory bounds fall with time, so the bound at the slower point's time
-        decides.
+        """Whether a run within any of these bounds may improve the front.
+
+        Between two points of the front, a run must need less memory than the faster point. Memory bounds fall with
+        time, so the bound at the slower point's time decides.
         """
         if not self.points:
             return any(each.memory <= self.limit for each in bounds)
@@ -449,14 +458,16 @@ def _evaluation(
 
 
 def _options(variant: int, what: Variant, hardware: Hardware, constants: Constants, chunks: int) -> list[_Option]:
-    """The options that a search tries: all schedules but `interlaced`, which exists only for comparison. Balanced
-    shards are included if layers do not divide by the ranks, and for the job's own sizes as in a plan.
+    """The options of one variant: all schedules but `interlaced`, which exists only for comparison.
+
+    Balanced shards are included if the ranks do not divide the layers, and always for the job's own sizes, as in a
+    plan.
     """
     job = what.job
     if job.pipeline == 1:
         tried = [Candidate(PLAIN, Plan())]
     elif job.pipeline > min(LARGEST, job.model.layers):
-        tried = []  # of the job's own sizes: `candidates` refuses them
+        tried = []  # only for the job's own sizes: `candidates` would refuse them
     else:
         tried = [
             each

@@ -1,4 +1,4 @@
-"""Decides how far apart two predictions of one job must be before one run counts as faster, from published errors."""
+"""Decides from published errors how much two predictions of one job must differ before one run counts as faster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_vp.cost.sizes.shapes import Job
 
 @dataclass(frozen=True)
 class Tie:
-    """Runs within `share` of the fastest tie; `basis` gives the reason for this width."""
+    """Runs within `share` of the fastest one tie with it; `basis` says where this share comes from."""
 
     share: float
     basis: str
@@ -23,11 +23,12 @@ class Tie:
 
 
 def tie_of(job: Job, hardware: Hardware) -> Tie:
-    """The tie's width for `job`: the mean error of published runs of its kind, at least that of the paper's setups.
+    """The tie for `job`: the mean error of published runs of its kind, but at least the error on the paper's setups.
 
-    Runs of one job share most of their error, so their ratio is better known than either. In the paper's tables it is
-    0.7 percent off on average and 2.8 at worst. Published pairs of one job in two layouts are too few for a figure of
-    their own; theirs is as large as the mean error of their kind (docs/evidence/public_runs.md), so that is taken.
+    Runs of one job share most of their error, so the ratio of two runs is predicted better than either of them. In the
+    paper's tables, the ratio is off by 0.7 percent on average and 2.8 percent at worst. There are too few published
+    pairs of one job in two layouts for a figure of their own. Their ratios are off by as much as the mean error of
+    their kind (docs/evidence/public_runs.md), so that error is used.
     """
     least = ERROR_BAND["time"]
     experts, pattern = job.model.experts > 0, job.model.is_hybrid

@@ -19,9 +19,10 @@ from megatron_vp.errors import UserError
 
 @contextmanager
 def worker_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool that ends immediately and silently if an exception such as an interruption leaves its block.
+    """A pool of processes that ends immediately and silently if an exception, such as an interruption, leaves its
+    block.
 
-    If the parent is killed, the workers notice and end by themselves.
+    If the parent is killed, the workers exit, too.
     """
     with ProcessPoolExecutor(processes, _context(), initializer=_end_with_parent) as pool:
         _start(pool, processes)
@@ -35,10 +36,10 @@ def worker_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def asked_process(prepare: Callable[[], None], answer: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Run `answer` in another process, which prepares itself while this one continues.
+    """Yield a function that calls `answer` in another process, which calls `prepare` while this one continues.
 
-    Both are functions of a module. The process ends with the block. Unlike a pool it starts no thread here, so a pool
-    that is started inside the block is as cheap as without it.
+    Both must be functions of a module. The process ends with the block. Unlike a pool, it starts no thread here, so a
+    pool that is started inside the block can still fork its workers.
     """
     context = _context()
     ours, theirs = Pipe()
@@ -73,8 +74,10 @@ def _answer(questions: Connection, prepare: Callable[[], None], answer: Callable
 
 
 def _context() -> ForkContext | SpawnContext:
-    """How processes are started. A fork is ready at once, but safe only if no other thread can hold a lock; torch has
-    threads that Python does not count. Otherwise processes are spawned and import what they need.
+    """The way in which processes are started.
+
+    Forked processes are ready at once, but a fork is safe only if no other thread can hold a lock; torch has threads
+    that Python does not count. Otherwise processes are spawned, and import what they need.
     """
     alone = threading.active_count() == 1 and "torch" not in sys.modules
     return get_context("fork") if alone else get_context("spawn")
@@ -89,7 +92,7 @@ def _start(pool: ProcessPoolExecutor, processes: int) -> None:
 
 @contextmanager
 def _deaf_to_interruptions() -> Iterator[None]:
-    """Processes started inside inherit the blocked signal, so a terminal's interruption does not reach them."""
+    """Block SIGINT for the processes that are started inside, so that Ctrl-C in the terminal does not reach them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -98,7 +101,7 @@ def _deaf_to_interruptions() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """End this worker when its parent is gone; otherwise it would wait for work that never comes."""
+    """Exit this worker when its parent is gone; otherwise it would wait for work that never comes."""
     threading.Thread(target=_watch_parent, name="parent", daemon=True).start()
 
 

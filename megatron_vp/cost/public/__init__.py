@@ -1,1 +1,1 @@
-"""Published runs of Megatron next to predictions; the model itself does not depend on them."""
+"""Compares published runs of Megatron with predictions. The rest of the cost model does not use these runs."""

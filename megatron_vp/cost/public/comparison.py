@@ -1,4 +1,4 @@
-"""Predicts published runs: the error of each run and of each group."""
+"""Predicts published runs, and computes the error of each run and of each group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from megatron_vp.jobs.job_config import read_job_config
 
 @dataclass(frozen=True)
 class Outcome:
-    """A published run and its prediction: tokens/s per GPU, bytes of the fullest rank; None if it is refused."""
+    """A published run and its prediction: tokens/s per GPU and bytes of the fullest rank; None if the run is refused.
+    """
 
     row: PublicRow
     tokens_per_second: float | None = None
@@ -31,11 +32,11 @@ class Outcome:
 
     @property
     def error(self) -> float | None:
-        """Error of the predicted tokens/s relative to the published."""
+        """Error of the predicted tokens/s, relative to the published ones."""
         return None if self.tokens_per_second is None else self.tokens_per_second / self.row.tokens_per_second - 1
 
     def document(self) -> dict[str, Any]:
-        """For programs."""
+        """The outcome as part of a JSON document."""
         row = self.row
         return {
             "id": row["id"],
@@ -104,7 +105,7 @@ def group_errors(found: Iterable[tuple[str, float]]) -> list[GroupError]:
 
 
 def to_document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """For programs: all runs, and the errors of the groups."""
+    """A JSON document with all runs and the errors of the groups."""
     return {
         "runs": [each.document() for each in outcomes],
         "groups": [asdict(each) for each in errors_by_group(outcomes)],
@@ -112,7 +113,7 @@ def to_document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def to_csv(outcomes: Sequence[Outcome]) -> str:
-    """A line for each run, its columns those of `Outcome.document`."""
+    """Format one CSV line per run, with the columns of `Outcome.document`."""
     text = io.StringIO()
     documents = [each.document() for each in outcomes]
     writer = csv.DictWriter(text, documents[0], lineterminator="\n")
@@ -122,7 +123,7 @@ def to_csv(outcomes: Sequence[Outcome]) -> str:
 
 
 def to_markdown(outcomes: Sequence[Outcome]) -> str:
-    """Tables of the groups' errors and of all runs, for the documentation."""
+    """Markdown tables of the groups' errors and of all runs, for the documentation."""
     lines = ["| judged runs | number | mean error | worst | bias |", "|---|---|---|---|---|"]
     for found in errors_by_group(outcomes):
         mean, worst, bias = (100 * each for each in (found.mean, found.worst, found.bias))

@@ -1,7 +1,7 @@
-"""Fit of the H100's constants to the published runs, and the error on runs left out of the fit.
+"""Fits the H100's constants to published runs, and computes the errors on runs that a fit left out.
 
-Errors are linear in small changes of the constants' logarithms: each constant is moved a little once, and all fits are
-solved from these slopes (one step of Gauss and Newton).
+Errors are linear in small changes of the constants' logarithms. Each constant is therefore changed a little once, and
+all fits are solved from these slopes (one Gauss-Newton step).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOVED = 0.02
 """Relative change of each constant used to compute the slopes."""
 
 SPREAD, NOISE = 0.05, 0.06
-"""Prior uncertainty of a constant, and a run's error that no constant explains, as logarithms."""
+"""Prior uncertainty of a constant, and the error of a run that no constant explains, both as logarithms."""
 
 NINETY = 1.645
 """Half-width of a 90 percent interval in standard errors."""
@@ -31,7 +31,9 @@ NINETY = 1.645
 
 @dataclass(frozen=True)
 class Varied:
-    """A fitted constant of the H100: its value, and the hardware with the constant scaled by `factor`."""
+    """A fitted constant of the H100: functions for its value, and for the hardware with the constant scaled by a
+    factor.
+    """
 
     name: str
     value: Callable[[Hardware], float]
@@ -76,12 +78,14 @@ VARIED = (
     _nominal("link_bandwidth"),
     _nominal("network_bandwidth"),
 )
-"""The constants that matter most. Bandwidths include the share that is reached, because only the product matters."""
+"""The constants that matter most. Bandwidths include the share of them that is reached, because only the product
+matters.
+"""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A constant's value, and the 90 percent interval from the runs, leaving out one family at a time."""
+    """A constant's value, and its 90 percent interval from fits that leave out one family of runs at a time."""
 
     name: str
     unit: str
@@ -92,8 +96,12 @@ class Interval:
 
 @dataclass(frozen=True)
 class PublicFit:
-    """The constants as fitted to the runs. Errors by group: of the constants as they are; fitted to all runs; and of
-    each family of runs with constants fitted to all others.
+    """The result of fitting the constants to published runs.
+
+    intervals: the intervals of all constants.
+    present: errors by group with the present constants.
+    fitted: errors by group with constants fitted to all runs.
+    left_out: errors by group, each family of runs predicted with constants fitted to all other families.
     """
 
     runs: int
@@ -105,7 +113,7 @@ class PublicFit:
 
 
 def fit_to_public_runs(tick: Callable[[int, int], None] = lambda done, of: None, processes: int = 1) -> PublicFit:
-    """Compute the slopes of all judged runs on H100 and the fits; `tick` is called with predictions done and their
+    """Fit the constants to all judged runs on H100; `tick` is called with the number of predictions done and their
     total.
     """
     rows = [row for row in read_rows() if row.judged and row["gpu"] == "h100"]
@@ -133,7 +141,7 @@ def _error(row: PublicRow, hardware: Hardware) -> float:
 
 
 def fit_of(rows: Sequence[PublicRow], errors: np.ndarray, slopes: np.ndarray, hardware: Hardware) -> PublicFit:
-    """Fit to each row's error and slopes, both as logarithms."""
+    """Fit the constants to the errors and slopes of all rows, both given as logarithms."""
     families = sorted({row["family"] for row in rows})
     whole = _solved(errors, slopes)
     left_out, moves = np.zeros(len(rows)), []
@@ -159,7 +167,7 @@ def fit_of(rows: Sequence[PublicRow], errors: np.ndarray, slopes: np.ndarray, ha
 
 
 def _solved(errors: np.ndarray, slopes: np.ndarray) -> np.ndarray:
-    """The least-squares changes of the constants' logarithms, with SPREAD as the prior around 0."""
+    """The least-squares changes of the constants' logarithms, with SPREAD as the width of the prior around 0."""
     count = slopes.shape[1]
     equations = np.vstack([slopes / NOISE, np.eye(count) / SPREAD])
     return np.linalg.lstsq(equations, np.concatenate([-errors / NOISE, np.zeros(count)]), rcond=None)[0]

@@ -1,7 +1,7 @@
-"""Published runs, one per row of a file, as options of a job and as tokens/s per GPU.
+"""Reads published runs from a file, as options of a job and as tokens/s per GPU.
 
-`data/h100.csv` holds published throughputs with their configurations, `data/models.csv` the sizes of the models. Both
-are facts from public pages, each row with its source; columns are described in docs/evidence/public_runs.md.
+`data/h100.csv` holds published throughputs with their configurations, and `data/models.csv` the sizes of the models.
+Both contain facts from public pages, with a source for each row. docs/evidence/public_runs.md describes the columns.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _SOFTWARE = {
     "sc21": ["--transformer-impl", "local"],  # 2021, before Transformer Engine
     "nemo-longseq": ["--attention-backend", "flash"],  # early 2024, before FlashAttention 3 and cuDNN 9
 }
-"""Attention kernels in the software at the time of each source."""
+"""Options for sources whose software had older attention kernels."""
 _STATES = {
-    # optim.dtype of nemotron4-340b-synth.yaml: both moments in 16 bits. Megatron's nearest keeps 2 bytes more.
+    # optim.dtype in nemotron4-340b-synth.yaml: both moments in 16 bits. Megatron's nearest setting keeps 2 bytes more.
     "nemotron/README_340b.md at v25.02": ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"],
 }
-"""Options of the precision-aware optimizer, by a text in the `where` column of runs with states below fp32.
+"""Options of the precision-aware optimizer for runs with states below fp32, by a text in their `where` column.
 """
 _FLEXIBLE = ("moe-zoo",)
 """Sources whose scripts dispatch with DeepEP unless a run's note says otherwise."""
 _MODULE = "recompute_"
-"""Prefix of values of `selective_recompute` that name recomputed parts of a layer."""
+"""Prefix of those values in the `options` column that name recomputed parts of a layer."""
 _RECIPES = {"current": "tensorwise"}
 
 _FREE_TEXT = ("where", "releases", "assumed", "note", "family", "fsdp", "not_in_flags")
@@ -41,7 +41,7 @@ _FREE_TEXT = ("where", "releases", "assumed", "note", "family", "fsdp", "not_in_
 
 @dataclass(frozen=True)
 class PublicRow:
-    """A published run: its row of the file, and that of its model."""
+    """A published run: its row in the file, and the row of its model."""
 
     columns: Columns
     model: Columns
@@ -51,12 +51,12 @@ class PublicRow:
 
     @property
     def group(self) -> str:
-        """The group that its error is counted in: dense_bf16, dense_fp8 or moe; A100s apart."""
+        """The group in which the run's error counts: dense_bf16, dense_fp8 or moe; A100s have separate groups."""
         return self["group"] + ("_a100" if self["gpu"] == "a100" else "")
 
     @property
     def judged(self) -> bool:
-        """Whether everything that decides its time was published."""
+        """Whether everything that determines the run's time was published."""
         return self["judged"] == "yes"
 
     @property
@@ -75,7 +75,7 @@ class PublicRow:
 
     @property
     def _flops_of_a_token(self) -> float:
-        """FLOPs per token, counted as the publisher did."""
+        """FLOPs per token, counted as in the publication."""
         model = self.model
         layers, hidden, vocab = (
             float(each) for each in (self["layers"] or model["layers"], model["hidden"], model["vocab"])
@@ -161,7 +161,7 @@ class PublicRow:
         return flags + _SOFTWARE.get(self["source"], []) + self._states()
 
     def _states(self) -> list[str]:
-        """The optimizer's precision options according to the recipe."""
+        """The optimizer's precision options, according to the run's recipe."""
         where = self.columns.get("where", "")
         states = next((found for text, found in _STATES.items() if text in where), None)
         return [] if states is None else ["--use-precision-aware-optimizer", *states]
@@ -177,7 +177,7 @@ class PublicRow:
 
 
 def read_rows(runs: Path | None = None, models: Path | None = None) -> list[PublicRow]:
-    """The published runs of a file, by default of the one that comes with the package.
+    """Read the published runs of a file, by default of the one that comes with the package.
 
     Raises UserError for a file that cannot be read, lacks a column, or names a model that is not among `models`.
     """
@@ -206,5 +206,5 @@ def _read(path: Path | None, own: str) -> list[dict[str, str]]:
 
 
 def _columns(packaged: str) -> list[str]:
-    """Required columns: those of the file in the package."""
+    """The required columns, which are those of the package's own file."""
     return [column for column in next(csv.reader(packaged.splitlines())) if column not in _FREE_TEXT]
