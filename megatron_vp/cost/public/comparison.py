@@ -21,8 +21,7 @@ from megatron_vp.jobs.job_config import read_job_config
 
 @dataclass(frozen=True)
 class Outcome:
-    """A published run and its prediction: tokens/s per GPU and bytes of the fullest rank; None if the run is refused.
-    """
+    """A published run and its prediction: tokens/s per GPU and bytes of the fullest rank; None if it is refused."""
 
     row: PublicRow
     tokens_per_second: float | None = None
