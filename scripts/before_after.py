@@ -2,8 +2,8 @@
 
     python scripts/before_after.py [--check]
 
-`--check` writes nothing and exits with status 1 where figures or picture are not those of the present code. The
-picture stores a digest of what it shows, so the comparison does not depend on the version that drew it.
+`--check` writes nothing and exits with status 1 if the figures or the picture are out of date. The picture stores a
+digest of what it shows, so the comparison does not depend on the version of the drawing library.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ PICTURE = ROOT / "docs" / "images" / "before_after.png"
 
 CONFIG, HARDWARE, NODES = "configs/llama3_8b.yaml", "h100", 4
 LEAST_GPUS = 128
-"""Of a published run that is shown."""
+"""The number of GPUs that a published run must have to be shown."""
 WINDOW = 2.5
-"""Seconds of the iteration that the picture shows."""
+"""The seconds of an iteration that the picture shows."""
 
 COLOURS = {
     "forward": "#7BA3CC",
@@ -58,7 +58,7 @@ LABELS = {
 
 
 class Box(NamedTuple):
-    """Work of a rank from `start` to `end`, in seconds."""
+    """Work that a rank does from `start` to `end`, in seconds."""
 
     start: float
     end: float
@@ -75,16 +75,16 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Of an iteration."""
+        """The seconds of an iteration."""
         return self.prediction.iteration_seconds
 
     @property
     def peak(self) -> float:
-        """GiB of the fullest rank."""
+        """The memory of the fullest rank, in GiB."""
         return max(rank.total for rank in self.prediction.memory) / GIB
 
     def boxes(self, rank: int) -> list[Box]:
-        """What `rank` computes within the window. A pass that holds a whole vocabulary layer is cut in two."""
+        """The work of `rank` within the window. A pass that includes a whole vocabulary layer is cut in two."""
         found: list[Box] = []
         spans = self.prediction.timeline.spans[rank]
         for step, (start, end) in zip(self.schedule.ranks[rank], spans, strict=True):
@@ -96,7 +96,8 @@ class Run:
             stage = self.schedule.placement.stage_of[rank][step.chunk]
             colour = "forward" if step.kind is PassKind.F else "backward"
             cut = (end - start) * self.vocabulary_share(stage, step.kind)
-            # The embedding begins a forward and ends a backward, the output layer the other way round.
+            # The embedding is the start of a forward and the end of a backward; for the output layer it is the other
+            # way round.
             if (stage == 0) == (step.kind is PassKind.F):
                 found += [Box(start, start + cut, "vocabulary"), Box(start + cut, end, colour)]
             else:
@@ -104,7 +105,7 @@ class Run:
         return [Box(box.start, min(box.end, WINDOW), box.colour) for box in found if min(box.end, WINDOW) > box.start]
 
     def vocabulary_share(self, stage: int, kind: PassKind) -> float:
-        """The part of a pass that is a whole vocabulary layer's, on the first and the last stage of a plain run."""
+        """The share that a whole vocabulary layer has in a pass of the first or last stage in a plain run."""
         prediction, last = self.prediction, self.schedule.placement.stages - 1
         if prediction.plan.vocab is not VocabMethod.NONE or stage not in (0, last):
             return 0.0
@@ -114,7 +115,9 @@ class Run:
         return 1 - sum(time[1] for time in times) / sum(time[stage] for time in times)
 
     def memory(self, rank: int) -> dict[str, float]:
-        """GiB of a rank by what they hold; the vocabulary layers' weights, gradients and optimizer count as theirs."""
+        """The memory of a rank in GiB, by purpose; weights, gradients and optimizer state of vocabulary layers count as
+        vocabulary.
+        """
         prediction = self.prediction
         parts = prediction.memory[rank].parts()
         layers = layers_of(prediction.job, prediction.plan, self.schedule.placement)
@@ -131,12 +134,12 @@ class Run:
 
 
 def request() -> Request:
-    """The job: 8 pipeline ranks, 4 replicas."""
+    """The job that the picture shows, with 8 pipeline ranks and 4 replicas."""
     return read_request([ROOT / CONFIG], [], HARDWARE, NODES, None)
 
 
 def runs(asked: Request) -> list[Run]:
-    """Plain Megatron, a tuned one, and ours."""
+    """The runs that are compared: plain Megatron, tuned Megatron, and ours."""
     plans = {
         "vocabulary parallel, 1F1B": Plan("1f1b", VocabMethod.VOCAB_2),
         "vocabulary parallel, V-Half": Plan("v-half", VocabMethod.VOCAB_2),
@@ -146,7 +149,9 @@ def runs(asked: Request) -> list[Run]:
 
 
 def tuned(asked: Request) -> Run:
-    """The fastest of Megatron's own schedules that fits: layers moved, Transformer Engine's cross entropy."""
+    """The fastest of Megatron's own schedules that fits in memory, with moved layers and Transformer Engine's cross
+    entropy.
+    """
     job = replace(asked.job, cross_entropy=CrossEntropy.TE)
     plans = [each.plan for each in candidates(job, asked.hardware) if each.method == REDISTRIBUTED]
     found = [run_of(job, asked.hardware, "", plan) for plan in plans if plan.schedule in ("1f1b", "interleaved")]
@@ -156,31 +161,33 @@ def tuned(asked: Request) -> Run:
 
 
 def run_of(job: Job, hardware: Hardware, title: str, plan: Plan) -> Run:
-    """Its prediction."""
+    """A run of a plan, with its prediction."""
     simulator = make_simulator(job, plan, hardware)
     return Run(title, simulator.schedule, predict(job, plan, hardware, simulator=simulator))
 
 
 def marks(block: str) -> tuple[str, str]:
-    """Lines before and after a block."""
+    """The marker lines before and after a block."""
     return f"<!-- begin {block} -->\n", f"<!-- end {block} -->\n"
 
 
 def block_of(page: str, block: str) -> str:
-    """What `page` has between the marks."""
+    """The content of a block in `page`."""
     begin, end = marks(block)
     return page.split(begin)[1].split(end)[0]
 
 
 def with_block(page: str, block: str, content: str) -> str:
-    """`page` with other content between the marks."""
+    """A copy of `page` in which a block has other content."""
     begin, end = marks(block)
     before, rest = page.split(begin)
     return before + begin + content + end + rest.split(end)[1]
 
 
 def public() -> str:
-    """The largest judged pipeline run of each model on 128 or more H100, and its prediction, in Markdown."""
+    """A Markdown table of published runs: for each model, the largest pipeline run on 128 or more H100, and its
+    prediction.
+    """
     largest: dict[str, PublicRow] = {}
     for row in read_rows():
         fits = row.judged and row["gpu"] == "h100" and row["pp"] not in ("", "1") and row.gpus >= LEAST_GPUS
@@ -198,7 +205,7 @@ def public() -> str:
 
 
 def table(found: list[Run]) -> str:
-    """Time, use of the hardware and memory, in Markdown."""
+    """A Markdown table with the time, hardware utilisation and memory of each run."""
     lines = ["| predicted | seconds per iteration | MFU | memory of the fullest rank |", "|---|---|---|---|"]
     lines += [
         f"| {run.title} | {run.seconds:.2f} | {100 * run.prediction.mfu:.1f} % | {run.peak:.1f} GiB |" for run in found
@@ -207,24 +214,24 @@ def table(found: list[Run]) -> str:
 
 
 def with_gain(page: str, found: list[Run]) -> str:
-    """The page with the gain over a tuned Megatron in its first line."""
+    """The page, with the gain over tuned Megatron in its first line."""
     return re.sub(
         r"[\d.]+ times as fast as a tuned", f"{found[1].seconds / found[2].seconds:.2f} times as fast as a tuned", page
     )
 
 
 def written(page: str, found: list[Run]) -> str:
-    """The page with all that this script writes."""
+    """The page, with everything that this script writes to it."""
     return with_block(with_block(with_gain(page, found), "predicted", table(found)), "public", public())
 
 
 def shown(found: list[Run]) -> list[Run]:
-    """The runs of the picture."""
+    """The runs that the picture shows."""
     return [run for run in found if run.prediction.plan.layers is None and "tuned" not in run.title]
 
 
 def digest(found: list[Run]) -> str:
-    """Of everything that the picture shows, to a millisecond and a hundredth of a GiB."""
+    """A digest of everything that the picture shows, rounded to a millisecond and a hundredth of a GiB."""
     content = [
         (
             run.title,
@@ -243,7 +250,7 @@ def digest(found: list[Run]) -> str:
 
 
 def stored_digest() -> str:
-    """The digest in the picture's file."""
+    """The digest that is stored in the file of the picture."""
     from PIL import Image
 
     with Image.open(PICTURE) as picture:
@@ -251,7 +258,7 @@ def stored_digest() -> str:
 
 
 def draw(asked: Request, found: list[Run]) -> None:
-    """A row of panels for each run: the ranks over time, and their memory."""
+    """Draw a row of panels for each run: its ranks over time, and their memory."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -2,10 +2,11 @@
 
     PYTHONPATH=FOLDER python scripts/bridge_recipes.py [--write] [--list]
 
-FOLDER has Megatron-Bridge and what it imports, as `tests/mcore/bridge_loop.py` says. Each recipe for H100, B200 and
-GB300 that has two and more pipeline stages is built, with the sizes of its Hugging Face model below, and turned into
-Megatron's flags; these are judged as `scripts/nvidia_jobs.py` judges NVIDIA's other jobs. What a recipe adds to a model
-afterwards (adapters, frozen weights) has no flag and is not judged. Nothing is downloaded and nothing is started.
+FOLDER contains Megatron-Bridge and the packages that it imports (see `tests/mcore/bridge_loop.py`). The script builds
+each recipe for H100, B200 and GB300 that has two or more pipeline stages, with the sizes of its Hugging Face model
+below, and turns it into Megatron's flags. It judges these as `scripts/nvidia_jobs.py` judges NVIDIA's other jobs. What
+a recipe adds to a model afterwards (adapters, frozen weights) has no flag and is not judged. Nothing is downloaded or
+started.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tests.mcore import bridge_loop  # noqa: E402
 
 FAMILIES = ("deepseek", "gpt_oss", "kimi", "llama", "nemotronh", "qwen")
 GPUS = {"h100": "9.0", "b200": "10.0", "gb300": "10.3"}
-"""And their compute capability."""
+"""The GPUs whose recipes are judged, and their compute capabilities."""
 _NOT_HERE = ("diffusers", "nvidia_resiliency_ext", "megatron.energon")
 _OF_OTHER_MODELS = ("megatron.bridge.diffusion", "megatron.bridge.recipes.flux", "megatron.bridge.recipes.wan")
 _CALLED_OTHERWISE = {
@@ -45,10 +46,10 @@ _CALLED_OTHERWISE = {
     "fp8_param": "fp8_param_gather",
 }
 _LEFT_OUT = {
-    # Written below, or of the process; a fused loss is the same to our passes whatever computes it.
+    # Set below, or properties of a process. Which kernel computes a fused loss does not matter to our passes.
     *("moe_layer_freq", "pipeline_model_parallel_layout", "position_embedding_type", "hidden_dropout"),
     *("attention_dropout", "rank", "world_size", "data_parallel_size", "cross_entropy_fusion_impl"),
-    # Of kernels and layers alone, in a form that Megatron's flags do not have.
+    # Settings of kernels and layers that Megatron's flags cannot express.
     *("attention_backend", "softmax_type", "window_size", "linear_attention_freq", "experimental_attention_variant"),
     *("glu_linear_offset", "rotary_base_local", "moe_deepep_num_sms", "moe_hybridep_num_sms", "overlap_p2p_comm"),
     *("batch_p2p_comm", "hierarchical_context_parallel_sizes", "mtp_loss_scaling_factor"),
@@ -57,7 +58,7 @@ _LETTERS = {"embedding": "E", "decoder": "t", "loss": "L", "mtp": "m"}
 
 
 class _StandIns:
-    """Packages that are not here and models that are not judged, as modules in which everything is found."""
+    """Replaces missing packages, and models that are not judged, by modules that have every attribute."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.startswith(_OF_OTHER_MODELS) or any(f"{name}.".startswith(f"{each}.") for each in _NOT_HERE):
@@ -74,7 +75,7 @@ class _StandIns:
 
 
 def models() -> dict[str, Any]:
-    """The configurations of the recipes' Hugging Face models, as far as their sizes are public and plain."""
+    """The configurations of the recipes' Hugging Face models whose sizes are public and easy to state."""
     import transformers as hf
 
     def llama(hidden: int, intermediate: int, layers: int, heads: int) -> Any:
@@ -105,7 +106,7 @@ def models() -> dict[str, Any]:
 
 
 def recipes() -> Iterator[tuple[str, str, str, Any]]:
-    """(family, GPU, name, configuration) of every recipe whose model is known."""
+    """Yield (family, GPU, name, configuration) for every recipe whose model is known."""
     bridge_loop.import_bridge()
     sys.meta_path.insert(0, _StandIns())
     from megatron.bridge import AutoBridge
@@ -127,7 +128,9 @@ def recipes() -> Iterator[tuple[str, str, str, Any]]:
 
 
 def words_of(recipe: Any, options: dict[str, Any]) -> list[str]:
-    """A recipe as Megatron's flags: what differs from the defaults of `options`, by name."""
+    """Turn a recipe into Megatron's flags: all settings that differ from the defaults of `options`, which are given by
+    name.
+    """
     model, train = recipe.model, recipe.train
     if hasattr(recipe.mixed_precision, "setup"):
         recipe.mixed_precision.setup(model, recipe.optimizer, recipe.ddp)
@@ -143,7 +146,7 @@ def words_of(recipe: Any, options: dict[str, Any]) -> list[str]:
     overlap = recipe.comm_overlap
     for name in ("tp_comm_overlap", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"):
         option = f"--{name.replace('_', '-')}"
-        alone = name == "tp_comm_overlap" and model.tensor_model_parallel_size == 1  # Bridge switches it off
+        alone = name == "tp_comm_overlap" and model.tensor_model_parallel_size == 1  # Bridge then switches it off
         if getattr(overlap, name, False) and option not in words and not alone:
             words.append(option)
     words += [*("--tokenizer-type", "NullTokenizer", "--mock-data", "--train-iters", "10", "--lr", "1e-4")]

@@ -1,4 +1,4 @@
-"""The tables of the compatibility page, from the tests' tables, the refusals and the table of patches."""
+"""Makes the tables of the compatibility page, from the tables of tests, refusals and patches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.mcore.proofs import NOT_YET, PROOFS  # noqa: E402
 
 
 def flags(options: Mapping[str, object], *before: str) -> str:
-    """Options as they are typed, behind other words."""
+    """Options in Markdown as a user types them, after the words in `before`."""
     words = list(before)
     for name, value in options.items():
         option = "--" + name.replace("_", "-")
@@ -40,12 +40,12 @@ def flags(options: Mapping[str, object], *before: str) -> str:
 
 
 def typed(text: str) -> str:
-    """A text with its flags as they are typed."""
+    """A text in Markdown with its flags marked as code."""
     return re.sub(r"--[\w-]+", r"`\g<0>`", text)
 
 
 def tested() -> str:
-    """Every case, with the schedules it ran under, and every proof that lives elsewhere."""
+    """A table of all test cases with the schedules under which each ran, and a table of proofs in other tests."""
     lines = ["| together with | options, besides p = 2 | `--pipeline-schedule`, algorithm |", "|---|---|---|"]
     for case in CASES:
         size = [] if case.size == 2 else [f"p = {case.size}"]
@@ -58,7 +58,7 @@ def tested() -> str:
 
 
 def surveyed() -> str:
-    """How much the option survey covers, and every job of it."""
+    """How much the option survey covers, and a table of all its jobs."""
     jobs = [job for group in JOBS.values() for job in group]
     runs = sum(len(job.ways) for job in jobs)
     lines = [
@@ -83,12 +83,12 @@ def surveyed() -> str:
 
 
 def _short(value: object) -> object:
-    """JSON is too long for a table."""
+    """Shorten JSON, which is too long for a table."""
     return "JSON" if isinstance(value, str) and value.startswith("{") and '"' in value else value
 
 
 def moved() -> str:
-    """Every move of a checkpoint."""
+    """A table of all tested moves of checkpoints between layouts."""
     lines = ["| checkpoints | options | trained in | moved to, and back |", "|---|---|---|---|"]
     for move in MOVES:
         carried = ["bit for bit"] if move.carried else []
@@ -100,7 +100,7 @@ def moved() -> str:
 
 
 def refused() -> str:
-    """Every refusal's message under the table that it is from; what it fills in from the arguments is in capitals."""
+    """The messages of all refusals, by topic. Values that are filled in from the arguments appear in capitals."""
     groups: dict[str, list[str]] = {title: [] for title in ("Combinations", *REFUSED_BY)}
     for refusal in REFUSALS:
         message = refusal.message.replace("{our_schedule}", OUR_SCHEDULE)
@@ -119,7 +119,7 @@ REFUSED_BY = {
     "Files": [],
     "Activations in the host's memory": [],
 }
-"""Headings, and the words by which the refusals of an option are known."""
+"""Headings, and words in a message by which a refusal belongs under the heading."""
 TABLES = {
     "Packed sequences": PACKING_REFUSALS,
     "Length of a run": LENGTH_REFUSALS,
@@ -129,7 +129,7 @@ TABLES = {
 
 
 def ignored() -> str:
-    """Every option that a run takes and that does not do what it is for."""
+    """A list of all options that a run accepts but that do not have their intended effect."""
     lines = []
     for each in IGNORED:
         does = "" if each.does == "has no effect" else f" {each.does}"
@@ -139,12 +139,12 @@ def ignored() -> str:
 
 
 def not_yet() -> str:
-    """What was neither tested nor refused."""
+    """A list of what was neither tested nor refused."""
     return "\n".join(f"- {what}" for what in NOT_YET)
 
 
 def patched() -> str:
-    """Every group of patches: for which runs, when, which symbols, and what happens without them."""
+    """A table of all groups of patches: for which runs, when, which symbols, and what happens without them."""
     lines = ["| group | applies | applied | symbols | essential | without it |", "|---|---|---|---|---|---|"]
     for group in GROUPS:
         symbols = ", ".join(dict.fromkeys(_symbol(patch.target) for patch in patches_of(group.name)))

@@ -1,20 +1,20 @@
-"""What mkdocs asks while it builds the site: parts of pages that code writes, and the page of schedules."""
+"""Hooks that mkdocs calls while it builds the site: they add generated parts of pages, and the page of schedules."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import docs_parts  # scripts/docs.sh puts this folder on the path
+import docs_parts  # scripts/docs.sh adds this folder to PYTHONPATH
 from mkdocs.structure.files import File, Files
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add what is made at build."""
+    """Add the files that are made during the build."""
     for name, content in docs_parts.FILES.items():
         files.append(File.generated(config, name, content=content()))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put generated parts in."""
+    """Insert the generated parts into a page."""
     return docs_parts.filled(markdown)

@@ -1,6 +1,6 @@
-"""The parts of the documentation's pages that code writes when the site is built.
+"""Generates parts of the documentation's pages when the site is built.
 
-A page says `<!-- generated: NAME -->` on a line of its own; NAME is a key of PARTS.
+A page marks the place with a line `<!-- generated: NAME -->`, where NAME is a key of PARTS.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ MARK = re.compile(r"^<!-- generated: (?P<name>\w+) -->$", re.MULTILINE)
 
 
 def filled(page: str) -> str:
-    """A page with its generated parts. Raises KeyError for a name that is not in PARTS."""
+    """Fill in the generated parts of a page. Raises KeyError for a name that is not in PARTS."""
     return MARK.sub(lambda found: part(found["name"]).replace(" %", "\N{NO-BREAK SPACE}%"), page)
 
 
 @functools.cache
 def part(name: str) -> str:
-    """What PARTS has under `name`."""
+    """Generate the part that PARTS has under `name`."""
     return PARTS[name]().strip()
 
 
 def table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> str:
-    """In Markdown."""
+    """A table in Markdown."""
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-    # A bar separates cells except in code.
+    # A bar separates cells, except inside code.
     lines += [
         f"| {' | '.join(re.sub(r'(`[^`]*`)|\|', lambda x: x[1] or '&#124;', cell) for cell in row)} |" for row in rows
     ]
@@ -46,7 +46,7 @@ def table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[
 
 
 def commands() -> str:
-    """Every command with its options and its example, under the headings of `megatron-vp --help`."""
+    """All commands with their options and examples, under the headings of `megatron-vp --help`."""
     from megatron_vp.cli.app import app
     from megatron_vp.cli.help_pages import SECTIONS
 
@@ -60,7 +60,7 @@ def commands() -> str:
 
 
 def _command(command: Any, name: str) -> list[str]:
-    """A heading, what it does, its options and its example; those of a group's commands after it."""
+    """Paragraphs on a command: a heading, its purpose, options and example; for a group also those of its commands."""
     pieces = [f"### {name}", *_paragraphs(command.help or "")]
     if isinstance(getattr(command, "commands", None), dict):
         return pieces + [piece for key, each in command.commands.items() for piece in _command(each, f"{name} {key}")]
@@ -82,7 +82,7 @@ def _command(command: Any, name: str) -> list[str]:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Of a help text; its indented and its verbatim lines as code."""
+    """The paragraphs of a help text, with its indented and verbatim lines as code."""
     found = []
     for each in inspect.cleandoc(text).split("\n\n"):
         lines = each.removeprefix("\b\n").splitlines()
@@ -100,13 +100,13 @@ def _code(text: str) -> str:
 
 
 def _typed(text: str) -> str:
-    """A text with its flags as code, and nothing in it that Markdown would read as HTML."""
+    """A text with its flags marked as code, and with characters escaped that Markdown would read as HTML."""
     text = text.replace("<", "&lt;").replace("*", "\\*")
     return re.sub(r"(?<![\w`-])--[\w-]+", r"`\g<0>`", text)
 
 
 def flags() -> str:
-    """The training flags that come on top of Megatron's."""
+    """A table of the training flags that this package adds to Megatron's."""
     rows = []
     for action in _our_actions():
         given = action.metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else "")
@@ -117,7 +117,7 @@ def flags() -> str:
 
 
 def configuration_keys() -> str:
-    """The same as keys of a YAML file."""
+    """A table of the same flags as keys of a YAML file."""
     rows = []
     for action in _our_actions():
         if action.dest != "config":
@@ -133,7 +133,7 @@ def _our_actions() -> list[Any]:
 
 
 def configurations() -> str:
-    """The files that come with the package, by the comment that each begins with."""
+    """A table of the configuration files in the package, each described by its first comment."""
     rows = []
     folder = ROOT / "megatron_vp" / "configs"
     for path in sorted(folder.rglob("*.yaml")):
@@ -145,12 +145,12 @@ def configurations() -> str:
 
 
 def _leaves(text: str) -> dict[str, Any]:
-    """Of a short overlay."""
+    """The keys and values of a short overlay file."""
     return {key: value for section in yaml.safe_load(text).values() for key, value in section.items()}
 
 
 def python_interface() -> str:
-    """What a program imports: signatures and docstrings."""
+    """The Python interface: signatures and docstrings of all that programs may import."""
     import megatron_vp
     from megatron_vp import schedule
     from megatron_vp.mcore.start.enabled import Handle
@@ -168,7 +168,7 @@ SCHEDULE_FUNCTIONS = ("generate", "validate", "simulate", "lower", "to_json", "f
 
 
 def _documented(name: str, what: Any) -> list[str]:
-    """A heading, the signature and the docstring; of a class also those of its methods."""
+    """Paragraphs on a function or class: heading, signature and docstring; for a class also those of its methods."""
     pieces = [f"### {name}", *_docstring(what)]
     if not inspect.isclass(what):
         pieces.insert(1, f"```python\n{_signature(name, what)}\n```")
@@ -182,7 +182,7 @@ def _documented(name: str, what: Any) -> list[str]:
 
 
 def _signature(name: str, what: Any) -> str:
-    """As it is written: a line for each parameter where one line is too long."""
+    """The signature as source code, with one line per parameter if one line would be too long."""
     signature = inspect.signature(what)
     kept = [each for each in signature.parameters.values() if each.name != "self"]
     text = f"{name}{signature.replace(parameters=kept)}".replace("'", "")
@@ -196,7 +196,7 @@ def _signature(name: str, what: Any) -> str:
 
 
 def _docstring(what: Any) -> list[str]:
-    """Its paragraphs; what stands under Args, Returns and Raises as lists."""
+    """The paragraphs of a docstring, with the entries under Args, Returns and Raises as lists."""
     found = []
     for paragraph in inspect.getdoc(what).split("\n\n"):  # type: ignore[union-attr]
         title, _, rest = paragraph.partition("\n")
@@ -218,7 +218,7 @@ def _compatibility(name: str) -> Callable[[], str]:
 
 
 def public_runs() -> str:
-    """Published runs of Megatron next to their predictions."""
+    """A table of published runs of Megatron next to their predictions."""
     from megatron_vp.cost.public.comparison import predicted, to_markdown
     from megatron_vp.cost.public.public_rows import read_rows
 
@@ -226,7 +226,7 @@ def public_runs() -> str:
 
 
 def schedules() -> str:
-    """Every `--pipeline-schedule`."""
+    """A table of all values of `--pipeline-schedule`."""
     from megatron_vp.schedule import FAMILIES
 
     rows = [(f"`{name}`", family.summary, family.peak_formula) for name, family in FAMILIES.items()]
@@ -234,14 +234,14 @@ def schedules() -> str:
 
 
 def roofline() -> str:
-    """What bounds S and T on H100, H200 and B200."""
+    """Tables of what bounds S and T on H100, H200 and B200."""
     from megatron_vp.cost.times.roofline import lines, markdown
 
     return markdown(list(lines()))
 
 
 def host_links() -> str:
-    """Copies to the host's memory, by GPU."""
+    """A table of copies to host memory, by GPU."""
     from megatron_vp.cost.hardware.gpus import GIGA, HARDWARE
 
     rows = []
@@ -254,21 +254,21 @@ def host_links() -> str:
 
 
 def memory_by_layer() -> str:
-    """Memory counted in a replay of shapes next to the prediction, by job."""
+    """A table, by job, of memory counted in a replay of shapes next to the prediction."""
     from memory_agrees import lines_of, table_of
 
     return table_of(lines_of(RESULTS / "memory_agrees.jsonl"))
 
 
 def optimality() -> str:
-    """How far small schedules are from the shortest possible."""
+    """A table of how far small schedules are from the shortest possible ones."""
     import optimality
 
     return optimality.table(optimality.read_results())
 
 
 def memory_of_the_papers_models() -> str:
-    """Memory counted so next to the prediction, of the paper's models."""
+    """A table of memory counted in a replay of shapes next to the prediction, for the paper's models."""
     text = (RESULTS / "replay_shapes.jsonl").read_text(encoding="utf-8")
     lines = [line for line in map(json.loads, text.splitlines()) if "error" not in line]
     off = [100 * abs(line["predicted_bytes"] / line["memory_bytes"]["peak"] - 1) for line in lines]
@@ -285,7 +285,7 @@ def memory_of_the_papers_models() -> str:
 
 
 def schedule_page() -> str:
-    """Two schedules, one above the other, to point at and to zoom."""
+    """An interactive page with two schedules, one above the other, that can be zoomed."""
     from megatron_vp.schedule import generate, simulate
     from megatron_vp.schedule.web_page import to_html
 
@@ -302,4 +302,4 @@ PARTS: dict[str, Callable[[], str]] = {
     },
 }
 FILES: dict[str, Callable[[], str]] = {"schedule.html": schedule_page}
-"""Made at build, by their place in the site."""
+"""The files that are made during the build, by their path in the site."""

@@ -1,17 +1,18 @@
-"""Run commands and keep what they print: as the example in a command's `--help`, and in the pages of the documentation.
+"""Run commands and record their output: as the example in a command's `--help`, and in the pages of the documentation.
 
     python scripts/examples.py [COMMAND|PAGE ...]     # such as plan, 'paper jobs', README.md; default: all (20 minutes)
 
-A fence `console` of a page shows a command, `$ ` in front, and below it what the command prints. A comment above it may
-say which lines are kept, and how the test compares them:
+A `console` fence on a page shows a command after `$ ` and, below it, the output of the command. A comment above the
+fence may say which lines are kept, and how the test compares them:
 
     <!-- run: keep="times as fast|^use:" most=8 slow -->
 
-`head=N` keeps the first N lines, `keep="PATTERN"` those with the pattern, `most=N` at most N of them; `...` stands for
-others. `status=N` is the exit status. `numbers`: digits differ from run to run. `slow`: it takes long, or reads what
-the blocks above it on the page wrote; tested with `-m slow` only. `as="COMMAND"`: what runs in its place, where the
-command would set up an environment. The commands of a page run in order, in a folder of their own. A comment
-`<!-- file: NAME -->` above any fence puts what the fence shows into the file NAME of that folder.
+`head=N` keeps the first N lines, `keep="PATTERN"` those that contain the pattern, and `most=N` at most N of these;
+`...` stands for omitted lines. `status=N` is the expected exit status. `numbers` says that digits differ from run to
+run. `slow` says that the command takes long or reads what earlier blocks on the page wrote; it is tested only with `-m
+slow`. `as="COMMAND"` runs another command in its place, for example if the command itself would set up an environment.
+The commands of a page run in order, in a new folder. A comment `<!-- file: NAME -->` above any fence writes the content
+of the fence to the file NAME in that folder.
 """
 
 from __future__ import annotations
@@ -30,35 +31,35 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "megatron_vp" / "cli" / "examples"
 WIDEST = 170
-"""Characters of a line that are kept: most terminals show them in one or two lines."""
+"""The number of characters to which lines are cut, so that most terminals show them in one or two lines."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A command as a user would give it, and which lines of what it prints are kept."""
+    """A command as a user would type it, and which lines of its output are kept."""
 
     words: str
-    """behind `megatron-vp`, or the whole command in a page"""
+    """The words after `megatron-vp`, or the whole command on a page."""
     keep: str = "."
-    """a pattern that kept lines contain"""
+    """A pattern that kept lines contain."""
     most: int = 8
-    """lines that are kept; an ellipsis stands for others"""
+    """The most lines that are kept; an ellipsis stands for others."""
     status: int = 0
-    """that it ends with"""
+    """The exit status of the command."""
     before: str | None = ""
-    """what stands before `megatron-vp`, such as a launcher; None: `words` is the whole command"""
+    """The words before `megatron-vp`, such as a launcher; None if `words` is the whole command."""
     head: int = 0
-    """the first lines, which are kept whatever they contain"""
+    """The number of first lines that are kept whatever they contain."""
     slow: bool = False
-    """it takes long, or reads what others wrote"""
+    """Whether the command takes long, or reads what other commands wrote."""
     numbers: bool = False
-    """its digits differ from run to run"""
+    """Whether digits in the output differ from run to run."""
     runs: str | None = None
-    """what runs in its place"""
+    """The command that runs instead; None if it is the command itself."""
 
     @property
     def command(self) -> str:
-        """As a shell takes it."""
+        """The command line as typed in a shell."""
         return self.words if self.before is None else f"{self.before}megatron-vp {self.words}"
 
 
@@ -92,17 +93,17 @@ EXAMPLES = {
     "paper calibrate": Example("paper calibrate", most=8),
     "paper public": Example("paper public --only gpt3", most=10),
 }
-"""By command, in the order in which they run: later ones read what earlier ones wrote."""
+"""The examples by command, in the order in which they run, because later ones read what earlier ones wrote."""
 
 
 def path_of(command: str) -> Path:
-    """Where the example of a command is kept."""
+    """The file in which the example of a command is kept."""
     return FOLDER / f"{command.replace(' ', '_')}.txt"
 
 
 def shown(example: Example, printed: str) -> str:
-    """The example as the help and the pages show it."""
-    printed = re.sub(r"/\S*/(?=\.venv/bin/)", "", printed)  # where this environment is
+    """Format the example and its output as the help and the pages show it."""
+    printed = re.sub(r"/\S*/(?=\.venv/bin/)", "", printed)  # the path of this environment
     lines = [line.rstrip() for line in printed.splitlines() if line.strip()]
     kept = [number for number, line in enumerate(lines) if number >= example.head and re.search(example.keep, line)]
     kept = [*range(min(example.head, len(lines))), *kept[: example.most]]
@@ -115,7 +116,7 @@ def shown(example: Example, printed: str) -> str:
 
 
 def run(example: Example, folder: Path, *more: str) -> str:
-    """What the example prints in `folder`; on standard error only where it says nothing else."""
+    """Run the example in `folder`, and return its output, or its standard error if it has no other output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{ROOT / '.venv' / 'bin'}:{environment['PATH']}"
     command = ["bash", "-c", f"{example.runs or example.command} {shlex.join(more)}".rstrip()]
@@ -126,12 +127,12 @@ def run(example: Example, folder: Path, *more: str) -> str:
 
 
 BLOCK = re.compile(r"(?:^<!-- run:(?P<options>.*?)-->\n)?^```console\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-"""A command and what it prints in a page."""
+"""A block of a page with a command and its output."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Such a block: its place in the page, what it runs and what it shows."""
+    """A block of a page: its position, the command that it runs, and the output that it shows."""
 
     start: int
     end: int
@@ -140,7 +141,7 @@ class Block:
 
 
 def blocks_of(page: str) -> Iterator[Block]:
-    """The blocks of a page, in order. Raises SystemExit for one without a command or with an unknown option."""
+    """Yield the blocks of a page in order. Raises SystemExit for one without a command or with an unknown option."""
     for found in BLOCK.finditer(page):
         command = re.match(r"\$ ((?:.*\\\n)*.*)\n", found["text"])
         if command is None:
@@ -159,15 +160,15 @@ _SWITCHES, _NUMBERS, _TEXTS = ("slow", "numbers"), ("head", "most", "status"), {
 
 
 FILE = re.compile(r"^<!-- file: (?P<name>\S+) -->\n```\w*\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-"""A file that a page shows and its commands read."""
+"""A file that a page shows and that its commands read."""
 
 
 def alike(example: Example, fresh: str, kept: str) -> bool:
-    """Whether two outputs say the same, apart from digits where these differ from run to run."""
+    """Whether two outputs are the same, apart from digits that differ from run to run."""
 
     def said(line: str) -> list[str]:
         line = re.sub(r"[-+]?\d[\d.,:e+-]*", "#", line)
-        # Where a line is cut depends on how long its numbers are.
+        # The place at which a line is cut depends on the length of its numbers.
         return line.split()[:-3] if line.endswith(" ...") else line.split()
 
     if example.numbers:
@@ -176,7 +177,7 @@ def alike(example: Example, fresh: str, kept: str) -> bool:
 
 
 def write_page(path: Path) -> None:
-    """Run the commands of a page and put what they print into it."""
+    """Run the commands of a page, and write their output into it."""
     page = path.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -189,7 +190,7 @@ def write_page(path: Path) -> None:
 
 
 def prepare(folder: Path, page: str = "") -> None:
-    """What the examples read: a text, a configuration, the training script, and files that `page` shows."""
+    """Write what the examples read: a text, a configuration, the training script, and files that `page` shows."""
     for found in FILE.finditer(page):
         (folder / found["name"]).write_text(found["text"], encoding="utf-8")
     (folder / "texts").mkdir()
@@ -201,7 +202,7 @@ def prepare(folder: Path, page: str = "") -> None:
 
 
 def train(folder: Path) -> None:
-    """The two runs that `report` and `trace` read."""
+    """Train the two runs that `report` and `trace` read."""
     for name, flags in (("plain", []), ("vocab-2", ["--vocab-parallel", "--pipeline-trace", "trace"])):
         report = ["--rank-report", name, "--tensorboard-dir", f"{name}/tensorboard"]
         words = f"run pretrain_gpt_vp.py {RUN}"
@@ -210,13 +211,13 @@ def train(folder: Path) -> None:
 
 
 def pages() -> list[Path]:
-    """The pages that show what commands print."""
+    """The pages that show the output of commands."""
     found = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
     return [path for path in found if "```console" in path.read_text(encoding="utf-8")]
 
 
 def main() -> None:
-    """Write all, or those of the named commands and pages."""
+    """Write all examples, or those of the named commands and pages."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("commands", nargs="*", metavar="COMMAND|PAGE", help="such as plan or README.md (default: all)")
     given = parser.parse_args().commands or [*EXAMPLES, *map(str, pages())]

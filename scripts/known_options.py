@@ -2,8 +2,8 @@
 
     python scripts/known_options.py [--check]
 
-With a later release of Megatron than the first supported one, it writes `known_options_SERIES.txt`: what that release
-adds or takes in another form. `--check` writes nothing and exits with status 1 where the file is out of date.
+With a later release of Megatron than the first supported one, it writes `known_options_SERIES.txt`, with the options
+that the release adds or changes. `--check` writes nothing and exits with status 1 if the file is out of date.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEADER = f"""\
 
 
 def lines() -> Iterator[str]:
-    """A line for every option that a training script takes; without those that only ask for help."""
+    """Yield a line for every option that a training script accepts, except those that only print help."""
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_vp.mcore.options.arguments import with_ours
@@ -47,12 +47,12 @@ def _line(option: str, action: argparse.Action) -> str:
 
 
 def content(known: Container[str] = ()) -> str:
-    """The whole file: all lines but `known` ones."""
+    """The whole file, without the lines in `known`."""
     return HEADER + "".join(f"{line}\n" for line in sorted(lines()) if line not in known)
 
 
 def of_this_megatron() -> tuple[Path, str]:
-    """The file of the installed release, and what it should say."""
+    """The file for the installed release, and its expected content."""
     from megatron_vp.mcore.patches import SUPPORTED_SERIES, present_series
 
     series = present_series()

@@ -26,7 +26,7 @@ RUNS = {
     "dualpipe_v": {"pipeline_schedule": "dualpipe-v"},
     "interleaved": {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2},
 }
-"""Arguments of each run, in addition to those of all."""
+"""The arguments of each run, in addition to those that all runs share."""
 
 
 def main() -> None:

@@ -2,10 +2,11 @@
 
     python scripts/nvidia_jobs.py MEGATRON_LM [--write] [--list]
 
-Reads the functional tests and the shell scripts of examples that train GPT or hybrid models in two and more pipeline
-stages. Each is judged by what `megatron-vp check` runs: first as it is, then vocabulary parallel under its own schedule
-(1f1b, or interleaved with virtual stages), then under v-half. `--write` puts the tables into the page of evidence
-about them, `--list` prints every job. Nothing is started, and data, tokenizers and checkpoints are not read.
+The script reads the functional tests and the shell scripts of examples that train GPT or hybrid models with two or more
+pipeline stages. It judges each job by the checks of `megatron-vp check`: first unchanged, then with vocabulary
+parallelism under the job's own schedule (1f1b, or interleaved with virtual stages), then under v-half. `--write` writes
+the tables to the page of evidence, and `--list` prints every job. Nothing is started, and data, tokenizers and
+checkpoints are not read.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ PAGE = ROOT / "docs" / "evidence" / "nvidia_jobs.md"
 
 
 def nodes(capability: str) -> str:
-    """What NVIDIA's own containers have, on GPUs of a compute capability."""
+    """Describe nodes with the packages of NVIDIA's own containers and GPUs of a compute capability."""
     return f"te=2.20.2,apex=yes,einops=yes,nvrx=yes,emerging=yes,cc={capability}"
 
 
 OTHER_MODELS = {"bert", "common", "mimo", "multimodal-llava", "t5"}
-"""Folders of functional tests whose models are neither GPT nor hybrid."""
+"""The folders of functional tests for models that are neither GPT nor hybrid."""
 TRAINS = re.compile(r"\bpretrain_(gpt|mamba|hybrid)\.py")
 OURS = ("own schedule", "v-half")
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A job as NVIDIA has it: where from, its command line, and its environment."""
+    """One of NVIDIA's jobs: its source, command line and environment."""
 
     group: str
     name: str
@@ -58,7 +59,7 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        """As many as one replica takes, and at least a node of 8 where replicas fit into it."""
+        """The number of ranks of the job: those of one replica, or as many replicas as fit into a node of 8."""
         size = {name: int(flag_value(list(self.words), f"--{name}-parallel-size") or 1) for name in _SIZES}
         experts = flag_value(list(self.words), "--expert-tensor-parallel-size")
         tensor = int(experts) if experts else size["tensor-model"]
@@ -67,9 +68,10 @@ class Job:
         return replica * max(1, 8 // replica)
 
     def answers(self) -> tuple[str | None, ...]:
-        """Why a run refuses it as it is, under its own schedule and under v-half, in this order; None: accepted.
+        """The reasons why the job is refused: unchanged, under its own schedule, and under v-half; None if it is
+        accepted.
 
-        What is refused as it is is not asked further.
+        For a job that is refused unchanged, only the first reason is returned.
         """
         plain, chunks = self._judged(self.words)
         if plain is not None:
@@ -81,7 +83,7 @@ class Job:
         )
 
     def _judged(self, words: tuple[str, ...]) -> tuple[str | None, int | None]:
-        """The refusal, or the chunks per rank of what is accepted."""
+        """The reason for a refusal, or the number of chunks per rank if the job is accepted."""
         with mock.patch.dict(os.environ, self.environment):
             try:
                 job = preflight.check_job(list(words), self.ranks, nodes=self.nodes, own_script=True)
@@ -90,7 +92,7 @@ class Job:
             return None, job.args.virtual_pipeline_model_parallel_size
 
     def _without_stages(self) -> tuple[str, ...]:
-        """The command line without virtual stages, which v-half has two of in its own way."""
+        """The command line without options for virtual stages, because v-half itself has two per rank."""
         words, left = [], iter(self.words)
         for word in left:
             if word in _STAGES:
@@ -119,7 +121,7 @@ def functional_tests(checkout: Path) -> Iterator[Job]:
 
 
 def _typed(option: str, value: object) -> list[str]:
-    """An option as the tests' own launcher types it."""
+    """An option as the tests' own launcher writes it."""
     if value is True or value is None or value == "":
         return [option]
     text = str(value).strip()
@@ -131,7 +133,7 @@ def _typed(option: str, value: object) -> list[str]:
 
 
 def examples(checkout: Path) -> Iterator[Job]:
-    """The examples whose shell script starts one of Megatron's training scripts for these models."""
+    """The examples whose shell scripts start one of Megatron's training scripts for these models."""
     for path in sorted((checkout / "examples").glob("**/*.sh")):
         text = path.read_text(encoding="utf-8")
         if TRAINS.search(text):
@@ -139,7 +141,7 @@ def examples(checkout: Path) -> Iterator[Job]:
 
 
 def _shell_words(text: str) -> tuple[str, ...]:
-    """The options of a script: the words of its arrays and of its strings of options, with its own defaults."""
+    """The options in a shell script: the words in its arrays and strings of options, with the script's own defaults."""
     text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text).replace("\\\n", "\n")
     variables: dict[str, str] = {}
     for name, value in re.findall(r"(?m)^\s*(?:export\s+)?(\w+)=([^\s(][^\n]*)$", text):
@@ -155,7 +157,7 @@ def _shell_words(text: str) -> tuple[str, ...]:
 
 
 def _filled(text: str, variables: Mapping[str, str]) -> str:
-    """A shell's text with its variables filled in; what it does not say itself is a path that is not there."""
+    """A shell text with its variables filled in; those that the script does not set become paths to nowhere."""
 
     def value(found: re.Match[str]) -> str:
         name, default = found[1] or found[3], found[2]
@@ -166,7 +168,7 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 
 
 def reason(answer: str) -> str:
-    """What a refusal is about, without why and what else: the words that jobs are counted by."""
+    """The subject of a refusal, without the cause and the remedy; jobs are counted by it."""
     first = re.sub(r"^\d+ reasons: \(1\) |^Megatron refuses these arguments: ", "", answer)
     if first != answer and not first.startswith("--"):
         return re.split(r"\. |\.?$", first)[0]
@@ -175,7 +177,7 @@ def reason(answer: str) -> str:
 
 
 def tables(source: str, answers: Mapping[Job, tuple[str | None, ...]]) -> str:
-    """How many jobs of each group are accepted, and why the others are not."""
+    """Tables of how many jobs of each group are accepted, and why the others are not."""
     lines = [
         f"{source}:",
         "",
@@ -208,7 +210,7 @@ def tables(source: str, answers: Mapping[Job, tuple[str | None, ...]]) -> str:
 
 
 def write(block: str, written: str) -> None:
-    """Put tables into their place on the page."""
+    """Write tables to their place on the page."""
     begin, end = f"<!-- begin {block} -->\n", f"\n<!-- end {block} -->"
     before, rest = PAGE.read_text(encoding="utf-8").split(begin)
     PAGE.write_text(before + begin + written + end + rest.split(end)[1], encoding="utf-8")

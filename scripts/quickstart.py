@@ -2,8 +2,9 @@
 
     scripts/quickstart.sh [--output DIR] [--iterations N]
 
-Four pipeline ranks: on GPUs if the machine has four, else on CPU processes over gloo. The text is the source and the
-documentation strings of the running Python's standard library. Everything printed and drawn is measured in the run.
+Four pipeline ranks run on GPUs if the machine has four, otherwise as CPU processes over gloo. The training text is the
+source and the docstrings of the running Python's standard library. Everything that is printed or drawn, except
+predictions, is measured in the run.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ console = Console()
 
 
 def measured_costs(run: RecordedRun, vocab: VocabMethod) -> StageCosts:
-    """Mean seconds of every kind of pass on every rank, of one microbatch."""
+    """The mean seconds of every kind of pass on every rank, for one microbatch."""
     names = ("F", "B", *(("S", "T", "IF", "IB") if vocab.is_sharded else ()))
     means = {
         name: tuple(fmean(passes.get(name, 0.0) for passes in rank.passes) / rank.microbatches for rank in run.ranks)
@@ -51,9 +52,9 @@ def measured_costs(run: RecordedRun, vocab: VocabMethod) -> StageCosts:
 
 
 def predicted_seconds(run: RecordedRun, vocab: VocabMethod, cores: int) -> float:
-    """An iteration of 1F1B with the run's pass times and free communication, on `cores` cores or devices.
+    """The seconds of a 1F1B iteration with the run's pass times and free communication, on `cores` cores or devices.
 
-    With fewer cores than ranks it takes no less than all work together, spread evenly over the cores.
+    With fewer cores than ranks, it takes at least as long as all the work spread evenly over the cores.
     """
     costs = measured_costs(run, vocab)
     schedule = generate("1f1b", RANKS, run.ranks[0].microbatches, vocab=vocab, costs=costs.nominal(RANKS))
@@ -62,7 +63,7 @@ def predicted_seconds(run: RecordedRun, vocab: VocabMethod, cores: int) -> float
 
 
 def main() -> None:
-    """Prepare the data, train twice, report."""
+    """Prepare the data, train twice, and report."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     default = ROOT / "runs" / "quickstart"
     parser.add_argument("--output", type=Path, default=default, help="folder for data, logs and pictures")
@@ -112,12 +113,12 @@ def _data(folder: Path) -> tuple[Path, Path]:
 
 
 def _say(text: str) -> None:
-    """Print as it is, without colors and line breaks of rich."""
+    """Print a text unchanged, without rich's colors and line breaks."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _train(title: str, folder: Path, extra: list[str]) -> None:
-    """One run under torchrun; exits with its last lines if it fails."""
+    """Train one run under torchrun; if it fails, print its last lines and exit."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
     for stale in [*folder.glob("rank_*.json"), *(folder / "tensorboard").glob("events*")]:
@@ -175,7 +176,7 @@ def _print_predictions(runs: TwoRuns, on_gpus: bool) -> None:
 
 
 def _draw_schedule(split: RecordedRun, path: Path) -> None:
-    """The schedule with the measured mean times of the passes, for a few microbatches."""
+    """Draw the schedule with the measured mean times of the passes, for a few microbatches."""
     costs = measured_costs(split, ALGORITHM)
     schedule = generate("1f1b", RANKS, PICTURE_MICROBATCHES, vocab=ALGORITHM, costs=costs.nominal(RANKS))
     path.write_bytes(to_picture(simulate(schedule, costs), "png"))

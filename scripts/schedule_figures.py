@@ -2,7 +2,7 @@
 
     python scripts/schedule_figures.py [--check]
 
-`--check` writes nothing and exits with status 1 where the page's figures are not those of the present code.
+`--check` writes nothing and exits with status 1 if the figures on the page are out of date.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ MARKERS = {"none": "o", "vocab-2": "s", "vocab-1": "^", "interlaced": "D"}
 
 
 def rows() -> list[tuple[str, str]]:
-    """Every schedule with every vocabulary method it has."""
+    """Every schedule with every vocabulary method that it has."""
     return [(name, vocab) for name, family in FAMILIES.items() for vocab in METHODS if vocab in family.methods]
 
 
 def timeline(name: str, vocab: str, ranks: int, microbatches: int = MICROBATCHES) -> Timeline:
-    """The schedule simulated at the costs it was generated for, the default ones."""
+    """Simulate the schedule at the default costs, for which it is also generated."""
     return simulate(generate(name, ranks, microbatches, vocab=vocab))
 
 
 def cell(simulated: Timeline) -> str:
-    """Makespan, bubble and peak of the busiest rank, as the table shows them."""
+    """A cell of the table: makespan, bubble, and peak activations of the fullest rank."""
     return f"{simulated.makespan:.2f}, {100 * simulated.bubble_fraction:.2f} %, {max(simulated.peak_activation):g}"
 
 
@@ -61,7 +61,7 @@ LIMITS = (4, 4.5, 5, 5.5, 6, 7, 8, 9)
 
 
 def limit_table() -> str:
-    """How long the schedules of v-flex take by memory limit, in Markdown."""
+    """A Markdown table of how long the schedules of v-flex take, by memory limit."""
     costs = PassCosts(F=1, B=1.9, W=0.7)
     lines = ["| vocabulary | " + " | ".join(f"{limit:g}" for limit in LIMITS) + " |", "|---" * (1 + len(LIMITS)) + "|"]
     for vocab in ("none", "vocab-2"):
@@ -78,11 +78,11 @@ def limit_table() -> str:
 
 
 OFFLOADED = (("1f1b", None), ("zb-v", None), ("v-half", None), ("interleaved", 4), ("gis-h", 4), ("po", 4))
-"""Families and chunks of the table of offloading."""
+"""The families and chunks in the table of offloading."""
 
 
 def offload_table() -> str:
-    """Time and peaks on device and host with no chunk, half of them and all of them offloaded, in Markdown."""
+    """A Markdown table of time and of peaks on device and host, with none, half or all of the chunks offloaded."""
     costs = PassCosts(other={"copy": 0.75})
     lines = ["| schedule | chunks | none | half | all |", "|---|---|---|---|---|"]
     for name, chunks in OFFLOADED:
@@ -99,7 +99,9 @@ def offload_table() -> str:
 
 
 def draw_chart(simulated: dict[tuple[str, str, int], Timeline]) -> None:
-    """Bubble against memory: one colour a schedule that trains, one marker a vocabulary method."""
+    """Draw bubble against memory, with one colour for each schedule that trains and one marker for each vocabulary
+    method.
+    """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -124,7 +126,7 @@ def draw_chart(simulated: dict[tuple[str, str, int], Timeline]) -> None:
 
 
 def draw_schedules() -> None:
-    """One small picture a schedule."""
+    """Draw one small picture of each schedule."""
     for name in FAMILIES:
         vocab = FAMILIES[name].own_method or "vocab-2"
         limit = 4 if FAMILIES[name].bases else None
